@@ -22,6 +22,7 @@ from tiercache.backends.jagged import OptimizerStep
 from tiercache.backends.opening import open_backend
 from tiercache.dist.communicator import communicator_of
 from tiercache.passes.samples import FeatureIds
+from tiercache.ranks.asking import Asking, Wanted
 from tiercache.ranks.exchange import RowExchange
 from tiercache.ranks.owners import Owners, find_owners
 from tiercache.ranks.sharding_plan import ShardingPlan, TableSharding
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.ranks.exchange import Asked
+    from tiercache.ranks.asking import Asked
     from tiercache.training.tracers import Mark
 
 
@@ -99,9 +100,11 @@ class Rank:
         self.backend = open_backend("cpu", self.tables)
         self.thread = ThreadPoolExecutor(1, initializer=share_threads)
         self.optimizer, self.handle = RowOptimizer(self.groups, self.backend), torch.nn.Parameter(torch.zeros(()))
-        self.exchange = RowExchange(ranks, ranks.clone(), self.backend, self.groups, self.groups)
-        self.layout = self.exchange.lay_out(self.owners)
-        self.exchange.open_pass(self.layout, self.rows)
+        features = [tc.Feature(name=table.name, table=table.name) for table in self.tables]
+        self.asking = Asking(ranks.clone(), self.groups, features, torch.float32)
+        self.exchange = RowExchange(ranks, self.backend, self.groups, self.groups)
+        self.layout = self.asking.lay_out(self.owners)
+        self.exchange.open_pass(self.layout.stretches, self.rows)
         names = tuple(table.name for table in self.tables)
         zeros = np.zeros(len(names), dtype=np.int8)
         cols = np.arange(len(names), dtype=np.int64) * shape.dim
@@ -129,8 +132,13 @@ class Rank:
 
     def ask(self, batch: int) -> Asked:
         """Ask the owners for the rows of a batch."""
-        tables = dict(zip(self.part.features, self.part.tables, strict=True))
-        return self.exchange.ask(self.layout, self.batches[batch], tables, "a batch")
+        ids = self.batches[batch]
+        return self.asking.ask(self.layout, Wanted(ids=ids, modes=dict.fromkeys(ids)), "a batch")
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that left this rank."""
+        return self.exchange.wire.bytes_sent + self.asking.wire.bytes_sent
 
     def train(self, asked: Asked, following: int) -> tuple[dict[str, float], Asked]:
         """Train a batch while the following one is asked for, as a training does.
@@ -221,7 +229,7 @@ def main() -> None:
     sent, least = 0, {"once": 0, "each": 0}
     following = rank.ask(0)
     for turn in range(warm_up + turns):
-        batch, before, asked = turn % NUM_BATCHES, rank.exchange.bytes_sent, following
+        batch, before, asked = turn % NUM_BATCHES, rank.bytes_sent, following
         seconds, following = rank.train(asked, (turn + 1) % NUM_BATCHES)
         counted = rank.least_bytes(batch)
         seconds["alone"], seconds["alone_cpu"] = rank.train_alone(batch)
@@ -230,7 +238,7 @@ def main() -> None:
             asked, times=counted["each"] / max(1, counted["once"])
         )
         if turn >= warm_up:
-            sent += rank.exchange.bytes_sent - before
+            sent += rank.bytes_sent - before
             least = {name: least[name] + counted[name] for name in least}
             for name, value in seconds.items():
                 times.setdefault(name, []).append(value)

@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import tiercache as tc
 from tests.ranks import trainings
-from tests.ranks.trainings import BAGS, OPTIONS, dense_of
+from tests.ranks.trainings import BAGS, OPTIONS, dense_of, model_of, step
 from tests.training.cases import Net
 from tests.training.devices import shim
 from tests.training.raw import batch_arguments
@@ -21,6 +18,9 @@ from tiercache.errors import KeyNotInPassError, RankError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import torch
+    from torch import nn
 
     from tiercache.dist.communicator import AnyCommunicator
 
@@ -101,7 +101,7 @@ def run(
     reweighs: bool = False,
 ) -> dict[str, Any]:
     """Train on the samples of one rank; until a commit behind batch ``stop``, (pass, batch), where said."""
-    criterion, evaluated, most = nn.BCEWithLogitsLoss(), [], 0
+    evaluated, most = [], 0
     single = tc.EmbeddingCollection(cache.schema, ["user", "item"]) if evaluates else None
     if single is not None:
         cache.register(single=single)
@@ -119,9 +119,7 @@ def run(
             assert batch is not None
             assert len(batch) == max(bounds[rank + 1] - bounds[rank], 1)
             assert batch.weight == size * ((bounds[rank + 1] - bounds[rank]) / num_samples)
-            (criterion(model(batch), batch.label) * batch.weight).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step([batch], model, optimizer)
             if stop == [p.index, number]:
                 cache.commit()
                 return {}
@@ -142,12 +140,7 @@ def train(ranks: AnyCommunicator, folder: str, *, on_shim: bool = False, **optio
     samples, keys = tc.PassDataset.open(place / "passes"), tc.PassDataset.open(place / "keys")
     options |= {"device": shim()} if on_shim else {}
     with tc.TierCache(place / "raw.tc", keys, **OPTIONS | options) as cache:
-        torch.manual_seed(1)
-        model: nn.Module = Net(cache, CASE)
-        if ranks.size > 1:
-            model = DistributedDataParallel(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=CASE.dense_lr, momentum=0.5)
-        cache.register(model=model, optimizer=optimizer)
+        model, optimizer = model_of(cache, CASE)
         found = run(cache, samples, model, optimizer, rank=ranks.rank, size=ranks.size, **how)
         assert cache.device_bytes <= 4 << 20
         launches = sorted(set(options["device"]._runtime.kernels.launches)) if on_shim else []

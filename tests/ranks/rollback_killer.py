@@ -84,7 +84,9 @@ class Rollback:
 
     def again(self, generator: random.Random, runs: list[Ended]) -> At | None:
         """Have every third rollback made and killed again, at a point that the first may have had."""
-        return None if len(runs) > 1 or self._kills % 3 != 1 else At(generator.randrange(self.points))
+        if len(runs) > 1 or self._kills % 3 != 1:
+            return None
+        return At(generator.randrange(self.points // generator.choice([1, 4])))  # some early: it has fewer points
 
     points = 1
     """How many a rollback has."""

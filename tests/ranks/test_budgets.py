@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from torch import nn
 
 import tiercache as tc
 from tests.ranks.trainings import CASES, ONE, assert_as_alone, dense_of, model_of, open_sharded, resident, stored
+from tests.ranks.trainings import trained as trained_by_step
 from tests.training.cases import Case
 from tiercache.passes.row_budget import device_bytes
 from tiercache.ranks.record import Record
@@ -53,14 +53,10 @@ def needed(ranks: AnyCommunicator, folder: str, **options: Any) -> int:
 
 def trained_large(ranks: AnyCommunicator, folder: str, **options: Any) -> dict[str, Any]:
     """Train the large case and return the dense weights."""
-    criterion = nn.BCEWithLogitsLoss()
     with open_sharded(LARGE, folder, **options) as cache:
         model, optimizer = model_of(cache, LARGE)
-        for p in cache.passes(epochs=LARGE.epochs):
-            for batch in p.batches(LARGE.batch, shuffle=False):
-                (criterion(model(batch), batch.label) * batch.weight).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+        for _ in trained_by_step(cache, LARGE, (model, optimizer)):
+            pass
     return dense_of(model)
 
 

@@ -2,24 +2,110 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
+import tiercache as tc
 from tests.ranks.conformance import WAYS
-from tests.ranks.literals import cut
-from tests.ranks.trainings import stored
+from tests.ranks.trainings import OPTIONS, stored
+from tests.training.cases import table
+from tiercache.passes.from_arrays import write_dataset
+from tiercache.passes.keybatch import FeatureKeys, KeyBatch
+from tiercache.ranks.sharding_plan import ShardingPlan, Slice, TableSharding, sliced
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.ranks.pool import RanksPool
+    from tiercache.dist.communicator import AnyCommunicator
 
 SUM = [[2, 4], [4, 6], [0, 0], [12, 15]]
 MEAN = [[0, 1], [3, 4], [0, 0], [4 / 3, 7 / 3]]
 ROWS = [[-2, -1], [1, 2], [0, 1], [6, 7]]
 """[[0, 1], [2, 3], [4, 5], [6, 7]] less how often each was in a bag."""
+RULES = {
+    "sgd": tc.optim.SGD(learning_rate=1.0),
+    "adagrad": tc.optim.Adagrad(learning_rate=1.0),
+    "rowwise": tc.optim.RowWiseAdagrad(learning_rate=1.0),
+    "adam": tc.optim.Adam(learning_rate=0.5),
+}
+NUMBERS = np.arange(8, dtype=np.float32).reshape(4, 2)
+"""[[0, 1], [2, 3], [4, 5], [6, 7]]: the rows of keys 0 to 3, and the gradients of four samples."""
+BAGS = [[5, 5], [5], [5, 5, 5], [5]]
+"""Of the samples that step one row by each rule."""
+SUMMED = [[0, 1], [2, 0], [], [2, 2, 2]]
+AVERAGED = [[0], [1, 2], [], [0, 1, 1]]
+
+
+def bags(lists: list[list[int]]) -> FeatureKeys:
+    """Return ragged keys."""
+    return FeatureKeys(np.array(list(chain(*lists)), np.int64), np.cumsum([0, *map(len, lists)]).astype(np.int64))
+
+
+def cut(folder: Path) -> tc.PassDataset:
+    """Make a pass that gives every row its numbers, and one that looks bags up."""
+    ragged = {name: tc.Feature(name=name, columns=(name,), table="rows", hotness="ragged") for name in ("sum", "mean")}
+    rules = {f"by {n}": tc.Feature(name=f"by {n}", columns=(n,), table=n, hotness="ragged") for n in RULES}
+    schema = tc.Schema(
+        label="label",
+        dense=(tc.DenseFeature(column="x"), tc.DenseFeature(column="y")),
+        features=(tc.Feature(name="id", columns=("id",), table="rows"), *ragged.values(), *rules.values()),
+        tables=tuple(
+            table(name, 2, rule, tc.init.Zeros()) for name, rule in [("rows", RULES["sgd"]), *RULES.items()]
+        ),
+    )  # fmt: skip
+    nothing: list[list[int]] = [[]] * 4
+    passes = [
+        {"id": [0, 1, 2, 3], "sum": nothing, "mean": nothing, "rules": BAGS},
+        {"id": [3, 3, 3, 3], "sum": SUMMED, "mean": AVERAGED, "rules": nothing},
+    ]
+    return write_dataset(
+        folder,
+        schema,
+        [
+            KeyBatch(
+                np.zeros(4, np.float32), NUMBERS,
+                {"id": FeatureKeys(np.array(one["id"]), None), "sum": bags(one["sum"]), "mean": bags(one["mean"])}
+                | {name: bags(one["rules"]) for name in rules},
+            )
+            for one in passes
+        ],
+    )  # fmt: skip
+
+
+def train(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
+    """Train with all tables sharded in each way; return by way the outputs of the second pass."""
+    passes, found = tc.PassDataset.open(Path(folder) / "passes"), {}
+    for way in WAYS:
+        sharding = ShardingPlan(ranks.size, {one.name: sharded(way, ranks.size) for one in passes.tables})
+        path = Path(folder) / f"{way}.tc"
+        with tc.TierCache(path, passes, sharding=sharding, **OPTIONS) as cache:
+            by_rule = [f"by {name}" for name in RULES]
+            bag = tc.EmbeddingBagCollection(cache.schema, ["id", "sum", "mean", *by_rule], mode={"mean": "mean"})
+            cache.register(bag=bag)
+            for p in cache.passes(epochs=1):
+                for batch in p.batches(4):
+                    out = bag(batch)
+                    if p.index == 0:
+                        wanted = out[:, 6:].reshape(-1, 4, 2).sum(dim=1) - out[:, :2]
+                        each = (wanted * batch.dense).sum(dim=1)
+                    else:
+                        each = out[:, 2:4].sum(dim=1)
+                        found[way] = out[: None if batch.weight else 0, 2:6].detach().numpy().copy()
+                    (4 * each.mean() * batch.weight).backward()
+                    cache.optimizer.step()
+    return found
+
+
+def sharded(way: str, size: int) -> TableSharding:
+    """Place a table of two columns."""
+    if way == "column" and size > 1:
+        return sliced(2, [size - 1, 0])
+    if way in {"column", "table"}:
+        return TableSharding("table", (Slice(size - 1, 0, 2),))
+    return TableSharding(way)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -29,7 +115,7 @@ def test_literal_rows_bags_and_steps(ranks_pool: RanksPool, tmp_path: Path, size
     over all ranks before it is squared.
     """
     cut(tmp_path / "passes")
-    parts = ranks_pool.run(size, "tests.ranks.literals:train", folder=str(tmp_path))
+    parts = ranks_pool.run(size, f"{__name__}:train", folder=str(tmp_path))
     g = np.array([2 * 0 + 2 + 3 * 4 + 6, 2 * 1 + 3 + 3 * 5 + 7], np.float32)  # [20, 27]
     fields = {
         "sgd": [-g],

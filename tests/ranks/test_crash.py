@@ -90,6 +90,6 @@ def test_a_training_killed_while_other_ranks_take_it_up_goes_on_to_the_same_bits
     """As a whole: from the midst of a pass on 2 ranks to 3 and to 1, through the opening of the cache."""
     found = killed("training", tmp_path, kills=kills, ranks=2)
     assert found["trainings"] >= 1
-    assert found["stood_in_old_parts"] + found["stood_in_new_parts"] == kills
+    assert found.get("stood_in_old_parts", 0) + found.get("stood_in_new_parts", 0) == kills
     if kills >= 20:  # of a few, chance decides where they come
         assert min(found["stood_in_old_parts"], found["stood_in_new_parts"]) > 0

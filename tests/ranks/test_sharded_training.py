@@ -32,15 +32,6 @@ def test_one_rank_over_a_sharded_store_ends_with_the_bits_of_one_process(ranks_p
     assert_as_alone(stored(tmp_path), found[0], theirs, tolerance=0)
 
 
-def test_samples_that_are_read_before_their_turn_train_the_same_bits(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """However many batches are fetched ahead; rows wait for the step before."""
-    for name, prefetch in (("now", 0), ("ahead", 3)):
-        found = on_ranks(ranks_pool, 2, tmp_path / name, "bags", prefetch=prefetch)
-        assert [one["planned"] for one in found] == [3, 3]
-
-    assert_same_rows(tmp_path / "ahead", tmp_path / "now")
-
-
 @pytest.mark.parametrize("micro_batches", [2, 5])
 def test_micro_batches_end_as_one_batch(ranks_pool: RanksPool, tmp_path: Path, micro_batches: int) -> None:
     """All see the rows before the step; micro-batches without samples on a rank are among them."""

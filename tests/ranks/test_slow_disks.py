@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch.distributed as dist
-from torch import nn
 
+from tests.ranks import trainings
 from tests.ranks.trainings import ONE, assert_same_rows, dense_of, model_of, open_sharded
 from tests.training.cases import Case
 from tiercache.dist.communicator import communicator_of
@@ -64,7 +64,7 @@ def impatient(seconds: float = TIMEOUT) -> Iterator[pytest.MonkeyPatch]:
 def trained(ranks: AnyCommunicator, folder: str, slow: str | None) -> dict[str, Any]:
     """Train, with a commit inside pass 3; on rank 1 something of the disk takes longer than the timeout in pass 2."""
     case, engines = WIDE, list[Hitching]()
-    criterion, open_engine = nn.BCEWithLogitsLoss(), shard_folder.open_engine
+    open_engine = shard_folder.open_engine
 
     def opened(*arguments: Any, **options: Any) -> Opened:
         found = open_engine(*arguments, **options)
@@ -76,16 +76,12 @@ def trained(ranks: AnyCommunicator, folder: str, slow: str | None) -> dict[str, 
         patch.setattr(shard_folder, "open_engine", opened)
         with open_sharded(case, folder, host_budget="212KiB") as cache:
             model, optimizer = model_of(cache, case)
-            for p in cache.passes(epochs=case.epochs):
-                if slow and p.index == (3 if slow == "commit" else 2) and ranks.rank == 1:
+            for p, number in trainings.trained(cache, case, (model, optimizer)):
+                if slow and number == 0 and p.index == (3 if slow == "commit" else 2) and ranks.rank == 1:
                     cache.drain()
                     setattr(engines[-1], f"{slow}_seconds", HITCH)
-                for number, batch in enumerate(p.batches(case.batch, shuffle=case.shuffle)):
-                    (criterion(model(batch), batch.label) * batch.weight).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    if p.index == 3 and number == 0:
-                        cache.commit()
+                if p.index == 3 and number == 0:
+                    cache.commit()
             left = 0.0 if slow is None else getattr(engines[-1], f"{slow}_seconds")
             return dense_of(model) | {"left": left, "read": sum(r.rows_read for r in cache.reports)}
 

@@ -1,21 +1,54 @@
-"""A job of torchrun that loses a rank ends with torchrun's report, and goes on to the same bits."""
+"""A job of torchrun that loses a rank ends with torchrun's report, and goes on to the same bits.
+
+``python -m tests.ranks.test_torchrun FOLDER STEP`` is one of its ranks; rank 1 dies.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tests.ranks.trainings import CASES, assert_same_rows, on_ranks
+from tests.ranks.trainings import CASES, assert_same_rows, on_ranks, train
+from tiercache.dist.communicator import communicator_of
 from tiercache.ranks.sharded_store import ShardedStore
+from tiercache.training.row_optimizer import RowOptimizer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks.pool import RanksPool
+
+
+def kill_at(step: int) -> None:
+    """Have this process killed behind so many steps of its optimizer."""
+    done: list[None] = []
+
+    def count(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if isinstance(optimizer, RowOptimizer):  # it steps behind that of the dense parameters
+            return
+        done.append(None)
+        if len(done) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    register_optimizer_step_post_hook(count)
+
+
+def main() -> None:
+    """Be one rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    ranks = communicator_of()
+    if ranks.rank == 1:
+        kill_at(int(sys.argv[2]))
+    train(ranks, "one", sys.argv[1])
 
 
 def test_a_job_whose_rank_is_killed_names_it_and_goes_on_to_the_same_bits(
@@ -28,7 +61,7 @@ def test_a_job_whose_rank_is_killed_names_it_and_goes_on_to_the_same_bits(
     killed = subprocess.run(
         [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            "--max-restarts", "0", "-m", "tests.ranks.launched", str(tmp_path / "killed"), "9",
+            "--max-restarts", "0", "-m", "tests.ranks.test_torchrun", str(tmp_path / "killed"), "9",
         ],
         env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
@@ -42,3 +75,7 @@ def test_a_job_whose_rank_is_killed_names_it_and_goes_on_to_the_same_bits(
     for name, value in whole[0].items():
         np.testing.assert_array_equal(resumed[0][name], value, err_msg=name)
     assert_same_rows(tmp_path / "killed", tmp_path / "whole")
+
+
+if __name__ == "__main__":
+    main()

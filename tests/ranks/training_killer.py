@@ -28,7 +28,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.crash.child import Ended
+from tests.crash.killer import Killer
+from tests.crash.outcome import FAILING, LOST, SILENT, EnoughError, Found
+
 if TYPE_CHECKING:
+    from collections import Counter
     from multiprocessing.process import BaseProcess
 
 CASE = "bags"
@@ -80,52 +85,115 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
 
 
-class Killer:
-    """Runs trainings of several ranks and kills them."""
+class Moment:
+    """A kill of one rank, or of all, at a random moment."""
 
-    def __init__(self, folder: Path, seed: int, before: int | None) -> None:
-        self._folder, self._random, self._before = folder, random.Random(seed), before
+    def __str__(self) -> str:
+        return "a kill"
+
+    def armed(self, *_: object) -> Any:
+        """Do nothing: the parent kills."""
+        raise NotImplementedError
+
+    def count(self, ended: Ended, counts: Counter[str]) -> None:
+        """Count what the ranks that were not killed said."""
+        counts["told_why"] += len(ended.of("told why"))
+
+
+class Trainings:
+    """Trainings of several ranks, on 2 and on 3 by turns, each killed up to four times until ``kills`` are made."""
+
+    def __init__(self, folder: Path, kills: int, *, seed: int, before: int | None) -> None:
+        """before: of the training that is gone on with."""
+        self._folder, self.kills_left, self._random, self._before = folder, kills, random.Random(seed), before
         self._sizes = [size for size in (3, 2, 1) if before is not None and size != before] or [2, 3]
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.crash.warm", "tests.ranks.warm"])
-        self._stood: dict[Path, tuple[int, ...]] = {}
+        self._expected: dict[int, tuple[dict[str, Any], float]] = {}
         self._begun: Path | None = None
-        self.figures: dict[str, Any] = {
-            "kills": 0, "kills_of_all": 0, "trainings": 0, "resumed_behind_a_commit": 0, "told_why": 0, "problems": [],
-        }  # fmt: skip
+        self._least, self._trainings = (-1, -1), 0
         if before is not None:
-            self.figures |= {"stood_in_old_parts": 0, "stood_in_new_parts": 0}
+            begun = self._prepare("begun")
+            self._end(begun, self._start(begun, before, passes=PASSES))
+            self._least = self.look(begun, [], last=False).stands
+            self._begun = begun
 
-    def run(self, kills: int) -> dict[str, Any]:
-        """Kill so many times; every training that is killed is resumed to its end and compared."""
-        expected, seconds = {}, {}
-        number = 0
-        if self._before is not None:
-            folder = self._prepare("begun")
-            self._end(folder, self._start(folder, self._before, passes=PASSES))
-            self._look(folder)
-            self._begun = folder
-        while self.figures["kills"] < kills and not self.figures["problems"]:
-            size = self._sizes[number % len(self._sizes)]
-            folder = self._prepare(f"killed-{number}")
-            if size not in expected:
-                whole = self._prepare(f"whole-{size}")
-                processes, begun = self._start(whole, size), time.perf_counter()
+    def begin(self, folder: Path) -> None:
+        """Prepare the next training; train it without a kill, once for each number of ranks."""
+        self._size = size = self._sizes[self._trainings % len(self._sizes)]
+        self._trainings += 1
+        if size not in self._expected:
+            whole = self._prepare(f"whole-{size}")
+            processes, begun = self._start(whole, size), time.perf_counter()
+            seconds = 0.0
+            if self._begun is not None:
+                self._wait_for_parts(whole, processes)
+                seconds = MOST_OF_PARTS * (time.perf_counter() - begun)
+            self._end(whole, processes)
+            seconds = seconds or time.perf_counter() - begun
+            self._expected[size] = json.loads((whole / RESULT).read_text()), seconds
+        self._due = 1 + self._random.randrange(4)
+        folder.rmdir()
+        self._prepare(folder.name)
+
+    def again(self, generator: random.Random, runs: list[Ended]) -> Moment | None:
+        """Kill until enough are killed, of this training or at all."""
+        return Moment() if self.kills_left > 0 and len(runs) < self._due else None
+
+    def run(self, folder: Path, death: Moment | None) -> Ended:
+        """Train from whatever is there, and kill some at a moment."""
+        processes, said = self._start(folder, self._size), list[list[Any]]()
+        if death is None:
+            self._end(folder, processes)
+            return Ended(signals=[0] * self._size)
+        share = self._random.random()
+        if self._before is None:  # more of them late, behind a commit: machines are slower at times
+            share = max(share, self._random.random())
+        time.sleep(share * self._expected[self._size][1])
+        victims = processes if self._random.random() < 0.3 else [self._random.choice(processes)]
+        for victim in victims:
+            victim.kill()
+        until = time.monotonic() + SURVIVORS_SECONDS
+        for process in processes:
+            process.join(max(0.0, until - time.monotonic()))
+            process.kill()
+            process.join()
+        for rank, process in enumerate(processes):
+            if process.exitcode not in {0, -signal.SIGKILL}:
+                words = (folder / ERROR.format(rank)).read_text()
+                if "RankError" in words:
+                    said.append(["told why", rank])
+                elif "gloo" not in words.lower():  # the dense part's errors are torch's own
+                    said.append(["error", f"rank {rank} of {folder.name} ended otherwise: {words}"])
+        # what they do not end with is no kill: they were done before
+        signals = [0 if process.exitcode == 0 else signal.SIGKILL for process in processes]
+        self.kills_left -= any(signals)
+        return Ended(signals=signals, said=said)
+
+    def look(self, folder: Path, runs: list[Ended], *, last: bool) -> Found:
+        """Open what was left: it stands at a commit of all ranks, whole, or nothing was ever committed."""
+        import tiercache as tc
+        from tiercache.ranks.inspection import verify_sharded
+        from tiercache.store import StoreMissingError
+
+        found, at = Found(), (-1, -1)
+        if last:
+            if json.loads((folder / RESULT).read_text()) != self._expected[self._size][0]:
+                found.wrong.append((SILENT, f"{folder.name} on {self._size} ranks ended with other bits"))
+            found.counts["trainings"] = 1
+            return found
+        with suppress(StoreMissingError):
+            with tc.ShardedStore.open(folder / "model.tc") as store:
+                at = tuple(store.commit.cursor)
                 if self._begun is not None:
-                    self._wait_for_parts(whole, processes)
-                    seconds[size] = MOST_OF_PARTS * (time.perf_counter() - begun)
-                self._end(whole, processes)
-                seconds.setdefault(size, time.perf_counter() - begun)
-                expected[size] = json.loads((whole / RESULT).read_text())
-            for _ in range(1 + self._random.randrange(4)):
-                if self.figures["kills"] < kills:
-                    self._kill(folder, size, seconds[size])
-            self._end(folder, self._start(folder, size))
-            self.figures["trainings"] += 1
-            if json.loads((folder / RESULT).read_text()) != expected[size]:
-                self.figures["problems"].append(f"{folder.name} on {size} ranks ended with other bits")
-            number += 1
-        return self.figures
+                    found.counts[f"stood_in_{'new' if store.record.generation else 'old'}_parts"] = 1
+            found.wrong += [(FAILING, sentence) for sentence in verify_sharded(folder / "model.tc")["problems"]]
+        stood = max((tuple(place) for one in runs for place in one.of("done")), default=self._least)
+        if at < stood:
+            found.wrong.append((LOST, f"{folder.name} stood at {stood} and now stands at {at}"))
+        found.counts["resumed_behind_a_commit"] = at > (0, 0)
+        found.stands = at
+        return found
 
     def _prepare(self, name: str) -> Path:
         from tests.ranks.trainings import CASES
@@ -133,7 +201,6 @@ class Killer:
         folder = self._folder / name
         if self._begun is not None:
             shutil.copytree(self._begun, folder)
-            self._stood[folder] = self._stood[self._begun]
             return folder
         folder.mkdir()
         CASES[CASE].cut(folder / "passes")
@@ -170,58 +237,22 @@ class Killer:
             if process.exitcode != 0:
                 raise RuntimeError(f"rank {rank} of {folder.name} failed: {(folder / ERROR.format(rank)).read_text()}")
 
-    def _kill(self, folder: Path, size: int, seconds: float) -> None:
-        processes = self._start(folder, size)
-        time.sleep(self._random.uniform(0.0, seconds))
-        victims = processes if self._random.random() < 0.3 else [self._random.choice(processes)]
-        for victim in victims:
-            victim.kill()
-        until = time.monotonic() + SURVIVORS_SECONDS
-        for process in processes:
-            process.join(max(0.0, until - time.monotonic()))
-            process.kill()
-            process.join()
-        if all(process.exitcode == 0 for process in processes):
-            return  # they were done before
-        self.figures["kills"] += 1
-        self.figures["kills_of_all"] += len(victims) == size
-        for rank, process in enumerate(processes):
-            if process.exitcode not in {0, -signal.SIGKILL}:
-                said = (folder / ERROR.format(rank)).read_text()
-                self.figures["told_why"] += "RankError" in said
-                if "RankError" not in said and "gloo" not in said.lower():  # the dense part's errors are torch's own
-                    self.figures["problems"].append(f"rank {rank} of {folder.name} ended otherwise: {said}")
-        self._look(folder)
 
-    def _look(self, folder: Path) -> None:
-        """Open what was left: it stands at a commit of all ranks, whole, or nothing was ever committed."""
-        import tiercache as tc
-        from tiercache.ranks.inspection import verify_sharded
-        from tiercache.store import StoreMissingError
-
-        at = (-1, -1)
-        with suppress(StoreMissingError):
-            with tc.ShardedStore.open(folder / "model.tc") as store:
-                at = tuple(store.commit.cursor)
-                if self._begun is not None:
-                    self.figures[f"stood_in_{'new' if store.record.generation else 'old'}_parts"] += 1
-            self.figures["problems"] += verify_sharded(folder / "model.tc")["problems"]
-        if at < self._stood.get(folder, at):
-            self.figures["problems"].append(f"{folder.name} stood at {self._stood[folder]} and now stands at {at}")
-        self._stood[folder] = at
-        self.figures["resumed_behind_a_commit"] += at > (0, 0)
-
-
-def main() -> None:
+def main() -> int:
     """Kill, and print the figures as JSON."""
     parser = argparse.ArgumentParser(prog="python -m tests.ranks.training_killer")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--kills", type=int, required=True)
     parser.add_argument("--ranks", type=int)
     options = parser.parse_args()
-    with suppress(KeyboardInterrupt):
-        sys.stdout.write(json.dumps(Killer(options.folder, options.kills, options.ranks).run(options.kills)))
+    workload = Trainings(options.folder, options.kills, seed=options.kills, before=options.ranks)
+    killer = Killer(options.folder, workload, seed=options.kills, most_problems=1)
+    with suppress(EnoughError):
+        while workload.kills_left > 0:
+            killer.kill()
+    sys.stdout.write(json.dumps({**killer.outcome.counts, "problems": killer.outcome.problems}))
+    return bool(killer.outcome.problems)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -18,6 +18,8 @@ from tests.training.devices import shim
 from tiercache.ranks.record import RECORD
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from numpy.typing import NDArray
 
     from tests.ranks.pool import RanksPool
@@ -68,6 +70,25 @@ def model_of(cache: tc.TierCache, case: Case) -> tuple[nn.Module, torch.optim.Op
     return model, optimizer
 
 
+def step(batches: Iterable[tc.Batch], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Step behind the loss of a batch, which may come as several."""
+    for batch in batches:
+        (nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label) * batch.weight).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained(
+    cache: tc.TierCache, case: Case, tracked: tuple[nn.Module, torch.optim.Optimizer] | None = None
+) -> Iterator[tuple[tc.Pass, int]]:
+    """Train a case to its end, and yield the pass and the number of each batch behind its step."""
+    model, optimizer = tracked or model_of(cache, case)
+    for p in cache.passes(epochs=case.epochs):
+        for number, batch in enumerate(p.batches(case.batch, shuffle=case.shuffle)):
+            step([batch], model, optimizer)
+            yield p, number
+
+
 def train(
     ranks: AnyCommunicator,
     case: str,
@@ -80,11 +101,9 @@ def train(
     **options: Any,
 ) -> dict[str, Any]:
     """Train a case, for so many steps where said, and return what this rank's part and the dense part end with."""
-    one = CASES[case]
-    criterion = nn.BCEWithLogitsLoss()
+    one, done = CASES[case], 0
     with open_sharded(one, folder, **options) as cache:
         model, optimizer = model_of(cache, one)
-        done = 0
         for p in cache.passes(epochs=one.epochs if epochs is None else epochs):
             if micro_batches is None:
                 each = ([batch] for batch in p.batches(one.batch, shuffle=one.shuffle, prefetch=prefetch))
@@ -93,11 +112,8 @@ def train(
             for batches in each:
                 if done == steps:
                     continue
-                for batch in batches:
-                    (criterion(model(batch), batch.label) * batch.weight).backward()
+                step(batches, model, optimizer)
                 assert cache.pinned_batch_bytes == 0 <= cache.scratch_bytes
-                optimizer.step()
-                optimizer.zero_grad()
                 done += 1
         found = {"commit": list(cache.store.commit.cursor), "planned": len(cache.plan(passes=3))}
     return found | dense_of(model)
@@ -170,20 +186,17 @@ def resident(case: Case, passes: tc.PassDataset, *, steps: int | None = None) ->
     """Train the same batches on one process, all in memory."""
     from tests.training.cases import result_of_resident
 
-    cache = tc.InMemoryCache(passes)
+    cache: Any = tc.InMemoryCache(passes)
     torch.manual_seed(1)
     model = Net(cache, case)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
     cache.register(model=model, optimizer=optimizer)
-    criterion, done = nn.BCEWithLogitsLoss(), 0
+    done = 0
     for p in cache.passes(epochs=case.epochs):
         for batch in p.batches(case.batch, shuffle=case.shuffle):
-            if done == steps:
-                continue
-            criterion(model(batch), batch.label).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            done += 1
+            if done != steps:
+                step([batch], model, optimizer)
+                done += 1
     return result_of_resident(cache, model)
 
 
@@ -191,19 +204,12 @@ def train_and_stop(
     ranks: AnyCommunicator, case: str, folder: str, *, passes: int, batches: int, within: bool, **options: Any
 ) -> int:
     """Train so many passes and batches, commit inside the pass where ``within``, and leave without another word."""
-    one = CASES[case]
-    criterion = nn.BCEWithLogitsLoss()
-    with open_sharded(one, folder, **options) as cache:
-        model, optimizer = model_of(cache, one)
-        for p in cache.passes(epochs=one.epochs):
-            for number, batch in enumerate(p.batches(one.batch, shuffle=one.shuffle)):
-                (criterion(model(batch), batch.label) * batch.weight).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                if p.index == passes and number == batches:
-                    if within:
-                        cache.commit()
-                    return int(cache.store.commit.id)
+    with open_sharded(CASES[case], folder, **options) as cache:
+        for p, number in trained(cache, CASES[case]):
+            if p.index == passes and number == batches:
+                if within:
+                    cache.commit()
+                return int(cache.store.commit.id)
     raise AssertionError("there was nothing left to leave out")
 
 
@@ -265,7 +271,7 @@ def overlapped(ranks: AnyCommunicator, case: str, folder: str, *, schedule: str,
     one, events, arrived = CASES[case], [], [threading.Event() for _ in range(5)]
     with open_sharded(one, folder, queued=queued) as cache:
         model, optimizer = model_of(cache, one)
-        ask, answer = cache._exchange.rows.ask, cache._exchange.rows.answer
+        ask, answer = cache._exchange.asking.ask, cache._exchange.rows.answer
 
         def asked(*arguments: Any, **options: Any) -> Any:
             assert threading.current_thread().name.startswith("tiercache-asking")
@@ -279,7 +285,7 @@ def overlapped(ranks: AnyCommunicator, case: str, folder: str, *, schedule: str,
             arrived[number].set()
             return found
 
-        cache._exchange.rows.ask, cache._exchange.rows.answer = asked, answered  # type: ignore[method-assign]
+        cache._exchange.asking.ask, cache._exchange.rows.answer = asked, answered  # type: ignore[method-assign]
         passes = cache.passes(epochs=1)
         for batches in next(passes).steps(one.batch, micro_batches=4, schedule=schedule):
             for number, batch in enumerate(batches):
@@ -326,8 +332,7 @@ def asked_ahead(ranks: AnyCommunicator, case: str, folder: str, *, queued: bool)
             with done:
                 wanted = number + 1 + following
                 assert done.wait_for(lambda: _count(events, "asking all_to_all") == wanted, 30), events  # noqa: B023
-            (nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label) * batch.weight).backward()
-            optimizer.step()
+            step([batch], model, optimizer)
             events.append("step")
     return events
 
@@ -373,8 +378,7 @@ def waits(ranks: AnyCommunicator, case: str, folder: str, *, sharding: dict[str,
             if number == 1:
                 found.clear()
             with Noting():
-                (nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label) * batch.weight).backward()
-                optimizer.step()
+                step([batch], model, optimizer)
         assert number > 1
         return [*found]
 
@@ -430,35 +434,29 @@ def resumed_late(ranks: AnyCommunicator, case: str, folder: str, *, queued: bool
 
 def commit_twice(ranks: AnyCommunicator, case: str, folder: str) -> list[Any]:
     """Commit twice in a row inside a pass and leave; commit before the first batch after that; train to the end."""
-    one = CASES[case]
-    criterion, found = nn.BCEWithLogitsLoss(), []
-    for turn in range(2):
-        with open_sharded(one, folder) as cache:
-            model, optimizer = model_of(cache, one)
-            for p in cache.passes(epochs=one.epochs):
-                if turn == 1 and not found:
-                    cache.commit()
-                    found.append(list(cache.store.commit.cursor))
-                for number, batch in enumerate(p.batches(one.batch, shuffle=one.shuffle)):
-                    (criterion(model(batch), batch.label) * batch.weight).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    if turn == 0 and p.index == 1 and number == 1:
-                        cache.commit()
-                        cache.commit()
-                        break
-                else:
-                    continue
+    one, found = CASES[case], []
+    with open_sharded(one, folder) as cache:
+        for p, number in trained(cache, one):
+            if p.index == 1 and number == 1:
+                cache.commit()
+                cache.commit()
                 break
+    with open_sharded(one, folder) as cache:
+        model, optimizer = model_of(cache, one)
+        for p in cache.passes(epochs=one.epochs):
+            if not found:
+                cache.commit()
+                found.append(list(cache.store.commit.cursor))
+            for batch in p.batches(one.batch, shuffle=one.shuffle):
+                step([batch], model, optimizer)
     return found
 
 
 def go_on_after_a_failure(ranks: AnyCommunicator, case: str, folder: str) -> str:
     """Have the writer of rank 1 fail once; all ranks raise; then train to the end with the same cache."""
-    one = CASES[case]
-    criterion, said = nn.BCEWithLogitsLoss(), ""
+    one, said = CASES[case], ""
     with open_sharded(one, folder) as cache:
-        model, optimizer = model_of(cache, one)
+        tracked = model_of(cache, one)
         publish = cache.store.publish
 
         def broken(cursor: Any, **options: Any) -> Any:
@@ -470,11 +468,8 @@ def go_on_after_a_failure(ranks: AnyCommunicator, case: str, folder: str) -> str
         cache.store.publish = broken  # type: ignore[method-assign]
         for _ in range(2):
             try:
-                for p in cache.passes(epochs=one.epochs):
-                    for batch in p.batches(one.batch, shuffle=one.shuffle):
-                        (criterion(model(batch), batch.label) * batch.weight).backward()
-                        optimizer.step()
-                        optimizer.zero_grad()
+                for _ in trained(cache, one, tracked):
+                    pass
             except (OSError, tc.TierCacheError) as error:
                 said = str(error)
             else:

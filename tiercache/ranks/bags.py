@@ -9,36 +9,35 @@ the bags where these may have any number of ids, the ids, and their weights wher
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tiercache.backends.jagged import LookupIds
+from tiercache.errors import RankError
+from tiercache.kernels.arrays import NONE_F4
 from tiercache.kernels.cpu.gathering import check_ids
 from tiercache.kernels.cpu.pooling import MEAN, SUM
 from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
 from tiercache.kernels.cpu.unique import unique_slots
 from tiercache.passes.samples import FeatureIds
+from tiercache.ranks.bounds import out_of_bounds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from tiercache.backends.base import Backend
     from tiercache.ranks.owners import Destination, Owners
     from tiercache.schema import Feature
 
 __all__ = [
-    "MODES",
-    "Block",
-    "Candidate",
-    "Chooser",
-    "by_model",
-    "candidates_of",
-    "check_bags",
-    "cut_bags",
-    "message_of",
-]
+    "MODES", "AskedBags", "Block", "Candidate", "Chooser", "Part", "by_model", "candidates_of", "check_bags",
+    "cut_bags", "message_of", "read_message",
+]  # fmt: skip
 
 MODES = {"sum": SUM, "mean": MEAN}
 """How owners pool. For a maximum they would have to say, number by number, which entry it came from."""
@@ -110,6 +109,41 @@ class Block:
         for _, _, d in found:
             cols.append(cols[-1] + d.last_column - d.first_column)
         return cls(tuple(p for _, p, _ in found), tuple(d for _, _, d in found), tuple(cols[:-1]), cols[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The bags of some features of one group, as one rank asks this one for them. In host memory."""
+
+    group: int
+    features: tuple[int, ...]
+    entries: LookupIds
+    offsets: NDArray[np.int64]
+    """Those of the bags."""
+    weights: list[tuple[int, int, NDArray[np.float32]]]
+    """Of entries from a first up to a last."""
+
+    def on(self, backend: Backend) -> LookupIds:
+        """Return the entries on the device."""
+        e, size = self.entries, int(self.entries.starts[-1])
+        weights = backend.weights(size, self.weights) if self.weights else NONE_F4
+        return replace(e, ids=backend.to_device(e.ids), offsets=backend.to_device(self.offsets), weights=weights)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AskedBags:
+    """What ranks want one another to pool for one batch, all in host memory: nothing was pooled yet."""
+
+    candidates: tuple[Candidate, ...]
+    modes: dict[str, str]
+    """By name, of the features of this rank's batch that are pooled elsewhere."""
+    num_samples_W: NDArray[np.int64]
+    asked_W: tuple[Block, ...]
+    """What this rank asks of each."""
+    blocks_W: tuple[Block, ...]
+    """What each asks of this rank."""
+    parts_W: list[list[Part]]
+    """The same, bag by bag."""
 
 
 class Chooser:
@@ -197,3 +231,48 @@ def message_of(block: Block, candidates: Sequence[Candidate], ids: Mapping[str, 
             assert some.weights is not None
             pieces.append(some.weights.view(np.int32))
     return pieces
+
+
+def read_message(
+    rank: int, candidates: Sequence[Candidate], block: Block, message: NDArray[np.int32], counts_P: NDArray[np.int64],
+    modes_P: NDArray[np.int8], n: int,
+) -> list[Part]:  # fmt: skip
+    """Return the bags of a message that came to ``rank``, feature after feature, by group.
+
+    Raises RankError where another rank asks for what this one has not.
+    """
+    at, parts = 0, []
+    every = zip(block.features, block.owners, block.cols, strict=True)
+    for group, members in groupby(every, key=lambda one: one[1].group):
+        some = list(members)
+        ids, lengths, weights, starts = [], [], [], [0]
+        for f, _, _ in some:
+            one, count = candidates[f], int(counts_P[f])
+            if one.length is None:
+                lengths.append(message[at : at + n])
+                at += n
+            else:
+                lengths.append(np.full(n, one.length, np.int32))
+            ids.append(message[at : at + count])
+            at += count
+            what = f"of table {one.table!r}, of which the pass has {one.rows:,}"
+            if error := out_of_bounds(rank, ids[-1], one.rows, what):
+                raise error
+            if int(lengths[-1].sum(dtype=np.int64)) != count or (n and int(lengths[-1].min()) < 0):
+                raise RankError(f"rank {rank} was asked to pool {count} ids of {one.name!r} in bags "
+                                "of another number: start all ranks again with one dataset")  # fmt: skip
+            if one.weighted:
+                weights.append((starts[-1], starts[-1] + count, message[at : at + count].view(np.float32)))
+                at += count
+            starts.append(starts[-1] + count)
+        features = [f for f, _, _ in some]
+        offsets = np.concatenate([[0], *lengths]).cumsum(dtype=np.int64)
+        entries = LookupIds(
+            ids=np.concatenate(ids),
+            starts=np.array(starts, dtype=np.int64),
+            bases=np.array([owner.first for _, owner, _ in some], dtype=np.int64),
+            modes=modes_P[features],
+            cols=np.array([col for _, _, col in some], dtype=np.int64),
+        )
+        parts.append(Part(group, tuple(features), entries, offsets, weights))
+    return parts

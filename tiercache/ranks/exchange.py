@@ -1,84 +1,58 @@
 """The exchange of rows: of each batch, unique rows come from their owners, and their gradients go back.
 
-Legend as in `stretches`. On the wire travel, for each batch: counts, each unique row's address (int32), two numbers
-that say which batch it is, the row; at the step counts again and each row's gradient. What a rank owns itself does not
-travel.
+Legend as in `stretches`. On the wire travel, for each batch that was asked for: two numbers that say which one it is,
+and each unique row; at the step counts and each row's gradient. What a rank owns itself does not travel.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from tiercache.backends.jagged import RowRequest
-from tiercache.errors import RankError
-from tiercache.kernels.arrays import NONE_I4, NONE_U8
+from tiercache.kernels.arrays import NONE_U8
 from tiercache.kernels.step import Vectors
+from tiercache.ranks.asking import check_tokens
 from tiercache.ranks.bounds import out_of_bounds
 from tiercache.ranks.mirrors import Mirrors
 from tiercache.ranks.received import Received
-from tiercache.ranks.requests import Requester
 from tiercache.ranks.slices import SliceSteps
-from tiercache.ranks.stretches import Stretches, exclusive
+from tiercache.ranks.stretches import exclusive
 from tiercache.ranks.wire import WIRE_DTYPES, Wire
 from tiercache.tiers.rows import GroupRows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
     from tiercache.backends.base import Backend
     from tiercache.backends.jagged import SavedGradient
     from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.passes.samples import FeatureIds
-    from tiercache.ranks.owners import Owners
+    from tiercache.ranks.asking import Asked
     from tiercache.ranks.requests import Request
+    from tiercache.ranks.stretches import Stretches
     from tiercache.store.table import Group
     from tiercache.training.row_gradients import RowGradients
     from tiercache.training.row_optimizer import RowOptimizer
 
-__all__ = ["WIRE_DTYPES", "Asked", "RowExchange"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Asked:
-    """What ranks want of one another for one batch, all in host memory. It holds no vectors."""
-
-    stretches: Stretches
-    request: Request
-    """What this rank asks for, without the addresses, which were sent."""
-    ids: dict[str, FeatureIds]
-    """The batch's, as indices of its unique rows."""
-    features_G: tuple[tuple[FeatureIds, ...], ...]
-    """The same by group of whole tables."""
-    counts_WS: NDArray[np.int64]
-    """Rows that every rank asks this one for, by section of this rank."""
-    positions: NDArray[np.int32]
-    """Their positions, in the order of ranks but this rank's own last, in each section by section."""
-    where: str
-    token: int
-    error: Exception | None
-    """What others asked for and this rank has not: all are told when the rows are brought."""
+__all__ = ["WIRE_DTYPES", "RowExchange"]
 
 
 class RowExchange:
-    """Exchanges the rows of batches among the ranks, for one cache. Every call is collective but ``lay_out``, ``close``
-    and ``discard``.
+    """Exchanges the rows of batches among the ranks, for one cache. Every call is collective but ``close`` and
+    ``discard``.
 
-    All ranks make the same calls in the same order. ``ask`` talks by a communicator of its own and needs no rows, so a
-    thread of its own may call it while batches asked for before are trained. All else is one thread at a time: where
-    the backend queues its work the training thread, so that all ranks queue it in one order, between the same calls of
-    the user's. On a CPU only ``step`` and ``gradients_of`` are there: they use the backend's scratch.
+    All ranks make the same calls in the same order, one thread at a time: where the backend queues its work the
+    training thread, so that all ranks queue it in one order, between the same calls of the user's. On a CPU only
+    ``step`` and ``gradients_of`` are there: they use the backend's scratch.
     """
 
     def __init__(
         self,
         ranks: AnyCommunicator,
-        asking: AnyCommunicator,
         backend: Backend,
         groups: tuple[Group, ...],
         part_groups: tuple[Group, ...],
@@ -87,23 +61,15 @@ class RowExchange:
     ) -> None:
         """Raises ValueError for a wire dtype that is none of `WIRE_DTYPES`.
 
-        asking: the same ranks, over host memory. groups: of whole tables, which modules look up. part_groups: of this
-        rank's part of the store.
+        groups: of whole tables, which modules look up. part_groups: of this rank's part of the store.
         """
         self.ranks, self._backend, self.wire = ranks, backend, Wire(ranks, wire_dtype)
-        self.asking = Wire(asking, wire_dtype)
-        """What is asked for goes by it, in host memory."""
         self._send, self._remote, self._count = self.wire.send, self.wire.remote, self.wire.count
         self._groups, self._part_groups = groups, part_groups
         self._order = np.array([r for r in range(ranks.size) if r != ranks.rank] + [ranks.rank])
-        self._requester, self._mirrors = Requester(), Mirrors(ranks, backend, wire_dtype)
+        self._mirrors = Mirrors(ranks, backend, wire_dtype)
         self._slices: SliceSteps | None = None
         self._rows: Sequence[GroupRows] = ()
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that left this rank for others so far: counts, addresses, rows, gradients and their indices."""
-        return self.wire.bytes_sent + self.asking.bytes_sent
 
     @property
     def slices(self) -> SliceSteps:
@@ -116,14 +82,6 @@ class RowExchange:
         """Bytes of the mirrors of replicated tables on the device."""
         return self._mirrors.num_bytes
 
-    def lay_out(self, owners: Owners, *, mirrored: bool = True) -> Stretches:
-        """Return what batches of a pass are asked for by, before its rows are there or behind.
-
-        mirrored: whether replicated tables have a mirror here; else their rows travel as any other.
-        """
-        num_groups, mirrored = int(owners.group_TW.max()) + 1, mirrored and self.ranks.size > 1
-        return Stretches(owners, self._groups, self.ranks.rank, num_groups, mirrored=mirrored)
-
     def open_pass(self, stretches: Stretches, rows: Sequence[GroupRows]) -> None:
         """Begin to exchange rows of a pass: those of ``rows``, the groups of this rank's part, on this rank."""
         owners = stretches.owners
@@ -135,76 +93,6 @@ class RowExchange:
         """Let go of the rows of the pass that is open."""
         self._rows, self._slices = (), None
         self._mirrors.open(None, ())
-
-    def ask(
-        self,
-        stretches: Stretches,
-        ids: Mapping[str, FeatureIds],
-        tables: Mapping[str, str],
-        where: str,
-        error: Exception | None = None,
-        *,
-        token: int = 0,
-    ) -> Asked:
-        """Tell the owners which rows a batch needs: ``ids`` (local ids of the sub-dataset) and ``tables`` by feature.
-
-        On the host alone; ``answer`` brings the rows. error: what went wrong on this rank before. Where a rank has one,
-        or an id that is not in the sub-dataset (IndexError; ``where`` names batch and pass), every rank raises: it its
-        own, others RankError; and all where they bring different tokens, which say of which global batch this is a
-        part.
-        """
-        what = f"asking for rows of {where}"
-        request: Request | None = None
-        renamed: dict[str, FeatureIds] = {}
-        if error is None:
-            try:
-                request, renamed = self._requester.request(stretches, ids, tables, where)
-            except Exception as bad:
-                error = bad
-        to = np.zeros((self.ranks.size, 2 * stretches.num_groups + 2), dtype=np.int64)
-        to[:, -2], to[:, -1] = token, error is not None
-        if request is not None:
-            to[:, :-2] = request.counts_WS
-        told = self.asking.count(to, what)
-        if told[:, -1].any():
-            self.asking.ranks.agree(f"making a batch of {where}", error)
-        assert request is not None
-        self._check_tokens(told[:, -2], token, f"makes another batch than rank {self.ranks.rank} in {where}")
-        features_G: list[list[FeatureIds]] = [[] for _ in self._groups]
-        for name, some in renamed.items():
-            features_G[stretches.group_T[stretches.table_of[tables[name]]]].append(some)
-        counts_WS = told[:, :-2]
-        positions = self._exchange_addresses(request, counts_WS, what)
-        asked = Asked(
-            stretches, replace(request, addresses=NONE_I4), renamed, tuple(map(tuple, features_G)), counts_WS,
-            positions, where, token, None,
-        )  # fmt: skip
-        return replace(asked, error=self._not_here(asked))
-
-    @staticmethod
-    def _check_tokens(tokens_W: NDArray[np.int64], token: int, what: str) -> None:
-        if others := np.nonzero(tokens_W != token)[0].tolist():
-            raise RankError(f"rank {others[0]} {what}: all ranks must ask for batches of one size, in one order")
-
-    def _exchange_addresses(self, request: Request, counts_WS: NDArray[np.int64], what: str) -> NDArray[np.int32]:
-        """Send every owner the addresses of its rows; return those that others ask for, then this rank's own."""
-        wire, mine = self.asking, request.addresses
-        send, receive = wire.remote(request.counts_WS.sum(axis=1)), wire.remote(counts_WS.sum(axis=1))
-        came, remote = np.empty(int(counts_WS.sum()), np.int32), sum(receive)
-        wire.send(torch.from_numpy(mine[: sum(send)]), send, receive, torch.from_numpy(came[:remote]), what)
-        came[remote:] = mine[sum(send) :]
-        return came
-
-    def _not_here(self, asked: Asked) -> RankError | None:
-        """Return what is wrong with what others ask for: a backend's kernels would take no notice."""
-        s, first = asked.stretches, 0
-        for counts_S in asked.counts_WS[self._order]:
-            for section in np.nonzero(counts_S)[0].tolist():
-                here, have = asked.positions[first : first + int(counts_S[section])], s.rows_H[section % s.num_groups]
-                if error := out_of_bounds(self.ranks.rank, here, have, f"of a group of {have:,} in the pass"):
-                    return error
-                first += here.size
-        return None
 
     def answer(self, asked: Asked, error: Exception | None = None) -> tuple[list[GroupRows], torch.Tensor]:
         """Bring the rows of a batch: its own rows of each group of whole tables, and the slots of ``positions``.
@@ -219,7 +107,7 @@ class RowExchange:
         if told[:, 1].any():
             self.ranks.agree(f"bringing a batch of {asked.where}", error)
         words = f"looks up another batch than rank {self.ranks.rank} in {asked.where}"
-        self._check_tokens(told[:, 0], asked.token, words)
+        check_tokens(told[:, 0], asked.token, words)
         slots, flat = self._answer(asked, what)
         return self._groups_of(asked.request, self._unpack(asked.stretches, asked.request, flat)), slots
 

@@ -45,25 +45,17 @@ class RowLoader:
     def __init__(self, share: Share, live_rows: Callable[..., LiveRows], ranks: AnyCommunicator) -> None:
         """live_rows: of this rank's cache; of its own rows."""
         self._share, self._live_rows, self._ranks = share, live_rows, ranks
-        self._shares_unknown: bool | None = None
+        self._shares_unknown: bool | None = None  # whether a pass has such a row that only one rank owns
 
     def live_rows(self) -> LiveRows:
         """Return a reader of this rank's rows as of now, that knows the out-of-vocabulary rows of all. Collective."""
         with self._ranks.raise_on_all("beginning to read rows as of now"):
             found = self._live_rows()
-            if self._shares_unknown is None:
-                self._shares_unknown = self._has_unknown()
-        return self._live_rows(_unknown_rows(self._share, found, self._ranks)) if self._shares_unknown else found
-
-    def _has_unknown(self) -> bool:
-        """Whether any pass has an out-of-vocabulary row that only one rank owns: the same on all ranks."""
-        share, place, unknown = self._share, np.empty(1, np.int64), np.array([OOV_KEY], np.int64)
-        for table in share.tables:
-            for source in share.whole.passes if share.sharding.tables[table.name].by_hash else ():
-                search_keys(np.asarray(source.keys(table.name)), table.table_id, unknown, place)
-                if place[0] >= 0:
-                    return True
-        return False
+        if self._shares_unknown is False:
+            return found
+        unknown = _unknown_rows(self._share, found, self._ranks)
+        self._shares_unknown = bool(unknown)
+        return self._live_rows(unknown) if unknown else found
 
     def load(self, keys: Mapping[str, NDArray[np.int64]], budget: int | None = None) -> LoadedRows:
         """Return the rows of ``keys``: by table, each once, ascending; other ranks ask for others. Collective.

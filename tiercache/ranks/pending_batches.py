@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from tiercache.passes.samples import Samples
-    from tiercache.ranks.exchange import Asked
-    from tiercache.ranks.pooling import AskedBags, PooledBatch
+    from tiercache.ranks.asking import Asked
+    from tiercache.ranks.pooling import PooledBatch
     from tiercache.tiers.rows import GroupRows
     from tiercache.training.tracers import Mark, Tracer, Tracers
 
@@ -33,7 +33,6 @@ class AskedBatch:
     weight: float
     end: int
     rows: Asked
-    bags: AskedBags | None
     upload: Any = None
     """Nothing was brought to the device."""
 
@@ -47,7 +46,7 @@ class BatchRows(RowView):
         gradients = None if of_pass.gradients is None else RowGradients(num_groups, tracers)
         super().__init__((), gradients, asked.rows.where, of_pass.backend)
         self.of_pass, self.asked, self._bring_batch = of_pass, asked, bring
-        self.pooled = {name: Pooled(mode) for name, mode in (asked.bags.modes if asked.bags else {}).items()}
+        self.pooled = {name: Pooled(mode) for name, mode in (asked.rows.bags.modes if asked.rows.bags else {}).items()}
         """The features that other ranks pool, by name; they get their vectors with the rows."""
         self.bags: PooledBatch | None = None
         self.slots = torch.empty(0, dtype=torch.int32)

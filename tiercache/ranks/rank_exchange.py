@@ -5,14 +5,15 @@ from __future__ import annotations
 import weakref
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tiercache.errors import StateError
 from tiercache.passes.samples import FeatureIds
-from tiercache.ranks.bags import Candidate, by_model, cut_bags
+from tiercache.ranks.asking import Asking, Wanted
+from tiercache.ranks.bags import by_model, cut_bags
 from tiercache.ranks.batch_ids import BatchIds
 from tiercache.ranks.exchange import RowExchange
 from tiercache.ranks.loaded_rows import RowLoader
@@ -37,9 +38,7 @@ if TYPE_CHECKING:
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.passes.samples import Samples
     from tiercache.passes.view import DatasetView
-    from tiercache.ranks.exchange import Asked
-    from tiercache.ranks.pooling import AskedBags
-    from tiercache.ranks.stretches import Stretches
+    from tiercache.ranks.asking import Layout
     from tiercache.tiers.rows import GroupRows, RowView
     from tiercache.training.batch import Pooled
     from tiercache.training.exchange import BatchRequest
@@ -54,24 +53,11 @@ __all__ = ["RankExchange"]
 class _Read:
     """This rank's part of a batch, before its rows are asked for."""
 
-    samples: Samples | None = None
-    own: list[dict[str, FeatureIds]] | None = None
-    """By rank, of its samples: ids of the features that this rank pools, where owners read them."""
-    modes: Mapping[str, str | None] = field(default_factory=dict)
-    """How each feature is looked up."""
+    samples: Samples | None
+    wanted: Wanted
     weight: float = 1.0
-    token: int = 0
-    """Says which of the global batches it is of: of ranks that ask for different ones none trains."""
     end: int = 0
     """Samples of the pass up to the end of the batch, of all ranks."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Layout:
-    """What batches of a pass are asked for by."""
-
-    stretches: Stretches
-    candidates: tuple[Candidate, ...]
 
 
 def parts_of(places: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
@@ -128,21 +114,22 @@ class RankExchange:
         live_rows: a method of the cache that has this, which it does not keep alive: a reader of this rank's rows.
         modules: features that none of these looks up are not brought.
         """
-        self.ranks, self._beside, self._asking = ranks, beside, asking
+        self.ranks, self._beside, self._asking_ranks = ranks, beside, asking
         self._share, self._backend = share, backend
         self._optimizer, self._modules, self._comm_dtype = optimizer, modules, comm_dtype
         self._live_rows = weakref.WeakMethod(live_rows)
         whole = share.whole
         groups = group_tables(whole.tables)
         self.num_groups = len(groups)
-        self.rows = RowExchange(beside, asking, backend, groups, share.groups_W[share.rank], wire_dtype=comm_dtype)
-        self.pooling = Pooling(self.rows, backend, whole.schema.features)
+        self.asking = Asking(asking, groups, whole.schema.features, comm_dtype)
+        self.rows = RowExchange(beside, backend, groups, share.groups_W[share.rank], wire_dtype=comm_dtype)
+        self.pooling = Pooling(self.rows, backend)
         self._loader = RowLoader(share, self._own_rows, ranks)
         self._tables = {feature.name: feature.table for feature in whole.schema.features}
         self._weighted = {feature.name for feature in whole.schema.features if feature.weights is not None}
         self._is_mine = threads is None
         self._threads = _Threads(backend) if threads is None else threads
-        self._layouts: weakref.WeakKeyDictionary[RowView, _Layout] = weakref.WeakKeyDictionary()
+        self._layouts: weakref.WeakKeyDictionary[RowView, Layout] = weakref.WeakKeyDictionary()
         self._pending = PendingBatches()
 
     @property
@@ -163,7 +150,7 @@ class RankExchange:
     @property
     def bytes_sent(self) -> int:
         """Bytes that left this rank for others so far, for batches of trainings and their steps."""
-        return self.rows.bytes_sent
+        return self.rows.wire.bytes_sent + self.asking.wire.bytes_sent
 
     @property
     def device_bytes(self) -> int:
@@ -173,8 +160,7 @@ class RankExchange:
     def prepare(self, sub_dataset: int, rows: RowView) -> None:
         """Let batches of a pass be asked for; without gradients nothing of it is mirrored. Not collective."""
         owners = self._share.owners(sub_dataset)
-        stretches = self.rows.lay_out(owners, mirrored=rows.gradients is not None)
-        self._layouts[rows] = _Layout(stretches, self.pooling.candidates(owners))
+        self._layouts[rows] = self.asking.lay_out(owners, mirrored=rows.gradients is not None)
 
     def open(self, rows: RowView) -> None:
         """Begin with a pass that was prepared, of which this rank owns ``rows``."""
@@ -202,13 +188,15 @@ class RankExchange:
             if not by_owner:
                 every = len(modes) == len(self._tables)
                 samples = source.read(read_W[rank]) if every else source.read(read_W[rank], features=modes)
-                return _Read(samples, None, modes, weight, token, request.done)
-            elsewhere = by_model(candidates, modes)
-            own = [one.name for one in elsewhere if any(owner.rank == rank for owner in one.owners)]
-            found = source.read(np.concatenate(read_W), features=own).ids if own else {}
-            samples = source.read(read_W[rank], features=modes.keys() - {one.name for one in elsewhere})
-            bags = cut_bags(found, [some.size for some in read_W])
-            return _Read(samples, bags, modes, weight, token, request.done)
+                bags = None
+            else:
+                elsewhere = by_model(candidates, modes)
+                own = [one.name for one in elsewhere if any(owner.rank == rank for owner in one.owners)]
+                found = source.read(np.concatenate(read_W), features=own).ids if own else {}
+                samples = source.read(read_W[rank], features=modes.keys() - {one.name for one in elsewhere})
+                bags = cut_bags(found, [some.size for some in read_W])
+            wanted = Wanted(ids=samples.ids, modes=modes, num_samples=samples.num_samples, own=bags, token=token)
+            return _Read(samples, wanted, weight, request.done)
 
         return read
 
@@ -226,41 +214,15 @@ class RankExchange:
         def ask() -> AskedBatch:
             if behind is not None and (failed := behind.exception()) is not None:
                 raise failed
-            mine, error = _Read(own=[{} for _ in range(self.ranks.size)] if by_owner else None), None
+            mine, error = _Read(None, Wanted()), None
             try:
                 mine = read.result() if isinstance(read, Future) else read()
             except Exception as caught:  # told to all ranks
                 error = caught
-            samples = mine.samples
-            bags, asked = self._ask_rows(
-                layout, samples.ids if samples else {}, samples.num_samples if samples else 1, name, mine.modes,
-                mine.modes, own=mine.own, trained=trained, error=error, token=mine.token,
-            )  # fmt: skip
-            return AskedBatch(samples, mine.weight, mine.end, asked, bags)
+            asked = self.asking.ask(layout, mine.wanted, name, trained=trained, error=error)
+            return AskedBatch(mine.samples, mine.weight, mine.end, asked)
 
         return self._threads.asking.submit(ask)
-
-    def _ask_rows(
-        self,
-        layout: _Layout,
-        ids: Mapping[str, FeatureIds],
-        num_samples: int,
-        name: str,
-        modes: Mapping[str, str | None],
-        whole: Mapping[str, str | None],
-        *,
-        own: list[dict[str, FeatureIds]] | None = None,
-        trained: bool = True,
-        error: Exception | None = None,
-        token: int = 0,
-    ) -> tuple[AskedBags | None, Asked]:
-        """Ask for features to be pooled, of those that ``whole`` has, and for the rows of all others in ``modes``."""
-        bags, error = self.pooling.ask(
-            layout.candidates, ids, whole, num_samples, name, own=own, trained=trained, error=error, token=token
-        )
-        elsewhere = bags.modes if bags else {}
-        ids = {name: some for name, some in ids.items() if name in modes and name not in elsewhere}
-        return bags, self.rows.ask(layout.stretches, ids, self._tables, name, error, token=token)
 
     @staticmethod
     def wait(begun: Sequence[Any]) -> None:
@@ -326,15 +288,14 @@ class RankExchange:
         view.of_pass.check()
         if not self._optimizer.tracers.is_stepped and self.pending:
             raise StateError(NOBODY_STEPS)
-        asked, error = view.asked, None
+        asked, error = view.asked.rows, None
         try:
             if before is not None:
                 before()
         except Exception as caught:  # told to all ranks
             error = caught
         with self._backend.streams.exchanging():
-            bad = asked.bags.error if asked.bags else None
-            groups, slots = self.rows.answer(asked.rows, error or bad)
+            groups, slots = self.rows.answer(asked, error)
             bags = self.pooling.answer(asked.bags, view.pooled) if asked.bags else None
         view.brought(groups, slots, bags)
         self._pending.add(view)
@@ -374,9 +335,9 @@ class RankExchange:
             for feature, mode in modes.items()
             if feature not in lacking and (ids[feature].weights is not None) == (feature in self._weighted)
         }
-        asking = self._threads.asking.submit(self._ask_rows, layout, ids, samples.num_samples, name, modes, whole)
-        bags, asked = asking.result()
-        view = self._view(AskedBatch(None, weight, 0, asked, bags), rows, None)
+        wanted = Wanted(ids=ids, modes=modes, whole=whole, num_samples=samples.num_samples)
+        asked = self._threads.asking.submit(self.asking.ask, layout, wanted, name).result()
+        view = self._view(AskedBatch(None, weight, 0, asked), rows, None)
         view.bring()
         named = self._named(asked.ids, view.pooled)
         batch = Batch(samples.label, samples.dense, named, view, samples.num_samples, weight, view.pooled)
@@ -415,7 +376,7 @@ class RankExchange:
         """Return an exchange for batches of this rank's share of other passes, on the same threads."""
         assert isinstance(passes, Share)
         return RankExchange(
-            self.ranks, self._beside, self._asking, passes, self._backend, self._optimizer, self._own_rows,
+            self.ranks, self._beside, self._asking_ranks, passes, self._backend, self._optimizer, self._own_rows,
             self._modules, comm_dtype=self._comm_dtype, threads=self._threads,
         )  # fmt: skip
 

@@ -64,11 +64,8 @@ class BatchPipeline:
             if overlap:
                 yield from map(line.behind, exchange.overlapped(begun, rows, before))
                 return
-            for one in begun:
-                made = exchange.finish(one, rows, before)
-                del one  # no name here is a batch's: while one is made, the last is another's
-                yield line.behind(made)
-                del made
+            for one in begun:  # no name here is a batch's: while one is made, the last is another's
+                yield line.behind(exchange.finish(one, rows, before))
 
     @property
     def device_bytes(self) -> int:
