@@ -187,7 +187,7 @@ def test_the_kernel_benchmark_runs_every_operation_without_a_gpu(tmp_path: Path)
     assert found["operations_run_by_the_shim"] == 2 * (2 + 20 + 2 * 18 + 2)
     assert found["kernels_run_by_the_shim"] >= 24
     assert found["launches_one_id"] == found["launches_bags"] == 6, "a sort for all groups, not one for each"
-    assert found.get("compiled_sm_90", 8) >= 8
+    assert found.get("compiled_sm_90", 7) >= 7
     assert found["share_gather_verdict"] == "not measured"
 
 

@@ -71,8 +71,8 @@ class Wanted:
     """The same of those that may be pooled elsewhere; None: all."""
     num_samples: int = 1
     own: Sequence[Mapping[str, FeatureIds]] | None = None
-    """Where they read by owner, by rank: the ids of its samples for features of tables that this rank owns; all candidates
-    are pooled then."""
+    """If ranks read by owner, by rank: the ids of its samples for the features of tables that this rank owns; all
+    candidates are pooled then."""
     token: int = 0
     """Says which of the global batches it is of: of ranks that ask for different ones none trains."""
 
