@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from tests.store.conftest import Home, small_tables
-from tests.store.test_settled import problems_of, rewritten, settled_store
+from tests.store.test_settled import rewritten, settled_store
 from tiercache.store import CorruptStoreError, hash_parts, key_check
 from tiercache.store.testing.world import World
+from tiercache.store.verification import Verification
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +56,7 @@ def test_a_stale_row_that_is_missing_does_not_hide_a_key_that_is_there_twice(tmp
     world.publish(store)
     raised(store, home, *stale_place(store, "user"), twice.rows)
     assert twice.rows == 4
-    problems = problems_of(home.open())
+    problems = Verification(home.open()).run()["problems"]
     assert len(problems) == 2
     assert problems[0].startswith("4 keys of table 'user' of the store at")
     assert "have two live rows: restore" in problems[0]
@@ -73,7 +74,7 @@ def test_stale_rows_are_counted_in_the_segment_where_they_are(tmp_path: Path) ->
     store = home.open()
     assert sum(keys.size for keys, _ in store.scan("user")) > 0
     segment = store.commit.settled[without[0]].segment_id
-    problems = problems_of(store)
+    problems = Verification(store).run()["problems"]
     assert len(problems) == 2
     assert problems[0].startswith("1 keys of table 'user'")
     assert problems[1].endswith(
@@ -135,7 +136,7 @@ def test_what_no_checksum_sees_is_found_and_said_in_a_sentence(
     monkeypatch.setattr(hash_parts, "BATCH_ROWS", 3 * slice_rows)
     home = Home("memory", tmp_path)
     words = plant(home)
-    problems = problems_of(home.open())
+    problems = Verification(home.open()).run()["problems"]
     assert 1 <= len(problems) <= 5
     for problem in problems:
         assert all(word in problem for word in words), problem
@@ -145,7 +146,7 @@ def test_keys_and_last_changes_are_read_once_where_rows_are_stale(tmp_path: Path
     """Every block with a live row: 8 bytes a row of keys, and 4 where last changes are stored."""
     store, _ = settled_store(Home("memory", tmp_path))
     before = store.counters.key_bytes_read, store.counters.changed_bytes_read
-    problems_of(store)
+    Verification(store).run()["problems"]
     kinds = {b"k"[0]: 0, b"c"[0]: 0}
     for name, size in store._engine.contents().blocks.items():
         if name[0] in kinds:
@@ -161,7 +162,7 @@ def test_keys_that_cannot_be_read_are_all_that_is_said(tmp_path: Path) -> None:
     store, _ = settled_store(home)
     name = next(name for name in store._engine.contents().blocks if name[:1] == b"k")
     home.engine.blocks[name] = np.zeros_like(home.engine.blocks[name])
-    problems = problems_of(store)
+    problems = Verification(store).run()["problems"]
     assert len(problems) == 1
     assert "over its keys" in problems[0]
     with pytest.raises(CorruptStoreError, match="over its keys"):
