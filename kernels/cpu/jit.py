@@ -34,6 +34,7 @@ __all__ = [
     "cache_folder",
     "inlined",
     "intrinsic",
+    "most_threads",
     "on_all_cores",
     "parallel",
     "serial",
@@ -217,10 +218,15 @@ def threads() -> int:
     return int(numba.get_num_threads())
 
 
+def most_threads() -> int:
+    """Return the most threads that parallel kernels may use: the cores that numba found, or NUMBA_NUM_THREADS."""
+    return int(getattr(config, "NUMBA_NUM_THREADS"))  # noqa: B009 - numba makes its attributes
+
+
 def set_threads(num_threads: int) -> None:
     """Let parallel kernels started by this thread use `num_threads` threads: results keep their bits.
 
-    Raises ValueError when it is below 1 or above the number of cores that numba found.
+    Raises ValueError when it is below 1 or above `most_threads`.
     """
     _launch()
     numba.set_num_threads(num_threads)

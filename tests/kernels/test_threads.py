@@ -26,6 +26,24 @@ def test_starting_the_threads_of_kernels_leaves_the_thread_count_of_torch() -> N
         assert ended.stdout.strip() == "1"
 
 
+SHARED = """
+import torch
+from tiercache.kernels.cpu.jit import threads
+from tiercache.training.threads import share_threads
+share_threads()
+print(torch.get_num_threads(), threads())
+"""
+
+
+def test_kernels_use_the_threads_of_torch_as_far_as_numba_has_them() -> None:
+    """The variables of the environment are set for each of them, and need not agree."""
+    ended = subprocess.run(
+        [sys.executable, "-c", SHARED], check=True, capture_output=True, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "2", "NUMBA_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert ended.stdout.split() == ["2", "1"]
+
+
 FORKED = """
 import os
 import numpy as np

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from tiercache.kernels.cpu.jit import set_threads
+from tiercache.kernels.cpu.jit import most_threads, set_threads
 
 
 def share_threads() -> None:
@@ -15,5 +15,5 @@ def share_threads() -> None:
     Both run on one OpenMP, and the kernels' first use of it sets torch's number to that of the cores: it is put back.
     """
     num_threads = torch.get_num_threads()
-    set_threads(min(num_threads, len(os.sched_getaffinity(0))))
+    set_threads(min(num_threads, most_threads(), len(os.sched_getaffinity(0))))
     torch.set_num_threads(num_threads)
