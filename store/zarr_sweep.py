@@ -51,7 +51,8 @@ class Sweep:
     def chunk_bytes(self) -> int:
         """Bytes of all objects that hold blocks, once nothing is being deleted."""
         self.wait()
-        return sum(size or 0 for key, size in self._present.items() if is_chunk(key))
+        present = [*self._present.items()]  # at once: the writer adds to it
+        return sum(size or 0 for key, size in present if is_chunk(key))
 
     def add(self, objects: Sizes) -> None:
         """Note objects that were written."""
