@@ -61,6 +61,29 @@ def go_through(ranks: AnyCommunicator, folder: str, name: str, *, what: str) -> 
         {"evaluate": evaluate_of_the_next_pass, "leave": leave_gradients}[what](trained)
 
 
+def take_apart(
+    ranks: AnyCommunicator, folder: str, name: str, *, schedule: str, queued: bool = False
+) -> dict[str, Any]:  # fmt: skip
+    """Train in micro-batches, with a batch of the first pass that is yielded and left untrained."""
+    device = {"device": shim()} if queued else {}
+    with opened(folder, name, **device) as trained:
+        training = Training(trained)
+        for p in trained.passes(epochs=2):
+            if p.index == 0:
+                untrained = 2
+                for i, batch in enumerate(p.batches(CASE.batch)):
+                    if i == untrained:
+                        break
+                    training.step(p, batch.end, batch)
+                continue
+            for micro_batches in p.steps(CASE.batch, micro_batches=3, schedule=schedule):
+                for batch in micro_batches:
+                    (training.model(batch).mean() * batch.weight).backward()
+                training.optimizer.step()
+                training.optimizer.zero_grad()
+        return dense_of(training.net)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The passes of the case."""
@@ -138,3 +161,18 @@ def test_what_is_refused_over_the_end_of_a_pass_is_what_one_rank_refuses(
 ) -> None:
     """Evaluation before a pass begins, a batch of one that ended, and gradients that would be lost."""
     ranks_pool.run(2, f"{__name__}:go_through", folder=str(folder), name=f"{what}.tc", what=what)
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_micro_batches_of_a_pass_that_was_fetched_ahead_look_up_its_rows(
+    ranks_pool: RanksPool, folder: Path, queued: bool
+) -> None:
+    """The rows of the first one come with its lookup, which ends the pass before, and not beside that pass."""
+    found = {}
+    for schedule in ("simple", "interleaved"):
+        name = f"{schedule}-{queued}.tc"
+        given = {"folder": str(folder), "name": name, "schedule": schedule, "queued": queued}
+        found[schedule] = ranks_pool.run(2, f"{__name__}:take_apart", **given)[0]
+    assert_same(
+        folder, f"interleaved-{queued}.tc", found["interleaved"], found["simple"], f"simple-{queued}.tc"
+    )  # fmt: skip

@@ -22,7 +22,7 @@ from tests.training.cases import (
     tiered,
     train,
 )
-from tiercache.errors import DatasetError, StateError
+from tiercache.errors import BudgetError, DatasetError, StateError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,6 +90,11 @@ def test_a_store_of_other_passes_is_put_into_their_order(
     with pytest.raises(DatasetError, match="is not the one that"):
         tc.TierCache(tmp_path / "model.tc", others, reorganize=False, **BUDGETS)
     assert "reorganizing" not in capsys.readouterr().err
+    with tc.Store.open(tmp_path / "model.tc", tables=CASE.tables) as store:
+        before = store.commits
+        with pytest.raises(BudgetError, match="host_budget is 40 KiB"):
+            tc.TierCache(store, others, **BUDGETS | {"host_budget": "40KiB"})
+        assert store.commits == before
     with tc.TierCache(tmp_path / "model.tc", others, **BUDGETS) as cache:
         assert re.search(r"at most [\d.]+ KiB of rows are read", re.sub(r"\s+", " ", capsys.readouterr().err))
         assert cache.store.commit is not None

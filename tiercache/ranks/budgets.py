@@ -95,7 +95,7 @@ class Budgets:
 
     def check_plan(
         self,
-        share: Share,
+        source: DatasetView,
         *,
         order_seed: int | None,
         folder: Path,
@@ -103,23 +103,23 @@ class Budgets:
         state_bytes: int = 0,
         start: int | None = None,
     ) -> None:
-        """Raise BudgetError where host or store would be too small for a store that stands in the order of ``share``.
+        """Raise BudgetError where host or store would be too small for a store that stands in the order of ``source``.
 
-        The store is one that keeps so many commits of such a state and has the rows of ``share`` alone: what else it
+        The store is one that keeps so many commits of such a state and has the rows of ``source`` alone: what else it
         has counts in ``check_store``. Finds the uses of all keys, 8 bytes each, in a temporary file in ``folder``. In a
         seeded order the store's bytes are those of the epoch of pass ``start``, and not looked at where that is None.
         """
-        positions, num_passes = _positions(share), len(share)
-        schedule = _schedule(share, order_seed)
+        positions, num_passes = _positions(source), len(source.passes)
+        schedule = _schedule(source, order_seed)
         budget = HostBudget.of(positions, self.host_budget, self.eval_budget, seeded=not schedule.repeats)
-        prepare_kernels(share.tables)
+        prepare_kernels(source.tables)
         with ScratchFile(scratch_in(folder), "planning the host budget") as scratch:
 
             @cache
             def uses_of(epoch: int) -> Uses:
                 total = sum(positions.num_rows(p) for p in range(num_passes))
                 gaps = scratch.map(gap_bytes(total)[0]) if total else np.empty(0, np.uint8)
-                keys_of = positions.keys_of(share)
+                keys_of = positions.keys_of(source)
                 return find_uses(
                     schedule, epoch, positions, keys_of, gaps.view(np.int32).reshape(2, total),
                     keys_per_range=budget.keys_per_sweep,
@@ -156,8 +156,8 @@ def mirror_bytes(share: Share) -> int:
     return max((sum(4 * table.dim * p.rows(table.name) for table in copied) for p in share.whole.passes), default=0)
 
 
-def _schedule(share: Share, order_seed: int | None) -> Schedule:
-    return Schedule(num_passes=len(share), dataset_digest=share.digest, order_seed=order_seed)
+def _schedule(source: DatasetView, order_seed: int | None) -> Schedule:
+    return Schedule(num_passes=len(source.passes), dataset_digest=source.digest, order_seed=order_seed)
 
 
 def _positions(source: DatasetView) -> Positions:

@@ -242,9 +242,15 @@ class RankExchange:
     def overlapped(
         self, begun: Iterator[Callable[[], AskedBatch]], rows: RowView, before: Callable[[], None] | None
     ) -> Iterator[Batch]:
-        """Yield batches, whose rows are each brought while the one before is used."""
+        """Yield batches, whose rows are each brought while the one before is used.
+
+        Those of a pass that was fetched ahead come with the first lookup, which ends the pass before.
+        """
         coming: Future[Any] | tuple[Batch, Any] | None = None
         for asked in begun:
+            if not rows.is_brought:
+                yield self.finish(asked, rows, before)
+                continue
             if self._backend.queues:
                 behind: Future[Any] | tuple[Batch, Any] = self._brought(asked, rows, before)
             else:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiercache.dist.consistency import check_same
+from tiercache.planning.schedule import Schedule
 from tiercache.ranks.opening import choose_sharding, open_parts
 from tiercache.ranks.record import RECORD
 from tiercache.ranks.sharded_store import ShardedStore
@@ -15,6 +16,7 @@ from tiercache.ranks.sharding_planner import sharding_of
 from tiercache.ranks.sharding_rules import asked_words
 from tiercache.ranks.shares import Share
 from tiercache.store import Store
+from tiercache.store.scratch_file import scratch_of
 from tiercache.training.matching import check_tables
 from tiercache.training.reorganize import reorganize
 
@@ -155,10 +157,21 @@ class TrainingStore:
                 self._place, tables=self._passes.tables, engine=options.engine, retention=options.retention
             )
         if options.reorganize and store.mode == "a":
+            self._check_order(store, budgets)
             reorganize(
                 store, self._passes, order_seed=options.order_seed, store_budget=budgets.store_budget, progress=progress
             )
         return store
+
+    def _check_order(self, store: Store, budgets: Budgets) -> None:
+        """Raise BudgetError where rows would move for a training that the budgets do not hold."""
+        commit, seed, passes = store.commit, self._options.order_seed, self._passes
+        schedule = Schedule(num_passes=len(passes.passes), dataset_digest=passes.digest, order_seed=seed)
+        if commit is not None and commit.schedule_digest != schedule.digest:
+            budgets.check_plan(
+                passes, order_seed=seed, folder=scratch_of(store), commits=store.retention,
+                state_bytes=commit.state_bytes, start=0,
+            )  # fmt: skip
 
     def discard_new(self) -> None:
         """Remove a plain store that ``open`` made and nobody committed to: its budgets were refused."""

@@ -111,6 +111,11 @@ class RowView:
         """Have lookups find these rows."""
         self.groups, self._bring = tuple(groups), None
 
+    @property
+    def is_brought(self) -> bool:
+        """Whether the rows are there; if not, the pass before has not ended."""
+        return self._bring is None
+
     def bring(self) -> None:
         """Have the rows brought, where they were not yet: the pass before ends then."""
         if self._bring is not None:
