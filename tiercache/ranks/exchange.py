@@ -181,12 +181,16 @@ class RowExchange:
 
     # -- the way back -------------------------------------------------------------------------------------
 
-    def gradients_of(self, asked: Asked, slots: torch.Tensor, gradients: RowGradients, into: RowGradients) -> None:
+    def gradients_of(
+        self, asked: Asked, slots: torch.Tensor, gradients: RowGradients, into: RowGradients, says: int = 0
+    ) -> int:
         """Send the gradients of a batch to the owners of its rows, which add them to ``into``, by group of their part.
 
         slots: as of ``answer``. gradients: of lookups in the batch's rows, by group of whole tables; summed for each
         row, and over all ranks averaged. Rows without a gradient take no part. What comes is in rank order. Where the
         backend queues, nothing on the device is waited for, but for gradients of which only it knows the rows.
+
+        says: bits that ranks tell one another beside; returns those that any rank says.
         """
         p, s, request, what = self._backend, asked.stretches, asked.request, "exchanging gradients"
         S = 2 * s.num_groups
@@ -201,10 +205,10 @@ class RowExchange:
         to = np.zeros((self.ranks.size, S + 1), dtype=np.int64)
         runs_to = s.runs.rank_R * S + s.runs.section_R
         to[:, :-1] = np.bincount(runs_to, sent_R, self.ranks.size * S).reshape(-1, S)
-        to[:, -1] = any(mark is not None for mark in marks_G)
+        to[:, -1] = 2 * says + any(mark is not None for mark in marks_G)
         told = self._count(to, what)
         came = Received(self.ranks.rank, asked.counts_WS, told[:, :-1], self._part_dims(s.num_groups))
-        if told[:, -1].any():
+        if (told[:, -1] & 1).any():
             came.choose(self._indices(asked, marks_G, to[:, :-1], told[:, :-1], what))
         out_W = (to[:, :-1] * s.width_WS).sum(axis=1)
         send, receive = self._remote(out_W), self._remote(came.numbers_W)
@@ -218,6 +222,7 @@ class RowExchange:
         came.add(p, asked.positions, slots, buffer[begin:], into)
         self.slices.note(came, into)
         self._mirrors.note(came)
+        return int(np.bitwise_or.reduce(told[:, -1])) >> 1
 
     def _rows_with_gradients(self, asked: Asked, g: int, pending: Sequence[SavedGradient]) -> NDArray[np.bool_] | None:
         """Return which rows of a group have a gradient; None where all have."""

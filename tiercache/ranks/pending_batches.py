@@ -83,6 +83,11 @@ class BatchRows(RowView):
         return any(one.is_pending for one in self._row_gradients) or any(map(is_alive, self._pooled_marks))
 
     @property
+    def waits(self) -> bool:
+        """Whether gradients of this rank wait for a step."""
+        return any(map(is_alive, self.marks))
+
+    @property
     def marks(self) -> Iterator[Mark]:
         """The gradients that wait for a step."""
         return chain(*(one.marks for one in self._row_gradients), self._pooled_marks)
@@ -143,9 +148,9 @@ class PendingBatches:
             one.let_go()
         return taken
 
-    def put_back(self, taken: Sequence[BatchRows]) -> None:
-        """Keep those of which some tables wait for another optimizer's step."""
-        self.batches[:0] = [one for one in taken if any(map(is_alive, one.marks))]
+    def put_back(self, waiting: Sequence[BatchRows]) -> None:
+        """Keep those of which some tables wait for another optimizer's step, on any rank."""
+        self.batches[:0] = waiting
 
     def leave(self, where: str) -> None:
         """Give up gradients, as `RowGradients.leave` does."""

@@ -48,6 +48,10 @@ if TYPE_CHECKING:
 
 __all__ = ["RankExchange"]
 
+_STEPS, _WAITS = 1, 2
+"""What a rank says of a batch at a step: it has gradients to apply; some wait for the step of another optimizer. All do
+as one that says so, as a rank may leave out a backward."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Read:
@@ -396,20 +400,33 @@ class RankExchange:
         self.rest()
         into, taken = self._optimizer.gradients, self._pending.take()
         factors = self._optimizer.begin_step((mark for one in taken for mark in one.marks), optimizer)
+        steps, waiting = self._optimizer.has_step(factors), list[BatchRows]()
         for one in taken:
-            self._send_gradients(one, one.settle(factors), into)
+            gradients = one.settle(factors)
+            said = self._send_gradients(one, gradients, into, steps * _STEPS | one.waits * _WAITS)
+            steps = steps or bool(said & _STEPS)
+            if said & _WAITS:
+                waiting.append(one)
         into.settle(factors)
-        self._pending.put_back(taken)
+        self._pending.put_back(waiting)
+        if steps:
+            self._optimizer.count_step(optimizer)
         self.rows.step(self._optimizer, rows)
         for tracer in factors:
             tracer.clear()
 
-    def _send_gradients(self, batch: BatchRows, gradients: RowGradients, into: RowGradients) -> None:
-        """Send the gradients that a step applies to the owners of their rows, and drop them here."""
-        self.rows.gradients_of(batch.asked.rows, batch.slots, gradients, into)
+    def _send_gradients(
+        self, batch: BatchRows, gradients: RowGradients, into: RowGradients, says: int = 0
+    ) -> int:  # fmt: skip
+        """Send the gradients that a step applies to the owners of their rows, and drop them here.
+
+        says: what this rank says of the batch; returns what any rank says.
+        """
+        said = self.rows.gradients_of(batch.asked.rows, batch.slots, gradients, into, says)
         if batch.bags is not None:
             self.pooling.gradients_of(batch.bags, into)
         gradients.clear_settled()
+        return said
 
     def clip(
         self, max_norm: float, optimizer: torch.optim.Optimizer | None, *, error_if_nonfinite: bool

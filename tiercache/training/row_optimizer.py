@@ -118,17 +118,19 @@ class RowOptimizer(torch.optim.Optimizer):
         self.gradients.clear()
 
     def begin_step(self, marks: Iterable[Mark], optimizer: torch.optim.Optimizer | None) -> dict[Tracer, float]:
-        """Return what each module's gradients are multiplied by in the step of ``optimizer``, and count it.
-
-        None: of all tables. A step without gradients, or whose gradients were dropped, is not counted.
-        """
+        """Return what each module's gradients are multiplied by in the step of ``optimizer``; None: of all tables."""
         self.tracers.is_stepped = True
-        factors = self.tracers.factors(marks, optimizer)
-        if any(factors.values()) or any(self.gradients.pending):
-            self.steps += 1
-            for table in self._tables_of(optimizer):
-                table["step"] += 1
-        return factors
+        return self.tracers.factors(marks, optimizer)
+
+    def has_step(self, factors: Mapping[Tracer, float]) -> bool:
+        """Whether there is anything to apply: no step counts without gradients, or whose gradients were dropped."""
+        return any(factors.values()) or any(self.gradients.pending)
+
+    def count_step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Count a step of ``optimizer``; None: of all tables."""
+        self.steps += 1
+        for table in self._tables_of(optimizer):
+            table["step"] += 1
 
     def _tables_of(self, optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
         """Return the tables that step with ``optimizer``: all where it owns none, or is None."""
@@ -153,6 +155,8 @@ class RowOptimizer(torch.optim.Optimizer):
     def step_rows(self, rows: Sequence[GroupRows], optimizer: torch.optim.Optimizer | None) -> None:
         """Take the step of ``optimizer``, or of all tables: `begin_step` and `apply`."""
         factors = self.begin_step(self.gradients.marks, optimizer)
+        if self.has_step(factors):
+            self.count_step(optimizer)
         self.gradients.settle(factors)
         self.apply(rows, factors)
 
