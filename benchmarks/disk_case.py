@@ -15,8 +15,8 @@ import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law
 from benchmarks.machine import middle
 from benchmarks.zipf import Zipf
-from tiercache.passes.from_arrays import write_dataset
-from tiercache.passes.keybatch import KeyBatch
+from tiercache.data.from_arrays import write_dataset
+from tiercache.data.raw_batch import RawBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -117,12 +117,12 @@ def dataset(folder: Path, size: Size, optimizer: str) -> tc.PassDataset:
     return tc.PassDataset.open(path)
 
 
-def _data(size: Size, optimizer: str) -> Iterator[KeyBatch]:
+def _data(size: Size, optimizer: str) -> Iterator[RawBatch]:
     schema, rng = schema_of(size, optimizer), np.random.default_rng(5)
     zipf = Zipf(size.vocabulary, seed=3)  # ranks are keys: rows stand in the order of their hashes
     for _ in range(size.passes):
         keys = {feature.name: zipf.ranks(size.samples) for feature in schema.features}
-        yield KeyBatch.of(schema, keys, label=rng.integers(0, 2, size.samples).astype(np.float32))
+        yield RawBatch.of(schema, keys, label=rng.integers(0, 2, size.samples).astype(np.float32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +140,11 @@ class Drawn:
         """Return the schema of the CPU's form, with this dim."""
         return schema_of(self.size, "adagrad")
 
-    def draw(self, index: int) -> KeyBatch:
+    def draw(self, index: int) -> RawBatch:
         """Return a pass."""
         rng, schema, samples = np.random.default_rng((5, index)), self.schema(), self.size.samples
         keys = {f.name: permuted_power_law(rng, self.size.vocabulary, samples) for f in schema.features}
-        return KeyBatch.of(schema, keys, label=rng.integers(0, 2, samples).astype(np.float32))
+        return RawBatch.of(schema, keys, label=rng.integers(0, 2, samples).astype(np.float32))
 
 
 def dense_part(inputs: int, width: int) -> nn.Sequential:

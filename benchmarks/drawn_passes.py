@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 import tiercache as tc
-from tiercache.passes.from_arrays import write_sub_dataset
-from tiercache.passes.manifest import Manifest
+from tiercache.data.from_arrays import write_sub_dataset
+from tiercache.data.manifest import Manifest
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from tiercache.passes.keybatch import KeyBatch
-    from tiercache.passes.manifest import SubDatasetRecord
+    from tiercache.data.manifest import SubDatasetRecord
+    from tiercache.data.raw_batch import RawBatch
 
 __all__ = ["ALPHA", "Drawn", "permuted_power_law", "write_drawn"]
 
@@ -42,7 +42,7 @@ class Drawn(Protocol):
     def schema(self) -> tc.Schema:
         """Return its schema."""
 
-    def draw(self, index: int) -> KeyBatch:
+    def draw(self, index: int) -> RawBatch:
         """Return the samples of a pass, the same whenever it is called."""
 
 

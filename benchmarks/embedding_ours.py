@@ -10,9 +10,9 @@ import torch
 
 import tiercache as tc
 from benchmarks.embedding_cases import LEARNING_RATE, NUM_BATCHES, Shape
-from tiercache.passes.keyset import in_hash_order
-from tiercache.passes.sample_layout import SampleLayout
-from tiercache.passes.samples import FeatureIds, Samples
+from tiercache.data.encoded_batch import FeatureIds, Samples
+from tiercache.data.keyset import in_hash_order
+from tiercache.data.sample_layout import SampleLayout
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

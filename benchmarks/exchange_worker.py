@@ -20,8 +20,8 @@ import tiercache as tc
 from benchmarks.zipf import Zipf
 from tiercache.backends.jagged import OptimizerStep
 from tiercache.backends.opening import open_backend
+from tiercache.data.encoded_batch import FeatureIds
 from tiercache.dist.communicator import communicator_of
-from tiercache.passes.samples import FeatureIds
 from tiercache.ranks.asking import Asking, Wanted
 from tiercache.ranks.exchange import RowExchange
 from tiercache.ranks.owners import Owners, find_owners

@@ -16,7 +16,7 @@ from torch import nn
 
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law, write_drawn
-from tiercache.passes.keybatch import FeatureKeys, KeyBatch
+from tiercache.data.raw_batch import FeatureKeys, RawBatch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -153,7 +153,7 @@ class Data:
         dense = tuple(tc.DenseFeature(column=f"x{i}") for i in range(NUM_NUMERICAL))
         return tc.Schema(label="label", dense=dense, features=features, tables=tables)
 
-    def draw(self, index: int) -> KeyBatch:
+    def draw(self, index: int) -> RawBatch:
         """Return a pass."""
         rng, count = np.random.default_rng((11, index)), self.size.batch * self.size.batches
         features = {
@@ -164,7 +164,7 @@ class Data:
             for length in kind.lengths
         }
         label = rng.integers(0, 2, count).astype(np.float32)
-        return KeyBatch(label, rng.standard_normal((count, NUM_NUMERICAL), np.float32), features)
+        return RawBatch(label, rng.standard_normal((count, NUM_NUMERICAL), np.float32), features)
 
 
 def _offsets(count: int, length: int) -> NDArray[np.int64] | None:

@@ -89,7 +89,7 @@ class Budgets:
 
 def device_need(passes: tc.PassDataset) -> int:
     """Return the bytes on a device of each group's largest pass, each array from a cache line on."""
-    from tiercache.passes.row_budget import RowBudget
+    from tiercache.data.row_budget import RowBudget
 
     budget = RowBudget(passes.tables, 0)
     ordered = passes.schema.ordered_tables

@@ -122,12 +122,12 @@ class Demo:
         """Cut passes that fit the device budget."""
         self.say(f"Extract passes whose rows fit a device of {self.size.device_budget}")
         begun = time.perf_counter()
-        options: dict[str, Any] = {"align": self.size.align, "host_budget": "128MiB"}
+        options: dict[str, Any] = {"batch_multiple": self.size.batch_multiple, "memory_limit": "128MiB"}
         train = tc.extract(
             flights.train, SCHEMA, self.folder / PASSES, device_budget=self.size.device_budget, **options
         )
         test = tc.extract(
-            flights.test, SCHEMA, self.folder / "test-passes", device_budget="1GiB", pass_by="file", **options
+            flights.test, SCHEMA, self.folder / "test-passes", device_budget="1GiB", split_by="file", **options
         )
         sizes = sorted(p.samples for p in train.passes)
         self.tell(

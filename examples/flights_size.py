@@ -25,7 +25,7 @@ class Size:
     host_budget: str
     eval_budget: str
     batch: int
-    align: int
+    batch_multiple: int
     """Passes end at multiples of so many samples."""
 
     @property
@@ -39,8 +39,12 @@ class Size:
         )
 
 
-FULL = Size(first=None, device_budget="4.25MiB", host_budget="16MiB", eval_budget="2MiB", batch=2048, align=1024)
-QUICK = Size(first=60_000, device_budget="1MiB", host_budget="6.5MiB", eval_budget="256KiB", batch=512, align=512)
+FULL = Size(
+    first=None, device_budget="4.25MiB", host_budget="16MiB", eval_budget="2MiB", batch=2048, batch_multiple=1024
+)
+QUICK = Size(
+    first=60_000, device_budget="1MiB", host_budget="6.5MiB", eval_budget="256KiB", batch=512, batch_multiple=512
+)
 
 
 def rows_table(passes: tc.PassDataset) -> tuple[Table, int]:

@@ -48,8 +48,8 @@ def prepare(folder: Path) -> None:
     clicked = ((user * 7 + item * 3) % 5 < 2).astype(np.float32)
     pq.write_table(pa.table({"user": user, "item": item, "clicked": clicked}), folder / "clicks.parquet")
     tc.extract(
-        folder / "clicks.parquet", SCHEMA, folder / "passes", pass_by="rows=512", align=BATCH, device_budget="1MiB",
-        progress=False,
+        folder / "clicks.parquet", SCHEMA, folder / "passes", split_by="rows=512", batch_multiple=BATCH,
+        device_budget="1MiB", progress=False,
     )  # fmt: skip
 
 

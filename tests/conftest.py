@@ -45,7 +45,7 @@ if hasattr(os, "SCHED_BATCH"):
     with contextlib.suppress(OSError):  # a sandbox may refuse it, and tests only take longer then
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 signal.signal(signal.SIGINT, signal.default_int_handler)
-multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.exchange.killed", "tests.extraction.killed"])
+multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.io.killed", "tests.data.killed"])
 if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > _MEMORY_BYTES:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
 settings.register_profile("untimed", deadline=None)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from tiercache.data.from_arrays import write_dataset
+from tiercache.data.raw_batch import RawBatch
 from tiercache.kernels.cpu.jit import cache_folder
-from tiercache.passes.from_arrays import write_dataset
-from tiercache.passes.keybatch import KeyBatch
 
 pytestmark = pytest.mark.disk
 
@@ -28,14 +28,14 @@ import sys
 import numpy as np, torch
 import tiercache as tc
 from tiercache.FROM_ARRAYS import write_dataset
-from tiercache.KEYBATCH import KeyBatch
+from tiercache.KEYBATCH import RawBatch
 
 assert "site-packages" in tc.__file__, tc.__file__
 initializer = tc.init.Uniform(low=-1.0, high=1.0)
 table = tc.Table(name="t", dim=4, optimizer=tc.optim.Adagrad(learning_rate=0.1), initializer=initializer)
 schema = tc.Schema(label="label", features=(tc.Feature(name="f", table="t"),), tables=(table,))
 rng = np.random.default_rng(0)
-batches = [KeyBatch.of(schema, {"f": rng.integers(0, 50, 32)}, label=rng.integers(0, 2, 32)) for _ in range(3)]
+batches = [RawBatch.of(schema, {"f": rng.integers(0, 50, 32)}, label=rng.integers(0, 2, 32)) for _ in range(3)]
 passes = write_dataset(sys.argv[1] + "/passes", schema, batches)
 with tc.Store.open(sys.argv[1] + "/model.tc", tables=schema.tables) as store:
     with tc.TierCache(store, passes, device_budget="1MiB", host_budget="4MiB") as cache:
@@ -86,7 +86,7 @@ def test_the_wheel_trains_in_a_fresh_environment(built: Path, tmp_path: Path) ->
     for compiled in (cache_folder() or tmp_path).glob("*.nb?"):  # taken only for the very sources that it is of
         shutil.copy(compiled, site / "tiercache" / "kernels" / "cpu" / "__pycache__")
     script = TINY_TRAINING.replace("tiercache.FROM_ARRAYS", write_dataset.__module__)
-    script = script.replace("tiercache.KEYBATCH", KeyBatch.__module__)
+    script = script.replace("tiercache.KEYBATCH", RawBatch.__module__)
     program = tmp_path / "tiny.py"
     program.write_text(script)
     outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it may name a checkout

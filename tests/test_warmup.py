@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from typer.testing import CliRunner
 
 from tiercache.cli import app
-from tiercache.extraction.progress import ProgressReporter
+from tiercache.data.progress import ProgressReporter
 from tiercache.kernels.cpu import compile as kernels
 
 if TYPE_CHECKING:

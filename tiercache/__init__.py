@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tiercache import init as init
     from tiercache import optim as optim
+    from tiercache.data.dataset import PassDataset as PassDataset
+    from tiercache.data.extract import extract as extract
+    from tiercache.data.key_sets import write_key_sets as write_key_sets
+    from tiercache.data.repartition import repartition as repartition
     from tiercache.errors import TierCacheError as TierCacheError
-    from tiercache.exchange.exporting import export_store as export_store
-    from tiercache.exchange.importing import import_store as import_store
-    from tiercache.extraction.extract import extract as extract
-    from tiercache.passes.dataset import PassDataset as PassDataset
-    from tiercache.passes.key_sets import write_key_sets as write_key_sets
-    from tiercache.passes.splitting import split_passes as split_passes
+    from tiercache.io.exporting import export_store as export_store
+    from tiercache.io.importing import import_store as import_store
     from tiercache.ranks.rollback import rollback_sharded as rollback_sharded
     from tiercache.ranks.sharded_store import ShardedStore as ShardedStore
     from tiercache.ranks.sharding_plan import ShardingPlan as ShardingPlan
@@ -47,7 +47,7 @@ _HOME = {
     "Embedding": "training.embedding",
     "EmbeddingBag": "training.embedding",
     "Feature": "schema",
-    "PassDataset": "passes.dataset",
+    "PassDataset": "data.dataset",
     "ShardingPlan": "ranks.sharding_plan",
     "CostModel": "ranks.sharding_rules",
     "ShardingRules": "ranks.sharding_rules",
@@ -62,13 +62,13 @@ _HOME = {
     "EmbeddingCollection": "training.embedding",
     "EmbeddingBagCollection": "training.embedding",
     "Pass": "training.passes",
-    "export_store": "exchange.exporting",
-    "extract": "extraction.extract",
-    "import_store": "exchange.importing",
+    "export_store": "io.exporting",
+    "extract": "data.extract",
+    "import_store": "io.importing",
     "reorganize": "training.reorganize",
     "rollback_sharded": "ranks.rollback",
-    "split_passes": "passes.splitting",
-    "write_key_sets": "passes.key_sets",
+    "repartition": "data.repartition",
+    "write_key_sets": "data.key_sets",
 }
 
 __all__ = [
@@ -98,8 +98,8 @@ __all__ = [
     "init",
     "optim",
     "reorganize",
+    "repartition",
     "rollback_sharded",
-    "split_passes",
     "write_key_sets",
 ]
 

@@ -7,14 +7,14 @@ TierCacheError
  ├─ DatasetError     a dataset is missing, damaged, or of another schema
  ├─ BudgetError      something does not fit into the memory that it was given
  ├─ StateError       something to be tracked or restored cannot be stored, or does not match what is stored
- ├─ ExchangeError    an export or import cannot be done, or files to import are not what they should be
+ ├─ ImportExportError    an export or import cannot be done, or files to import are not what they should be
  ├─ KeyNotInPassError  a raw key was looked up that the pass being trained does not have (.table, .key, .batch)
  └─ RankError        (a RuntimeError) ranks differ, one of them failed, or one ended or gave no answer
  CudaError            (a RuntimeError) a GPU cannot be used: says what was found and what to install
  └─ NoGpuError       there is none: no driver, or one that shows no GPU
 
 All but TierCacheError itself and RankError are ValueErrors too, and KeyNotInPassError an IndexError in place of it.
-ExchangeWarning tells of files and state that an export or import leaves out. StoreError and its tree:
+ImportExportWarning tells of files and state that an export or import leaves out. StoreError and its tree:
 `tiercache.store.errors`.
 """
 
@@ -38,10 +38,10 @@ __all__ = [
     "CorruptStoreError",
     "CudaError",
     "DatasetError",
-    "ExchangeError",
-    "ExchangeWarning",
     "ExtractionError",
     "FormatVersionError",
+    "ImportExportError",
+    "ImportExportWarning",
     "KeyNotInPassError",
     "NoGpuError",
     "NotAStoreError",
@@ -87,7 +87,7 @@ class StateError(TierCacheError, ValueError):
     """State cannot be stored or restored: names the object and its place."""
 
 
-class ExchangeError(TierCacheError, ValueError):
+class ImportExportError(TierCacheError, ValueError):
     """An export or import cannot be done: names the file or table."""
 
 
@@ -103,5 +103,5 @@ class RankError(TierCacheError, RuntimeError):
     """Ranks cannot go on together: names the rank and what it was doing, where they are known."""
 
 
-class ExchangeWarning(UserWarning):
+class ImportExportWarning(UserWarning):
     """An export or import leaves something out: names the file or table."""

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import tiercache as tc
-import tiercache.extraction.extract
+import tiercache.data.extract
 import tiercache.store.lmdb_engine
 import tiercache.training.cache
 import tiercache.training.embedding
@@ -151,7 +151,7 @@ def train(training: Training, data: Path, folder: Path, ledger: Ledger, process:
     torch.set_num_threads(1)
     passes = tc.extract(
         data / DATA, training.schema, folder / PASSES,
-        device_budget="1GiB", pass_by=f"rows={training.pass_samples}", align=512, progress=False,
+        device_budget="1GiB", split_by=f"rows={training.pass_samples}", batch_multiple=512, progress=False,
     )  # fmt: skip
     ledger.enter("opening")
     chance = random.Random(process)  # not a generator that commits keep

@@ -26,7 +26,7 @@ from tests.crash.ledger import PHASES, Ledger
 from tests.crash.outcome import FAILING, LOST, SILENT, EnoughError, Found
 from tests.crash.report import add_options, report, working_folder
 from tests.crash.training import ERROR, PASSES, RESULT, STORE, TRAININGS, Training, prepare, run
-from tiercache.passes.manifest import MANIFEST
+from tiercache.data.manifest import MANIFEST
 from tiercache.store.errors import StoreError, StoreMissingError
 from tiercache.store.inspect import info, verify
 

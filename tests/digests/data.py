@@ -164,8 +164,8 @@ def extract(folder: Path) -> tc.PassDataset:
     columns = {"label": LABELS, "x": DENSE} | {k: v for column in COLUMNS for k, v in column.columns().items()}
     pq.write_table(pa.table(columns), folder / "data.parquet")
     return tc.extract(
-        folder / "data.parquet", SCHEMA, folder / "passes", device_budget="1GiB", pass_by=f"rows={PASS_SAMPLES}",
-        align=1, progress=False,
+        folder / "data.parquet", SCHEMA, folder / "passes", device_budget="1GiB", split_by=f"rows={PASS_SAMPLES}",
+        batch_multiple=1, progress=False,
     )  # fmt: skip
 
 

@@ -14,11 +14,11 @@ from tests.kernels.machines import Cpu
 from tests.kernels.shuffling import sample_at
 from tests.kernels.stochastic import philox, random_bits, rounded
 from tests.kernels.test_bits import xxh64
+from tiercache.data.keyset import KeySet, write_key_set
 from tiercache.kernels.cpu.hashing import hash_keys, mix, xxh64_words
 from tiercache.kernels.cpu.initial import NORMAL, UNIFORM, initial_rows
 from tiercache.kernels.cpu.rounding import set_streams
 from tiercache.kernels.step import SGD, Rule, Step, Vectors, make_rounding
-from tiercache.passes.keyset import KeySet, write_key_set
 from tiercache.planning.schedule import Schedule
 from tiercache.store import hashing
 from tiercache.store.vectors import to_bits

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tiercache as tc
 from tests.training.cases import Case, Spec
-from tiercache.passes.from_arrays import write_dataset
-from tiercache.passes.keybatch import OOV_KEY, FeatureKeys, KeyBatch
+from tiercache.data.from_arrays import write_dataset
+from tiercache.data.raw_batch import OOV_KEY, FeatureKeys, RawBatch
 from tiercache.ranks.sharding_plan import ShardingPlan, Slice, TableSharding, sliced
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Entry:
             features[spec.name] = FeatureKeys(keys, offsets, weights)
         label = rng.integers(0, 2, n).astype(np.float32)
         dense = (rng.integers(-4, 5, n) if self.exact else rng.standard_normal(n)).astype(np.float32)[:, None]
-        batch = KeyBatch(label, dense, features)
+        batch = RawBatch(label, dense, features)
         cuts = [batch.slice(low, min(low + self.pass_samples, n)) for low in range(0, n, self.pass_samples)]
         return write_dataset(folder, self.schema, cuts)
 

@@ -29,7 +29,7 @@ from tests.crash.points import unwatch, watch
 from tests.crash.schedule import After, At, die
 from tests.ranks.parts_killer import options_of, run
 from tests.ranks.reshardings import let_through, one_case, sharded, ways
-from tiercache.passes.dataset import PassDataset
+from tiercache.data.dataset import PassDataset
 from tiercache.ranks.opening import open_parts
 from tiercache.ranks.record import Record
 from tiercache.ranks.sharded_store import ShardedStore

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tiercache.passes.samples import FeatureIds
+from tiercache.data.encoded_batch import FeatureIds
 from tiercache.ranks.bags import Block, Candidate, Chooser, cut_bags, message_of
 from tiercache.ranks.owners import Destination
 

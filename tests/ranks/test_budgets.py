@@ -12,7 +12,7 @@ import tiercache as tc
 from tests.ranks.trainings import CASES, ONE, assert_as_alone, dense_of, model_of, open_sharded, resident, stored
 from tests.ranks.trainings import trained as trained_by_step
 from tests.training.cases import Case
-from tiercache.passes.row_budget import device_bytes
+from tiercache.data.row_budget import device_bytes
 from tiercache.ranks.record import Record
 from tiercache.store.table import group_tables
 
@@ -170,13 +170,13 @@ def test_passes_cut_for_several_devices_are_trained_on_as_many(
 ) -> None:
     """They are larger than one device holds, and end as on one process; extracted so, or split so."""
     budget = 800 * ROW_BYTES
-    whole = LARGE.extract(tmp_path / "whole", device_budget=budget, devices=size, pass_by="budget")
-    passes = tc.split_passes(
+    whole = LARGE.extract(tmp_path / "whole", device_budget=budget, devices=size, split_by="budget")
+    passes = tc.repartition(
         LARGE.extract(tmp_path / "one", pass_rows=3000),
         tmp_path / "passes",
         device_budget=budget,
         devices=size,
-        align=1,
+        batch_multiple=1,
     )
     assert passes.digest == whole.digest
     rows = [sum(one.rows(table.name) for table in passes.tables) for one in passes]
@@ -194,7 +194,7 @@ def test_passes_cut_for_several_devices_are_trained_on_as_many(
 def test_passes_cut_for_all_devices_together_are_refused_with_what_to_do(ranks_pool: RanksPool, tmp_path: Path) -> None:
     """Hashes give one rank more than half of the rows; where tables stand whole, that is not all."""
     budget = 800 * ROW_BYTES
-    passes = LARGE.extract(tmp_path / "all", device_budget=2 * budget, pass_by="budget")
+    passes = LARGE.extract(tmp_path / "all", device_budget=2 * budget, split_by="budget")
     passes.path.rename(tmp_path / "passes")
     advice = (
         f"is {budget / 1024:.3g} KiB on each of 2 ranks: raise it, extract again with --device-budget {budget} "

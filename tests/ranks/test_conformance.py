@@ -219,7 +219,7 @@ def test_keys_of_32_and_of_64_bits_are_the_same_rows(ranks_pool: RanksPool, tmp_
         pa.table({"label": label, "x": x, "narrow": narrow, "wide": wide, "list": lists}), tmp_path / "data.parquet"
     )
     passes = tc.extract(
-        tmp_path / "data.parquet", entry.schema, tmp_path / "passes", pass_by="rows=32", align=1,
+        tmp_path / "data.parquet", entry.schema, tmp_path / "passes", split_by="rows=32", batch_multiple=1,
         device_budget="1GiB", progress=False,
     )  # fmt: skip
     assert {int(key) for one in passes for key in one.keys("t0")} == {*narrow.tolist(), *wide.tolist()}

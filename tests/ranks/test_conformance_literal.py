@@ -13,8 +13,8 @@ import tiercache as tc
 from tests.ranks.conformance import WAYS
 from tests.ranks.trainings import OPTIONS, stored
 from tests.training.cases import table
-from tiercache.passes.from_arrays import write_dataset
-from tiercache.passes.keybatch import FeatureKeys, KeyBatch
+from tiercache.data.from_arrays import write_dataset
+from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.ranks.sharding_plan import ShardingPlan, Slice, TableSharding, sliced
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def cut(folder: Path) -> tc.PassDataset:
         folder,
         schema,
         [
-            KeyBatch(
+            RawBatch(
                 np.zeros(4, np.float32), NUMBERS,
                 {"id": FeatureKeys(np.array(one["id"]), None), "sum": bags(one["sum"]), "mean": bags(one["mean"])}
                 | {name: bags(one["rules"]) for name in rules},

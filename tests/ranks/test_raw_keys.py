@@ -15,8 +15,8 @@ from tests.ranks.trainings import assert_as_alone, stored
 from tests.training.cases import Net, open_store, result_of, table, tiered
 from tests.training.oracle import initial_row
 from tests.training.raw import key_sets
-from tiercache.passes.from_arrays import write_dataset
-from tiercache.passes.keybatch import OOV_KEY, KeyBatch
+from tiercache.data.from_arrays import write_dataset
+from tiercache.data.raw_batch import OOV_KEY, RawBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -257,7 +257,7 @@ def test_keys_of_no_pass_have_the_row_out_of_the_vocabulary_whichever_rank_owns_
     """In a read-only batch, as in an evaluation of passes."""
     schema = tc.Schema(tables=(table("a", 4),), features=(tc.Feature(name="a", table="a"),))
     keys = np.array([1, OOV_KEY, 3, 1, OOV_KEY, 5, 9, OOV_KEY])
-    write_dataset(tmp_path / "passes", schema, [KeyBatch.of(schema, {"a": keys})])
+    write_dataset(tmp_path / "passes", schema, [RawBatch.of(schema, {"a": keys})])
 
     told = ranks_pool.run(2, BODIES + "evaluate_unknown", folder=str(tmp_path), asked=[700, 3])
 

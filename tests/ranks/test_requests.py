@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import tiercache as tc
 from tests.training.cases import table
-from tiercache.passes.samples import FeatureIds
+from tiercache.data.encoded_batch import FeatureIds
 from tiercache.ranks.owners import Destination, Owners
 from tiercache.ranks.requests import Requester
 from tiercache.ranks.stretches import Stretches

@@ -173,7 +173,7 @@ def test_fewer_devices_go_on_with_smaller_passes(tmp_path: Path, cursor: tuple[i
     case = one_case(shuffle=False)
     passes = case.cut(tmp_path / "passes")
     sharded(tmp_path / "sharded", case, passes, cursor)
-    split = tc.split_passes(passes, tmp_path / "split", rows=60, align=8)
+    split = tc.repartition(passes, tmp_path / "split", rows=60, batch_multiple=8)
     assert len(split) >= 2 * len(passes)
     with Store.open(None, tables=case.tables, engine=MemoryEngine()) as plain:
         end = result_of(plain, passes, train_to_cursor(plain, passes, case, (10, 0), seed=1))
@@ -194,7 +194,7 @@ def test_what_cannot_go_on_is_refused_on_every_rank_and_nothing_has_changed(tmp_
     passes, path = case.cut(tmp_path / "passes"), tmp_path / "sharded"
     sharded(path, case, passes, (3, 16))
     others = one_case(data_seed=5).cut(tmp_path / "others")
-    split = tc.split_passes(passes, tmp_path / "split", rows=60, align=8)
+    split = tc.repartition(passes, tmp_path / "split", rows=60, batch_multiple=8)
 
     def refused(kind: type[Exception], words: str, using: tc.PassDataset = passes, **options: Any) -> None:
         def body(ranks: Any) -> Any:

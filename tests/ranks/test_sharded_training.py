@@ -182,7 +182,7 @@ def test_a_training_goes_on_with_smaller_passes_for_fewer_devices(
     whole = CASES["short"].cut(tmp_path / "whole")
     on_ranks(ranks_pool, sizes[0], tmp_path, "short", "train_and_stop", passes=5, batches=1, within=True)
     (tmp_path / "passes").rename(tmp_path / "old")
-    split = tc.split_passes(tmp_path / "old", tmp_path / "passes", rows=60, align=13)
+    split = tc.repartition(tmp_path / "old", tmp_path / "passes", rows=60, batch_multiple=13)
     assert len(split) > len(whole)
 
     found = on_ranks(ranks_pool, sizes[1], tmp_path, "short")

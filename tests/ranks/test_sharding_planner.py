@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import tiercache as tc
 from tests.training.cases import Case, Spec, table
-from tiercache.passes.from_arrays import write_dataset
-from tiercache.passes.keybatch import KeyBatch
+from tiercache.data.from_arrays import write_dataset
+from tiercache.data.raw_batch import RawBatch
 from tiercache.ranks.sharding_plan import ShardingPlan, TableSharding
 from tiercache.ranks.sharding_planner import plan_sharding, sharding_of
 from tiercache.ranks.sharding_rules import STRATEGIES, CostModel
@@ -226,7 +226,7 @@ def test_statistics_of_key_sets_alone_are_those_of_the_samples_that_their_keys_m
     features = (tc.Feature(name="f", table="a"), tc.Feature(name="g", table="b", hotness="fixed", length=3))
     schema = tc.Schema(tables=tables, features=features)
     a, b = np.arange(600) % 90, np.arange(1800) % 400
-    samples = write_dataset(tmp_path / "samples", schema, [KeyBatch.of(schema, {"f": a, "g": b.reshape(600, 3)})])
+    samples = write_dataset(tmp_path / "samples", schema, [RawBatch.of(schema, {"f": a, "g": b.reshape(600, 3)})])
 
     assert stats_of(tc.write_key_sets(tmp_path / "keys", schema, [{"a": a, "b": b}])) == stats_of(samples)
     once = stats_of(tc.write_key_sets(tmp_path / "once", schema, [{"a": np.unique(a), "b": np.unique(b)}]))

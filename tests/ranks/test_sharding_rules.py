@@ -10,8 +10,8 @@ import pytest
 import tiercache as tc
 from tests.ranks.trainings import ONE, open_sharded
 from tests.training.cases import table
-from tiercache.passes.from_arrays import write_dataset
-from tiercache.passes.keybatch import KeyBatch
+from tiercache.data.from_arrays import write_dataset
+from tiercache.data.raw_batch import RawBatch
 from tiercache.ranks.sharding_plan import ShardingPlan, TableSharding
 from tiercache.ranks.sharding_planner import sharding_of
 
@@ -97,7 +97,7 @@ def test_costs_say_where_tables_stand(ranks_pool: RanksPool, tmp_path: Path) -> 
 def test_numbers_on_the_wire_count_as_the_cache_sends_them(tmp_path: Path) -> None:
     """Where the costs say nothing of them."""
     schema = tc.Schema(tables=(table("t", 64),), features=(tc.Feature(name="f", table="t"),))
-    passes = write_dataset(tmp_path, schema, [KeyBatch.of(schema, {"f": np.arange(4096) % 500})])
+    passes = write_dataset(tmp_path, schema, [RawBatch.of(schema, {"f": np.arange(4096) % 500})])
     rules = [
         tc.ShardingRules(costs=tc.CostModel(link_bytes_per_second=link, number_bytes=number))
         for link in np.geomspace(1e6, 1e13, 60).tolist() for number in (None, 4)

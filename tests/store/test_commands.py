@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tests.store.conftest import small_tables
 from tiercache.cli import main
 from tiercache.cli.store import app
-from tiercache.exchange.column_file import ColumnFile
+from tiercache.io.column_file import ColumnFile
 from tiercache.store import KeyMissingError, Store, Table, Zeros
 from tiercache.store.testing.world import World
 

@@ -15,8 +15,8 @@ from torch import nn
 
 import tiercache as tc
 from tests.training.devices import device_of_tests
-from tiercache.passes.from_arrays import write_dataset
-from tiercache.passes.keybatch import FeatureKeys, KeyBatch
+from tiercache.data.from_arrays import write_dataset
+from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.planning.positions import Positions
 from tiercache.store import MemoryEngine
 from tiercache.training.live_rows import LiveRows
@@ -87,7 +87,7 @@ class Case:
         )
         return tc.Schema(label="label", dense=(tc.DenseFeature(column="x"),), features=features, tables=self.tables)
 
-    def samples(self) -> KeyBatch:
+    def samples(self) -> RawBatch:
         """Return all samples, keys skewed."""
         rng = np.random.default_rng(self.data_seed)
         n = self.num_samples
@@ -104,7 +104,7 @@ class Case:
                 None if spec.hotness == "one" else np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
                 rng.random(total).astype(np.float32) if spec.weighted else None,
             )
-        return KeyBatch(label, dense, features)
+        return RawBatch(label, dense, features)
 
     def write(self, path: Path) -> Path:
         """Write the samples as one Parquet file."""
@@ -130,10 +130,10 @@ class Case:
         """Write data and extract passes of ``pass_rows`` samples."""
         folder.mkdir(parents=True, exist_ok=True)
         data = self.write(folder / "data.parquet")
-        options.setdefault("pass_by", f"rows={pass_rows or self.pass_rows}")
+        options.setdefault("split_by", f"rows={pass_rows or self.pass_rows}")
         options.setdefault("device_budget", "1GiB")
         return tc.extract(
-            data, self.schema, folder / f"passes-{options['pass_by']}", align=1, progress=False, **options
+            data, self.schema, folder / f"passes-{options['split_by']}", batch_multiple=1, progress=False, **options
         )
 
 

@@ -23,8 +23,8 @@ import torch
 import tiercache as tc
 from tests.store.damage import assert_sentence, generator_of
 from tests.training.cases import SPECS, Case, Net, result_of, table, tiered, train
+from tiercache.data.manifest import keys_name, samples_name
 from tiercache.errors import DatasetError
-from tiercache.passes.manifest import keys_name, samples_name
 from tiercache.store import MemoryEngine
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import tiercache as tc
-from tiercache.passes.from_arrays import write_dataset
-from tiercache.passes.keybatch import FeatureKeys, KeyBatch
+from tiercache.data.from_arrays import write_dataset
+from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.tiers.first_vectors import initial_vectors
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def schema_of(optimizer: str) -> tc.Schema:
     )
 
 
-def samples() -> list[KeyBatch]:
+def samples() -> list[RawBatch]:
     """The samples of every pass."""
     chance = np.random.default_rng(5)
     found = []
@@ -116,7 +116,7 @@ def samples() -> list[KeyBatch]:
             features[f"f{t}"] = FeatureKeys(keys, offsets)
         dense = chance.normal(size=(n, DENSE)).astype(np.float32)
         label = (dense.sum(axis=1) + chance.normal(size=n) > 0).astype(np.float32)
-        found.append(KeyBatch(label, dense, features))
+        found.append(RawBatch(label, dense, features))
     return found
 
 
@@ -168,7 +168,7 @@ def torch_optimizer(name: str, model: DLRM, tables: slice = slice(None), dense: 
     return make_optimizer(name, groups)
 
 
-def theirs(optimizer: str, data: list[KeyBatch], loop: Loop, *, gan: bool) -> Side:
+def theirs(optimizer: str, data: list[RawBatch], loop: Loop, *, gan: bool) -> Side:
     """Train with `nn.EmbeddingBag` in memory."""
     torch.manual_seed(1)
     tables = [nn.EmbeddingBag(ROWS, DIM, mode="sum") for _ in range(TABLES)]
@@ -195,7 +195,7 @@ def theirs(optimizer: str, data: list[KeyBatch], loop: Loop, *, gan: bool) -> Si
     return side
 
 
-def torch_batch(part: KeyBatch) -> tuple[Any, ...]:
+def torch_batch(part: RawBatch) -> tuple[Any, ...]:
     """Return (dense, bags, label) as torch takes them, and a weight of 1."""
     bags = []
     for one in part.features.values():

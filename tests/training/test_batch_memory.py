@@ -18,9 +18,9 @@ from tests.training.shim_gpu import ShimRuntime
 from tiercache.backends.jagged import FoundIds, LookupIds, SavedGradient
 from tiercache.backends.pinned_upload import PinnedUpload
 from tiercache.backends.upload import HostUpload
+from tiercache.data.dataset import SubDataset
+from tiercache.data.encoded_batch import FeatureIds, SampleBuffers, Samples
 from tiercache.errors import DatasetError
-from tiercache.passes.dataset import SubDataset
-from tiercache.passes.samples import FeatureIds, SampleBuffers, Samples
 from tiercache.training.batch import Batch
 from tiercache.training.joining import Joined
 from tiercache.training.lookup import PooledLookup, RowLookup

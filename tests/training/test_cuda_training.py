@@ -24,8 +24,8 @@ from tests.training.devices import DEVICES, shim
 from tests.training.shim_gpu import ShimRuntime
 from tests.training.shim_streams import Event
 from tiercache.backends.cuda import CudaBackend
+from tiercache.data.row_budget import RowBudget
 from tiercache.errors import BudgetError, CudaError
-from tiercache.passes.row_budget import RowBudget
 from tiercache.store.errors import CorruptBlockError
 from tiercache.tiers.pinned_arena import PinnedArena
 

@@ -26,7 +26,7 @@ from tests.training.cases import (
     train,
 )
 from tests.training.devices import DEVICES, device_of_tests
-from tiercache.passes.keybatch import OOV_KEY
+from tiercache.data.raw_batch import OOV_KEY
 from tiercache.store.initial import initial_rows
 
 if TYPE_CHECKING:

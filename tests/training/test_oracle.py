@@ -14,8 +14,8 @@ import tiercache as tc
 from tests.training.cases import Case, Spec, result_of, table, tiered
 from tests.training.devices import DEVICES, device_of_tests
 from tests.training.oracle import Oracle, initial_row
+from tiercache.data.raw_batch import NULL_KEY, OOV_KEY
 from tiercache.kernels.cpu.initial import initial_rows
-from tiercache.passes.keybatch import NULL_KEY, OOV_KEY
 from tiercache.store import MemoryEngine
 from tiercache.store.table import initializer_code
 

@@ -32,14 +32,14 @@ from tests.training.cases import (
 from tests.training.devices import cuda_device, shim
 from tests.training.shim_gpu import ShimRuntime
 from tiercache.backends.cuda import CudaBackend
+from tiercache.data.dataset import SubDataset
 from tiercache.errors import DatasetError, StateError
-from tiercache.passes.dataset import SubDataset
 from tiercache.training.batch import sample_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tiercache.passes.samples import Samples
+    from tiercache.data.encoded_batch import Samples
     from tiercache.training.passes import Pass
 
 CASE = Case(
@@ -367,7 +367,7 @@ LEFT = """
 import os, signal, sys, threading, time
 from pathlib import Path
 import tiercache as tc
-from tiercache.passes.dataset import SubDataset
+from tiercache.data.dataset import SubDataset
 passes = tc.PassDataset.open(Path(sys.argv[1]))
 read = SubDataset.read
 def slow(self, indices, *others, **named):

@@ -43,8 +43,8 @@ from tests.training.raw import (
 )
 from tests.training.test_parity import cases, interrupted
 from tiercache.backends.opening import open_backend
+from tiercache.data.row_budget import RowBudget
 from tiercache.errors import StateError
-from tiercache.passes.row_budget import RowBudget
 
 CASE = Case(
     tables=(table("a", 8), table("b", 5, tc.optim.Adam(learning_rate=0.05)), table("c", 8, dtype="bfloat16")),

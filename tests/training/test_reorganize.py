@@ -27,8 +27,8 @@ from tests.training.cases import (
     tiered,
     train,
 )
-from tiercache.passes.from_arrays import write_dataset
-from tiercache.passes.keybatch import FeatureKeys, KeyBatch
+from tiercache.data.from_arrays import write_dataset
+from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.store import MemoryEngine, fill, verify
 from tiercache.store.base_segment import base_stream
 from tiercache.store.segment import BASE_PASS
@@ -49,7 +49,7 @@ def one_case(optimizer: Any = None, **options: Any) -> Case:
     )
 
 
-def cuts_of(case: Case, drift: int) -> list[KeyBatch]:
+def cuts_of(case: Case, drift: int) -> list[RawBatch]:
     """Return the samples of a case in passes; keys drift, so that each brings new ones and leaves old ones behind."""
     rng, n, cuts = np.random.default_rng(case.data_seed), case.pass_rows, []
     for number in range(case.num_samples // n):
@@ -58,7 +58,7 @@ def cuts_of(case: Case, drift: int) -> list[KeyBatch]:
             for spec in case.specs
         }
         label, dense = rng.integers(0, 2, n).astype(np.float32), rng.standard_normal(n).astype(np.float32)[:, None]
-        cuts.append(KeyBatch(label, dense, features))
+        cuts.append(RawBatch(label, dense, features))
     return cuts
 
 
@@ -70,7 +70,7 @@ def two_days(folder: Path, **options: Any) -> tuple[Case, tc.PassDataset, tc.Pas
 
 
 def day_by_day(
-    case: Case, cuts: list[KeyBatch], days: int, path: Path, store: tc.Store, **options: Any
+    case: Case, cuts: list[RawBatch], days: int, path: Path, store: tc.Store, **options: Any
 ) -> Iterator[tuple[int, Net, tc.PassDataset]]:
     """Train one dataset after another into one store, each with a model of its own that the commit restores."""
     each = len(cuts) // days

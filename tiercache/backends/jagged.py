@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.backends.base import Backend
+    from tiercache.data.encoded_batch import FeatureIds
     from tiercache.kernels.cpu.key_index import Missing
-    from tiercache.passes.samples import FeatureIds
     from tiercache.store.table import Group
     from tiercache.tiers.rows import GroupRows
 

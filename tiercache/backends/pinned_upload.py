@@ -9,7 +9,7 @@ import torch
 
 from tiercache.backends.cuda_runtime import TORCH_DTYPES
 from tiercache.backends.runs import runs_of
-from tiercache.passes.samples import SampleBuffers
+from tiercache.data.encoded_batch import SampleBuffers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tiercache.passes.samples import SampleBuffers
+from tiercache.data.encoded_batch import SampleBuffers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,7 +13,7 @@ from tiercache.cli.progress import shown_rows
 from tiercache.cli.sharded import open_any
 
 if TYPE_CHECKING:
-    from tiercache.exchange.listing import Listing
+    from tiercache.io.export_manifest import ExportManifest
 
 __all__ = ["export_rows", "import_rows"]
 
@@ -32,7 +32,7 @@ def export_rows(
     as_json: _Json = False,
 ) -> None:
     """Write all rows of a commit, key by key in hash order; of a sharded store those of all parts."""
-    from tiercache.exchange.exporting import export_store
+    from tiercache.io.exporting import export_store
 
     began = time.perf_counter()
     with open_any(path, commit) as store, shown_rows(as_json=as_json) as tell:
@@ -62,7 +62,7 @@ def import_rows(
     as_json: _Json = False,
 ) -> None:
     """Make an empty store's first commit of rows from files."""
-    from tiercache.exchange.importing import import_store
+    from tiercache.io.importing import import_store
     from tiercache.schema import Schema
 
     began = time.perf_counter()
@@ -74,7 +74,7 @@ def import_rows(
     _report(listing, f"{path} holds", time.perf_counter() - began, as_json=as_json)
 
 
-def _report(listing: Listing, what: str, seconds: float, *, as_json: bool) -> None:
+def _report(listing: ExportManifest, what: str, seconds: float, *, as_json: bool) -> None:
     tables = [
         {"name": one.table.name, "rows": one.rows, "dim": one.table.dim, "has_state": one.has_state}
         for one in listing.tables

@@ -16,10 +16,12 @@ def extract(
     out: Annotated[Path, typer.Option(help="The directory of the dataset.")],
     device_budget: Annotated[str, typer.Option(help="What the rows of a pass may take, such as 8GiB.")],
     devices: Annotated[int, typer.Option(help="How many devices of that budget hold a pass together.")] = 1,
-    pass_by: Annotated[str, typer.Option(help="Where passes end: budget, rows=N, file, column=NAME.")] = "budget",
-    align: Annotated[int, typer.Option(help="Passes by budget and rows end at multiples of so many samples.")] = 8192,
+    split_by: Annotated[str, typer.Option(help="Where passes end: budget, rows=N, file, column=NAME.")] = "budget",
+    batch_multiple: Annotated[
+        int, typer.Option(help="Passes by budget and rows end at multiples of so many samples.")
+    ] = 8192,
     min_count: Annotated[int, typer.Option(help="Keys with fewer occurrences share one row.")] = 1,
-    host_budget: Annotated[str, typer.Option(help="Memory for samples on their way and key tables.")] = "1GiB",
+    memory_limit: Annotated[str, typer.Option(help="Memory for samples on their way and key tables.")] = "1GiB",
     prior_counts: Annotated[
         list[Path] | None, typer.Option(help="An earlier dataset whose counts go on; may be given several times.")
     ] = None,
@@ -29,8 +31,8 @@ def extract(
 
     Killed at any moment, the same command goes on from the last closed pass to the same files.
     """
+    from tiercache.data.extract import extract as run
     from tiercache.errors import ExtractionError
-    from tiercache.extraction.extract import extract as run
 
     try:
         run(
@@ -39,10 +41,10 @@ def extract(
             out,
             device_budget=device_budget,
             devices=devices,
-            pass_by=pass_by,
-            align=align,
+            split_by=split_by,
+            batch_multiple=batch_multiple,
             min_count=min_count,
-            host_budget=host_budget,
+            memory_limit=memory_limit,
             prior_counts=prior_counts or [],
             progress=not quiet,
         )

@@ -158,7 +158,7 @@ def show_changes(
     as_json: _Json = False,
 ) -> None:
     """Count the rows that changed after a commit, and write their keys where asked to."""
-    from tiercache.exchange.changed_keys import write_changed_keys
+    from tiercache.io.changed_keys import write_changed_keys
     from tiercache.store import Store
     from tiercache.store.serving import changed_rows
 

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.data.encoded_batch import FeatureIds
     from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.passes.samples import FeatureIds
     from tiercache.ranks.owners import Owners
     from tiercache.ranks.requests import Request
     from tiercache.schema import Feature

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.backends.jagged import LookupIds
+from tiercache.data.encoded_batch import FeatureIds
 from tiercache.errors import RankError
 from tiercache.kernels.arrays import NONE_F4
 from tiercache.kernels.cpu.gathering import check_ids
 from tiercache.kernels.cpu.pooling import MEAN, SUM
 from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
 from tiercache.kernels.cpu.unique import unique_slots
-from tiercache.passes.samples import FeatureIds
 from tiercache.ranks.bounds import out_of_bounds
 
 if TYPE_CHECKING:

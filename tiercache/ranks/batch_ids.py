@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tiercache.passes.samples import FeatureIds
+from tiercache.data.encoded_batch import FeatureIds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

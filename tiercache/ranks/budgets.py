@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tiercache.backends.base import Backend
-    from tiercache.passes.view import DatasetView
+    from tiercache.data.view import DatasetView
     from tiercache.planning.next_use import Uses
     from tiercache.store import Store
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from tiercache.data.dataset import PassDataset
     from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.passes.dataset import PassDataset
     from tiercache.ranks.budgets import Budgets
     from tiercache.ranks.sharding_rules import ShardingRules
     from tiercache.ranks.shares import Share

@@ -15,7 +15,7 @@ from tiercache.training.row_gradients import RowGradients, is_alive
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from tiercache.passes.samples import Samples
+    from tiercache.data.encoded_batch import Samples
     from tiercache.ranks.asking import Asked
     from tiercache.ranks.pooling import PooledBatch
     from tiercache.tiers.rows import GroupRows

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
+    from tiercache.data.dataset import PassDataset
     from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.passes.dataset import PassDataset
     from tiercache.training.batch import Batch
 
 
@@ -32,7 +32,7 @@ def check_micro_batches(passes: PassDataset, *, batch_size: int, micro_batches: 
         if short := source.samples % batch_size:
             raise ValueError(
                 f"sub-dataset {source.index} of {passes.path} has {source.samples:,} samples, so its last batch has "
-                f"{short} and not {batch_size}: extract passes of a multiple of {batch_size} samples (--align "
+                f"{short} and not {batch_size}: extract passes of a multiple of {batch_size} samples (--batch-multiple "
                 f"{batch_size}), or choose another batch size"
             )
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tiercache.data.encoded_batch import FeatureIds
 from tiercache.errors import StateError
-from tiercache.passes.samples import FeatureIds
 from tiercache.ranks.asking import Asking, Wanted
 from tiercache.ranks.bags import by_model, cut_bags
 from tiercache.ranks.batch_ids import BatchIds
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tiercache.backends.base import Backend
+    from tiercache.data.encoded_batch import Samples
+    from tiercache.data.view import DatasetView
     from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.passes.samples import Samples
-    from tiercache.passes.view import DatasetView
     from tiercache.ranks.asking import Layout
     from tiercache.tiers.rows import GroupRows, RowView
     from tiercache.training.batch import Pooled

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiercache.passes.durable import write_whole
+from tiercache.atomic_io import write_whole
 from tiercache.ranks.common_commit import CommonCommit, checked_cursor, in_words
 from tiercache.store import (
     CommitMissingError,

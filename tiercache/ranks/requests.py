@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.passes.samples import FeatureIds
+    from tiercache.data.encoded_batch import FeatureIds
     from tiercache.ranks.stretches import Stretches
 
 __all__ = ["Request", "Requester"]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tiercache.data.repartition import split_cursor, split_source
 from tiercache.errors import BudgetError, DatasetError, RankError
-from tiercache.passes.splitting import split_cursor, split_source
 from tiercache.planning.budget import gap_bytes
 from tiercache.planning.schedule import Schedule
 from tiercache.ranks.old_parts import OldParts, learning_rates

@@ -11,7 +11,7 @@ import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tiercache.passes.durable import sync, write_whole
+from tiercache.atomic_io import sync, write_whole
 from tiercache.store import CorruptStoreError, FormatVersionError, NotAStoreError, Store, StoreMissingError
 from tiercache.store.directory import StoreDirectory
 from tiercache.store.full_disk import room_for

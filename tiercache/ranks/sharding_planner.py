@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.passes.dataset import PassDataset
+    from tiercache.data.dataset import PassDataset
     from tiercache.ranks.sharding_plan import Kind
     from tiercache.ranks.table_stats import TableStats
     from tiercache.store.table import Table

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.passes.dataset import PassDataset, SubDataset
-    from tiercache.passes.samples import SampleBuffers, Samples
+    from tiercache.data.dataset import PassDataset, SubDataset
+    from tiercache.data.encoded_batch import SampleBuffers, Samples
     from tiercache.ranks.owners import Owners
     from tiercache.ranks.sharding_plan import ShardingPlan
     from tiercache.schema import Schema

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.passes.dataset import PassDataset, SubDataset
+    from tiercache.data.dataset import PassDataset, SubDataset
 
 __all__ = ["TableStats", "stats_of"]
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
 
+    from tiercache.data.dataset import PassDataset
+    from tiercache.data.view import DatasetView
     from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.passes.dataset import PassDataset
-    from tiercache.passes.view import DatasetView
     from tiercache.ranks.budgets import Budgets
     from tiercache.ranks.parts import Parts
     from tiercache.ranks.sharding_plan import ShardingPlan

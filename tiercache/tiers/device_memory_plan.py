@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tiercache.backends.base import Layout
+from tiercache.data.row_budget import device_bytes
 from tiercache.errors import BudgetError
-from tiercache.passes.row_budget import device_bytes
 from tiercache.sizes import format_bytes, option_bytes, told_apart
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class DeviceMemoryPlan:
             raise BudgetError(
                 f"the passes need {need} on the device ({', '.join(told)}) but device_budget is {given}{each}: raise "
                 f"it, extract again with --device-budget {option_bytes(budget)}{devices}, or cut the passes with "
-                f"tiercache.split_passes for this budget{f' and devices={num_ranks}' if devices else ''}{advice}"
+                f"tiercache.repartition for this budget{f' and devices={num_ranks}' if devices else ''}{advice}"
             )
         for rows in self.rows_G:
             if rows >= 2**31:

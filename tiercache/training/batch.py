@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.backends.jagged import FoundIds
-    from tiercache.passes.samples import FeatureIds, Samples
+    from tiercache.data.encoded_batch import FeatureIds, Samples
     from tiercache.tiers.rows import RowView
     from tiercache.training.joining import Bringer, Joins
     from tiercache.training.tracers import Mark, Tracer

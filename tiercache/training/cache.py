@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from tiercache.backends.base import Backend
-    from tiercache.passes.dataset import PassDataset
+    from tiercache.data.dataset import PassDataset
     from tiercache.planning.pass_plan import PassPlan
     from tiercache.planning.store_plan import StorePlan
     from tiercache.ranks.sharded_store import ShardedStore

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.backends.base import Backend
-    from tiercache.passes.view import DatasetView, SubDatasetView
+    from tiercache.data.view import DatasetView, SubDatasetView
     from tiercache.schema import Feature
     from tiercache.training.batch import Batch
     from tiercache.training.batch_pipeline import BatchPipeline

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from tiercache.backends.base import Backend
     from tiercache.backends.upload import BatchUpload
+    from tiercache.data.view import DatasetView, SubDatasetView
     from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.passes.view import DatasetView, SubDatasetView
     from tiercache.ranks.rank_exchange import RankExchange
     from tiercache.tiers.rows import GroupRows, RowView
     from tiercache.training.missing_rows import RowReader

@@ -112,7 +112,15 @@ def _draw_rows(axes: Any, reports: list[PassReport], zero: float) -> None:
     for name, color, count in _TIERS:
         height = np.array([count(r) for r in reports], dtype=np.float64)
         axes.bar(
-            begun, height, width, bottom=below, align="edge", color=color, edgecolor="white", linewidth=0.3, label=name
+            begun,
+            height,
+            width,
+            bottom=below,
+            batch_multiple="edge",
+            color=color,
+            edgecolor="white",
+            linewidth=0.3,
+            label=name,
         )
         below += height
     written = [r.rows_written for r in reports]

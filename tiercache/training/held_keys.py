@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.passes.keybatch import OOV_KEY
+from tiercache.data.raw_batch import OOV_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tiercache.backends.base import Backend
-    from tiercache.passes.dataset import PassDataset
+    from tiercache.data.dataset import PassDataset
     from tiercache.store.table import Group, Table
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from tiercache.backends.jagged import Array
     from tiercache.backends.runs import Run
-    from tiercache.passes.samples import FeatureIds
+    from tiercache.data.encoded_batch import FeatureIds
     from tiercache.tiers.rows import RowView
 
 Key = tuple[tuple[str, ...], bool]

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from tiercache.backends.base import Backend, KeyIndex
     from tiercache.backends.jagged import Found
-    from tiercache.passes.dataset import SubDataset
-    from tiercache.passes.keybatch import FeatureKeys
+    from tiercache.data.dataset import SubDataset
+    from tiercache.data.raw_batch import FeatureKeys
     from tiercache.store.table import Table
 
 _SHARED_KEYS = 1 << 15  # fewer are found before other threads have begun

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tiercache.data.raw_batch import OOV_KEY
 from tiercache.kernels.cpu.next_use import search_keys
-from tiercache.passes.keybatch import OOV_KEY
 from tiercache.store.vectors import from_words
 from tiercache.tiers.first_vectors import initial_vectors
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.passes.view import DatasetView
+    from tiercache.data.view import DatasetView
     from tiercache.planning.positions import Positions
     from tiercache.store import Store
     from tiercache.store.table import Group

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tiercache.errors import DatasetError
 
 if TYPE_CHECKING:
-    from tiercache.passes.view import DatasetView
+    from tiercache.data.view import DatasetView
     from tiercache.planning.schedule import Schedule
     from tiercache.store import Commit, Store
 

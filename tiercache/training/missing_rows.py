@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from tiercache.backends.jagged import RowRequest, places_of
+from tiercache.data.encoded_batch import FeatureIds
 from tiercache.kernels.cpu.key_to_index import KeyToIndex
-from tiercache.passes.samples import FeatureIds
 from tiercache.tiers.first_vectors import initial_vectors
 from tiercache.tiers.rows import GroupRows, RowView
 from tiercache.training.row_gradients import RowGradients
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from tiercache.backends.base import Backend
     from tiercache.backends.jagged import SavedGradient
-    from tiercache.passes.keybatch import FeatureKeys
+    from tiercache.data.raw_batch import FeatureKeys
     from tiercache.schema import Schema
     from tiercache.store.table import Group, Table
     from tiercache.training.batch import Batch

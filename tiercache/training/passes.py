@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.passes.view import SubDatasetView
+    from tiercache.data.view import SubDatasetView
     from tiercache.tiers.rows import RowView
     from tiercache.training.batch import Batch
     from tiercache.training.batch_pipeline import BatchPipeline

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.backends.base import Backend
-    from tiercache.passes.view import DatasetView
+    from tiercache.data.view import DatasetView
     from tiercache.ranks.budgets import Budgets
     from tiercache.store import Store
     from tiercache.tiers.report import PassReport

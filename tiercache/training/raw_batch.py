@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tiercache.passes.samples import FeatureIds
+from tiercache.data.encoded_batch import FeatureIds
 from tiercache.training.batch import Batch
 from tiercache.training.missing_rows import MissingRows
 from tiercache.training.raw_samples import RawReader
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tiercache.backends.base import Backend
-    from tiercache.passes.dataset import SubDataset
+    from tiercache.data.dataset import SubDataset
     from tiercache.schema import Schema
     from tiercache.store.table import Group
     from tiercache.training.exchange import Exchange

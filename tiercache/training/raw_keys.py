@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tiercache.passes.key_sets import as_keys
-from tiercache.passes.keybatch import NULL_KEY, FeatureKeys
+from tiercache.data.key_sets import as_keys
+from tiercache.data.raw_batch import NULL_KEY, FeatureKeys
 from tiercache.schema import nearest
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from tiercache.backends.base import Backend
     from tiercache.backends.jagged import FoundIds
-    from tiercache.passes.dataset import SubDataset
-    from tiercache.passes.keybatch import FeatureKeys
+    from tiercache.data.dataset import SubDataset
+    from tiercache.data.raw_batch import FeatureKeys
     from tiercache.schema import Schema
     from tiercache.store.table import Table
     from tiercache.training.missing_rows import Missing

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.console import Console
 
-from tiercache.passes.dataset import PassDataset
-from tiercache.passes.splitting import split_cursor, split_source
+from tiercache.data.dataset import PassDataset
+from tiercache.data.repartition import split_cursor, split_source
 from tiercache.planning.budget import HostBudget, gap_bytes
 from tiercache.planning.first_use import FirstUses, count_keys
 from tiercache.planning.pass_plan import Planner
@@ -30,7 +30,7 @@ from tiercache.training.progress import RewriteProgress, prepare_kernels
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from tiercache.passes.view import DatasetView
+    from tiercache.data.view import DatasetView
     from tiercache.store import Commit, Store, Table
     from tiercache.store.base_segment import Layout
 

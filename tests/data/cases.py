@@ -1,0 +1,105 @@
+"""Schemas and data that the tests of extraction share."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import tiercache as tc
+from tiercache.data.from_arrays import write_dataset
+from tiercache.data.raw_batch import RawBatch
+from tiercache.schema import Schema
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tiercache.data.dataset import PassDataset
+
+ROW_BYTES = 4 * 4 + 24
+"""Device bytes of a row of ``table``."""
+
+
+def table(name: str, dim: int = 4) -> tc.Table:
+    """Return a table with rows of ``ROW_BYTES`` on the device."""
+    return tc.Table(name=name, dim=dim, optimizer=tc.optim.SGD(learning_rate=1.0), initializer=tc.init.Zeros())
+
+
+def plain_schema(**changes: Any) -> Schema:
+    """Return a schema of one integer feature ``a`` with a label ``y``."""
+    values: dict[str, Any] = {"label": "y", "features": (tc.Feature(name="a"),), "tables": (table("a"),)}
+    return Schema(**{**values, **changes})
+
+
+def rich_schema() -> Schema:
+    """Return a schema with every kind of feature, two groups, a shared table and weights."""
+    return Schema(
+        label="y",
+        dense=(tc.DenseFeature(column="d0"), tc.DenseFeature(column="d1")),
+        features=(
+            tc.Feature(name="a"),
+            tc.Feature(name="pair", hotness="fixed", length=2, table="b", weights="pair_w"),
+            tc.Feature(name="tags", hotness="ragged", table="a", weights="tags_w"),
+            tc.Feature(name="b", weights="b_w"),
+        ),
+        tables=(table("a"), table("b", dim=8), table("unused")),
+    )
+
+
+def rich_columns(num_samples: int, seed: int = 0) -> dict[str, Any]:
+    """Return random columns for ``rich_schema``: arrays, and lists of lists for lists."""
+    random = np.random.default_rng(seed)
+    lengths = random.integers(0, 4, num_samples)
+    return {
+        "y": random.integers(0, 2, num_samples),
+        "d0": random.random(num_samples, dtype=np.float32),
+        "d1": random.random(num_samples, dtype=np.float32),
+        "a": random.zipf(1.3, num_samples).clip(max=1 << 40),
+        "pair": random.integers(-500, 500, (num_samples, 2)),
+        "pair_w": random.random((num_samples, 2), dtype=np.float32),
+        "tags": [random.integers(0, 300, n).tolist() for n in lengths],
+        "tags_w": [random.random(n, dtype=np.float32).tolist() for n in lengths],
+        "b": random.integers(0, 2000, num_samples),
+        "b_w": random.random(num_samples, dtype=np.float32),
+    }
+
+
+def arrow(columns: dict[str, Any]) -> pa.Table:
+    """Return the columns as an Arrow table."""
+    arrays = {name: pa.array(v.tolist() if getattr(v, "ndim", 1) == 2 else v) for name, v in columns.items()}
+    return pa.table(arrays)
+
+
+def write_parquet(folder: Path, columns: dict[str, Any], bounds: list[int]) -> list[Path]:
+    """Write rows [bounds[i], bounds[i + 1]) of the columns to a file each; small row groups."""
+    whole, paths = arrow(columns), []
+    for i, (low, high) in enumerate(pairwise(bounds)):
+        paths.append(folder / f"part-{i}.parquet")
+        pq.write_table(whole.slice(low, high - low), paths[-1], row_group_size=700)
+    return paths
+
+
+def key_batch(schema: Schema, columns: dict[str, Any], low: int, high: int) -> RawBatch:
+    """Return rows [low, high) of integer columns as a batch of keys."""
+    part = {name: values[low:high] for name, values in columns.items()}
+    return RawBatch.of(
+        schema,
+        {f.name: part[f.columns[0]] for f in schema.features},
+        label=part[schema.label] if schema.label else None,
+        dense=np.stack([part[d.column] for d in schema.dense], axis=1) if schema.dense else None,
+        weights={f.name: part[f.weights] for f in schema.features if f.weights},
+    )
+
+
+def reference(out: Path, schema: Schema, columns: dict[str, Any], bounds: list[int]) -> PassDataset:
+    """Write the obvious dataset whose passes are rows [bounds[i], bounds[i + 1])."""
+    batches = [key_batch(schema, columns, a, b) for a, b in pairwise(bounds)]
+    return write_dataset(out, schema, batches)
+
+
+def bounds_of(dataset: PassDataset) -> list[int]:
+    """Return where the passes of a set begin in its data, and the end."""
+    return [0, *np.cumsum([p.samples for p in dataset]).tolist()]

@@ -1,0 +1,215 @@
+"""Bad input: one sentence that names file, row and column, and no dataset."""
+
+from __future__ import annotations
+
+import gzip
+import resource
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import tiercache as tc
+from tests.data.cases import plain_schema, table
+from tests.files import files_of
+from tiercache.data.extract import extract
+from tiercache.errors import ExtractionError, SourceError
+from tiercache.schema import Schema
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GOOD: dict[str, Any] = {"a": [1, 2, 3], "y": [0.0, 1.0, 0.0]}
+
+
+def run(data: Any, tmp_path: Path, schema: Schema | None = None) -> tc.PassDataset:
+    """Extract with a budget that is large enough."""
+    return extract(data, schema or plain_schema(), tmp_path / "out", device_budget="1GiB", progress=False)
+
+
+def refuse(tmp_path: Path, data: Any, message: str, schema: Schema | None = None) -> None:
+    """Expect a SourceError in one line, and no finished dataset."""
+    with pytest.raises(SourceError, match=message) as caught:
+        run(data, tmp_path, schema)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out" / "passes.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"aa": [1], "y": [0.0]}, r"x.parquet has no column 'a' \(did you mean 'aa'\?\), which feature 'a' needs"),
+        ({"a": [1], "label": [0.0]}, "x.parquet has no column 'y', which the label needs"),
+        ({"a": ["1"], "y": [0.0]}, "x.parquet, column 'a': it holds string, but feature 'a' needs integers"),
+        ({"a": [1.5], "y": [0.0]}, "column 'a': it holds double, but feature 'a' needs integers"),
+        ({"a": [[1]], "y": [0.0]}, "column 'a': it holds list<.*>, but feature 'a' needs integers"),
+        ({"a": [1], "y": ["yes"]}, "column 'y': it holds string, but the label needs numbers"),
+        ({**GOOD, "y": [0.0, float("nan"), 1.0]}, "x.parquet, row 1, column 'y': it is nan, but a label"),
+        ({**GOOD, "a": [1, 2, None]}, "x.parquet, row 2, column 'a': it is null, an error for feature 'a'"),
+        ({**GOOD, "a": [1, -(1 << 63), 5]}, "x.parquet, row 1, column 'a': key -9223372036854775808 is reserved"),
+    ],
+)
+def test_a_bad_file_is_named_with_row_and_column(tmp_path: Path, columns: dict[str, Any], message: str) -> None:
+    """The sentence says what was seen and what is wanted."""
+    pq.write_table(pa.table(columns), tmp_path / "x.parquet")
+    refuse(tmp_path, tmp_path / "x.parquet", message)
+
+
+@pytest.mark.parametrize(
+    ("feature", "message"),
+    [
+        (tc.Feature(name="a", key="string"), "column 'a': it holds int64, but feature 'a' needs strings"),
+        (tc.Feature(name="a", hotness="ragged"), "column 'a': it holds int64, but feature 'a' needs lists of integers"),
+        (tc.Feature(name="x", columns=("a", "y")), "column 'y': it holds double, but feature 'x' needs integers or"),
+        (tc.Feature(name="a", weights="w"), "has no column 'w', which the weights of feature 'a' needs"),
+    ],
+)
+def test_a_column_of_the_wrong_type_is_named_with_its_feature(
+    tmp_path: Path, feature: tc.Feature, message: str
+) -> None:
+    """Types are checked before anything is read."""
+    pq.write_table(pa.table(GOOD), tmp_path / "x.parquet")
+    schema = Schema(features=(feature,), tables=(table(feature.table),))
+    refuse(tmp_path, tmp_path / "x.parquet", message, schema)
+
+
+def test_every_file_is_checked_before_the_first_is_read(tmp_path: Path) -> None:
+    """A missing column in the last file costs no hour of reading: not even a work folder is made."""
+    pq.write_table(pa.table(GOOD), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"a": [1]}), tmp_path / "b.parquet")
+    refuse(tmp_path, str(tmp_path / "*.parquet"), "b.parquet has no column 'y'")
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_are_counted_in_their_own_file(tmp_path: Path) -> None:
+    """The row of an error is 0-based in the file it names, wherever its batch began."""
+    pq.write_table(pa.table({"a": range(50_000), "y": [0.0] * 50_000}), tmp_path / "a.parquet", row_group_size=1000)
+    data = {"a": [None if i == 43_210 else i for i in range(50_000)], "y": [0.0] * 50_000}
+    pq.write_table(pa.table(data), tmp_path / "b.parquet", row_group_size=1000)
+    refuse(tmp_path, tmp_path, "b.parquet, row 43210, column 'a'")
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.arrow", "x.csv.gz", "x.tsv.zst"])
+def test_truncated_and_empty_files_are_named(tmp_path: Path, name: str) -> None:
+    """A file that is cut short, or has no bytes, is an error and not fewer samples."""
+    path = tmp_path / name
+    if name == "x.parquet":
+        pq.write_table(pa.table(GOOD), path)
+    elif name == "x.arrow":
+        with pa.ipc.new_file(str(path), pa.table(GOOD).schema) as writer:
+            writer.write_table(pa.table(GOOD))
+    else:
+        text = b"a,y\n" + b"".join(b"%d,0\n" % i for i in range(100_000))
+        text = text.replace(b",", b"\t") if "tsv" in name else text
+        path.write_bytes(gzip.compress(text) if "gz" in name else pa.Codec("zstd").compress(text, asbytes=True))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    refuse(tmp_path, path, f"{name} cannot be read .*damaged, cut short")
+    path.write_bytes(b"")
+    refuse(tmp_path, path, rf"{name} is empty \(0 bytes\)")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,y\n1,0\nx7,0\n", r"x.csv, row 1, column 'a' cannot be read .*invalid value 'x7'"),
+        ("a,y\n1,0\n2\n", r"x.csv, row 1 cannot be read .*Expected 2 columns, got 1"),
+        ("a,y\n1,0\n,0\n", r"x.csv, row 1, column 'a': it is null"),
+        ("a,y\n1,0\n2,\n", r"x.csv, row 1, column 'y': it is null, but a label"),
+        ("a,y\n1,0\n2,nan\n", r"x.csv, row 1, column 'y': it is (null|nan), but a label"),
+        ("a,y,a\n1,0,2\n", r"x.csv has 2 columns 'a': name each column once"),
+        ("a,z\n1,0\n", r"x.csv has no column 'y'"),
+        ("a,y\n1,0\n1.5,0\n", r"x.csv, row 1, column 'a' cannot be read .*invalid value '1.5'"),
+    ],
+)
+def test_a_bad_line_of_text_is_named(tmp_path: Path, text: str, message: str) -> None:
+    """Rows of text files are counted from 0 after the header."""
+    (tmp_path / "x.csv").write_text(text)
+    refuse(tmp_path, tmp_path / "x.csv", message)
+
+
+def test_data_without_rows_is_refused(tmp_path: Path) -> None:
+    """Files may have no rows, but not all of them."""
+    empty = pa.table({"a": pa.array([], pa.int64()), "y": pa.array([], pa.float64())})
+    pq.write_table(empty, tmp_path / "a.parquet")
+    refuse(tmp_path, tmp_path / "a.parquet", "no rows")
+    pq.write_table(pa.table(GOOD), tmp_path / "b.parquet")
+    assert (
+        extract(
+            tmp_path / "*.parquet",
+            plain_schema(),
+            tmp_path / "two",
+            device_budget="1MiB",
+            split_by="file",
+            progress=False,
+        ).samples
+        == 3
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("none-*.parquet", "no file matches '.*none-.*parquet'"),
+        ("nothing.csv", "no file matches"),
+        ([], "no files were given"),
+        ("notes.txt", "notes.txt has no known suffix: .arrow"),
+        ("x.parquet.gz", "x.parquet.gz has no known suffix"),
+    ],
+)
+def test_files_that_are_not_there_or_unknown_are_named(tmp_path: Path, data: Any, message: str) -> None:
+    """What was given is in the sentence."""
+    for name in ("notes.txt", "x.parquet.gz"):
+        (tmp_path / name).write_text("x")
+    refuse(tmp_path, [] if data == [] else str(tmp_path / data), message)
+
+
+def test_a_file_given_twice_is_refused(tmp_path: Path) -> None:
+    """Overlapping patterns would count samples twice."""
+    pq.write_table(pa.table(GOOD), tmp_path / "x.parquet")
+    refuse(tmp_path, [str(tmp_path / "*.parquet"), tmp_path / "x.parquet"], "x.parquet is given twice")
+
+
+def test_a_bad_value_leaves_the_closed_passes(tmp_path: Path) -> None:
+    """Passes before the bad row stay closed, but a file that was mended since is another file."""
+    path = tmp_path / "x.parquet"
+    data = {"a": [None if i == 99_000 else i for i in range(100_000)], "y": [0.0] * 100_000}
+    call: dict[str, Any] = {
+        "device_budget": "1GiB",
+        "split_by": "rows=20000",
+        "batch_multiple": 1000,
+        "progress": False,
+    }
+    pq.write_table(pa.table(data), path)
+    with pytest.raises(SourceError, match="row 99000"):
+        extract(path, plain_schema(), tmp_path / "out", **call)
+    kept = sorted(name for name in files_of(tmp_path / "out") if name.startswith("pass-"))
+    assert kept == [f"pass-0000{i}.{kind}.arrow" for i in range(4) for kind in ("keys", "samples")]
+    with pytest.raises(ValueError, match="is unfinished"):
+        tc.PassDataset.open(tmp_path / "out")
+    pq.write_table(pa.table({**data, "a": range(100_000)}), path)
+    with pytest.raises(ValueError, match=r"an extraction of other data .*delete this one to start over"):
+        extract(path, plain_schema(), tmp_path / "out", **call)
+
+
+def test_a_disk_that_fills_is_a_sentence_and_the_same_call_goes_on(tmp_path: Path) -> None:
+    """The kernel refuses to write on, as it does where a disk is full; what was closed stays."""
+    n = 40_000
+    pq.write_table(pa.table({"a": list(range(n)), "y": [0.0] * n}), tmp_path / "x.parquet")
+    how: dict[str, Any] = {
+        "device_budget": "1GiB",
+        "split_by": f"rows={n // 4}",
+        "batch_multiple": 100,
+        "progress": False,
+    }
+    extract(tmp_path / "x.parquet", plain_schema(), tmp_path / "whole", **how)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, hard))
+    try:
+        with pytest.raises(ExtractionError, match=r"out cannot take more \(.*\): free space there") as caught:
+            extract(tmp_path / "x.parquet", plain_schema(), tmp_path / "out", **how)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "\n" not in str(caught.value)
+    extract(tmp_path / "x.parquet", plain_schema(), tmp_path / "out", **how)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")

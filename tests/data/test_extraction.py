@@ -1,0 +1,353 @@
+"""Extraction: equal to the obvious definition, whatever the files, chunks and budgets."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tiercache as tc
+from tests.data.cases import (
+    ROW_BYTES,
+    arrow,
+    bounds_of,
+    key_batch,
+    plain_schema,
+    reference,
+    rich_columns,
+    rich_schema,
+    write_parquet,
+)
+from tests.files import files_of
+from tiercache.data.extract import extract
+from tiercache.data.row_budget import RowBudget
+from tiercache.errors import BudgetError, ExtractionError
+
+if TYPE_CHECKING:
+    from tiercache.data.dataset import PassDataset
+    from tiercache.data.extract import ExtractionProgress
+    from tiercache.schema import Schema
+
+
+SMALL: dict[str, Any] = {"schema": plain_schema(), "device_budget": "1MiB", "progress": False}
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[Path]:
+    """Two files of 25 samples."""
+    return write_parquet(tmp_path, {"a": np.arange(50), "y": np.zeros(50)}, [0, 25, 50])
+
+
+def greedy_bounds(schema: Schema, columns: dict[str, Any], budget: int, batch_multiple: int) -> list[int]:
+    """Return where passes must begin: each takes aligned units while the rows of all passes so far fit."""
+    num_samples, limit, bounds = len(columns["a"]), RowBudget(schema.tables, budget), [0]
+    keys: list[set[int]] = [set() for _ in schema.tables]
+    for low in range(0, num_samples, batch_multiple):
+        batch = key_batch(schema, columns, low, min(low + batch_multiple, num_samples))
+        new = [
+            {key for f in schema.features if f.table == t.name for key in batch.features[f.name].keys.tolist()}
+            for t in schema.ordered_tables
+        ]
+        if not limit.fits([len(old | more) for old, more in zip(keys, new, strict=True)]):
+            limit.close([len(old) for old in keys])
+            bounds.append(low)
+            keys = [set() for _ in keys]
+            assert limit.fits([len(more) for more in new])
+        keys = [old | more for old, more in zip(keys, new, strict=True)]
+    return [*bounds, num_samples]
+
+
+def assert_same_files(one: PassDataset, other: PassDataset) -> None:
+    """Compare all files but the manifest, and the digest."""
+    mine, theirs = (
+        {name: data for name, data in files_of(p.path).items() if name != "passes.json"} for p in (one, other)
+    )
+    assert mine == theirs
+    assert one.digest == other.digest
+
+
+@given(
+    cuts=st.lists(st.integers(1, 2999), max_size=3, unique=True),
+    batch_multiple=st.sampled_from([7, 16, 100, 512]),
+    slack=st.floats(1.0, 3.0),
+    seed=st.integers(0, 3),
+    chunk=st.sampled_from([1 << 12, 1 << 15, 1 << 22]),
+)
+@settings(deadline=None, max_examples=15)
+def test_passes_close_before_the_unit_that_exceeds_the_budget(
+    cuts: list[int], batch_multiple: int, slack: float, seed: int, chunk: int
+) -> None:
+    """Bounds are the greedy ones and files the obvious ones, whatever the files and chunks the samples came in."""
+    schema, columns = rich_schema(), rich_columns(3000, seed)
+    budget = int(slack * 105_000)
+    bounds = greedy_bounds(schema, columns, budget, batch_multiple)
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tiercache.data.memory._SMALLEST_CHUNK", chunk)
+        patch.setattr("tiercache.data.memory._LARGEST_CHUNK", chunk)
+        folder = Path(name)
+        paths = write_parquet(folder, columns, sorted({0, *cuts, 3000}))
+        made = extract(
+            paths, schema, folder / "out", device_budget=budget, batch_multiple=batch_multiple, progress=False
+        )
+        assert bounds_of(made) == bounds
+        assert_same_files(made, reference(folder / "ref", schema, columns, bounds))
+
+
+@pytest.mark.parametrize(
+    ("split_by", "bounds"),
+    [
+        ("rows=1000", [0, 1000, 2000, 3000, 3500]),
+        ("rows=3500", [0, 3500]),
+        ("rows=500", [0, 500, 1000, 1500, 2000, 2500, 3000, 3500]),
+        ("file", [0, 701, 2000, 3500]),
+        ("column=day", [0, 300, 1500, 1501, 3500]),
+    ],
+)
+def test_exact_cuts_are_where_rows_files_or_values_change(tmp_path: Path, split_by: str, bounds: list[int]) -> None:
+    """Rows are counted over files, and a value that goes on into the next file does not begin a pass."""
+    schema, columns = rich_schema(), rich_columns(3500)
+    days = np.repeat(np.array(["mon", "tue", "", "mon"]), np.diff([0, 300, 1500, 1501, 3500]))
+    data = {**columns, "day": [day or None for day in days.tolist()]}
+    write_parquet(tmp_path, data, [0, 701, 2000, 3500])
+    made = extract(
+        tmp_path / "*.parquet",
+        schema,
+        tmp_path / "out",
+        device_budget="1GiB",
+        split_by=split_by,
+        batch_multiple=500,
+        progress=False,
+    )
+    assert bounds_of(made) == bounds
+    assert_same_files(made, reference(tmp_path / "ref", schema, columns, bounds))
+
+
+def test_the_host_budget_changes_no_bit(tmp_path: Path) -> None:
+    """Small chunks and large ones give the same files, manifest included."""
+    schema, columns = rich_schema(), rich_columns(20_000)
+    paths = write_parquet(tmp_path, columns, [0, 20_000])
+    budget = 4000 * ROW_BYTES
+    for name, host in (("small", "16MiB"), ("large", "1GiB")):
+        extract(
+            paths, schema, tmp_path / name, device_budget=budget, batch_multiple=256, memory_limit=host, progress=False
+        )
+    assert files_of(tmp_path / "small") == files_of(tmp_path / "large")
+    assert len(tc.PassDataset.open(tmp_path / "small")) > 3
+
+
+def test_a_finished_set_is_returned_as_it_is(tmp_path: Path, paths: list[Path]) -> None:
+    """The same call reads nothing and writes nothing; only training parameters of tables are taken over."""
+    schema, out = plain_schema(), tmp_path / "out"
+    first = extract(paths, out=out, **SMALL)
+    before = {p: p.stat().st_mtime_ns for p in out.iterdir()}
+    again = extract(paths, out=out, memory_limit="2GiB", **SMALL)
+    assert again.digest == first.digest
+    assert {p: p.stat().st_mtime_ns for p in out.iterdir()} == before
+    faster = replace(schema, tables=(replace(schema.tables[0], optimizer=tc.optim.SGD(learning_rate=9.0)),))
+    changed = extract(paths, out=out, **{**SMALL, "schema": faster})
+    assert changed.schema == faster
+    assert changed.digest == first.digest
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device_budget": "2MiB"}, "device_budget was 1048576 and is 2097152 now"),
+        ({"devices": 2}, "devices was null and is 2 now"),
+        ({"batch_multiple": 16}, "batch_multiple was 8192 and is 16 now"),
+        ({"split_by": "file"}, 'split_by was "budget" and is "file" now'),
+        ({"min_count": 2}, "min_count was 1 and is 2 now"),
+        ({"schema": plain_schema(label=None)}, "schema was"),
+        (
+            {
+                "schema": plain_schema(
+                    tables=(tc.Table(name="a", dim=9, optimizer=tc.optim.Adam(), initializer=tc.init.Zeros()),)
+                )
+            },
+            "groups was",
+        ),
+    ],
+)
+def test_a_finished_set_of_other_options_is_refused(
+    tmp_path: Path, paths: list[Path], changes: dict[str, Any], message: str
+) -> None:
+    """Nothing is overwritten; the sentence names the option with both values."""
+    extract(paths, out=tmp_path / "out", **SMALL)
+    with pytest.raises(ExtractionError, match=message):
+        extract(paths, out=tmp_path / "out", **{**SMALL, **changes})
+
+
+def test_a_finished_set_of_other_data_is_refused(tmp_path: Path, paths: list[Path]) -> None:
+    """Files are told from changed ones by size and time of change."""
+    extract(paths, out=tmp_path / "out", **SMALL)
+    with pytest.raises(ExtractionError, match="it had 2 files and has 1 now"):
+        extract(paths[:1], out=tmp_path / "out", **SMALL)
+    os.utime(paths[1], ns=(1, 1))
+    with pytest.raises(ExtractionError, match=r"part-1.parquet: its mtime_ns was .* and is 1 now"):
+        extract(paths, out=tmp_path / "out", **SMALL)
+
+
+def test_a_directory_with_other_files_is_refused(tmp_path: Path, paths: list[Path]) -> None:
+    """A dataset is never mixed with what is not its own."""
+    with pytest.raises(ExtractionError, match="holds other files and no dataset"):
+        extract(paths, out=tmp_path, **SMALL)
+    with pytest.raises(ExtractionError, match="is no directory"):
+        extract(paths, out=paths[0], **SMALL)
+
+
+def test_two_extractions_into_one_directory_are_refused(tmp_path: Path, paths: list[Path]) -> None:
+    """The second is told, the first goes on undisturbed."""
+    seen: list[object] = []
+
+    def progress(event: ExtractionProgress) -> None:
+        if event.stage == "close" and not seen:
+            with pytest.raises(ExtractionError, match="another process is extracting into") as caught:
+                extract(paths, out=tmp_path / "out", **SMALL)
+            seen.append(caught)
+
+    assert extract(paths, out=tmp_path / "out", **{**SMALL, "progress": progress}).samples == 50
+    assert seen
+
+
+def test_a_failed_extraction_goes_on_when_its_cause_is_gone(tmp_path: Path) -> None:
+    """An exception in the middle leaves closed passes; the same call ends with the files of an undisturbed one."""
+    schema, columns = rich_schema(), rich_columns(6000)
+    paths = write_parquet(tmp_path, columns, [0, 3000, 6000])
+    call: dict[str, Any] = {
+        "schema": schema,
+        "device_budget": 2000 * ROW_BYTES,
+        "batch_multiple": 64,
+        "memory_limit": "16MiB",
+    }
+
+    def stop(event: ExtractionProgress) -> None:
+        if event.passes == 2:
+            raise KeyboardInterrupt
+
+    whole = extract(paths, out=tmp_path / "whole", progress=False, **call)
+    assert len(whole) > 3
+    with pytest.raises(KeyboardInterrupt):
+        extract(paths, out=tmp_path / "cut", progress=stop, **call)
+    with pytest.raises(ExtractionError, match="batch_multiple was 64 and is 128 now"):
+        extract(paths, out=tmp_path / "cut", progress=False, **{**call, "batch_multiple": 128})
+    extract(paths, out=tmp_path / "cut", progress=False, **call)
+    assert files_of(tmp_path / "cut") == files_of(tmp_path / "whole")
+
+
+def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path, paths: list[Path]) -> None:
+    """The result would be of neither the old nor the new file."""
+
+    def touch(event: ExtractionProgress) -> None:
+        if event.stage == "close":
+            os.utime(paths[0], ns=(1, 1))
+
+    with pytest.raises(ValueError, match=r"part-0.parquet was changed while it was read"):
+        extract(paths, out=tmp_path / "out", **{**SMALL, "progress": touch})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"device_budget": 99 * ROW_BYTES, "batch_multiple": 100},
+            BudgetError,
+            "one aligned unit of 100 samples needs 100 rows",
+        ),
+        (
+            {"device_budget": 150 * ROW_BYTES, "split_by": "rows=200", "batch_multiple": 100},
+            BudgetError,
+            "sub-dataset 0, of at least 200 samples, needs 200 rows",
+        ),
+        ({"device_budget": 150 * ROW_BYTES, "split_by": "file"}, BudgetError, "device_budget or cut smaller passes"),
+        ({"device_budget": "1GiB", "memory_limit": "1MiB"}, BudgetError, "the memory limit is 1 MiB, but extraction"),
+        ({"device_budget": "1GiB", "split_by": "rows=150", "batch_multiple": 100}, ExtractionError, "take rows=200"),
+        ({"device_budget": "1GiB", "split_by": "rows=0"}, ExtractionError, "one of budget, rows=N, file, column=NAME"),
+        ({"device_budget": "1GiB", "split_by": "column="}, ExtractionError, "one of budget, rows=N"),
+        ({"device_budget": "1GiB", "batch_multiple": 0}, ExtractionError, "batch_multiple is 0"),
+        ({"device_budget": "1GiB", "devices": 0}, ExtractionError, "devices is 0"),
+        ({"device_budget": "1GiB", "min_count": 0}, ExtractionError, "min_count is 0"),
+        ({"device_budget": "much"}, ValueError, "'much' is no size"),
+    ],
+)
+def test_what_cannot_be_done_says_the_numbers(
+    tmp_path: Path, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    """Budgets that are too small and options that make no sense are one sentence, and leave no dataset."""
+    paths = write_parquet(tmp_path, {"a": np.arange(1000), "y": np.zeros(1000)}, [0, 1000])
+    with pytest.raises(error, match=message):
+        extract(paths, plain_schema(), tmp_path / "out", progress=False, **options)
+    assert not (tmp_path / "out" / "passes.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("batch_multiple", "message"),
+    [
+        (8192, r"sub-dataset 0 has [\d,]+ rows after [\d,]+ samples, and their keys fill the"),
+        (500_000, r"one aligned unit of 500,000 samples takes more than [\d.]+ MiB of host"),
+    ],
+)
+def test_what_does_not_fit_the_host_budget_is_refused(tmp_path: Path, batch_multiple: int, message: str) -> None:
+    """The keys of a pass, and an aligned unit, which is numbered whole."""
+    paths = write_parquet(tmp_path, {"a": np.arange(600_000), "y": np.zeros(600_000)}, [0, 600_000])
+    how: dict[str, Any] = {"device_budget": "1GiB", "memory_limit": "16MiB", "progress": False}
+    with pytest.raises(BudgetError, match=message):
+        extract(paths, plain_schema(), tmp_path / "out", batch_multiple=batch_multiple, **how)
+
+
+def test_progress_tells_samples_passes_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A function sees every stage with growing numbers; True leaves one line where there is no terminal."""
+    columns = rich_columns(6000)
+    paths = write_parquet(tmp_path, columns, [0, 3000, 6000])
+    events: list[ExtractionProgress] = []
+    call: dict[str, Any] = {"device_budget": "1GiB", "split_by": "rows=2000", "batch_multiple": 1000}
+    extract(paths, rich_schema(), tmp_path / "one", progress=events.append, **call)
+    assert [e.stage for e in events if e.stage not in ("number", "compile")] == ["close"] * 3 + ["done"]
+    for before, after in itertools.pairwise(events):
+        assert before.passes <= after.passes
+        assert before.done_bytes <= after.done_bytes <= after.total_bytes == sum(p.stat().st_size for p in paths)
+    assert (events[-1].samples, events[-1].passes, events[-1].done_bytes) == (6000, 3, events[-1].total_bytes)
+    assert capsys.readouterr() == ("", "")
+    extract(paths, rich_schema(), tmp_path / "two", progress=True, **call)
+    assert "two: 3 passes, 6,000 samples, " in capsys.readouterr().err
+
+
+def test_an_arrow_table_of_every_type_survives_the_whole_way(tmp_path: Path) -> None:
+    """Text files and Parquet of the same values give the same passes, strings and crosses included."""
+    schema = tc.Schema(
+        label="y",
+        dense=(tc.DenseFeature(column="d", null=-1.0),),
+        features=(
+            tc.Feature(name="s", key="string", null="own"),
+            tc.Feature(name="i", table="s"),
+            tc.Feature(name="x", columns=("s", "i"), null="own"),
+        ),
+        tables=tuple(
+            tc.Table(name=n, dim=4, optimizer=tc.optim.SGD(learning_rate=1.0), initializer=tc.init.Zeros())
+            for n in ("s", "x")
+        ),
+    )
+    random = np.random.default_rng(0)
+    data = arrow(
+        {
+            "s": [None if i % 17 == 0 else f"s{i % 50}" for i in range(2000)],
+            "i": random.integers(-(1 << 62), 1 << 62, 2000),
+            "d": [None if i % 5 == 0 else i / 8 for i in range(2000)],
+            "y": random.integers(0, 2, 2000),
+        }
+    )
+    pq.write_table(data, tmp_path / "x.parquet")
+    data.to_pandas().assign(d=data["d"].to_pandas()).to_csv(tmp_path / "x.csv.gz", index=False)
+    sets = [
+        extract(tmp_path / f"x.{kind}", schema, tmp_path / kind, device_budget="1MiB", progress=False)
+        for kind in ("parquet", "csv.gz")
+    ]
+    assert sets[0].digest == sets[1].digest

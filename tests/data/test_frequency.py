@@ -1,0 +1,183 @@
+"""min_count: rare keys share one row, and counts go on from earlier datasets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import tiercache as tc
+from tests.data.cases import (
+    bounds_of,
+    plain_schema,
+    reference,
+    rich_columns,
+    rich_schema,
+    table,
+    write_parquet,
+)
+from tests.files import files_of
+from tiercache.data.extract import extract
+from tiercache.data.raw_batch import NULL_KEY, OOV_KEY
+from tiercache.errors import DatasetError, ExtractionError
+from tiercache.schema import Schema
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tiercache.data.extract import ExtractionProgress
+
+
+def keys_by_table(columns: dict[str, Any]) -> dict[str, Counter[int]]:
+    """Count the keys of columns of the rich schema, by table."""
+    counts: dict[str, Counter[int]] = {"a": Counter(), "b": Counter()}
+    counts["a"].update(columns["a"].tolist())
+    counts["a"].update(key for tags in columns["tags"] for key in tags)
+    counts["b"].update(columns["b"].tolist())
+    counts["b"].update(columns["pair"].reshape(-1).tolist())
+    return counts
+
+
+def without_rare(columns: dict[str, Any], counts: dict[str, Counter[int]], least: int) -> dict[str, Any]:
+    """Replace the keys that occur less often than ``least``."""
+    keep = {name: {key for key, n in counter.items() if n >= least} for name, counter in counts.items()}
+
+    def kept(values: Any, name: str) -> Any:
+        return [[k if k in keep[name] else OOV_KEY for k in row] for row in values]
+
+    flat = {name: np.array(kept(columns[name][:, None].tolist(), name))[:, 0] for name in ("a", "b")}
+    return {
+        **columns,
+        **flat,
+        "pair": np.array(kept(columns["pair"].tolist(), "b")),
+        "tags": kept(columns["tags"], "a"),
+    }
+
+
+def counted(dataset: tc.PassDataset, name: str) -> Counter[int]:
+    """Add up the counts of a table over all passes."""
+    total: Counter[int] = Counter()
+    for p in dataset:
+        total.update(dict(zip(p.keys(name).tolist(), p.counts(name).tolist(), strict=True)))
+    return total
+
+
+@pytest.mark.parametrize("run_bytes", [1 << 17, 1 << 30])
+def test_rare_keys_share_the_out_of_vocabulary_row(
+    tmp_path: Path, run_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts are over all files and all features of a table, in one run of counts or in many."""
+    from tiercache.data import frequency
+
+    runs: list[Path] = []
+    write_run = frequency.KeyCounter.write_run
+
+    def count_run(counter: frequency.KeyCounter, path: Path) -> None:
+        runs.append(path)
+        write_run(counter, path)
+
+    monkeypatch.setattr("tiercache.data.extract.KeyCounter", lambda schema, _: frequency.KeyCounter(schema, run_bytes))
+    monkeypatch.setattr(frequency.KeyCounter, "write_run", count_run)
+    schema, columns = rich_schema(), rich_columns(20_000)
+    paths = write_parquet(tmp_path, columns, [0, 9000, 20_000])
+    made = extract(
+        paths,
+        schema,
+        tmp_path / "out",
+        device_budget="110KiB",
+        batch_multiple=512,
+        min_count=3,
+        memory_limit="16MiB",
+        progress=False,
+    )
+    assert (len(runs) > 5) == (run_bytes == 1 << 17)
+    counts = keys_by_table(columns)
+    kept = without_rare(columns, counts, 3)
+    wanted = reference(tmp_path / "ref", schema, kept, bounds_of(made))
+    assert made.digest == wanted.digest
+    assert len(made) > 1
+    rare = made.rare_keys()
+    assert rare is not None
+    for name in ("a", "b"):
+        found = dict(zip(rare.keys(name).tolist(), rare.counts(name).tolist(), strict=True))
+        assert found == {key: n for key, n in counts[name].items() if n < 3}
+        assert counted(made, name)[OOV_KEY] == sum(found.values())
+
+
+def test_merging_works_one_hash_range_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With little memory the counts are merged in many ranges, to the same files."""
+    schema, columns = rich_schema(), rich_columns(5000)
+    paths = write_parquet(tmp_path, columns, [0, 5000])
+    call: dict[str, Any] = {"device_budget": "1MiB", "min_count": 2, "memory_limit": "16MiB", "progress": False}
+    extract(paths, schema, tmp_path / "one", **call)
+    monkeypatch.setattr("tiercache.data.frequency._MERGE_BYTES", 96 * 300_000)
+    extract(paths, schema, tmp_path / "many", **call)
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "many")
+
+
+def test_counts_go_on_from_earlier_datasets(tmp_path: Path) -> None:
+    """A key is kept when all sets together saw it often enough; what was too rare before counts too."""
+    columns = [
+        {"a": np.array(values), "y": np.zeros(len(values))} for values in ([1, 1, 2, 3], [2, 4, 5, 5], [3, 4, 6])
+    ]
+    sets: list[tc.PassDataset] = []
+    for day, data in enumerate(columns):
+        folder = tmp_path / str(day)
+        folder.mkdir()
+        paths = write_parquet(folder, data, [0, len(data["a"])])
+        options: dict[str, Any] = {"device_budget": "1MiB", "min_count": 2, "prior_counts": sets, "progress": False}
+        sets.append(extract(paths, plain_schema(), folder / "out", **options))
+    keys = [p.keys("a")[p.read(np.arange(p.samples)).ids["a"].ids].tolist() for s in sets for p in s]
+    assert keys == [[1, 1, OOV_KEY, OOV_KEY], [2, OOV_KEY, 5, 5], [3, 4, OOV_KEY]]
+
+
+def test_null_keeps_its_row_however_rare(tmp_path: Path) -> None:
+    """The null row is the schema's choice, not a key of the data."""
+    schema = Schema(features=(tc.Feature(name="a", null="own"),), tables=(table("a"),))
+    paths = write_parquet(tmp_path, {"a": [7, None, 7, 8]}, [0, 4])
+    made = extract(paths, schema, tmp_path / "out", device_budget="1MiB", min_count=2, progress=False)
+    assert sorted(made.passes[0].keys("a").tolist()) == [OOV_KEY, NULL_KEY, 7]
+    rare = made.rare_keys()
+    assert rare is not None
+    assert rare.keys("a").tolist() == [8]
+
+
+def test_counting_goes_on_from_its_last_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped while counting, the same call does not begin with the first file again and ends with the same bits."""
+    from tiercache.data import frequency
+
+    monkeypatch.setattr("tiercache.data.extract.KeyCounter", lambda schema, _: frequency.KeyCounter(schema, 1 << 17))
+    schema, columns = rich_schema(), rich_columns(20_000)
+    paths = write_parquet(tmp_path, columns, [0, 9000, 20_000])
+    call: dict[str, Any] = {"device_budget": "200KiB", "batch_multiple": 512, "min_count": 3, "memory_limit": "16MiB"}
+    events: list[ExtractionProgress] = []
+
+    def stop(event: ExtractionProgress) -> None:
+        events.append(event)
+        if event.samples > 12_000:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        extract(paths, schema, tmp_path / "cut", progress=stop, **call)
+    assert {e.stage for e in events} == {"count"}
+    events.clear()
+    extract(paths, schema, tmp_path / "cut", progress=events.append, **call)
+    assert max(e.samples for e in events if e.stage == "count") < 20_000
+    extract(paths, schema, tmp_path / "whole", progress=False, **call)
+    assert files_of(tmp_path / "cut") == files_of(tmp_path / "whole")
+
+
+def test_earlier_sets_must_mean_the_same(tmp_path: Path) -> None:
+    """Counts of another schema say nothing, and without min_count there is nothing to count on."""
+    paths = write_parquet(tmp_path, {"a": np.arange(4), "y": np.zeros(4)}, [0, 4])
+    first = extract(paths, plain_schema(), tmp_path / "first", device_budget="1MiB", progress=False)
+    other = replace(plain_schema(), label=None)
+    with pytest.raises(DatasetError, match="other label"):
+        extract(
+            paths, other, tmp_path / "x", device_budget="1MiB", min_count=2, prior_counts=[first.path], progress=False
+        )
+    with pytest.raises(ExtractionError, match="prior_counts changes nothing with min_count = 1"):
+        extract(paths, plain_schema(), tmp_path / "y", device_budget="1MiB", prior_counts=[first], progress=False)

@@ -1,0 +1,262 @@
+"""Smaller passes from larger ones: the same samples, and no pass with more rows than fit."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import tiercache as tc
+from tests.data.cases import ROW_BYTES, plain_schema, rich_columns, rich_schema
+from tests.training.cases import Case, Spec, assert_same_bits, resident_result, result_of, table, tiered, train
+from tiercache.data.from_arrays import write_dataset
+from tiercache.data.key_sets import write_key_sets
+from tiercache.data.raw_batch import RawBatch
+from tiercache.data.repartition import split_cursor
+from tiercache.data.row_budget import RowBudget, device_bytes, most_rows
+from tiercache.store import MemoryEngine
+from tiercache.store.table import group_tables
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+
+def batch_of(num_samples: int, seed: int = 0) -> RawBatch:
+    """Return samples of ``rich_schema``."""
+    columns = rich_columns(num_samples, seed)
+    return RawBatch.of(
+        rich_schema(),
+        {name: columns[name] for name in ("a", "pair", "tags", "b")},
+        label=columns["y"],
+        dense=np.stack([columns["d0"], columns["d1"]], axis=1),
+        weights={"pair": columns["pair_w"], "tags": columns["tags_w"], "b": columns["b_w"]},
+    )
+
+
+def samples_of(passes: tc.PassDataset) -> list[tuple[object, ...]]:
+    """Return all samples with keys in place of local ids."""
+    found = []
+    for one in passes:
+        samples = one.read(np.arange(one.samples))
+        assert samples.label is not None
+        for i in range(one.samples):
+            ids = []
+            for feature in passes.schema.features:
+                entry, keys = samples.ids[feature.name], np.asarray(one.keys(feature.table))
+                span = slice(i, i + 1) if entry.offsets is None else slice(entry.offsets[i], entry.offsets[i + 1])
+                ids.append(
+                    (keys[entry.ids[span]].tolist(), [] if entry.weights is None else entry.weights[span].tolist())
+                )
+            found.append((float(samples.label[i]), samples.dense[i].tolist(), ids))
+    return found
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    batch_multiple=st.integers(1, 9),
+    rows=st.integers(30, 120),
+    chunk=st.integers(1, 30),
+    by_bytes=st.booleans(),
+)
+def test_parts_are_what_an_extraction_of_the_same_samples_gives(
+    tmp_path_factory: pytest.TempPathFactory,
+    sizes: list[int],
+    batch_multiple: int,
+    rows: int,
+    chunk: int,
+    by_bytes: bool,
+) -> None:
+    """Samples, key sets, counts and digests; each part is as long as fits, and begins at an aligned sample."""
+    path = tmp_path_factory.mktemp("split")
+    ends = list(accumulate(sizes))
+    whole = batch_of(ends[-1])
+    old = write_dataset(
+        path / "old", rich_schema(), [whole.slice(end - n, end) for n, end in zip(sizes, ends, strict=True)]
+    )
+    fits = lambda one: sum(one) <= rows  # noqa: E731
+    limit = {"rows": rows}
+    if by_bytes:
+        limit = {"device_budget": rows * (ROW_BYTES + 8)}
+        fits = RowBudget(old.tables, limit["device_budget"]).fits
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tiercache.data.repartition._CHUNK_SAMPLES", chunk)
+        try:
+            new = tc.repartition(old, path / "new", batch_multiple=batch_multiple, **limit)
+        except tc.TierCacheError as error:
+            assert f"lower batch_multiple (now {batch_multiple})" in str(error)  # noqa: PT017
+            return
+    assert samples_of(new) == samples_of(old)
+    cuts, begins = [], []
+    for end, size, parts in zip(ends, sizes, new.manifest.options["parts"], strict=True):
+        for part_end, part in zip(accumulate(parts), parts, strict=True):
+            begins.append(part_end - part)
+            cuts.append(whole.slice(end - size + part_end - part, end - size + part_end))
+    assert all(begin % batch_multiple == 0 for begin in begins)
+    fresh = write_dataset(path / "fresh", rich_schema(), cuts)
+    assert new.digest == fresh.digest
+    for one in new:
+        assert fits([one.rows(t.name) for t in new.tables])
+    new.verify()
+    if not by_bytes:
+        for one, begin, longer in zip(
+            new.passes, [*begins[1:], 0], _one_unit_more(cuts, begins, batch_multiple), strict=True
+        ):
+            if begin:
+                joined = write_dataset(path / f"longer{one.index}", rich_schema(), [longer])
+                assert not fits([joined.passes[0].rows(t.name) for t in new.tables])
+    assert tc.repartition(old, path / "new", batch_multiple=batch_multiple, **limit).digest == new.digest
+
+
+def _one_unit_more(cuts: list[RawBatch], begins: list[int], batch_multiple: int) -> list[RawBatch]:
+    from tiercache.data.raw_batch import join
+
+    following = [*cuts[1:], cuts[-1]]
+    return [
+        join([cut, after.slice(0, min(batch_multiple, after.num_samples))])
+        for cut, after in zip(cuts, following, strict=True)
+    ]
+
+
+def test_files_of_passes_that_fit_are_linked_and_outlive_the_old_set(tmp_path: Path) -> None:
+    """They take no bytes, and the old set may be deleted."""
+    old = write_dataset(tmp_path / "old", rich_schema(), [batch_of(8), batch_of(80, seed=1)])
+    before = samples_of(old)
+    new = tc.repartition(old, tmp_path / "new", rows=80, batch_multiple=4)
+    assert new.manifest.options["parts"][0] == [8]
+    assert len(new) > 2
+    assert (tmp_path / "old" / "pass-00000.keys.arrow").samefile(tmp_path / "new" / "pass-00000.keys.arrow")
+    shutil.rmtree(tmp_path / "old")
+    assert samples_of(tc.PassDataset.open(tmp_path / "new")) == before
+
+
+def test_parts_for_several_devices_are_larger_than_one_device_holds(tmp_path: Path) -> None:
+    """As large as fits with the margin; another number of devices is another set."""
+    batch = RawBatch.of(plain_schema(), {"a": np.arange(4000)}, label=np.zeros(4000))
+    old = write_dataset(tmp_path / "old", plain_schema(), [batch])
+    budget = 600 * device_bytes(group_tables(old.tables)[0])
+    new = tc.repartition(old, tmp_path / "new", device_budget=budget, devices=4, batch_multiple=8)
+    most = max(one.rows("a") for one in new)
+    assert most_rows(most, 4) <= 600 < most_rows(most + 8, 4)
+    assert tc.repartition(old, tmp_path / "new", device_budget=budget, devices=4, batch_multiple=8).digest == new.digest
+    with pytest.raises(tc.TierCacheError, match="another dataset already"):
+        tc.repartition(old, tmp_path / "new", device_budget=budget, batch_multiple=8)
+
+
+def test_what_cannot_be_split_is_said(tmp_path: Path) -> None:
+    """One sentence each."""
+    old = write_dataset(tmp_path / "old", rich_schema(), [batch_of(40)])
+    with pytest.raises(
+        tc.TierCacheError, match=r"a part of sub-dataset 0 of 40 samples .* has \d+ keys, but a part may have 9"
+    ):
+        tc.repartition(old, tmp_path / "new", rows=9)
+    with pytest.raises(tc.TierCacheError, match="the device budget is 9 bytes: give more, or lower batch_multiple"):
+        tc.repartition(old, tmp_path / "new", device_budget=9)
+    for limits in ({"rows": 5, "devices": 2}, {"device_budget": 5, "devices": 0}):
+        with pytest.raises(
+            ValueError, match=r"devices is \d: it is a whole number, at least 1, and goes with device_b"
+        ):
+            tc.repartition(old, tmp_path / "new", **limits)
+    for limits in ({}, {"rows": 5, "device_budget": 5}):
+        with pytest.raises(ValueError, match="either device_budget or rows"):
+            tc.repartition(old, tmp_path / "new", **limits)
+    with pytest.raises(ValueError, match="at least 1"):
+        tc.repartition(old, tmp_path / "new", rows=5, batch_multiple=0)
+    with pytest.raises(tc.TierCacheError, match="there is no dataset"):
+        tc.PassDataset.open(tmp_path / "new")
+    with pytest.raises(tc.TierCacheError, match="another dataset already: choose another"):
+        tc.repartition(old, tmp_path / "old", rows=50)
+    keys = write_key_sets(tmp_path / "keys", plain_schema(), [{"a": [1, 2]}])
+    with pytest.raises(tc.TierCacheError, match="has a key set and no samples"):
+        tc.repartition(keys, tmp_path / "new", rows=1)
+
+
+def training_case() -> Case:
+    """Unshuffled, aligned."""
+    rule = tc.optim.Adagrad(learning_rate=0.05)
+    return Case(
+        tables=(table("item", 5, rule), table("place", 3, rule)),
+        specs=(Spec(name="a", table="item"), Spec(name="c", table="place", hotness="ragged")),
+        num_samples=5 * 48, pass_rows=48, num_keys=160, batch=8, epochs=2, shuffle=False,
+    )  # fmt: skip
+
+
+def test_training_of_aligned_batches_over_parts_has_the_same_bits(tmp_path: Path) -> None:
+    """In memory and over the tiers: the same batches, so the same rows, state and dense weights."""
+    case = training_case()
+    old = case.cut(tmp_path / "old")
+    new = tc.repartition(old, tmp_path / "new", rows=70, batch_multiple=8)
+    assert len(new) >= 2 * len(old)
+    expected = resident_result(case, old)
+    assert_same_bits(expected, resident_result(case, new))
+    with tc.Store.open(None, tables=case.tables, engine=MemoryEngine()) as store:
+        with tiered(store, new) as cache:
+            model = train(cache, case)
+        assert_same_bits(expected, result_of(store, old, model))
+
+
+@pytest.mark.parametrize(("pass_index", "batches"), [(0, 3), (3, 0), (4, 6), (7, 5), (9, 1)])
+def test_a_training_goes_on_with_parts_from_where_it_stood(tmp_path: Path, pass_index: int, batches: int) -> None:
+    """Also from inside a pass, and from its very end: the bits of one that had the larger passes to its end."""
+    from tests.training.test_entering import train_to
+
+    case = training_case()
+    old = case.cut(tmp_path / "old")
+    new = tc.repartition(old, tmp_path / "new", rows=70, batch_multiple=8)
+    with tc.Store.open(None, tables=case.tables, engine=MemoryEngine()) as store:
+        train_to(store, old, case, pass_index, batches)
+        commit = store.commit
+        moved = tc.reorganize(store, new, progress=False)
+        assert moved.cursor == split_cursor(new, commit.cursor, order=commit.settings.get("order"))
+        assert tc.reorganize(store, new, progress=False) is moved
+        with tiered(store, new) as cache:
+            model = train(cache, case, seed=99)
+        assert_same_bits(resident_result(case, old), result_of(store, old, model))
+
+
+def test_a_cursor_has_the_same_samples_behind_it_in_both_sets(tmp_path: Path) -> None:
+    """Counted in samples from the beginning; what has no such place is refused with a sentence."""
+    old = write_dataset(tmp_path / "old", rich_schema(), [batch_of(n, seed=n) for n in (40, 9, 33)])
+    new = tc.repartition(old, tmp_path / "new", rows=60, batch_multiple=4)
+    plain = {"seed": 0, "shuffle": False}
+
+    def behind(passes: tc.PassDataset, cursor: tuple[int, int]) -> int:
+        epoch, place = divmod(cursor[0], len(passes))
+        return epoch * passes.samples + sum(p.samples for p in passes.passes[:place]) + cursor[1]
+
+    for pass_index in range(7):
+        for sample in range(old.passes[pass_index % 3].samples + 1):
+            cursor = split_cursor(new, (pass_index, sample), order=plain)
+            assert behind(new, cursor) == behind(old, (pass_index, sample))
+            assert cursor[1] < new.passes[cursor[0] % len(new)].samples or sample == old.passes[pass_index % 3].samples
+    assert split_cursor(new, (4, 0)) == split_cursor(new, (4, 0), order=plain)
+    for order in (None, {"seed": 0, "shuffle": True}, {"raw_batches": 2}):
+        with pytest.raises(tc.TierCacheError, match="stands 4 samples inside pass 1, whose samples are shuffled or"):
+            split_cursor(new, (1, 4), order=order)
+    assert split_cursor(new, (6, 0), order_seed=3) == (2 * len(new), 0)
+    with pytest.raises(tc.TierCacheError, match="pass 7, inside epoch 2 of a seeded order"):
+        split_cursor(new, (7, 0), order_seed=3)
+    with pytest.raises(tc.TierCacheError, match="was not split from another"):
+        split_cursor(old, (0, 0))
+
+
+def test_parts_of_many_samples_and_keys_are_those_of_one_sweep(tmp_path: Path) -> None:
+    """Across chunks: greedy from the first sample on, against a set that grows sample by sample."""
+    keys: NDArray[np.int64] = np.random.default_rng(0).integers(0, 30_000, 40_000)
+    old = write_dataset(tmp_path / "old", plain_schema(), [RawBatch.of(plain_schema(), {"a": keys}, label=keys % 2)])
+    new = tc.repartition(old, tmp_path / "new", rows=9_000, batch_multiple=1_000)
+    expected, begin, met = [], 0, set[int]()
+    for low in range(0, keys.size, 1_000):
+        more = met | set(keys[low : low + 1_000].tolist())
+        if len(more) > 9_000:
+            expected.append(low - begin)
+            begin, more = low, set(keys[low : low + 1_000].tolist())
+        met = more
+    assert new.manifest.options["parts"] == [[*expected, keys.size - begin]]

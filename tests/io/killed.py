@@ -1,0 +1,27 @@
+"""An export or import that kills itself, run by test_kill in processes of its own."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+import pyarrow.parquet
+
+import tiercache as tc
+from tests.crash.told import Told
+from tiercache.io import exporting, importing, numpy_folder
+from tiercache.store import lmdb_engine
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PRELOADED = (exporting, importing, numpy_folder, lmdb_engine, pyarrow.parquet)
+
+
+def run(folder: Path, call: str, format_: str, fatal: int) -> None:
+    """Export ``a.tc``, or import to ``b.tc``, and die when progress was told ``fatal`` times (-1: never)."""
+    warnings.simplefilter("ignore")
+    if call == "export":
+        tc.export_store(folder / "a.tc", folder / format_, format=format_, progress=Told(fatal))
+    else:
+        tc.import_store(folder / format_, folder / "b.tc", progress=Told(fatal))

@@ -1,0 +1,262 @@
+"""Files that are not what they should be: one sentence, and no commit."""
+
+from __future__ import annotations
+
+import errno
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import tiercache as tc
+from tests.files import flip
+from tests.io.cases import FORMATS, filled, random_rows, table
+from tiercache.errors import ImportExportError
+from tiercache.io.column_file import ColumnFile
+from tiercache.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ITEM = table("item", 2, "adagrad")
+ROWS = random_rows([ITEM], [50])
+FOLDERS = {"numpy": "item", "parquet": "", "safetensors": "", "hugectr": "item", "torch": "item"}
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with an export of 50 rows in each format."""
+    folder = tmp_path_factory.mktemp("exports")
+    with filled(None, [ITEM], ROWS) as store:
+        for format_ in FORMATS:
+            tc.export_store(store, folder / format_, format=format_, with_state=format_ != "torch")
+    return folder
+
+
+def refused(source: Path, path: Path, sentence: str, **options: Any) -> None:
+    """Assert that an import is refused with one sentence, and that there is no commit."""
+    with pytest.raises(ImportExportError, match=sentence) as caught:
+        tc.import_store(source, path, **options)
+    assert "\n" not in str(caught.value)
+    if path.exists():
+        with Store.open(path, mode="r") as store:
+            assert store.commit is None
+
+
+def changed(data: bytes, damage: str) -> bytes:
+    """Return other bytes."""
+    return {"cut": data[: len(data) * 2 // 3], "empty": b"", "longer": data + b"12345"}[damage]
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("damage", ["cut", "empty", "longer", "missing"])
+def test_files_of_the_wrong_size_are_refused(tmp_path: Path, exports: Path, format_: str, damage: str) -> None:
+    """Every file of a table, cut, emptied, longer or gone, before a store is made."""
+    names = [
+        path.relative_to(exports / format_)
+        for path in (exports / format_ / FOLDERS[format_]).iterdir()
+        if path.is_file() and path.name != "tables.json"
+    ]
+    assert names
+    for index, name in enumerate(names):
+        if (name.suffix, damage) == (".pt", "longer"):
+            continue  # a zip archive is found from its end, and bytes behind it are no part of it
+        source = tmp_path / str(index)
+        shutil.copytree(exports / format_, source)
+        path = source / name
+        if damage == "missing":
+            path.unlink()
+        else:
+            path.write_bytes(changed(path.read_bytes(), damage))
+        refused(source, tmp_path / "s.tc", "item", initial_state=format_ == "torch")
+        assert not (tmp_path / "s.tc").exists()
+
+
+def edit(source: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the listing of an export."""
+    record = json.loads((source / "tables.json").read_text())
+    change(record)
+    (source / "tables.json").write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda r: r.update(version=2), "is not of this tiercache's exports"),
+        (lambda r: r.update(files="excel"), "format 'excel' is unknown: it must be one of numpy, parquet"),
+        (lambda r: r["tables"][0].update(rows=49), "counts 49 rows of table 'item', and its files hold 50"),
+        (lambda r: r["tables"][0].update(rows=-1), "cannot be read"),
+        (lambda r: r["tables"][0]["table"].update(dim=3), r"is \(50, 2\) of float32: table 'item' with 50 keys needs"),
+        (lambda r: r["tables"][0]["table"].update(name="../item"), "there is no .*%2E%2E%2Fitem"),
+        (lambda r: r.pop("tables"), "cannot be read"),
+        (
+            lambda r: r.update(steps=1 << 63),
+            r"steps is 9223372036854775808, and must be 0 \.\. 9,223,372,036,854,775,807",
+        ),
+        *((lambda r, steps=steps: r.update(steps=steps), "steps is") for steps in (-1, True, "7", 1.5)),
+        (lambda r: r["tables"][0].update(rows=10**40), "rows is 1000.*, and must be 0"),
+        (lambda r: r["tables"].append(r["tables"][0]), "two tables are named 'item'"),
+    ],
+)
+def test_listings_that_make_no_sense_are_refused(
+    tmp_path: Path, exports: Path, change: Callable[[dict[str, Any]], None], sentence: str
+) -> None:
+    """Whatever they say about the files, the files are checked."""
+    shutil.copytree(exports / "numpy", tmp_path / "out")
+    edit(tmp_path / "out", change)
+    refused(tmp_path / "out", tmp_path / "s.tc", sentence)
+    (tmp_path / "out" / "tables.json").write_text("no JSON")
+    refused(tmp_path / "out", tmp_path / "s.tc", "is not JSON")
+    for deep in (b"[" * 100_000, b'{"a":' * 100_000):
+        (tmp_path / "out" / "tables.json").write_bytes(deep)
+        refused(tmp_path / "out", tmp_path / "s.tc", "nests its values too deep: export again")
+
+
+def test_numpy_files_of_other_types_are_refused(tmp_path: Path, exports: Path) -> None:
+    """Pickles are never loaded; float64 would lose bits; a state alone is half a row."""
+    folder = tmp_path / "out" / "item"
+    shutil.copytree(exports / "numpy", tmp_path / "out")
+    good = np.load(folder / "vector.npy")
+    np.save(folder / "vector.npy", np.zeros(good.shape, dtype=np.float64))
+    refused(tmp_path / "out", tmp_path / "s.tc", "of float64: table 'item' with 50 keys needs")
+    np.save(folder / "vector.npy", np.array([{"a": 1}] * 50), allow_pickle=True)
+    refused(tmp_path / "out", tmp_path / "s.tc", "is no whole array of numbers")
+    np.save(folder / "vector.npy", good)
+    np.save(folder / "keys.npy", np.arange(50, dtype=np.uint64))
+    refused(tmp_path / "out", tmp_path / "s.tc", "they must be one int64 for each row")
+    np.save(folder / "keys.npy", np.zeros(50, np.int64))
+    refused(tmp_path / "out", tmp_path / "s.tc", "key 0 of table 'item' is given twice")
+    shutil.copytree(exports / "numpy", tmp_path / "half")
+    adam = table("item", 2, "adam")
+    np.save(tmp_path / "half" / "item" / "exp_avg.npy", good)
+    refused(tmp_path / "half", tmp_path / "t.tc", "exp_avg of the optimizer state .* not exp_avg_sq", tables=[adam])
+
+
+@pytest.mark.parametrize(
+    ("columns", "sentence"),
+    [
+        ({"vector": [[1.0, 2.0]]}, "has no column 'key'"),
+        ({"key": [1]}, "has no column 'vector'"),
+        ({"key": pa.array([1], pa.int32()), "vector": [[1.0, 2.0]]}, "column 'key' of .* is int32: .* needs int64"),
+        ({"key": [1], "vector": pa.array([[1.0, 2.0]], pa.list_(pa.float64()))}, "needs lists of 2 float32"),
+        ({"key": [1], "vector": pa.array([[1.0] * 3], pa.list_(pa.float32(), 3))}, "needs lists of 2 float32"),
+        ({"key": [1, 2], "vector": [[1.0, 2.0], [1.0]]}, "from 0 on without 2 numbers"),
+        ({"key": [1, 2], "vector": [[1.0, 2.0], None]}, "from 0 on without 2 numbers"),
+        ({"key": [1, 2], "vector": [[1.0, None], [1.0, 2.0]]}, "from 0 on without 2 numbers"),
+        ({"key": [1, 2], "vector": [[1.0, 2.0, 3.0], [1.0]]}, "from 0 on without 2 numbers"),
+        ({"key": [1, None], "vector": [[1.0, 2.0]] * 2}, "has no key in a row"),
+    ],
+)
+def test_parquet_columns_that_are_no_rows_are_refused(tmp_path: Path, columns: dict[str, Any], sentence: str) -> None:
+    """Types, widths, nulls."""
+    (tmp_path / "out").mkdir()
+    arrays = {
+        name: values
+        if isinstance(values, pa.Array)
+        else pa.array(values, pa.list_(pa.float32()) if name == "vector" else pa.int64())
+        for name, values in columns.items()
+    }
+    pq.write_table(pa.table(arrays), tmp_path / "out" / "item.parquet")
+    options = {"format": "parquet", "tables": [ITEM], "initial_state": True}
+    refused(tmp_path / "out", tmp_path / "s.tc", sentence, **options)
+
+
+class Bomb:
+    """Runs code where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("exploded"),)
+
+
+def test_a_state_dict_runs_no_code(tmp_path: Path, exports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only tensors are loaded, and only one that is called weight."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(exports / "torch", tmp_path / "out")
+    path = tmp_path / "out" / "item" / "table.pt"
+    for content, sentence in (
+        ({"weight": Bomb()}, "is no whole state dict of tensors"),
+        ({"bias": torch.zeros(50, 2)}, "holds 'bias': it must be the state dict of an embedding"),
+        (torch.zeros(50, 2), "holds Tensor"),
+        ({"weight": torch.zeros(50, 2, dtype=torch.float16)}, "it must be a dense float32 tensor"),
+        ({"weight": torch.zeros(49, 2)}, r"is \(49, 2\) of float32"),
+    ):
+        torch.save(content, path)
+        refused(tmp_path / "out", tmp_path / "s.tc", sentence, initial_state=True)
+    path.write_bytes(pickle.dumps({"weight": Bomb()}))
+    refused(tmp_path / "out", tmp_path / "s.tc", "is no whole state dict of tensors", initial_state=True)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_a_hugectr_folder_whose_sizes_disagree_is_refused(tmp_path: Path, exports: Path) -> None:
+    """Sizes that do not divide, and those of another dim."""
+    shutil.copytree(exports / "hugectr", tmp_path / "out")
+    refused(
+        tmp_path / "out", tmp_path / "s.tc", r"emb_vector has 400 bytes, but 50 keys with 12 bytes each make 600",
+        tables=[table("item", 3, "adagrad")],
+    )  # fmt: skip
+    (tmp_path / "out" / "item" / "key").write_bytes(b"123456789")
+    refused(tmp_path / "out", tmp_path / "s.tc", "key has 9 bytes, which are no whole rows of 8")
+
+
+def test_what_cannot_be_asked_for_is_refused(tmp_path: Path, exports: Path) -> None:
+    """Unknown tables and formats, taken places, stores that are not empty."""
+    with filled(tmp_path / "full.tc", [ITEM], ROWS) as store:
+        for options, sentence in (
+            ({"format": "excel"}, "format 'excel' is unknown"),
+            ({"format": "numpy", "tables": ["user"]}, "has no table 'user': it has 'item'"),
+        ):
+            with pytest.raises(ImportExportError, match=sentence):
+                tc.export_store(store, tmp_path / "new", **options)
+        with pytest.raises(ImportExportError, match="exists: give the export a path that is free"):
+            tc.export_store(store, tmp_path, format="numpy")
+        with pytest.raises(ImportExportError, match="rows from outside cannot be laid over a store yet"):
+            tc.import_store(exports / "numpy", store)
+    with Store.open(tmp_path / "empty.tc", tables=[table("user", 2, "sgd")]) as store:
+        with pytest.raises(ImportExportError, match="has no commit, so no rows to export"):
+            tc.export_store(store, tmp_path / "new", format="numpy")
+        with pytest.raises(ImportExportError, match="has a table 'item' that the store does not"):
+            tc.import_store(exports / "numpy", store)
+    refused(tmp_path / "nowhere", tmp_path / "s.tc", r"there is no .*tables\.json: give the format")
+    refused(tmp_path / "nowhere", tmp_path / "s.tc", "there is no folder", format="numpy", tables=[ITEM])
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_export_that_cannot_fit_is_refused_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bytes that it needs."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1000, 900, 100))  # type: ignore[attr-defined]
+    with (
+        filled(None, [ITEM], ROWS) as store,
+        pytest.raises(ImportExportError, match=r"needs .*\(1,200 bytes\) and .* free"),
+    ):
+        tc.export_store(store, tmp_path / "new", format="numpy")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_leaves_no_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bytes that it needs."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ColumnFile, "write", full)
+    with (
+        filled(None, [ITEM], ROWS) as store,
+        pytest.raises(ImportExportError, match=r"is full, and .* about 1,200 bytes"),
+    ):
+        tc.export_store(store, tmp_path / "new", format="numpy")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_changed_byte_of_a_parquet_file_is_found(tmp_path: Path, exports: Path) -> None:
+    """Its pages have checksums; the other formats have none."""
+    shutil.copytree(exports / "parquet", tmp_path / "out")
+    path = tmp_path / "out" / "item.parquet"
+    flip(path, path.read_bytes().index(next(iter(ROWS["item"].values()))[:4]))
+    refused(tmp_path / "out", tmp_path / "s.tc", "cannot be read after row 0")

@@ -1,0 +1,136 @@
+"""Every bit comes back: store to files to store, in every format, against a dict."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tiercache as tc
+from tests.files import files_of
+from tests.io.cases import (
+    FORMATS,
+    OPTIMIZERS,
+    all_tables,
+    expected_after,
+    filled,
+    keeps_state,
+    random_rows,
+    rows_of,
+    table,
+)
+from tiercache.errors import ImportExportWarning
+from tiercache.store import MemoryEngine, Store
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    format_=st.sampled_from(FORMATS),
+    shapes=st.lists(
+        st.tuples(st.integers(1, 9), st.sampled_from(sorted(OPTIMIZERS)), st.integers(0, 40)), min_size=1, max_size=4
+    ),
+    seed=st.integers(0, 99),
+    memory_bytes=st.sampled_from([2_000, 1 << 20]),
+)
+def test_every_bit_survives_a_round_trip(
+    format_: str, shapes: list[tuple[int, str, int]], seed: int, memory_bytes: int
+) -> None:
+    """Any tables, dims and optimizers; state without a place in the format starts anew, and is warned of."""
+    tables = [table(f"t{i}", dim, optimizer) for i, (dim, optimizer, _) in enumerate(shapes)]
+    rows = random_rows(tables, [count for _, _, count in shapes], seed)
+    whole = all(keeps_state(format_, one) for one in tables)
+    with tempfile.TemporaryDirectory() as place, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out = Path(place) / "out"
+        with filled(None, tables, rows) as store:
+            listing = tc.export_store(store, out, format=format_, memory_bytes=memory_bytes)
+        assert [w.category for w in caught] == [ImportExportWarning] * sum(not keeps_state(format_, t) for t in tables)
+        assert sorted(p.name for p in Path(place).iterdir()) == ["out"]
+        with Store.open(None, tables=tables, engine=MemoryEngine()) as copy:
+            done = tc.import_store(out, copy, initial_state=not whole, memory_bytes=memory_bytes)
+            assert rows_of(copy) == expected_after(format_, tables, rows)
+            tc.export_store(copy, Path(place) / "two", format=format_, memory_bytes=memory_bytes)
+        assert files_of(out) == files_of(Path(place) / "two"), "rows stand in hash order, however a store was filled"
+    assert done == listing
+    assert {one.table.name: one.rows for one in listing.tables} == {name: len(mine) for name, mine in rows.items()}
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_rows_without_their_state_are_exported_and_imported_where_that_is_asked_for(
+    tmp_path: Path, format_: str
+) -> None:
+    """No file holds state then, no warning comes, and the import begins with initial values only if it may."""
+    tables = all_tables()
+    rows = random_rows(tables, [20] * 5)
+    with filled(None, tables, rows) as store, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        listing = tc.export_store(store, tmp_path / "out", format=format_, with_state=False)
+        tc.export_store(store, tmp_path / "some", format=format_, with_state=False, tables=["sgd", "adam"])
+    assert not any(one.has_state for one in listing.tables)
+    with pytest.raises(tc.TierCacheError, match=r"has no optimizer state of table .*: ask for initial_state"):
+        tc.import_store(tmp_path / "out", tmp_path / "copy.tc")
+    assert not (tmp_path / "copy.tc").exists()
+    tc.import_store(tmp_path / "out", tmp_path / "copy.tc", initial_state=True)
+    with Store.open(tmp_path / "copy.tc") as copy:
+        assert rows_of(copy) == expected_after("torch", tables, rows)
+    tc.import_store(tmp_path / "some", tmp_path / "some.tc", initial_state=True)
+    with Store.open(tmp_path / "some.tc") as copy:
+        assert {t.name for t in copy.tables} == {"sgd", "adam"}
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_the_shared_rows_of_a_store_come_back(tmp_path: Path, format_: str) -> None:
+    """The listing says that the two reserved keys are the out-of-vocabulary row and the null row."""
+    tables = [table("sgd", 3, "sgd")]
+    keys = [-(1 << 63), -(1 << 63) + 1, 7]
+    rows = {"sgd": {key: bytes([i] * 12) for i, key in enumerate(keys)}}
+    with filled(None, tables, rows) as store:
+        tc.export_store(store, tmp_path / "out", format=format_)
+    tc.import_store(tmp_path / "out", tmp_path / "copy.tc")
+    with Store.open(tmp_path / "copy.tc") as copy:
+        assert rows_of(copy) == rows
+    (tmp_path / "out" / "tables.json").unlink()
+    with pytest.raises(tc.TierCacheError, match="is reserved for the out-of-vocabulary row"):
+        tc.import_store(tmp_path / "out", tmp_path / "other.tc", format=format_, tables=tables)
+    tc.import_store(tmp_path / "out", tmp_path / "other.tc", format=format_, tables=tables, reserved_keys=True)
+    with Store.open(tmp_path / "other.tc") as copy:
+        assert rows_of(copy) == rows
+
+
+def test_names_of_tables_cannot_leave_the_folder(tmp_path: Path) -> None:
+    """Whatever a table is called, its files lie in the export and come back."""
+    names = ["..", "../up", "/abs", "a/b", "tables.json", ".hidden", "x" * 300, "größe", "50%", "a%2Fb", "con dos"]
+    tables = [table(name, 1, "sgd") for name in names]
+    rows = random_rows(tables, [3] * len(names))
+    for format_ in FORMATS:
+        with filled(None, tables, rows) as store:
+            tc.export_store(store, tmp_path / format_, format=format_)
+        with Store.open(None, tables=tables, engine=MemoryEngine()) as copy:
+            tc.import_store(tmp_path / format_, copy)
+            assert rows_of(copy) == rows
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(FORMATS)
+
+
+def test_a_trained_store_is_exported_at_its_commit(tmp_path: Path) -> None:
+    """Live rows in many ranges of many segments, and nothing of what was dumped since."""
+    from tests.store.conftest import small_tables
+    from tiercache.store.testing.world import World
+
+    tables = small_tables()
+    world = World(tables)
+    with Store.open(tmp_path / "s.tc", tables=tables) as store:
+        world.run(store, 5)
+        rows = dict(world.rows)
+        world.train()
+        world.append(store)
+        tc.export_store(store, tmp_path / "out", format="numpy")
+    for one in tables:
+        keys = np.load(tmp_path / "out" / one.name / "keys.npy")
+        fields = [np.load(tmp_path / "out" / one.name / f"{f.name}.npy") for f in one.fields]
+        found = {(one.name, k): b"".join(f[i].tobytes() for f in fields) for i, k in enumerate(keys.tolist())}
+        assert found == {key: row for key, row in rows.items() if key[0] == one.name}

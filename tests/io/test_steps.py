@@ -1,0 +1,145 @@
+"""The count of steps leaves with the rows that go on with it, Adam's and those of 16 bits, and comes back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import tiercache as tc
+from tests.io.cases import FORMATS, rows_of
+from tests.training.cases import Case, Spec, table, tiered, train
+from tiercache.cli.store import app
+from tiercache.errors import ImportExportError, ImportExportWarning
+from tiercache.store import MemoryEngine, Store, fill
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ADAM = table("a", 4, tc.optim.Adam(learning_rate=0.01))
+PLAIN = table("b", 4)
+CASE = Case(tables=(ADAM, PLAIN), specs=(Spec(name="f", table="a"), Spec(name="g", table="b")), epochs=1, dense_lr=0.0)
+NARROW = Case(
+    tables=(dataclasses.replace(PLAIN, name="a", dtype="bfloat16"),), specs=CASE.specs[:1], epochs=1, dense_lr=0.0
+)
+STEPS = 16
+
+
+def trained_on(case: Case, folder: Path) -> Path:
+    """Return the path of a store after an epoch; dense layers do not learn."""
+    passes = case.cut(folder / "passes")
+    with Store.open(folder / "s.tc", tables=case.tables) as store, tiered(store, passes) as cache:
+        train(cache, case)
+        assert cache.optimizer.steps == STEPS
+    return folder / "s.tc"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The path of a store after an epoch."""
+    return trained_on(CASE, tmp_path_factory.mktemp("trained"))
+
+
+@pytest.mark.parametrize(
+    ("case", "format_"),
+    [(CASE, "numpy"), (CASE, "parquet"), (CASE, "safetensors"), (NARROW, "safetensors")],
+    ids=["numpy", "parquet", "safetensors", "16 bits"],
+)
+def test_training_goes_on_from_an_import_as_it_would_have_without(tmp_path: Path, case: Case, format_: str) -> None:
+    """To the same bits: with another count Adam's steps would be others, and so would the rounding to 16 bits."""
+    trained = trained_on(case, tmp_path)
+    tc.export_store(trained, tmp_path / "out", format=format_)
+    tc.import_store(tmp_path / "out", tmp_path / "copy.tc")
+    tc.import_store(tmp_path / "out", tmp_path / "wrong.tc", steps=STEPS + 1)
+    again = Case(**{**case.__dict__, "pass_rows": 100})
+    passes = again.cut(tmp_path / "other")
+    ends = {}
+    for path in (trained, tmp_path / "copy.tc", tmp_path / "wrong.tc"):
+        with Store.open(path) as store:
+            tc.reorganize(store, passes, progress=False)
+            with tiered(store, passes) as cache:
+                train(cache, again)
+            ends[path.name] = rows_of(store)
+    assert ends["copy.tc"] == ends["s.tc"]
+    assert ends["wrong.tc"]["a"] != ends["s.tc"]["a"]
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_the_count_stands_where_the_state_does(trained: Path, tmp_path: Path, format_: str) -> None:
+    """In the listing and in what comes of it; without state, and of other optimizers, there is none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ImportExportWarning)
+        listing = tc.export_store(trained, tmp_path / "all", format=format_)
+        none = tc.export_store(trained, tmp_path / "none", format=format_, with_state=False)
+        other = tc.export_store(trained, tmp_path / "other", format=format_, tables=["b"])
+    expected = None if format_ == "torch" else STEPS
+    assert (listing.steps, none.steps, other.steps) == (expected, None, None)
+    record = json.loads((tmp_path / "all" / "tables.json").read_text())
+    assert record.get("steps") == expected
+    imported = tc.import_store(tmp_path / "all", tmp_path / "copy.tc", initial_state=True)
+    assert imported == listing
+    with Store.open(tmp_path / "copy.tc", mode="r") as copy:
+        assert copy.commit is not None
+        assert copy.commit.settings == ({} if expected is None else {"steps": STEPS})
+
+
+@pytest.mark.parametrize("optimizer", [tc.optim.SGD(learning_rate=0.1), tc.optim.Adagrad(learning_rate=0.1)])
+def test_rows_of_16_bits_leave_with_the_count(tmp_path: Path, optimizer: tc.optim.SGD | tc.optim.Adagrad) -> None:
+    """With any optimizer, where all of a row leaves; files that do not say it are asked about."""
+    narrow = dataclasses.replace(PLAIN, optimizer=optimizer, dtype="float16")
+    fields = tuple(np.ones((5, field.width), np.float32) for field in narrow.fields)
+    with Store.open(None, tables=[narrow], engine=MemoryEngine()) as store:
+        fill(store, [("b", (np.arange(5, dtype=np.int64), fields))], settings={"steps": 100})
+        assert tc.export_store(store, tmp_path / "out", format="numpy").steps == 100
+        bare = tc.export_store(store, tmp_path / "bare", format="numpy", with_state=False)
+        assert bare.steps == (100 if isinstance(optimizer, tc.optim.SGD) else None)
+    tc.import_store(tmp_path / "out", tmp_path / "copy.tc")
+    with Store.open(tmp_path / "copy.tc", mode="r") as copy:
+        assert copy.commit is not None
+        assert copy.commit.settings == {"steps": 100}
+    (tmp_path / "out" / "tables.json").unlink()
+    with (
+        pytest.warns(
+            ImportExportWarning, match=r"table 'b' was trained, and the rounding to float16 goes on with .* count"
+        ),
+        Store.open(None, tables=[narrow], engine=MemoryEngine()) as copy,
+    ):
+        tc.import_store(tmp_path / "out", copy, format="numpy")
+
+
+def test_files_that_do_not_say_it_are_asked_about(trained: Path, tmp_path: Path) -> None:
+    """A warning says that Adam begins anew; steps say otherwise, also on the command line."""
+    tc.export_store(trained, tmp_path / "out", format="numpy")
+    (tmp_path / "out" / "tables.json").unlink()
+    with (
+        pytest.warns(
+            ImportExportWarning,
+            match=r"how many steps table 'a' was trained, and Adam's state .* unless you give steps",
+        ),
+        Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as copy,
+    ):
+        assert tc.import_store(tmp_path / "out", copy, format="numpy").steps is None
+    with (
+        warnings.catch_warnings(),
+        Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as copy,
+    ):
+        warnings.simplefilter("error")
+        assert tc.import_store(tmp_path / "out", copy, format="numpy", steps=7).steps == 7
+    with pytest.raises(ImportExportError, match=r"steps is -1: it must be 0 \.\. 9,223,372,036,854,775,807"):
+        tc.import_store(tmp_path / "out", tmp_path / "c.tc", format="numpy", tables=CASE.tables, steps=-1)
+    assert not (tmp_path / "c.tc").exists()
+
+
+def test_the_command_line_takes_the_count(trained: Path, tmp_path: Path) -> None:
+    """Over what the listing says."""
+    tc.export_store(trained, tmp_path / "out", format="parquet")
+    said = CliRunner().invoke(app, ["import", str(tmp_path / "out"), str(tmp_path / "copy.tc"), "--steps", "3"])
+    assert said.exit_code == 0, said.output
+    with Store.open(tmp_path / "copy.tc", mode="r") as copy:
+        assert copy.commit is not None
+        assert copy.commit.settings == {"steps": 3}

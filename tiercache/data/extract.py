@@ -1,0 +1,258 @@
+"""Extraction: files to a dataset, in one scan, in bounded memory, through any stop."""
+
+from __future__ import annotations
+
+import errno
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiercache.data.cuts import Cut, Cutter
+from tiercache.data.dataset import PassDataset
+from tiercache.data.encode import encode
+from tiercache.data.frequency import FrequencyFilter, KeyCounter, decide, run_name
+from tiercache.data.inputs import find_inputs
+from tiercache.data.keyset import KeySet
+from tiercache.data.manifest import MANIFEST, RARE_KEYS, Manifest, keys_name, samples_name
+from tiercache.data.memory import MemoryShares
+from tiercache.data.pass_builder import PassBuilder
+from tiercache.data.progress import ExtractionProgress, ProgressReporter
+from tiercache.data.resume import ExtractionState, WorkFolder, check_same
+from tiercache.data.row_budget import RowBudget
+from tiercache.data.row_budget import device_bytes as row_device_bytes
+from tiercache.data.sample_layout import SampleLayout
+from tiercache.data.source import Source
+from tiercache.errors import ExtractionError, SourceError
+from tiercache.kernels.cpu.compile import is_cached, prepare
+from tiercache.schema import Schema
+from tiercache.sizes import parse_bytes
+from tiercache.store.table import group_tables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from tiercache.data.source import SourceBatch
+
+__all__ = ["ExtractionProgress", "extract"]
+
+
+def extract(
+    data: str | Path | Iterable[str | Path],
+    schema: Schema | str | Path,
+    out: str | Path,
+    *,
+    device_budget: int | str,
+    devices: int = 1,
+    split_by: str = "budget",
+    batch_multiple: int = 8192,
+    min_count: int = 1,
+    memory_limit: int | str = "1GiB",
+    prior_counts: Sequence[PassDataset | str | Path] = (),
+    progress: bool | Callable[[ExtractionProgress], None] = True,
+) -> PassDataset:
+    """Turn files of samples into a dataset in the directory ``out``, and return it.
+
+    data: files, folders and patterns; Parquet, Arrow IPC, CSV or TSV (plain, gz, zst).
+    schema: a Schema, or the path of a TOML file.
+    device_budget: what the rows of a pass, with their optimizer state and slot maps, may take; the same as in training.
+    devices: how many devices of that budget hold a pass together, their tables sharded by row: passes are as large as
+    fits with a margin for keys that do not divide evenly (``tiercache.data.row_budget.most_rows``).
+    split_by: ``budget`` closes a pass before the budget is exceeded, ``rows=N`` after N samples, ``file`` and
+    ``column=NAME`` where the file or the value of a column changes.
+    batch_multiple: passes end at multiples of so many samples, for budget and rows; the last one ends with the data.
+    min_count: keys with fewer occurrences, in all of ``data`` and ``prior_counts``, share the out-of-vocabulary row.
+    memory_limit: memory for samples on their way and tables of keys, beside what Python itself takes; it does not
+    change the result.
+    prior_counts: earlier datasets of the same model, whose counts go on.
+    progress: a bar, nothing, or a function that is called with an ExtractionProgress.
+
+    Killed at any moment, the same call goes on from the last closed pass (counting: from the last run) to the same
+    files, bit for bit. A finished set of equal inputs and options is returned as it is. Options that decide nothing
+    about the content (memory_limit, progress; learning rates, initializers and seeds of tables) may change.
+
+    Raises SchemaError, SourceError (names file, row and column), BudgetError, ExtractionError.
+    """
+    schema = schema if isinstance(schema, Schema) else Schema.load(schema)
+    device_bytes, host_bytes = parse_bytes(device_budget), parse_bytes(memory_limit)
+    for name, number in (("batch_multiple", batch_multiple), ("min_count", min_count), ("devices", devices)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ExtractionError(f"{name} is {number!r}: a whole number, at least 1")
+    cut = Cut.parse(split_by, batch_multiple)
+    earlier = [item if isinstance(item, PassDataset) else PassDataset.open(item) for item in prior_counts]
+    if earlier and min_count == 1:
+        raise ExtractionError("prior_counts changes nothing with min_count = 1: raise min_count or leave it out")
+    inputs = find_inputs(data)
+    out = Path(out)
+    options: dict[str, Any] = {
+        "schema": schema.digest,
+        "groups": [[[t.name for t in g.tables], row_device_bytes(g)] for g in group_tables(schema.tables)],
+        "device_budget": device_bytes,
+        "split_by": split_by,
+        "batch_multiple": batch_multiple,
+        "min_count": min_count,
+        "prior_counts": [dataset.digest for dataset in earlier],
+    }
+    if devices > 1:  # sets of one device say nothing of it
+        options["devices"] = devices
+    records = tuple(file.record() for file in inputs)
+    if (out / MANIFEST).exists():
+        return _finished(out, schema, options, records)
+    layout = SampleLayout(schema)
+    source = Source(inputs, schema, cut_column=cut.column)
+    host = MemoryShares.plan(host_bytes, layout, source.decoding_bytes)
+    with (
+        _room_in(out),
+        closing(WorkFolder(out)) as work,
+        closing(ProgressReporter(progress, source.total_bytes)) as reporter,
+    ):
+        state = ExtractionState.read(work.path) or ExtractionState(options=options, inputs=records)
+        state.check_same(options, records, out)
+        if not is_cached():
+            reporter.begin("compile")
+            prepare()
+        admission = None
+        if min_count > 1:
+            if not state.is_counted:
+                state = _count(source, schema, state, work, host, reporter)
+            admission = _decide(schema, state, earlier, min_count, work, host)
+        state = _number(
+            source,
+            layout,
+            state,
+            work,
+            host,
+            reporter,
+            cut,
+            batch_multiple,
+            RowBudget(schema.tables, device_bytes, devices),
+            admission,
+        )
+        if not state.passes:
+            raise SourceError(f"{inputs[0].path} and the {len(inputs) - 1} other files have no rows: give some data")
+        for file in inputs:
+            file.check_unchanged()
+        if admission is not None:
+            admission.write_rare(out / RARE_KEYS)
+        Manifest(
+            schema=schema,
+            passes=state.passes,
+            options=options,
+            inputs=records,
+            rare_bytes=(out / RARE_KEYS).stat().st_size if admission is not None else None,
+        ).write(out)
+        work.remove()
+        reporter.finish(sum(record.samples for record in state.passes), out)
+    return PassDataset.open(out)
+
+
+@contextmanager
+def _room_in(out: Path) -> Iterator[None]:
+    """Say what a disk that fills means for the extraction."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+            raise
+        raise ExtractionError(
+            f"{out} cannot take more ({error.strerror}): free space there, or raise ulimit -f; what is closed stays, "
+            "and the same command goes on"
+        ) from error
+
+
+def _finished(out: Path, schema: Schema, options: dict[str, Any], records: tuple[dict[str, Any], ...]) -> PassDataset:
+    """Return the finished set in ``out`` where it is the one that was asked for."""
+    manifest = Manifest.read(out)
+    check_same(manifest.options, manifest.inputs, options, records, out)
+    WorkFolder(out).remove()  # left over where the end of the extraction was cut off
+    if manifest.schema != schema:
+        manifest.with_tables_of(schema).write(out)
+    return PassDataset.open(out)
+
+
+def _batches(source: Source, state: ExtractionState, host: MemoryShares) -> Iterator[SourceBatch]:
+    """Read from the state's cursor on, within the memory limit."""
+    return source.batches(state.file_index, state.row, batch_bytes=host.chunk // 2, use_threads=host.use_threads)
+
+
+def _count(
+    source: Source,
+    schema: Schema,
+    state: ExtractionState,
+    work: WorkFolder,
+    host: MemoryShares,
+    reporter: ProgressReporter,
+) -> ExtractionState:
+    """Count all keys into runs on disk; the state on disk goes on with every run."""
+    counter = KeyCounter(schema, host.keys)
+    reporter.begin("count")
+    for batch in _batches(source, state, host):
+        is_full = counter.add(encode(schema, batch))
+        reporter.samples += batch.columns.num_rows
+        reporter.tell(source.done_bytes)
+        if is_full:
+            counter.write_run(work.path / run_name(state.runs))
+            row = batch.first_row + batch.columns.num_rows
+            state = replace(state, runs=state.runs + 1, file_index=batch.file_index, row=row)
+            state.write(work.path)
+    counter.write_run(work.path / run_name(state.runs))
+    state = replace(state, runs=state.runs + 1, file_index=0, row=0, is_counted=True)
+    state.write(work.path)
+    return state
+
+
+def _decide(
+    schema: Schema,
+    state: ExtractionState,
+    earlier: Sequence[PassDataset],
+    min_count: int,
+    work: WorkFolder,
+    host: MemoryShares,
+) -> FrequencyFilter:
+    """Merge the runs; the same again after a stop, so that nothing but the runs needs to be durable."""
+    runs = [KeySet(work.path / run_name(i), schema.ordered_tables) for i in range(state.runs)]
+    files = decide(schema, runs, earlier, min_count=min_count, folder=work.path, num_bytes=host.keys)
+    return FrequencyFilter(schema, files)
+
+
+def _number(
+    source: Source,
+    layout: SampleLayout,
+    state: ExtractionState,
+    work: WorkFolder,
+    host: MemoryShares,
+    reporter: ProgressReporter,
+    cut: Cut,
+    batch_multiple: int,
+    rows: RowBudget,
+    admission: FrequencyFilter | None,
+) -> ExtractionState:
+    """Go through the samples and close passes, from the state's cursor to the end of the data."""
+    work.clear(keep={name(i) for i in range(len(state.passes)) for name in (samples_name, keys_name)})
+
+    def on_close(begins: bool) -> None:
+        reporter.passes = len(builder.state.passes)
+        reporter.tell(source.done_bytes, "close" if begins else None)
+
+    builder = PassBuilder(
+        layout, work, state, cut=cut, batch_multiple=batch_multiple, rows=rows, host=host, on_close=on_close
+    )
+    cutter = Cutter(cut)
+    reporter.passes = len(state.passes)
+    reporter.begin("number")
+    try:
+        for batch in _batches(source, state, host):
+            samples = encode(layout.schema, batch)
+            if admission is not None:
+                samples = admission.apply(samples)
+            builder.note(batch)
+            for begins_pass, piece in cutter.pieces(batch, samples):
+                if begins_pass:
+                    builder.cut()
+                builder.add(piece)
+            reporter.samples += batch.columns.num_rows
+            reporter.tell(source.done_bytes)
+        builder.finish()
+    finally:
+        builder.abandon()
+    return builder.state

@@ -1,0 +1,184 @@
+"""Which keys are frequent enough for a row of their own: counts over all data, in bounded memory.
+
+Counting fills a table of keys; whenever it is full it becomes a run on disk, a key set like those of passes. Deciding
+merges the runs and the key sets of earlier datasets one hash range at a time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.atomic_io import publish
+from tiercache.data.keyset import KeySet, in_hash_order, write_key_set
+from tiercache.data.raw_batch import NULL_KEY, OOV_KEY, FeatureKeys, RawBatch
+from tiercache.kernels.cpu.hashing import hash_keys
+from tiercache.kernels.cpu.key_to_index import KeyToIndex
+from tiercache.kernels.cpu.next_use import search_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from tiercache.data.dataset import PassDataset
+    from tiercache.schema import Schema
+    from tiercache.store.table import Table
+
+__all__ = ["FrequencyFilter", "KeyCounter", "decide"]
+
+_MERGE_BYTES = 96
+"""Host bytes for each key of a hash range while it is merged."""
+
+
+def run_name(index: int) -> str:
+    """Return the name of a run of counted keys."""
+    return f"run-{index:05d}.keys.arrow"
+
+
+class KeyCounter:
+    """Counts keys until they fill their memory."""
+
+    def __init__(self, schema: Schema, num_bytes: int) -> None:
+        self._schema = schema
+        self._num_bytes = num_bytes
+        self._numbers = {table.name: KeyToIndex(1 << 12) for table in schema.ordered_tables}
+
+    def add(self, batch: RawBatch) -> bool:
+        """Count the keys of a batch; say whether memory is full, so that a run should be written."""
+        for feature in self._schema.features:
+            keys = np.ascontiguousarray(batch.features[feature.name].keys)
+            self._numbers[feature.table].insert(keys, np.empty(keys.size, np.int32))
+        # Twice: a table that grows holds the old one too, and sorting a run takes about as much.
+        return 2 * sum(numbers.nbytes for numbers in self._numbers.values()) > self._num_bytes
+
+    def write_run(self, path: Path) -> None:
+        """Write what was counted as a key set and start over; it is on disk on return."""
+
+        def columns() -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+            for table in self._schema.ordered_tables:
+                numbers = self._numbers.pop(table.name)
+                order = in_hash_order(np.array(numbers.keys()), table)
+                yield numbers.keys()[order], numbers.counts()[order]
+
+        temporary = path.with_name(path.name + ".tmp")
+        write_key_set(temporary, self._schema.ordered_tables, columns())
+        publish(temporary, path)
+        self._numbers = {table.name: KeyToIndex(1 << 12) for table in self._schema.ordered_tables}
+
+
+def decide(
+    schema: Schema,
+    runs: Sequence[KeySet],
+    earlier: Sequence[PassDataset],
+    *,
+    min_count: int,
+    folder: Path,
+    num_bytes: int,
+) -> tuple[Path, ...]:
+    """Merge counts and write, for each table in the order of table ids, three files of int64 to ``folder``.
+
+    ``admitted-TABLE`` holds the keys that occur at least ``min_count`` times in runs and earlier datasets together,
+    ``rare-TABLE`` and ``counts-TABLE`` the keys of the runs that do not, with their counts in the runs; all in hash
+    order.
+    Returns their paths, table by table. Memory: about ``num_bytes``.
+    """
+    before = [key_set for dataset in earlier for key_set in _key_sets(dataset, schema)]
+    paths: list[Path] = []
+    for index, table in enumerate(schema.ordered_tables):
+        names = tuple(folder / f"{kind}-{index:05d}.bin" for kind in ("admitted", "rare", "counts"))
+        with names[0].open("wb") as admitted, names[1].open("wb") as rare, names[2].open("wb") as rare_counts:
+            for keys, counts, totals in _merged(table, runs, before, num_bytes):
+                is_frequent = totals >= min_count
+                admitted.write(keys[is_frequent].data)
+                is_rare = ~is_frequent & (counts > 0)
+                rare.write(keys[is_rare].data)
+                rare_counts.write(counts[is_rare].data)
+        paths += names
+    return tuple(paths)
+
+
+class FrequencyFilter:
+    """The decision: every rare key becomes the out-of-vocabulary key. Null keys always keep their row."""
+
+    def __init__(self, schema: Schema, paths: Sequence[Path]) -> None:
+        self._schema = schema
+        self._tables = schema.ordered_tables
+        self._columns = [_mapped(path) for path in paths]
+
+    def apply(self, batch: RawBatch) -> RawBatch:
+        """Return the batch with rare keys replaced."""
+        features = dict(batch.features)
+        for index, table in enumerate(self._tables):
+            names = [f.name for f in self._schema.features if f.table == table.name]
+            if not names:
+                continue
+            # Only the distinct keys are looked up, in hash order: the mapped file is swept once per batch.
+            distinct = KeyToIndex(1 << 12)
+            numbers = {name: np.empty(batch.features[name].keys.size, np.int32) for name in names}
+            for name in names:
+                distinct.insert(np.ascontiguousarray(batch.features[name].keys), numbers[name])
+            keys = distinct.keys()
+            kept = np.where(self._is_admitted(keys, table, self._columns[3 * index]), keys, OOV_KEY)
+            for name in names:
+                entry = batch.features[name]
+                features[name] = FeatureKeys(kept[numbers[name]], entry.offsets, entry.weights)
+        return RawBatch(batch.label, batch.dense, features)
+
+    def write_rare(self, path: Path) -> None:
+        """Write the rare keys of this data with their counts as a key set; it is on disk on return."""
+        pairs = [(self._columns[3 * i + 1], self._columns[3 * i + 2]) for i in range(len(self._tables))]
+        temporary = path.with_name(path.name + ".tmp")
+        write_key_set(temporary, self._tables, pairs)
+        publish(temporary, path)
+
+    @staticmethod
+    def _is_admitted(keys: NDArray[np.int64], table: Table, admitted: NDArray[np.int64]) -> NDArray[np.bool_]:
+        order = in_hash_order(keys, table)
+        places = np.empty(keys.size, np.int64)
+        search_keys(admitted, table.table_id, keys[order], places)
+        found = np.empty(keys.size, bool)
+        found[order] = places >= 0
+        found |= keys == NULL_KEY
+        return found
+
+
+def _merged(
+    table: Table, runs: Sequence[KeySet], earlier: Sequence[KeySet], num_bytes: int
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+    """Yield distinct keys in hash order with their counts in the runs and in all, one hash range at a time."""
+    key_sets = [*runs, *earlier]
+    ranges = 1 + sum(key_set.rows(table.name) for key_set in key_sets) * _MERGE_BYTES // max(1, num_bytes)
+    begins = [0] * len(key_sets)
+    for r in range(1, ranges + 1):
+        ends = [key_set.place(table, (r << 64) // ranges) for key_set in key_sets]
+        keys = np.concatenate([k.keys(table.name)[a:b] for k, a, b in zip(key_sets, begins, ends, strict=True)])
+        totals = np.concatenate([k.counts(table.name)[a:b] for k, a, b in zip(key_sets, begins, ends, strict=True)])
+        own = sum(b - a for a, b in list(zip(begins, ends, strict=True))[: len(runs)])
+        counts = np.where(np.arange(keys.size) < own, totals, 0)
+        begins = ends
+        is_plain = keys > NULL_KEY  # the reserved keys of earlier sets are no keys of the data
+        keys, counts, totals = keys[is_plain], counts[is_plain], totals[is_plain]
+        hashes = hash_keys(keys, table.table_id)
+        order = np.argsort(hashes, kind="stable")
+        firsts = np.flatnonzero(np.diff(hashes[order], prepend=~hashes[order[:1]]))
+        if firsts.size:
+            yield (
+                keys[order[firsts]],
+                np.add.reduceat(counts[order], firsts),
+                np.add.reduceat(totals[order], firsts),
+            )
+
+
+def _key_sets(dataset: PassDataset, schema: Schema) -> list[KeySet]:
+    dataset.check_schema(schema)
+    rare = dataset.rare_keys()
+    return [p.key_set for p in dataset.passes] + ([] if rare is None else [rare])
+
+
+def _mapped(path: Path) -> NDArray[np.int64]:
+    if path.stat().st_size == 0:
+        return np.empty(0, np.int64)
+    return np.memmap(path, np.int64, "r").view(np.ndarray)

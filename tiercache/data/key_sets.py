@@ -1,0 +1,125 @@
+"""Datasets of key sets alone: for those who read samples with a loader of their own and look raw keys up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tiercache.data.dataset import NO_SAMPLES, PassDataset, record_sub_dataset
+from tiercache.data.keyset import KeySet, in_hash_order, write_key_set
+from tiercache.data.manifest import MANIFEST, Manifest, keys_name
+from tiercache.data.raw_batch import NULL_KEY
+from tiercache.errors import DatasetError
+from tiercache.kernels.cpu.key_to_index import KeyToIndex
+from tiercache.schema import Feature, Schema, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+    from tiercache.data.manifest import SubDatasetRecord
+    from tiercache.store.table import Table
+
+__all__ = ["as_keys", "write_key_sets"]
+
+_CHUNK_KEYS = 1 << 20
+
+
+def write_key_sets(
+    out: str | Path, tables: Schema | Iterable[Table], passes: Iterable[Mapping[str, Any]]
+) -> PassDataset:
+    """Write a dataset whose sub-datasets have key sets and no samples; ``Pass.batch`` looks keys up in it.
+
+    tables: the tables, each looked up by one feature of its name with any number of keys a sample; or a schema, whose
+    features are looked up by their names and hotness.
+    passes: for each sub-dataset its keys by table, as one array or an iterable of arrays: integers, NumPy or torch, in
+    any order, also files that ``exchange.key_set_file.read_key_set`` mapped. A key may occur more than once:
+    occurrences are counted. A table that is not named has no keys in the sub-dataset.
+
+    Passes are taken one at a time, and in each one table at a time, in stretches of a million keys; memory is up to
+    100 bytes for each unique key of a table in a sub-dataset. The set is finished when this returns: a call that was
+    killed is made again. Raises DatasetError for INT64_MIN and INT64_MIN + 1, which no data has, for unknown tables and
+    for a directory with a dataset, ValueError for what are no integers.
+    """
+    schema = tables if isinstance(tables, Schema) else _schema_of(tuple(tables))
+    directory = Path(out)
+    directory.mkdir(parents=True, exist_ok=True)
+    if (directory / MANIFEST).exists():
+        raise DatasetError(f"{directory} holds a dataset already: choose another directory")
+    records = tuple(_write(directory, index, schema, keys) for index, keys in enumerate(passes))
+    if not records:
+        raise DatasetError("no passes were given: give the keys of at least one")
+    Manifest(schema=schema, passes=records, options={}, inputs=()).write(directory)
+    return PassDataset.open(directory)
+
+
+def as_keys(what: str, values: Any) -> NDArray[np.int64]:
+    """Return integers of NumPy, torch or Python as int64, in their shape; not a copy where they are int64 already.
+
+    Raises ValueError, which begins with ``what``, for anything else.
+    """
+    values = _numpy(values)
+    if values.dtype.kind not in "iu" or values.dtype == np.uint64:
+        raise ValueError(f"{what} are {values.dtype}: keys are int64, give integers that fit it")
+    return values.astype(np.int64, copy=False)  # type: ignore[no-any-return]
+
+
+def _numpy(values: Any) -> NDArray[Any]:
+    if hasattr(values, "detach"):  # a tensor, wherever it is
+        return values.detach().numpy(force=True)  # type: ignore[no-any-return]
+    if isinstance(values, np.ndarray):
+        return values
+    found: NDArray[Any] = np.asarray(values)
+    return found if found.size else found.astype(np.int64)  # NumPy takes an empty list for floats
+
+
+def _schema_of(tables: tuple[Table, ...]) -> Schema:
+    return Schema(features=tuple(Feature(name=t.name, table=t.name, hotness="ragged") for t in tables), tables=tables)
+
+
+def _write(directory: Path, index: int, schema: Schema, keys: Mapping[str, Any]) -> SubDatasetRecord:
+    tables = schema.ordered_tables
+    known = {table.name for table in tables}
+    for name in keys:
+        if name not in known:
+            raise DatasetError(
+                f"sub-dataset {index} has keys of the unknown table {name!r}{nearest(name, known)}: there are "
+                f"{', '.join(sorted(known))}"
+            )
+    path = directory / keys_name(index)
+    columns = (_column(table, f"sub-dataset {index}", keys.get(table.name, ())) for table in tables)
+    write_key_set(path, tables, columns)
+    return record_sub_dataset(0, NO_SAMPLES, KeySet(path, tables), path)
+
+
+def _column(table: Table, where: str, given: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the unique keys of one table in hash order, and how often each was given."""
+    names, numbers = KeyToIndex(), np.empty(_CHUNK_KEYS, np.int32)
+    for keys in _stretches(f"the keys of table {table.name!r} in {where}", given):
+        if int(keys.min()) <= NULL_KEY:
+            raise DatasetError(
+                f"{where} has the key {int(keys.min())} in table {table.name!r}: INT64_MIN and INT64_MIN + 1 are the "
+                "keys of the out-of-vocabulary row and the null row, so give such values another key"
+            )
+        names.insert(keys, numbers[: keys.size])
+    order = in_hash_order(names.keys(), table)
+    return names.keys()[order], names.counts()[order]
+
+
+def _stretches(what: str, given: Any) -> Iterator[NDArray[np.int64]]:
+    """Go through the keys of one array or of several, none of the stretches empty."""
+    arrays = [given] if _is_array(given) else given
+    for array in arrays:
+        flat = _numpy(array).reshape(-1)
+        for low in range(0, flat.size, _CHUNK_KEYS):
+            yield np.ascontiguousarray(as_keys(what, flat[low : low + _CHUNK_KEYS]))
+
+
+def _is_array(given: Any) -> bool:
+    """Whether these are keys, not arrays of keys."""
+    if hasattr(given, "__array__"):
+        return True
+    return isinstance(given, list | tuple | range) and all(isinstance(key, int | np.integer) for key in given)

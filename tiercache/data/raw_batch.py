@@ -1,0 +1,147 @@
+"""Samples before local ids exist: labels, dense features and keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.schema import Schema
+
+__all__ = ["NULL_KEY", "OOV_KEY", "RESERVED", "FeatureKeys", "RawBatch", "join"]
+
+OOV_KEY = -(1 << 63)
+"""The key of the out-of-vocabulary row, which rare keys share."""
+NULL_KEY = OOV_KEY + 1
+"""The key of the null row."""
+RESERVED = (OOV_KEY, NULL_KEY)
+"""Keys that data must not have."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FeatureKeys:
+    """The keys of one feature: E in all, those of one sample side by side."""
+
+    keys: NDArray[np.int64]
+    """(E,)"""
+    offsets: NDArray[np.int64] | None = None
+    """(n + 1,) where each sample's keys begin; None: one key per sample, so E = n."""
+    weights: NDArray[np.float32] | None = None
+    """(E,) one per key; None: all 1."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(a.nbytes for a in (self.keys, self.offsets, self.weights) if a is not None)
+
+    def slice(self, low: int, high: int) -> FeatureKeys:
+        """Return samples [low, high); a view, but for offsets."""
+        first, last = (low, high) if self.offsets is None else (self.offsets[low], self.offsets[high])
+        return FeatureKeys(
+            self.keys[first:last],
+            None if self.offsets is None else self.offsets[low : high + 1] - first,
+            None if self.weights is None else self.weights[first:last],
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RawBatch:
+    """n samples with keys."""
+
+    label: NDArray[np.float32] | None
+    """(n,); None where the schema has no label."""
+    dense: NDArray[np.float32]
+    """(n, D), D may be 0."""
+    features: dict[str, FeatureKeys]
+    """Every feature of the schema, in its order."""
+
+    @classmethod
+    def of(
+        cls,
+        schema: Schema,
+        keys: Mapping[str, Any],
+        *,
+        label: Any = None,
+        dense: Any = None,
+        weights: Mapping[str, Any] | None = None,
+    ) -> RawBatch:
+        """Build a batch from plain arrays.
+
+        keys: by feature, (n,) for one key, (n, L) for fixed lists, a sequence of n sequences for ragged ones;
+        weights in the same forms. label: (n,). dense: (n, D).
+        """
+        features = {}
+        for feature in schema.features:
+            given, given_weights = keys[feature.name], (weights or {}).get(feature.name)
+            offsets = None
+            if feature.hotness != "one":
+                offsets = np.zeros(len(given) + 1, np.int64)
+                np.cumsum([len(row) for row in given], out=offsets[1:])
+            features[feature.name] = FeatureKeys(
+                _flat(given, offsets, np.int64),
+                offsets,
+                None if given_weights is None else _flat(given_weights, offsets, np.float32),
+            )
+        num_samples = len(keys[schema.features[0].name])
+        return cls(
+            label=None if label is None else np.ascontiguousarray(label, np.float32),
+            dense=np.asarray([] if dense is None else dense, np.float32).reshape(num_samples, len(schema.dense)),
+            features=features,
+        )
+
+    @property
+    def num_samples(self) -> int:
+        """N."""
+        return int(self.dense.shape[0])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its arrays."""
+        own = self.dense.nbytes + (0 if self.label is None else self.label.nbytes)
+        return own + sum(feature.num_bytes for feature in self.features.values())
+
+    def slice(self, low: int, high: int) -> RawBatch:
+        """Return samples [low, high), as views where possible."""
+        if low == 0 and high == self.num_samples:
+            return self
+        return RawBatch(
+            None if self.label is None else self.label[low:high],
+            self.dense[low:high],
+            {name: feature.slice(low, high) for name, feature in self.features.items()},
+        )
+
+    def copy(self) -> RawBatch:
+        """Return the same samples in arrays of their own."""
+        return join([self, self.slice(0, 0)])
+
+
+def join(batches: Sequence[RawBatch]) -> RawBatch:
+    """Return the samples of at least one batch as one; not a copy where there is only one."""
+    if len(batches) == 1:
+        return batches[0]
+    features = {}
+    for name, first in batches[0].features.items():
+        parts = [batch.features[name] for batch in batches]
+        offsets = None
+        if first.offsets is not None:
+            lengths = [np.diff(part.offsets) for part in parts if part.offsets is not None]
+            offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(lengths))])
+        weights = [part.weights for part in parts if part.weights is not None]
+        features[name] = FeatureKeys(
+            np.concatenate([part.keys for part in parts]), offsets, np.concatenate(weights) if weights else None
+        )
+    labels = [batch.label for batch in batches if batch.label is not None]
+    return RawBatch(np.concatenate(labels) if labels else None, np.concatenate([b.dense for b in batches]), features)
+
+
+def _flat(values: Any, offsets: NDArray[np.int64] | None, dtype: Any) -> NDArray[Any]:
+    if offsets is None or isinstance(values, np.ndarray):
+        return np.ascontiguousarray(values, dtype).reshape(-1)
+    rows = [np.asarray(row, dtype) for row in values]
+    return np.concatenate(rows) if rows else np.empty(0, dtype)

@@ -1,0 +1,328 @@
+"""Smaller passes from a dataset that exists: for fewer devices, or devices that hold less."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from tiercache.atomic_io import publish, sync
+from tiercache.data.dataset import PassDataset, record_sub_dataset
+from tiercache.data.encoded_batch import FeatureIds, SampleBuffers, Samples
+from tiercache.data.keyset import KeySet, write_key_set
+from tiercache.data.manifest import MANIFEST, RARE_KEYS, Manifest, keys_name, samples_name
+from tiercache.data.row_budget import RowBudget
+from tiercache.data.samples_file import SamplesFile
+from tiercache.data.samples_writer import SamplesWriter
+from tiercache.errors import BudgetError, DatasetError
+from tiercache.sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.data.dataset import SubDataset
+    from tiercache.data.manifest import SubDatasetRecord
+    from tiercache.schema import Schema
+
+__all__ = ["SplitSource", "repartition", "split_cursor", "split_source"]
+
+_CHUNK_SAMPLES = 1 << 15
+_ALIGN = 8192
+_PARTS = "parts"
+"""The option of a split set that says, for each pass of the old one, the samples of each of its parts."""
+
+
+def repartition(
+    passes: PassDataset | str | Path,
+    out: str | Path,
+    *,
+    device_budget: int | str | None = None,
+    devices: int = 1,
+    rows: int | None = None,
+    batch_multiple: int | None = None,
+) -> PassDataset:
+    """Cut every pass into parts that fit, and return the new dataset in the directory ``out``.
+
+    The samples are the same, in the same order: batches of a size that divides ``batch_multiple`` are too, where
+    samples are not shuffled. A part begins at a multiple of ``batch_multiple`` samples of its pass (None: as the set
+    was extracted, else 8,192) and is as long as fits: its rows on so many ``devices`` of ``device_budget`` each as an
+    extraction counts them, or its keys, of all tables, in ``rows``. Passes that fit are parts by themselves: their
+    files are linked, or copied to another file system. Key sets, counts and digests are what an extraction of these
+    parts gives.
+
+    Takes a few MiB, some 30,000 samples (or ``batch_multiple``) and at most 13 bytes for each key of a pass; reads what
+    is cut twice. A call that was killed is made again; a finished set of the same arguments is returned as it is.
+    Raises BudgetError where ``batch_multiple`` samples do not fit, DatasetError for passes without samples and for a
+    directory with another set, ValueError where not exactly one of ``device_budget`` and ``rows`` is given.
+    """
+    old = passes if isinstance(passes, PassDataset) else PassDataset.open(passes)
+    if (device_budget is None) == (rows is None):
+        raise ValueError("give either device_budget or rows: what a part of a pass has to fit")
+    batch_multiple = (
+        int(old.manifest.options.get("batch_multiple", _ALIGN)) if batch_multiple is None else batch_multiple
+    )
+    if batch_multiple < 1 or (rows is not None and rows < 1):
+        raise ValueError(f"batch_multiple is {batch_multiple} and rows is {rows}: both are whole numbers, at least 1")
+    if devices < 1 or (rows is not None and devices > 1):
+        raise ValueError(f"devices is {devices}: it is a whole number, at least 1, and goes with device_budget alone")
+    limit: _Limit = _Keys(rows or 0)
+    num_bytes = None if device_budget is None else parse_bytes(device_budget)
+    if num_bytes is not None:
+        limit = RowBudget(old.tables, num_bytes, devices)
+    options: dict[str, Any] = {
+        "split_of": old.digest,
+        "device_budget": num_bytes,
+        "rows": rows,
+        "batch_multiple": batch_multiple,
+    }
+    if devices > 1:  # sets of one device say nothing of it
+        options["devices"] = devices
+    directory = Path(out)
+    directory.mkdir(parents=True, exist_ok=True)
+    if (directory / MANIFEST).exists():
+        return _finished(directory, options)
+    records: list[SubDatasetRecord] = []
+    parts: list[list[int]] = []
+    for source in old.passes:
+        source.check_samples()
+        sizes = []
+        for low, high, seen in _parts(source, old.schema, limit, batch_multiple):
+            if high - low == source.samples:
+                records.append(_link(old, source, directory, len(records)))
+            else:
+                records.append(_write(old, source, directory, len(records), low, high, seen))
+            sizes.append(high - low)
+        parts.append(sizes)
+        source.close()
+    rare_bytes = None
+    if old.manifest.rare_bytes is not None:
+        rare_bytes = _bring(old.path / RARE_KEYS, directory / RARE_KEYS)
+    Manifest(
+        schema=old.schema,
+        passes=tuple(records),
+        options=options | {_PARTS: parts},
+        inputs=old.manifest.inputs,
+        rare_bytes=rare_bytes,
+    ).write(directory)
+    return PassDataset.open(directory)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitSource:
+    """What a dataset was split from."""
+
+    digest: str
+    """Of that dataset."""
+    parts: tuple[tuple[int, ...], ...]
+    """For each of its passes the samples of each part."""
+
+
+def split_source(passes: PassDataset) -> SplitSource | None:
+    """Return what ``passes`` were split from; None where they were not."""
+    options = passes.manifest.options
+    if "split_of" not in options:
+        return None
+    try:
+        return SplitSource(str(options["split_of"]), tuple(tuple(map(int, sizes)) for sizes in options[_PARTS]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise DatasetError(f"{passes.path} does not say what it was split from ({error}): split it again") from error
+
+
+def split_cursor(
+    passes: PassDataset,
+    cursor: tuple[int, int],
+    *,
+    order: Mapping[str, object] | None = None,
+    order_seed: int | None = None,
+) -> tuple[int, int]:
+    """Return where training stands in ``passes`` when it stands at ``cursor`` in what they were split from.
+
+    ``cursor``: next pass and samples of it that are trained already. ``order``: how the samples of that pass are
+    ordered, as a commit inside it says. Raises DatasetError for a set that was not split, and where no place of the
+    new schedule has the same samples behind it: inside a pass that is shuffled or took raw keys, and inside an epoch
+    of a seeded order.
+    """
+    source = split_source(passes)
+    if source is None:
+        raise DatasetError(f"the dataset {passes.path} was not split from another: give one that repartition made")
+    parts, (pass_index, sample) = source.parts, cursor
+    epoch, place = divmod(pass_index, len(parts))
+    if order_seed is not None and (place or sample):
+        raise DatasetError(
+            f"training stands at pass {pass_index}, inside epoch {epoch} of a seeded order, which smaller ones would "
+            "not follow: train to the end of the epoch, or keep the sub-datasets as they are"
+        )
+    if sample and (order is None or order.get("shuffle", True)):
+        raise DatasetError(
+            f"training stands {sample:,} samples inside pass {pass_index}, whose samples are shuffled or were looked "
+            "up by raw keys, so no part of its sub-dataset has these behind it: train to the end of the pass, then "
+            "split"
+        )
+    part, sizes = 0, parts[place]
+    while part + 1 < len(sizes) and sample >= sizes[part]:
+        sample -= sizes[part]
+        part += 1
+    return epoch * len(passes) + sum(map(len, parts[:place])) + part, sample
+
+
+class _Limit(Protocol):
+    """What a part has to fit; ``rows`` are always by table, in the order of table ids."""
+
+    def fits(self, rows: Sequence[int]) -> bool:
+        """Say whether it may have so many."""
+
+    def close(self, rows: Sequence[int]) -> None:
+        """Count one that has."""
+
+    def excess(self, rows: Sequence[int]) -> str:
+        """Say what so many need and what there is."""
+
+
+class _Keys:
+    """A number of keys, of all tables."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def fits(self, rows: Sequence[int]) -> bool:
+        return sum(rows) <= self._most
+
+    def close(self, rows: Sequence[int]) -> None:
+        pass
+
+    def excess(self, rows: Sequence[int]) -> str:
+        return f"has {sum(rows):,} keys, but a part may have {self._most:,}"
+
+
+def _finished(directory: Path, options: dict[str, Any]) -> PassDataset:
+    made = PassDataset.open(directory)
+    wanted = {"devices": None} | options
+    if {name: made.manifest.options.get(name) for name in wanted} != wanted:
+        raise DatasetError(f"{directory} holds another dataset already: choose another directory")
+    return made
+
+
+def _parts(
+    source: SubDataset, schema: Schema, limit: _Limit, batch_multiple: int
+) -> Iterator[tuple[int, int, dict[str, NDArray[np.bool_]]]]:
+    """Yield first sample and end of each part of a pass, and which of its keys the part has, by table."""
+    names = [table.name for table in schema.ordered_tables]
+    rows = [source.rows(name) for name in names]
+    if limit.fits(rows):
+        limit.close(rows)
+        yield 0, source.samples, {}
+        return
+    chunk = max(1, _CHUNK_SAMPLES // batch_multiple) * batch_multiple
+    buffers, first, low = SampleBuffers(), 0, 0
+    seen = {name: np.zeros(count, dtype=np.bool_) for name, count in zip(names, rows, strict=True)}
+    rows = [0] * len(names)
+    while low < source.samples:
+        high = min(source.samples, low + chunk)
+        samples = source.read(np.arange(low, high), buffers)
+        new = [_new_ids(schema, samples, name, seen[name], batch_multiple) for name in names]
+        units = -(-(high - low) // batch_multiple)
+        counts = [np.bincount(unit, minlength=units) for _, unit in new]
+        grown_UT = np.cumsum(counts, axis=1).T + np.array(rows)
+        fitting = bisect_left(range(units), True, key=lambda unit: not limit.fits(grown_UT[unit].tolist()))
+        for name, (ids, unit) in zip(names, new, strict=True):
+            seen[name][ids[unit < fitting]] = True
+        if fitting:
+            rows = grown_UT[fitting - 1].tolist()
+        low = min(high, low + fitting * batch_multiple)
+        if fitting < units:
+            if low == first:
+                raise BudgetError(
+                    f"a part of sub-dataset {source.index} of {min(batch_multiple, high - low):,} samples from sample "
+                    f"{low:,} on {limit.excess(grown_UT[0].tolist())}: give more, or lower batch_multiple (now "
+                    f"{batch_multiple:,})"
+                )
+            limit.close(rows)
+            yield first, low, seen
+            first, rows = low, [0] * len(names)
+            for marks in seen.values():
+                marks[:] = False
+    limit.close(rows)
+    yield first, source.samples, seen
+
+
+def _new_ids(
+    schema: Schema, samples: Samples, table: str, seen: NDArray[np.bool_], batch_multiple: int
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Return the ids of a table that are not ``seen`` yet, each once, and the aligned unit that is first to have it."""
+    ids, units = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
+    unit_N = np.arange(samples.num_samples, dtype=np.int64) // batch_multiple
+    for feature in schema.features:
+        if feature.table == table:
+            entry = samples.ids[feature.name]
+            unit_E = unit_N if entry.offsets is None else np.repeat(unit_N, np.diff(entry.offsets))
+            new = ~seen[entry.ids]
+            ids.append(entry.ids[new])
+            units.append(unit_E[new])
+    all_ids, all_units = np.concatenate(ids), np.concatenate(units)
+    order = np.lexsort((all_units, all_ids))
+    all_ids, all_units = all_ids[order], all_units[order]
+    first = np.append(True, all_ids[1:] != all_ids[:-1])[: all_ids.size]
+    return all_ids[first], all_units[first]
+
+
+def _write(
+    old: PassDataset,
+    source: SubDataset,
+    directory: Path,
+    index: int,
+    low: int,
+    high: int,
+    seen: dict[str, NDArray[np.bool_]],
+) -> SubDatasetRecord:
+    """Write samples [low, high) of a pass as pass ``index`` of the new set, on disk on return."""
+    tables = old.schema.ordered_tables
+    place = {name: np.cumsum(marks, dtype=np.int32) - np.int32(1) for name, marks in seen.items()}
+    counts = {name: np.zeros(int(np.count_nonzero(marks)), np.int64) for name, marks in seen.items()}
+    samples_path, keys_path = directory / samples_name(index), directory / keys_name(index)
+    parts = [path.with_name(path.name + ".tmp") for path in (samples_path, keys_path)]
+    writer, buffers = SamplesWriter(parts[0], old.layout), SampleBuffers()
+    for begin, end in pairwise([*range(low, high, _CHUNK_SAMPLES), high]):
+        samples = source.read(np.arange(begin, end), buffers)
+        ids = {}
+        for feature in old.schema.features:
+            entry = samples.ids[feature.name]
+            mine = place[feature.table][entry.ids]
+            np.add.at(counts[feature.table], mine, 1)
+            ids[feature.name] = FeatureIds(mine, entry.offsets, entry.weights)
+        writer.append(Samples(samples.label, samples.dense, np.empty((0, end - begin), np.int32), ids))
+    writer.finish()
+    sync(parts[0])
+    columns = ((np.asarray(source.keys(name))[seen[name]], counts[name]) for name in (table.name for table in tables))
+    write_key_set(parts[1], tables, columns)
+    publish(parts[0], samples_path)
+    publish(parts[1], keys_path)
+    samples_digest = SamplesFile(samples_path, old.layout).digest()
+    return record_sub_dataset(high - low, samples_digest, KeySet(keys_path, tables), samples_path, keys_path)
+
+
+def _link(old: PassDataset, source: SubDataset, directory: Path, index: int) -> SubDatasetRecord:
+    """Take a pass over as it is, as pass ``index`` of the new set."""
+    names = {samples_name(source.index): samples_name(index), keys_name(source.index): keys_name(index)}
+    sizes = {mine: _bring(old.path / theirs, directory / mine) for theirs, mine in names.items()}
+    return replace(old.manifest.passes[source.index], sizes=sizes)
+
+
+def _bring(source: Path, target: Path) -> int:
+    """Link a file that never changes, or copy it; on disk on return. Returns its bytes."""
+    temporary = target.with_name(target.name + ".tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(source, temporary)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, temporary)
+        sync(temporary)
+    publish(temporary, target)
+    return target.stat().st_size

@@ -1,0 +1,131 @@
+"""What an unfinished extraction knows of itself, so that it can go on after any stop."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tiercache.atomic_io import write_whole
+from tiercache.data.manifest import MANIFEST, UNFINISHED, SubDatasetRecord
+from tiercache.errors import ExtractionError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["ExtractionState", "WorkFolder"]
+
+_STATE = "state.json"
+_LOCK = "lock"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExtractionState:
+    """How far an extraction is: everything before the cursor is in closed passes, or in counted runs."""
+
+    options: dict[str, Any]
+    """What decides the content beside the inputs."""
+    inputs: tuple[dict[str, Any], ...]
+    """What tells the input files from changed ones."""
+    passes: tuple[SubDatasetRecord, ...] = ()
+    """The closed passes."""
+    file_index: int = 0
+    """The cursor: the file ..."""
+    row: int = 0
+    """... and its first row that is not done."""
+    runs: int = 0
+    """Runs of counted keys on disk; only while counting."""
+    is_counted: bool = False
+    """Whether counting is over."""
+
+    def write(self, folder: Path) -> None:
+        """Replace the state in ``folder`` in one step."""
+        write_whole(folder / _STATE, json.dumps(asdict(self)).encode())
+
+    @classmethod
+    def read(cls, folder: Path) -> ExtractionState | None:
+        """Return the state in ``folder``; None where there is none yet."""
+        path = folder / _STATE
+        if not path.exists():
+            return None
+        try:
+            record = json.loads(path.read_bytes())
+            record["passes"] = tuple(SubDatasetRecord(**p) for p in record["passes"])
+            record["inputs"] = tuple(record["inputs"])
+            return cls(**record)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ExtractionError(f"{path} cannot be read: {error}: delete {folder.parent} and start over") from error
+
+    def closed(self, record: SubDatasetRecord, file_index: int, row: int) -> ExtractionState:
+        """Return the state after one more pass, with the cursor behind it."""
+        return replace(self, passes=(*self.passes, record), file_index=file_index, row=row)
+
+    def check_same(self, options: dict[str, Any], inputs: tuple[dict[str, Any], ...], where: Path) -> None:
+        """Raise ExtractionError where options or inputs are not those that the work in ``where`` began with."""
+        check_same(self.options, self.inputs, options, inputs, where)
+
+
+def check_same(
+    old_options: dict[str, Any],
+    old_inputs: tuple[dict[str, Any], ...],
+    options: dict[str, Any],
+    inputs: tuple[dict[str, Any], ...],
+    where: Path,
+) -> None:
+    """Raise ExtractionError where options or inputs differ from the old ones: names the first that does."""
+    advice = "choose another directory, or delete this one to start over"
+    for name in sorted({*old_options, *options}):
+        if old_options.get(name) != options.get(name):
+            seen = f"{name} was {_short(old_options.get(name))} and is {_short(options.get(name))} now"
+            raise ExtractionError(f"{where} holds an extraction with other options ({seen}): {advice}")
+    if len(old_inputs) != len(inputs):
+        seen = f"it had {len(old_inputs)} files and has {len(inputs)} now"
+        raise ExtractionError(f"{where} holds an extraction of other data ({seen}): {advice}")
+    for before, now in zip(old_inputs, inputs, strict=True):
+        if before != now:
+            changed = next(name for name in before if before[name] != now.get(name))
+            seen = f"{before['name']}: its {changed} was {before[changed]} and is {now[changed]} now"
+            raise ExtractionError(f"{where} holds an extraction of other data ({seen}): {advice}")
+
+
+class WorkFolder:
+    """The folder ``unfinished`` of a dataset in the making, held by one process at a time."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.path = out / UNFINISHED
+        if out.exists() and not out.is_dir():
+            raise ExtractionError(f"{out} is no directory: choose another place for the dataset")
+        if out.exists() and not self.path.exists() and not (out / MANIFEST).exists() and any(out.iterdir()):
+            raise ExtractionError(f"{out} holds other files and no dataset: give an empty or a new directory")
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.path / _LOCK).open("a+b")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise ExtractionError(
+                f"another process is extracting into {out}: wait for it, or choose another directory"
+            ) from error
+
+    def clear(self, keep: set[str]) -> None:
+        """Delete the open pass that a stop left behind, and files of passes that are not in ``keep``."""
+        for path in [*self.path.glob("pass-*"), *self.out.glob("*.arrow")]:
+            if path.parent == self.path or path.name not in keep:
+                path.unlink()
+
+    def remove(self) -> None:
+        """Delete the folder: the dataset is finished."""
+        shutil.rmtree(self.path)
+        self._lock.close()
+
+    def close(self) -> None:
+        """Let others work here; everything stays."""
+        self._lock.close()
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:18] + "..." + text[-18:]

@@ -1,1 +1,0 @@
-"""Offline: from files of samples to passes."""

@@ -1,0 +1,97 @@
+"""HugeCTR's key-set files: keys packed as uint32 or int64, little-endian, without a header and in any order."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tiercache.atomic_io import publish, sync
+from tiercache.errors import ImportExportError
+from tiercache.io.column_file import ColumnFile
+from tiercache.io.export_manifest import file_name
+from tiercache.io.staging import staging_directory
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from tiercache.data.dataset import PassDataset
+
+__all__ = ["export_key_sets", "read_key_set", "write_key_set"]
+
+_DTYPES: dict[str, np.dtype[Any]] = {"uint32": np.dtype("<u4"), "int64": np.dtype("<i8")}
+_CHUNK_KEYS = 1 << 20
+
+
+def read_key_set(path: str | os.PathLike[str], dtype: str) -> NDArray[np.int64] | NDArray[np.uint32]:
+    """Return the keys of a file, in its order and its dtype: a memory map, read-only. Raises ImportExportError."""
+    path, kind = Path(path), _dtype(dtype)
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            if size and not size % kind.itemsize:
+                return np.memmap(file, dtype=kind, mode="r")
+    except OSError as error:
+        raise ImportExportError(
+            f"the key set {path} cannot be read ({error.strerror or error}): check the path"
+        ) from error
+    if size % kind.itemsize:
+        raise ImportExportError(
+            f"{path} has {size:,} bytes, which are no whole {dtype} keys: check dtype, or write it again"
+        )
+    return np.empty(0, dtype=kind)  # nothing cannot be mapped
+
+
+def write_key_set(path: str | os.PathLike[str], keys: NDArray[np.int64], dtype: str) -> None:
+    """Write keys (n,) in their order; the file is there whole, on disk, or not at all.
+
+    Raises ImportExportError for keys that uint32 cannot hold.
+    """
+    path = Path(path)
+    _dtype(dtype)
+    with staging_directory(path, replaces=True) as draft:
+        _write(draft / path.name, keys, dtype)
+        publish(draft / path.name, path)
+
+
+def export_key_sets(passes: PassDataset, out: str | os.PathLike[str], dtype: str = "int64") -> None:
+    """Write the key sets of all passes to a folder ``out``, which must not exist yet: ``TABLE/pass-00000.keys`` on.
+
+    The folder gets its name when all is on disk. Raises ImportExportError.
+    """
+    out = Path(out)
+    if out.exists():
+        raise ImportExportError(f"{out} exists: give the key sets a path that is free")
+    with staging_directory(out) as draft:
+        for table in passes.tables:
+            folder = draft / file_name(table)
+            folder.mkdir(parents=True)
+            for part in passes:
+                _write(folder / f"pass-{part.index:05d}.keys", part.keys(table.name), dtype)
+            sync(folder)
+        sync(draft)
+        publish(draft, out)
+
+
+def _write(path: Path, keys: NDArray[np.int64], dtype: str) -> None:
+    kind = _dtype(dtype)
+    file = ColumnFile(path)
+    try:
+        for low in range(0, keys.size, _CHUNK_KEYS):
+            part = keys[low : low + _CHUNK_KEYS]
+            if kind.itemsize == 4 and (int(part.min()) < 0 or int(part.max()) >= 1 << 32):
+                raise ImportExportError(
+                    f"keys {part.min()} to {part.max()} do not all fit uint32, which holds 0 to {(1 << 32) - 1}: "
+                    "write them as int64"
+                )
+            file.write(part.astype(kind))
+    finally:
+        file.close()
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    if name not in _DTYPES:
+        raise ImportExportError(f"dtype {name!r} of a key set is unknown: it must be 'uint32' or 'int64'")
+    return _DTYPES[name]
