@@ -25,17 +25,31 @@ __all__ = ["encode"]
 
 def encode(schema: Schema, batch: SourceBatch) -> RawBatch:
     """Turn the rows of a source batch into samples. Raises SourceError naming file, row and column."""
-    label = None
-    if schema.label is not None:
-        label = reals(batch, schema.label, Nulls("a label must be a finite number: drop the row or give it one"))
+    features = {f.name: encode_feature(f, batch) for f in schema.features}
+    return RawBatch(encode_label(schema, batch), encode_dense(schema, batch), features)
+
+
+def encode_label(schema: Schema, batch: SourceBatch) -> NDArray[np.float32] | None:
+    """Return the labels (n,), None where the schema has none."""
+    if schema.label is None:
+        return None
+    return reals(batch, schema.label, Nulls("a label must be a finite number: drop the row or give it one"))
+
+
+def encode_dense(schema: Schema, batch: SourceBatch) -> NDArray[np.float32]:
+    """Return the dense features (n, D)."""
     dense = np.empty((batch.columns.num_rows, len(schema.dense)), np.float32)
     for place, spec in enumerate(schema.dense):
         rule = Nulls(
             "a dense feature must be a finite number: give the schema a number for null, or drop the row", spec.null
         )
         dense[:, place] = reals(batch, spec.column, rule)
-    features = {f.name: _list(f, batch) if f.hotness != "one" else _single(f, batch) for f in schema.features}
-    return RawBatch(label, dense, features)
+    return dense
+
+
+def encode_feature(feature: Feature, batch: SourceBatch) -> FeatureKeys:
+    """Return the keys of one feature."""
+    return _list(feature, batch) if feature.hotness != "one" else _single(feature, batch)
 
 
 def _single(feature: Feature, batch: SourceBatch) -> FeatureKeys:
