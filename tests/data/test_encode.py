@@ -95,11 +95,11 @@ def test_null_has_its_own_row_where_the_schema_says_so() -> None:
     }
     batch = encoded(
         columns,
-        tc.Feature(name="a", null="own"),
-        tc.Feature(name="s", key="string", null="own"),
-        tc.Feature(name="d", key="string", null="own"),
-        tc.Feature(name="n", null="own"),
-        tc.Feature(name="x", columns=("a", "s"), null="own"),
+        tc.Feature(name="a", null="embed"),
+        tc.Feature(name="s", key="string", null="embed"),
+        tc.Feature(name="d", key="string", null="embed"),
+        tc.Feature(name="n", null="embed"),
+        tc.Feature(name="x", columns=("a", "s"), null="embed"),
     )
     is_null = {name: (entry.keys == NULL_KEY).tolist() for name, entry in batch.features.items()}
     assert is_null == {"a": [False, True], "s": [False, True], "d": [True, False], "n": [True] * 2, "x": [False, True]}
@@ -108,7 +108,7 @@ def test_null_has_its_own_row_where_the_schema_says_so() -> None:
 def test_a_null_inside_a_dictionary_is_null() -> None:
     """A dictionary may hold null as one of its values."""
     array = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0], pa.int8()), pa.array(["x", None]))
-    keys = encoded({"d": array}, tc.Feature(name="d", key="string", null="own")).features["d"].keys
+    keys = encoded({"d": array}, tc.Feature(name="d", key="string", null="embed")).features["d"].keys
     assert keys.tolist() == [signed(xxh64(b"x")), NULL_KEY, signed(xxh64(b"x"))]
 
 
@@ -116,7 +116,7 @@ def test_a_null_inside_a_dictionary_is_null() -> None:
 def test_lists_keep_their_order_and_slices(kind: Any) -> None:
     """Fixed and ragged features read every Arrow list type, cut anywhere."""
     array = pa.array([[9, 9], [1, 2], [3, 4]], kind).slice(1)
-    for hotness, length in (("ragged", None), ("fixed", 2)):
+    for hotness, length in (("ragged", None), ("multi_hot", 2)):
         entry = encoded({"l": array}, tc.Feature(name="l", hotness=hotness, length=length)).features["l"]  # type: ignore[arg-type]
         assert entry.keys.tolist() == [1, 2, 3, 4]
         assert entry.offsets is not None
@@ -133,9 +133,9 @@ def test_ragged_lists_may_be_empty_and_null_lists_are_null_rows() -> None:
     }
     batch = encoded(
         columns,
-        tc.Feature(name="r", hotness="ragged", null="own", weights="w"),
-        tc.Feature(name="f", hotness="fixed", length=2, null="own"),
-        tc.Feature(name="t", hotness="ragged", key="string", null="own"),
+        tc.Feature(name="r", hotness="ragged", null="embed", weights="w"),
+        tc.Feature(name="f", hotness="multi_hot", length=2, null="embed"),
+        tc.Feature(name="t", hotness="ragged", key="string", null="embed"),
     )
     ragged, fixed, texts = batch.features["r"], batch.features["f"], batch.features["t"]
     assert ragged.keys.tolist() == [1, NULL_KEY, 2, NULL_KEY]
@@ -217,7 +217,7 @@ LISTS = pa.list_(pa.int64())
         ),
         (
             {"l": pa.array([[1, 2], [3]], LISTS)},
-            tc.Feature(name="l", hotness="fixed", length=2),
+            tc.Feature(name="l", hotness="multi_hot", length=2),
             {},
             "row 1001, column 'l': it has 1 keys, but feature 'l' has hotness = 2",
         ),

@@ -37,7 +37,7 @@ def some_samples(num_samples: int, seed: int, layout: SampleLayout = LAYOUT) -> 
     ids: dict[str, FeatureIds] = {}
     for f in layout.schema.features:
         offsets = None
-        if f.hotness != "one":
+        if f.hotness != "one_hot":
             lengths = np.full(num_samples, f.length) if f.length else random.integers(0, 4, num_samples)
             offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         size = num_samples if offsets is None else int(offsets[-1])

@@ -46,9 +46,9 @@ def column_uses(schema: Schema, cut_column: str | None) -> tuple[ColumnUse, ...]
     uses += [ColumnUse(d.column, "a dense feature", "number") for d in schema.dense]
     for f in schema.features:
         use: Use = "part" if f.key == "cross" else "string" if f.key == "string" else "integer"
-        uses += [ColumnUse(column, f"feature {f.name!r}", use, f.hotness != "one") for column in f.columns]
+        uses += [ColumnUse(column, f"feature {f.name!r}", use, f.hotness != "one_hot") for column in f.columns]
         if f.weights is not None:
-            uses.append(ColumnUse(f.weights, f"the weights of feature {f.name!r}", "number", f.hotness != "one"))
+            uses.append(ColumnUse(f.weights, f"the weights of feature {f.name!r}", "number", f.hotness != "one_hot"))
     if cut_column is not None:
         uses.append(ColumnUse(cut_column, "the cut of passes", "cut"))
     return tuple(uses)

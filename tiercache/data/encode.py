@@ -34,7 +34,7 @@ def encode(schema: Schema, batch: SourceBatch) -> RawBatch:
             "a dense feature must be a finite number: give the schema a number for null, or drop the row", spec.null
         )
         dense[:, place] = reals(batch, spec.column, rule)
-    features = {f.name: _list(f, batch) if f.hotness != "one" else _single(f, batch) for f in schema.features}
+    features = {f.name: _list(f, batch) if f.hotness != "one_hot" else _single(f, batch) for f in schema.features}
     return RawBatch(label, dense, features)
 
 
@@ -183,7 +183,7 @@ def _apply_null_rule(feature: Feature, batch: SourceBatch, nulls: NDArray[np.boo
 
 
 def _null_message(feature: Feature) -> str:
-    return f'it is null, an error for feature {feature.name!r}: say null = "own" in the schema, or drop the row'
+    return f'it is null, an error for feature {feature.name!r}: say null = "embed" in the schema, or drop the row'
 
 
 def _null_mask(values: Any) -> NDArray[np.bool_]:

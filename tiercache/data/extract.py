@@ -76,8 +76,8 @@ def extract(
     schema = schema if isinstance(schema, Schema) else Schema.load(schema)
     device_bytes, host_bytes = parse_bytes(device_budget), parse_bytes(memory_limit)
     for name, number in (("batch_multiple", batch_multiple), ("min_count", min_count), ("devices", devices)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ExtractionError(f"{name} is {number!r}: a whole number, at least 1")
+        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 1 << 31:
+            raise ExtractionError(f"{name} is {number!r}: it must be a whole number from 1 to 2**31 - 1")
     cut = Cut.parse(split_by, batch_multiple)
     earlier = [item if isinstance(item, PassDataset) else PassDataset.open(item) for item in prior_counts]
     if earlier and min_count == 1:

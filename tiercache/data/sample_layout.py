@@ -62,7 +62,7 @@ class SampleLayout:
         columns += [SampleColumn(f"ids:{f.name}", np.int32, f.length, f.name) for f in self.schema.lists]
         for f in self.schema.features:
             if f.weights is not None:
-                is_single = f.hotness == "one"
+                is_single = f.hotness == "one_hot"
                 width = 1 if is_single else f.length
                 columns.append(SampleColumn(f"weights:{f.name}", np.float32, width, f.name, is_scalar=is_single))
         return tuple(columns)
