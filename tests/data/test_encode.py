@@ -219,7 +219,7 @@ LISTS = pa.list_(pa.int64())
             {"l": pa.array([[1, 2], [3]], LISTS)},
             tc.Feature(name="l", hotness="multi_hot", length=2),
             {},
-            "row 1001, column 'l': it has 1 keys, but feature 'l' has hotness = 2",
+            "row 1001, column 'l': it has 1 keys, but feature 'l' has length = 2",
         ),
         (
             {"l": pa.array([[1, 2], [3]], LISTS), "w": [[0.5, 1.0], []]},

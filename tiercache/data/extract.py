@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.data.cuts import Cut, Cutter
 from tiercache.data.dataset import PassDataset
-from tiercache.data.encode import encode
+from tiercache.data.encode import check_first_rows, encode
 from tiercache.data.frequency import FrequencyFilter, KeyCounter, decide, run_name
 from tiercache.data.inputs import find_inputs
 from tiercache.data.keyset import KeySet
@@ -82,7 +82,7 @@ def extract(
     earlier = [item if isinstance(item, PassDataset) else PassDataset.open(item) for item in prior_counts]
     if earlier and min_count == 1:
         raise ExtractionError("prior_counts changes nothing with min_count = 1: raise min_count or leave it out")
-    inputs = find_inputs(data)
+    inputs = find_inputs(data, schema.source.format)
     out = Path(out)
     options: dict[str, Any] = {
         "schema": schema.digest,
@@ -100,6 +100,7 @@ def extract(
         return _finished(out, schema, options, records)
     layout = SampleLayout(schema)
     source = Source(inputs, schema, cut_column=cut.column)
+    check_first_rows(schema, source)
     host = MemoryShares.plan(host_bytes, layout, source.decoding_bytes)
     with (
         _room_in(out),
@@ -142,7 +143,7 @@ def extract(
             rare_bytes=(out / RARE_KEYS).stat().st_size if admission is not None else None,
         ).write(out)
         work.remove()
-        reporter.finish(sum(record.samples for record in state.passes), out)
+        reporter.finish(sum(record.samples for record in state.passes), out, str(source.bad_rows))
     return PassDataset.open(out)
 
 
