@@ -174,6 +174,8 @@ class CsvFormat:
     """Whether the first line names the columns; without it ``SourceFormat.columns`` does, or they are f0, f1, ..."""
     types: dict[str, Literal["integer", "string"]] = dataclasses.field(default_factory=dict)
     """Types of columns that appear in crosses only; absent ones are taken from the first lines of each file."""
+    list_separator: Text | None = None
+    """What stands between the values of a list within a field; None: text files have no lists."""
     bad_rows: Literal["error", "skip", "pad"] = "error"
     """Rows with another number of fields than the header: an error; left out; or, where fields are missing, filled with
     null, and left out where there are too many."""
@@ -238,9 +240,21 @@ class Schema:
     @classmethod
     def load(cls, path: str | Path) -> Schema:
         """Read a schema from a TOML file (``docs/schema.md``). Raises SchemaError naming file and key."""
+        return cls.of(path)
+
+    @classmethod
+    def of(cls, schema: Schema | str | Path | None, format: str | None = None) -> Schema:  # noqa: A002
+        """Return a schema, given itself or the path of its file, for files of another format than it says.
+
+        None is an empty file, which is enough for format "criteo". Raises SchemaError.
+        """
+        if isinstance(schema, Schema):
+            if format is None:
+                return schema
+            return dataclasses.replace(schema, source=SourceFormat(format=format, columns=schema.source.columns))  # type: ignore[arg-type]
         from tiercache.schema_toml import load_schema
 
-        return load_schema(path)
+        return load_schema(schema, format)
 
     @property
     def ordered_tables(self) -> tuple[Table, ...]:

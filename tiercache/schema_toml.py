@@ -24,8 +24,13 @@ _STRICT = ConfigDict(extra="forbid")
 _Section = dict[str, Any]
 
 
-def load_schema(path: str | Path) -> Schema:
-    """Read the schema in a TOML file. Raises SchemaError, which names the file, the section and the key."""
+def load_schema(path: str | Path | None, format: str | None = None) -> Schema:  # noqa: A002
+    """Read the schema in a TOML file, for files of another format than it says; None: an empty file.
+
+    Raises SchemaError, which names the file, the section and the key.
+    """
+    if path is None:
+        return _schema(_File(), format)
     path = Path(path)
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -36,7 +41,7 @@ def load_schema(path: str | Path) -> Schema:
     except RecursionError as error:
         raise SchemaError(f"the schema {path} nests its values too deep: write them flat") from error
     try:
-        return _schema(checked(_File, "the file", data))
+        return _schema(checked(_File, "the file", data), format)
     except SchemaError as error:
         raise SchemaError(f"the schema {path}: {error}") from error
 
@@ -58,9 +63,9 @@ class _Label:
     null: Literal["error", "drop"] = "error"
 
 
-def _schema(file: _File) -> Schema:
+def _schema(file: _File, format_: str | None) -> Schema:
     label = None if file.label is None else checked(_Label, "[label]", file.label)
-    source = checked(SourceFormat, "[source]", file.source)
+    source = checked(SourceFormat, "[source]", file.source | ({"format": format_} if format_ else {}))
     dense, features = [_dense(e) for e in file.dense], [_feature(name, e) for name, e in file.features.items()]
     if source.format == "criteo" and label is None and not dense and not features:
         label = _Label(column="label")

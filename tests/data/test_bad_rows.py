@@ -150,3 +150,41 @@ def test_first_rows_are_checked_before_anything_is_compiled(tmp_path: Path, monk
     with pytest.raises(SourceError, match=r"x.csv, row 1, column 'a': it is null"):
         extract(tmp_path / "x.csv", schema("error"), tmp_path / "out", device_budget="1GiB", progress=False)
     assert not (tmp_path / "out").exists()
+
+
+def test_lists_stand_in_text_behind_a_separator(tmp_path: Path) -> None:
+    """Of integers, strings and weights; an empty field is an empty list, and a bad value is named with its row."""
+    (tmp_path / "x.csv").write_text('y,h,w,t\n1,3 4,0.5 1,a b\n0,,,\n2,1,1\n1, 5.0 ,2,"c"\n')
+    spec = Schema(
+        label="y",
+        features=(
+            tc.Feature(name="h", hotness="ragged", weights="w"),
+            tc.Feature(name="t", hotness="ragged", key="string"),
+        ),
+        csv=CsvFormat(list_separator=" ", bad_rows="skip"),
+    )
+    (batch,) = Source(find_inputs(tmp_path), spec).batches()
+    assert batch.columns.to_pydict() == {
+        "y": [1.0, 0.0, 1.0],
+        "h": [[3.0, 4.0], [], [5.0]],
+        "w": [[0.5, 1.0], [], [2.0]],
+        "t": [["a", "b"], [], ["c"]],
+    }
+    (tmp_path / "x.csv").write_text("y,h,w,t\n2,1,1\n1,3,1,a\n1,3 x,1 1,a\n")
+    with pytest.raises(SourceError, match=r"x.csv, row 2, column 'h': 'x' in its list is no number"):
+        list(Source(find_inputs(tmp_path), spec).batches())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,y,b\n1,0,x\n2\n3,1,z\nx4,0,y\n", r"row 3, column 'a' cannot be read .*invalid value 'x4'"),
+        ("a,y,b\n1,0,x\n2,1\nx3\n4,0,y\n", r"row 2, column 'a' cannot be read .*invalid value 'x3'"),
+        ('a,y,b\n1,0,x\n"2\n3,0,y\n', "x.csv, row 1: a quote is not closed"),
+    ],
+)
+def test_a_bad_value_among_bad_rows_is_named(tmp_path: Path, text: str, message: str) -> None:
+    """By its row in the file, in whole rows and in those that were padded."""
+    (tmp_path / "x.csv").write_text(text)
+    with pytest.raises(SourceError, match=message):
+        list(Source(find_inputs(tmp_path), schema("pad")).batches())

@@ -286,7 +286,10 @@ def test_criteo_files_need_one_line_of_schema(tmp_path: Path) -> None:
     keys = [["68fd1e64", "", "ABCDEF0123456789", *["0"] * 23], ["NA"[1:], *["ff"] * 25]]
     lines = ["\t".join([str(i), *numbers[i], *keys[i]]) for i in range(2)]
     (tmp_path / "day_0").write_text("\n".join(lines) + "\n")
-    found = extract(tmp_path / "day_0", schema, tmp_path / "out", device_budget="1GiB", progress=False).passes[0]
+    assert Schema.of(None, "criteo").digest == schema.digest
+    found = extract(
+        tmp_path / "day_0", None, tmp_path / "out", device_budget="1GiB", format="criteo", progress=False
+    ).passes[0]
     samples = found.read(np.arange(2))
     assert samples.label is not None
     assert samples.label.tolist() == [0, 1]

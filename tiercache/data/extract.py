@@ -38,11 +38,12 @@ __all__ = ["ExtractionProgress", "extract"]
 
 
 def extract(
-    data: str | Path | Iterable[str | Path],
-    schema: Schema | str | Path,
+    data: str | Path | Iterable[Any],
+    schema: Schema | str | Path | None,
     out: str | Path,
     *,
     device_budget: int | str,
+    format: str | None = None,  # noqa: A002 - what users call it
     devices: int = 1,
     split_by: str = "budget",
     batch_multiple: int = 8192,
@@ -53,8 +54,10 @@ def extract(
 ) -> PassDataset:
     """Turn files of samples into a dataset in the directory ``out``, and return it.
 
-    data: files, folders and patterns; Parquet, Arrow IPC, CSV or TSV (plain, gz, zst).
-    schema: a Schema, or the path of a TOML file.
+    data: files, folders, patterns and URLs of Parquet, Arrow IPC, CSV or TSV (plain, gz, zst), NumPy and split-binary
+    files; or an iterable of batches, which must give the same ones each time (``docs/schema.md`` says which).
+    schema: a Schema, or the path of a TOML file; None for Criteo's files.
+    format: of every file, whatever its suffix: as [source] format in the schema, "criteo" for one.
     device_budget: what the rows of a pass, with their optimizer state and slot maps, may take; the same as in training.
     devices: how many devices of that budget hold a pass together, their tables sharded by row: passes are as large as
     fits with a margin for keys that do not divide evenly (``tiercache.data.row_budget.most_rows``).
@@ -73,7 +76,7 @@ def extract(
 
     Raises SchemaError, SourceError (names file, row and column), BudgetError, ExtractionError.
     """
-    schema = schema if isinstance(schema, Schema) else Schema.load(schema)
+    schema = Schema.of(schema, format)
     device_bytes, host_bytes = parse_bytes(device_budget), parse_bytes(memory_limit)
     for name, number in (("batch_multiple", batch_multiple), ("min_count", min_count), ("devices", devices)):
         if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 1 << 31:

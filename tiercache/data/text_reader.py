@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
 from tiercache.data.column_types import csv_types
@@ -31,6 +32,7 @@ __all__ = ["CRITEO_COLUMNS", "TextReader"]
 CRITEO_COLUMNS = ("label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27)))
 """The columns of Criteo's files, which have no header."""
 _BLOCK_BYTES = 2 << 20
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|nan|[+-]?inf", re.IGNORECASE)
 
 
 class _BadRow(NamedTuple):
@@ -54,7 +56,8 @@ class TextReader(FileReader):
         self._has_header = self._csv.header and not self._is_criteo
         names = CRITEO_COLUMNS if self._is_criteo else schema.source.columns
         self._names = None if self._has_header else list(names) or None
-        self._bad: list[_BadRow] = []
+        self._bad, self._padding = list[_BadRow](), list[_BadRow]()
+        self._lists = {use.column for use in uses if use.is_list} if self._csv.list_separator else set()
         try:
             with self._open() as stream:
                 guessed = self._reader(stream).schema
@@ -63,6 +66,7 @@ class TextReader(FileReader):
         # Of columns that stand twice, the first: the check of columns refuses them with a better message.
         known = pa.schema({field.name: field for field in reversed(list(guessed))}.values())
         chosen = csv_types({use.column for use in uses}, known, uses, dict(self._csv.types))
+        chosen |= {name: pa.list_(chosen[name]) for name in self._lists.intersection(chosen)}
         self.schema = pa.schema([pa.field(f.name, chosen.get(f.name, f.type)) for f in guessed])
 
     def pieces(self, columns: Sequence[str], row: int, *, batch_bytes: int, use_threads: bool) -> Iterator[Piece]:
@@ -70,7 +74,7 @@ class TextReader(FileReader):
 
         A column of integers with a number such as 5.0 is read as float64 from the row after the last one given.
         """
-        types = {name: self.schema.field(name).type for name in columns}
+        types = {name: pa.string() if name in self._lists else self.schema.field(name).type for name in columns}
         while True:
             try:
                 for piece in self._read(columns, types, row):
@@ -96,9 +100,13 @@ class TextReader(FileReader):
         good = 0
         with self._open() as stream:
             reader = self._reader(stream, convert)
-            for batch in chain(reader, [pa.RecordBatch.from_pylist([], schema=reader.schema)]):
-                whole, rows = self._merged(batch, good, None if batch.num_rows else len(self._bad), convert)
+            for batch in chain(reader, [None]):
+                is_end = batch is None
+                batch = pa.RecordBatch.from_pylist([], schema=reader.schema) if is_end else batch  # noqa: PLW2901
+                whole, rows = self._merged(batch, good, convert, is_end=is_end)
                 good += batch.num_rows
+                for name in self._lists.intersection(columns):
+                    whole = self._split(whole, name, np.arange(good) if rows is None else rows)
                 dropped = min(skip, whole.num_rows)
                 skip -= dropped
                 share = min(1.0, self._raw.tell() / self._file.size)
@@ -106,11 +114,10 @@ class TextReader(FileReader):
                     part = None if rows is None else rows[low : low + LARGEST_BATCH]
                     yield Piece(whole.slice(low, LARGEST_BATCH), share, part)
 
-    def _merged(self, batch: Any, good: int, count: int | None, convert: Any) -> tuple[Any, NDArray[np.int64] | None]:
+    def _merged(self, batch: Any, good: int, convert: Any, *, is_end: bool) -> tuple[Any, NDArray[np.int64] | None]:
         """Return a batch of good rows with the padded rows between them, and the row of each in the file.
 
-        good: how many good rows came before. count: of the bad rows that wait, how many to take; None: those that
-        stand before the last row of the batch.
+        good: how many good rows came before. is_end: no good row comes after the batch.
         """
         gone = self.skipped + self.padded
         if not gone and not self._bad:
@@ -118,12 +125,13 @@ class TextReader(FileReader):
         before = np.array([bad.row for bad in self._bad], np.int64) - np.arange(gone, gone + len(self._bad))
         places = np.arange(good, good + batch.num_rows)
         rows = places + gone + np.searchsorted(before, places, side="right")
-        taken = int(np.searchsorted(before, good + batch.num_rows)) if count is None else count
+        taken = before.size if is_end else int(np.searchsorted(before, good + batch.num_rows))
         short = [bad for bad in self._bad[:taken] if bad.fields < bad.expected and self._csv.bad_rows == "pad"]
         if short:
             filler = [bad.text + self._file.delimiter * (bad.expected - bad.fields) for bad in short]
+            self._padding = short
             padded = self._reader(io.BytesIO("\n".join(filler).encode()), convert, self._all_names)
-            batch = pa.Table.from_batches([batch, *padded])
+            batch, self._padding = pa.Table.from_batches([batch, *padded]), []
             if batch.num_rows != rows.size + len(short):
                 raise SourceError(f"{self._file.path}, row {short[0].row}: a quote is not closed: correct it")
             rows = np.concatenate([rows, [bad.row for bad in short]])
@@ -149,10 +157,31 @@ class TextReader(FileReader):
         if column is None:
             return None
         where = f"{self._file.path}, column {column!r}"
-        if (row := re.search(r"Row #(\d+): ?", text)) and not self.skipped + self.padded:
-            where = f"{self._file.path}, row {int(row[1]) - self._first_row}, column {column!r}"
+        if row := re.search(r"Row #(\d+): ?", text):
+            number = int(row[1])
+            at = self._padding[number - 1].row if self._padding else number - self._first_row
+            where = f"{self._file.path}, row {at}, column {column!r}"
         text = re.sub(r"In CSV column #\d+: ?|Row #\d+: ?", "", text)
         return SourceError(f"{where} cannot be read ({text}): correct it, or give the column another type")
+
+    def _split(self, batch: Any, name: str, rows: NDArray[np.int64]) -> Any:
+        """Return a batch with the text of a column split into lists; nothing is an empty list."""
+        lists = pc.split_pattern(pc.utf8_trim_whitespace(batch.column(name)), self._csv.list_separator)
+        values, kind = pc.utf8_trim_whitespace(lists.flatten()), self.schema.field(name).type.value_type
+        try:
+            try:
+                values = values.cast(kind)
+            except pa.ArrowInvalid:
+                values = values.cast(pa.float64())  # whole numbers written as floats
+        except pa.ArrowInvalid as error:
+            owners = np.repeat(rows[-batch.num_rows :], np.diff(lists.offsets))
+            at, value = next((i, v) for i, v in enumerate(values.to_pylist()) if not _NUMBER.fullmatch(v))
+            raise SourceError(
+                f"{self._file.path}, row {owners[at]}, column {name!r}: {value!r} in its list is no number: correct "
+                'it, or say key = "string"'
+            ) from error
+        found = pa.ListArray.from_arrays(lists.offsets, values)
+        return batch.set_column(batch.schema.get_field_index(name), name, found)
 
     def _failed_column(self, error: Exception) -> str | None:
         found = re.search(r"In CSV column #(\d+): ?", str(error))
