@@ -33,7 +33,7 @@ def refuse(tmp_path: Path, data: Any, message: str, schema: Schema | None = None
     with pytest.raises(SourceError, match=message) as caught:
         run(data, tmp_path, schema)
     assert "\n" not in str(caught.value)
-    assert not (tmp_path / "out" / "passes.json").exists()
+    assert not (tmp_path / "out" / "dataset.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_a_bad_value_leaves_the_closed_passes(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="row 99000"):
         extract(path, plain_schema(), tmp_path / "out", **call)
     kept = sorted(name for name in files_of(tmp_path / "out") if name.startswith("pass-"))
-    assert kept == [f"pass-0000{i}.{kind}.arrow" for i in range(4) for kind in ("keys", "samples")]
+    assert kept == [f"pass-0000{i}.safetensors" for i in range(4)]
     with pytest.raises(ValueError, match="is unfinished"):
         tc.PassDataset.open(tmp_path / "out")
     pq.write_table(pa.table({**data, "a": range(100_000)}), path)

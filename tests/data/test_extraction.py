@@ -69,7 +69,7 @@ def greedy_bounds(schema: Schema, columns: dict[str, Any], budget: int, batch_mu
 def assert_same_files(one: PassDataset, other: PassDataset) -> None:
     """Compare all files but the manifest, and the digest."""
     mine, theirs = (
-        {name: data for name, data in files_of(p.path).items() if name != "passes.json"} for p in (one, other)
+        {name: data for name, data in files_of(p.path).items() if name != "dataset.json"} for p in (one, other)
     )
     assert mine == theirs
     assert one.digest == other.digest
@@ -260,7 +260,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path, paths: 
         (
             {"device_budget": 99 * ROW_BYTES, "batch_multiple": 100},
             BudgetError,
-            "one aligned unit of 100 samples needs 100 rows",
+            "one batch multiple of 100 samples needs 100 rows",
         ),
         (
             {"device_budget": 150 * ROW_BYTES, "split_by": "rows=200", "batch_multiple": 100},
@@ -273,7 +273,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path, paths: 
         ({"device_budget": "1GiB", "split_by": "rows=0"}, ExtractionError, "one of budget, rows=N, file, column=NAME"),
         ({"device_budget": "1GiB", "split_by": "column="}, ExtractionError, "one of budget, rows=N"),
         ({"device_budget": "1GiB", "batch_multiple": 0}, ExtractionError, "batch_multiple is 0"),
-        ({"device_budget": "1GiB", "batch_multiple": 1 << 70}, ExtractionError, "it must be a whole number from 1 to"),
+        ({"device_budget": "1GiB", "batch_multiple": 1 << 70}, ExtractionError, "a whole number from 1 to"),
         ({"device_budget": "1GiB", "devices": 0}, ExtractionError, "devices is 0"),
         ({"device_budget": "1GiB", "min_count": 0}, ExtractionError, "min_count is 0"),
         ({"device_budget": "much"}, ValueError, "'much' is no size"),
@@ -286,14 +286,14 @@ def test_what_cannot_be_done_says_the_numbers(
     paths = write_parquet(tmp_path, {"a": np.arange(1000), "y": np.zeros(1000)}, [0, 1000])
     with pytest.raises(error, match=message):
         extract(paths, plain_schema(), tmp_path / "out", progress=False, **options)
-    assert not (tmp_path / "out" / "passes.json").exists()
+    assert not (tmp_path / "out" / "dataset.json").exists()
 
 
 @pytest.mark.parametrize(
     ("batch_multiple", "message"),
     [
         (8192, r"sub-dataset 0 has [\d,]+ rows after [\d,]+ samples, and their keys fill the"),
-        (500_000, r"one aligned unit of 500,000 samples takes more than [\d.]+ MiB of host"),
+        (500_000, r"one batch multiple of 500,000 samples takes more than [\d.]+ MiB of host"),
     ],
 )
 def test_what_does_not_fit_the_host_budget_is_refused(tmp_path: Path, batch_multiple: int, message: str) -> None:

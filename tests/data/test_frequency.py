@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tiercache.data.extract import ExtractionProgress
+    from tiercache.data.manifest import SubDatasetRecord
 
 
 def keys_by_table(columns: dict[str, Any]) -> dict[str, Counter[int]]:
@@ -75,11 +76,13 @@ def test_rare_keys_share_the_out_of_vocabulary_row(
     runs: list[Path] = []
     write_run = frequency.KeyCounter.write_run
 
-    def count_run(counter: frequency.KeyCounter, path: Path) -> None:
+    def count_run(counter: frequency.KeyCounter, path: Path) -> SubDatasetRecord:
         runs.append(path)
-        write_run(counter, path)
+        return write_run(counter, path)
 
-    monkeypatch.setattr("tiercache.data.extract.KeyCounter", lambda schema, _: frequency.KeyCounter(schema, run_bytes))
+    monkeypatch.setattr(
+        "tiercache.data.extract.KeyCounter", lambda schema, _, pool: frequency.KeyCounter(schema, run_bytes, pool)
+    )
     monkeypatch.setattr(frequency.KeyCounter, "write_run", count_run)
     schema, columns = rich_schema(), rich_columns(20_000)
     paths = write_parquet(tmp_path, columns, [0, 9000, 20_000])
@@ -149,7 +152,9 @@ def test_counting_goes_on_from_its_last_run(tmp_path: Path, monkeypatch: pytest.
     """Stopped while counting, the same call does not begin with the first file again and ends with the same bits."""
     from tiercache.data import frequency
 
-    monkeypatch.setattr("tiercache.data.extract.KeyCounter", lambda schema, _: frequency.KeyCounter(schema, 1 << 17))
+    monkeypatch.setattr(
+        "tiercache.data.extract.KeyCounter", lambda schema, _, pool: frequency.KeyCounter(schema, 1 << 17, pool)
+    )
     schema, columns = rich_schema(), rich_columns(20_000)
     paths = write_parquet(tmp_path, columns, [0, 9000, 20_000])
     call: dict[str, Any] = {"device_budget": "200KiB", "batch_multiple": 512, "min_count": 3, "memory_limit": "16MiB"}

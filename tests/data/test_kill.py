@@ -69,7 +69,7 @@ def test_killed_at_any_event_it_ends_with_the_same_files(
     files, events = whole[name]
     rng = random.Random(name)
     for fatal_event in [*sorted(rng.randint(2, 1 + events // 5) for _ in range(5)), -1]:
-        assert not (folder / "out" / "passes.json").exists()
+        assert not (folder / "out" / "dataset.json").exists()
         assert finish(extraction(folder, name, fatal_event)) == (0 if fatal_event < 0 else -signal.SIGKILL)
     assert files_of(folder / "out") == files
 
@@ -103,6 +103,6 @@ def test_a_death_after_the_last_step_leaves_a_finished_set(
     work.mkdir()
     manifest = PassDataset.open(folder / "out").manifest
     ExtractionState(options=manifest.options, inputs=manifest.inputs, passes=manifest.passes).write(work)
-    write_whole(work / "pass-00009.samples.arrow", b"half")
+    write_whole(work / "pass-00009.safetensors", b"half")
     assert finish(extraction(folder, "budget")) == 0
     assert files_of(folder / "out") == whole["budget"][0]

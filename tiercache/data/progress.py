@@ -28,7 +28,7 @@ class ExtractionProgress:
     samples: int
     """Samples read since this process began, in this stage."""
     passes: int
-    """Passes closed, earlier processes included."""
+    """Passes that are closed or being closed, earlier processes included."""
     done_bytes: int
     """About how many bytes of the files are behind."""
     total_bytes: int

@@ -1,0 +1,278 @@
+"""Unique keys with their counts, in hash order: an open-addressing table that is sorted when all keys are there.
+
+The table is cut into parts by the top bits of the hash, so that several threads fill it without locks and each part is
+sorted by itself. A slot is two words: the hash, from which the key is computed back, and the count above the number of
+the key, both in one cache line. Numbers are given in the order of appearance; number n of part p of P is n P + p.
+Legend: n keys given, C slots of a part (a power of two), K unique keys of a part.
+"""
+
+import mmap
+from concurrent.futures import Executor
+
+import numpy as np
+
+from tiercache.kernels.arrays import I4, I8, NONE_I8, U8, Word, Written, same_length
+from tiercache.kernels.cpu.hashing import mix_word
+from tiercache.kernels.cpu.jit import inlined, serial
+from tiercache.kernels.cpu.simd import prefetch
+
+__all__ = ["UniqueKeys"]
+
+_AHEAD = 32  # keys between asking for a slot and using it
+_ONE = np.uint64(1 << 32)
+_NUMBER = np.uint64((1 << 32) - 1)
+_HALF = np.uint64(32)
+_MOST = (1 << 31) - 1
+_HUGE = 1 << 22
+_INVERSES = np.array([0x319642B2D24D8EC3, 0x96DE1B173F119089], np.uint64)  # of the factors of mix_word, modulo 2^64
+
+
+@inlined
+def _slot(hashed, mask):  # type: ignore[no-untyped-def]
+    # the low bits: keys that come in the order of their hashes would fill one end of the table
+    return np.int64(hashed & np.uint64(mask)) << 1
+
+
+@serial
+def _add(
+    keys: I8,  # (n,)
+    table_id: Word,
+    part: int,
+    part_bits: int,
+    slots: Written[U8],  # (2 * C,)
+    count: int,  # K before
+    out: Written[I4],  # (n,) numbers of the keys of this part; others stay
+) -> tuple[int, int]:
+    """Return how many keys were gone through, and K.
+
+    Stops before the keys end where the table is five eighths full, or a count would overflow.
+    """
+    mask = slots.size // 2 - 1
+    room = (mask + 1) * 5 // 8
+    shift = np.uint64(64 - part_bits)
+    for i in range(keys.size):
+        if i + _AHEAD < keys.size:
+            prefetch(slots, _slot(mix_word(np.uint64(keys[i + _AHEAD]) ^ table_id), mask))
+        hashed = mix_word(np.uint64(keys[i]) ^ table_id)
+        if part_bits and np.int64(hashed >> shift) != part:
+            continue
+        at = _slot(hashed, mask)
+        while slots[at + 1] != 0 and slots[at] != hashed:
+            at = (at + 2) & (2 * mask + 1)
+        word = slots[at + 1]
+        if word == 0:
+            if count == room:
+                return i, count
+            count += 1
+            slots[at] = hashed
+            word = np.uint64(count)
+        elif (word >> _HALF) == _NUMBER:
+            return i, count
+        slots[at + 1] = word + _ONE
+        out[i] = np.int32(((np.int64(word & _NUMBER) - 1) << part_bits) + part)
+    return keys.size, count
+
+
+@serial
+def _take_back(
+    keys: I8, table_id: Word, part: int, part_bits: int, slots: Written[U8], carried: Written[I8], before: int
+) -> None:
+    """Take back occurrences of keys that are all in the table; keys with numbers from `before` on go with their last.
+
+    What stands behind a key that goes moves up, so that every other key is found (Knuth, volume 3, algorithm 6.4R).
+    """
+    mask, ring = slots.size // 2 - 1, slots.size - 1
+    for i in range(keys.size):
+        hashed = mix_word(np.uint64(keys[i]) ^ table_id)
+        if part_bits and np.int64(hashed >> np.uint64(64 - part_bits)) != part:
+            continue
+        at = _slot(hashed, mask)
+        while slots[at] != hashed or slots[at + 1] == 0:
+            at = (at + 2) & ring
+        number = np.int64(slots[at + 1] & _NUMBER) - 1
+        if (slots[at + 1] >> _HALF) == 0:
+            carried[number] -= 1
+        else:
+            slots[at + 1] -= _ONE
+        if number >= before and (slots[at + 1] >> _HALF) == 0 and (number >= carried.size or carried[number] == 0):
+            behind = (at + 2) & ring
+            while slots[behind + 1] != 0:
+                if ((behind - _slot(slots[behind], mask)) & ring) >= ((behind - at) & ring):
+                    slots[at], slots[at + 1] = slots[behind], slots[behind + 1]
+                    at = behind
+                behind = (behind + 2) & ring
+            slots[at + 1] = 0
+
+
+@serial
+def _rehash(old: U8, slots: Written[U8]) -> None:
+    mask = slots.size // 2 - 1
+    for i in range(0, old.size, 2):
+        if i + 4 * _AHEAD < old.size:
+            prefetch(slots, _slot(old[i + 4 * _AHEAD], mask))
+        if old[i + 1] != 0:
+            at = _slot(old[i], mask)
+            while slots[at + 1] != 0:
+                at = (at + 2) & (2 * mask + 1)
+            slots[at], slots[at + 1] = old[i], old[i + 1]
+
+
+@serial
+def _carry_counts(slots: Written[U8], carried: Written[I8]) -> None:
+    """Move all counts to `carried`, by number."""
+    for i in range(1, slots.size, 2):
+        if slots[i] != 0:
+            carried[np.int64(slots[i] & _NUMBER) - 1] += np.int64(slots[i] >> _HALF)
+            slots[i] &= _NUMBER
+
+
+@serial
+def _sort(
+    slots: U8,
+    table_id: Word,
+    part: int,
+    part_bits: int,
+    bucket_bits: int,
+    inverses: U8,  # (2,)
+    first: int,  # keys of the parts before
+    sorted_slots: Written[U8],  # (2 * K,)
+    bounds: Written[I8],  # (2 ** bucket_bits + 1,) zeros
+    positions: Written[I4],  # (P * (numbers of the largest part),)
+    keys: Written[I8],  # (K,)
+    counts: Written[I8],  # (K,)
+) -> None:
+    """Put keys and counts into hash order, and for each number its place among all keys of the table."""
+    down, up = np.uint64(64 - bucket_bits), np.uint64(part_bits)
+    for i in range(0, slots.size, 2):
+        if slots[i + 1] != 0:
+            bounds[np.int64((slots[i] << up) >> down) if bucket_bits else 0] += 1
+    before = np.int64(0)
+    for b in range(bounds.size):
+        here = bounds[b]
+        bounds[b] = before
+        before += np.int64(here)
+    for i in range(0, slots.size, 2):
+        if slots[i + 1] != 0:
+            b = np.int64((slots[i] << up) >> down) if bucket_bits else 0
+            at = bounds[b] << 1
+            bounds[b] += 1
+            sorted_slots[at], sorted_slots[at + 1] = slots[i], slots[i + 1]
+    begin = 0
+    for b in range(bounds.size - 1):
+        end = bounds[b]
+        for i in range(begin + 1, end):  # a handful: insertion sort
+            hashed, word = sorted_slots[2 * i], sorted_slots[2 * i + 1]
+            j = i - 1
+            while j >= begin and sorted_slots[2 * j] > hashed:
+                sorted_slots[2 * j + 2], sorted_slots[2 * j + 3] = sorted_slots[2 * j], sorted_slots[2 * j + 1]
+                j -= 1
+            sorted_slots[2 * j + 2], sorted_slots[2 * j + 3] = hashed, word
+        begin = end
+    for i in range(keys.size):
+        x, word = sorted_slots[2 * i], sorted_slots[2 * i + 1]
+        x = (x ^ (x >> np.uint64(31)) ^ (x >> np.uint64(62))) * inverses[0]
+        x = (x ^ (x >> np.uint64(27)) ^ (x >> np.uint64(54))) * inverses[1]
+        keys[i] = np.int64(x ^ (x >> np.uint64(30)) ^ (x >> np.uint64(60)) ^ table_id)
+        counts[i] = np.int64(word >> _HALF)
+        positions[((np.int64(word & _NUMBER) - 1) << part_bits) + part] = first + i
+
+
+class UniqueKeys:
+    """Numbers the keys of one table as they first appear, counts them, and returns them in hash order.
+
+    ``parts`` (a power of two) may each be filled by a thread of its own. Memory: 26 to 51 bytes for each key and as
+    much for the old slots of a part while it grows; sorting takes 36 to 44 bytes a key.
+    """
+
+    def __init__(self, table_id: int, parts: int = 1) -> None:
+        self.table_id, self.parts = table_id, parts
+        self._bits = parts.bit_length() - 1
+        self._slots = [_slots(64) for _ in range(parts)]
+        self._carried = [NONE_I8] * parts
+        self.counts = [0] * parts
+        """How many keys each part has."""
+
+    @property
+    def count(self) -> int:
+        """How many keys there are."""
+        return sum(self.counts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(slots.nbytes for slots in self._slots) + sum(c.nbytes for c in self._carried)
+
+    def grown_bytes(self, new: int) -> int:
+        """Return the most bytes held while so many more keys come, were all of them new and of one part."""
+        held = largest = 0
+        for slots, count in zip(self._slots, self.counts, strict=True):
+            size = slots.nbytes
+            while size // 16 * 5 // 8 < count + -(-new // self.parts) * (2 if self.parts > 1 else 1):
+                size *= 2
+            held, largest = held + size, max(largest, size // 2 if size > slots.nbytes else 0)
+        return held + largest
+
+    def add(self, keys: I8, out: I4, part: int = 0) -> None:
+        """Write the number of each key (n,) of a part to `out` (n,). Raises ValueError where it would be no int32."""
+        same_length(keys=keys, out=out)
+        done = 0
+        while done < keys.size:
+            step, self.counts[part] = _add(
+                keys[done:], self.table_id, part, self._bits, self._slots[part], self.counts[part], out[done:]
+            )
+            done += step
+            if done < keys.size:
+                self._make_room(part)
+
+    def take_back(self, keys: I8, counts: list[int]) -> None:
+        """Take back the keys (n,) that were added last; `counts` is what it was before the first of them."""
+        for part, before in enumerate(counts):
+            _take_back(keys, self.table_id, part, self._bits, self._slots[part], self._carried[part], before)
+            self.counts[part] = before
+
+    def sorted(self, pool: Executor | None = None) -> tuple[I8, I8, I4]:
+        """Return keys (K,) in hash order, their counts (K,), and the place of each number among them.
+
+        The table is empty then.
+        """
+        firsts = np.cumsum([0, *self.counts]).tolist()
+        keys, counts = np.empty(firsts[-1], np.int64), np.empty(firsts[-1], np.int64)
+        positions = np.empty(max(self.counts) << self._bits, np.int32)
+
+        def sort(part: int) -> None:
+            low, high = firsts[part], firsts[part + 1]
+            slots, carried, self._slots[part] = self._slots[part], self._carried[part], _slots(64)
+            bits = max(0, (high - low).bit_length() - 3)
+            _sort(
+                slots, self.table_id, part, self._bits, bits, _INVERSES, low, np.empty(2 * (high - low), np.uint64),
+                np.zeros((1 << bits) + 1, np.int64), positions, keys[low:high], counts[low:high],
+            )  # fmt: skip
+            size = min(carried.size, high - low)
+            counts[positions[np.arange(size) * self.parts + part]] += carried[:size]
+
+        list((map if pool is None else pool.map)(sort, range(self.parts)))
+        self.counts, self._carried = [0] * self.parts, [NONE_I8] * self.parts
+        return keys, counts, positions
+
+    def _make_room(self, part: int) -> None:
+        """Make a table larger that is full, or its counts smaller."""
+        slots, count = self._slots[part], self.counts[part]
+        if count < slots.size // 2 * 5 // 8:
+            carried = np.zeros(count, np.int64)
+            carried[: self._carried[part].size] = self._carried[part]
+            self._carried[part] = carried
+            _carry_counts(slots, carried)
+            return
+        if count >= _MOST // self.parts:
+            raise ValueError(f"more than {_MOST:,} distinct keys: numbers are int32; make sub-datasets smaller.")
+        self._slots[part] = _slots(slots.size)
+        _rehash(slots, self._slots[part])
+
+
+def _slots(pairs: int) -> U8:
+    """Return zeros for so many slots; large ones in huge pages, as every key is in another place."""
+    if 16 * pairs < 2 * _HUGE:
+        return np.zeros(2 * pairs, np.uint64)
+    held = mmap.mmap(-1, 16 * pairs, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    held.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(held, np.uint64)
