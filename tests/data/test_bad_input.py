@@ -42,7 +42,7 @@ def refuse(tmp_path: Path, data: Any, message: str, schema: Schema | None = None
         ({"aa": [1], "y": [0.0]}, r"x.parquet has no column 'a' \(did you mean 'aa'\?\), which feature 'a' needs"),
         ({"a": [1], "label": [0.0]}, "x.parquet has no column 'y', which the label needs"),
         ({"a": ["1"], "y": [0.0]}, "x.parquet, column 'a': it holds string, but feature 'a' needs integers"),
-        ({"a": [1.5], "y": [0.0]}, "column 'a': it holds double, but feature 'a' needs integers"),
+        ({"a": [1.5], "y": [0.0]}, "x.parquet, row 0, column 'a': it is 1.5, but feature 'a' needs integers"),
         ({"a": [[1]], "y": [0.0]}, "column 'a': it holds list<.*>, but feature 'a' needs integers"),
         ({"a": [1], "y": ["yes"]}, "column 'y': it holds string, but the label needs numbers"),
         ({**GOOD, "y": [0.0, float("nan"), 1.0]}, "x.parquet, row 1, column 'y': it is nan, but a label"),
@@ -113,13 +113,13 @@ def test_truncated_and_empty_files_are_named(tmp_path: Path, name: str) -> None:
     ("text", "message"),
     [
         ("a,y\n1,0\nx7,0\n", r"x.csv, row 1, column 'a' cannot be read .*invalid value 'x7'"),
-        ("a,y\n1,0\n2\n", r"x.csv, row 1 cannot be read .*Expected 2 columns, got 1"),
+        ("a,y\n1,0\n2\n", r"x.csv, row 1: it has 1 fields, but the first line has 2"),
         ("a,y\n1,0\n,0\n", r"x.csv, row 1, column 'a': it is null"),
         ("a,y\n1,0\n2,\n", r"x.csv, row 1, column 'y': it is null, but a label"),
         ("a,y\n1,0\n2,nan\n", r"x.csv, row 1, column 'y': it is (null|nan), but a label"),
         ("a,y,a\n1,0,2\n", r"x.csv has 2 columns 'a': name each column once"),
         ("a,z\n1,0\n", r"x.csv has no column 'y'"),
-        ("a,y\n1,0\n1.5,0\n", r"x.csv, row 1, column 'a' cannot be read .*invalid value '1.5'"),
+        ("a,y\n1,0\n1.5,0\n", r"x.csv, row 1, column 'a': it is 1.5, but feature 'a' needs integers"),
     ],
 )
 def test_a_bad_line_of_text_is_named(tmp_path: Path, text: str, message: str) -> None:

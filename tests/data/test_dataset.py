@@ -67,7 +67,7 @@ def test_the_digest_is_about_content(tmp_path: Path, small: PassDataset) -> None
     assert reference(tmp_path / "cut", schema, columns, [0, 101, 300]).digest != small.digest
     one_label = {**columns, "y": np.where(np.arange(300) == 7, 1 - columns["y"], columns["y"])}
     assert reference(tmp_path / "label", schema, one_label, [0, 100, 300]).digest != small.digest
-    meaning = replace(schema, features=(replace(schema.features[0], null="own"), *schema.features[1:]))
+    meaning = replace(schema, features=(replace(schema.features[0], null="embed"), *schema.features[1:]))
     assert reference(tmp_path / "null", meaning, columns, [0, 100, 300]).digest != small.digest
     trained = replace(schema, tables=tuple(replace(t, optimizer=tc.optim.Adam()) for t in schema.tables))
     assert reference(tmp_path / "adam", trained, columns, [0, 100, 300]).digest == small.digest
@@ -211,7 +211,7 @@ def test_a_dataset_of_another_schema_is_refused(small: PassDataset) -> None:
         (replace(schema, features=schema.features[:2]), "other features"),
         (replace(schema, tables=(*schema.tables, table("new"))), "other tables"),
         (
-            replace(schema, features=(replace(schema.features[0], null="own"), *schema.features[1:])),
+            replace(schema, features=(replace(schema.features[0], null="embed"), *schema.features[1:])),
             "feature 'a' is described otherwise",
         ),
     ):

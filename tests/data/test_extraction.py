@@ -273,6 +273,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path, paths: 
         ({"device_budget": "1GiB", "split_by": "rows=0"}, ExtractionError, "one of budget, rows=N, file, column=NAME"),
         ({"device_budget": "1GiB", "split_by": "column="}, ExtractionError, "one of budget, rows=N"),
         ({"device_budget": "1GiB", "batch_multiple": 0}, ExtractionError, "batch_multiple is 0"),
+        ({"device_budget": "1GiB", "batch_multiple": 1 << 70}, ExtractionError, "a whole number from 1 to"),
         ({"device_budget": "1GiB", "devices": 0}, ExtractionError, "devices is 0"),
         ({"device_budget": "1GiB", "min_count": 0}, ExtractionError, "min_count is 0"),
         ({"device_budget": "much"}, ValueError, "'much' is no size"),
@@ -326,9 +327,9 @@ def test_an_arrow_table_of_every_type_survives_the_whole_way(tmp_path: Path) -> 
         label="y",
         dense=(tc.DenseFeature(column="d", null=-1.0),),
         features=(
-            tc.Feature(name="s", key="string", null="own"),
+            tc.Feature(name="s", key="string", null="embed"),
             tc.Feature(name="i", table="s"),
-            tc.Feature(name="x", columns=("s", "i"), null="own"),
+            tc.Feature(name="x", columns=("s", "i"), null="embed"),
         ),
         tables=tuple(
             tc.Table(name=n, dim=4, optimizer=tc.optim.SGD(learning_rate=1.0), initializer=tc.init.Zeros())

@@ -139,7 +139,7 @@ def test_counts_go_on_from_earlier_datasets(tmp_path: Path) -> None:
 
 def test_null_keeps_its_row_however_rare(tmp_path: Path) -> None:
     """The null row is the schema's choice, not a key of the data."""
-    schema = Schema(features=(tc.Feature(name="a", null="own"),), tables=(table("a"),))
+    schema = Schema(features=(tc.Feature(name="a", null="embed"),), tables=(table("a"),))
     paths = write_parquet(tmp_path, {"a": [7, None, 7, 8]}, [0, 4])
     made = extract(paths, schema, tmp_path / "out", device_budget="1MiB", min_count=2, progress=False)
     assert sorted(made.passes[0].keys("a").tolist()) == [OOV_KEY, NULL_KEY, 7]

@@ -205,6 +205,12 @@ def test_a_hugectr_folder_whose_sizes_disagree_is_refused(tmp_path: Path, export
     refused(tmp_path / "out", tmp_path / "s.tc", "key has 9 bytes, which are no whole rows of 8")
 
 
+def test_an_import_of_no_tables_is_refused(tmp_path: Path) -> None:
+    """It would make a store with a commit of nothing."""
+    (tmp_path / "out").mkdir()
+    refused(tmp_path / "out", tmp_path / "s.tc", "there are no tables to import", format="numpy", tables=[])
+
+
 def test_what_cannot_be_asked_for_is_refused(tmp_path: Path, exports: Path) -> None:
     """Unknown tables and formats, taken places, stores that are not empty."""
     with filled(tmp_path / "full.tc", [ITEM], ROWS) as store:

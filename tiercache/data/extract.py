@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tiercache.data.closing import PassCloser
 from tiercache.data.cuts import Cut, Cutter
 from tiercache.data.dataset import PassDataset
-from tiercache.data.encode import encode_dense, encode_feature, encode_label
+from tiercache.data.encode import check_first_rows, encode_dense, encode_feature, encode_label
 from tiercache.data.frequency import FrequencyFilter, KeyCounter, decide, run_name
 from tiercache.data.inputs import find_inputs
 from tiercache.data.keyset import open_key_set
@@ -43,11 +43,12 @@ __all__ = ["ExtractionProgress", "extract"]
 
 
 def extract(
-    data: str | Path | Iterable[str | Path],
-    schema: Schema | str | Path,
+    data: str | Path | Iterable[Any],
+    schema: Schema | str | Path | None,
     out: str | Path,
     *,
     device_budget: int | str,
+    format: str | None = None,  # noqa: A002 - what users call it
     devices: int = 1,
     split_by: str = "budget",
     batch_multiple: int = 8192,
@@ -60,8 +61,10 @@ def extract(
 ) -> PassDataset:
     """Turn files of samples into a dataset in the directory ``out``, and return it.
 
-    data: files, folders and patterns; Parquet, Arrow IPC, CSV or TSV (plain, gz, zst).
-    schema: a Schema, or the path of a TOML file.
+    data: files, folders, patterns and URLs of Parquet, Arrow IPC, CSV or TSV (plain, gz, zst), NumPy and split-binary
+    files; or an iterable of batches, which must give the same ones each time (``docs/schema.md`` says which).
+    schema: a Schema, or the path of a TOML file; None for Criteo's files.
+    format: of every file, whatever its suffix: as [source] format in the schema, "criteo" for one.
     device_budget: what the rows of a pass, with their optimizer state and slot maps, may take; the same as in training.
     devices: how many devices of that budget hold a pass together, their tables sharded by row: passes are as large as
     fits with a margin for keys that do not divide evenly (``tiercache.data.row_budget.most_rows``).
@@ -82,7 +85,7 @@ def extract(
 
     Raises SchemaError, SourceError (names file, row and column), BudgetError, ExtractionError.
     """
-    schema = schema if isinstance(schema, Schema) else Schema.load(schema)
+    schema = Schema.of(schema, format)
     device_bytes, memory_bytes = parse_bytes(device_budget), parse_bytes(memory_limit)
     numbers = {"batch_multiple": batch_multiple, "min_count": min_count, "devices": devices, "workers": workers or 1}
     for name, number in numbers.items():
@@ -92,7 +95,7 @@ def extract(
     earlier = [item if isinstance(item, PassDataset) else PassDataset.open(item) for item in prior_counts]
     if earlier and min_count == 1:
         raise ExtractionError("prior_counts changes nothing with min_count = 1: raise min_count or leave it out")
-    inputs = find_inputs(data)
+    inputs = find_inputs(data, schema.source.format)
     out = Path(out)
     options: dict[str, Any] = {
         "schema": schema.digest,
@@ -110,6 +113,7 @@ def extract(
     if (out / MANIFEST).exists():
         return _finished(out, schema, options, records)
     source = Source(inputs, schema, cut_column=cut.column)
+    check_first_rows(schema, source)
     memory = MemoryShares.plan(memory_bytes, source.decoding_bytes)
     with (
         _room_in(out),
@@ -137,7 +141,7 @@ def extract(
         rare = None if wanted is None else wanted.write_rare(out / RARE_KEYS)
         Manifest(schema=schema, passes=state.passes, options=options, inputs=records, rare=rare).write(out)
         work.remove()
-        reporter.finish(sum(record.samples for record in state.passes), out)
+        reporter.finish(sum(record.samples for record in state.passes), out, str(source.bad_rows))
     return PassDataset.open(out)
 
 

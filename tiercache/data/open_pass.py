@@ -116,7 +116,7 @@ class OpenPass:
                 row = self.values[feature.name]
                 pieces.append(self._write(f"offsets.{feature.name}", first + 1, entry.offsets[1:] + row))
                 self.values[feature.name] += entry.keys.size
-            if feature.hotness != "one":
+            if feature.hotness != "one_hot":
                 pieces.append(self._write(f"ids.{feature.name}", row, numbers[feature.name]))
             if entry.weights is not None:
                 pieces.append(self._write(f"weights.{feature.name}", row, entry.weights))

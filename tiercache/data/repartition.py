@@ -295,7 +295,7 @@ def _write(
             ids[feature.name] = place[feature.table][entry.ids]
             np.add.at(counts[feature.table], ids[feature.name], 1)
             at = done.get(feature.name, row)
-            if feature.hotness != "one":
+            if feature.hotness != "one_hot":
                 writer.write(f"ids.{feature.name}", at, ids[feature.name])
             if entry.weights is not None:
                 writer.write(f"weights.{feature.name}", at, entry.weights)

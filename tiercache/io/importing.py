@@ -64,6 +64,8 @@ def import_store(
         tables = [listed.table for listed in listing.tables]
     chosen = find_format(str(format))
     into = tuple(store.tables) if isinstance(store, Store) else tuple(tables or ())
+    if not into:
+        raise ImportExportError(f"there are no tables to import from {source}: name at least one")
     readers = _open(source, chosen, into, listing, initial_state=initial_state)
     listed = tuple(
         Listed(

@@ -144,4 +144,7 @@ def _numbers(what: str, given: Any, shape: tuple[int, int] | tuple[int]) -> torc
     if found.ndim != len(shape) or any(s not in (-1, n) for s, n in zip(shape, found.shape, strict=True)):
         expected = "(N,)" if len(shape) == 1 else "(N, columns)"
         raise ValueError(f"{what} has shape {tuple(found.shape)}: give {expected} for the batch's {shape[0]} samples")
+    if found.device.type == "cpu" and not found.isfinite().all():  # on a GPU, looking would wait for it
+        at = int((~found.isfinite()).nonzero()[0, 0])
+        raise ValueError(f"{what} of sample {at} is not finite: give numbers that are, or leave the sample out")
     return found
