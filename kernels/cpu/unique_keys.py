@@ -13,17 +13,22 @@ import numpy as np
 
 from tiercache.kernels.arrays import I4, I8, NONE_I8, U8, Word, Written, same_length
 from tiercache.kernels.cpu.hashing import mix_word
-from tiercache.kernels.cpu.jit import inlined, serial
+from tiercache.kernels.cpu.jit import inlined, serial, worker
 from tiercache.kernels.cpu.simd import prefetch
 
 __all__ = ["UniqueKeys"]
 
-_AHEAD = 32  # keys between asking for a slot and using it
+_AHEAD = 24  # keys between asking for a slot and using it
 _ONE = np.uint64(1 << 32)
 _NUMBER = np.uint64((1 << 32) - 1)
 _HALF = np.uint64(32)
+_FULL = _NUMBER << _HALF
+_BLOCK = 1024  # keys whose hashes are computed at once
+_SMALL = 1 << 15  # words of a table that stays in the second-level cache
 _MOST = (1 << 31) - 1
 _HUGE = 1 << 22
+_FINE_BITS = 10
+_FINE = 1 << _FINE_BITS
 _INVERSES = np.array([0x319642B2D24D8EC3, 0x96DE1B173F119089], np.uint64)  # of the factors of mix_word, modulo 2^64
 
 
@@ -47,29 +52,37 @@ def _add(
 
     Stops before the keys end where the table is five eighths full, or a count would overflow.
     """
-    mask = slots.size // 2 - 1
-    room = (mask + 1) * 5 // 8
-    shift = np.uint64(64 - part_bits)
-    for i in range(keys.size):
-        if i + _AHEAD < keys.size:
-            prefetch(slots, _slot(mix_word(np.uint64(keys[i + _AHEAD]) ^ table_id), mask))
-        hashed = mix_word(np.uint64(keys[i]) ^ table_id)
-        if part_bits and np.int64(hashed >> shift) != part:
-            continue
-        at = _slot(hashed, mask)
-        while slots[at + 1] != 0 and slots[at] != hashed:
-            at = (at + 2) & (2 * mask + 1)
-        word = slots[at + 1]
-        if word == 0:
-            if count == room:
-                return i, count
-            count += 1
-            slots[at] = hashed
-            word = np.uint64(count)
-        elif (word >> _HALF) == _NUMBER:
-            return i, count
-        slots[at + 1] = word + _ONE
-        out[i] = np.int32(((np.int64(word & _NUMBER) - 1) << part_bits) + part)
+    # unsigned places: signed ones are looked at twice, as they might count from the end
+    one, mask = np.uint64(1), np.uint64(slots.size // 2 - 1)
+    room = (slots.size // 2) * 5 // 8
+    shift, is_large = np.uint64(64 - part_bits), slots.size > _SMALL
+    hashes = np.empty(_BLOCK + _AHEAD, np.uint64)
+    for first in range(0, keys.size, _BLOCK):
+        size = min(_BLOCK, keys.size - first)
+        for i in range(size):  # apart: this loop is vectorized
+            hashes[i] = mix_word(np.uint64(keys[first + i]) ^ table_id)
+        hashes[size : size + _AHEAD] = hashes[size - 1]
+        for i in range(size):
+            if is_large:
+                prefetch(slots, np.int64((hashes[np.uint64(i + _AHEAD)] & mask) << one))
+            hashed = hashes[np.uint64(i)]
+            if part_bits and np.int64(hashed >> shift) != part:
+                continue
+            at = (hashed & mask) << one
+            word = slots[at + one]
+            while slots[at] != hashed and word != 0:
+                at = (at + one + one) & ((mask << one) + one)
+                word = slots[at + one]
+            if word == 0:
+                if count == room:
+                    return first + i, count
+                count += 1
+                slots[at] = hashed
+                word = np.uint64(count)
+            elif word >= _FULL:
+                return first + i, count
+            slots[at + one] = word + _ONE
+            out[np.uint64(first + i)] = np.int32(((np.int64(word & _NUMBER) - 1) << part_bits) + part)
     return keys.size, count
 
 
@@ -126,55 +139,83 @@ def _carry_counts(slots: Written[U8], carried: Written[I8]) -> None:
             slots[i] &= _NUMBER
 
 
+@inlined
+def _bucket(hashed, part_bits, bits, width):  # type: ignore[no-untyped-def]
+    """Return `width` bits of a hash behind its first `part_bits` and `bits`."""
+    return np.uint64(hashed << np.uint64(part_bits + bits)) >> np.uint64(64 - width) if width else np.uint64(0)
+
+
+@worker
+def _place(slots, out, ends, part_bits, bits, width):  # type: ignore[no-untyped-def]
+    # without a branch, as every other slot is empty: those go to a place behind all others, again and again
+    one, last = np.uint64(1), np.uint64(ends.size - 1)
+    for i in range(0, slots.size, 2):
+        ends[_bucket(slots[i], part_bits, bits, width)] += np.int64(slots[i + 1] != 0)
+    begin = 0
+    for b in range(ends.size):
+        here = ends[b]
+        ends[b] = begin
+        begin += here
+    for i in range(0, slots.size, 2):
+        is_full = np.uint64(slots[i + 1] != 0)
+        bucket = _bucket(slots[i], part_bits, bits, width) * is_full + last * (one - is_full)
+        at = np.uint64(ends[bucket]) << one
+        out[at], out[at + one] = slots[i], slots[i + 1]
+        ends[bucket] += np.int64(is_full)
+
+
 @serial
-def _sort(
-    slots: U8,
+def _spread(
+    slots: U8,  # (2 * n,) those with a second word of 0 are empty
+    out: Written[U8],  # (2 * (K + 1),)
+    ends: Written[I8],  # (2 ** width + 1,) zeros
+    part_bits: int,
+    width: int,
+) -> None:
+    """Put slots one behind another by the first bits of their hashes; `ends` says where those of each value end."""
+    _place(slots, out, ends, part_bits, 0, width)
+
+
+@serial
+def _finish(
+    coarse: Written[U8],  # (2 * (K + 1),) by the first bits of their hashes
+    ends: I8,  # where each of these ends
     table_id: Word,
     part: int,
     part_bits: int,
-    bucket_bits: int,
+    bits: int,
     inverses: U8,  # (2,)
     first: int,  # keys of the parts before
-    sorted_slots: Written[U8],  # (2 * K,)
-    bounds: Written[I8],  # (2 ** bucket_bits + 1,) zeros
-    positions: Written[I4],  # (P * (numbers of the largest part),)
+    positions: Written[I4],  # (P * (numbers of the largest part),) or (0,): not wanted
     keys: Written[I8],  # (K,)
     counts: Written[I8],  # (K,)
 ) -> None:
-    """Put keys and counts into hash order, and for each number its place among all keys of the table."""
-    down, up = np.uint64(64 - bucket_bits), np.uint64(part_bits)
-    for i in range(0, slots.size, 2):
-        if slots[i + 1] != 0:
-            bounds[np.int64((slots[i] << up) >> down) if bucket_bits else 0] += 1
-    before = np.int64(0)
-    for b in range(bounds.size):
-        here = bounds[b]
-        bounds[b] = before
-        before += np.int64(here)
-    for i in range(0, slots.size, 2):
-        if slots[i + 1] != 0:
-            b = np.int64((slots[i] << up) >> down) if bucket_bits else 0
-            at = bounds[b] << 1
-            bounds[b] += 1
-            sorted_slots[at], sorted_slots[at + 1] = slots[i], slots[i + 1]
-    begin = 0
-    for b in range(bounds.size - 1):
-        end = bounds[b]
-        for i in range(begin + 1, end):  # a handful: insertion sort
-            hashed, word = sorted_slots[2 * i], sorted_slots[2 * i + 1]
+    """Sort each stretch, which stays in the cache: by more bits of the hash, then the handful with the same ones."""
+    fine, fine_ends = np.empty(0, np.uint64), np.zeros(_FINE + 1, np.int64)
+    begin = np.int64(0)
+    for b in range(ends.size - 1):
+        end = ends[b]
+        size = end - begin
+        if fine.size < 2 * size + 2:
+            fine = np.empty(4 * size + 2, np.uint64)
+        fine_ends[:] = 0
+        _place(coarse[2 * begin : 2 * end], fine, fine_ends, part_bits, bits, _FINE_BITS)
+        for i in range(1, size):
+            hashed, word = fine[2 * i], fine[2 * i + 1]
             j = i - 1
-            while j >= begin and sorted_slots[2 * j] > hashed:
-                sorted_slots[2 * j + 2], sorted_slots[2 * j + 3] = sorted_slots[2 * j], sorted_slots[2 * j + 1]
+            while j >= 0 and fine[2 * j] > hashed:
+                fine[2 * j + 2], fine[2 * j + 3] = fine[2 * j], fine[2 * j + 1]
                 j -= 1
-            sorted_slots[2 * j + 2], sorted_slots[2 * j + 3] = hashed, word
+            fine[2 * j + 2], fine[2 * j + 3] = hashed, word
+        for i in range(size):
+            x, word = fine[2 * i], fine[2 * i + 1]
+            x = (x ^ (x >> np.uint64(31)) ^ (x >> np.uint64(62))) * inverses[0]
+            x = (x ^ (x >> np.uint64(27)) ^ (x >> np.uint64(54))) * inverses[1]
+            keys[begin + i] = np.int64(x ^ (x >> np.uint64(30)) ^ (x >> np.uint64(60)) ^ table_id)
+            counts[begin + i] = np.int64(word >> _HALF)
+            if positions.size:
+                positions[((np.int64(word & _NUMBER) - 1) << part_bits) + part] = first + begin + i
         begin = end
-    for i in range(keys.size):
-        x, word = sorted_slots[2 * i], sorted_slots[2 * i + 1]
-        x = (x ^ (x >> np.uint64(31)) ^ (x >> np.uint64(62))) * inverses[0]
-        x = (x ^ (x >> np.uint64(27)) ^ (x >> np.uint64(54))) * inverses[1]
-        keys[i] = np.int64(x ^ (x >> np.uint64(30)) ^ (x >> np.uint64(60)) ^ table_id)
-        counts[i] = np.int64(word >> _HALF)
-        positions[((np.int64(word & _NUMBER) - 1) << part_bits) + part] = first + i
 
 
 class UniqueKeys:
@@ -230,25 +271,29 @@ class UniqueKeys:
             _take_back(keys, self.table_id, part, self._bits, self._slots[part], self._carried[part], before)
             self.counts[part] = before
 
-    def sorted(self, pool: Executor | None = None) -> tuple[I8, I8, I4]:
-        """Return keys (K,) in hash order, their counts (K,), and the place of each number among them.
+    def sorted(self, pool: Executor | None = None, *, with_positions: bool = True) -> tuple[I8, I8, I4]:
+        """Return keys (K,) in hash order, their counts (K,), and the place of each number among them, if wanted.
 
         The table is empty then.
         """
         firsts = np.cumsum([0, *self.counts]).tolist()
         keys, counts = np.empty(firsts[-1], np.int64), np.empty(firsts[-1], np.int64)
-        positions = np.empty(max(self.counts) << self._bits, np.int32)
+        carries = any(carried.size for carried in self._carried)
+        positions = np.empty(max(self.counts) << self._bits if with_positions or carries else 0, np.int32)
 
         def sort(part: int) -> None:
             low, high = firsts[part], firsts[part + 1]
             slots, carried, self._slots[part] = self._slots[part], self._carried[part], _slots(64)
-            bits = max(0, (high - low).bit_length() - 3)
-            _sort(
-                slots, self.table_id, part, self._bits, bits, _INVERSES, low, np.empty(2 * (high - low), np.uint64),
-                np.zeros((1 << bits) + 1, np.int64), positions, keys[low:high], counts[low:high],
+            bits = max(0, (high - low).bit_length() - 12)
+            coarse, ends = np.empty(2 * (high - low) + 2, np.uint64), np.zeros((1 << bits) + 1, np.int64)
+            _spread(slots, coarse, ends, self._bits, bits)
+            _finish(
+                coarse, ends, self.table_id, part, self._bits, bits, _INVERSES, low, positions, keys[low:high],
+                counts[low:high],
             )  # fmt: skip
             size = min(carried.size, high - low)
-            counts[positions[np.arange(size) * self.parts + part]] += carried[:size]
+            if size:
+                counts[positions[np.arange(size) * self.parts + part]] += carried[:size]
 
         list((map if pool is None else pool.map)(sort, range(self.parts)))
         self.counts, self._carried = [0] * self.parts, [NONE_I8] * self.parts

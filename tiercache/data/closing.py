@@ -42,7 +42,7 @@ def close_pass(open_pass: OpenPass, path: Path, workers: Workers) -> SubDatasetR
     positions: dict[str, NDArray[np.int32]] = {}
 
     def sort(name: str) -> None:
-        keys, counts, positions[name] = open_pass.unique[name].sorted()
+        keys, counts, positions[name] = open_pass.unique[name].sorted(with_positions=values is not None)
         writer.write(f"keys.{name}", 0, keys)
         writer.write(f"counts.{name}", 0, counts)
 

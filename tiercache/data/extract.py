@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiercache.data.closing import PassCloser
 from tiercache.data.cuts import Cut, Cutter
 from tiercache.data.dataset import PassDataset
-from tiercache.data.encode import check_first_rows, encode
+from tiercache.data.encode import check_first_rows, encode_dense, encode_feature, encode_label
 from tiercache.data.frequency import FrequencyFilter, KeyCounter, decide, run_name
 from tiercache.data.inputs import find_inputs
 from tiercache.data.keyset import open_key_set
@@ -19,6 +20,7 @@ from tiercache.data.manifest import MANIFEST, RARE_KEYS, Manifest, file_name
 from tiercache.data.memory import MemoryShares
 from tiercache.data.pass_builder import PassBuilder
 from tiercache.data.progress import ExtractionProgress, ProgressReporter
+from tiercache.data.raw_batch import RawBatch
 from tiercache.data.resume import ExtractionState, WorkFolder, check_same
 from tiercache.data.row_budget import RowBudget
 from tiercache.data.row_budget import device_bytes as row_device_bytes
@@ -187,7 +189,7 @@ class _Extraction:
 
         self.reporter.begin("count")
         for batch in self._batches(state):
-            is_full = counter.add(encode(self.layout.schema, batch))
+            is_full = counter.add(self._encoded(batch))
             self._tell(batch)
             if is_full:
                 row = batch.first_row + batch.columns.num_rows
@@ -242,7 +244,7 @@ class _Extraction:
         self.reporter.begin("number")
         try:
             for batch in self._batches(state):
-                samples = encode(self.layout.schema, batch)
+                samples = self._encoded(batch)
                 if wanted is not None:
                     samples = wanted.apply(samples)
                 builder.note(batch)
@@ -257,10 +259,27 @@ class _Extraction:
         return closer.state
 
     def _batches(self, state: ExtractionState) -> Iterator[SourceBatch]:
-        """Read from the state's cursor on, within the memory limit."""
-        return self.source.batches(
-            state.file_index, state.row, batch_bytes=self.memory.chunk // 2, use_threads=self.memory.use_threads
+        """Read from the state's cursor on, within the memory limit; the next batch while one is used."""
+        memory = self.memory
+        batches = self.source.batches(
+            state.file_index, state.row, batch_bytes=memory.chunk // 2, use_threads=memory.use_threads
         )
+        return self.workers.ahead(batches)
+
+    def _encoded(self, batch: SourceBatch) -> RawBatch:
+        """Turn rows into samples. Raises SourceError naming file, row and column."""
+        schema, found = self.layout.schema, dict[str, Any]()
+
+        def encode(name: str, column: Callable[[], Any]) -> None:
+            found[name] = column()
+
+        work: dict[str, Callable[[], Any]] = {
+            "": partial(encode_label, schema, batch),
+            "dense": partial(encode_dense, schema, batch),
+        }
+        work |= {f"feature {f.name}": partial(encode_feature, f, batch) for f in schema.features}
+        self.workers.run(partial(encode, *one) for one in work.items())
+        return RawBatch(found[""], found["dense"], {f.name: found[f"feature {f.name}"] for f in schema.features})
 
     def _tell(self, batch: SourceBatch) -> None:
         self.reporter.samples += batch.columns.num_rows

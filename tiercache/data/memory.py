@@ -10,7 +10,7 @@ from tiercache.sizes import format_bytes
 __all__ = ["MemoryShares"]
 
 _SMALLEST_CHUNK = 256 << 10
-_LARGEST_CHUNK = 48 << 20
+_LARGEST_CHUNK = 128 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

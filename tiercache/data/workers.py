@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from concurrent.futures import Future
 
 __all__ = ["Workers"]
@@ -50,6 +51,15 @@ class Workers:
             errors = [error for helper in helpers if not helper.cancelled() and (error := helper.exception())]
         if errors:
             raise errors[0]
+
+    def ahead(self, items: Iterator[_T]) -> Iterator[_T]:
+        """Yield the items; while one is used the next one is made, on a thread of its own."""
+        end = object()
+        with closing(items), ThreadPoolExecutor(1, "reading") as thread:  # type: ignore[type-var]
+            coming = thread.submit(next, items, end)
+            while (item := coming.result()) is not end:
+                coming = thread.submit(next, items, end)
+                yield item  # type: ignore[misc]
 
     def close(self) -> None:
         """Wait for the threads to end."""
