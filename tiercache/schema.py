@@ -252,6 +252,8 @@ class Schema:
             if format is None:
                 return schema
             return dataclasses.replace(schema, source=SourceFormat(format=format, columns=schema.source.columns))  # type: ignore[arg-type]
+        if schema is None and format != "criteo":
+            raise SchemaError('no schema was given: give the path of a TOML file; only format "criteo" needs none')
         from tiercache.schema_toml import load_schema
 
         return load_schema(schema, format)

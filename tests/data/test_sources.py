@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -178,17 +179,21 @@ class Keyed(Jagged):
 
 
 def test_a_keyed_jagged_tensor_is_its_features() -> None:
-    """Known by its methods; the schema names the column of weights."""
+    """Known by its methods, in a dict or in torchrec's Batch; the schema names the column of weights."""
     keyed = Keyed(u=Jagged([5, 6, 7], [0, 2, 2, 3], [0.5, 1.5, 2.0]), v=Jagged([1], [0, 0, 1, 1]))
     schema = Schema(
         label="y",
+        dense=(tc.DenseFeature(column="d"),),
         features=(
             tc.Feature(name="u", hotness="ragged", weights="w"),
             tc.Feature(name="v", hotness="ragged"),
         ),
     )
-    found = rows_of([{"sparse": keyed, "y": torch.tensor([0.0, 1.0, 1.0])}], schema)
-    assert [(r["u"], r["w"], r["v"]) for r in found] == [([5, 6], [0.5, 1.5], []), ([], [], [1]), ([7], [2.0], [])]
+    dense, label = torch.tensor([[3.0], [4.0], [5.0]]), torch.tensor([0.0, 1.0, 1.0])
+    batch = SimpleNamespace(dense_features=dense, sparse_features=keyed, labels=label)
+    wanted = [(3, 0, [5, 6], [0.5, 1.5], []), (4, 1, [], [], [1]), (5, 1, [7], [2.0], [])]
+    for item in ({"sparse": keyed, "y": label, "dense": dense}, batch):
+        assert [(r["d"], r["y"], r["u"], r["w"], r["v"]) for r in rows_of([item], schema)] == wanted
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,17 @@ __all__ = ["extract"]
 
 
 def extract(
-    data: Annotated[list[str], typer.Argument(help="Files, folders and patterns: Parquet, Arrow IPC, CSV, TSV.")],
-    schema: Annotated[Path, typer.Option(help="What the columns mean: a TOML file.")],
+    data: Annotated[
+        list[str], typer.Argument(help="Files, folders, patterns and URLs: Parquet, Arrow IPC, CSV, TSV, NumPy.")
+    ],
     out: Annotated[Path, typer.Option(help="The directory of the dataset.")],
     device_budget: Annotated[str, typer.Option(help="What the rows of a pass may take, such as 8GiB.")],
+    schema: Annotated[
+        Path | None, typer.Option(help="What the columns mean: a TOML file; not needed with --format criteo.")
+    ] = None,
+    format: Annotated[  # noqa: A002 - what users call it
+        str | None, typer.Option(help="Of every file, whatever its suffix: as [source] format in the schema.")
+    ] = None,
     devices: Annotated[int, typer.Option(help="How many devices of that budget hold a pass together.")] = 1,
     split_by: Annotated[str, typer.Option(help="Where passes end: budget, rows=N, file, column=NAME.")] = "budget",
     batch_multiple: Annotated[
@@ -40,6 +47,7 @@ def extract(
             schema,
             out,
             device_budget=device_budget,
+            format=format,
             devices=devices,
             split_by=split_by,
             batch_multiple=batch_multiple,

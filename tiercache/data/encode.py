@@ -150,11 +150,12 @@ def _keys(
             values = _whole(feature, batch, column, values, lengths)
         words = _words(values, hashed)
         keys = words.view(np.int64)
-        taken = keys <= RESERVED[1]
-        if taken.any() and (taken := taken & ~_null_mask(values)).any():
-            at = int(taken.argmax())
-            what = f"key {keys[at]} is reserved: keys start at {RESERVED[1] + 1}"
-            raise batch.error(_row(at, lengths), column, what)
+        if keys.size and int(keys.min()) <= RESERVED[1]:
+            taken = (keys <= RESERVED[1]) & ~_null_mask(values)
+            if taken.any():
+                at = int(taken.argmax())
+                what = f"key {keys[at]} is reserved: keys start at {RESERVED[1] + 1}"
+                raise batch.error(_row(at, lengths), column, what)
         if feature.num_buckets is not None and hashed:
             keys = _bounded(feature, xxh64_words(words.reshape(-1, 1)))
     if values.null_count:

@@ -201,7 +201,7 @@ def _describe(path: Path | str, given: str | None) -> InputFile:
     pure, split = PurePosixPath(path), ""
     if isinstance(path, Path):
         name, _, part = path.name.partition("#")
-        if name == FEATURE_SPEC:
+        if name == FEATURE_SPEC or given == "split_binary":
             path, split = path.with_name(name), part or "train"
     is_folder = isinstance(path, Path) and path.is_dir()
     kind = ("split_binary", "", None) if split else ("numpy", "", None) if is_folder else _kind(pure, given)

@@ -111,6 +111,8 @@ class PythonReader(FileReader):
                 f"{self._file.path}, batch {number} is {type(item).__name__}: give dicts of arrays, named tuples, data "
                 "frames, KeyedJaggedTensors, or tuples of as many arrays as [source] columns has names"
             )
+        if hasattr(item, "sparse_features") and self._schema.label is not None:
+            values[self._schema.label] = values.pop("label")
         for name in [name for name, value in values.items() if _is_keyed(value)]:
             values |= self._jagged(values.pop(name))
         dense = [spec.column for spec in self._schema.dense]
