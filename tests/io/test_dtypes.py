@@ -18,7 +18,7 @@ from tests.files import files_of
 from tests.io.cases import FORMATS, keeps_state
 from tiercache.errors import ImportExportWarning
 from tiercache.io import exporting
-from tiercache.io.free_space import free_space_in
+from tiercache.io.staging import enough_space
 from tiercache.store import Adagrad, MemoryEngine, Store, Table, Uniform, fill
 from tiercache.store.vectors import ITEM_BYTES, from_bits, nearest, to_bits
 
@@ -109,9 +109,9 @@ def test_the_room_that_an_export_asks_for_is_what_it_takes(
 
     def noted(folder: Path, needed: int, *others: str) -> AbstractContextManager[None]:
         asked.append(needed)
-        return free_space_in(folder, needed, *others)
+        return enough_space(folder, needed, *others)
 
-    monkeypatch.setattr(exporting, "free_space_in", noted)
+    monkeypatch.setattr(exporting, "enough_space", noted)
     with Store.open(None, tables=[wide], engine=MemoryEngine()) as store, warnings.catch_warnings():
         warnings.simplefilter("ignore", ImportExportWarning)
         fill(store, [("t", (np.arange(ROWS, dtype=np.int64), fields))])

@@ -54,9 +54,9 @@ def test_keys_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     """One that is missing, and a folder."""
-    with pytest.raises(ImportExportError, match=r"keys cannot be read \(No such file or directory\): check the path"):
+    with pytest.raises(ImportExportError, match=r"there is no .*keys: check the path"):
         read_key_set(tmp_path / "keys", "int64")
-    with pytest.raises(ImportExportError, match=r"cannot be read \(Is a directory\): check the path"):
+    with pytest.raises(ImportExportError, match="is no regular file"):
         read_key_set(tmp_path, "int64")
 
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from tiercache.cli.output import Json, Output, Quiet
+
 __all__ = ["extract"]
 
 
@@ -25,7 +27,8 @@ def extract(
     prior_counts: Annotated[
         list[Path] | None, typer.Option(help="An earlier dataset whose counts go on; may be given several times.")
     ] = None,
-    quiet: Annotated[bool, typer.Option(help="Show nothing but errors.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Turn files of samples into passes that fit the device.
 
@@ -34,8 +37,9 @@ def extract(
     from tiercache.data.extract import extract as run
     from tiercache.errors import ExtractionError
 
+    output = Output(as_json, quiet)
     try:
-        run(
+        made = run(
             data,
             schema,
             out,
@@ -46,7 +50,9 @@ def extract(
             min_count=min_count,
             memory_limit=memory_limit,
             prior_counts=prior_counts or [],
-            progress=not quiet,
+            progress=output.is_text,
         )
     except KeyboardInterrupt:
         raise ExtractionError(f"stopped; the same command goes on from the last closed pass in {out}") from None
+    if as_json:
+        output.result({"path": str(out), "passes": len(made), "samples": made.samples}, "")

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tiercache.atomic_io import publish, sync
 from tiercache.errors import ImportExportError
-from tiercache.io.column_file import ColumnFile
 from tiercache.io.export_manifest import file_name
-from tiercache.io.staging import staging_directory
+from tiercache.io.staging import file_errors, staging_directory, to_path
+from tiercache.io.table_reader import regular_file
+from tiercache.io.table_writer import ColumnFile
 
 if TYPE_CHECKING:
+    import os
+    from pathlib import Path
+
     from numpy.typing import NDArray
 
     from tiercache.data.dataset import PassDataset
@@ -27,20 +29,15 @@ _CHUNK_KEYS = 1 << 20
 
 def read_key_set(path: str | os.PathLike[str], dtype: str) -> NDArray[np.int64] | NDArray[np.uint32]:
     """Return the keys of a file, in its order and its dtype: a memory map, read-only. Raises ImportExportError."""
-    path, kind = Path(path), _dtype(dtype)
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            if size and not size % kind.itemsize:
-                return np.memmap(file, dtype=kind, mode="r")
-    except OSError as error:
-        raise ImportExportError(
-            f"the key set {path} cannot be read ({error.strerror or error}): check the path"
-        ) from error
-    if size % kind.itemsize:
-        raise ImportExportError(
-            f"{path} has {size:,} bytes, which are no whole {dtype} keys: check dtype, or write it again"
-        )
+    path, kind = to_path(path), _dtype(dtype)
+    with file_errors(f"reading the key set {path}"):
+        size = regular_file(path).stat().st_size
+        if size % kind.itemsize:
+            raise ImportExportError(
+                f"{path} has {size:,} bytes, which are no whole {dtype} keys: check dtype, or write it again"
+            )
+        if size:
+            return np.memmap(path, dtype=kind, mode="r")
     return np.empty(0, dtype=kind)  # nothing cannot be mapped
 
 
@@ -49,9 +46,9 @@ def write_key_set(path: str | os.PathLike[str], keys: NDArray[np.int64], dtype: 
 
     Raises ImportExportError for keys that uint32 cannot hold.
     """
-    path = Path(path)
+    path = to_path(path)
     _dtype(dtype)
-    with staging_directory(path, replaces=True) as draft:
+    with file_errors(f"writing the key set {path}"), staging_directory(path, replaces=True) as draft:
         _write(draft / path.name, keys, dtype)
         publish(draft / path.name, path)
 
@@ -61,10 +58,10 @@ def export_key_sets(passes: PassDataset, out: str | os.PathLike[str], dtype: str
 
     The folder gets its name when all is on disk. Raises ImportExportError.
     """
-    out = Path(out)
+    out = to_path(out)
     if out.exists():
         raise ImportExportError(f"{out} exists: give the key sets a path that is free")
-    with staging_directory(out) as draft:
+    with file_errors(f"writing key sets to {out}"), staging_directory(out) as draft:
         for table in passes.tables:
             folder = draft / file_name(table)
             folder.mkdir(parents=True)
