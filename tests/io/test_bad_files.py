@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
+import os
 import pickle
 import shutil
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +22,13 @@ import tiercache as tc
 from tests.files import flip
 from tests.io.cases import FORMATS, filled, random_rows, table
 from tiercache.errors import ImportExportError
+from tiercache.io.key_set_file import read_key_set
+from tiercache.io.numpy_format import map_array
 from tiercache.io.table_writer import ColumnFile
 from tiercache.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 ITEM = table("item", 2, "adagrad")
 ROWS = random_rows([ITEM], [50])
@@ -200,6 +205,80 @@ def test_a_state_dict_runs_no_code(tmp_path: Path, exports: Path, monkeypatch: p
     path.write_bytes(pickle.dumps({"weight": Bomb()}))
     refused(tmp_path / "out", tmp_path / "s.tc", "is no whole state dict of tensors", initial_state=True)
     assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path, exports: Path, format_: str) -> None:
+    """In place of any file of any format, of the manifest, a state dict or a key set."""
+    source = tmp_path / "out"
+    shutil.copytree(exports / format_, source)
+    names = [path for path in source.rglob("*") if path.is_file()]
+    assert len(names) > 1
+    for path in names:
+        path.rename(tmp_path / "kept")
+        os.mkfifo(path)
+        refused(source, tmp_path / "s.tc", f"{path.name} is no regular file", initial_state=True)
+        path.unlink()
+        (tmp_path / "kept").rename(path)
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ImportExportError, match="fifo is no regular file"):
+        read_key_set(tmp_path / "fifo", "int64")
+    refused(tmp_path / "fifo", tmp_path / "s.tc", "there is no folder", format=format_, tables=[ITEM])
+
+
+@pytest.mark.filterwarnings("ignore:Reading")
+def test_a_damaged_npy_header_is_a_sentence(tmp_path: Path, exports: Path) -> None:
+    """Any byte of it for any other: NumPy reads it as Python, and raises what Python raises."""
+    shutil.copytree(exports / "numpy", tmp_path / "out")
+    path = tmp_path / "out" / "item" / "vector.npy"
+    whole = path.read_bytes()
+    for at, byte in itertools.product(range(128), b"\0\xff({'L9\n"):
+        path.write_bytes(whole[:at] + bytes([byte]) + whole[at + 1 :])
+        with suppress(ImportExportError):
+            map_array(path)
+    path.write_bytes(whole.replace(b"(50, 2)", b"(50, 2("))
+    refused(tmp_path / "out", tmp_path / "s.tc", "vector.npy is no whole array of numbers")
+
+
+def test_a_path_with_nul_is_refused(tmp_path: Path, exports: Path) -> None:
+    """From Python as from the command line."""
+    for arguments in (("a\0b", tmp_path / "s.tc"), (exports / "numpy", "a\0b")):
+        with pytest.raises(ImportExportError, match="has a NUL character: give one without"):
+            tc.import_store(*arguments)
+    with filled(None, [ITEM], ROWS) as store, pytest.raises(ImportExportError, match="has a NUL character"):
+        tc.export_store(store, "a\0b", format="numpy")
+
+
+@contextmanager
+def nobody() -> Iterator[None]:
+    """Have the rights of nobody, where the tests run as root."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+def test_what_may_not_be_read_or_written_is_named(tmp_path: Path, exports: Path) -> None:
+    """One sentence, of the same kind as all others."""
+    for folder in (tmp_path, *tmp_path.parents[:-2]):
+        folder.chmod(0o755)
+    for format_ in FORMATS:
+        shutil.copytree(exports / format_, tmp_path / format_)
+        for path in (tmp_path / format_).rglob("*"):
+            if path.is_file() and path.name != "tables.json":
+                path.chmod(0)
+        with nobody():
+            refused(tmp_path / format_, tmp_path / "s.tc", "the import of .*Permission denied", initial_state=True)
+    with filled(None, [ITEM], ROWS) as store:
+        with nobody(), pytest.raises(ImportExportError, match=r"the export to .*: Permission denied$"):
+            tc.export_store(store, tmp_path / "new" / "out", format="numpy")
+        (tmp_path / "numpy" / "tables.json").chmod(0)
+    with nobody():
+        refused(tmp_path / "numpy", tmp_path / "s.tc", r"tables.json: Permission denied$")
 
 
 def test_a_hugectr_folder_whose_sizes_disagree_is_refused(tmp_path: Path, exports: Path) -> None:

@@ -83,6 +83,16 @@ def test_rows_without_their_state_are_exported_and_imported_where_that_is_asked_
         assert {t.name for t in copy.tables} == {"sgd", "adam"}
 
 
+def test_one_warning_names_all_tables_whose_state_stays_behind(tmp_path: Path) -> None:
+    """Not one for each of them."""
+    tables = [table(f"t{i}", 2, "adagrad") for i in range(8)]
+    with filled(None, tables, random_rows(tables, [3] * 8)) as store, pytest.warns(ImportExportWarning) as caught:
+        tc.export_store(store, tmp_path / "out", format="torch")
+    (only,) = caught
+    assert all(f"'t{i}' (sum)" in str(only.message) for i in range(8))
+    assert only.filename == __file__
+
+
 @pytest.mark.parametrize("format_", FORMATS)
 def test_the_shared_rows_of_a_store_come_back(tmp_path: Path, format_: str) -> None:
     """The listing says that the two reserved keys are the out-of-vocabulary row and the null row."""

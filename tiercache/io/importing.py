@@ -67,7 +67,7 @@ def import_store(
 
     Raises ImportExportError, StoreFullError, and what ``Store.open`` raises.
     """
-    place = "the given arrays" if isinstance(source, Mapping) else to_path(source)
+    place = "the dict of arrays" if isinstance(source, Mapping) else to_path(source)
     store = store if isinstance(store, Store) else to_path(store)
     given = store.tables if isinstance(store, Store) else None if tables is None else tuple(tables)
     if given == ():
