@@ -129,7 +129,8 @@ def regular_file(path: Path) -> Path:
 def parsing(path: Path, what: str) -> Iterator[Path]:
     """Yield a regular file for a library to read; whatever the library raises for damage becomes one sentence."""
     try:
-        yield regular_file(path)
+        regular_file(path).open("rb").close()  # libraries differ in what they say of a missing permission
+        yield path
     except (ImportExportError, PermissionError, MemoryError):
         raise
     except Exception as error:  # a damaged .npy header is a SyntaxError, a damaged pickle anything
