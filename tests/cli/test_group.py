@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,15 @@ def test_every_command_is_tried() -> None:
     assert names - COMMANDS.keys() <= {"plan", "report"}
 
 
+def test_the_pages_use_commands_that_exist() -> None:
+    """In the README and in docs, in blocks of code and in lines."""
+    root = Path(__file__).parents[2]
+    text = "".join(page.read_text() for page in [root / "README.md", *(root / "docs").glob("*.md")])
+    code = "\n".join(re.findall(r"```.*?```|`[^`]+`", text, re.DOTALL))
+    used = set(re.findall(r"^`?tiercache ([a-z]+)", code, re.MULTILINE))
+    assert {"extract", "import", "lookup"} <= used <= {command.name for command in app.registered_commands}
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_json_is_one_value_and_quiet_is_silent(folder: Path, command: str) -> None:
     """Nothing else is on standard output; with --quiet nothing is on standard error either."""
@@ -103,6 +113,21 @@ def test_info_and_verify_take_a_dataset(folder: Path) -> None:
     assert "sub-dataset 1" in error_of("verify", "passes")
     (problem,) = told("verify", "passes", code=1)["problems"]
     assert "sub-dataset 1" in problem
+
+
+def test_a_store_is_put_in_the_order_of_a_dataset_and_a_dataset_is_cut(folder: Path) -> None:
+    """Each says what it did; a store that follows the dataset already is left as it is."""
+    assert "commit 2 has the rows in the order of passes" in run("reorganize", "s.tc", "passes")
+    assert "s.tc follows passes already" in run("reorganize", "s.tc", "passes")
+    assert told("reorganize", "s.tc", "passes") == {"commit": 2, "rewritten": False}
+    assert "new has 9 passes with 5,000 samples" in run(
+        "repartition", "passes", "new", "--rows", "650", "--batch-multiple", "50"
+    )
+    assert told("info", "new")["samples"] == 5000
+    assert "give either device_budget or rows" in error_of("repartition", "passes", "other")
+    with tc.Store.open("empty.tc", tables=tc.PassDataset.open("passes").tables):
+        pass
+    assert "empty.tc has no commit, so it may follow any dataset" in run("reorganize", "empty.tc", "passes")
 
 
 def test_what_is_neither_store_nor_dataset_is_said(folder: Path) -> None:

@@ -128,7 +128,7 @@ def test_rollback_and_compact_make_commits(trained: tuple[Path, dict[int, World]
     assert [commit["id"] for commit in shown["commits"]] == [1, 2, 3]
     assert shown["space_amplification"] > 1
     text = run("info", path)
-    assert "commits 1 to 3 (the newest 3 are kept)" in text
+    assert "commits 1, 2, 3 (the newest 3 are kept)" in text
     assert "live ranges" not in text
     assert text.count("\n") < 20 < run("info", path, "--segments").count("\n") + 10
     assert told("rollback", path, "--to", 2) == {"commit": 4, "pass": 3, "sample": 0}

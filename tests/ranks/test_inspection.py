@@ -51,6 +51,7 @@ def test_info_counts_every_row_once(path: Path) -> None:
     assert "column: 2 on rank 0, 2 on rank 1, 1 on rank 2" in shown
     assert "table: rank 2" in shown
     assert "part-0-2" in shown
+    assert "segments of shard 2" in run("info", path, "--segments")
     assert is_sharded(path)
     assert not is_sharded(path / "part-0-0")
 

@@ -28,9 +28,9 @@ def show(console: Console, found: dict[str, Any], *, segments: bool) -> None:
     elif found["segments"]:
         lines.append(("segments", _segments_line(found)))
     if found["commits"]:
-        ids = [commit["id"] for commit in found["commits"]]
-        kept = f"{ids[0]} to {ids[-1]}" if len(ids) > 1 else f"{ids[0]}"
-        lines.append(("kept", f"commit{'s' if len(ids) > 1 else ''} {kept} (the newest {found['retention']} are kept)"))
+        ids = [str(commit["id"]) for commit in found["commits"]]
+        shown = ", ".join(["...", *ids[-8:]] if len(ids) > 8 else ids)
+        lines.append(("kept", f"commits {shown} (the newest {found['retention']} are kept)"))
     for name, text in lines:
         console.print(f"  {name:9}{text}", highlight=False, soft_wrap=True)
     console.print(_tables(found["tables"], is_sharded=is_sharded))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from tiercache.data.raw_batch import RESERVED
 from tiercache.errors import ImportExportError, ImportExportWarning
 from tiercache.io.export_manifest import MANIFEST, ExportedTable, ExportManifest, file_name
 from tiercache.io.formats import find_format
-from tiercache.io.staging import enough_space, file_errors, staging_directory, to_path
+from tiercache.io.staging import check_space, file_errors, staging_directory, to_path
 from tiercache.store import Store
 from tiercache.store.scan import SCAN_BYTES
 from tiercache.store.serving import changed_rows
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-    from tiercache.io.formats import Format
     from tiercache.ranks.sharded_store import ShardedStore
     from tiercache.store.scan import Chunk
     from tiercache.store.table import Table
@@ -57,54 +56,39 @@ def export_store(
     Raises ImportExportError, what ``Store.open`` raises for reading, and what ``Store.scan`` and ``Store.changes``
     raise.
     """
-    out = to_path(out)
+    out, chosen = to_path(out), find_format(format)
     with file_errors(f"the export to {out}"), ExitStack() as stack:
         if isinstance(store, (str, os.PathLike)):
             store = stack.enter_context(Store.open(to_path(store), mode="r"))
-        return _export(store, out, find_format(format), format, tables, since, with_state, memory_bytes, progress)
-
-
-def _export(
-    store: Store | ShardedStore,
-    out: Path,
-    chosen: Format,
-    name: str,
-    tables: Iterable[str] | None,
-    since: int | None,
-    with_state: bool,
-    memory_bytes: int,
-    progress: Callable[[int, int], None] | None,
-) -> ExportManifest:
-    wanted = _tables(store, tables)
-    if store.commit is None:
-        raise ImportExportError(f"{store.label} has no commit, so no rows to export: train it or import into it first")
-    if out.exists():
-        raise ImportExportError(f"{out} exists: give the export a path that is free")
-    counts = {table.name: _count(store, table, since) for table in wanted}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    fields = {table.name: chosen.fields(table, with_state=with_state) for table in wanted}
-    needed = sum(counts[table.name] * chosen.row_bytes(fields[table.name]) for table in wanted)
-    _warn_of_state(name, [table for table in wanted if with_state and len(fields[table.name]) < len(table.fields)])
-    done, total = 0, sum(counts.values())
-    exported = []
-    advice = "free some, export fewer tables, or export elsewhere"
-    with enough_space(out.parent, needed, "the export", advice), staging_directory(out) as draft:
+        wanted = _tables(store, tables)
+        if store.commit is None:
+            raise ImportExportError(f"{store.label} has no commit, so no rows to export: train it or import into it")
+        if out.exists():
+            raise ImportExportError(f"{out} exists: give the export a path that is free")
+        counts = {table.name: _count(store, table, since) for table in wanted}
+        fields = {table.name: chosen.fields(table, with_state=with_state) for table in wanted}
+        _warn_of_state(format, [one for one in wanted if with_state and len(fields[one.name]) < len(one.fields)])
+        out.parent.mkdir(parents=True, exist_ok=True)
+        needed = sum(counts[table.name] * chosen.row_bytes(fields[table.name]) for table in wanted)
+        check_space(out.parent, needed, "the export")
+        draft = stack.enter_context(staging_directory(out))
+        done, total, exported = 0, sum(counts.values()), []
         for table in wanted:
-            written, reserved = 0, False
+            written, reserved, width = 0, False, len(fields[table.name])
             writer = chosen.write(draft, file_name(table), table, fields[table.name], counts[table.name])
             for keys, values in _rows(store, table, since, memory_bytes, draft):
-                writer.write((keys, values[: len(fields[table.name])]))
+                writer.write((keys, values[:width]))
                 reserved = reserved or bool(np.any(keys <= RESERVED[1]))
                 written += keys.size
                 if progress is not None:
-                    progress(done := done + keys.size, total)
+                    progress(done + written, total)
             writer.close()
             assert written == counts[table.name]
-            has_state = len(fields[table.name]) > 1
-            exported.append(ExportedTable(table=table, rows=written, has_state=has_state, reserved_keys=reserved))
-        settings: dict[str, Any] = dict(store.commit.settings if isinstance(store, Store) else store.settings)
+            done += written
+            exported.append(ExportedTable(table=table, rows=written, has_state=width > 1, reserved_keys=reserved))
+        settings = store.commit.settings if isinstance(store, Store) else store.settings
         steps = settings.get("steps") if any(one.needs_steps for one in exported) else None
-        manifest = ExportManifest(format=name, tables=tuple(exported), steps=steps, since=since)
+        manifest = ExportManifest(format=format, tables=tuple(exported), steps=steps, since=since)
         write_whole(draft / MANIFEST, manifest.to_bytes())
         for folder in (*(entry for entry in draft.iterdir() if entry.is_dir()), draft):
             sync(folder)
@@ -146,5 +130,5 @@ def _warn_of_state(name: str, tables: list[Table]) -> None:
     warnings.warn(
         f"format {name!r} has no place for the optimizer state of {names}: only the vectors are exported",
         ImportExportWarning,
-        stacklevel=4,
+        stacklevel=3,
     )

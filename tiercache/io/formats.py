@@ -1,23 +1,32 @@
-"""The formats by name. Each has a module, ``tiercache.io.NAME_format``, that is loaded when the format is used."""
+"""How tables are written and read: `Format` by name, and the writer that every format builds on.
+
+Each format has a module, ``tiercache.io.NAME_format``, that is loaded when the format is used.
+"""
 
 from __future__ import annotations
 
+import os
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from tiercache.errors import ImportExportError
-from tiercache.store.vectors import ITEM_BYTES
+from tiercache.store.vectors import ITEM_BYTES, to_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
     from tiercache.io.table_reader import TableReader
-    from tiercache.io.table_writer import TableWriter
+    from tiercache.store.scan import Chunk
     from tiercache.store.table import Field, Table
 
-__all__ = ["FORMATS", "Format", "find_format"]
+__all__ = ["FORMATS", "ColumnFile", "ColumnWriter", "Format", "TableWriter", "find_format"]
 
 FORMATS = ("numpy", "parquet", "safetensors", "hugectr", "torch")
 
@@ -55,3 +64,68 @@ def find_format(name: str) -> Format:
     found = import_module(f"tiercache.io.{name}_format").FORMAT
     assert isinstance(found, Format)
     return found
+
+
+class TableWriter(ABC):
+    """Takes the rows of one table."""
+
+    @abstractmethod
+    def write(self, chunk: Chunk) -> None:
+        """Append keys (n,) and fields (n, width)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish the files; on return they are on disk."""
+
+
+class ColumnFile:
+    """A column of a known size on its way into a file, from byte ``offset`` on; several may share a file."""
+
+    def __init__(self, path: Path, *, header: bytes = b"", offset: int | None = None, dtype: str = "float32") -> None:
+        """``header`` is written first; with ``offset`` the file exists already and keeps the bytes before it.
+
+        ``dtype``: "bfloat16" or "float16" where float32 numbers are written as such.
+        """
+        self._dtype = dtype
+        self._file = path.open("wb" if offset is None else "r+b")
+        if offset is None:
+            self._file.write(header)
+        else:
+            self._file.seek(offset)
+
+    def write(self, values: NDArray[Any]) -> None:
+        """Append the bytes of an array, little-endian."""
+        if self._dtype != "float32":
+            values = to_bits(values, self._dtype)
+        little = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
+        self._file.write(little.view(np.uint8).data if little.size else b"")
+
+    def close(self) -> None:
+        """Return when the bytes are on disk; a second time does nothing."""
+        if not self._file.closed:
+            with self._file:  # closed also where the disk is full
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+
+class ColumnWriter(TableWriter):
+    """A table whose columns are plain bytes: keys, then each field."""
+
+    def __init__(
+        self, keys: ColumnFile, fields: Sequence[ColumnFile], finish: Callable[[], None] = lambda: None
+    ) -> None:
+        """``finish`` is called when all columns are on disk."""
+        self._keys, self._fields, self._finish = keys, fields, finish
+
+    def write(self, chunk: Chunk) -> None:
+        """Append a chunk of rows."""
+        keys, fields = chunk
+        self._keys.write(keys)
+        for column, values in zip(self._fields, fields, strict=True):
+            column.write(values)
+
+    def close(self) -> None:
+        """Return when everything is on disk."""
+        for column in (self._keys, *self._fields):
+            column.close()
+        self._finish()

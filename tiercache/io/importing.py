@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiercache.errors import ImportExportError, ImportExportWarning, TierCacheError
+from tiercache.errors import ImportExportError, ImportExportWarning
 from tiercache.io.export_manifest import MANIFEST, MAX_COUNT, ExportedTable, ExportManifest, file_name
 from tiercache.io.formats import find_format
-from tiercache.io.in_memory import find_array, read_arrays
+from tiercache.io.in_memory import find_array, read_array
 from tiercache.io.staging import file_errors, to_path
 from tiercache.io.torch_format import load_tensors
 from tiercache.store import Store, fill
@@ -19,11 +21,9 @@ from tiercache.store.table import Adam
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterable
 
     from tiercache.io.table_reader import TableReader
-    from tiercache.store.scan import Chunk
     from tiercache.store.table import Table
 
     Readers = list[tuple[Table, TableReader]]
@@ -72,37 +72,58 @@ def import_store(
     given = store.tables if isinstance(store, Store) else None if tables is None else tuple(tables)
     if given == ():
         raise ImportExportError("tables is empty: give the tables that the source holds")
-    if steps is not None and not 0 <= steps <= MAX_COUNT:
-        raise ImportExportError(f"steps is {steps}: it must be 0 .. {MAX_COUNT:,}")
-    with file_errors(f"the import of {place}"):
+    with file_errors(f"the import of {place}"), ExitStack() as stack:
         manifest = None
-        if isinstance(place, str) or place.is_file():
-            if given is None:
-                raise ImportExportError(f"{place} does not describe its tables: give the tables to import (--schema)")
-            arrays = source if isinstance(source, Mapping) else load_tensors(place)  # type: ignore[arg-type]
-            found = {table.name: find_array(place, table, arrays, names or {}) for table in given}
-            readers = [(t, read_arrays(str(place), found[t.name], t, arrays[found[t.name]])) for t in given]
-            format = "arrays"  # noqa: A001 - as above
+        if isinstance(source, Mapping) or (isinstance(place, Path) and place.is_file()):
+            arrays = source if isinstance(source, Mapping) else load_tensors(Path(place))
+            readers = _read_arrays(str(place), arrays, given, names or {})
         else:
-            manifest = _find_manifest(place, format, given)
-            format = format or (manifest.format if manifest else "")  # noqa: A001 - as above
-            readers = _open_files(place, format, given, manifest)
+            manifest = _find_manifest(Path(place), format, given)
+            readers = _read_files(Path(place), format or str(manifest and manifest.format), given, manifest)
         _check(place, readers, initial_state=initial_state)
+        reserved = {one.table.name for one in manifest.tables if one.reserved_keys} if manifest else set()
         imported = ExportManifest(
-            format=format,
+            format=format or (manifest.format if manifest else "arrays"),
             tables=tuple(
                 ExportedTable(
                     table=table,
                     rows=reader.rows,
                     has_state=reader.has_state and len(table.fields) > 1,
-                    reserved_keys=reserved_keys or _has_reserved(manifest, table.name),
+                    reserved_keys=reserved_keys or table.name in reserved,
                 )
                 for table, reader in readers
             ),
         )
         imported = imported.model_copy(update={"steps": _steps(place, imported.tables, steps, manifest)})
-        _fill(store, readers, imported, initial_state, memory_bytes, progress)
+        if not isinstance(store, Store):
+            store = stack.enter_context(Store.open(store, tables=[table for table, _ in readers]))
+        done, total = {"sort": 0, "write": 0}, sum(reader.rows for _, reader in readers)
+
+        def tell(stage: str, rows: int) -> None:
+            done[stage] += rows
+            if progress is not None:
+                progress(stage, done[stage], total)
+
+        fill(
+            store,
+            ((table.name, chunk) for table, reader in readers for chunk in reader.chunks(chunk_rows_of(table))),
+            initial_state=initial_state,
+            reserved_keys={one.table.name for one in imported.tables if one.reserved_keys},
+            settings={} if imported.steps is None else {"steps": imported.steps},
+            memory_bytes=memory_bytes,
+            progress=tell,
+        )
     return imported
+
+
+def _read_arrays(
+    place: str, arrays: Mapping[str, Any], tables: tuple[Table, ...] | None, names: Mapping[str, str]
+) -> Readers:
+    """Open the arrays of all tables."""
+    if tables is None:
+        raise ImportExportError(f"{place} does not describe its tables: give the tables to import (--schema)")
+    found = {table: find_array(place, table, arrays, names) for table in tables}
+    return [(table, read_array(place, name, table, arrays[name])) for table, name in found.items()]
 
 
 def _find_manifest(folder: Path, format_: str | None, tables: tuple[Table, ...] | None) -> ExportManifest | None:
@@ -120,7 +141,7 @@ def _find_manifest(folder: Path, format_: str | None, tables: tuple[Table, ...] 
     return manifest
 
 
-def _open_files(
+def _read_files(
     folder: Path, format_: str, given: tuple[Table, ...] | None, manifest: ExportManifest | None
 ) -> Readers:
     """Open the files of all tables; nothing of them is read yet."""
@@ -165,6 +186,8 @@ def _steps(
     place: object, tables: tuple[ExportedTable, ...], given: int | None, manifest: ExportManifest | None
 ) -> int | None:
     """Return with how many steps tables go on; None where none needs them, or nobody says."""
+    if given is not None and not 0 <= given <= MAX_COUNT:
+        raise ImportExportError(f"steps is {given}: it must be 0 .. {MAX_COUNT:,}")
     counting = [one.table for one in tables if one.needs_steps]
     if not counting:
         return None
@@ -179,50 +202,3 @@ def _steps(
             stacklevel=3,
         )
     return steps
-
-
-def _fill(
-    store: Store | Path,
-    readers: Readers,
-    imported: ExportManifest,
-    initial_state: bool,
-    memory_bytes: int,
-    progress: Callable[[str, int, int], None] | None,
-) -> None:
-    done = {"sort": 0, "write": 0}
-    total = sum(reader.rows for _, reader in readers)
-
-    def tell(stage: str, rows: int) -> None:
-        done[stage] += rows
-        if progress is not None:
-            progress(stage, done[stage], total)
-
-    opened: Store | None = None
-    try:
-        opened = store if isinstance(store, Store) else Store.open(store, tables=[table for table, _ in readers])
-        fill(
-            opened,
-            _chunks(readers),
-            initial_state=initial_state,
-            reserved_keys={one.table.name for one in imported.tables if one.reserved_keys},
-            settings={} if imported.steps is None else {"steps": imported.steps},
-            memory_bytes=memory_bytes,
-            progress=tell,
-        )
-    except ValueError as error:
-        if isinstance(error, TierCacheError):
-            raise
-        raise ImportExportError(str(error)) from error
-    finally:
-        if opened is not None and opened is not store:
-            opened.close()
-
-
-def _chunks(readers: Readers) -> Iterator[tuple[str, Chunk]]:
-    for table, reader in readers:
-        for chunk in reader.chunks(chunk_rows_of(table)):
-            yield table.name, chunk
-
-
-def _has_reserved(manifest: ExportManifest | None, name: str) -> bool:
-    return manifest is not None and any(one.reserved_keys for one in manifest.tables if one.table.name == name)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from tiercache.store.table import Table
 
-__all__ = ["find_array", "read_arrays"]
+__all__ = ["find_array", "read_array"]
 
 
 def find_array(place: object, table: Table, arrays: Mapping[str, Any], names: Mapping[str, str]) -> str:
@@ -38,7 +38,7 @@ def find_array(place: object, table: Table, arrays: Mapping[str, Any], names: Ma
     )
 
 
-def read_arrays(place: str, name: str, table: Table, value: Any) -> TableReader:
+def read_array(place: str, name: str, table: Table, value: Any) -> TableReader:
     """Return the reader of one table: a vector for each key (n, dim), or a pair of keys (n,) and vectors.
 
     Raises ImportExportError for anything but arrays and dense tensors of the table's shape and dtype.

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.errors import ImportExportError
-from tiercache.io.formats import Format
+from tiercache.io.formats import ColumnFile, ColumnWriter, Format
 from tiercache.io.table_reader import Column, TableReader, parsing
-from tiercache.io.table_writer import ColumnFile, ColumnWriter
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,9 +13,8 @@ import numpy as np
 
 from tiercache.atomic_io import sync
 from tiercache.errors import ImportExportError
-from tiercache.io.formats import Format
+from tiercache.io.formats import Format, TableWriter
 from tiercache.io.table_reader import Column, TableReader, parsing
-from tiercache.io.table_writer import TableWriter
 from tiercache.store.vectors import to_bits
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def _read(folder: Path, name: str, table: Table) -> TableReader:
     widths = {"key": 1, **{field.name: field.width for field in table.fields}}
     with parsing(path, "Parquet file"):
         names = set(_open(path).schema_arrow.names)
-        columns = {name: _ListColumn(path, name, width).column() for name, width in widths.items() if name in names}
+        columns = {name: _column(path, name, width) for name, width in widths.items() if name in names}
     if "key" in columns:
         columns["keys"] = columns.pop("key")
     return TableReader(path, table, columns)
@@ -112,53 +111,44 @@ class _ParquetWriter(TableWriter):
         self._waiting, self._waiting_bytes = [], 0
 
 
-class _ListColumn:
-    """One column of a file, read from the front in slices: keys, or lists of numbers of any Arrow kind.
+def _column(path: Path, name: str, width: int) -> Column:
+    """Return a column that is read from the front, in slices: keys, or lists of numbers of any Arrow kind.
 
-    It opens the file for itself: columns that share a reader share the rows of its batches, whatever they take.
+    It opens the file for itself, because columns that share a reader share the number of rows in a batch. Lists count
+    as having the right width, which is checked when they are read.
     """
+    from pyarrow import types
 
-    def __init__(self, path: Path, name: str, width: int) -> None:
-        from pyarrow import types
+    file = _open(path)
+    rows, kind = int(file.metadata.num_rows), file.schema_arrow.field(name).type
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    step = max(1, _READ_BYTES // (4 * width))
+    batches = file.iter_batches(batch_size=step, columns=[name], use_threads=False)
+    waiting: list[NDArray[Any]] = []
 
-        self._path, self._name, self._width = path, name, width
-        file = _open(path)
-        self._rows = int(file.metadata.num_rows)
-        kind = file.schema_arrow.field(name).type
-        self._is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-        self._kind = kind
-        step = max(1, _READ_BYTES // (4 * width))
-        self._batches = file.iter_batches(batch_size=step, columns=[name], use_threads=False)
-        self._waiting: list[Any] = []
-        """Arrays that were decoded and not yet asked for."""
-
-    def column(self) -> Column:
-        """Return the column: lists count as having the right width, which is checked when they are read."""
-        if not self._is_list:
-            return Column((self._rows,), str(self._kind), self._read)
-        kind = str(self._kind.value_type)
-        return Column((self._rows, getattr(self._kind, "list_size", self._width)), _DTYPES.get(kind, kind), self._read)
-
-    def _read(self, part: slice) -> NDArray[Any]:
-        import pyarrow as pa
-
+    def read(part: slice) -> NDArray[Any]:
         wanted = part.stop - part.start
-        with parsing(self._path, "Parquet file"):
-            while sum(map(len, self._waiting)) < wanted:
-                self._waiting.append(next(self._batches).column(0))
-        have = pa.chunked_array(self._waiting)
-        self._waiting = have.slice(wanted).chunks
-        array = have.slice(0, wanted).combine_chunks()
-        array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
-        numbers = array.flatten() if self._is_list else array
-        same = not self._is_list or hasattr(array.type, "list_size") or self._have_width(array)
-        if array.null_count or numbers.null_count or not same or len(numbers) != wanted * self._width:
-            what = f"lists of {self._width} numbers" if self._is_list else "a number"
-            raise ImportExportError(
-                f"column {self._name!r} of {self._path} has a row from {part.start:,} on without {what}: add them"
-            )
-        values = numbers.to_numpy(zero_copy_only=False)
-        return np.asarray(values).reshape(wanted, self._width) if self._is_list else np.asarray(values)
+        with parsing(path, "Parquet file"):
+            while sum(map(len, waiting)) < wanted:
+                waiting.append(_numbers(path, name, next(batches).column(0), width if is_list else None))
+        have = np.concatenate(waiting)
+        waiting[:] = [have[wanted:]]
+        return have[:wanted]
 
-    def _have_width(self, array: Any) -> bool:
-        return bool((array.value_lengths().to_numpy(zero_copy_only=False) == self._width).all())
+    if not is_list:
+        return Column((rows,), str(kind), read)
+    number = str(kind.value_type)
+    return Column((rows, getattr(kind, "list_size", width)), _DTYPES.get(number, number), read)
+
+
+def _numbers(path: Path, name: str, array: Any, width: int | None) -> NDArray[Any]:
+    """Return numbers (n,), or lists of ``width`` of them as (n, width). Raises ImportExportError for missing ones."""
+    numbers = array if width is None else array.flatten()
+    whole = not array.null_count and not numbers.null_count and len(numbers) == len(array) * (width or 1)
+    if whole and width is not None and not hasattr(array.type, "list_size"):
+        whole = bool((array.value_lengths().to_numpy(zero_copy_only=False) == width).all())
+    if not whole:
+        what = "number" if width is None else f"list of {width} numbers"
+        raise ImportExportError(f"column {name!r} of {path} lacks a {what} in a row: every row needs one")
+    values = np.asarray(numbers.to_numpy(zero_copy_only=False))
+    return values if width is None else values.reshape(-1, width)

@@ -11,9 +11,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from tiercache.errors import ImportExportError
-from tiercache.io.formats import Format
+from tiercache.io.formats import ColumnFile, ColumnWriter, Format
 from tiercache.io.table_reader import Column, TableReader, parsing, tensor_values
-from tiercache.io.table_writer import ColumnFile, ColumnWriter
 from tiercache.store.optimizer import optimizer_to_record
 from tiercache.store.vectors import ITEM_BYTES
 

@@ -10,17 +10,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tiercache.errors import ImportExportError
+from tiercache.errors import ImportExportError, TierCacheError
 from tiercache.sizes import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["enough_space", "file_errors", "staging_directory", "to_path"]
+__all__ = ["check_space", "file_errors", "staging_directory", "to_path"]
 
 _NO_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 """What a file system says that locks no folders: there, two exports to one place are the caller's to avoid."""
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 def to_path(path: str | os.PathLike[str]) -> Path:
@@ -32,31 +31,26 @@ def to_path(path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def file_errors(what: str) -> Iterator[None]:
-    """Turn an error of the file system, such as a missing permission, into an ImportExportError."""
+    """Turn an error of the file system, such as a missing permission, and a ValueError into an ImportExportError."""
     try:
         yield
+    except TierCacheError:
+        raise
+    except ValueError as error:
+        raise ImportExportError(str(error)) from error
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         raise ImportExportError(f"{what} failed: {place}{error.strerror or error}") from error
 
 
-@contextmanager
-def enough_space(folder: Path, needed_bytes: int, what: str, advice: str) -> Iterator[None]:
-    """Raise ImportExportError where ``folder`` has less than ``needed_bytes`` free, or its disk fills up meanwhile."""
+def check_space(folder: Path, needed_bytes: int, what: str) -> None:
+    """Raise ImportExportError where ``folder`` has less than ``needed_bytes`` free."""
     free = shutil.disk_usage(folder).free
     if needed_bytes > free:
         raise ImportExportError(
             f"{what} needs {format_bytes(needed_bytes)} ({needed_bytes:,} bytes) and {folder} has {format_bytes(free)} "
-            f"free: {advice}"
+            "free: free some, export fewer tables, or export elsewhere"
         )
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        raise ImportExportError(
-            f"the disk of {folder} is full, and {what} needs about {needed_bytes:,} bytes: {advice}"
-        ) from error
 
 
 @contextmanager

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.atomic_io import sync
 from tiercache.errors import ImportExportError
-from tiercache.io.formats import Format
+from tiercache.io.formats import ColumnFile, ColumnWriter, Format
 from tiercache.io.numpy_format import keys_file, map_array
 from tiercache.io.table_reader import Column, TableReader, parsing
-from tiercache.io.table_writer import ColumnFile, ColumnWriter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
