@@ -84,6 +84,17 @@ def test_what_is_no_array_of_the_table_is_refused(tmp_path: Path, source: Any, s
             assert store.commit is None
 
 
+def test_an_export_of_some_tables_makes_a_store_of_all_that_are_given(tmp_path: Path) -> None:
+    """The others begin empty."""
+    with Store.open(None, tables=[T], engine=MemoryEngine()) as store:
+        tc.import_store({"t": VECTORS}, store)
+        tc.export_store(store, tmp_path / "out", format="numpy")
+    tc.import_store(tmp_path / "out", tmp_path / "s.tc", tables=[T, U])
+    with Store.open(tmp_path / "s.tc", mode="r") as store:
+        assert {one.name: store.live_rows(one.name) for one in store.tables} == {"t": 4, "u": 0}
+        assert store.lookup("t", np.arange(4))["vector"].tolist() == VECTORS.tolist()
+
+
 def test_tables_must_be_given_and_not_be_empty(tmp_path: Path) -> None:
     """An import of no tables would commit nothing."""
     with pytest.raises(ImportExportError, match="the dict of arrays does not describe its tables: give the tables"):

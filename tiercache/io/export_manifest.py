@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import quote
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError
 
 from tiercache.errors import ImportExportError
 from tiercache.io.table_reader import regular_file
@@ -53,6 +53,13 @@ class ExportedTable(BaseModel):
         return whole and (isinstance(self.table.optimizer, Adam) or self.table.dtype != "float32")
 
 
+def _distinct(tables: tuple[ExportedTable, ...]) -> tuple[ExportedTable, ...]:
+    names = [one.table.name for one in tables]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"two tables are named {min(twice)!r}")
+    return tables
+
+
 class ExportManifest(BaseModel):
     """The tables of an export, and its format."""
 
@@ -60,7 +67,7 @@ class ExportManifest(BaseModel):
 
     version: Literal[1] = 1
     format: str
-    tables: tuple[ExportedTable, ...]
+    tables: Annotated[tuple[ExportedTable, ...], AfterValidator(_distinct)]
     steps: _Count | None = None
     """Steps of training so far, where a table needs them; None: not known."""
     since: int | None = None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tiercache.errors import ImportExportError, ImportExportWarning
 from tiercache.io.export_manifest import MANIFEST, MAX_COUNT, ExportedTable, ExportManifest, file_name
 from tiercache.io.formats import find_format
-from tiercache.io.in_memory import find_array, read_array
+from tiercache.io.in_memory import read_array
 from tiercache.io.staging import file_errors, to_path
 from tiercache.io.torch_format import load_tensors
 from tiercache.store import Store, fill
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from tiercache.io.table_reader import TableReader
     from tiercache.store.table import Table
-
-    Readers = list[tuple[Table, TableReader]]
 
 __all__ = ["import_store"]
 
@@ -74,30 +72,35 @@ def import_store(
         raise ImportExportError("tables is empty: give the tables that the source holds")
     with file_errors(f"the import of {place}"), ExitStack() as stack:
         manifest = None
-        if isinstance(source, Mapping) or (isinstance(place, Path) and place.is_file()):
+        if isinstance(place, str) or place.is_file():
+            if given is None:
+                raise ImportExportError(f"{place} does not describe its tables: give the tables to import (--schema)")
             arrays = source if isinstance(source, Mapping) else load_tensors(Path(place))
-            readers = _read_arrays(str(place), arrays, given, names or {})
+            readers = {table: read_array(str(place), table, arrays, names or {}) for table in given}
         else:
-            manifest = _find_manifest(Path(place), format, given)
-            readers = _read_files(Path(place), format or str(manifest and manifest.format), given, manifest)
+            manifest = _find_manifest(place)
+            if manifest is None and (format is None or given is None):
+                raise ImportExportError(
+                    f"there is no {place / MANIFEST}: give the format of the files and the tables they hold"
+                )
+            rows = {one.table: one.rows for one in manifest.tables} if manifest else dict.fromkeys(given or ())
+            given = given or tuple(rows)
+            readers = _open_files(place, format or str(manifest and manifest.format), given, rows)
         _check(place, readers, initial_state=initial_state)
         reserved = {one.table.name for one in manifest.tables if one.reserved_keys} if manifest else set()
-        imported = ExportManifest(
-            format=format or (manifest.format if manifest else "arrays"),
-            tables=tuple(
-                ExportedTable(
-                    table=table,
-                    rows=reader.rows,
-                    has_state=reader.has_state and len(table.fields) > 1,
-                    reserved_keys=reserved_keys or table.name in reserved,
-                )
-                for table, reader in readers
-            ),
+        exported = tuple(
+            ExportedTable(
+                table=table,
+                rows=reader.rows,
+                has_state=reader.has_state and len(table.fields) > 1,
+                reserved_keys=reserved_keys or table.name in reserved,
+            )
+            for table, reader in readers.items()
         )
-        imported = imported.model_copy(update={"steps": _steps(place, imported.tables, steps, manifest)})
+        steps = _steps(place, exported, manifest.steps if steps is None and manifest else steps)
         if not isinstance(store, Store):
-            store = stack.enter_context(Store.open(store, tables=[table for table, _ in readers]))
-        done, total = {"sort": 0, "write": 0}, sum(reader.rows for _, reader in readers)
+            store = stack.enter_context(Store.open(store, tables=given))
+        done, total = {"sort": 0, "write": 0}, sum(reader.rows for reader in readers.values())
 
         def tell(stage: str, rows: int) -> None:
             done[stage] += rows
@@ -106,92 +109,74 @@ def import_store(
 
         fill(
             store,
-            ((table.name, chunk) for table, reader in readers for chunk in reader.chunks(chunk_rows_of(table))),
+            ((table.name, chunk) for table, one in readers.items() for chunk in one.chunks(chunk_rows_of(table))),
             initial_state=initial_state,
-            reserved_keys={one.table.name for one in imported.tables if one.reserved_keys},
-            settings={} if imported.steps is None else {"steps": imported.steps},
+            reserved_keys={one.table.name for one in exported if one.reserved_keys},
+            settings={} if steps is None else {"steps": steps},
             memory_bytes=memory_bytes,
             progress=tell,
         )
-    return imported
+    return ExportManifest(format=format or (manifest.format if manifest else "arrays"), tables=exported, steps=steps)
 
 
-def _read_arrays(
-    place: str, arrays: Mapping[str, Any], tables: tuple[Table, ...] | None, names: Mapping[str, str]
-) -> Readers:
-    """Open the arrays of all tables."""
-    if tables is None:
-        raise ImportExportError(f"{place} does not describe its tables: give the tables to import (--schema)")
-    found = {table: find_array(place, table, arrays, names) for table in tables}
-    return [(table, read_array(place, name, table, arrays[name])) for table, name in found.items()]
-
-
-def _find_manifest(folder: Path, format_: str | None, tables: tuple[Table, ...] | None) -> ExportManifest | None:
+def _find_manifest(folder: Path) -> ExportManifest | None:
     manifest = ExportManifest.find(folder)
-    if manifest is None and (format_ is None or tables is None):
-        raise ImportExportError(
-            f"there is no {folder / MANIFEST}: give the format of the files and the tables they hold"
-        )
     if manifest is not None and manifest.since is not None:
         raise ImportExportError(
             f"{folder} holds only the rows that changed since commit {manifest.since}: import an export of all rows"
         )
-    if not folder.is_dir():
-        raise ImportExportError(f"there is no folder {folder}: give the folder that holds the files of the tables")
     return manifest
 
 
-def _read_files(
-    folder: Path, format_: str, given: tuple[Table, ...] | None, manifest: ExportManifest | None
-) -> Readers:
-    """Open the files of all tables; nothing of them is read yet."""
+def _open_files(
+    folder: Path, format_: str, tables: tuple[Table, ...], rows: Mapping[Table, int | None]
+) -> dict[Table, TableReader]:
+    """Open the files of the tables whose ``rows`` are there, or not known; nothing of them is read yet."""
     chosen = find_format(format_)
-    rows = {} if manifest is None else {one.table.name: one.rows for one in manifest.tables}
-    tables = given if given is not None else tuple(one.table for one in manifest.tables) if manifest else ()
-    if unknown := rows.keys() - {table.name for table in tables}:
+    if not folder.is_dir():
+        raise ImportExportError(f"there is no folder {folder}: give the folder that holds the files of the tables")
+    counts = {table.name: count for table, count in rows.items()}
+    if unknown := counts.keys() - {table.name for table in tables}:
         raise ImportExportError(
             f"{folder} has a table {min(unknown)!r} that the store does not: add it, or export without it"
         )
-    readers = []
+    readers = {}
     for table in tables:
-        if manifest is not None and table.name not in rows:
+        if table.name not in counts:
             continue
         alone = format_ == "hugectr" and len(tables) == 1 and (folder / "key").is_file()
-        reader = chosen.read(folder, "." if alone else file_name(table), table)
-        if reader.rows != rows.get(table.name, reader.rows):
+        reader = readers[table] = chosen.read(folder, "." if alone else file_name(table), table)
+        count = counts[table.name]
+        if count not in {None, reader.rows}:
             raise ImportExportError(
-                f"{folder / MANIFEST} counts {rows[table.name]:,} rows of table {table.name!r}, and its files hold "
+                f"{folder / MANIFEST} counts {count:,} rows of table {table.name!r}, and its files hold "
                 f"{reader.rows:,}: export it again"
             )
-        readers.append((table, reader))
     return readers
 
 
-def _check(place: object, readers: Readers, *, initial_state: bool) -> None:
+def _check(place: object, readers: Mapping[Table, TableReader], *, initial_state: bool) -> None:
     """Raise ImportExportError for missing state that may not start anew; warn once of files without a place."""
-    for table, reader in readers:
+    for table, reader in readers.items():
         if not reader.has_state and not initial_state:
             states = ", ".join(f"{field.name} at {field.initial}" for field in table.fields[1:])
             raise ImportExportError(
                 f"{place} has no optimizer state of table {table.name!r}: ask for initial_state (--initial-state) to "
                 f"begin with {states}"
             )
-    if ignored := [path for _, reader in readers for path in reader.ignored]:
+    if ignored := [path for reader in readers.values() for path in reader.ignored]:
         warnings.warn(
             f"{', '.join(ignored)}: ignored, the tables have no place for them", ImportExportWarning, stacklevel=3
         )
 
 
-def _steps(
-    place: object, tables: tuple[ExportedTable, ...], given: int | None, manifest: ExportManifest | None
-) -> int | None:
+def _steps(place: object, tables: tuple[ExportedTable, ...], steps: int | None) -> int | None:
     """Return with how many steps tables go on; None where none needs them, or nobody says."""
-    if given is not None and not 0 <= given <= MAX_COUNT:
-        raise ImportExportError(f"steps is {given}: it must be 0 .. {MAX_COUNT:,}")
+    if steps is not None and not 0 <= steps <= MAX_COUNT:
+        raise ImportExportError(f"steps is {steps}: it must be 0 .. {MAX_COUNT:,}")
     counting = [one.table for one in tables if one.needs_steps]
     if not counting:
         return None
-    steps = given if given is not None or manifest is None else manifest.steps
     if steps is None:
         table = next((table for table in counting if isinstance(table.optimizer, Adam)), counting[0])
         what = "Adam's state" if isinstance(table.optimizer, Adam) else f"the rounding to {table.dtype}"

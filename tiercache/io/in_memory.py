@@ -14,44 +14,35 @@ if TYPE_CHECKING:
 
     from tiercache.store.table import Table
 
-__all__ = ["find_array", "read_array"]
+__all__ = ["read_array"]
 
 
-def find_array(place: object, table: Table, arrays: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    """Return the name of a table's array among ``arrays``.
+def read_array(place: str, table: Table, arrays: Mapping[str, Any], names: Mapping[str, str]) -> TableReader:
+    """Return the reader of a table's array: a vector for each key (n, dim), or a pair of keys (n,) and vectors.
 
-    It is the one that ``names`` gives to the table, else the table's own name, ``NAME.weight``, or the only one that
-    ends with ``.NAME`` or ``.NAME.weight``. Raises ImportExportError.
+    It is the array that ``names`` gives to the table, else the one of the table's own name or ``NAME.weight``, else the
+    only one that ends with ``.NAME`` or ``.NAME.weight``. Raises ImportExportError where there is none, and for
+    anything but arrays and dense tensors of the table's shape and dtype.
     """
     own = names.get(table.name)
-    suffixes = (f".{table.name}", f".{table.name}.weight")
-    found = [name for name in (own or table.name, f"{table.name}.weight") if name in arrays][:1]
-    if own is None and not found:
-        found = [name for name in arrays if name.endswith(suffixes)]
-    if len(found) == 1 and (own is None or found == [own]):
-        return found[0]
-    shown = ", ".join(list(arrays)[:12]) + (", ..." if len(arrays) > 12 else "")
-    seen = f"no {own!r}" if own else "several arrays" if found else "no array"
-    raise ImportExportError(
-        f"{place} has {seen} for table {table.name!r}: name one of {shown} for it, as names={{{table.name!r}: ...}} or "
-        f"--map {table.name}=..."
-    )
-
-
-def read_array(place: str, name: str, table: Table, value: Any) -> TableReader:
-    """Return the reader of one table: a vector for each key (n, dim), or a pair of keys (n,) and vectors.
-
-    Raises ImportExportError for anything but arrays and dense tensors of the table's shape and dtype.
-    """
+    exact = [name for name in ([own] if own else [table.name, f"{table.name}.weight"]) if name in arrays]
+    suffixes = () if own else (f".{table.name}", f".{table.name}.weight")
+    found = exact[:1] or [name for name in arrays if name.endswith(suffixes)]
+    if len(found) != 1:
+        seen = f"no {own!r}" if own else "several arrays" if found else "no array"
+        shown = ", ".join(list(arrays)[:12]) + (", ..." if len(arrays) > 12 else "")
+        raise ImportExportError(
+            f"{place} has {seen} for table {table.name!r}: name one of {shown} for it, as "
+            f"names={{{table.name!r}: ...}} or --map {table.name}=..."
+        )
+    what, value = f"{found[0]!r} in {place}", arrays[found[0]]
     keys, vectors = value if isinstance(value, tuple) and len(value) == 2 else (None, value)
-    what = f"{name!r} in {place}"
-    column = _column(what, vectors)
-    rows = column.shape[0] if column.shape else 0
-    columns = {
-        "keys": Column.of_row_numbers(rows) if keys is None else _column(f"the keys of {what}", keys),
-        "vector": column,
-    }
-    return TableReader(f"{what}", table, columns)
+    vector = _column(what, vectors)
+    if keys is not None:
+        key = _column(f"the keys of {what}", keys)
+    else:
+        key = Column((vector.shape or (0,))[:1], "int64", lambda rows: np.arange(rows.start, rows.stop))
+    return TableReader(what, table, {"keys": key, "vector": vector})
 
 
 def _column(what: str, values: Any) -> Column:

@@ -51,11 +51,6 @@ class Column:
         dtype, rows = str(tensor.dtype).removeprefix("torch."), tensor.detach()
         return cls(tuple(tensor.shape), dtype, lambda part: tensor_values(rows[part]))
 
-    @classmethod
-    def of_row_numbers(cls, rows: int) -> Column:
-        """Return the keys 0 to ``rows`` - 1."""
-        return cls((rows,), "int64", lambda part: np.arange(part.start, part.stop))
-
 
 def tensor_values(tensor: Any) -> NDArray[Any]:
     """Return a torch tensor as an array, bfloat16 as float32, exactly."""
