@@ -17,7 +17,7 @@ from tiercache.data.raw_batch import NULL_KEY, OOV_KEY
 if TYPE_CHECKING:
     from pathlib import Path
 
-TEXTS = ["alice", "bob", "", "größe", "x" * 100, "17", "-3"]
+TEXTS = ["alice", "bob", "", "größe", "x" * 100, "17", "[b]"]
 HOURS = [0, 5, -1, (1 << 63) - 1, -(1 << 63), 17, 3]
 
 
@@ -88,5 +88,6 @@ def test_the_rows_of_texts_and_crosses_are_shown(dataset: tc.PassDataset, tmp_pa
     (cross,) = told("lookup", tmp_path / "s.tc", "hour_user", "--cross", "17", '"17"')
     assert cross["vector"] == number("hour_user", tc.key_of(17, "17"))
     assert cross["key"] == tc.key_of(17, "17")
+    assert "[b]" in run("lookup", tmp_path / "s.tc", "user", "--string", "[b]")
     assert "bob x 5" in run("lookup", tmp_path / "s.tc", "user_hour", "--cross", "bob", "5")
     assert "no row in table 'user_hour'" in error_of("lookup", tmp_path / "s.tc", "user_hour", "--cross", "bob", "6")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tiercache.cli.output import new_table
-from tiercache.data.dataset import PassDataset
 from tiercache.errors import DatasetError
+from tiercache.sizes import format_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,6 +18,8 @@ __all__ = ["describe", "show", "verify"]
 
 def describe(path: Path) -> dict[str, Any]:
     """Return what the dataset at ``path`` holds, as plain values; opens no key set. Raises DatasetError."""
+    from tiercache.data.dataset import PassDataset
+
     dataset = PassDataset.open(path)
     tables = []
     for table in dataset.tables:
@@ -35,13 +37,10 @@ def describe(path: Path) -> dict[str, Any]:
 
 def show(console: Console, found: dict[str, Any]) -> None:
     """Print it."""
-    from tiercache.sizes import format_bytes
-
     passes = len(found["passes"])
     console.print(
-        f"[bold]{found['path']}[/bold]: {passes:,} passes, {found['samples']:,} samples; "
+        f"{found['path']}: {passes:,} passes, {found['samples']:,} samples; "
         f"files take {format_bytes(found['file_bytes'])}",
-        highlight=False,
         soft_wrap=True,
     )
     shown = new_table("rows of each pass", "table", "dim", "mean", "most")
@@ -53,6 +52,8 @@ def show(console: Console, found: dict[str, Any]) -> None:
 
 def verify(path: Path) -> dict[str, Any]:
     """Read all of a dataset and check it; "problems" has a sentence for the first damage that was found."""
+    from tiercache.data.dataset import PassDataset
+
     dataset, problems = PassDataset.open(path), []
     try:
         dataset.verify()

@@ -61,7 +61,7 @@ class Output:
         else:
             from rich.console import Console
 
-            text(Console())
+            text(Console(markup=False, highlight=False))  # names and texts may have brackets
 
 
 def new_table(title: str, first: str, *others: str) -> Table:

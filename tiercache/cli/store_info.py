@@ -17,7 +17,7 @@ __all__ = ["show", "verified"]
 def show(console: Console, found: dict[str, Any], *, segments: bool) -> None:
     """Print what ``describe_store`` returned: a summary, and with ``segments`` each segment of each shard."""
     is_sharded = "parts" in found
-    console.print(f"[bold]{found['path']}[/bold]", highlight=False, soft_wrap=True)
+    console.print(found["path"], style="bold", soft_wrap=True)
     lines = [
         ("commit", _position(found)),
         ("rows", f"{found['rows']:,} live rows, {format_bytes(found['row_bytes'])}"),
@@ -32,7 +32,7 @@ def show(console: Console, found: dict[str, Any], *, segments: bool) -> None:
         shown = ", ".join(["...", *ids[-8:]] if len(ids) > 8 else ids)
         lines.append(("kept", f"commits {shown} (the newest {found['retention']} are kept)"))
     for name, text in lines:
-        console.print(f"  {name:9}{text}", highlight=False, soft_wrap=True)
+        console.print(f"  {name:9}{text}", soft_wrap=True)
     console.print(_tables(found["tables"], is_sharded=is_sharded))
     if is_sharded and found["parts"]:
         console.print(_shards(found))
