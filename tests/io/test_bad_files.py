@@ -304,6 +304,7 @@ def test_what_cannot_be_asked_for_is_refused(tmp_path: Path, exports: Path) -> N
         for options, sentence in (
             ({"format": "excel"}, "format 'excel' is unknown"),
             ({"format": "numpy", "tables": ["user"]}, "has no table 'user': it has 'item'"),
+            ({"format": "numpy", "tables": []}, "tables is empty: give the names"),
         ):
             with pytest.raises(ImportExportError, match=sentence):
                 tc.export_store(store, tmp_path / "new", **options)

@@ -100,6 +100,8 @@ def _tables(store: Store | ShardedStore, names: Iterable[str] | None) -> tuple[T
     """Return the tables that are wanted."""
     known = {table.name: table for table in store.tables}
     wanted = tuple(known) if names is None else tuple(dict.fromkeys(names))
+    if not wanted:
+        raise ImportExportError("tables is empty: give the names of the tables to export, or None for all")
     for name in wanted:
         if name not in known:
             raise ImportExportError(f"{store.label} has no table {name!r}: it has {', '.join(map(repr, known))}")
