@@ -441,3 +441,30 @@ def test_numpy_files_that_are_none_are_refused(tmp_path: Path, make: Callable[[P
     make(tmp_path)
     with pytest.raises(SourceError, match=message):
         rows_of(tmp_path, plain_schema())
+
+
+@pytest.mark.parametrize("name", ["x.npz", "y.npz", "x.npy", "x.arrow", "x.parquet"])
+def test_damaged_files_are_sentences(tmp_path: Path, name: str) -> None:
+    """Flips in what describes the arrays, whichever of the libraries below raises what; 60 of each format."""
+    columns = {"a": np.arange(300), "y": np.zeros(300)}
+    path, random = tmp_path / name, np.random.default_rng(0)
+    if name.endswith("npz"):
+        (np.savez if name[0] == "x" else np.savez_compressed)(path, **columns)
+    elif name.endswith("npy"):
+        np.save(path, np.zeros(300, [("a", "i8"), ("y", "f4")]))
+    elif name.endswith("arrow"):
+        with pa.ipc.new_file(str(path), pa.table(columns).schema) as writer:
+            writer.write_table(pa.table(columns))
+    else:
+        pq.write_table(pa.table(columns), path)
+    good, messages = path.read_bytes(), []
+    for _ in range(60):
+        damaged, at = bytearray(good), int(random.integers(0, 200))
+        damaged[at if random.random() < 0.5 else -1 - at] = int(random.integers(0, 256))
+        path.write_bytes(damaged)
+        try:
+            rows_of(path, plain_schema())
+        except SourceError as error:
+            messages.append(str(error))
+    assert messages
+    assert "\n" not in "".join(messages)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,7 @@ class ArrayRows:
             version = np.lib.format.read_magic(file)
             read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
             shape, is_fortran, dtype = read(file)
-        except (ValueError, KeyError) as error:
+        except Exception as error:
             raise SourceError(f"{where} is no .npy file that can be read ({error}): save it with numpy.save") from error
         if dtype.hasobject or not shape or len(shape) > 2 or (is_fortran and len(shape) > 1):
             raise SourceError(
@@ -69,7 +69,7 @@ class _ArrayReader(FileReader):
 
     def __init__(self, file: InputFile, schema: Schema, uses: Sequence[ColumnUse]) -> None:
         self._file = file
-        with ExitStack() as stack:
+        with self._damaged(), ExitStack() as stack:
             parts = self._parts(stack, None)
             counts = {name: rows.count for name, rows in parts.items()}
             if len(set(counts.values())) > 1:
@@ -82,7 +82,7 @@ class _ArrayReader(FileReader):
 
     def pieces(self, columns: Sequence[str], row: int, *, batch_bytes: int, use_threads: bool) -> Iterator[Piece]:
         """Read the same rows of every array in turn."""
-        with ExitStack() as stack:
+        with self._damaged(), ExitStack() as stack:
             parts = self._parts(stack, set(columns))
             total = min(rows.count for rows in parts.values())
             step = batch_rows(batch_bytes, sum(rows.row_bytes for rows in parts.values()))
@@ -94,6 +94,16 @@ class _ArrayReader(FileReader):
                     arrays |= self._split(name, rows.read(step))
                 found = [_arrow(arrays[name]) for name in columns]
                 yield Piece(pa.record_batch(found, names=list(columns)), min(total, first + step) / total)
+
+    @contextmanager
+    def _damaged(self) -> Iterator[None]:
+        """Say in a sentence what zipfile, NumPy and its parser of headers raise for damaged files."""
+        try:
+            yield
+        except (SourceError, OSError):
+            raise
+        except Exception as error:
+            raise SourceError(f"{self._file.path} cannot be read ({error}): write it again") from error
 
     def _parts(self, stack: ExitStack, wanted: set[str] | None) -> Mapping[str, ArrayRows]:
         """Open the arrays that hold the wanted columns, None: all, at their first rows."""
@@ -121,10 +131,7 @@ class NumpyReader(_ArrayReader):
             if rows.dtype.names is None:
                 raise SourceError(f"{path} holds one array without names: give a folder of such files, or a .npz file")
             return {"": rows}
-        try:
-            archive = stack.enter_context(zipfile.ZipFile(source))
-        except zipfile.BadZipFile as error:
-            raise SourceError(f"{path} cannot be read ({error}): save it with numpy.savez") from error
+        archive = stack.enter_context(zipfile.ZipFile(source))
         names_in = {name.removesuffix(".npy"): name for name in archive.namelist()}
         return {
             name: ArrayRows.of_npy(stack.enter_context(archive.open(member)), f"{path}, array {name!r}")
@@ -183,7 +190,7 @@ def _spec(path: Path) -> dict[str, Any]:
 
 def _chunks(path: Path, spec: dict[str, Any], split: str) -> list[dict[str, Any]]:
     known = spec["source_spec"]
-    if split not in known:
+    if not isinstance(known.get(split), list):
         raise SourceError(f"{path} has no part {split!r}: it has {', '.join(map(str, known))}")
     for chunk in known[split]:
         is_whole = isinstance(chunk, dict) and chunk.get("type") == "split_binary" and chunk.get("features")

@@ -95,7 +95,10 @@ class Source:
             found = reader.schema
             for name, value in self._constants(file, reader).items():
                 found = found.append(pa.field(name, value.type))
-            check_columns(file.path, found, self._uses)
+            try:
+                check_columns(file.path, found, self._uses)
+            except UnicodeError as error:  # in the name of a column
+                raise _unreadable(file, reader, error) from error
             for use in self._uses:
                 kind = kind_of(found.field(use.column).type)
                 if use.use == "part" and kind in ("integer", "string"):
@@ -144,7 +147,7 @@ class Source:
                 yield from self._kept(
                     index, reader, row if index == file_index else 0, batch_bytes=batch_bytes, use_threads=use_threads
                 )
-            except (OSError, pa.ArrowException) as error:
+            except (OSError, pa.ArrowException, UnicodeError) as error:
                 raise _unreadable(file, reader, error) from error
             self._done_before, self._done_in_file = self._done_before + file.size, 0.0
 
@@ -188,7 +191,7 @@ class Source:
     def _open(self, file: InputFile) -> FileReader:
         try:
             return READERS[file.format](file, self._schema, self._uses)
-        except (OSError, pa.ArrowException) as error:
+        except (OSError, pa.ArrowException, UnicodeError) as error:
             raise _unreadable(file, None, error) from error
 
     def _constants(self, file: InputFile, reader: FileReader) -> dict[str, Any]:

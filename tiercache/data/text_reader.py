@@ -144,13 +144,14 @@ class TextReader(FileReader):
 
     def explain(self, error: Exception) -> SourceError | None:
         """Name row and column, as far as Arrow or the handler of bad rows knows them."""
-        if self._bad and self._csv.bad_rows == "error":
-            bad = self._bad[0]
-            return SourceError(
-                f"{self._file.path}, row {bad.row}: it has {bad.fields} fields, but the first line has {bad.expected}: "
-                'correct it, or let [csv] bad_rows = "skip" or "pad" decide'
-            )
         text = " ".join(str(error).split()).rstrip(".")
+        if bad := re.search(r"parse error: Row #(\d+): Expected (\d+) columns, got (\d+)", text):
+            number, expected, fields = map(int, bad.groups())
+            advice = 'let [csv] bad_rows = "skip" or "pad" decide'
+            return SourceError(
+                f"{self._file.path}, row {number - self._first_row}: it has {fields} fields, but the first line has "
+                f"{expected}: correct it, or {advice if self._csv.bad_rows == 'error' else 'write it as UTF-8'}"
+            )
         if "Empty CSV file" in text:
             return SourceError(f"{self._file.path} is empty: leave it out or write it again")
         column = self._failed_column(error)
