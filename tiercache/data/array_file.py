@@ -108,8 +108,7 @@ class ArrayFile:
             raise self._damaged("its checksums are others")
         self._sums = np.frombuffer(sums, "<u8")
         self._is_good = np.zeros(layout.num_blocks, bool)
-        self.is_checked = not layout.num_blocks
-        """Whether every block was checked."""
+        self._checked: set[str] = set()  # arrays of which every block is good
 
     def array(self, name: str) -> NDArray[Any]:
         """Return an array as it is mapped, read-only; what of it is used must be checked."""
@@ -122,7 +121,7 @@ class ArrayFile:
 
         Raises DatasetError for a block that is damaged.
         """
-        if self.is_checked:
+        if name in self._checked:
             return
         low, high, size = np.atleast_1d(begins), np.atleast_1d(ends), self.layout.row_bytes(name)
         is_some = low < high
@@ -132,6 +131,9 @@ class ArrayFile:
         edges = np.bincount((start + low[is_some] * size) // BLOCK_BYTES, minlength=self._is_good.size + 1)
         edges -= np.bincount((start + high[is_some] * size - 1) // BLOCK_BYTES + 1, minlength=edges.size)
         self._check_blocks(np.flatnonzero((np.cumsum(edges[:-1]) > 0) & ~self._is_good))
+        end = self.layout.offset(name, self.layout.specs[name].shape[0])
+        if self._is_good[start // BLOCK_BYTES : -(-end // BLOCK_BYTES)].all():
+            self._checked.add(name)
 
     def check_all(self, tell: Callable[[int], None] | None = None) -> None:
         """Check every block, those that were checked before too; ``tell`` is called with bytes."""
@@ -150,7 +152,6 @@ class ArrayFile:
             if found != self._sums[block]:
                 raise self._damaged(f"its MiB number {block} is another")
             self._is_good[block] = True
-        self.is_checked = bool(self._is_good.all())
 
     def _damaged(self, why: str) -> DatasetError:
         return DatasetError(f"{self.label}{self.path} is not what was extracted ({why}): extract the dataset again")
