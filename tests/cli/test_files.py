@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+import tiercache as tc
 from tests.cli.command import error_of, invoke, run, told
 from tests.io.cases import all_tables, expected_after, filled, random_rows, rows_of
+from tests.training.cases import table
 from tiercache.store import Store
 
 if TYPE_CHECKING:
@@ -90,3 +92,13 @@ def test_the_state_dict_of_a_model_is_imported_by_the_names_of_its_tensors(tmp_p
     with Store.open(tmp_path / "s.tc", mode="r") as store:
         for table, name, rows in (("t", "emb.t.weight", 4), ("u", "towers.0.weight", 5)):
             assert np.array_equal(store.lookup(table, np.arange(rows))["vector"], state[name].numpy())
+
+
+def test_the_key_sets_of_a_dataset_leave_as_files_of_hugectr(tmp_path: Path) -> None:
+    """A file for each sub-dataset and table, of int64; another format is refused with the one there is."""
+    made = tc.write_key_sets(tmp_path / "passes", [table("t", 4)], [{"t": [3, 1, 3]}, {"t": [7]}])
+    found = told("export", made.path, tmp_path / "out", "--format", "hugectr")
+    assert (found["sub_datasets"], found["keys"], found["tables"]) == (2, 3, ["t"])
+    keys = np.fromfile(tmp_path / "out" / "t" / "pass-00000.keys", "<i8")
+    assert sorted(keys.tolist()) == [1, 3]
+    assert "give --format hugectr" in error_of("export", made.path, tmp_path / "other", "--format", "numpy")

@@ -9,6 +9,7 @@ from tiercache.errors import DatasetError
 from tiercache.sizes import format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from rich.console import Console
@@ -50,13 +51,13 @@ def show(console: Console, found: dict[str, Any]) -> None:
     console.print(shown)
 
 
-def verify(path: Path) -> dict[str, Any]:
+def verify(path: Path, progress: Callable[[int, int], None]) -> dict[str, Any]:
     """Read all of a dataset and check it; "problems" has a sentence for the first damage that was found."""
     from tiercache.data.dataset import PassDataset
 
     dataset, problems = PassDataset.open(path), []
     try:
-        dataset.verify()
+        dataset.verify(progress)
     except DatasetError as error:
         problems = [str(error)]
     return {"path": str(path), "passes": len(dataset), "samples": dataset.samples, "problems": problems}

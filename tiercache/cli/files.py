@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tiercache.cli.output import Json, Output, Quiet, StorePath
-from tiercache.cli.target import open_store
+from tiercache.cli.target import kind_of, open_store
 
 if TYPE_CHECKING:
     from tiercache.io.export_manifest import ExportManifest
@@ -30,16 +30,37 @@ def export(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write the rows of a commit to files, all of them or those that changed since another one."""
+    """Write the rows of a store's commit to files, all or those changed since another one, or a dataset's key sets."""
     from tiercache.io.exporting import export_store
 
     output, began = Output(as_json, quiet), time.perf_counter()
+    if kind_of(path) == "dataset":
+        _export_keys(path, out, format, output)
+        return
     with open_store(path, commit) as store, output.working() as tell:
         manifest = export_store(
             store, out, format=format, tables=table, since=since, with_state=state,
             progress=lambda done, total: tell("export", done, total),
         )  # fmt: skip
     _report(manifest, out, time.perf_counter() - began, output)
+
+
+def _export_keys(path: Path, out: Path, format: str, output: Output) -> None:  # noqa: A002 - what users call it
+    """Write the key sets of a dataset as HugeCTR's key-set files of int64."""
+    from tiercache.data.dataset import PassDataset
+    from tiercache.errors import ImportExportError
+    from tiercache.io.key_set_file import export_key_sets
+
+    if format != "hugectr":
+        raise ImportExportError(f"{path} is a dataset, of which key sets are exported: give --format hugectr")
+    dataset = PassDataset.open(path)
+    export_key_sets(dataset, out)
+    names = [table.name for table in dataset.tables]
+    keys = sum(one.rows(name) for one in dataset for name in names)
+    output.result(
+        {"format": format, "sub_datasets": len(dataset), "keys": keys, "tables": names},
+        f"{out} holds the key sets of {len(dataset)} sub-datasets: {keys:,} keys of {', '.join(names)}",
+    )
 
 
 def import_(

@@ -32,12 +32,13 @@ def info(
 def verify(path: AnyPath, as_json: Json = False, quiet: Quiet = False) -> None:
     """Read everything that a store's kept commits, or a dataset, hold and check it; exit code 1 where it is damaged."""
     output = Output(as_json, quiet)
-    if kind_of(path) == "dataset":
-        report = dataset_info.verify(path)
+    is_dataset = kind_of(path) == "dataset"
+    with output.working("bytes") as tell:
+        check = dataset_info.verify if is_dataset else verify_store
+        report = check(path, lambda done, total: tell("verify", done, total))
+    if is_dataset:
         whole = f"{path} is whole: {report['passes']} passes and {report['samples']:,} samples are what was extracted"
     else:
-        with output.working("bytes") as tell:
-            report = verify_store(path, lambda done, total: tell("verify", done, total))
         whole = "" if report["problems"] else store_info.verified(report)
     for problem in report["problems"]:
         typer.echo(f"error: {problem}", err=True)
