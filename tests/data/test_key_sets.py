@@ -16,7 +16,7 @@ import tiercache as tc
 from tests.training.cases import table
 from tiercache.data import key_sets
 from tiercache.errors import DatasetError
-from tiercache.io.key_set_file import read_key_set, write_key_set
+from tiercache.io.key_set_file import read_key_set
 from tiercache.kernels.cpu.hashing import hash_keys
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def test_key_set_files_of_hugectr_are_taken_as_they_are_mapped(tmp_path: Path) -
     """Both dtypes, without a copy of the file in memory."""
     rng = np.random.default_rng(0)
     keys: dict[str, NDArray[np.int64]] = {name: rng.permutation(1000)[:500] for name in ("user", "item")}
-    write_key_set(tmp_path / "user", keys["user"], "uint32")
-    write_key_set(tmp_path / "item", keys["item"], "int64")
+    keys["user"].astype("<u4").tofile(tmp_path / "user")
+    keys["item"].astype("<i8").tofile(tmp_path / "item")
     mapped = {"user": read_key_set(tmp_path / "user", "uint32"), "item": read_key_set(tmp_path / "item", "int64")}
     written = tc.write_key_sets(tmp_path / "passes", TABLES, [mapped])
     for name, expected in keys.items():

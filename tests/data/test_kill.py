@@ -80,7 +80,7 @@ def test_killed_at_any_time_it_ends_with_the_same_files(
     """Deaths fall anywhere: in the middle of a write, between two renames."""
     rng = random.Random(1)
     deaths = 0
-    while deaths < 12:
+    while deaths < 20:
         process = extraction(folder, "budget")
         while not (folder / "out" / "unfinished").exists() and process.is_alive():
             time.sleep(0.002)  # a death before the first file is no test

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import warnings
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ExtractionProgress", "extract"]
 
+_FEW = 4
+"""Sub-datasets of whose sizes nobody is warned."""
+
 
 def extract(
     data: str | Path | Iterable[Any],
@@ -56,6 +60,7 @@ def extract(
     memory_limit: int | str = "1GiB",
     workers: int | None = None,
     samples: bool = True,
+    append: bool = False,
     prior_counts: Sequence[PassDataset | str | Path] = (),
     progress: bool | Callable[[ExtractionProgress], None] = True,
 ) -> PassDataset:
@@ -76,6 +81,7 @@ def extract(
     change the result.
     workers: threads; None: one for each core that the process may use. They do not change the result.
     samples: whether samples are written too; without them ``Pass.batch`` looks keys up that a loader of yours gives.
+    append: add sub-datasets of those files that the dataset in ``out`` does not have yet; those it has stay.
     prior_counts: earlier datasets of the same model, whose counts go on.
     progress: a bar, nothing, or a function that is called with an ExtractionProgress.
 
@@ -110,8 +116,20 @@ def extract(
     if devices > 1:  # sets of one device say nothing of it
         options["devices"] = devices
     records = tuple(file.record() for file in inputs)
+    kept: tuple[SubDatasetRecord, ...] = ()
     if (out / MANIFEST).exists():
-        return _finished(out, schema, options, records)
+        manifest = Manifest.read(out)
+        old = manifest.inputs
+        if append and min_count > 1:
+            raise ExtractionError(
+                f"{out} cannot be appended to with min_count = {min_count}: which of its keys are rare is decided; "
+                "extract the new files into another dataset, with prior_counts"
+            )
+        if not append or not any(record not in old for record in records):
+            return _finished(out, manifest, schema, options, old if append else records)
+        check_same(manifest.options, old, options, old, out)
+        inputs = tuple(file for file, record in zip(inputs, records, strict=True) if record not in old)
+        records, kept = (*old, *(file.record() for file in inputs)), manifest.passes
     source = Source(inputs, schema, cut_column=cut.column)
     check_first_rows(schema, source)
     memory = MemoryShares.plan(memory_bytes, source.decoding_bytes)
@@ -121,7 +139,8 @@ def extract(
         closing(ProgressReporter(progress, source.total_bytes)) as reporter,
         closing(Workers(workers)) as pool,
     ):
-        state = ExtractionState.read(work.path) or ExtractionState(options=options, inputs=records)
+        begin = ExtractionState(options=options, inputs=records, passes=kept)
+        state = ExtractionState.read(work.path) or begin
         state.check_same(options, records, out)
         if not is_cached():
             reporter.begin("compile")
@@ -134,13 +153,14 @@ def extract(
             wanted = run.decide(state, earlier, min_count)
         rows = RowBudget(schema.tables, device_bytes, devices)
         state = run.number(state, cut, batch_multiple, rows, wanted, with_samples=samples)
-        if not state.passes:
+        if len(state.passes) == len(kept):
             raise SourceError(f"{inputs[0].path} and the {len(inputs) - 1} other files have no rows: give some data")
         for file in inputs:
             file.check_unchanged()
         rare = None if wanted is None else wanted.write_rare(out / RARE_KEYS)
         Manifest(schema=schema, passes=state.passes, options=options, inputs=records, rare=rare).write(out)
         work.remove()
+        _warn_of_small(state.passes[:-1], cut, batch_multiple)
         reporter.finish(sum(record.samples for record in state.passes), out, str(source.bad_rows))
     return PassDataset.open(out)
 
@@ -159,14 +179,26 @@ def _room_in(out: Path) -> Iterator[None]:
         ) from error
 
 
-def _finished(out: Path, schema: Schema, options: dict[str, Any], records: tuple[dict[str, Any], ...]) -> PassDataset:
+def _finished(
+    out: Path, manifest: Manifest, schema: Schema, options: dict[str, Any], records: tuple[dict[str, Any], ...]
+) -> PassDataset:
     """Return the finished set in ``out`` where it is the one that was asked for."""
-    manifest = Manifest.read(out)
     check_same(manifest.options, manifest.inputs, options, records, out)
     WorkFolder(out).remove()  # left over where the end of the extraction was cut off
     if manifest.schema != schema:
         manifest.with_tables_of(schema).write(out)
     return PassDataset.open(out)
+
+
+def _warn_of_small(passes: Sequence[SubDatasetRecord], cut: Cut, batch_multiple: int) -> None:
+    """Warn where most sub-datasets are as small as can be: each switch moves every row of a pass."""
+    small = sum(record.samples == batch_multiple for record in passes)
+    if cut.kind == "budget" and len(passes) >= _FEW and small > len(passes) // 2:
+        warnings.warn(
+            f"{small} of {len(passes)} sub-datasets hold one batch multiple of {batch_multiple:,} samples: passes are "
+            "larger with a larger device_budget, and more even with a smaller batch_multiple",
+            stacklevel=3,
+        )
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from typer.testing import CliRunner
-
-from tiercache.cli import app
+from tests.cli.command import error_of, invoke
 from tiercache.data.progress import ProgressReporter
 from tiercache.kernels.cpu import compile as kernels
 
@@ -19,12 +17,12 @@ def test_warmup_compiles_all_kernels_and_says_where_they_are(monkeypatch: pytest
     asked: list[Any] = []
     monkeypatch.setattr(kernels, "is_cached", lambda *, narrow: False)
     monkeypatch.setattr(kernels, "prepare", lambda notify=None, *, narrow=False: asked.append(narrow))
-    done = CliRunner().invoke(app, ["warmup"])
+    done = invoke("warmup")
     assert (done.exit_code, asked) == (0, [True])
     assert "compiling the CPU kernels of tiercache" in done.output
     assert "kernels are compiled: " in done.stdout
-    refused = CliRunner().invoke(app, ["warmup", "--device", "tpu"])
-    assert "it must be 'cpu', 'cuda'" in str(refused.exception)
+    monkeypatch.setattr(kernels, "is_cached", lambda *, narrow: True)
+    assert "it must be 'cpu', 'cuda'" in error_of("warmup", "--device", "tpu")
 
 
 def test_an_extraction_without_a_terminal_says_that_it_compiles(capsys: pytest.CaptureFixture[str]) -> None:
