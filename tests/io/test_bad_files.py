@@ -295,7 +295,13 @@ def test_a_hugectr_folder_whose_sizes_disagree_is_refused(tmp_path: Path, export
 def test_an_import_of_no_tables_is_refused(tmp_path: Path) -> None:
     """It would make a store with a commit of nothing."""
     (tmp_path / "out").mkdir()
-    refused(tmp_path / "out", tmp_path / "s.tc", "tables is empty: give the tables that the source holds", format="numpy", tables=[])
+    refused(
+        tmp_path / "out",
+        tmp_path / "s.tc",
+        "tables is empty: give the tables that the source holds",
+        format="numpy",
+        tables=[],
+    )
 
 
 def test_what_cannot_be_asked_for_is_refused(tmp_path: Path, exports: Path) -> None:
