@@ -30,6 +30,16 @@ Flag = Annotated[bool, Field(strict=True)]
 Count = Annotated[int, Field(strict=True, ge=1, le=(1 << 31) - 1)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=-_LARGEST, le=_LARGEST)]
 _T = TypeVar("_T")
+_WANTED = {
+    "dict_type": "a table of keys and values",
+    "string_type": "a text",
+    "string_too_short": "not be empty",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "int_type": "a whole number",
+    "bool_type": "true or false",
+}
+"""By pydantic's name of an error: what a value must be."""
 
 
 def checked(cls: type[_T], where: str, values: dict[str, Any], known: Iterable[str] = ()) -> _T:
@@ -67,8 +77,7 @@ def _sentence(cls: type[Any], where: str, error: ValidationError, known: Iterabl
         return unknown_key(where, key, known or (field.name for field in dataclasses.fields(cls)))
     if kind == "missing":
         return f"{where} has no {key!r}: add it"
-    allowed = {"dict_type": "a table of keys and values", "string_type": "a text", "string_too_short": "not be empty"}
-    must = allowed.get(kind, first["msg"].removeprefix("Input should be "))
+    must = _WANTED.get(kind, first["msg"].removeprefix("Input should be "))
     return f"{where} has {key} = {value}: it must {'' if must.startswith('not') else 'be '}{must}"
 
 

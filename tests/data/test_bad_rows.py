@@ -11,8 +11,9 @@ import pytest
 
 import tiercache as tc
 from tests.data.cases import plain_schema
+from tests.files import files_of
 from tiercache.data import text_reader
-from tiercache.data.extract import extract
+from tiercache.data.extract import ExtractionProgress, extract
 from tiercache.data.inputs import find_inputs
 from tiercache.data.source import BadRows, Source
 from tiercache.errors import SourceError
@@ -124,6 +125,30 @@ def test_the_extraction_says_how_many_rows_were_bad(tmp_path: Path, capsys: pyte
     found = extract(tmp_path / "x.csv", schema("pad", label_null="drop"), tmp_path / "out", device_budget="1GiB")
     assert found.samples == 4
     assert "1 rows skipped, 2 rows padded, 1 rows dropped without a label" in capsys.readouterr().err
+
+
+def test_a_stopped_extraction_goes_on_among_bad_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the row behind the last closed pass, to the same bits and the same counts of its file."""
+    monkeypatch.setattr(text_reader, "_BLOCK_BYTES", 1 << 10)
+    lines = [f"{i},{'' if i % 7 == 0 else 1},s{i % 50}"[: None if i % 5 else -4] for i in range(20_000)]
+    (tmp_path / "x.csv").write_text("a,y,b\n" + "\n".join(lines))
+    how: dict[str, Any] = {"device_budget": "1GiB", "split_by": "rows=1000", "batch_multiple": 100}
+    spec = schema("pad", label_null="drop")
+
+    def stop(progress: ExtractionProgress) -> None:
+        if progress.passes == 7:
+            raise KeyboardInterrupt
+
+    extract(tmp_path / "x.csv", spec, tmp_path / "whole", **how)
+    with pytest.raises(KeyboardInterrupt):
+        extract(tmp_path / "x.csv", spec, tmp_path / "out", progress=stop, **how)
+    assert (tmp_path / "out" / "unfinished").exists()
+    extract(tmp_path / "x.csv", spec, tmp_path / "out", **how)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    first, second = (line.split("; ")[1] for line in capsys.readouterr().err.splitlines())
+    assert first == second
 
 
 def test_whole_numbers_may_be_written_as_floats(tmp_path: Path) -> None:

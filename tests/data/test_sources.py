@@ -381,7 +381,7 @@ def test_split_binary_data_is_read_by_its_spec(tmp_path: Path) -> None:
         (lambda f: (f / "feature_spec.yaml").write_text(SPEC.replace("int8", "int9")), "cat_0.bin no dtype in common"),
         (
             lambda f: (f / "feature_spec.yaml").write_text(SPEC.replace("train:", "t:")),
-            "no part 'train': it has t, test",
+            "no part 'train', or an empty one: it has t, test",
         ),
         (
             lambda f: (f / "feature_spec.yaml").write_text(SPEC.replace("type: split", "type: no")),

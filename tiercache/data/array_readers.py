@@ -190,8 +190,8 @@ def _spec(path: Path) -> dict[str, Any]:
 
 def _chunks(path: Path, spec: dict[str, Any], split: str) -> list[dict[str, Any]]:
     known = spec["source_spec"]
-    if not isinstance(known.get(split), list):
-        raise SourceError(f"{path} has no part {split!r}: it has {', '.join(map(str, known))}")
+    if not isinstance(known.get(split), list) or not known[split]:
+        raise SourceError(f"{path} has no part {split!r}, or an empty one: it has {', '.join(map(str, known))}")
     for chunk in known[split]:
         is_whole = isinstance(chunk, dict) and chunk.get("type") == "split_binary" and chunk.get("features")
         if not is_whole or len(chunk.get("files") or ()) != 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -123,68 +122,48 @@ def open_binary(path: Path | str) -> Any:
     """Open a local file, or that of a URL, as an Arrow file that can seek."""
     if isinstance(path, Path):
         return pa.OSFile(str(path))
-    fs, name = _remote(path)
+    fs, name = _file_system(path)
     return pa.PythonFile(fs.open(name, "rb"), mode="r")
 
 
-def _remote(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL, and the name of the file in it."""
+def _file_system(path: Path | str) -> tuple[Any, str]:
+    """Return the fsspec file system of a path or URL, and the absolute name of the file in it."""
     import fsspec
 
     try:
-        fs, name = fsspec.core.url_to_fs(url)
+        fs, name = fsspec.core.url_to_fs(str(path))
     except (ImportError, ValueError) as error:
-        raise SourceError(f"{url} cannot be opened: {error} (fsspec opens URLs)") from error
+        raise SourceError(f"{path} cannot be opened: {error} (fsspec opens URLs)") from error
     return fs, str(name)
 
 
-def _local(item: Path | str) -> Path | None:
-    """Return the path of a local file; None: it is a URL of another place."""
-    if isinstance(item, Path) or "://" not in item:
-        return Path(item)
-    return Path(item.removeprefix("file://")) if item.startswith("file://") else None
-
-
 def _expand(item: Path | str, given: str | None) -> list[Path | str]:
-    path = _local(item)
-    if path is None:
-        return _expand_remote(str(item), given)
-    if path.is_dir():
-        if (path / FEATURE_SPEC).exists():
-            return [path / FEATURE_SPEC]
-        files = [p for p in sorted(path.rglob("*")) if p.is_file() and not _is_hidden(p.relative_to(path))]
-        if files and all(p.suffix == ".npy" for p in files) and not _is_structured(files[0]):
-            return [path]
-        return [p for p in files if given or _kind(p, None) is not None]
-    if path.exists() or "#" in path.name:
-        return [path]
-    return [p for p in map(Path, sorted(glob.glob(str(path), recursive=True))) if p.is_file()]  # noqa: PTH207 - patterns may be absolute
-
-
-def _expand_remote(url: str, given: str | None) -> list[Path | str]:
-    fs, name = _remote(url)
+    fs, name = _file_system(item)
+    is_local = "file" in fs.protocol
     try:
-        is_folder = fs.isdir(name)
-        names = fs.find(name) if is_folder else [name] if fs.exists(name) else fs.glob(name)
+        if not fs.isdir(name):
+            names = [name] if fs.exists(name) or "#" in name else [one for one in fs.glob(name) if fs.isfile(one)]
+        elif fs.exists(f"{name}/{FEATURE_SPEC}"):
+            names = [f"{name}/{FEATURE_SPEC}"]
+        else:
+            files = [one for one in fs.find(name) if not _is_hidden(one.removeprefix(name))]
+            names = [one for one in files if given or _kind(PurePosixPath(one), None) is not None]
+            if is_local and names and all(one.endswith(".npy") for one in names) and not _is_structured(names[0]):
+                names = [name]
     except OSError as error:
-        raise SourceError(f"{url} cannot be read: {error}") from error
-    found = []
-    for one in sorted(names):
-        below = PurePosixPath(one.removeprefix(name)) if is_folder else PurePosixPath(PurePosixPath(one).name)
-        if not is_folder or (not _is_hidden(below) and (given or _kind(below, None) is not None)):
-            found.append(fs.unstrip_protocol(one))
-    return found
+        raise SourceError(f"{item} cannot be read: {error}") from error
+    return [Path(one) if is_local else fs.unstrip_protocol(one) for one in sorted(names)]
 
 
-def _is_hidden(path: Path | PurePosixPath) -> bool:
-    return any(part.startswith((".", "_")) for part in path.parts)
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith((".", "_")) for part in name.split("/"))
 
 
-def _is_structured(path: Path) -> bool:
+def _is_structured(name: str) -> bool:
     from tiercache.data.array_readers import ArrayRows
 
-    with open_binary(path) as file:
-        return ArrayRows.of_npy(file, str(path)).dtype.names is not None
+    with open_binary(Path(name)) as file:
+        return ArrayRows.of_npy(file, name).dtype.names is not None
 
 
 def _kind(path: Path | PurePosixPath, given: str | None) -> tuple[str, str, str | None] | None:
@@ -225,7 +204,7 @@ def _stat(file: InputFile) -> tuple[int, int, str]:
     """Return bytes, time of change and version of a file as it is now."""
     path = file.path
     if not isinstance(path, Path):
-        fs, name = _remote(path)
+        fs, name = _file_system(path)
         info = fs.info(name)
         version = info.get("ETag") or info.get("mtime") or info.get("LastModified") or info.get("created") or ""
         return int(info["size"]), 0, str(version)
