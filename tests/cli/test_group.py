@@ -107,7 +107,7 @@ def test_info_and_verify_take_a_dataset(folder: Path) -> None:
     found = told("info", "passes")
     assert (found["samples"], found["passes"], found["tables"][0]["rows"]) == (5000, [2000, 3000], [700, 700])
     assert "passes: 2 passes, 5,000 samples" in run("info", "passes")
-    assert "passes is whole: 2 passes and 5,000 samples" in run("verify", "passes")
+    assert "passes is whole: 2 passes, 5,000 samples, as extracted" in run("verify", "passes")
     samples = next(folder.glob("passes/*00001*"))
     flip(samples, samples.stat().st_size // 2)
     assert "sub-dataset 1" in error_of("verify", "passes")

@@ -29,6 +29,7 @@ def describe(path: Path) -> dict[str, Any]:
     return {
         "path": str(path),
         "digest": dataset.digest,
+        "summary": dataset.summary,
         "samples": dataset.samples,
         "file_bytes": sum(one.num_bytes() for one in dataset),
         "passes": [one.samples for one in dataset],
@@ -38,15 +39,12 @@ def describe(path: Path) -> dict[str, Any]:
 
 def show(console: Console, found: dict[str, Any]) -> None:
     """Print it."""
-    passes = len(found["passes"])
     console.print(
-        f"{found['path']}: {passes:,} passes, {found['samples']:,} samples; "
-        f"files take {format_bytes(found['file_bytes'])}",
-        soft_wrap=True,
+        f"{found['path']}: {found['summary']}; files take {format_bytes(found['file_bytes'])}", soft_wrap=True
     )
     shown = new_table("rows of each pass", "table", "dim", "mean", "most")
     for table in found["tables"]:
-        mean = sum(table["rows"]) / max(1, passes)
+        mean = sum(table["rows"]) / max(1, len(found["passes"]))
         shown.add_row(table["name"], str(table["dim"]), f"{mean:,.0f}", f"{table['max_rows']:,}")
     console.print(shown)
 
@@ -60,4 +58,10 @@ def verify(path: Path, progress: Callable[[int, int], None]) -> dict[str, Any]:
         dataset.verify(progress)
     except DatasetError as error:
         problems = [str(error)]
-    return {"path": str(path), "passes": len(dataset), "samples": dataset.samples, "problems": problems}
+    return {
+        "path": str(path),
+        "passes": len(dataset),
+        "summary": dataset.summary,
+        "samples": dataset.samples,
+        "problems": problems,
+    }
