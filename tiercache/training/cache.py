@@ -15,6 +15,7 @@ from tiercache.backends.opening import open_backend
 from tiercache.dist.communicator import communicator_of
 from tiercache.dist.consistency import check_same
 from tiercache.errors import BudgetError, StateError
+from tiercache.planning.overlap import order_rule
 from tiercache.ranks.budgets import Budgets
 from tiercache.ranks.opening import closed_on_error
 from tiercache.ranks.rank_exchange import RankExchange
@@ -94,6 +95,7 @@ class TierCache(SteppedCache):
         reorganize: bool = True,
         commit_every: int = 1,
         seed: int = 0,
+        order: Sequence[int] | str | None = None,
         order_seed: int | None = None,
         progress: bool | None = None,
     ) -> None:
@@ -130,8 +132,9 @@ class TierCache(SteppedCache):
                 this one first, as by `tiercache.reorganize`. If not, it is refused.
             commit_every: passes between commits.
             seed: the seed of shuffled batches.
-            order_seed: None trains the sub-datasets in the same order in every epoch; a number shuffles them in each
-                epoch.
+            order: the order of the sub-datasets in every epoch: a permutation of their numbers, or "overlap", which
+                puts those next to each other that share rows, so that fewer rows move. Default: their own order.
+            order_seed: a number shuffles the sub-datasets in each epoch.
             progress: whether to show a progress bar; None: on a terminal.
 
         Raises:
@@ -146,7 +149,7 @@ class TierCache(SteppedCache):
         self.communicator = ranks = communicator_of(group, device if isinstance(device, str) else device.device)
         options = StoreOptions(
             sharding=sharding, shard_dirs=shard_dirs, engine=engine, retention=retention, reorganize=reorganize,
-            order_seed=order_seed,
+            order=order_rule(data, order, order_seed),
         )  # fmt: skip
         with closed_on_error(self, "_exchange", "_rows", "_asking", "_beside", "_opened", "communicator"):
             with ranks.raise_on_all("reading the budgets"):
@@ -171,7 +174,7 @@ class TierCache(SteppedCache):
             with ranks.raise_on_all("planning the budgets"):
                 try:
                     self._rows = RankRows(
-                        self.store, source, backend, budgets, device_bytes=device_bytes, order_seed=order_seed
+                        self.store, source, backend, budgets, device_bytes=device_bytes, order=options.order
                     )
                 except BudgetError:
                     self._opened.discard_new()
