@@ -13,6 +13,7 @@ from tiercache.planning.budget import HostBudget, gap_bytes
 from tiercache.planning.next_use import find_uses
 from tiercache.planning.pass_plan import Planner
 from tiercache.planning.positions import Positions
+from tiercache.planning.reuse_counts import ReuseCounts
 from tiercache.planning.schedule import Schedule
 from tiercache.ranks.shares import Share
 from tiercache.sizes import format_bytes, parse_bytes
@@ -127,7 +128,7 @@ class Budgets:
                 )  # fmt: skip
 
             planner = Planner(
-                schedule, positions, uses_of, budget,
+                schedule, positions, ReuseCounts(schedule, positions, uses_of), budget,
                 start=0 if schedule.repeats else start or 0, within=False, commit_every=self.commit_every, stored={},
             )  # fmt: skip
             if self.store_budget is not None and (schedule.repeats or start is not None):
