@@ -7,6 +7,7 @@ import sys
 import typer
 
 from tiercache.cli.extract import extract
+from tiercache.cli.plan import plan
 from tiercache.cli.store import app as store_app
 from tiercache.cli.warmup import warmup
 from tiercache.errors import StoreError, TierCacheError
@@ -20,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("extract")(extract)
+app.command("plan")(plan)
 app.command("warmup")(warmup)
 app.add_typer(store_app, name="store")
 
