@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tiercache.cli.tables import new_table
+from tiercache.errors import TierCacheError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +26,7 @@ def dataset_info(path: Path, *, as_json: bool = False, plot: Path | None = None,
     """Say what is in a dataset; one sweep of its key sets, one hash range at a time.
 
     curve: with the rows and bytes of an epoch at several host budgets. plot: a file for the same as pictures.
-    Raises DatasetError, and ModuleNotFoundError for a plot without matplotlib.
+    Raises DatasetError, and TierCacheError for a plot without matplotlib.
     """
     from rich.console import Console
 
@@ -177,7 +178,7 @@ def _draw(record: dict[str, Any], points: Sequence[Point], path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("a plot needs matplotlib: pip install tiercache[plots]") from error
+        raise TierCacheError("a plot needs matplotlib: pip install tiercache[plots]") from error
     figure = Figure(figsize=(12, 8), layout="constrained")
     FigureCanvasAgg(figure)
     ((rows, recurring), (distances, curve)) = figure.subplots(2, 2)
