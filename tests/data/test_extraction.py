@@ -356,8 +356,8 @@ def test_an_arrow_table_of_every_type_survives_the_whole_way(tmp_path: Path) -> 
     assert sets[0].digest == sets[1].digest
 
 
-@pytest.mark.parametrize(("name", "value"), [("workers", 0), ("out", "a\0b"), ("schema", "a\0b")])
-def test_no_workers_and_names_with_nul_are_refused(tmp_path: Path, name: str, value: Any) -> None:
+@pytest.mark.parametrize(("name", "value"), [("workers", 0), ("schema", "a\0b")])
+def test_no_workers_and_a_schema_with_nul_are_refused(tmp_path: Path, name: str, value: Any) -> None:
     """In a sentence that shows the value."""
     paths = write_parquet(tmp_path, {"a": np.arange(9), "y": np.zeros(9)}, [0, 9])
     how: dict[str, Any] = {"schema": plain_schema(), "out": tmp_path / "out", "device_budget": "1MiB", name: value}

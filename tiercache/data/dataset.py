@@ -47,9 +47,13 @@ class PassDataset:
             sizes[directory / RARE_KEYS] = key_set_layout(dataset.tables, manifest.rare.rows).num_bytes
         for file, size in sizes.items():
             if not file.exists():
-                raise DatasetError(f"the dataset {directory} lacks {file.name}: extract it again")
+                raise DatasetError(
+                    f"the dataset {directory} lacks {file.name}: delete the dataset and extract it again"
+                )
             if file.stat().st_size != size:
-                raise DatasetError(f"{file} has {file.stat().st_size} bytes, not {size}: extract the dataset again")
+                raise DatasetError(
+                    f"{file} has {file.stat().st_size} bytes, not {size}: delete the dataset and extract it again"
+                )
         return dataset
 
     @cached_property

@@ -127,7 +127,11 @@ def extract(
                 "extract the new files into another dataset, with prior_counts"
             )
         if not append or not any(record not in old for record in records):
-            return _finished(out, manifest, schema, options, old if append else records)
+            made = _finished(out, manifest, schema, options, old if append else records)
+            with closing(ProgressReporter(progress, 0)) as reporter:
+                reporter.passes = len(made)
+                reporter.finish(made.samples, f"{out}: {made.summary}, extracted before", "")
+            return made
         check_same(manifest.options, old, options, old, out)
         inputs = tuple(file for file, record in zip(inputs, records, strict=True) if record not in old)
         records, kept = (*old, *(file.record() for file in inputs)), manifest.passes
