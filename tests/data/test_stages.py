@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from distributed import LocalCluster, SchedulerPlugin
+from distributed import Client, LocalCluster, SchedulerPlugin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +28,7 @@ from tests.files import files_of
 from tiercache.data.cuts import Cut
 from tiercache.data.inputs import find_inputs
 from tiercache.data.stages import Job, place_passes, scan_file, write_pass
+from tiercache.data.workers import Workers
 from tiercache.errors import BudgetError, ExtractionError, TierCacheError
 
 if TYPE_CHECKING:
@@ -75,11 +76,11 @@ def test_passes_are_placed_where_one_machine_ends_them(
             paths, schema, f"{name}/out", device_budget=budget, split_by=split_by, batch_multiple=unit, progress=False
         )
         one, files = job(schema, split_by, unit, budget), find_inputs(paths)
-        found = list(place_passes(one, (scan_file(one, file) for file in files)))
+        found = list(place_passes(one, (scan_file(one, file) for file in files), Workers(2)))
         index = len(found) // 2
         _, file, row, *_ = found[index]
         tables = (scan_file(one, f, 0 if i else row) for i, f in enumerate(files[file:]))
-        assert list(place_passes(one, tables, made.manifest.passes[:index], file, row)) == found[index:]
+        assert list(place_passes(one, tables, Workers(1), made.manifest.passes[:index], file, row)) == found[index:]
     assert [0, *np.cumsum([at.samples for at in found]).tolist()] == bounds_of(made)
     begins = [0, *sorted(cuts), 3000]
     assert [begins[at.first_file] + at.first_row for at in found] == bounds_of(made)[:-1]
@@ -95,7 +96,7 @@ def test_a_unit_over_the_budget_is_refused_as_on_one_machine(tmp_path: Path) -> 
             paths, plain_schema(), tmp_path / "out", device_budget=one.device_bytes, batch_multiple=100, progress=False
         )
     with pytest.raises(BudgetError, match=re.escape(str(error.value))):
-        list(place_passes(one, [scan_file(one, file) for file in find_inputs(paths)]))
+        list(place_passes(one, [scan_file(one, file) for file in find_inputs(paths)], Workers(1)))
 
 
 def test_a_pass_over_the_memory_limit_is_named_by_its_place(tmp_path: Path) -> None:
@@ -178,17 +179,17 @@ def test_an_extraction_goes_from_a_cluster_to_one_machine_and_back(
     """What a stopped one has closed stays, and a finished dataset is appended to, wherever it goes on."""
     paths = write_parquet(tmp_path, rich_columns(6000), [0, 1000, 4000, 6000])
     options: dict[str, Any] = {"device_budget": 2500 * ROW_BYTES, "batch_multiple": 100}
-    address = cluster[0].scheduler_address
 
     def stop(now: Any) -> None:
         if now.passes == 2:
             raise KeyboardInterrupt
 
-    for out, first, second in (("a", None, None), ("b", address, None), ("c", None, address)):
-        with pytest.raises(KeyboardInterrupt):
-            tc.extract(paths[:2], rich_schema(), tmp_path / out, dask=first, progress=stop, **options)
-        tc.extract(paths[:2], rich_schema(), tmp_path / out, dask=second, progress=False, **options)
-        tc.extract(paths, rich_schema(), tmp_path / out, dask=first, append=True, progress=False, **options)
+    with Client(cluster[0]) as client:
+        for out, first, second in (("a", None, None), ("b", client, None), ("c", None, client)):
+            with pytest.raises(KeyboardInterrupt):
+                tc.extract(paths[:2], rich_schema(), tmp_path / out, dask=first, progress=stop, **options)
+            tc.extract(paths[:2], rich_schema(), tmp_path / out, dask=second, progress=False, **options)
+            tc.extract(paths, rich_schema(), tmp_path / out, dask=first, append=True, progress=False, **options)
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b") == files_of(tmp_path / "c")
 
 

@@ -16,6 +16,7 @@ from tiercache.data.progress import ProgressReporter
 from tiercache.data.resume import ExtractionState, WorkFolder
 from tiercache.data.source import BadRows
 from tiercache.data.stages import place_passes, scan_file, write_pass
+from tiercache.data.workers import Workers
 from tiercache.errors import BudgetError, ExtractionError, SourceError
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def extract_on(
         if not is_local:
             root = Path(stack.enter_context(TemporaryDirectory()))
             fs.makedirs(folder, exist_ok=True)
+        workers = stack.enter_context(closing(Workers()))
         work = stack.enter_context(closing(WorkFolder(root)))
         reporter = stack.enter_context(closing(ProgressReporter(progress, 2 * sum(file.size for file in inputs))))
         state = ExtractionState.read(work.path) or begin
@@ -80,7 +82,8 @@ def extract_on(
                 yield table
 
         first, writes = len(state.passes), []
-        for index, at in enumerate(place_passes(job, tables(), state.passes, state.file_index, state.row), first):
+        ranges = place_passes(job, tables(), workers, state.passes, state.file_index, state.row)
+        for index, at in enumerate(ranges, first):
             files = inputs[at.first_file : at.last_file + 1]
             writes.append((at, client.submit(write_pass, job, files, at.first_row, at.samples, index, where, **_AGAIN)))
         budget, scanned, samples = job.row_budget(state.passes), done_bytes, sum(at.samples for at, _ in writes)

@@ -11,6 +11,7 @@ import json
 from bisect import bisect_left, bisect_right
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -109,11 +110,17 @@ def scan_file(job: Job, file: InputFile, row: int = 0) -> pa.Table:
 
 
 def place_passes(
-    job: Job, tables: Iterable[pa.Table], passes: Sequence[SubDatasetRecord] = (), file_index: int = 0, row: int = 0
+    job: Job,
+    tables: Iterable[pa.Table],
+    workers: Workers,
+    passes: Sequence[SubDatasetRecord] = (),
+    file_index: int = 0,
+    row: int = 0,
 ) -> Iterator[PassRange]:
     """Yield where each pass is, as soon as the tables that ``scan_file`` made of the files say it.
 
     tables: of all files from ``file_index`` on, the first one from its ``row``-th kept row on. passes: those before.
+    workers: threads that number keys.
     Memory: one table, and the keys of one pass. Raises BudgetError where one unit exceeds the row budget.
     """
     begins = [0]  # samples before each file, and behind the last one
@@ -124,8 +131,10 @@ def place_passes(
             yield table
 
     def ends() -> Iterator[int]:
-        budget = job.row_budget(passes)
-        yield from _budget_ends(job, budget, counted()) if job.cut.kind == "budget" else _ends(job.cut, counted())
+        if job.cut.kind == "budget":
+            yield from _budget_ends(job, job.row_budget(passes), counted(), workers)
+        else:
+            yield from _ends(job.cut, counted())
         yield begins[-1]
 
     begin = 0
@@ -256,16 +265,18 @@ def _ends(cut: Cut, tables: Iterable[pa.Table]) -> Iterator[int]:
             yield end
 
 
-def _budget_ends(job: Job, budget: RowBudget, tables: Iterable[pa.Table]) -> Iterator[int]:
+def _budget_ends(job: Job, budget: RowBudget, tables: Iterable[pa.Table], workers: Workers) -> Iterator[int]:
     """Yield the samples before the end of each pass but the last, where the row budget cuts."""
-    schema_tables = job.schema.ordered_tables
-    unit: list[tuple[str, NDArray[np.int64]]] = []
     unique, rows = _no_keys(job.schema), list[int]()
+    unit: dict[str, list[NDArray[np.int64]]] = {name: [] for name in unique}
     begin = unit_begin = done = 0
 
-    def added() -> list[int]:
-        for name, keys in unit:
+    def add(name: str) -> None:
+        for keys in unit[name]:
             unique[name].add(keys, np.empty(keys.size, np.int32))
+
+    def added() -> list[int]:
+        workers.run(partial(add, name) for name in unique)
         return [one.count for one in unique.values()]
 
     def end_unit() -> Iterator[int]:
@@ -282,20 +293,19 @@ def _budget_ends(job: Job, budget: RowBudget, tables: Iterable[pa.Table]) -> Ite
                 f"lower batch_multiple (now {job.unit:,})"
             )
         rows, unit_begin = found, done
-        unit.clear()
+        for parts in unit.values():
+            parts.clear()
 
     for table in tables:
         if not table.num_rows:
             continue
-        lists = {
-            t.name: [_list(table, f"{kind}.{t.name}") for kind in ("keys", "first", "last")] for t in schema_tables
-        }
+        lists = {name: [_list(table, f"{kind}.{name}") for kind in ("keys", "first", "last")] for name in unique}
         for stretch, samples in enumerate(table["samples"].to_pylist()):
             head = min(samples, job.unit - done % job.unit)
             for low, high in ((0, head), (head, samples)):
                 for name, columns in lists.items():
                     keys, first, last = (values[ends[stretch] : ends[stretch + 1]] for ends, values in columns)
-                    unit.append((name, keys[(first < high) & (last >= low)]))
+                    unit[name].append(keys[(first < high) & (last >= low)])
                 done += high - low
                 if low == 0 and done % job.unit == 0:
                     yield from end_unit()
