@@ -27,6 +27,7 @@ from tests.data.shared_files import FATAL
 from tests.files import files_of
 from tiercache.data.cuts import Cut
 from tiercache.data.inputs import find_inputs
+from tiercache.data.row_budget import RowBudget
 from tiercache.data.stages import Job, place_passes, scan_file, write_pass
 from tiercache.data.workers import Workers
 from tiercache.errors import BudgetError, ExtractionError, TierCacheError
@@ -88,15 +89,19 @@ def test_passes_are_placed_where_one_machine_ends_them(
 
 
 def test_a_unit_over_the_budget_is_refused_as_on_one_machine(tmp_path: Path) -> None:
-    """With the same words: the merge knows rows and what earlier passes need."""
-    paths = write_parquet(tmp_path, {"a": np.repeat(np.arange(300), 2), "y": np.zeros(600)}, [0, 130, 600])
-    one = job(plain_schema(), "budget", 100, 49 * ROW_BYTES)
+    """With the same words; a budget of one unit fits each, though units begin inside the stretches of a file."""
+    paths = write_parquet(tmp_path, {"a": np.arange(600) // 2, "y": np.zeros(600)}, [0, 130, 600])
+    row_bytes = RowBudget(plain_schema().tables, 0).needed([1])
+    one = job(plain_schema(), "budget", 100, 50 * row_bytes)
+    tables = [scan_file(one, file) for file in find_inputs(paths)]
+    assert [at.samples for at in place_passes(one, tables, Workers(1))] == [100] * 6
+    one = replace(one, device_bytes=49 * row_bytes)
     with pytest.raises(BudgetError) as error:
         tc.extract(
             paths, plain_schema(), tmp_path / "out", device_budget=one.device_bytes, batch_multiple=100, progress=False
         )
     with pytest.raises(BudgetError, match=re.escape(str(error.value))):
-        list(place_passes(one, [scan_file(one, file) for file in find_inputs(paths)], Workers(1)))
+        list(place_passes(one, tables, Workers(1)))
 
 
 def test_a_pass_over_the_memory_limit_is_named_by_its_place(tmp_path: Path) -> None:
@@ -178,7 +183,7 @@ def test_an_extraction_goes_from_a_cluster_to_one_machine_and_back(
 ) -> None:
     """What a stopped one has closed stays, and a finished dataset is appended to, wherever it goes on."""
     paths = write_parquet(tmp_path, rich_columns(6000), [0, 1000, 4000, 6000])
-    options: dict[str, Any] = {"device_budget": 2500 * ROW_BYTES, "batch_multiple": 100}
+    options: dict[str, Any] = {"device_budget": 1500 * ROW_BYTES, "batch_multiple": 100, "devices": 2, "samples": False}
 
     def stop(now: Any) -> None:
         if now.passes == 2:
