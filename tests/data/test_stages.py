@@ -61,7 +61,7 @@ def job(schema: Schema, split_by: str, unit: int, budget: int) -> Job:
     split_by=st.sampled_from(["budget", "budget", "rows=700", "rows=1500", "file", "column=day"]),
     seed=st.integers(0, 3),
 )
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 def test_passes_are_placed_where_one_machine_ends_them(
     cuts: list[int], unit: int, slack: float, split_by: str, seed: int
 ) -> None:
@@ -148,7 +148,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Sta
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FATAL, str(orders))
         with LocalCluster(
-            n_workers=2, threads_per_worker=1, dashboard_address=None, preload=["tests.data.shared_files"]
+            n_workers=2, threads_per_worker=1, dashboard_address=":0", preload=["tests.data.shared_files"]
         ) as made:
             stages = Stages()
             made.scheduler.add_plugin(stages)
