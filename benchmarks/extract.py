@@ -178,7 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, help="samples of the file")
     options = parser.parse_args(given)
     rows = options.rows or (5000 if options.tiny else 400_000 if options.quick else 4_000_000)
-    record = environment("benchmarks.extract", given, ("numpy", "numba", "pyarrow", "duckdb", "polars", "tiercache"))
+    packages = ("numpy", "numba", "pyarrow", "torch", "duckdb", "polars", "tiercache")
+    record, begun = environment("benchmarks.extract", given, packages), time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="extract-", dir=Path.cwd()))
     try:
         record |= {} if options.tiny else measure_peak(folder)
@@ -186,14 +187,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         record |= measure(folder / "data.parquet", rows, folder, 1 if options.tiny else 2)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    record["benchmark_seconds"] = time.perf_counter() - begun
     table = Table(title=f"{rows:,} samples, {COLUMNS} columns", title_justify="left")
     for name in ("what", "seconds", "million keys/s"):
         table.add_column(name, justify="left" if name == "what" else "right")
     for key, value in record.items():
-        if key.endswith("_seconds"):
+        if key.endswith("_seconds") and key != "benchmark_seconds":
             table.add_row(key.removesuffix("_seconds"), f"{value:.2f}", f"{rows * COLUMNS / value / 1e6:.0f}")
     console.print(table)
-    report(record, GOALS, title="extraction", path=options.json)
+    report(record, GOALS, title="what was promised", path=options.json)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ TierCacheError
  ├─ ExtractionError  an extraction cannot start or go on: other options, changed inputs, someone else at work
  ├─ DatasetError     a dataset is missing, damaged, or of another schema
  ├─ BudgetError      something does not fit into the memory that it was given
+ ├─ PlanError        a plan file is wrong, or of another dataset
  ├─ StateError       something to be tracked or restored cannot be stored, or does not match what is stored
  ├─ ImportExportError    an export or import cannot be done, or files to import are not what they should be
  ├─ KeyNotInPassError  a raw key was looked up that the pass being trained does not have (.table, .key, .batch)
@@ -45,6 +46,7 @@ __all__ = [
     "KeyNotInPassError",
     "NoGpuError",
     "NotAStoreError",
+    "PlanError",
     "RankError",
     "SchemaError",
     "SourceError",
@@ -81,6 +83,15 @@ class DatasetError(TierCacheError, ValueError):
 
 class BudgetError(TierCacheError, ValueError):
     """Something does not fit into a budget: names the numbers and what to raise."""
+
+    def __init__(self, message: str, *, least: int | None = None) -> None:
+        super().__init__(message)
+        self.least = least
+        """The bytes that would be enough, where that is known."""
+
+
+class PlanError(TierCacheError, ValueError):
+    """A plan file is wrong, or of another dataset: names the file and the key."""
 
 
 class StateError(TierCacheError, ValueError):

@@ -225,10 +225,12 @@ class UniqueKeys:
     much for the old slots of a part while it grows; sorting takes 36 to 44 bytes a key.
     """
 
-    def __init__(self, table_id: int, parts: int = 1) -> None:
+    def __init__(self, table_id: int, parts: int = 1, room: int = 0) -> None:
+        """``room``: keys that are expected; the table grows beyond."""
         self.table_id, self.parts = table_id, parts
         self._bits = parts.bit_length() - 1
-        self._slots = [_slots(64) for _ in range(parts)]
+        pairs = max(64, 1 << (room // parts * 8 // 5).bit_length())
+        self._slots = [_slots(pairs) for _ in range(parts)]
         self._carried = [NONE_I8] * parts
         self.counts = [0] * parts
         """How many keys each part has."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import tiercache as tc
 from tests.data.cases import plain_schema, table
@@ -213,3 +214,35 @@ def test_a_disk_that_fills_is_a_sentence_and_the_same_call_goes_on(tmp_path: Pat
     assert "\n" not in str(caught.value)
     extract(tmp_path / "x.parquet", plain_schema(), tmp_path / "out", **how)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"split_by": None}, "split_by is None: one of budget, rows=N, file, column=NAME"),
+        ({"data": None}, "the data are None: give files, folders or patterns"),
+        ({"data": 5}, "the data are 5: give files"),
+        ({"out": "a\0b"}, r"the path 'a\\x00b' has a NUL character: give the dataset another directory"),
+    ],
+)
+def test_what_is_no_argument_is_a_sentence(tmp_path: Path, how: dict[str, Any], message: str) -> None:
+    """None, numbers and paths that no file system takes."""
+    pq.write_table(pa.table({"a": [1], "y": [0.0]}), tmp_path / "x.parquet")
+    call: dict[str, Any] = {"data": tmp_path / "x.parquet", "schema": plain_schema(), "out": tmp_path / "out"}
+    with pytest.raises(tc.TierCacheError, match=message):
+        extract(**{**call, **how}, device_budget="1MiB", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("passes", "message"),
+    [
+        (None, "no passes were given"),
+        ([None], "sub-dataset 0 is NoneType: give a mapping from tables to their keys"),
+        ([{"a": torch.empty(2, dtype=torch.int64, device="meta")}], "keys are a sparse tensor, or one without values"),
+        ([{"a": torch.eye(2, dtype=torch.int64).to_sparse()}], "keys are a sparse tensor, or one without values"),
+    ],
+)
+def test_what_are_no_key_sets_is_a_sentence(tmp_path: Path, passes: Any, message: str) -> None:
+    """None in the place of keys, and tensors that have no values to read."""
+    with pytest.raises(ValueError, match=message):
+        tc.write_key_sets(tmp_path / "out", plain_schema().tables, passes)

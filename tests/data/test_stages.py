@@ -104,13 +104,15 @@ def test_a_unit_over_the_budget_is_refused_as_on_one_machine(tmp_path: Path) -> 
         list(place_passes(one, tables, Workers(1)))
 
 
-def test_a_pass_over_the_memory_limit_is_named_by_its_place(tmp_path: Path) -> None:
-    """A stage knows how many passes others write."""
+def test_a_stage_says_which_pass_does_not_fit_and_which_directory_it_lacks(tmp_path: Path) -> None:
+    """It knows how many passes others write."""
     paths = write_parquet(tmp_path, {"a": np.arange(400_000), "y": np.zeros(400_000)}, [0, 400_000])
     one = replace(job(plain_schema(), "file", 100, 1 << 30), memory_bytes=10 << 20)
     (tmp_path / "out" / "unfinished").mkdir(parents=True)
     with pytest.raises(BudgetError, match=r"sub-dataset 7 has .* rows"):
         write_pass(one, find_inputs(paths), 0, 400_000, 7, str(tmp_path / "out"))
+    with pytest.raises(ExtractionError, match=r"a worker does not find .*/other/unfinished: give a directory that all"):
+        write_pass(one, find_inputs(paths), 0, 400_000, 7, str(tmp_path / "other"))
 
 
 class Stages(SchedulerPlugin):

@@ -112,10 +112,10 @@ def test_numbers_are_rounded_as_on_the_page() -> None:
 def test_passes_and_samples_have_the_orders_of_the_page() -> None:
     """The schedule's orders and the shuffle of a pass, against the page and its own words run as they stand."""
     for seed, epoch, order in rows_below("| order seed | epoch | order of 6 passes |"):
-        schedule = Schedule(num_passes=6, dataset_digest="", order_seed=int(seed))
+        schedule = Schedule(num_passes=6, dataset_digest="", order=int(seed))
         salt = mix(mix(int(seed)) ^ int(epoch))
-        assert schedule.order(int(epoch)).tolist() == sorted(range(6), key=lambda p: mix(mix(p) ^ salt))
-        assert schedule.order(int(epoch)).tolist() == [int(x) for x in order.split()]
+        assert schedule.order_of(int(epoch)).tolist() == sorted(range(6), key=lambda p: mix(mix(p) ^ salt))
+        assert schedule.order_of(int(epoch)).tolist() == [int(x) for x in order.split()]
     for *numbers, samples in rows_below("| seed | epoch | pass | N | first place | samples from there on |"):
         (seed, epoch, sub_dataset, count, first), wanted = map(int, numbers), [int(x) for x in samples.split()]
         order = sample_order(count, seed=seed, epoch=epoch, sub_dataset=sub_dataset, shuffle=True)

@@ -19,7 +19,7 @@ KEYS = st.sets(st.integers(-(2**63) + 2, 2**63 - 1), max_size=12) | st.sets(st.i
 def obvious_gap(schedule: Schedule, keys: list[set[int]], pass_index: int, key: int, step: int) -> int:
     """Walk from pass to pass until the key is met again."""
     other = pass_index + step
-    while key not in keys[int(schedule.order(other // schedule.num_passes)[other % schedule.num_passes])]:
+    while key not in keys[int(schedule.order_of(other // schedule.num_passes)[other % schedule.num_passes])]:
         other += step
     return abs(other - pass_index)
 
@@ -43,10 +43,10 @@ def test_gaps_are_those_of_walking_the_schedule(
         arrays.append(array[np.argsort(hash_keys(array, table_id))])
     starts = np.array([[0, array.size] for array in arrays], dtype=np.int64)
     positions = Positions(groups, starts)
-    schedule = Schedule(num_passes=len(keys), dataset_digest="d", order_seed=order_seed)
+    schedule = Schedule(num_passes=len(keys), dataset_digest="d", order=order_seed)
     out = np.empty((2, int(starts[:, 1].sum())), dtype=np.int32)
     uses = find_uses(schedule, epoch, positions, lambda p, _: arrays[p], out, keys_per_range=keys_per_range)
-    order = schedule.order(epoch)
+    order = schedule.order_of(epoch)
     for place, p in enumerate(order):
         pass_index = epoch * len(keys) + place
         for i, key in enumerate(arrays[p].tolist()):

@@ -20,10 +20,10 @@ def test_without_a_seed_every_epoch_goes_through_the_passes_in_their_order() -> 
 @given(st.integers(1, 50), st.integers(0, 2**64 - 1), st.integers(-2, 100))
 def test_a_seeded_order_has_every_pass_once_in_each_epoch(num_passes: int, seed: int, epoch: int) -> None:
     """An epoch's order is a permutation, and the same whenever it is asked for."""
-    schedule = Schedule(num_passes=num_passes, dataset_digest="d", order_seed=seed)
-    order = schedule.order(epoch)
+    schedule = Schedule(num_passes=num_passes, dataset_digest="d", order=seed)
+    order = schedule.order_of(epoch)
     assert sorted(order) == list(range(num_passes))
-    np.testing.assert_array_equal(order, schedule.order(epoch))
+    np.testing.assert_array_equal(order, schedule.order_of(epoch))
 
 
 @given(st.integers(1, 8), st.none() | st.integers(0, 99), st.integers(0, 5), st.data())
@@ -31,7 +31,7 @@ def test_what_is_left_is_the_sum_over_all_passes_to_come(
     num_passes: int, order_seed: int | None, epochs: int, data: st.DataObject
 ) -> None:
     """From any pass; and of more epochs than could be gone through one by one."""
-    schedule = Schedule(num_passes=num_passes, dataset_digest="d", order_seed=order_seed)
+    schedule = Schedule(num_passes=num_passes, dataset_digest="d", order=order_seed)
     samples_P = [3**i for i in range(num_passes)]
     end = epochs * num_passes
     pass_index = data.draw(st.integers(0, end))
@@ -42,8 +42,8 @@ def test_what_is_left_is_the_sum_over_all_passes_to_come(
 
 def test_seeded_orders_differ_between_epochs_and_seeds() -> None:
     """20 passes: no two of ten epochs, and no two of ten seeds, have one order."""
-    schedules = [Schedule(num_passes=20, dataset_digest="d", order_seed=seed) for seed in range(10)]
-    orders = {tuple(schedule.order(epoch)) for schedule in schedules for epoch in range(10)}
+    schedules = [Schedule(num_passes=20, dataset_digest="d", order=seed) for seed in range(10)]
+    orders = {tuple(schedule.order_of(epoch)) for schedule in schedules for epoch in range(10)}
     assert len(orders) == 100
 
 
@@ -52,7 +52,7 @@ def test_the_digest_changes_with_dataset_and_order_only() -> None:
     one = Schedule(num_passes=3, dataset_digest="d")
     assert one.digest == Schedule(num_passes=3, dataset_digest="d").digest
     assert one.digest != Schedule(num_passes=3, dataset_digest="e").digest
-    assert one.digest != Schedule(num_passes=3, dataset_digest="d", order_seed=0).digest
+    assert one.digest != Schedule(num_passes=3, dataset_digest="d", order=0).digest
 
 
 def test_a_schedule_of_no_passes_is_refused() -> None:

@@ -79,7 +79,7 @@ WAYS = (Way(2, 3, "lmdb"), Way(3, 2, "zarr", disks=True), Way(1, 2, "zarr"), Way
 def opened(path: Path, ranks: Any, sharding: ShardingPlan, parts: Sequence[Path] | None) -> Any:
     """Open the sharded store as a training on these ranks does."""
     share = Share(PassDataset.open(path.parent / "passes"), sharding, ranks.rank)
-    return open_parts(path, share, ranks, engine=None, parts=parts, reorganized=False, order_seed=None)
+    return open_parts(path, share, ranks, engine=None, parts=parts, reorganized=False, order=None)
 
 
 def contents(store: Sharded) -> dict[str, Any]:

@@ -146,7 +146,7 @@ def test_a_training_goes_on_with_other_ranks_to_the_same_bits(
     for (cursor, size, turn), after in zip(stops, [*(stop[0] for stop in stops[1:]), (14, 0)], strict=True):
 
         def body(ranks: Any, cursor: Any = cursor, size: int = size, turn: int = turn) -> Any:
-            with made(path, passes, ways(size, turn), ranks, order_seed=order_seed) as parts:
+            with made(path, passes, ways(size, turn), ranks, order=order_seed) as parts:
                 assert parts.cursor == cursor
                 assert parts.store.commit.cursor == cursor
                 if size > 1 and not cursor[1]:
@@ -160,7 +160,7 @@ def test_a_training_goes_on_with_other_ranks_to_the_same_bits(
         assert sorted(p.name for p in path.iterdir() if p.is_dir()) == [
             f"part-{opened.record.generation}-{rank}" for rank in range(size)
         ]
-        with made(path, passes, ways(1, turn), communicator_of(), order_seed=order_seed) as parts:
+        with made(path, passes, ways(1, turn), communicator_of(), order=order_seed) as parts:
             share = Share(passes, ways(1, turn), 0)
             model = train_to_cursor(parts.store, share, case, after, parts=parts)
             parts.publish(after)
@@ -208,7 +208,7 @@ def test_what_cannot_go_on_is_refused_on_every_rank_and_nothing_has_changed(tmp_
             assert (store.record.num_ranks, store.cursor) == (1, (3, 16))
 
     refused(DatasetError, "is not the one that the sharded store .* was trained with, nor split from it", others)
-    refused(DatasetError, "is not the one that the sharded store .* was trained with", order_seed=3)
+    refused(DatasetError, "is not the one that the sharded store .* was trained with", order=3)
     refused(DatasetError, "stands 16 samples inside pass 3, whose samples are shuffled", split)
     refused(BudgetError, r"store_budget is 100 bytes, but the part of rank \d would have [\d.]+ KiB", store_budget=100)
     with pytest.MonkeyPatch.context() as patch:
@@ -240,7 +240,7 @@ def test_the_same_ranks_reorganize_within_their_store_budget(tmp_path: Path) -> 
     path = tmp_path / "sharded"
     sharded(path, case, case.cut(tmp_path / "passes"), (3, 0))
     share = Share(one_case(data_seed=5).cut(tmp_path / "others"), ways(1, 0), 0)
-    options: dict[str, Any] = {"engine": None, "parts": None, "reorganized": True, "order_seed": None}
+    options: dict[str, Any] = {"engine": None, "parts": None, "reorganized": True, "order": None}
     with pytest.raises(BudgetError, match=r"store_budget is 100 bytes, but the store needs"):
         open_parts(path, share, communicator_of(), **options, budgets=budgets_of(100))
     with ShardedStore.open(path) as store:

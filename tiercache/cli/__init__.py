@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from tiercache.cli import commits, extract, files, info, rows, warmup
+from tiercache.cli import commits, extract, files, info, plan, rows, warmup
 from tiercache.errors import CudaError, StoreError, TierCacheError
 
 __all__ = ["app", "main"]
@@ -46,6 +46,7 @@ app = typer.Typer(
 for name, command in (
     ("extract", extract.extract),
     ("info", info.info),
+    ("plan", plan.plan),
     ("verify", info.verify),
     ("lookup", rows.lookup),
     ("changes", rows.changes),

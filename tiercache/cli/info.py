@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import Annotated, Any
 
 import typer
@@ -16,14 +17,21 @@ __all__ = ["info", "verify"]
 def info(
     path: AnyPath,
     segments: Annotated[bool, typer.Option("--segments", help="Show each segment of a store.")] = False,
+    curve: Annotated[
+        bool, typer.Option("--curve", help="Show what an epoch of a dataset reads and writes by host memory.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw what a dataset holds into this file.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show what a store or a dataset holds: tables, rows, bytes, and commits or passes; reads no row."""
+    """Show what a store or a dataset holds: tables, rows, bytes, and commits or passes.
+
+    Of a dataset also overlap, reuse and skew of its keys; of a store no row is read.
+    """
     found: dict[str, Any]
     if kind_of(path) == "dataset":
-        found = dataset_info.describe(path)
-        Output(as_json, quiet).result(found, lambda console: dataset_info.show(console, found))
+        found, points = dataset_info.describe(path, plot=plot, curve=curve)
+        Output(as_json, quiet).result(found, lambda console: dataset_info.show(console, found, points))
     else:
         found = describe_store(path)
         Output(as_json, quiet).result(found, lambda console: store_info.show(console, found, segments=segments))

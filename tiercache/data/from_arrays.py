@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tiercache.data.array_file import ArrayFileWriter
 from tiercache.data.dataset import PassDataset
-from tiercache.data.manifest import MANIFEST, Manifest, SubDatasetRecord, file_name
+from tiercache.data.manifest import MANIFEST, Manifest, SubDatasetRecord, file_name, new_folder
 from tiercache.data.sample_layout import SampleLayout
 from tiercache.errors import DatasetError
 from tiercache.kernels.cpu.hashing import hash_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -32,8 +32,7 @@ def write_dataset(
 
     The slow and obvious definition of an extraction's result. ``out`` is made where it does not exist.
     """
-    directory = Path(out)
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = new_folder(out)
     if (directory / MANIFEST).exists():
         raise DatasetError(f"{directory} holds a dataset already: choose another directory")
     records = [write_sub_dataset(directory, index, schema, batch) for index, batch in enumerate(passes)]

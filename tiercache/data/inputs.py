@@ -89,7 +89,10 @@ def find_inputs(data: Any, format: str | None = None) -> tuple[InputFile, ...]: 
     """
     if isinstance(data, str | Path | Mapping) or hasattr(data, "columns"):  # one path, or one batch
         data = [data]
-    stream = iter(data)
+    try:
+        stream = iter(data)
+    except TypeError as error:
+        raise SourceError(f"the data are {data!r}: {_ADVICE}, or an iterable of batches") from error
     first = next(stream, None)
     if first is None:
         raise SourceError(f"no files were given: {_ADVICE}, or an iterable of batches")

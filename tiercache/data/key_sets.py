@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,14 +10,15 @@ import numpy as np
 from tiercache.atomic_io import sync
 from tiercache.data.dataset import PassDataset
 from tiercache.data.keyset import write_key_set
-from tiercache.data.manifest import MANIFEST, Manifest, SubDatasetRecord, file_name
+from tiercache.data.manifest import MANIFEST, Manifest, SubDatasetRecord, file_name, new_folder
 from tiercache.data.raw_batch import NULL_KEY
 from tiercache.errors import DatasetError
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
 from tiercache.schema import Feature, Schema, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -45,10 +46,11 @@ def write_key_sets(
     unknown tables and for a directory with a dataset, ValueError for what are no integers.
     """
     schema = tables if isinstance(tables, Schema) else _schema_of(tuple(tables))
-    directory = Path(out)
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = new_folder(out)
     if (directory / MANIFEST).exists():
         raise DatasetError(f"{directory} holds a dataset already: choose another directory")
+    if passes is None:
+        raise DatasetError("no passes were given: give the keys of at least one")
     records = tuple(_write(directory, index, schema, keys) for index, keys in enumerate(passes))
     if not records:
         raise DatasetError("no passes were given: give the keys of at least one")
@@ -69,6 +71,8 @@ def as_keys(what: str, values: Any) -> NDArray[np.int64]:
 
 def _numpy(values: Any) -> NDArray[Any]:
     if hasattr(values, "detach"):  # a tensor, wherever it is
+        if values.is_sparse or values.is_meta:
+            raise ValueError("keys are a sparse tensor, or one without values: give a dense tensor of integers")
         return values.detach().numpy(force=True)  # type: ignore[no-any-return]
     if isinstance(values, np.ndarray):
         return values
@@ -81,6 +85,8 @@ def _schema_of(tables: tuple[Table, ...]) -> Schema:
 
 
 def _write(directory: Path, index: int, schema: Schema, keys: Mapping[str, Any]) -> SubDatasetRecord:
+    if not isinstance(keys, Mapping):
+        raise DatasetError(f"sub-dataset {index} is {type(keys).__name__}: give a mapping from tables to their keys")
     tables = schema.ordered_tables
     known = {table.name for table in tables}
     for name in keys:

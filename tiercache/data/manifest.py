@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -14,9 +15,9 @@ from tiercache.errors import DatasetError
 from tiercache.schema import Schema
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    import os
 
-__all__ = ["MANIFEST", "RARE_KEYS", "UNFINISHED", "Manifest", "SubDatasetRecord", "file_name"]
+__all__ = ["MANIFEST", "RARE_KEYS", "UNFINISHED", "Manifest", "SubDatasetRecord", "file_name", "new_folder"]
 
 MANIFEST = "dataset.json"
 UNFINISHED = "unfinished"
@@ -32,6 +33,19 @@ _Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 def file_name(index: int) -> str:
     """Return the name of the file of a sub-dataset."""
     return f"pass-{index:05d}.safetensors"
+
+
+def new_folder(out: str | os.PathLike[str]) -> Path:
+    """Return the directory of a dataset to be written, made where it does not exist.
+
+    Raises DatasetError where it cannot be made.
+    """
+    try:
+        directory = Path(out)
+        directory.mkdir(parents=True, exist_ok=True)
+    except (OSError, TypeError, ValueError) as error:
+        raise DatasetError(f"the dataset cannot be written to {out!r} ({error}): give another directory") from error
+    return directory
 
 
 class SubDatasetRecord(BaseModel):

@@ -12,7 +12,7 @@ from tiercache.data.array_file import bytes_of, write_all
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -50,7 +50,10 @@ class OpenPass:
     Numbers depend on how samples were cut into batches; the positions that replace them when the pass closes do not.
     """
 
-    def __init__(self, layout: SampleLayout, path: Path, workers: Workers, *, with_samples: bool) -> None:
+    def __init__(
+        self, layout: SampleLayout, path: Path, workers: Workers, *, expected: Sequence[int], with_samples: bool
+    ) -> None:
+        """``expected``: about how many keys each table will have, in the order of table ids."""
         self.layout, self.path = layout, path
         self.samples = 0
         """Samples taken so far."""
@@ -60,7 +63,9 @@ class OpenPass:
         self._workers = workers
         tables = layout.schema.ordered_tables
         parts = 1 << max(0, (2 * workers.count // len(tables)).bit_length() - 1)  # so that all workers have some
-        self.unique = {table.name: UniqueKeys(table.table_id, parts) for table in tables}
+        self.unique = {
+            table.name: UniqueKeys(table.table_id, parts, room) for table, room in zip(tables, expected, strict=True)
+        }
         self._features: dict[str, list[Feature]] = {table.name: [] for table in tables}
         for feature in layout.schema.features:
             self._features[feature.table].append(feature)

@@ -63,7 +63,8 @@ class PassBuilder:
         for record in closer.state.passes:
             rows.close([record.rows[table.name] for table in layout.schema.ordered_tables])
         self._num_passes = first_pass + len(closer.state.passes)
-        self._last = (0, 0)  # units and rows of the last pass
+        self._last_units = 0  # of the last pass
+        self._last_rows = [0] * len(layout.schema.tables)
         self._pending: list[RawBatch] = []
         self._pending_bytes = self._pending_samples = 0
         self._taken = 0  # samples given by note() since this object was made
@@ -139,7 +140,7 @@ class PassBuilder:
         most = -(-samples // self._unit)
         if failing:
             return max(1, failing // 2)
-        units, rows = self._last
+        units, rows = self._last_units, sum(self._last_rows)
         if not units or self._open is None:
             return min(most, max(1, units * 7 // 8)) if units else most
         done = self._open.samples / self._unit
@@ -149,7 +150,9 @@ class PassBuilder:
     def _opened(self) -> OpenPass:
         if self._open is None:
             path = self._work.path / f"pass-{self._num_passes:05d}.scratch"
-            self._open = OpenPass(self._layout, path, self._workers, with_samples=self._with_samples)
+            self._open = OpenPass(
+                self._layout, path, self._workers, expected=self._last_rows, with_samples=self._with_samples
+            )
         return self._open
 
     def _try(self, samples: RawBatch) -> Literal["device", "host"] | None:
@@ -207,7 +210,7 @@ class PassBuilder:
             return
         rows = self._open.rows()
         self._rows.close(rows)
-        self._last = (-(-self._open.samples // self._unit), sum(rows))
+        self._last_units, self._last_rows = -(-self._open.samples // self._unit), rows
         self._closed += self._open.samples
         while len(self._trail) > 1 and self._trail[1][0] <= self._closed:
             self._trail.popleft()

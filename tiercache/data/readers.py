@@ -72,8 +72,10 @@ class ParquetReader(FileReader):
 
     def __init__(self, file: InputFile, schema: Schema, uses: Sequence[ColumnUse]) -> None:
         self._file = file
+        self._dictionaries: list[str] | None = None
         with self._open() as parquet:
             self.schema = parquet.schema_arrow
+            self._dictionaries = _dictionary_columns(parquet.metadata)
             self.decoding_bytes = _decoding_bytes(parquet.metadata, {use.column for use in uses})
 
     def pieces(self, columns: Sequence[str], row: int, *, batch_bytes: int, use_threads: bool) -> Iterator[Piece]:
@@ -102,7 +104,7 @@ class ParquetReader(FileReader):
 
     def _open(self) -> Any:
         source = self._file.path if isinstance(self._file.path, Path) else open_binary(self._file.path)
-        return pq.ParquetFile(source, buffer_size=1 << 20, pre_buffer=False)
+        return pq.ParquetFile(source, buffer_size=1 << 20, pre_buffer=False, read_dictionary=self._dictionaries)
 
 
 class IpcReader(FileReader):
@@ -136,6 +138,24 @@ class IpcReader(FileReader):
 def batch_rows(batch_bytes: int, row_bytes: int) -> int:
     """Return how many rows a batch has."""
     return max(256, min(LARGEST_BATCH, batch_bytes // max(1, row_bytes)))
+
+
+def _dictionary_columns(meta: Any) -> list[str]:
+    """Return the columns that stay dictionaries when they are read: a value is hashed once, not once a row.
+
+    Those whose values take few bytes in the first row group. Where a dictionary grew too large, the rest of a column
+    is plain, and making a dictionary of that would cost more than hashing it.
+    """
+    group = meta.row_group(0) if meta.num_row_groups else None
+    columns = [] if group is None else [group.column(i) for i in range(group.num_columns)]
+    return [
+        c.path_in_schema
+        for c in columns
+        if c.physical_type == "BYTE_ARRAY"
+        and "." not in c.path_in_schema
+        and c.has_dictionary_page
+        and c.total_uncompressed_size < 4 * c.num_values
+    ]
 
 
 def _decoding_bytes(meta: Any, names: set[str]) -> int:

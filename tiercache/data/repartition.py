@@ -7,7 +7,6 @@ import shutil
 from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -16,13 +15,14 @@ from tiercache.atomic_io import publish, sync
 from tiercache.data.array_file import ArrayFileWriter
 from tiercache.data.dataset import PassDataset
 from tiercache.data.encoded_batch import SampleBuffers
-from tiercache.data.manifest import MANIFEST, RARE_KEYS, Manifest, SubDatasetRecord, file_name
+from tiercache.data.manifest import MANIFEST, RARE_KEYS, Manifest, SubDatasetRecord, file_name, new_folder
 from tiercache.data.row_budget import RowBudget
 from tiercache.errors import BudgetError, DatasetError
 from tiercache.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -83,8 +83,7 @@ def repartition(
     }
     if devices > 1:  # sets of one device say nothing of it
         options["devices"] = devices
-    directory = Path(out)
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = new_folder(out)
     if (directory / MANIFEST).exists():
         return _finished(directory, options)
     records: list[SubDatasetRecord] = []

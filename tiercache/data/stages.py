@@ -267,7 +267,8 @@ def _ends(cut: Cut, tables: Iterable[pa.Table]) -> Iterator[int]:
 
 def _budget_ends(job: Job, budget: RowBudget, tables: Iterable[pa.Table], workers: Workers) -> Iterator[int]:
     """Yield the samples before the end of each pass but the last, where the row budget cuts."""
-    unique, rows = _no_keys(job.schema), list[int]()
+    rows = [0] * len(job.schema.tables)
+    unique = _no_keys(job.schema, rows)
     unit: dict[str, list[NDArray[np.int64]]] = {name: [] for name in unique}
     begin = unit_begin = done = 0
 
@@ -285,7 +286,7 @@ def _budget_ends(job: Job, budget: RowBudget, tables: Iterable[pa.Table], worker
         if not budget.fits(found) and unit_begin > begin:
             yield unit_begin
             budget.close(rows)
-            unique, begin = _no_keys(job.schema), unit_begin
+            unique, begin = _no_keys(job.schema, rows), unit_begin
             found = added()
         if not budget.fits(found):
             raise BudgetError(
@@ -313,8 +314,11 @@ def _budget_ends(job: Job, budget: RowBudget, tables: Iterable[pa.Table], worker
         yield from end_unit()
 
 
-def _no_keys(schema: Schema) -> dict[str, UniqueKeys]:
-    return {table.name: UniqueKeys(table.table_id) for table in schema.ordered_tables}
+def _no_keys(schema: Schema, expected: Sequence[int]) -> dict[str, UniqueKeys]:
+    return {
+        table.name: UniqueKeys(table.table_id, room=room)
+        for table, room in zip(schema.ordered_tables, expected, strict=True)
+    }
 
 
 def _list(table: pa.Table, name: str) -> tuple[NDArray[np.int64], NDArray[Any]]:

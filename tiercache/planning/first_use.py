@@ -8,6 +8,7 @@ import numpy as np
 
 from tiercache.kernels.cpu.hashing import hash_keys
 from tiercache.kernels.cpu.next_use import hash_range_bound
+from tiercache.planning.next_use import key_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -101,16 +102,7 @@ def count_keys(
 
     ``keys_of(pass, table)`` gives keys in hash order.
     """
-    counts = {}
-    for table, spec in enumerate(positions.tables):
-        keys_P = [keys_of(p, table) for p in range(positions.num_passes)]
-        slices = max(1, -(-sum(keys.size for keys in keys_P) // keys_per_slice))
-        bounds_P = [
-            [0, *(hash_range_bound(keys, spec.table_id, (i << 64) // slices) for i in range(1, slices)), keys.size]
-            for keys in keys_P
-        ]
-        counts[spec.name] = sum(
-            np.unique(np.concatenate([keys[b[i] : b[i + 1]] for keys, b in zip(keys_P, bounds_P, strict=True)])).size
-            for i in range(slices)
-        )
+    counts = {table.name: 0 for table in positions.tables}
+    for some in key_ranges(positions, keys_of, keys_per_range=keys_per_slice):
+        counts[positions.tables[some.table].name] += some.num_keys
     return counts

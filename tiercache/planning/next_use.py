@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from tiercache.kernels.cpu.key_to_index import KeyToIndex
 from tiercache.kernels.cpu.next_use import hash_range_bound, sweep_uses
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -44,6 +44,55 @@ def longest_gap(num_passes: int) -> int:
     return max(1, 2 * num_passes - 1)
 
 
+class KeyRange(NamedTuple):
+    """The keys of one table whose hashes lie in one range, of all sub-datasets one after another."""
+
+    table: int
+    """Its place among all tables."""
+    first_P: list[int]
+    """Where the range begins among the keys of the table, by sub-dataset."""
+    starts: NDArray[np.int64]
+    """(P + 1,): where each sub-dataset begins in ``numbers``, and their size."""
+    numbers: NDArray[np.int32]
+    """Which key it is, below ``num_keys``."""
+    num_keys: int
+
+    def gaps(self, schedule: Schedule, epoch: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return the passes to the next use of each key in ``epoch``, and since its last one."""
+        before, order, after = (schedule.order_of(epoch + step) for step in (-1, 0, 1))
+        next_gap, prev_gap = np.empty_like(self.numbers), np.empty_like(self.numbers)
+        sweep_uses(self.numbers, self.starts, self.num_keys, before, order, after, next_gap, prev_gap)
+        return next_gap, prev_gap
+
+
+def key_ranges(
+    positions: Positions,
+    keys_of: Callable[[int, int], NDArray[np.int64]],
+    *,
+    keys_per_range: int = KEYS_PER_RANGE,
+    below: int = 1 << 64,
+) -> Iterator[KeyRange]:
+    """Yield all keys, one hash range of one table at a time: about ``keys_per_range`` keys of all sub-datasets.
+
+    keys_of(pass, table): int64 keys in hash order. below: the end of the hashes; a smaller one takes a sample of keys,
+    as hashes are uniform. Memory: at most ``SWEPT_KEY_BYTES`` for each key of a range.
+    """
+    for table, spec in enumerate(positions.tables):
+        keys_P = [keys_of(p, table) for p in range(positions.num_passes)]
+        ranges = max(1, -(-(below * sum(keys.size for keys in keys_P) >> 64) // keys_per_range))
+        begin_P = [0] * len(keys_P)
+        for r in range(1, ranges + 1):
+            end_P = [hash_range_bound(keys, spec.table_id, r * below // ranges) for keys in keys_P]
+            starts = np.concatenate([[0], np.cumsum(np.subtract(end_P, begin_P))]).astype(np.int64)
+            if starts[-1]:
+                names, numbers = KeyToIndex(int(np.diff(starts).max())), np.empty(starts[-1], dtype=np.int32)
+                for p, keys in enumerate(keys_P):
+                    here = np.ascontiguousarray(keys[begin_P[p] : end_P[p]])
+                    names.insert(here, numbers[starts[p] : starts[p + 1]])
+                yield KeyRange(table, begin_P, starts, numbers, names.count)
+            begin_P = end_P
+
+
 def find_uses(
     schedule: Schedule,
     epoch: int,
@@ -60,25 +109,13 @@ def find_uses(
     Memory: about ``keys_per_range`` keys of one table at a time, at most ``SWEPT_KEY_BYTES`` for each. Decides only;
     does no I/O but what ``keys_of`` and ``out`` do themselves.
     """
-    orders = [schedule.order(epoch + step) for step in (-1, 0, 1)]
     uses = views_of(out, positions)
-    for table, spec in enumerate(positions.tables):
-        keys_P = [keys_of(p, table) for p in range(schedule.num_passes)]
-        total = sum(keys.size for keys in keys_P)
-        ranges = max(1, -(-total // keys_per_range))
-        begins_P = [0] * len(keys_P)
-        for r in range(1, ranges + 1):
-            upper = (r << 64) // ranges
-            ends_P = [keys.size if r == ranges else hash_range_bound(keys, spec.table_id, upper) for keys in keys_P]
-            _one_range(
-                keys_P,
-                begins_P,
-                ends_P,
-                orders,
-                uses,
-                [positions.start(p, table) for p in range(len(keys_P))],
-            )
-            begins_P = ends_P
+    for some in key_ranges(positions, keys_of, keys_per_range=keys_per_range):
+        next_gap, prev_gap = some.gaps(schedule, epoch)
+        for p, (begin, end) in enumerate(itertools.pairwise(some.starts.tolist())):
+            first = positions.start(p, some.table) + some.first_P[p]
+            uses.next_gap[p][first : first + end - begin] = next_gap[begin:end]
+            uses.prev_gap[p][first : first + end - begin] = prev_gap[begin:end]
     return uses
 
 
@@ -87,28 +124,3 @@ def views_of(out: NDArray[np.int32], positions: Positions) -> Uses:
     first_P = np.concatenate([[0], np.cumsum([positions.num_rows(p) for p in range(positions.num_passes)])])
     cuts = [slice(int(a), int(b)) for a, b in itertools.pairwise(first_P)]
     return Uses(tuple(out[0, c] for c in cuts), tuple(out[1, c] for c in cuts))
-
-
-def _one_range(
-    keys_P: Sequence[NDArray[np.int64]],
-    begins_P: Sequence[int],
-    ends_P: Sequence[int],
-    orders: Sequence[NDArray[np.int64]],
-    uses: Uses,
-    starts_P: Sequence[int],
-) -> None:
-    sizes = np.array([e - b for b, e in zip(begins_P, ends_P, strict=True)], dtype=np.int64)
-    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    if starts[-1] == 0:
-        return
-    names = KeyToIndex(int(sizes.max()))
-    numbers = np.empty(starts[-1], dtype=np.int32)
-    for p, keys in enumerate(keys_P):
-        names.insert(np.ascontiguousarray(keys[begins_P[p] : ends_P[p]]), numbers[starts[p] : starts[p + 1]])
-    next_gap, prev_gap = np.empty_like(numbers), np.empty_like(numbers)
-    before, order, after = orders
-    sweep_uses(numbers, starts, names.count, before, order, after, next_gap, prev_gap)
-    for p, first in enumerate(starts_P):
-        to = slice(first + begins_P[p], first + ends_P[p])
-        uses.next_gap[p][to] = next_gap[starts[p] : starts[p + 1]]
-        uses.prev_gap[p][to] = prev_gap[starts[p] : starts[p + 1]]

@@ -11,7 +11,6 @@ import numpy as np
 from tiercache.errors import BudgetError, DatasetError
 from tiercache.planning.budget import ALIGNED_BYTES, PAGE_BYTES, HostBudget, paged
 from tiercache.planning.host_plan import Held, HostContent
-from tiercache.planning.reuse_counts import ReuseCounts
 from tiercache.planning.segment_ranges import SegmentRanges
 from tiercache.planning.store_plan import StorePlan
 from tiercache.sizes import format_bytes
@@ -19,12 +18,12 @@ from tiercache.store.segment import base_pass
 from tiercache.store.stream import Range, Stream, compressed_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from tiercache.planning.next_use import Uses
     from tiercache.planning.positions import Positions
+    from tiercache.planning.reuse_counts import ReuseCounts
     from tiercache.planning.schedule import Schedule
     from tiercache.store.manifest import Manifest
     from tiercache.store.table import Group
@@ -121,7 +120,7 @@ class Planner:
         self,
         schedule: Schedule,
         positions: Positions,
-        uses_of: Callable[[int], Uses],
+        counts: ReuseCounts,
         budget: HostBudget,
         *,
         start: int,
@@ -129,13 +128,11 @@ class Planner:
         commit_every: int,
         end: int | None = None,
         stored: Mapping[int, tuple[Stream, ...]],
-        counts: ReuseCounts | None = None,
     ) -> None:
         """Begin at pass ``start``; ``stored`` holds the streams of the store's segments by pass.
 
-        Every ``commit_every``-th pass ends with a commit, and so does the one before ``end``. ``counts`` are those
-        of ``uses_of``, where planners share them. Raises BudgetError where a pass's reserve exceeds the
-        host budget.
+        Every ``commit_every``-th pass ends with a commit, and so does the one before ``end``. Planners can share
+        ``counts``. Raises BudgetError where a pass's reserve exceeds the host budget.
         """
         self._end = end
         self._schedule, self._positions, self._budget = schedule, positions, budget
@@ -143,7 +140,7 @@ class Planner:
         self._ranges = {pass_index: tuple(map(SegmentRanges.of, streams)) for pass_index, streams in stored.items()}
         self._base = min([0, *self._ranges])  # below 0: the pass of the rows that the schedule was entered with
         self._content = HostContent()
-        self._counts = counts or ReuseCounts(schedule, positions, uses_of)
+        self._counts = counts
         self._next = start
         self._last_capacity: int | None = None
         self._check_budget()
@@ -351,5 +348,6 @@ class Planner:
                 f"host_budget is {format_bytes(budget.total)}, but the dump of one pass and the rows of the next need "
                 f"{format_bytes(rows)} beside {format_bytes(planning)} for planning and {format_bytes(fixed)} for a "
                 f"write transaction, batches and evaluation: raise host_budget to {smallest} bytes "
-                f"({format_bytes(smallest)}) or extract smaller passes"
+                f"({format_bytes(smallest)}) or extract smaller passes",
+                least=smallest,
             )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
 
 from tiercache.kernels.cpu.slots import count_gaps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -39,6 +39,18 @@ class PassCounts:
     prev_G: tuple[GapRows, ...]
     """By the passes since their last use, all tables together."""
 
+    @classmethod
+    def of(cls, positions: Positions, next_TN: NDArray[np.int64], prev_TN: NDArray[np.int64]) -> PassCounts:
+        """Take the rows of each of all tables by gap: (tables, longest gap + 1)."""
+        spans = [
+            slice(positions.first_table(g), positions.first_table(g) + len(group.tables))
+            for g, group in enumerate(positions.groups)
+        ]
+        return cls(
+            tuple(_present(next_TN[span]) for span in spans),
+            tuple(_present(prev_TN[span].sum(axis=0, keepdims=True)) for span in spans),
+        )
+
 
 class ReuseCounts:
     """Counts of any pass: where the order repeats, those of a sub-dataset are kept; else those of two epochs.
@@ -50,6 +62,14 @@ class ReuseCounts:
         """``uses_of(epoch)`` gives the uses of an epoch; the keys of a pass are gone through when it is asked for."""
         self._schedule, self._positions, self._uses_of = schedule, positions, uses_of
         self._counts: dict[int, PassCounts] = {}
+
+    @classmethod
+    def counted(cls, schedule: Schedule, positions: Positions, counts: Sequence[PassCounts]) -> ReuseCounts:
+        """Return what others counted, of each sub-dataset; for an order that repeats."""
+        assert schedule.repeats, "a seeded order has counts of every epoch"
+        made = cls(schedule, positions, _missing)
+        made._counts.update(enumerate(counts))
+        return made
 
     def of(self, pass_index: int) -> PassCounts:
         """Return the counts of a pass."""
@@ -65,26 +85,21 @@ class ReuseCounts:
         return counts
 
     def _count(self, pass_index: int) -> PassCounts:
-        uses, p, positions = (
-            self._uses_of(self._schedule.epoch_of(pass_index)),
-            self._schedule.sub_dataset_of(pass_index),
-            self._positions,
-        )
-        longest, next_G, prev_G = self._schedule.longest_gap, [], []
-        for g, group in enumerate(positions.groups):
-            first = positions.first_table(g)
-            next_TN = np.zeros((len(group.tables), longest + 1), dtype=np.int64)
-            prev_N = np.zeros((1, longest + 1), dtype=np.int64)
-            for i in range(len(group.tables)):
-                span = slice(positions.start(p, first + i), positions.start(p, first + i + 1))
-                count_gaps(uses.next_gap[p][span], longest, next_TN[i])
-                count_gaps(uses.prev_gap[p][span], longest, prev_N[0])
-            next_G.append(_present(next_TN))
-            prev_G.append(_present(prev_N))
-        return PassCounts(tuple(next_G), tuple(prev_G))
+        uses, positions = self._uses_of(self._schedule.epoch_of(pass_index)), self._positions
+        p, tables = self._schedule.sub_dataset_of(pass_index), range(len(positions.tables))
+        next_TN, prev_TN = np.zeros((2, len(tables), self._schedule.longest_gap + 1), dtype=np.int64)
+        for table in tables:
+            span = slice(positions.start(p, table), positions.start(p, table + 1))
+            count_gaps(uses.next_gap[p][span], self._schedule.longest_gap, next_TN[table])
+            count_gaps(uses.prev_gap[p][span], self._schedule.longest_gap, prev_TN[table])
+        return PassCounts.of(positions, next_TN, prev_TN)
 
 
 def _present(rows_TN: NDArray[np.int64]) -> GapRows:
     """Leave out the gaps that no row has."""
     gap_N = np.flatnonzero(rows_TN.any(axis=0))
     return GapRows(gap_N.astype(np.int32), np.ascontiguousarray(rows_TN[:, gap_N].T, dtype=np.int32))
+
+
+def _missing(_epoch: int) -> NoReturn:
+    raise AssertionError("all passes were counted")

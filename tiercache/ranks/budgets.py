@@ -13,6 +13,7 @@ from tiercache.planning.budget import HostBudget, gap_bytes
 from tiercache.planning.next_use import find_uses
 from tiercache.planning.pass_plan import Planner
 from tiercache.planning.positions import Positions
+from tiercache.planning.reuse_counts import ReuseCounts
 from tiercache.planning.schedule import Schedule
 from tiercache.ranks.shares import Share
 from tiercache.sizes import format_bytes, parse_bytes
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from tiercache.backends.base import Backend
     from tiercache.data.view import DatasetView
     from tiercache.planning.next_use import Uses
+    from tiercache.planning.schedule import OrderRule
     from tiercache.store import Store
 
 __all__ = ["Budgets"]
@@ -97,7 +99,7 @@ class Budgets:
         self,
         source: DatasetView,
         *,
-        order_seed: int | None,
+        order: OrderRule,
         folder: Path,
         commits: int,
         state_bytes: int = 0,
@@ -110,7 +112,7 @@ class Budgets:
         seeded order the store's bytes are those of the epoch of pass ``start``, and not looked at where that is None.
         """
         positions, num_passes = _positions(source), len(source.passes)
-        schedule = _schedule(source, order_seed)
+        schedule = _schedule(source, order)
         budget = HostBudget.of(positions, self.host_budget, self.eval_budget, seeded=not schedule.repeats)
         prepare_kernels(source.tables)
         with ScratchFile(scratch_in(folder), "planning the host budget") as scratch:
@@ -126,18 +128,18 @@ class Budgets:
                 )  # fmt: skip
 
             planner = Planner(
-                schedule, positions, uses_of, budget,
-                start=0 if order_seed is None else start or 0, within=False, commit_every=self.commit_every, stored={},
+                schedule, positions, ReuseCounts(schedule, positions, uses_of), budget,
+                start=0 if schedule.repeats else start or 0, within=False, commit_every=self.commit_every, stored={},
             )  # fmt: skip
-            if self.store_budget is not None and (order_seed is None or start is not None):
+            if self.store_budget is not None and (schedule.repeats or start is not None):
                 plan = planner.store_plan(Manifest.of((), {}), commits=commits, state_bytes=state_bytes)
                 plan.check(self.store_budget)
 
-    def check_store(self, share: Share, store: Store, *, order_seed: int | None) -> None:
+    def check_store(self, share: Share, store: Store, *, order: OrderRule) -> None:
         """Raise BudgetError where a part that stands in the order of ``share`` would outgrow its budget."""
         if self.store_budget is None:
             return
-        positions, schedule = _positions(share), _schedule(share, order_seed)
+        positions, schedule = _positions(share), _schedule(share, order)
         budget = HostBudget.of(
             positions, self.host_budget, self.eval_budget, waiting_streams(store), seeded=not schedule.repeats
         )
@@ -156,8 +158,8 @@ def mirror_bytes(share: Share) -> int:
     return max((sum(4 * table.dim * p.rows(table.name) for table in copied) for p in share.whole.passes), default=0)
 
 
-def _schedule(source: DatasetView, order_seed: int | None) -> Schedule:
-    return Schedule(num_passes=len(source.passes), dataset_digest=source.digest, order_seed=order_seed)
+def _schedule(source: DatasetView, order: OrderRule) -> Schedule:
+    return Schedule(num_passes=len(source.passes), dataset_digest=source.digest, order=order)
 
 
 def _positions(source: DatasetView) -> Positions:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from tiercache.data.dataset import PassDataset
     from tiercache.dist.communicator import AnyCommunicator
+    from tiercache.planning.schedule import OrderRule
     from tiercache.ranks.budgets import Budgets
     from tiercache.ranks.sharding_rules import ShardingRules
     from tiercache.ranks.shares import Share
@@ -73,7 +74,7 @@ def open_parts(
     parts: Sequence[str | os.PathLike[str]] | None,
     retention: int | None = None,
     reorganized: bool,
-    order_seed: int | None,
+    order: OrderRule,
     budgets: Budgets | None = None,
 ) -> Parts:
     """Open the parts of a sharded store, or make them; those of other ranks or another sharding are written anew.
@@ -87,11 +88,11 @@ def open_parts(
 
     def check_plan(folder: Path, **options: int) -> None:
         if budgets is not None:
-            budgets.check_plan(share, order_seed=order_seed, folder=folder, **options)
+            budgets.check_plan(share, order=order, folder=folder, **options)
 
     def check_store(store: Store) -> None:
         if budgets is not None:
-            budgets.check_store(share, store, order_seed=order_seed)
+            budgets.check_store(share, store, order=order)
 
     store_budget = None if budgets is None else budgets.store_budget
     found: Record | None = None
@@ -107,7 +108,7 @@ def open_parts(
             check_plan(Path(path), commits=commits)
         return reshard(
             path, share, ranks,
-            engine=engine, parts=parts, retention=retention, order_seed=order_seed, reorganized=reorganized,
+            engine=engine, parts=parts, retention=retention, order=order, reorganized=reorganized,
             store_budget=store_budget, check=check_store,
         )  # fmt: skip
     opened = Parts.open(
@@ -116,7 +117,7 @@ def open_parts(
     )  # fmt: skip
     if opened.store.commit is not None:
         try:
-            follow = _Following(opened.store, share, order_seed, reorganized=reorganized)
+            follow = _Following(opened.store, share, order, reorganized=reorganized)
             with ranks.raise_on_all(_PLANNING):
                 follow.check(check_plan)
             with ranks.raise_on_all("putting rows into another order"):
@@ -132,19 +133,19 @@ def open_parts(
 class _Following:
     """A part's rows into the order of parts of its passes, or, where that is wanted, of other passes."""
 
-    def __init__(self, store: Store, share: Share, order_seed: int | None, *, reorganized: bool) -> None:
-        self._store, self._share, self._order_seed, self._reorganized = store, share, order_seed, reorganized
+    def __init__(self, store: Store, share: Share, order: OrderRule, *, reorganized: bool) -> None:
+        self._store, self._share, self._order, self._reorganized = store, share, order, reorganized
 
     def _start(self) -> Cursor | None:
         assert self._store.commit is not None
-        return place_of(self._store.commit, self._share.sharding, self._share.rank, self._share, self._order_seed)
+        return place_of(self._store.commit, self._share.sharding, self._share.rank, self._share, self._order)
 
     def moves(self) -> bool:
         """Say whether rows have to move. Raises DatasetError for a place that split passes do not have."""
         assert self._store.commit is not None
         if self._start() is None and not self._reorganized:
             return False
-        schedule = Schedule(num_passes=len(self._share), dataset_digest=self._share.digest, order_seed=self._order_seed)
+        schedule = Schedule(num_passes=len(self._share), dataset_digest=self._share.digest, order=self._order)
         return self._store.commit.schedule_digest != schedule.digest
 
     def check(self, check_plan: Callable[..., None]) -> None:
@@ -159,6 +160,6 @@ class _Following:
         """Move them. Raises what `reorganize` raises."""
         if self.moves():
             reorganize(
-                self._store, self._share, order_seed=self._order_seed, start=self._start(), store_budget=store_budget,
+                self._store, self._share, order=self._order, start=self._start(), store_budget=store_budget,
                 progress=False,
             )  # fmt: skip

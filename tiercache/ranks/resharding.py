@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tiercache.dist.communicator import AnyCommunicator
+    from tiercache.planning.schedule import OrderRule
     from tiercache.ranks.shares import Share
     from tiercache.store import Commit, Store, Table
     from tiercache.store.base_segment import Layout
@@ -50,7 +51,7 @@ def reshard(
     engine: str | None = None,
     parts: Sequence[str | os.PathLike[str]] | None = None,
     retention: int | None = None,
-    order_seed: int | None = None,
+    order: OrderRule = None,
     reorganized: bool = False,
     store_budget: int | None = None,
     check: Callable[[Store], None] | None = None,
@@ -86,7 +87,7 @@ def reshard(
             with ranks.raise_on_all("reading the old parts"):
                 prepare_kernels()
                 old = stack.enter_context(ShardedStore.open(path))
-                make = partial(_Copy, old, opened.store, share, order_seed, reorganized=reorganized)
+                make = partial(_Copy, old, opened.store, share, order, reorganized=reorganized)
                 _note(refused, lambda: copies.append(make()))
             _refuse(opened, ranks, "reading the old parts", refused)
             copy = copies[0]
@@ -199,13 +200,11 @@ class Need:
 class _Copy:
     """The work of one rank: decided when it is made, done by ``run``."""
 
-    def __init__(
-        self, old: ShardedStore, store: Store, share: Share, order_seed: int | None, *, reorganized: bool
-    ) -> None:
+    def __init__(self, old: ShardedStore, store: Store, share: Share, order: OrderRule, *, reorganized: bool) -> None:
         self._old, self._store, self._share = old, store, share
-        self.start = _start(old, share, order_seed, reorganized=reorganized)
+        self.start = _start(old, share, order, reorganized=reorganized)
         digest = share_digest(share.whole.digest, share.sharding, share.rank)
-        schedule = Schedule(num_passes=len(share), dataset_digest=digest, order_seed=order_seed)
+        schedule = Schedule(num_passes=len(share), dataset_digest=digest, order=order)
         self._digest = schedule.digest
         self._uses, self._layout = first_uses(store, share, schedule, self.start)
         parts = OldParts(old.tables, old.sharding, old.parts)
@@ -222,7 +221,7 @@ class _Copy:
         )  # fmt: skip
 
 
-def place_of(commit: Commit, sharding: ShardingPlan, rank: int, share: Share, order_seed: int | None) -> Cursor | None:
+def place_of(commit: Commit, sharding: ShardingPlan, rank: int, share: Share, order: OrderRule) -> Cursor | None:
     """Return where a training that stands at a part's ``commit`` goes on in the schedule of ``share``.
 
     ``sharding`` and ``rank`` are those of the part. None where its passes are others: neither the ones that it was
@@ -231,23 +230,23 @@ def place_of(commit: Commit, sharding: ShardingPlan, rank: int, share: Share, or
 
     def trained(num_passes: int, passes: str) -> bool:
         mine = share_digest(passes, sharding, rank)
-        schedule = Schedule(num_passes=num_passes, dataset_digest=mine, order_seed=order_seed)
+        schedule = Schedule(num_passes=num_passes, dataset_digest=mine, order=order)
         return schedule.digest == commit.schedule_digest
 
     if trained(len(share), share.whole.digest):
         return commit.cursor
     source = split_source(share.whole)
-    if source is None or not trained(len(source.parts), source.digest):
+    if source is None or isinstance(order, tuple) or not trained(len(source.parts), source.digest):
         return None
-    order = commit.settings.get("order")
-    return Cursor(*split_cursor(share.whole, commit.cursor, order=order, order_seed=order_seed))
+    samples = commit.settings.get("order")
+    return Cursor(*split_cursor(share.whole, commit.cursor, order=samples, order_seed=order))
 
 
-def _start(old: ShardedStore, share: Share, order_seed: int | None, *, reorganized: bool) -> Cursor:
+def _start(old: ShardedStore, share: Share, order: OrderRule, *, reorganized: bool) -> Cursor:
     """Return where training goes on in the schedule of ``share``. Raises DatasetError where that is another one."""
     commit = old.parts[0].commit
     assert commit is not None
-    found = place_of(commit, old.sharding, 0, share, order_seed)
+    found = place_of(commit, old.sharding, 0, share, order)
     if found is not None:
         return found
     if not reorganized:

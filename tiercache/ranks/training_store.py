@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tiercache.data.dataset import PassDataset
     from tiercache.data.view import DatasetView
     from tiercache.dist.communicator import AnyCommunicator
+    from tiercache.planning.schedule import OrderRule
     from tiercache.ranks.budgets import Budgets
     from tiercache.ranks.parts import Parts
     from tiercache.ranks.sharding_plan import ShardingPlan
@@ -44,7 +45,7 @@ class StoreOptions:
     engine: str | None
     retention: int | None
     reorganize: bool
-    order_seed: int | None
+    order: OrderRule
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -55,7 +56,7 @@ class StoreOptions:
             "engine": self.engine,
             "retention": self.retention,
             "reorganize": self.reorganize,
-            "order_seed": None if self.order_seed is None else int(self.order_seed),
+            "order": self.order,
         }
 
 
@@ -144,7 +145,7 @@ class TrainingStore:
             assert isinstance(source, Share)
             self._shards = open_parts(
                 self._place, source, self._ranks, engine=options.engine, parts=options.shard_dirs,
-                retention=options.retention, reorganized=options.reorganize, order_seed=options.order_seed,
+                retention=options.retention, reorganized=options.reorganize, order=options.order,
                 budgets=budgets,
             )  # fmt: skip
             self._store = self._shards.store
@@ -158,18 +159,16 @@ class TrainingStore:
             )
         if options.reorganize and store.mode == "a":
             self._check_order(store, budgets)
-            reorganize(
-                store, self._passes, order_seed=options.order_seed, store_budget=budgets.store_budget, progress=progress
-            )
+            reorganize(store, self._passes, order=options.order, store_budget=budgets.store_budget, progress=progress)
         return store
 
     def _check_order(self, store: Store, budgets: Budgets) -> None:
         """Raise BudgetError where rows would move for a training that the budgets do not hold."""
-        commit, seed, passes = store.commit, self._options.order_seed, self._passes
-        schedule = Schedule(num_passes=len(passes.passes), dataset_digest=passes.digest, order_seed=seed)
+        commit, order, passes = store.commit, self._options.order, self._passes
+        schedule = Schedule(num_passes=len(passes.passes), dataset_digest=passes.digest, order=order)
         if commit is not None and commit.schedule_digest != schedule.digest:
             budgets.check_plan(
-                passes, order_seed=seed, folder=scratch_of(store), commits=store.retention,
+                passes, order=order, folder=scratch_of(store), commits=store.retention,
                 state_bytes=commit.state_bytes, start=0,
             )  # fmt: skip
 

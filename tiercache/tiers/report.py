@@ -73,6 +73,10 @@ class PassReport:
     """By activity (``train``, ``read``, ``write``): begin and end on one clock, in seconds."""
     losses: list[float] = field(default_factory=list)
     """What the training loop chose to add with ``Pass.log_loss``."""
+    seconds_predicted: float | None = None
+    """What the plan that training was given predicts for ``seconds``, once the next pass is known; else None."""
+    bound_predicted: str | None = None
+    """What takes the most of these seconds: ``compute``, ``read``, ``write`` or ``copy``."""
     durable: threading.Event = field(default_factory=threading.Event)
 
     @classmethod
@@ -137,6 +141,12 @@ class PassReport:
         """Seconds the training thread packed, unpacked and cloned."""
         return sum(self.work_seconds.values())
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of the pass on the training thread: training, the switches at both ends, and waits."""
+        begun, ended = self.spans.get("train", (0.0, 0.0))
+        return ended - begun + self.waited + self.switched
+
     def rate(self, activity: str) -> float:
         """Bytes per second of ``load``, ``read`` or ``write``; 0 where nothing moved."""
         if activity == "load":
@@ -150,6 +160,7 @@ class PassReport:
         """Return it as plain values: one JSON line."""
         names = [name for name in self.__dataclass_fields__ if name != "durable"]
         record: dict[str, object] = {name: getattr(self, name) for name in names}
+        record["seconds"] = self.seconds
         record["planned_equals_measured"] = self.planned_equals_measured
         return record
 

@@ -15,7 +15,7 @@ from tiercache.backends.opening import open_backend
 from tiercache.dist.communicator import communicator_of
 from tiercache.dist.consistency import check_same
 from tiercache.errors import BudgetError, StateError
-from tiercache.ranks.budgets import Budgets
+from tiercache.planning.overlap import order_rule
 from tiercache.ranks.opening import closed_on_error
 from tiercache.ranks.rank_exchange import RankExchange
 from tiercache.ranks.shares import Share
@@ -26,6 +26,7 @@ from tiercache.training.evaluation import Evaluation
 from tiercache.training.exchange import LocalExchange
 from tiercache.training.matching import check_features, check_tables
 from tiercache.training.pass_loop import CLOSED, PassLoop
+from tiercache.training.planned import Planned
 from tiercache.training.progress import prepare_kernels
 from tiercache.training.rank_rows import RankRows
 from tiercache.training.raw_batch import RawKeys
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from tiercache.data.dataset import PassDataset
     from tiercache.planning.pass_plan import PassPlan
     from tiercache.planning.store_plan import StorePlan
+    from tiercache.ranks.budgets import Budgets
     from tiercache.ranks.sharded_store import ShardedStore
     from tiercache.ranks.sharding_plan import ShardingPlan
     from tiercache.ranks.sharding_rules import ShardingRules
@@ -82,18 +84,20 @@ class TierCache(SteppedCache):
         model: nn.Module | Sequence[nn.Module] | None = None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         device: str | Backend = "cpu",
-        device_budget: int | str,
-        host_budget: int | str,
+        device_budget: int | str | None = None,
+        host_budget: int | str | None = None,
         eval_budget: int | str | None = None,
         store_budget: int | str | None = None,
+        plan: str | os.PathLike[str] | None = None,
         sharding: ShardingPlan | ShardingRules | str | Mapping[str, str] = "auto",
         comm_dtype: str = "float32",
         shard_dirs: Sequence[str | os.PathLike[str]] | None = None,
         engine: str | None = None,
         retention: int | None = None,
         reorganize: bool = True,
-        commit_every: int = 1,
+        commit_every: int | None = None,
         seed: int = 0,
+        order: Sequence[int] | str | None = None,
         order_seed: int | None = None,
         progress: bool | None = None,
     ) -> None:
@@ -118,6 +122,8 @@ class TierCache(SteppedCache):
             store_budget: the most bytes that the store may ever need. It is checked here and, with the dense state,
                 before training. It does not stop writes; for that, open a Store with ``max_bytes``. All budgets count
                 for each rank.
+            plan: the file that `tiercache plan` wrote. Budgets, order and commit_every that are not given here are
+                those of the plan, and the reports have its predicted seconds beside the measured ones.
             sharding: how tables are divided over ranks: a strategy ("auto", "basic", "memory_balanced",
                 "memory_optimized", "cost"), a kind for each table ("row", "table", "column", "replicate"; other tables
                 are sharded by cost), ShardingRules, or a ShardingPlan. "auto" keeps the sharding of the store. If the
@@ -128,14 +134,16 @@ class TierCache(SteppedCache):
                 the commits of all ranks.
             reorganize: whether a store that was trained on another dataset, or in another order, is reorganized for
                 this one first, as by `tiercache.reorganize`. If not, it is refused.
-            commit_every: passes between commits.
+            commit_every: passes between commits; default: 1.
             seed: the seed of shuffled batches.
-            order_seed: None trains the sub-datasets in the same order in every epoch; a number shuffles them in each
-                epoch.
+            order: the order of the sub-datasets in every epoch: a permutation of their numbers, or "overlap", which
+                puts those next to each other that share rows, so that fewer rows move. Default: their own order.
+            order_seed: a number shuffles the sub-datasets in each epoch.
             progress: whether to show a progress bar; None: on a terminal.
 
         Raises:
-            BudgetError: the plan exceeds a budget or the device's memory. Nothing was written.
+            BudgetError: the passes exceed a budget or the device's memory. Nothing was written.
+            PlanError: ``plan`` cannot be read, or is of another dataset.
             DatasetError: the store does not belong to this dataset.
             CudaError: the GPU cannot be used.
             RankError: ranks were given different arguments, or one of them failed.
@@ -144,14 +152,15 @@ class TierCache(SteppedCache):
         """
         self.dataset, self._closed = data, False
         self.communicator = ranks = communicator_of(group, device if isinstance(device, str) else device.device)
-        options = StoreOptions(
-            sharding=sharding, shard_dirs=shard_dirs, engine=engine, retention=retention, reorganize=reorganize,
-            order_seed=order_seed,
-        )  # fmt: skip
         with closed_on_error(self, "_exchange", "_rows", "_asking", "_beside", "_opened", "communicator"):
             with ranks.raise_on_all("reading the budgets"):
+                planned = Planned.read(plan, data)
+                options = StoreOptions(
+                    sharding=sharding, shard_dirs=shard_dirs, engine=engine, retention=retention,
+                    reorganize=reorganize, order=order_rule(data, planned.order(order, order_seed), order_seed),
+                )  # fmt: skip
                 facts = options.facts
-                budgets = Budgets.parse(device_budget, host_budget, eval_budget, store_budget, commit_every)
+                budgets = planned.budgets(device_budget, host_budget, eval_budget, store_budget, commit_every)
                 if comm_dtype not in _COMM_DTYPES:
                     raise ValueError(f"comm_dtype {comm_dtype!r} is unknown: it must be one of {[*_COMM_DTYPES]}")
             if ranks.size > 1:
@@ -171,7 +180,7 @@ class TierCache(SteppedCache):
             with ranks.raise_on_all("planning the budgets"):
                 try:
                     self._rows = RankRows(
-                        self.store, source, backend, budgets, device_bytes=device_bytes, order_seed=order_seed
+                        self.store, source, backend, budgets, device_bytes=device_bytes, order=options.order
                     )
                 except BudgetError:
                     self._opened.discard_new()
@@ -187,7 +196,14 @@ class TierCache(SteppedCache):
             self._pipeline, self._hooks = BatchPipeline(backend), StepHooks(self)
             shown = ranks.rank == 0 and (sys.stderr.isatty() if progress is None else progress)
             self._loop = PassLoop(
-                self._opened, self._rows, self._exchange, self._raw, self._pipeline, seed=seed, shown=shown
+                self._opened,
+                self._rows,
+                self._exchange,
+                self._raw,
+                self._pipeline,
+                seed=seed,
+                shown=shown,
+                rates=planned.rates,
             )
             self.reports: list[PassReport] = self._loop.reports
             """What this rank moved, a report for each pass trained by this object; the last one while it runs."""

@@ -12,6 +12,7 @@ from tiercache.backends.opening import open_backend
 from tiercache.dist.communicator import LocalCommunicator
 from tiercache.errors import DatasetError, StateError
 from tiercache.kernels.cpu.key_to_index import KeyToIndex
+from tiercache.planning.overlap import order_rule
 from tiercache.planning.positions import Positions
 from tiercache.planning.schedule import Schedule
 from tiercache.store.table import group_tables
@@ -58,6 +59,7 @@ class InMemoryCache(SteppedCache):
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         device: str | Backend = "cpu",
         seed: int = 0,
+        order: Sequence[int] | str | None = None,
         order_seed: int | None = None,
     ) -> None:
         self._backend = open_backend(device, passes.tables)
@@ -67,7 +69,8 @@ class InMemoryCache(SteppedCache):
         self._seed = seed
         self._groups = group_tables(passes.tables)
         self._positions = Positions.of(passes, self._groups)
-        self._schedule = Schedule(num_passes=len(passes.passes), dataset_digest=passes.digest, order_seed=order_seed)
+        rule = order_rule(passes, order, order_seed)
+        self._schedule = Schedule(num_passes=len(passes.passes), dataset_digest=passes.digest, order=rule)
         self._keys: dict[str, NDArray[np.int64]] = {}
         self._first: dict[str, int] = {}
         self._held: dict[str, HeldKeys] = {}

@@ -18,6 +18,8 @@ from tiercache.training.threads import share_threads
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tiercache.planning.pass_plan import PassPlan
+    from tiercache.planning.plan import Rates
     from tiercache.ranks.training_store import TrainingStore
     from tiercache.tiers.report import PassReport
     from tiercache.training.batch_pipeline import BatchPipeline
@@ -43,6 +45,7 @@ class PassLoop:
         *,
         seed: int,
         shown: bool,
+        rates: Rates | None = None,
     ) -> None:
         self._opened, self._rows, self._exchange, self._ranks = opened, rows, exchange, exchange.ranks
         self._raw, self._pipeline, self._seed, self._shown = raw, pipeline, seed, shown
@@ -58,6 +61,9 @@ class PassLoop:
         self._closed = False
         self._progress = TrainingProgress(0, shown=False)
         self.reports: list[PassReport] = []
+        self._rates = rates
+        self._plans: tuple[PassPlan | None, PassPlan | None] = None, None
+        """Of the pass before and of the current one."""
 
     def passes(self, epochs: int) -> Iterator[Pass]:
         """Yield the passes up to the end of epoch ``epochs``: ``TierCache.passes`` promises it."""
@@ -67,6 +73,7 @@ class PassLoop:
         end = epochs * rows.schedule.num_passes
         if first >= end:
             return
+        self._plans = None, None
         with ranks.raise_on_all(_SWITCHING):
             rows.begin(end)
         total = rows.schedule.samples_left(first, epochs, [one.samples for one in rows.source.passes])
@@ -188,9 +195,19 @@ class PassLoop:
         current.rows.show(groups)
         self._exchange.open(current.rows)
         self.current, report.losses = current, current.losses
+        self._predict(self._rows.transfer.plan)
         self.reports.append(report)
         report.begin_training()
         return current
+
+    def _predict(self, upcoming: PassPlan | None) -> None:
+        """Complete the report of the pass that ends, as the one behind it is known: None where training ends."""
+        before, plan = self._plans
+        if self._rates is not None and plan is not None:
+            samples = self._rows.source.passes[plan.sub_dataset].samples
+            seconds, report = self._rates.seconds(samples, plan, before, upcoming), self.reports[-1]
+            report.seconds_predicted, report.bound_predicted = seconds.total, seconds.bound
+        self._plans = plan, upcoming
 
     def _bring(self) -> None:
         """End the pass that was trained, and begin the one that the loop has fetched ahead of it."""
@@ -215,6 +232,7 @@ class PassLoop:
             self._end_trained()
             self._progress.pass_done(current.num_samples, report)
             if last:
+                self._predict(None)
                 transfer.finish(state)
             else:
                 transfer.switch(state)

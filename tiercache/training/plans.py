@@ -34,7 +34,7 @@ class Plans:
         commit_every: int,
         store_budget: int | None,
     ) -> None:
-        self._store, self._schedule, self._positions, self._uses_of = store, schedule, positions, uses_of
+        self._store, self._schedule, self._positions = store, schedule, positions
         self._budget, self._commit_every, self._store_budget = budget, commit_every, store_budget
         self._counts = ReuseCounts(schedule, positions, uses_of)
 
@@ -67,6 +67,6 @@ class Plans:
         pass_index, sample = self.cursor
         stored = {v: segment.streams for v, segment in segments_by_pass(self._store).items()}
         return Planner(
-            self._schedule, self._positions, self._uses_of, self._budget, start=pass_index, within=sample > 0,
-            commit_every=self._commit_every, end=end, stored=stored, counts=self._counts,
+            self._schedule, self._positions, self._counts, self._budget, start=pass_index, within=sample > 0,
+            commit_every=self._commit_every, end=end, stored=stored,
         )  # fmt: skip

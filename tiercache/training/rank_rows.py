@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from tiercache.backends.base import Backend
     from tiercache.data.view import DatasetView
+    from tiercache.planning.schedule import OrderRule
     from tiercache.ranks.budgets import Budgets
     from tiercache.store import Store
     from tiercache.tiers.report import PassReport
@@ -48,7 +49,7 @@ class RankRows:
         budgets: Budgets,
         *,
         device_bytes: int,
-        order_seed: int | None,
+        order: OrderRule,
     ) -> None:
         """Plan, and take the memory. device_bytes: of the device's budget, for rows and slot maps.
 
@@ -58,7 +59,7 @@ class RankRows:
         self.store, self.source, self.backend = store, source, backend
         self.check_alone()
         check_tables(store, source)
-        self.schedule = Schedule(num_passes=len(source.passes), dataset_digest=source.digest, order_seed=order_seed)
+        self.schedule = Schedule(num_passes=len(source.passes), dataset_digest=source.digest, order=order)
         check_schedule(store, source, self.schedule)
         self.positions = positions = Positions.of(source, store.groups)
         self.device = DeviceTier(positions, device_bytes, backend)

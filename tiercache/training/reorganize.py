@@ -13,6 +13,7 @@ from tiercache.data.dataset import PassDataset
 from tiercache.data.repartition import split_cursor, split_source
 from tiercache.planning.budget import HostBudget, gap_bytes
 from tiercache.planning.first_use import FirstUses, count_keys
+from tiercache.planning.overlap import order_rule
 from tiercache.planning.pass_plan import Planner
 from tiercache.planning.positions import Positions
 from tiercache.planning.reorganize_plan import ReorganizePlan
@@ -28,9 +29,12 @@ from tiercache.training.matching import check_tables
 from tiercache.training.progress import prepare_kernels, rewrite_bars
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from tiercache.data.view import DatasetView
+    from tiercache.planning.schedule import OrderRule
     from tiercache.store import Commit, Store, Table
     from tiercache.store.base_segment import Layout
 
@@ -39,6 +43,7 @@ def reorganize(
     store: Store,
     passes: DatasetView,
     *,
+    order: Sequence[int] | str | int | None = None,
     order_seed: int | None = None,
     start: Cursor | tuple[int, int] | None = None,
     store_budget: int | str | None = None,
@@ -56,19 +61,20 @@ def reorganize(
 
     One sweep of all keys, then one streaming read and write of the rows that move, in about 300 MiB of memory and
     temporary files as large as what moves; itself one commit: killed at any moment, the store stands before or after.
-    ``order_seed`` as in ``TierCache``. ``store_budget``: bytes that the store may come to take meanwhile, with its
-    temporary files; it is checked, by ``reorganize_plan``, before anything is written. ``progress``: whether bars are
-    shown; None: on a terminal. Unless it is False, a line on stderr says what may move.
+    ``order`` and ``order_seed`` as in ``TierCache``. ``store_budget``: bytes that the store may come to take meanwhile,
+    with its temporary files; it is checked, by ``reorganize_plan``, before anything is written. ``progress``: whether
+    bars are shown; None: on a terminal. Unless it is False, a line on stderr says what may move.
 
     Raises BudgetError for a budget that may not be enough, DatasetError for sub-datasets of other tables, ValueError
     for a store that stands inside a pass where ``start`` is not given and for a ``start`` that is no place of the
     schedule, StoreFullError.
     """
     check_tables(store, passes)
-    schedule = Schedule(num_passes=len(passes.passes), dataset_digest=passes.digest, order_seed=order_seed)
+    rule = order_rule(passes, order, order_seed)
+    schedule = Schedule(num_passes=len(passes.passes), dataset_digest=passes.digest, order=rule)
     commit = store.commit
     if start is None and commit is not None:
-        start = _continued(commit, passes, order_seed)
+        start = _continued(commit, passes, rule)
     begin = Cursor(*(start or (0, 0)))
     _check_start(begin, schedule, passes)
     if commit is None:
@@ -76,7 +82,7 @@ def reorganize(
     if commit.schedule_digest == schedule.digest and (start is None or commit.cursor == begin):
         return commit
     if store_budget is not None:
-        reorganize_plan(store, passes, order_seed=order_seed).check(parse_bytes(store_budget))
+        reorganize_plan(store, passes, order=rule).check(parse_bytes(store_budget))
     first, layout = first_uses(store, passes, schedule, begin)
     shown = sys.stderr.isatty() if progress is None else progress
     prepare_kernels()
@@ -95,14 +101,21 @@ def reorganize(
         )  # fmt: skip
 
 
-def reorganize_plan(store: Store, passes: DatasetView, *, order_seed: int | None = None) -> ReorganizePlan:
+def reorganize_plan(
+    store: Store,
+    passes: DatasetView,
+    *,
+    order: Sequence[int] | str | int | None = None,
+    order_seed: int | None = None,
+) -> ReorganizePlan:
     """Return the most that ``store`` takes on disk while it is put in the order of ``passes``; writes nothing.
 
     Reads the keys of all passes once, and no row. Of a store that follows them already: what it would take.
     """
     check_tables(store, passes)
     positions = Positions.of(passes, store.groups)
-    schedule = Schedule(num_passes=len(passes.passes), dataset_digest=passes.digest, order_seed=order_seed)
+    rule = order_rule(passes, order, order_seed)
+    schedule = Schedule(num_passes=len(passes.passes), dataset_digest=passes.digest, order=rule)
     files = 1 if schedule.repeats else 2  # an epoch that is entered in its midst needs the next one's uses, too
     return ReorganizePlan.of(
         store.groups,
@@ -114,14 +127,17 @@ def reorganize_plan(store: Store, passes: DatasetView, *, order_seed: int | None
     )
 
 
-def _continued(commit: Commit, passes: DatasetView, order_seed: int | None) -> Cursor | None:
-    """Return where training goes on with the parts of the passes that it had; None where these are others."""
-    if not isinstance(passes, PassDataset) or (source := split_source(passes)) is None:
+def _continued(commit: Commit, passes: DatasetView, order: OrderRule) -> Cursor | None:
+    """Return where training goes on with the parts of the passes that it had; None where these are others.
+
+    A permutation is of other sub-datasets than those.
+    """
+    if isinstance(order, tuple) or not isinstance(passes, PassDataset) or (source := split_source(passes)) is None:
         return None
-    before = Schedule(num_passes=len(source.parts), dataset_digest=source.digest, order_seed=order_seed)
+    before = Schedule(num_passes=len(source.parts), dataset_digest=source.digest, order=order)
     if commit.schedule_digest != before.digest:
         return None
-    return Cursor(*split_cursor(passes, commit.cursor, order=commit.settings.get("order"), order_seed=order_seed))
+    return Cursor(*split_cursor(passes, commit.cursor, order=commit.settings.get("order"), order_seed=order))
 
 
 def first_uses(store: Store, passes: DatasetView, schedule: Schedule, start: Cursor) -> tuple[FirstUses, Layout]:

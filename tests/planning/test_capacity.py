@@ -1,0 +1,146 @@
+"""The capacity curve and plans: what they say is what training plans and measures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import tiercache as tc
+from tests.training.cases import SPECS, Case, assert_same_bits, open_store, result_of, table, tiered, train
+from tiercache.errors import BudgetError, PlanError
+from tiercache.planning.capacity import Capacity
+from tiercache.planning.plan import Rates, TrainingPlan
+from tiercache.planning.positions import Positions
+from tiercache.planning.reuse import Reuse
+from tiercache.planning.schedule import Schedule
+from tiercache.store.table import group_tables
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tiercache.planning.schedule import OrderRule
+
+CASE = Case(
+    tables=(table("a", 16), table("b", 64, tc.optim.Adam(learning_rate=0.01))), specs=SPECS,
+    num_samples=3000, pass_rows=250, num_keys=20_000, batch=50,
+)  # fmt: skip
+DEVICE = 8 << 20
+RATES = Rates(read=1e9, write=5e8, copy=5e9, link=5e9, commit_seconds=0.001, samples=1e4)
+
+
+def capacity_of(data: tc.PassDataset, order: OrderRule = None, rates: Rates = RATES) -> Capacity:
+    """Analyze a dataset."""
+    positions = Positions.of(data, group_tables(data.tables))
+    schedule = Schedule(num_passes=len(data), dataset_digest=data.digest, order=order)
+    return Capacity(Reuse.of(schedule, positions, positions.keys_of(data)), [p.samples for p in data], rates)
+
+
+@pytest.mark.parametrize(("order", "commit_every"), [(None, 1), ((3, 1, 0, 2, *range(4, 12)), 3)])
+def test_every_point_of_the_curve_is_what_training_plans(tmp_path: Path, order: OrderRule, commit_every: int) -> None:
+    """For each host budget, from the least that trains to one that holds everything: pass by pass, to the byte."""
+    data = CASE.cut(tmp_path / "d")
+    capacity = capacity_of(data, order)
+    points = capacity.curve(1 << 30)
+    assert [p.host_bytes for p in points] == sorted(p.host_bytes for p in points)
+    assert points[0].total("rows_read") > points[-1].total("rows_read") == 0
+    with pytest.raises(BudgetError, match="raise host_budget"):
+        capacity.at(points[0].host_bytes - 1)
+    for point in points:
+        ours = capacity.at(point.host_bytes, commit_every=commit_every).passes
+        with (
+            open_store(tmp_path / "s", CASE, "memory") as store,
+            tiered(
+                store, data, order=order, host_budget=point.host_bytes, commit_every=commit_every, device_budget=DEVICE
+            ) as cache,
+        ):
+            theirs = cache.plan(passes=len(ours) - 1)
+        for mine, other in zip(ours, theirs, strict=False):
+            for name in ("sub_dataset", "rows_G", "kept_G", "rows_read", "bytes_read", "bytes_written", "host_bytes"):
+                assert getattr(mine, name) == getattr(other, name), name
+
+
+def test_memory_takes_the_least_memory_and_speed_the_least_time_to_the_same_bits(tmp_path: Path) -> None:
+    """On a disk so slow that reads bound the training; what training measures is what the file says."""
+    data = CASE.cut(tmp_path / "d")
+    capacity = capacity_of(data, rates=RATES.model_copy(update={"read": 1e6, "samples": None}))
+    points = capacity.curve(1 << 30)
+    results, chosen = [], {}
+    for optimize in ("memory", "speed"):
+        point = chosen[optimize] = capacity.choose(optimize, points, None)
+        path = tmp_path / f"{optimize}.toml"
+        path.write_text(capacity.plan(point, optimize=optimize, device_bytes=DEVICE).to_toml())
+        plan = TrainingPlan.from_toml(path.read_text(), "it")
+        with open_store(tmp_path / optimize, CASE, "lmdb") as store:
+            with tc.TierCache(store, data, plan=path, progress=False) as cache:
+                results.append(result_of(store, data, train(cache, CASE)))
+                reports = cache.reports
+            for said, found in zip(plan.passes, reports, strict=True):
+                assert (said.index, said.sub_dataset, said.rows) == (found.pass_index, found.sub_dataset, found.rows)
+                assert (said.rows_read, said.bytes_read) == (found.rows_read, found.bytes_read)
+                assert (said.rows_written, said.bytes_written) == (found.rows_written, found.bytes_written)
+                assert found.seconds_predicted == pytest.approx(said.seconds, rel=1e-4)
+                assert found.record()["bound_predicted"] == said.bound
+                assert found.seconds > 0
+    assert_same_bits(*results)
+    assert chosen["memory"].host_bytes == min(p.host_bytes for p in points)
+    assert chosen["speed"].epoch_seconds <= 1.02 * min(p.epoch_seconds for p in points)
+    assert chosen["speed"].epoch_seconds < chosen["memory"].epoch_seconds
+
+
+def test_commits_are_further_apart_where_writes_bound_the_training(tmp_path: Path) -> None:
+    """And where they do not, as often as can be; never where the user says how often."""
+    data = CASE.cut(tmp_path / "d")
+    slow = capacity_of(data, rates=RATES.model_copy(update={"write": 1e6, "samples": None}))
+    points = slow.curve(1 << 30)
+    assert slow.choose("speed", points, None).commit_every > 1
+    assert slow.choose("speed", points, 1).commit_every == 1
+    fast = capacity_of(data)
+    assert fast.choose("speed", fast.curve(1 << 30), None).commit_every == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("[budgets]", "[budgets]\nhosts = 3", "budgets.hosts is not a key of a plan"),
+        ("version = 1", "version = 2", "version is 2"),
+        ('optimize = "memory"', 'optimize = "cost"', "optimize is 'cost', and should be 'speed' or 'memory'"),
+        ("commit_every = 1", "commit_every = 0", "budgets.commit_every is 0"),
+        ("[machine]", "[machine", "is not TOML"),
+        ('device = "8MiB"', 'device = "8 horses"', "budgets.device is '8 horses'"),
+        ('device = "8MiB"', "", "budgets.device is missing"),
+        ("read = 1e+09", "read = 0", "machine.read is 0, and should be greater than 0"),
+        ('dataset = "', 'dataset = "00', "is of the dataset 00.* and training was given"),
+        ("passes = [", "order = [0, 1, 1]\npasses = [", "must have each of the 12 sub-datasets once"),
+    ],
+)
+def test_a_plan_that_was_edited_badly_is_refused_with_the_key(tmp_path: Path, old: str, new: str, words: str) -> None:
+    """Before a store is made."""
+    data = CASE.cut(tmp_path / "d")
+    capacity = capacity_of(data)
+    text = capacity.plan(capacity.at(capacity.least()), optimize="memory", device_bytes=DEVICE).to_toml()
+    assert text.count(old) == 1
+    (tmp_path / "plan.toml").write_text(text.replace(old, new))
+    with pytest.raises(PlanError, match=words):
+        tc.TierCache(tmp_path / "s", data, plan=tmp_path / "plan.toml")
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("edited", "words"),
+    [({"device": 4096}, "the passes need .* on the device"), ({"host": 4096}, "raise host_budget to")],
+)
+def test_budgets_that_were_edited_to_too_little_are_refused(tmp_path: Path, edited: dict[str, Any], words: str) -> None:
+    """With the numbers; and what is given beside a plan counts more than the plan."""
+    data = CASE.cut(tmp_path / "d")
+    capacity = capacity_of(data)
+    plan = capacity.plan(capacity.at(capacity.least()), optimize="memory", device_bytes=DEVICE)
+    plan = plan.model_copy(update={"budgets": plan.budgets.model_copy(update=edited)})
+    path = tmp_path / "plan.toml"
+    path.write_text(plan.to_toml())
+    with pytest.raises(BudgetError, match=words):
+        tc.TierCache(tmp_path / "s", data, plan=path)
+    with tc.TierCache(tmp_path / "s", data, plan=path, device_budget=DEVICE, host_budget="64MiB", progress=False):
+        pass
+    with pytest.raises(ValueError, match="give both, or a plan"):
+        tc.TierCache(tmp_path / "t", data, host_budget="64MiB")

@@ -1,0 +1,106 @@
+"""``tiercache plan`` and the dataset half of ``tiercache info``: what they write and print."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from typer.testing import CliRunner
+
+import tiercache as tc
+from tests.cli.command import error_of, run, told
+from tests.planning.test_capacity import CASE
+from tiercache.cli import app
+from tiercache.planning.plan import Rates, TrainingPlan
+from tiercache.tiers import probe
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep rates of tests away from the user's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def planned(*arguments: str) -> str:
+    """Run the command."""
+    done = CliRunner().invoke(app, ["plan", *arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_a_plan_that_the_command_wrote_trains(tmp_path: Path) -> None:
+    """Its budgets are those of the training, and the JSON has the plan of the file."""
+    data, path, store = CASE.cut(tmp_path / "d"), tmp_path / "plan.toml", tmp_path / "s"
+    options = ["--store", str(store), "-o", str(path), "--samples-per-second", "1e5", "--order", "overlap"]
+    record = json.loads(planned(str(data.path), *options, "--optimize", "memory", "--json"))
+    plan = TrainingPlan.from_toml(path.read_text(), "it")
+    assert plan.model_dump(mode="json", exclude={"machine", "passes"}, by_alias=True) == {
+        key: value for key, value in record["plan"].items() if key not in {"machine", "passes"}
+    }
+    assert plan.machine.samples == 1e5
+    assert record["kept_bytes"] > record["kept_bytes_own_order"]
+    assert plan.budgets.host == record["curve"][0]["host_bytes"]
+    with tc.TierCache(store, data, plan=path, progress=False) as cache:
+        assert [p.sub_dataset for p in cache.plan(passes=12)] == list(plan.order or ())
+        assert [p.bytes_read for p in cache.plan(passes=24)] == [p.bytes_read for p in plan.passes]
+
+
+def test_a_trial_says_how_fast_a_model_trains_and_leaves_nothing(tmp_path: Path) -> None:
+    """Compute bounds the passes then, and the folder of the store has what it had."""
+    data = CASE.cut(tmp_path / "d")
+    (tmp_path / "disk").mkdir()
+    record = json.loads(planned(str(data.path), "--store", str(tmp_path / "disk" / "s"), "--trial", "--json"))
+    assert record["plan"]["machine"]["samples"] > 0
+    assert not list((tmp_path / "disk").iterdir())
+
+
+def test_rates_are_measured_once_for_a_disk_and_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking again measures again, and a file that is no record of rates is written anew."""
+    measured: list[str] = []
+    rates = Rates(read=1, write=2, copy=3, link=4, commit_seconds=0.5)
+
+    def measure(_folder: Path, device: str) -> Rates:
+        measured.append(device)
+        return rates.model_copy(update={"read": float(len(measured))})
+
+    monkeypatch.setattr(probe, "measure", measure)
+    ask = probe.measured_rates
+    assert ask(tmp_path).read == ask(tmp_path / "not" / "yet").read == 1
+    assert ask(tmp_path, again=True).read == ask(tmp_path).read == 2
+    assert ask(tmp_path, device="cuda").read == 3
+    assert ask(tmp_path).read == 2
+    probe.cache_file().write_text('{"x": 1}')
+    assert ask(tmp_path).read == 4
+
+
+def test_a_disk_is_measured_with_a_file_that_goes(tmp_path: Path) -> None:
+    """Every rate is a positive number."""
+    found = probe.measure(tmp_path, "cpu")
+    assert min(found.read, found.write, found.copy_, found.link, found.commit_seconds) > 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_info_of_a_dataset_has_its_sizes_and_what_host_memory_buys(tmp_path: Path) -> None:
+    """As JSON for programs, as tables for people, and as a picture."""
+    data = CASE.cut(tmp_path / "d")
+    record = told("info", data.path, "--curve")
+    assert record["samples"] == 3000
+    assert [p["tables"]["b"]["rows"] for p in record["passes"]] == [p.rows("b") for p in data]
+    assert sum(t["occurrences"] for t in record["tables"]) == sum(p.counts(n).sum() for p in data for n in ("a", "b"))
+    assert record["curve"][0]["rows_read"] > record["curve"][-1]["rows_read"] == 0
+    shown = run("info", data.path, "--curve", "--plot", tmp_path / "plot.png")
+    assert "3,000 samples in 12 passes" in shown
+    assert "one epoch by host memory" in shown
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is printed."""
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    data = CASE.cut(tmp_path / "d")
+    assert "pip install tiercache[plots]" in error_of("info", data.path, "--plot", tmp_path / "plot.png")

@@ -1,0 +1,131 @@
+"""What training takes at host budgets: rows and bytes exactly, as the schedule is known, and predicted seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from tiercache.errors import BudgetError
+from tiercache.planning.budget import HostBudget
+from tiercache.planning.pass_plan import Planner
+from tiercache.planning.plan import PassPrediction, TrainingPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tiercache.planning.pass_plan import PassPlan
+    from tiercache.planning.plan import Rates, Seconds
+    from tiercache.planning.reuse import Reuse
+
+COMMIT_INTERVALS = (1, 2, 4, 8)
+_POINTS = 6
+_ALIKE = 1.02
+"""Seconds within this factor of the fewest count as equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A training of two epochs of a new store at one host budget, from one reuse analysis."""
+
+    host_bytes: int
+    commit_every: int
+    passes: tuple[PassPlan, ...]
+    seconds: tuple[Seconds, ...]
+
+    @property
+    def later(self) -> range:
+        """The passes of the second epoch: later ones are alike."""
+        return range(len(self.passes) // 2, len(self.passes))
+
+    @property
+    def epoch_seconds(self) -> float:
+        """Predicted seconds of a later epoch."""
+        return sum(self.seconds[v].total for v in self.later)
+
+    def total(self, name: str) -> int:
+        """Return the sum of a number of ``PassPlan``, such as ``bytes_read``, over a later epoch."""
+        return sum(getattr(self.passes[v], name) for v in self.later)
+
+
+class Capacity:
+    """Plans the trainings of one reuse analysis: what they need of the keys was counted there."""
+
+    def __init__(self, reuse: Reuse, samples_P: Sequence[int], rates: Rates, *, eval_bytes: int | None = None) -> None:
+        self._reuse, self._samples_P, self._rates, self._eval_bytes = reuse, samples_P, rates, eval_bytes
+
+    def at(self, host_bytes: int, *, commit_every: int = 1) -> Point:
+        """Plan two epochs, as ``TierCache.plan`` does for a new store. Raises BudgetError for too small a budget."""
+        planner = self._planner(host_bytes, commit_every, end=2 * self._reuse.positions.num_passes)
+        plans = tuple(planner.plan_next() for _ in range(2 * self._reuse.positions.num_passes))
+        seconds = (
+            self._rates.seconds(self._samples_P[plan.sub_dataset], plan, before, after)
+            for before, plan, after in zip((None, *plans), plans, (*plans[1:], None), strict=False)
+        )
+        return Point(host_bytes, commit_every, plans, tuple(seconds))
+
+    def least(self) -> int:
+        """Return the smallest host budget of a training."""
+        try:
+            self._planner(1, 1)
+        except BudgetError as error:
+            return error.least or 1
+        return 1
+
+    def curve(self, most: int, *, points: int = _POINTS) -> list[Point]:
+        """Return points from the least budget up to ``most``, or to where a later epoch reads nothing if that is less.
+
+        Raises BudgetError if ``most`` is below the least.
+        """
+        low = high = min(self.least(), most)
+        found = [self.at(low)]
+        while found[-1].total("rows_read") and high < most:
+            high = min(2 * high, most)
+            found.append(self.at(high))
+        sizes = np.geomspace(low, high, points).astype(np.int64).tolist()[1:-1] if high > low else []
+        return sorted([found[0], *map(self.at, sizes), *found[1:][-1:]], key=lambda point: point.host_bytes)
+
+    def choose(self, optimize: Literal["speed", "memory"], points: Sequence[Point], commit_every: int | None) -> Point:
+        """Return the point with the least host memory, or the fastest; commits further apart where that is faster.
+
+        Of points that are about as fast the one with more frequent commits, then the one with less memory.
+        commit_every: passes between commits, if they are not to be chosen.
+        """
+        tried = points if optimize == "speed" else points[:1]
+        intervals = COMMIT_INTERVALS if optimize == "speed" and commit_every is None else (commit_every or 1,)
+        every = [p if n == 1 else self.at(p.host_bytes, commit_every=n) for n in intervals for p in tried]
+        fewest = min(point.epoch_seconds for point in every)
+        return next(point for point in every if point.epoch_seconds <= _ALIKE * fewest)
+
+    def plan(
+        self, point: Point, *, optimize: Literal["speed", "memory"], device_bytes: int, store_bytes: int | None = None
+    ) -> TrainingPlan:
+        """Return the plan of a point."""
+        schedule = self._reuse.schedule
+        return TrainingPlan.model_validate({
+            "dataset": schedule.dataset_digest, "optimize": optimize,
+            "order": schedule.order if isinstance(schedule.order, tuple) else None,
+            "budgets": {
+                "device": device_bytes, "host": point.host_bytes, "evaluation": self._eval_bytes,
+                "store": store_bytes, "commit_every": point.commit_every,
+            },
+            "machine": self._rates.model_dump(by_alias=True),
+            "passes": [
+                PassPrediction(
+                    index=plan.pass_index, sub_dataset=plan.sub_dataset, samples=self._samples_P[plan.sub_dataset],
+                    rows=sum(plan.rows_G), rows_read=plan.rows_read, bytes_read=plan.bytes_read,
+                    rows_written=plan.rows_written, bytes_written=plan.bytes_written,
+                    seconds=seconds.total, bound=seconds.bound,
+                )
+                for plan, seconds in zip(point.passes, point.seconds, strict=True)
+            ],
+        })  # fmt: skip
+
+    def _planner(self, host_bytes: int, commit_every: int, end: int | None = None) -> Planner:
+        reuse = self._reuse
+        budget = HostBudget.of(reuse.positions, host_bytes, self._eval_bytes)
+        return Planner(
+            reuse.schedule, reuse.positions, reuse.counts, budget,
+            start=0, within=False, commit_every=commit_every, end=end, stored={},
+        )  # fmt: skip

@@ -1,0 +1,123 @@
+"""Reuse: how often the keys of a dataset recur, how far apart, and how skewed they are; one sweep of all keys."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.kernels.cpu.slots import count_gaps
+from tiercache.planning.next_use import KEYS_PER_RANGE, key_ranges
+from tiercache.planning.reuse_counts import PassCounts, ReuseCounts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from tiercache.planning.positions import Positions
+    from tiercache.planning.schedule import Schedule
+
+    Int64s = NDArray[np.int64]
+
+TOP_SHARE = 0.01
+"""The share of the most frequent keys whose occurrences say how skewed a table is."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableReuse:
+    """One table over all passes."""
+
+    keys: int
+    """Unique keys."""
+    occurrences: int
+    """Of all keys in all samples; 0 where counts were not read."""
+    top_share: float
+    """The share of the occurrences that the most frequent ``TOP_SHARE`` of the keys have."""
+    keys_in_N: Int64s
+    """(P + 1,): keys by the number of passes that have them."""
+    distance_N: Int64s
+    """(longest gap + 1,): uses by the number of passes since the last use of the same key, round the schedule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """What one sweep of all keys finds."""
+
+    schedule: Schedule
+    positions: Positions
+    counts: ReuseCounts
+    """Of every pass: all that planning needs of the keys."""
+    tables: tuple[TableReuse, ...]
+    kept_PT: Int64s
+    """Rows of each sub-dataset and table that the pass before has too."""
+
+    @classmethod
+    def of(
+        cls,
+        schedule: Schedule,
+        positions: Positions,
+        keys_of: Callable[[int, int], Int64s],
+        counts_of: Callable[[int, int], Int64s] | None = None,
+        *,
+        keys_per_range: int = KEYS_PER_RANGE,
+    ) -> Reuse:
+        """Sweep the keys of an order that repeats, one hash range of one table at a time.
+
+        keys_of(pass, table): keys in hash order; counts_of(pass, table): how often each occurs. Memory: as of
+        ``key_ranges``, and 16 bytes for each pass, table and gap.
+        """
+        num_passes, num_tables, longest = positions.num_passes, len(positions.tables), schedule.longest_gap
+        next_PTN, prev_PTN = np.zeros((2, num_passes, num_tables, longest + 1), dtype=np.int64)
+        keys_TN = np.zeros((num_tables, num_passes + 1), dtype=np.int64)
+        frequencies_T: list[Int64s] = [np.zeros((2, 0), dtype=np.int64) for _ in range(num_tables)]
+        for some in key_ranges(positions, keys_of, keys_per_range=keys_per_range):
+            t, gaps = some.table, some.gaps(schedule, 0)
+            for p, (begin, end) in enumerate(itertools.pairwise(some.starts.tolist())):
+                count_gaps(gaps[0][begin:end], longest, next_PTN[p, t])
+                count_gaps(gaps[1][begin:end], longest, prev_PTN[p, t])
+            keys_TN[t] += np.bincount(np.bincount(some.numbers), minlength=num_passes + 1)
+            if counts_of is not None:
+                sizes_P = np.diff(some.starts).tolist()
+                counts = [
+                    counts_of(p, t)[first : first + n]
+                    for p, (first, n) in enumerate(zip(some.first_P, sizes_P, strict=True))
+                ]
+                totals = np.bincount(some.numbers, weights=np.concatenate(counts)).astype(np.int64)
+                frequencies_T[t] = _merged(frequencies_T[t], totals)
+        counts_P = [PassCounts.of(positions, next_PTN[p], prev_PTN[p]) for p in range(num_passes)]
+        return cls(
+            schedule,
+            positions,
+            ReuseCounts.counted(schedule, positions, counts_P),
+            tuple(
+                TableReuse(int(keys.sum()), int(f[0] @ f[1]), _top_share(f), keys, prev_PTN[:, t].sum(axis=0))
+                for t, (keys, f) in enumerate(zip(keys_TN, frequencies_T, strict=True))
+            ),
+            prev_PTN[:, :, 1],
+        )
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the rows that stay on the device at the switches of an epoch, the last to the first among them."""
+        return int(self.kept_PT.sum(axis=0) @ [table.row_bytes for table in self.positions.tables])
+
+
+def _merged(frequencies: Int64s, totals: Int64s) -> Int64s:
+    """Return (2, different numbers of occurrences): each number, ascending, and how many keys have it."""
+    values, keys = np.unique(totals, return_counts=True)
+    every, place = np.unique(np.concatenate([frequencies[0], values]), return_inverse=True)
+    return np.stack([every, np.bincount(place, weights=np.concatenate([frequencies[1], keys])).astype(np.int64)])
+
+
+def _top_share(frequencies: Int64s) -> float:
+    """Return the share of occurrences of the most frequent ``TOP_SHARE`` of the keys, of one key at least."""
+    often, keys = frequencies[:, ::-1]
+    total = int(often @ keys)
+    if not total:
+        return 0.0
+    top = max(1, round(TOP_SHARE * int(keys.sum())))
+    taken = np.diff(np.minimum(np.cumsum(keys), top), prepend=0)
+    return int(often @ taken) / total

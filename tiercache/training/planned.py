@@ -1,0 +1,70 @@
+"""What a plan file gives a training: its budgets and order where none are given, and rates that predict seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tiercache.errors import PlanError
+from tiercache.planning.plan import TrainingPlan
+from tiercache.ranks.budgets import Budgets
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+    from tiercache.data.dataset import PassDataset
+    from tiercache.planning.plan import Rates
+
+__all__ = ["Planned"]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The plan of a training, if it has one."""
+
+    plan: TrainingPlan | None = None
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str] | None, data: PassDataset) -> Planned:
+        """Read and check a plan. Raises PlanError."""
+        if path is None:
+            return cls()
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"the plan {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        plan = TrainingPlan.from_toml(text, str(path))
+        plan.check(data.digest, len(data), str(path))
+        return cls(plan)
+
+    @property
+    def rates(self) -> Rates | None:
+        """What predicts seconds."""
+        return None if self.plan is None else self.plan.machine
+
+    def order(self, order: Sequence[int] | str | None, order_seed: int | None) -> Sequence[int] | str | None:
+        """Return the order that was given, or the plan's."""
+        return order if self.plan is None or order is not None or order_seed is not None else self.plan.order
+
+    def budgets(
+        self,
+        device: int | str | None,
+        host: int | str | None,
+        evaluation: int | str | None,
+        store: int | str | None,
+        commit_every: int | None,
+    ) -> Budgets:
+        """Return the budgets that were given, and the plan's for those that were not.
+
+        Raises ValueError where neither says what device and host may take.
+        """
+        if self.plan is not None:
+            ours = self.plan.budgets
+            device, host = ours.device if device is None else device, ours.host if host is None else host
+            evaluation, store = evaluation or ours.evaluation, store or ours.store
+            commit_every = ours.commit_every if commit_every is None else commit_every
+        if device is None or host is None:
+            raise ValueError("device_budget and host_budget say what training may take: give both, or a plan")
+        return Budgets.parse(device, host, evaluation, store, 1 if commit_every is None else commit_every)
