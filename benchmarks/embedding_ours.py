@@ -11,8 +11,8 @@ import torch
 import tiercache as tc
 from benchmarks.embedding_cases import LEARNING_RATE, NUM_BATCHES, Shape
 from tiercache.data.encoded_batch import FeatureIds, Samples
-from tiercache.data.keyset import in_hash_order
 from tiercache.data.sample_layout import SampleLayout
+from tiercache.kernels.cpu.hashing import hash_keys
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -57,7 +57,7 @@ class _WholeTables:
         return self._rows
 
     def keys(self, table: str) -> NDArray[np.int64]:
-        return self._plain_keys[in_hash_order(self._plain_keys, self._tables[table])]
+        return self._plain_keys[np.argsort(hash_keys(self._plain_keys, self._tables[table].table_id))]
 
     def check_samples(self) -> None:
         """Return: there are some."""

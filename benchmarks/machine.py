@@ -175,6 +175,11 @@ class PeakMemory:
         self.growth_bytes = max(0, _status_bytes("VmHWM") - self._before)
 
 
+def anonymous_bytes() -> int:
+    """Return the memory of this process that is not backed by files."""
+    return _status_bytes("RssAnon")
+
+
 def device_bytes_read(path: Path) -> int:
     """Return the bytes that the block device under ``path`` has read for anyone so far; 0 where nothing counts."""
     number = path.stat().st_dev

@@ -146,7 +146,7 @@ class Data:
         features = tuple(
             tc.Feature(name=f"{name}_{length}", table=name)
             if length == 1
-            else tc.Feature(name=f"{name}_{length}", table=name, hotness="fixed", length=length)
+            else tc.Feature(name=f"{name}_{length}", table=name, hotness="multi_hot", length=length)
             for name, kind, _ in self.kinds()
             for length in kind.lengths
         )

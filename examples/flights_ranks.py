@@ -111,7 +111,7 @@ def main() -> None:
     settings = size.settings
     dist.init_process_group()
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    if rank == 0 and not (options.folder / "test-passes" / "passes.json").exists():
+    if rank == 0 and not (options.folder / "test-passes" / "dataset.json").exists():
         prepare(options.folder, size, options.first)
     dist.barrier()
     passes, test = (tc.PassDataset.open(options.folder / name) for name in (PASSES, "test-passes"))

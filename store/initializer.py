@@ -29,9 +29,9 @@ class Constant:
 class Uniform:
     """Numbers start uniform in [low, high): the same bits on every device."""
 
-    low: float
+    low: float = -0.05
     """The least value."""
-    high: float
+    high: float = 0.05
     """Above every value."""
 
     def __post_init__(self) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from tiercache.store.vectors import vector_words
 
+_LARGEST = (2 - 2**-23) * 2.0**127
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Field:
@@ -32,7 +34,7 @@ class Field:
 class SGD:
     """Stochastic gradient descent: ``row -= learning_rate * gradient``; no state."""
 
-    learning_rate: float
+    learning_rate: float = 1e-2
     """Until it is changed between two steps."""
     decay: float = 0.0
     """L2 decay of rows that a batch touches: ``gradient += decay * row``."""
@@ -49,7 +51,7 @@ class SGD:
 class Adagrad:
     """Adagrad (Duchi, Hazan, Singer, 2011) with one accumulator for each number, as ``torch.optim.Adagrad``."""
 
-    learning_rate: float
+    learning_rate: float = 1e-2
     """Until it is changed between two steps."""
     eps: float = 1e-10
     """Added to the root of the accumulator."""
@@ -71,7 +73,7 @@ class Adagrad:
 class RowWiseAdagrad:
     """Adagrad with one accumulator a row: the mean of squares of the row's summed gradient."""
 
-    learning_rate: float
+    learning_rate: float = 1e-2
     """Until it is changed between two steps."""
     eps: float = 1e-8
     """Added to the root of the accumulator."""
@@ -171,7 +173,12 @@ def _is_finite(value: float) -> bool:
 
 def _check_rates(optimizer: object) -> None:
     for field in dataclasses.fields(optimizer):  # type: ignore[arg-type]
-        check_finite(getattr(optimizer, field.name), field.name, optimizer)
+        value = getattr(optimizer, field.name)
+        check_finite(value, field.name, optimizer)
+        if abs(value) > _LARGEST:
+            raise ValueError(
+                f"{field.name} of {type(optimizer).__name__} is {value}: float32 holds at most {_LARGEST:g}"
+            )
     for name in ("learning_rate", "decay", "eps"):
         if hasattr(optimizer, name):
             _check_at_least_zero(optimizer, name)

@@ -64,11 +64,11 @@ class Table:
 
     name: str
     """Its identity: the table id is a hash of it."""
-    dim: int
+    dim: int = 16
     """Numbers in a vector."""
-    optimizer: Optimizer
+    optimizer: Optimizer = field(default_factory=Adagrad)
     """How its rows step, and so what state a row has."""
-    initializer: Initializer
+    initializer: Initializer = field(default_factory=Uniform)
     """What its vectors start from."""
     seed: int = 0
     """Decides initial rows, with name and key."""

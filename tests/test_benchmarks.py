@@ -68,6 +68,14 @@ def test_out_of_core_keeps_its_plan_reads_hardly_a_row_too_many_and_ends_with_th
     assert found["store_bytes_read"] == found["rows_read"] * found["row_bytes"]
 
 
+def test_extraction_finds_the_keys_that_its_peers_find(tmp_path: Path) -> None:
+    """Numbers of unique keys are compared within the benchmark, against DuckDB, and Polars where it is installed."""
+    found = figures("benchmarks.extract", tmp_path)
+    assert_has(found, SAID)
+    assert_has(found, ("keyset_speed_vs_fastest", "dataset_speed_vs_fastest", "string_speed_vs_fastest"))
+    assert found["small_passes_ratio"] == found["passes_165_seconds"] / found["passes_21_seconds"]
+
+
 def test_a_repeat_of_out_of_core_is_some_turns_and_no_turn_is_left_over() -> None:
     """Means are those of each repeat's turns; sizes whose turns are no whole repeats or epochs are refused."""
     assert means([1, 3, 5, 8], 2) == [2, 6.5]

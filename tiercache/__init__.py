@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tiercache import optim as optim
     from tiercache.data.dataset import PassDataset as PassDataset
     from tiercache.data.extract import extract as extract
+    from tiercache.data.key_of import key_of as key_of
     from tiercache.data.key_sets import write_key_sets as write_key_sets
     from tiercache.data.repartition import repartition as repartition
     from tiercache.errors import TierCacheError as TierCacheError
@@ -65,6 +66,7 @@ _HOME = {
     "export_store": "io.exporting",
     "extract": "data.extract",
     "import_store": "io.importing",
+    "key_of": "data.key_of",
     "reorganize": "training.reorganize",
     "rollback_sharded": "ranks.rollback",
     "repartition": "data.repartition",
@@ -96,6 +98,7 @@ __all__ = [
     "extract",
     "import_store",
     "init",
+    "key_of",
     "optim",
     "reorganize",
     "repartition",

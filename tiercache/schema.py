@@ -2,135 +2,270 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from functools import wraps
+from textwrap import shorten
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import numpy as np
+from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from tiercache.errors import SchemaError
 from tiercache.store.table import Table, group_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable
     from pathlib import Path
 
-__all__ = ["CsvFormat", "DenseFeature", "Feature", "Schema"]
+__all__ = ["CsvFormat", "DenseFeature", "Feature", "Schema", "SourceFormat"]
 
-KeyKind = Literal["integer", "string", "cross"]
-Hotness = Literal["one", "fixed", "ragged"]
-NullRule = Literal["error", "own"]
+_LARGEST = float(np.finfo(np.float32).max)
+_CONFIG = ConfigDict(extra="forbid")
+
+Text = Annotated[str, Field(min_length=1)]
+Flag = Annotated[bool, Field(strict=True)]
+Count = Annotated[int, Field(strict=True, ge=1, le=(1 << 31) - 1)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=-_LARGEST, le=_LARGEST)]
+_T = TypeVar("_T")
+_WANTED = {
+    "dict_type": "a table of keys and values",
+    "string_type": "a text",
+    "string_too_short": "not be empty",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "int_type": "a whole number",
+    "bool_type": "true or false",
+}
+"""By pydantic's name of an error: what a value must be."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+def checked(cls: type[_T], where: str, values: dict[str, Any], known: Iterable[str] = ()) -> _T:
+    """Build a part of a schema. Raises SchemaError: a sentence that begins with ``where``.
+
+    known: the keys that a message offers; empty: the fields of ``cls``.
+    """
+    try:
+        return TypeAdapter(cls).validate_python(values)
+    except ValidationError as error:
+        raise SchemaError(_sentence(cls, where, error, known)) from None
+
+
+def unknown_key(where: str, key: object, known: Iterable[str]) -> str:
+    """Return the sentence about a key that does not exist."""
+    options = sorted(known)
+    return f"{where} has the unknown key {key!r}{nearest(str(key), set(options))}: known are {', '.join(options)}"
+
+
+def nearest(name: str, known: set[str]) -> str:
+    """Return `` (did you mean '...'?)`` where ``known`` has a similar name, and nothing where it has none."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _sentence(cls: type[Any], where: str, error: ValidationError, known: Iterable[str] = ()) -> str:
+    first = error.errors(include_url=False)[0]
+    kind, value = first["type"], shorten(repr(first["input"]), 80)
+    key = ".".join(str(part) for part in first["loc"])
+    if kind == "value_error":
+        return f"{where} {first['ctx']['error']}"
+    if kind == "unexpected_keyword_argument":
+        return unknown_key(where, key, known or (field.name for field in dataclasses.fields(cls)))
+    if kind == "missing":
+        return f"{where} has no {key!r}: add it"
+    must = _WANTED.get(kind, first["msg"].removeprefix("Input should be "))
+    return f"{where} has {key} = {value}: it must {'' if must.startswith('not') else 'be '}{must}"
+
+
+def _in_sentences(cls: type[_T]) -> type[_T]:
+    """Make the constructor of a pydantic dataclass raise SchemaError."""
+    plain = cls.__init__
+
+    @wraps(plain)
+    def construct(self: Any, **values: Any) -> None:
+        try:
+            plain(self, **values)
+        except ValidationError as error:
+            where = cls._WHERE.format(values.get("name", values.get("column")))  # type: ignore[attr-defined]
+            raise SchemaError(_sentence(cls, where, error)) from None
+
+    cls.__init__ = construct  # type: ignore[method-assign]
+    return cls
+
+
+@_in_sentences
+@dataclass(frozen=True, kw_only=True, slots=True, config=_CONFIG)
 class DenseFeature:
     """A number per sample that goes to the dense part of the model, as float32."""
 
-    column: str
+    _WHERE = "dense feature {!r}"
+
+    column: Text
     """The column of numbers."""
-    null: float | None = None
+    null: Number | None = None
     """The number that null and NaN stand for; None: they are errors."""
+    transform: Literal["log"] | None = None
+    """"log": a number x becomes log(1 + max(x, 0)), null too; None: numbers stay as they are."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@_in_sentences
+@dataclass(frozen=True, kw_only=True, slots=True, config=_CONFIG)
 class Feature:
     """Keys per sample, looked up in one table."""
 
-    name: str
+    _WHERE = "feature {!r}"
+
+    name: Text
     """Its name in every sample; unique in the schema."""
-    columns: tuple[str, ...] = ()
+    columns: tuple[Text, ...] = ()
     """The columns its keys come from: one, or two and more for a cross. Empty: the column of its own name."""
     table: str = ""
     """The table it looks into; several features may share one. Empty: the table of its own name."""
-    key: KeyKind | None = None
-    """"integer": values are keys. "string": hashes of them. "cross": hashes over columns. None: by their number."""
-    hotness: Hotness = "one"
-    """How many keys a sample has: one, a fixed number, or any number."""
-    length: int | None = None
-    """The number of keys per sample where hotness is "fixed"."""
-    weights: str | None = None
+    key: Literal["integer", "string", "hex", "bucket", "cross"] | None = None
+    """"integer": values are keys. "string": hashes of them. "hex": text of hexadecimal digits. "bucket": the bucket of
+    a number. "cross": hashes over columns. None: as ``buckets`` and the number of columns say."""
+    hotness: Literal["one_hot", "multi_hot", "ragged"] = "one_hot"
+    """How many keys a sample has: one, ``length``, or any number."""
+    length: Count | None = None
+    """The number of keys per sample where hotness is "multi_hot"."""
+    max_length: Count | None = None
+    """Of longer lists, the last ``max_length`` keys are kept: only where hotness is "ragged"."""
+    weights: Text | None = None
     """The column of float weights, one per key; None: all 1."""
-    null: NullRule = "error"
-    """What null means: an error, or a row of its own."""
+    null: Literal["error", "embed"] = "error"
+    """"error", or "embed": null has a row of its own."""
+    buckets: tuple[Number, ...] = ()
+    """Ascending boundaries of buckets: the key of x is the number of boundaries that are at most x."""
+    num_buckets: Count | None = None
+    """The key is a hash modulo this: XXH64 of a string, a cross, or an integer's 8 bytes. None: the key itself."""
 
     def __post_init__(self) -> None:
-        where = f"feature {self.name!r}"
-        if not self.name:
-            raise SchemaError("a feature has an empty name: every feature needs one")
-        object.__setattr__(self, "columns", tuple(self.columns) or (self.name,))
+        object.__setattr__(self, "columns", self.columns or (self.name,))
         object.__setattr__(self, "table", self.table or self.name)
-        object.__setattr__(self, "key", self.key or ("integer" if len(self.columns) == 1 else "cross"))
-        _one_of(where, "key", self.key, ("integer", "string", "cross"))
-        _one_of(where, "hotness", self.hotness, ("one", "fixed", "ragged"))
-        _one_of(where, "null", self.null, ("error", "own"))
-        if self.key == "cross" and (len(self.columns) < 2 or self.hotness != "one"):
-            raise SchemaError(f"{where} is a cross: it takes at least 2 columns and one key per sample")
+        usual = "bucket" if self.buckets else "integer" if len(self.columns) == 1 else "cross"
+        object.__setattr__(self, "key", self.key or usual)
+        if self.key == "cross" and (len(self.columns) < 2 or self.hotness != "one_hot"):
+            raise ValueError("is a cross: it takes at least 2 columns and one key per sample")
         if self.key != "cross" and len(self.columns) != 1:
-            raise SchemaError(f'{where} takes {len(self.columns)} columns: only key = "cross" takes more than one')
-        if self.hotness == "fixed" and (self.length is None or self.length < 1):
-            raise SchemaError(f"{where} has a fixed number of keys: it must be at least 1, not {self.length}")
-        if self.hotness != "fixed" and self.length is not None:
-            raise SchemaError(f'{where} has length = {self.length}: only hotness = "fixed" takes one')
+            raise ValueError(f'takes {len(self.columns)} columns: only key = "cross" takes more than one')
+        if (self.hotness == "multi_hot") != (self.length is not None):
+            raise ValueError(
+                f'has hotness = {self.hotness!r} and length = {self.length}: "multi_hot" takes a length, and nothing '
+                "else does"
+            )
+        if self.max_length is not None and self.hotness != "ragged":
+            raise ValueError(f'has max_length = {self.max_length}: only hotness = "ragged" takes one')
+        if (self.key == "bucket") != bool(self.buckets):
+            raise ValueError(f'has key = {self.key!r} and {len(self.buckets)} buckets: key = "bucket" takes boundaries')
+        if any(high <= low for low, high in zip(self.buckets, self.buckets[1:], strict=False)):
+            raise ValueError(f"has buckets = {list(self.buckets)}: each boundary must be above the one before")
+        if self.num_buckets is not None and self.key == "bucket":
+            raise ValueError("has buckets and num_buckets: give one of them")
 
     @property
     def null_is_key(self) -> bool:
         """Whether null stands for the null row."""
-        return self.null == "own"
+        return self.null == "embed"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@_in_sentences
+@dataclass(frozen=True, kw_only=True, slots=True, config=_CONFIG)
 class CsvFormat:
     """What a CSV or TSV file cannot say itself; other formats ignore it."""
 
-    header: bool = True
-    """Whether the first line names the columns; without it they are f0, f1, f2, ..."""
-    types: Mapping[str, Literal["integer", "string"]] = field(default_factory=dict)
+    _WHERE = "[csv]"
+
+    header: Flag = True
+    """Whether the first line names the columns; without it ``SourceFormat.columns`` does, or they are f0, f1, ..."""
+    types: dict[str, Literal["integer", "string"]] = dataclasses.field(default_factory=dict)
     """Types of columns that appear in crosses only; absent ones are taken from the first lines of each file."""
+    list_separator: Text | None = None
+    """What stands between the values of a list within a field; None: text files have no lists."""
+    bad_rows: Literal["error", "skip", "pad"] = "error"
+    """Rows with another number of fields than the header: an error; left out; or, where fields are missing, filled with
+    null, and left out where there are too many."""
 
-    def __post_init__(self) -> None:
-        for column, kind in self.types.items():
-            _one_of("[csv] types", column, kind, ("integer", "string"))
+
+@_in_sentences
+@dataclass(frozen=True, kw_only=True, slots=True, config=_CONFIG)
+class SourceFormat:
+    """What the data is, where files do not say it themselves."""
+
+    _WHERE = "[source]"
+
+    format: Literal["parquet", "ipc", "csv", "tsv", "criteo", "numpy", "split_binary"] | None = None
+    """The format of every file, whatever its suffix; None: as the suffix says."""
+    columns: tuple[Text, ...] = ()
+    """The names of the columns of data that has none: text without a header, tuples of a Python iterable."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@_in_sentences
+@dataclass(frozen=True, kw_only=True, slots=True, config=_CONFIG)
 class Schema:
     """The columns of the data and the tables of the model. Order matters only for dense features."""
 
+    _WHERE = "the schema"
+
     features: tuple[Feature, ...]
     """The sparse features; at least one."""
-    tables: tuple[Table, ...]
-    """Every table that a feature names."""
-    label: str | None = None
+    tables: tuple[InstanceOf[Table], ...] = ()
+    """Every table that features name; one that only the feature of its own name looks into may be left out."""
+    label: Text | None = None
     """The column of the label, number or bool; None: samples have none."""
+    label_null: Literal["error", "drop"] = "error"
+    """What a null or NaN label is: an error, or a row that is left out."""
     dense: tuple[DenseFeature, ...] = ()
     """The dense features, in the order of the columns of ``Samples.dense``."""
-    csv: CsvFormat = field(default_factory=CsvFormat)
+    csv: CsvFormat = dataclasses.field(default_factory=CsvFormat)
     """How text files are read."""
+    source: SourceFormat = dataclasses.field(default_factory=SourceFormat)
+    """What the data is, where files do not say it."""
 
     def __post_init__(self) -> None:
-        for name in ("features", "tables", "dense"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.features:
-            raise SchemaError("the schema has no features: name at least one that looks into a table")
+            raise ValueError("has no features: name at least one that looks into a table")
         _refuse_twice("feature", [f.name for f in self.features])
         _refuse_twice("dense column", [d.column for d in self.dense])
+        known = {table.name for table in self.tables}
+        for feature in self.features:
+            if feature.table == feature.name and feature.table not in known:
+                object.__setattr__(self, "tables", (*self.tables, Table(name=feature.table)))
+                known.add(feature.table)
+        for feature in self.features:
+            if feature.table not in known:
+                raise ValueError(
+                    f"has a feature {feature.name!r} that looks into the unknown table {feature.table!r}"
+                    f"{nearest(feature.table, known)}: add [tables.{feature.table}] or name another table"
+                )
         try:
             group_tables(self.tables)
         except ValueError as error:
-            raise SchemaError(f"the tables of the schema do not go together: {error}") from error
-        known = {table.name for table in self.tables}
-        for feature in self.features:
-            if feature.table not in known:
-                raise SchemaError(
-                    f"feature {feature.name!r} looks into the unknown table {feature.table!r}"
-                    f"{nearest(feature.table, known)}: add [tables.{feature.table}] or name another table"
-                )
+            raise ValueError(f"has tables that do not go together: {error}") from error
 
     @classmethod
     def load(cls, path: str | Path) -> Schema:
         """Read a schema from a TOML file (``docs/schema.md``). Raises SchemaError naming file and key."""
+        return cls.of(path)
+
+    @classmethod
+    def of(cls, schema: Schema | str | Path | None, format: str | None = None) -> Schema:  # noqa: A002
+        """Return a schema, given itself or the path of its file, for files of another format than it says.
+
+        None is an empty file, which is enough for format "criteo". Raises SchemaError.
+        """
+        if isinstance(schema, Schema):
+            if format is None:
+                return schema
+            return dataclasses.replace(schema, source=SourceFormat(format=format, columns=schema.source.columns))  # type: ignore[arg-type]
+        if schema is None and format != "criteo":
+            raise SchemaError('no schema was given: give the path of a TOML file; only format "criteo" needs none')
         from tiercache.schema_toml import load_schema
 
-        return load_schema(path)
+        return load_schema(schema, format)
 
     @property
     def ordered_tables(self) -> tuple[Table, ...]:
@@ -140,12 +275,12 @@ class Schema:
     @property
     def singles(self) -> tuple[Feature, ...]:
         """The features with one key per sample, in the schema's order."""
-        return tuple(f for f in self.features if f.hotness == "one")
+        return tuple(f for f in self.features if f.hotness == "one_hot")
 
     @property
     def lists(self) -> tuple[Feature, ...]:
         """The features with lists of keys, in the schema's order."""
-        return tuple(f for f in self.features if f.hotness != "one")
+        return tuple(f for f in self.features if f.hotness != "one_hot")
 
     def feature(self, name: str) -> Feature:
         """Return the feature called ``name``. Raises KeyError for an unknown one."""
@@ -167,61 +302,28 @@ class Schema:
     def digest(self) -> str:
         """Hexadecimal digest of what the data means: columns, keys and table names.
 
-        Dims, optimizers, initializers and seeds are no part of it: they do not change what a pass holds.
+        Dims, optimizers, initializers and seeds are no part of it: they do not change what a pass holds. Nor are the
+        format of files and names that stand in for a header, so that data may be read from another format later.
         """
         record = self.to_record()
+        record.pop("source", None)
         record["tables"] = sorted(table.name for table in self.tables)
         return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
     def to_record(self) -> dict[str, Any]:
-        """Return the schema as plain JSON values; ``from_record`` reads them."""
-        return {
-            "label": self.label,
-            "dense": [{"column": d.column, "null": d.null} for d in self.dense],
-            "features": [
-                {
-                    "name": f.name,
-                    "columns": list(f.columns),
-                    "table": f.table,
-                    "key": f.key,
-                    "hotness": f.hotness,
-                    "length": f.length,
-                    "weights": f.weights,
-                    "null": f.null,
-                }
-                for f in self.features
-            ],
-            "csv": {"header": self.csv.header, "types": dict(self.csv.types)},
-            "tables": [table.to_record() for table in self.tables],
-        }
+        """Return the schema as plain JSON values, without what has its default; ``from_record`` reads them."""
+        record: dict[str, Any] = TypeAdapter(Schema).dump_python(
+            self, mode="json", exclude={"tables"}, exclude_defaults=True
+        )
+        return {**record, "tables": [table.to_record() for table in self.tables]}
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Schema:
-        """Read what ``to_record`` returned."""
-        return cls(
-            label=record["label"],
-            dense=tuple(DenseFeature(**d) for d in record["dense"]),
-            features=tuple(Feature(**{**f, "columns": tuple(f["columns"])}) for f in record["features"]),
-            csv=CsvFormat(**record["csv"]),
-            tables=tuple(Table.from_record(t) for t in record["tables"]),
-        )
-
-
-def nearest(name: str, known: set[str]) -> str:
-    """Return `` (did you mean '...'?)`` where ``known`` has a similar name, and nothing where it has none."""
-    from difflib import get_close_matches
-
-    close = get_close_matches(name, sorted(known), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def _one_of(where: str, name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        options = ", ".join(repr(option) for option in allowed)
-        raise SchemaError(f"{where} has {name} = {value!r}: one of {options}")
+        """Read what ``to_record`` returned. Raises SchemaError."""
+        return checked(cls, "the schema", {**record, "tables": [Table.from_record(t) for t in record["tables"]]})
 
 
 def _refuse_twice(what: str, names: list[str]) -> None:
     for name in names:
         if names.count(name) > 1:
-            raise SchemaError(f"the {what} {name!r} stands twice in the schema: each may stand once")
+            raise ValueError(f"has the {what} {name!r} twice: name each once")

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
 
 from tiercache.errors import SchemaError
-from tiercache.schema import CsvFormat, DenseFeature, Feature, Schema, nearest
+from tiercache.schema import CsvFormat, DenseFeature, Feature, Schema, SourceFormat, Text, checked, unknown_key
+from tiercache.store.initializer import initializer_from_record
+from tiercache.store.optimizer import optimizer_from_record
 from tiercache.store.table import Table
 
 __all__ = ["load_schema"]
 
-_TOP = {"label", "dense", "features", "tables", "defaults", "csv"}
-_LABEL = {"column"}
-_DENSE = {"column", "null"}
-_FEATURE = {"column", "columns", "table", "key", "hotness", "weights", "null"}
+_FEATURE = {f.name for f in fields(Feature)} - {"name"} | {"column"}
 _TABLE = {"dim", "optimizer", "initializer", "seed", "dtype", "compression"}
-_CSV = {"header", "types"}
+_STRICT = ConfigDict(extra="forbid")
+_Section = dict[str, Any]
 
 
-def load_schema(path: str | Path) -> Schema:
-    """Read the schema in a TOML file. Raises SchemaError, which names the file and the key."""
+def load_schema(path: str | Path | None, format: str | None = None) -> Schema:  # noqa: A002
+    """Read the schema in a TOML file, for files of another format than it says; None: an empty file.
+
+    Raises SchemaError, which names the file, the section and the key.
+    """
+    if path is None:
+        return _schema(_File(), format)
     path = Path(path)
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -32,127 +41,93 @@ def load_schema(path: str | Path) -> Schema:
     except RecursionError as error:
         raise SchemaError(f"the schema {path} nests its values too deep: write them flat") from error
     try:
-        return _schema(data)
-    except (SchemaError, ValueError) as error:
+        return _schema(checked(_File, "the file", data), format)
+    except SchemaError as error:
         raise SchemaError(f"the schema {path}: {error}") from error
 
 
-def _schema(data: dict[str, Any]) -> Schema:
-    _check("the file", data, _TOP)
-    label = _section("[label]", data.get("label", {}), _LABEL)
-    if "label" in data and "column" not in label:
-        raise SchemaError("[label] has no 'column': name the column of the label")
-    csv = _section("[csv]", data.get("csv", {}), _CSV)
-    defaults = _section("[defaults]", data.get("defaults", {}), _TABLE)
-    features = _mapping("[features]", data.get("features", {}))
-    tables = _mapping("[tables]", data.get("tables", {}))
-    return Schema(
-        label=_text("[label]", "column", label["column"]) if label else None,
-        dense=tuple(_dense(entry) for entry in _array("dense", data.get("dense", []))),
-        features=tuple(_feature(name, entry) for name, entry in features.items()),
-        tables=tuple(_table(name, entry, defaults) for name, entry in tables.items()),
-        csv=CsvFormat(header=_flag("[csv]", "header", csv.get("header", True)), types=_types(csv)),
+@dataclass(config=_STRICT)
+class _File:
+    label: _Section | None = None
+    dense: list[Any] = field(default_factory=list)
+    features: dict[str, _Section] = field(default_factory=dict)
+    tables: dict[str, _Section] = field(default_factory=dict)
+    defaults: _Section = field(default_factory=dict)
+    csv: _Section = field(default_factory=dict)
+    source: _Section = field(default_factory=dict)
+
+
+@dataclass(config=_STRICT)
+class _Label:
+    column: Text
+    null: Literal["error", "drop"] = "error"
+
+
+def _schema(file: _File, format_: str | None) -> Schema:
+    label = None if file.label is None else checked(_Label, "[label]", file.label)
+    source = checked(SourceFormat, "[source]", file.source | ({"format": format_} if format_ else {}))
+    dense, features = [_dense(e) for e in file.dense], [_feature(name, e) for name, e in file.features.items()]
+    if source.format == "criteo" and label is None and not dense and not features:
+        label = _Label(column="label")
+        dense = [DenseFeature(column=f"I{i}", null=0.0, transform="log") for i in range(1, 14)]
+        features = [Feature(name=f"C{i}", key="hex", null="embed") for i in range(1, 27)]
+    own: dict[str, _Section] = {f.table: {} for f in features if f.table == f.name and f.table not in file.tables}
+    return checked(
+        Schema,
+        "the file",
+        {
+            "label": label and label.column,
+            "label_null": label.null if label else "error",
+            "dense": dense,
+            "features": features,
+            "tables": [_table(name, entry, file.defaults) for name, entry in {**file.tables, **own}.items()],
+            "csv": checked(CsvFormat, "[csv]", file.csv),
+            "source": source,
+        },
     )
 
 
 def _dense(entry: Any) -> DenseFeature:
-    if isinstance(entry, str):
-        return DenseFeature(column=entry)
-    entry = _section("[[dense]]", entry, _DENSE)
-    if "column" not in entry:
-        raise SchemaError("[[dense]] has no 'column': name the column of numbers")
-    null = entry.get("null", "error")
-    is_number = isinstance(null, float) or (type(null) is int and abs(null) < 2**1023)
-    if null != "error" and not is_number:
-        raise SchemaError(f"[[dense]] has null = {null!r}: 'error' or the number that null stands for")
-    return DenseFeature(
-        column=_text("[[dense]]", "column", entry["column"]), null=None if null == "error" else float(null)
-    )
+    if not isinstance(entry, dict):
+        return checked(DenseFeature, "dense", {"column": entry})
+    if entry.get("null") == "error":
+        entry = {**entry, "null": None}
+    return checked(DenseFeature, "[[dense]]", entry)
 
 
-def _feature(name: str, entry: Any) -> Feature:
+def _feature(name: str, entry: _Section) -> Feature:
     where = f"[features.{name}]"
-    entry = _section(where, entry, _FEATURE)
+    if "name" in entry:
+        raise SchemaError(unknown_key(where, "name", _FEATURE))
     if "column" in entry and "columns" in entry:
         raise SchemaError(f"{where} has 'column' and 'columns': give one of them")
-    columns = [entry["column"]] if "column" in entry else _array(f"{where} columns", entry.get("columns", []))
-    hotness: Any = entry.get("hotness", "one")
-    length: int | None = None
-    if isinstance(hotness, int) and not isinstance(hotness, bool):
-        hotness, length = "fixed", hotness
-    elif not isinstance(hotness, str) or hotness not in {"one", "ragged"}:
-        raise SchemaError(f"{where} has hotness = {hotness!r}: 'one', 'ragged', or the number of keys per sample")
-    return Feature(
-        name=name,
-        columns=tuple(_text(where, "columns", column) for column in columns),
-        table=_text(where, "table", entry.get("table", name)),
-        key=entry.get("key"),
-        hotness=hotness,
-        length=length,
-        weights=_text(where, "weights", entry["weights"]) if "weights" in entry else None,
-        null=entry.get("null", "error"),
-    )
+    for key in ("columns", "buckets"):
+        if entry.get(key) == []:
+            raise SchemaError(f"{where} has {key} = []: leave it out, or give at least one")
+    if "column" in entry:
+        entry = {("columns" if key == "column" else key): value for key, value in entry.items()}
+        entry["columns"] = [entry["columns"]]
+    return checked(Feature, where, {"name": name, **entry}, _FEATURE)
 
 
-def _table(name: str, entry: Any, defaults: dict[str, Any]) -> Table:
+def _table(name: str, entry: _Section, defaults: _Section) -> Table:
     where = f"[tables.{name}]"
-    values = {**defaults, **_section(where, entry, _TABLE)}
-    for key in ("dim", "optimizer", "initializer"):
-        if key not in values:
-            raise SchemaError(f"{where} has no {key!r}: give it there or in [defaults]")
-    record = {"name": name, "seed": 0, "dtype": "float32", **values}
-    if record.get("compression") == "none":  # TOML has no null, and a table may want less than [defaults]
-        del record["compression"]
-    for key in ("optimizer", "initializer"):
-        choice = values[key]
-        if isinstance(choice, str):
-            choice = {"name": choice}
-        if not isinstance(choice, dict) or "name" not in choice:
-            raise SchemaError(f"{where} has {key} = {choice!r}: a name, or a table with a name and its numbers")
-        record[key] = {"kind": choice["name"], **{k: v for k, v in choice.items() if k != "name"}}
+    for section, keys in (("[defaults]", defaults), (where, entry)):
+        for key in keys:
+            if key not in _TABLE:
+                raise SchemaError(unknown_key(section, key, _TABLE))
+    values = {**defaults, **entry}
+    if values.get("compression") == "none":  # TOML has no null, and a table may want less than [defaults]
+        del values["compression"]
     try:
-        return Table.from_record(record)
-    except ValueError as error:
+        for key, build in (("optimizer", optimizer_from_record), ("initializer", initializer_from_record)):
+            if key in values:
+                choice = {"name": values[key]} if isinstance(values[key], str) else values[key]
+                if not isinstance(choice, dict) or "name" not in choice:
+                    raise ValueError(f"{key} is {choice!r}: it must be a name, or a table with a name and its numbers")
+                if "kind" in choice:
+                    raise ValueError(f"{key} has the unknown key 'kind': its name says which it is")
+                values[key] = build({("kind" if k == "name" else k): v for k, v in choice.items()})
+        return Table(name=name, **values)
+    except (ValueError, TypeError) as error:
         raise SchemaError(f"{where}: {error}") from error
-
-
-def _types(csv: dict[str, Any]) -> dict[str, Any]:
-    types = _mapping("[csv] types", csv.get("types", {}))
-    return {column: _text("[csv] types", column, kind) for column, kind in types.items()}
-
-
-def _section(where: str, entry: Any, known: set[str]) -> dict[str, Any]:
-    section = _mapping(where, entry)
-    _check(where, section, known)
-    return section
-
-
-def _check(where: str, entry: dict[str, Any], known: set[str]) -> None:
-    for key in entry:
-        if key not in known:
-            options = ", ".join(sorted(known))
-            raise SchemaError(f"{where} has the unknown key {key!r}{nearest(key, known)}: known are {options}")
-
-
-def _mapping(where: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise SchemaError(f"{where} is {value!r}: it must be a table of keys and values")
-    return value
-
-
-def _array(where: str, value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise SchemaError(f"{where} is {value!r}: it must be a list")
-    return value
-
-
-def _text(where: str, key: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise SchemaError(f"{where} has {key} = {value!r}: it must be a text that is not empty")
-    return value
-
-
-def _flag(where: str, key: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise SchemaError(f"{where} has {key} = {value!r}: true or false")
-    return value

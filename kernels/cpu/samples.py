@@ -1,87 +1,62 @@
-"""Gathering samples from a mapped sub-dataset, and turning numbers into local ids.
+"""Gathering samples from the mapped arrays of a sub-dataset, and turning numbers into local ids.
 
-A mapped file is seen as 32-bit words. Its samples lie in batches of `1 << shift` samples (the last may be shorter);
-`starts` says for each batch where a column begins, in words (of offsets: in 64-bit words).
 All kernels are serial and run without the GIL, so that any thread may call them.
-Legend: n samples asked for, C batches, W words of a sample, S features with one id, E ids.
+Legend: n samples asked for, N samples of the sub-dataset, W words of a sample, S features with one id, E ids.
 """
-
-import numpy as np
 
 from tiercache.kernels.arrays import I4, I8, Matrix, Written
 from tiercache.kernels.cpu.jit import serial
 
-__all__ = [
-    "gather_columns",
-    "gather_lists",
-    "gather_offsets",
-    "gather_rows",
-    "permute",
-    "permute_columns",
-]
+__all__ = ["gather_columns", "gather_lists", "gather_offsets", "gather_rows", "permute", "permute_columns"]
 
 
 @serial
 def gather_rows(
-    words: I4,  # (file,)
-    starts: I8,  # (C,)
-    shift: int,
-    samples: I8,  # (n,) each within the file
+    words: I4,  # (N * W,)
+    samples: I8,  # (n,) each below N
     out: Written[Matrix[I4]],  # (n, W)
 ) -> None:
-    """Copy the W words of each sample, which lie side by side in the file."""
-    mask, width = (1 << shift) - 1, out.shape[1]
+    """Copy the W words of each sample, which lie side by side."""
+    width = out.shape[1]
     for i in range(samples.size):
-        at = starts[samples[i] >> shift] + (samples[i] & mask) * width
+        at = samples[i] * width
         for w in range(width):
             out[i, w] = words[at + w]
 
 
 @serial
 def gather_columns(
-    words: I4,  # (file,)
-    starts: I8,  # (C,)
-    shift: int,
-    samples: I8,  # (n,) each within the file
+    words: I4,  # (N * width,)
+    samples: I8,  # (n,) each below N
     width: int,  # words of a sample
     columns: I8,  # (S,) word of a sample that each row of out is made of
     out: Written[Matrix[I4]],  # (S, n)
 ) -> None:
     """Copy S of the words of each sample and transpose them: out is feature-major."""
     # Tiles of 16 samples: the lines that a tile reads stay in the first cache while each column writes one line.
-    mask, tile = (1 << shift) - 1, 16
-    at = np.empty(tile, np.int64)
-    for first in range(0, samples.size, tile):
-        count = min(tile, samples.size - first)
-        for i in range(count):
-            at[i] = starts[samples[first + i] >> shift] + (samples[first + i] & mask) * width
+    for first in range(0, samples.size, 16):
+        last = min(samples.size, first + 16)
         for s in range(columns.size):
-            column = columns[s]
-            for i in range(count):
-                out[s, first + i] = words[at[i] + column]
+            for i in range(first, last):
+                out[s, i] = words[samples[i] * width + columns[s]]
 
 
 @serial
 def gather_offsets(
-    longs: I8,  # (file,) the file as 64-bit words
-    starts: I8,  # (C,) where the offsets of each batch begin
-    counts: I8,  # (C,) values of each batch
-    shift: int,
+    longs: I8,  # (N + 1,) where the lists of the sub-dataset begin
+    count: int,  # values of all lists
     samples: I8,  # (n,)
-    begins: Written[I8],  # (n,) where each list begins in its batch's values
+    begins: Written[I8],  # (n,) where each list begins
     offsets: Written[I8],  # (n + 1,) offsets of the gathered lists
 ) -> int:
     """Read where lists begin and lay them out one after another.
 
-    Return the first of the n whose list does not lie within its batch's values, -1 where all do.
+    Return the first of the n whose list does not lie within the values, -1 where all do.
     """
-    mask = (1 << shift) - 1
     offsets[0] = 0
     for i in range(samples.size):
-        batch = samples[i] >> shift
-        at = starts[batch] + (samples[i] & mask)
-        begin, end = longs[at], longs[at + 1]
-        if not 0 <= begin <= end <= counts[batch]:
+        begin, end = longs[samples[i]], longs[samples[i] + 1]
+        if not 0 <= begin <= end <= count:
             return i
         begins[i] = begin
         offsets[i + 1] = offsets[i] + end - begin
@@ -90,35 +65,37 @@ def gather_offsets(
 
 @serial
 def gather_lists(
-    words: I4,  # (file,)
-    starts: I8,  # (C,) where the values of each batch begin
-    shift: int,
-    samples: I8,  # (n,)
+    words: I4,  # values of all lists
     begins: I8,  # (n,)
     offsets: I8,  # (n + 1,)
     out: Written[I4],  # (offsets[n],)
 ) -> None:
     """Copy the lists that `gather_offsets` laid out."""
-    for i in range(samples.size):
-        at = starts[samples[i] >> shift] + begins[i]
+    for i in range(begins.size):
+        at = begins[i]
         for e in range(offsets[i + 1] - offsets[i]):
             out[offsets[i] + e] = words[at + e]
 
 
 @serial
-def permute(ids: Written[I4], positions: I4) -> None:
-    """Replace each of the E ids by `positions[id]`, in place."""
-    for e in range(ids.size):
-        ids[e] = positions[ids[e]]
+def permute(numbers: Written[I4], positions: I4) -> None:
+    """Replace each of the E numbers by `positions[number]`, in place."""
+    for e in range(numbers.size):
+        numbers[e] = positions[numbers[e]]
 
 
 @serial
 def permute_columns(
-    ids: Written[Matrix[I4]],  # (n, S) changed in place
+    numbers: I4,  # (S * n,) of each feature in turn
     positions: I4,  # positions of all tables, one table after another
-    bases: I8,  # (S,) where the table of each column begins in positions
+    bases: I8,  # (S,) where the table of each feature begins in positions
+    ids: Written[Matrix[I4]],  # (n, S)
 ) -> None:
-    """Replace each id of column s by `positions[bases[s] + id]`, in place."""
-    for n in range(ids.shape[0]):
-        for s in range(ids.shape[1]):
-            ids[n, s] = positions[bases[s] + ids[n, s]]
+    """Write `positions[bases[s] + number]` for each number of feature s: ids are sample-major."""
+    samples = ids.shape[0]
+    for first in range(0, samples, 1024):  # ids of a tile stay in the second-level cache for all features
+        last = min(samples, first + 1024)
+        for s in range(bases.size):
+            base, row = bases[s], s * samples
+            for n in range(first, last):
+                ids[n, s] = positions[base + numbers[row + n]]

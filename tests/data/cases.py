@@ -41,7 +41,7 @@ def rich_schema() -> Schema:
         dense=(tc.DenseFeature(column="d0"), tc.DenseFeature(column="d1")),
         features=(
             tc.Feature(name="a"),
-            tc.Feature(name="pair", hotness="fixed", length=2, table="b", weights="pair_w"),
+            tc.Feature(name="pair", hotness="multi_hot", length=2, table="b", weights="pair_w"),
             tc.Feature(name="tags", hotness="ragged", table="a", weights="tags_w"),
             tc.Feature(name="b", weights="b_w"),
         ),

@@ -13,14 +13,14 @@ from tests.crash.told import Told
 from tests.data.cases import rich_schema
 from tiercache.data.extract import extract
 from tiercache.kernels.cpu.hashing import hash_keys
-from tiercache.kernels.cpu.key_to_index import KeyToIndex
+from tiercache.kernels.cpu.unique_keys import UniqueKeys
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 # Loads the compiled code that takes longest. It is serial: a process that started threads must not be forked.
 hash_keys(np.zeros(1, np.int64), 0)
-KeyToIndex().insert(np.zeros(1, np.int64), np.zeros(1, np.int32))
+UniqueKeys(0).add(np.zeros(1, np.int64), np.zeros(1, np.int32))
 
 
 def run(folder: Path, options: dict[str, Any], fatal_event: int) -> None:

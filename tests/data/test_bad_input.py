@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import tiercache as tc
 from tests.data.cases import plain_schema, table
@@ -33,7 +34,7 @@ def refuse(tmp_path: Path, data: Any, message: str, schema: Schema | None = None
     with pytest.raises(SourceError, match=message) as caught:
         run(data, tmp_path, schema)
     assert "\n" not in str(caught.value)
-    assert not (tmp_path / "out" / "passes.json").exists()
+    assert not (tmp_path / "out" / "dataset.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def refuse(tmp_path: Path, data: Any, message: str, schema: Schema | None = None
         ({"aa": [1], "y": [0.0]}, r"x.parquet has no column 'a' \(did you mean 'aa'\?\), which feature 'a' needs"),
         ({"a": [1], "label": [0.0]}, "x.parquet has no column 'y', which the label needs"),
         ({"a": ["1"], "y": [0.0]}, "x.parquet, column 'a': it holds string, but feature 'a' needs integers"),
-        ({"a": [1.5], "y": [0.0]}, "column 'a': it holds double, but feature 'a' needs integers"),
+        ({"a": [1.5], "y": [0.0]}, "x.parquet, row 0, column 'a': it is 1.5, but feature 'a' needs integers"),
         ({"a": [[1]], "y": [0.0]}, "column 'a': it holds list<.*>, but feature 'a' needs integers"),
         ({"a": [1], "y": ["yes"]}, "column 'y': it holds string, but the label needs numbers"),
         ({**GOOD, "y": [0.0, float("nan"), 1.0]}, "x.parquet, row 1, column 'y': it is nan, but a label"),
@@ -113,13 +114,13 @@ def test_truncated_and_empty_files_are_named(tmp_path: Path, name: str) -> None:
     ("text", "message"),
     [
         ("a,y\n1,0\nx7,0\n", r"x.csv, row 1, column 'a' cannot be read .*invalid value 'x7'"),
-        ("a,y\n1,0\n2\n", r"x.csv, row 1 cannot be read .*Expected 2 columns, got 1"),
+        ("a,y\n1,0\n2\n", r"x.csv, row 1: it has 1 fields, but the first line has 2"),
         ("a,y\n1,0\n,0\n", r"x.csv, row 1, column 'a': it is null"),
         ("a,y\n1,0\n2,\n", r"x.csv, row 1, column 'y': it is null, but a label"),
         ("a,y\n1,0\n2,nan\n", r"x.csv, row 1, column 'y': it is (null|nan), but a label"),
         ("a,y,a\n1,0,2\n", r"x.csv has 2 columns 'a': name each column once"),
         ("a,z\n1,0\n", r"x.csv has no column 'y'"),
-        ("a,y\n1,0\n1.5,0\n", r"x.csv, row 1, column 'a' cannot be read .*invalid value '1.5'"),
+        ("a,y\n1,0\n1.5,0\n", r"x.csv, row 1, column 'a': it is 1.5, but feature 'a' needs integers"),
     ],
 )
 def test_a_bad_line_of_text_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -184,7 +185,7 @@ def test_a_bad_value_leaves_the_closed_passes(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="row 99000"):
         extract(path, plain_schema(), tmp_path / "out", **call)
     kept = sorted(name for name in files_of(tmp_path / "out") if name.startswith("pass-"))
-    assert kept == [f"pass-0000{i}.{kind}.arrow" for i in range(4) for kind in ("keys", "samples")]
+    assert kept == [f"pass-0000{i}.safetensors" for i in range(4)]
     with pytest.raises(ValueError, match="is unfinished"):
         tc.PassDataset.open(tmp_path / "out")
     pq.write_table(pa.table({**data, "a": range(100_000)}), path)
@@ -213,3 +214,35 @@ def test_a_disk_that_fills_is_a_sentence_and_the_same_call_goes_on(tmp_path: Pat
     assert "\n" not in str(caught.value)
     extract(tmp_path / "x.parquet", plain_schema(), tmp_path / "out", **how)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"split_by": None}, "split_by is None: one of budget, rows=N, file, column=NAME"),
+        ({"data": None}, "the data are None: give files, folders or patterns"),
+        ({"data": 5}, "the data are 5: give files"),
+        ({"out": "a\0b"}, r"the path 'a\\x00b' has a NUL character: give the dataset another directory"),
+    ],
+)
+def test_what_is_no_argument_is_a_sentence(tmp_path: Path, how: dict[str, Any], message: str) -> None:
+    """None, numbers and paths that no file system takes."""
+    pq.write_table(pa.table({"a": [1], "y": [0.0]}), tmp_path / "x.parquet")
+    call: dict[str, Any] = {"data": tmp_path / "x.parquet", "schema": plain_schema(), "out": tmp_path / "out"}
+    with pytest.raises(tc.TierCacheError, match=message):
+        extract(**{**call, **how}, device_budget="1MiB", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("passes", "message"),
+    [
+        (None, "no passes were given"),
+        ([None], "sub-dataset 0 is NoneType: give a mapping from tables to their keys"),
+        ([{"a": torch.empty(2, dtype=torch.int64, device="meta")}], "keys are a sparse tensor, or one without values"),
+        ([{"a": torch.eye(2, dtype=torch.int64).to_sparse()}], "keys are a sparse tensor, or one without values"),
+    ],
+)
+def test_what_are_no_key_sets_is_a_sentence(tmp_path: Path, passes: Any, message: str) -> None:
+    """None in the place of keys, and tensors that have no values to read."""
+    with pytest.raises(ValueError, match=message):
+        tc.write_key_sets(tmp_path / "out", plain_schema().tables, passes)

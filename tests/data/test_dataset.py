@@ -12,9 +12,11 @@ import pytest
 import tiercache as tc
 from tests.data.cases import key_batch, plain_schema, reference, rich_columns, rich_schema, table
 from tests.files import flip
+from tiercache.data.array_file import ArrayFile, ArrayFileWriter
 from tiercache.data.dataset import PassDataset
 from tiercache.data.from_arrays import write_dataset
 from tiercache.data.raw_batch import RawBatch
+from tiercache.data.sample_layout import SampleLayout
 from tiercache.errors import DatasetError
 from tiercache.store.hashing import hash_keys
 
@@ -65,7 +67,7 @@ def test_the_digest_is_about_content(tmp_path: Path, small: PassDataset) -> None
     assert reference(tmp_path / "cut", schema, columns, [0, 101, 300]).digest != small.digest
     one_label = {**columns, "y": np.where(np.arange(300) == 7, 1 - columns["y"], columns["y"])}
     assert reference(tmp_path / "label", schema, one_label, [0, 100, 300]).digest != small.digest
-    meaning = replace(schema, features=(replace(schema.features[0], null="own"), *schema.features[1:]))
+    meaning = replace(schema, features=(replace(schema.features[0], null="embed"), *schema.features[1:]))
     assert reference(tmp_path / "null", meaning, columns, [0, 100, 300]).digest != small.digest
     trained = replace(schema, tables=tuple(replace(t, optimizer=tc.optim.Adam()) for t in schema.tables))
     assert reference(tmp_path / "adam", trained, columns, [0, 100, 300]).digest == small.digest
@@ -81,116 +83,87 @@ def test_a_pass_can_be_closed_and_read_again(small: PassDataset) -> None:
     p.prefetch()
 
 
-def test_a_whole_set_verifies_and_a_changed_byte_is_found(small: PassDataset) -> None:
-    """Verify reads everything and names the pass whose content changed."""
-    small.verify()
-    flip(small.path / "pass-00001.samples.arrow", next(small.passes[1].samples_file.regions()).offset)
-    with pytest.raises(DatasetError, match=r"sub-dataset 1 of .* was changed"):
+def test_a_whole_dataset_verifies_and_a_changed_byte_is_found(small: PassDataset) -> None:
+    """Verify reads everything, says how far it is, and names the sub-dataset whose content changed."""
+    told: list[tuple[int, int]] = []
+    small.verify(lambda done, total: told.append((done, total)))
+    assert told[-1] == (small.num_bytes, small.num_bytes)
+    path = small.path / "pass-00001.safetensors"
+    flip(path, path.stat().st_size // 2)
+    with pytest.raises(DatasetError, match=r"sub-dataset 1: .*pass-00001.safetensors is not what was extracted"):
         PassDataset.open(small.path).verify()
 
 
-def change(path: Path, at: int, value: int, size: int = 8) -> None:
-    """Write another number into a file; what was mapped of it stays."""
-    data = bytearray(path.read_bytes())
-    data[at : at + size] = value.to_bytes(size, "little", signed=True)
-    path.unlink()
-    path.write_bytes(data)
-
-
-@pytest.mark.parametrize("has_digest", [True, False])
-def test_a_changed_key_set_is_named_when_it_is_first_opened(small: PassDataset, has_digest: bool) -> None:
-    """By its digest alone, or with the samples where the set was made without theirs: that one opens when whole."""
-    if not has_digest:
-        record = json.loads((small.path / "passes.json").read_text())
-        for one in record["passes"]:
-            del one["samples_digest"]
-        (small.path / "passes.json").write_text(json.dumps(record))
-    passes, path = PassDataset.open(small.path), small.path / "pass-00001.keys.arrow"
-    count = int(passes.passes[1].counts("a")[0])
-    at = path.read_bytes().index(passes.passes[1].counts("a").tobytes())
-    change(path, at, count + 1)
-    where = "pass-00001.keys.arrow" + ("" if has_digest else " or its samples")
-    with pytest.raises(
-        DatasetError, match=f"sub-dataset 1: the key set .*{where} is not what was extracted .*: extract"
-    ):
-        PassDataset.open(small.path).passes[1].keys("b")
-    change(path, at, count)
-    assert PassDataset.open(small.path).passes[1].keys("b").tolist() == passes.passes[1].keys("b").tolist()
+def forged(small: PassDataset, array: str, at: int, value: int) -> PassDataset:
+    """Write a number into an array of the first sub-dataset, with checksums and digests that fit it."""
+    small = PassDataset.open(small.path)
+    one = small.passes[0]
+    layout = SampleLayout(small.schema).file(one.samples, one._record.rows, one._record.values)
+    file, writer = ArrayFile(one.path, layout, one.digest), ArrayFileWriter(one.path.with_suffix(".new"), layout)
+    for name in layout.specs:
+        values = file.array(name).copy()
+        if name == array:
+            values.reshape(-1)[at] = value
+        writer.write(name, 0, values)
+    digest = writer.finish()
+    one.path.with_suffix(".new").replace(one.path)
+    record = one._record.model_copy(update={"digest": digest})
+    replace(small.manifest, passes=(record, *small.manifest.passes[1:])).write(small.path)
+    return PassDataset.open(small.path)
 
 
 def test_numbers_of_the_manifest_are_those_of_the_files(small: PassDataset) -> None:
-    """Rows and samples of a pass are in no digest of the manifest: whoever opens the file that has others says so."""
-    path = small.path / "passes.json"
+    """Rows and samples of a sub-dataset decide where its arrays lie: others are no file of this size."""
+    path = small.path / "dataset.json"
     record = json.loads(path.read_text())
     record["passes"][0]["samples"] += 1
-    record["passes"][1]["rows"]["a"] -= 1
     path.write_text(json.dumps(record))
-    passes = PassDataset.open(small.path).passes
-    with pytest.raises(
-        DatasetError, match=r"sub-dataset 0: .*samples.arrow has 100 samples, and passes.json says 101: extract"
-    ):
-        passes[0].check_samples()
-    with pytest.raises(
-        DatasetError, match=r"sub-dataset 1: .*keys.arrow has (\d+) keys of table 'a', and .* says \d+: extract"
-    ):
-        passes[1].keys("b")
+    with pytest.raises(DatasetError, match=r"pass-00000.safetensors has \d+ bytes, not \d+: extract"):
+        PassDataset.open(small.path)
+    record["passes"][0]["samples"] -= 1
+    rows = record["passes"][1]["rows"]
+    rows["a"], rows["b"] = rows["b"], rows["a"]
+    path.write_text(json.dumps(record))
+    with pytest.raises(DatasetError, match=r"sub-dataset 1: .* is not what was extracted \(its header is another\)"):
+        PassDataset.open(small.path).passes[1].keys("b")
     del record["passes"][1]["rows"]["unused"]
     path.write_text(json.dumps(record))
-    with pytest.raises(DatasetError, match="the rows of a pass are of the tables b, a: extract"):
+    with pytest.raises(DatasetError, match="the rows of a pass are of the tables a, b: extract"):
         PassDataset.open(small.path)
 
 
-def test_an_id_outside_its_key_set_is_named(small: PassDataset) -> None:
-    """Negative or too large, of features with one id and of lists; others are read without the feature."""
-    file, rows = small.passes[0].samples_file, {name: small.passes[0].rows(name) for name in "ab"}
-    regions = {part.column.name: part.offset for part in file.regions() if not part.is_offsets}
-    for at, size, feature, name in [
-        (regions["ids"] + 4, 4, "b", "b"),
-        (regions["ids"] + 8, 4, "a", "a"),
-        (regions["ids:pair"], 4, "pair", "b"),
-        (regions["ids:tags"], 4, "tags", "a"),
-    ]:
-        whole = file.path.read_bytes()
-        for bad in (-1, rows[name], (1 << 31) - 1):
-            change(file.path, at, bad, size)
-            one = PassDataset.open(small.path).passes[0]
-            said = (
-                f"sub-dataset 0: feature '{feature}' has the id {bad} in {file.path}, and table '{name}' has ids 0 to "
-            )
-            with pytest.raises(DatasetError, match=f"{said}{rows[name] - 1}: extract"):
-                one.read(np.arange(100))
-            others = {f.name for f in small.schema.features} - {feature}
-            assert one.read(np.arange(100), features=others).ids.keys() == others
-        file.path.write_bytes(whole)
+@pytest.mark.parametrize(
+    ("array", "at", "feature", "name"),
+    [("ids", 1, "b", "b"), ("ids.pair", 0, "pair", "b"), ("ids.tags", 0, "tags", "a")],
+)
+def test_an_id_outside_its_key_set_is_named(small: PassDataset, array: str, at: int, feature: str, name: str) -> None:
+    """Where a damaged machine wrote it with the right checksum; others are read without the feature."""
+    rows = small.passes[0].rows(name)
+    for bad in (-1, rows, (1 << 31) - 1):
+        one = forged(small, array, at, bad).passes[0]
+        said = f"sub-dataset 0: feature '{feature}' has the id {bad} in {one.path}, and table '{name}' has ids 0 to "
+        with pytest.raises(DatasetError, match=f"{said}{rows - 1}: extract"):
+            one.read(np.arange(100))
+        others = {f.name for f in small.schema.features} - {feature}
+        assert one.read(np.arange(100), features=others).ids.keys() == others
 
 
-def test_a_list_outside_its_record_batch_is_named(small: PassDataset) -> None:
+def test_a_list_outside_its_values_is_named(small: PassDataset) -> None:
     """One that ends before it begins, begins below 0 or ends behind the values; samples beside it are read."""
-    file = small.passes[0].samples_file
-    part = next(part for part in file.regions() if part.is_offsets)
-    whole = file.path.read_bytes()
-    offsets = np.frombuffer(whole, np.int64, part.num_bytes // 8, part.offset)
-    size = int(offsets[-1])
+    samples = small.passes[0].read(np.arange(100)).ids["tags"]
+    assert samples.offsets is not None
+    offsets, size = samples.offsets.copy(), samples.num_ids
     for bad in (-1, int(offsets[9]) + size, 1 << 62, -(1 << 63)):
-        change(file.path, part.offset + 8 * 10, bad)
-        one = PassDataset.open(small.path).passes[0]
-        said = (
-            f"sub-dataset 0: feature 'tags' of sample 9 in {file.path} has the values {offsets[9]} to {bad}, and its "
-            "record "
-        )
-        with pytest.raises(DatasetError, match=f"{said}batch has {size}: extract"):
+        one = forged(small, "offsets.tags", 10, bad).passes[0]
+        said = f"feature 'tags' of sample 9 in {one.path} has the values {offsets[9]} to {bad}, and there are {size}: "
+        with pytest.raises(DatasetError, match=f"{said}extract"):
             one.read(np.array([3, 9, 4]))
         with pytest.raises(DatasetError, match=f"of sample 10 .* has the values {bad} to {offsets[11]},"):
             one.read(np.arange(10, 12))
         assert one.read(np.array([8, 11])).num_samples == 2
-    change(file.path, part.offset + 8 * 100, size + 1)
-    with pytest.raises(
-        DatasetError, match=f"sub-dataset 0: the samples in {file.path} cannot be read: weights:tags has other"
-    ):
-        PassDataset.open(small.path).passes[0].check_samples()
 
 
-@pytest.mark.parametrize("name", ["pass-00000.samples.arrow", "pass-00001.keys.arrow"])
+@pytest.mark.parametrize("name", ["pass-00000.safetensors", "pass-00001.safetensors"])
 def test_a_truncated_or_missing_file_is_named_on_open(small: PassDataset, name: str) -> None:
     """Open checks the size of every file before anything is read."""
     path = small.path / name
@@ -205,22 +178,26 @@ def test_a_truncated_or_missing_file_is_named_on_open(small: PassDataset, name: 
 
 def test_what_is_no_dataset_is_refused(tmp_path: Path, small: PassDataset) -> None:
     """A directory without a manifest, or with one that was edited, is named with what to do."""
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "passes.json").touch()
+    with pytest.raises(DatasetError, match="has the format of an older tiercache: extract it again"):
+        PassDataset.open(tmp_path / "old")
     with pytest.raises(DatasetError, match=r"there is no dataset in .*: extract it first"):
         PassDataset.open(tmp_path)
     (tmp_path / "half" / "unfinished").mkdir(parents=True)
     with pytest.raises(DatasetError, match=r"is unfinished: run the same extraction again"):
         PassDataset.open(tmp_path / "half")
-    manifest = small.path / "passes.json"
+    manifest = small.path / "dataset.json"
     record = json.loads(manifest.read_text())
     record["passes"][0]["digest"] = "0" * 64
     manifest.write_text(json.dumps(record))
     with pytest.raises(DatasetError, match="does not match its own digest"):
         PassDataset.open(small.path)
     manifest.write_text(json.dumps({**record, "version": 99}))
-    with pytest.raises(DatasetError, match="version 99, this tiercache reads 1"):
+    with pytest.raises(DatasetError, match="version 99, this tiercache reads 2"):
         PassDataset.open(small.path)
     manifest.write_text("{")
-    with pytest.raises(DatasetError, match=r"passes.json cannot be read"):
+    with pytest.raises(DatasetError, match=r"dataset.json cannot be read"):
         PassDataset.open(small.path)
 
 
@@ -234,7 +211,7 @@ def test_a_dataset_of_another_schema_is_refused(small: PassDataset) -> None:
         (replace(schema, features=schema.features[:2]), "other features"),
         (replace(schema, tables=(*schema.tables, table("new"))), "other tables"),
         (
-            replace(schema, features=(replace(schema.features[0], null="own"), *schema.features[1:])),
+            replace(schema, features=(replace(schema.features[0], null="embed"), *schema.features[1:])),
             "feature 'a' is described otherwise",
         ),
     ):

@@ -95,11 +95,11 @@ def test_null_has_its_own_row_where_the_schema_says_so() -> None:
     }
     batch = encoded(
         columns,
-        tc.Feature(name="a", null="own"),
-        tc.Feature(name="s", key="string", null="own"),
-        tc.Feature(name="d", key="string", null="own"),
-        tc.Feature(name="n", null="own"),
-        tc.Feature(name="x", columns=("a", "s"), null="own"),
+        tc.Feature(name="a", null="embed"),
+        tc.Feature(name="s", key="string", null="embed"),
+        tc.Feature(name="d", key="string", null="embed"),
+        tc.Feature(name="n", null="embed"),
+        tc.Feature(name="x", columns=("a", "s"), null="embed"),
     )
     is_null = {name: (entry.keys == NULL_KEY).tolist() for name, entry in batch.features.items()}
     assert is_null == {"a": [False, True], "s": [False, True], "d": [True, False], "n": [True] * 2, "x": [False, True]}
@@ -108,7 +108,7 @@ def test_null_has_its_own_row_where_the_schema_says_so() -> None:
 def test_a_null_inside_a_dictionary_is_null() -> None:
     """A dictionary may hold null as one of its values."""
     array = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0], pa.int8()), pa.array(["x", None]))
-    keys = encoded({"d": array}, tc.Feature(name="d", key="string", null="own")).features["d"].keys
+    keys = encoded({"d": array}, tc.Feature(name="d", key="string", null="embed")).features["d"].keys
     assert keys.tolist() == [signed(xxh64(b"x")), NULL_KEY, signed(xxh64(b"x"))]
 
 
@@ -116,7 +116,7 @@ def test_a_null_inside_a_dictionary_is_null() -> None:
 def test_lists_keep_their_order_and_slices(kind: Any) -> None:
     """Fixed and ragged features read every Arrow list type, cut anywhere."""
     array = pa.array([[9, 9], [1, 2], [3, 4]], kind).slice(1)
-    for hotness, length in (("ragged", None), ("fixed", 2)):
+    for hotness, length in (("ragged", None), ("multi_hot", 2)):
         entry = encoded({"l": array}, tc.Feature(name="l", hotness=hotness, length=length)).features["l"]  # type: ignore[arg-type]
         assert entry.keys.tolist() == [1, 2, 3, 4]
         assert entry.offsets is not None
@@ -133,9 +133,9 @@ def test_ragged_lists_may_be_empty_and_null_lists_are_null_rows() -> None:
     }
     batch = encoded(
         columns,
-        tc.Feature(name="r", hotness="ragged", null="own", weights="w"),
-        tc.Feature(name="f", hotness="fixed", length=2, null="own"),
-        tc.Feature(name="t", hotness="ragged", key="string", null="own"),
+        tc.Feature(name="r", hotness="ragged", null="embed", weights="w"),
+        tc.Feature(name="f", hotness="multi_hot", length=2, null="embed"),
+        tc.Feature(name="t", hotness="ragged", key="string", null="embed"),
     )
     ragged, fixed, texts = batch.features["r"], batch.features["f"], batch.features["t"]
     assert ragged.keys.tolist() == [1, NULL_KEY, 2, NULL_KEY]
@@ -145,6 +145,58 @@ def test_ragged_lists_may_be_empty_and_null_lists_are_null_rows() -> None:
     assert ragged.weights.tolist() == [0.5, 1.0, 1.5, 2.5]
     assert fixed.keys.tolist() == [1, 2, NULL_KEY, NULL_KEY, 3, 4, 5, 6]
     assert texts.keys.tolist() == [signed(xxh64(b"a")), NULL_KEY, signed(xxh64(b"b"))]
+
+
+def test_hexadecimal_text_is_its_number() -> None:
+    """Of up to 64 bits, in either case, in lists and dictionaries too."""
+    texts, keys = ["0", "68fd1e64", "FFffFFffFFffFFff", "a"], [0, 0x68FD1E64, -1, 10]
+    for array in (pa.array(texts), pa.array(texts).dictionary_encode(), pa.array(["x", *texts])[1:]):
+        assert encoded({"h": array}, tc.Feature(name="h", key="hex")).features["h"].keys.tolist() == keys
+    lists = encoded({"h": [["a", "b"], []]}, tc.Feature(name="h", key="hex", hotness="ragged")).features["h"]
+    assert lists.keys.tolist() == [10, 11]
+
+
+def test_a_number_falls_into_a_bucket() -> None:
+    """The key counts the boundaries that are at most the number; NaN and null have a row of their own."""
+    feature = tc.Feature(name="x", buckets=(-1.5, 0, 10), null="embed")
+    columns: dict[str, Any] = {"x": [-2.0, -1.5, -0.1, 0.0, 9.9, 10.0, 1e300, float("-inf"), float("nan"), None]}
+    keys = encoded(columns, feature).features["x"].keys.tolist()
+    assert keys == [0, 1, 1, 2, 2, 3, 3, 0, NULL_KEY, NULL_KEY]
+    assert encoded({"x": [9, 10]}, feature).features["x"].keys.tolist() == [2, 3]
+
+
+def test_keys_are_hashed_to_a_bounded_range() -> None:
+    """XXH64 modulo the number of buckets: of strings, of crosses and of the 8 bytes of integers; null is outside."""
+    columns: dict[str, Any] = {"i": [5, -5, None], "s": ["x", None, "z"]}
+    features = (
+        tc.Feature(name="i", num_buckets=100, null="embed"),
+        tc.Feature(name="s", key="string", num_buckets=100, null="embed"),
+        tc.Feature(name="c", columns=("i", "s"), num_buckets=7, null="embed"),
+    )
+    found = {name: entry.keys.tolist() for name, entry in encoded(columns, *features).features.items()}
+    assert found == {
+        "i": [xxh64(word(5)) % 100, xxh64(word(-5)) % 100, NULL_KEY],
+        "s": [xxh64(b"x") % 100, NULL_KEY, xxh64(b"z") % 100],
+        "c": [xxh64(word(5) + word("x")) % 7, NULL_KEY, NULL_KEY],
+    }
+
+
+def test_a_longer_list_keeps_its_last_keys() -> None:
+    """And their weights; shorter lists stay as they are."""
+    columns = {"l": [[1, 2, 3, 4], [], [5], [6, 7, 8]], "w": [[0.1, 0.2, 0.3, 0.4], [], [0.5], [0.6, 0.7, 0.8]]}
+    entry = encoded(columns, tc.Feature(name="l", hotness="ragged", max_length=2, weights="w")).features["l"]
+    assert entry.keys.tolist() == [3, 4, 5, 7, 8]
+    assert entry.offsets is not None
+    assert entry.offsets.tolist() == [0, 2, 2, 3, 5]
+    assert entry.weights is not None
+    assert entry.weights.tolist() == np.array([0.3, 0.4, 0.5, 0.7, 0.8], np.float32).tolist()
+
+
+def test_dense_features_may_be_logarithms() -> None:
+    """log(1 + x), of nothing below 0; null is a number before."""
+    dense = (tc.DenseFeature(column="d", null=1.0, transform="log"),)
+    batch = encoded({"a": [1, 2, 3, 4], "d": [0.0, -5.0, 6.5, None]}, tc.Feature(name="a"), dense=dense)
+    np.testing.assert_allclose(batch.dense[:, 0], np.log([1, 1, 7.5, 2]), rtol=1e-6)
 
 
 def test_labels_and_dense_features_become_float32() -> None:
@@ -182,6 +234,18 @@ LISTS = pa.list_(pa.int64())
             {},
             "row 1001, column 'b': it is null",
         ),
+        ({"a": [1.0, 2.5]}, INTEGERS, {}, "row 1001, column 'a': it is 2.5, but feature 'a' needs integers"),
+        ({"a": [[1.0], [2.0, 3.5]]}, tc.Feature(name="a", hotness="ragged"), {}, "row 1001, column 'a': it is 3.5"),
+        ({"a": [2.0**53]}, INTEGERS, {}, r"row 1000, column 'a': it is 9007199254740992.0, .*only below 2\^53"),
+        (
+            {"a": ["f", "0x1"]},
+            tc.Feature(name="a", key="hex"),
+            {},
+            "row 1001, column 'a': it is '0x1', but .* 1 to 16 hex",
+        ),
+        ({"a": ["f", ""]}, tc.Feature(name="a", key="hex"), {}, "row 1001, column 'a': it is '', but"),
+        ({"a": ["1" * 17]}, tc.Feature(name="a", key="hex"), {}, "row 1000, column 'a': it is '1{17}', but"),
+        ({"a": [1.0, None]}, tc.Feature(name="a", buckets=(0,)), {}, "row 1001, column 'a': it is null"),
         ({"a": [1, 2], "y": [1.0, float("nan")]}, INTEGERS, {"label": "y"}, "row 1001, column 'y': it is nan"),
         ({"a": [1, 2], "y": [1.0, None]}, INTEGERS, {"label": "y"}, "row 1001, column 'y': it is null, but a label"),
         ({"a": [1, 2], "y": [1.0, 1e300]}, INTEGERS, {"label": "y"}, "row 1001, column 'y': it is 1e[+]300"),
@@ -217,9 +281,9 @@ LISTS = pa.list_(pa.int64())
         ),
         (
             {"l": pa.array([[1, 2], [3]], LISTS)},
-            tc.Feature(name="l", hotness="fixed", length=2),
+            tc.Feature(name="l", hotness="multi_hot", length=2),
             {},
-            "row 1001, column 'l': it has 1 keys, but feature 'l' has hotness = 2",
+            "row 1001, column 'l': it has 1 keys, but feature 'l' has length = 2",
         ),
         (
             {"l": pa.array([[1, 2], [3]], LISTS), "w": [[0.5, 1.0], []]},

@@ -33,6 +33,8 @@ from tiercache.data.row_budget import RowBudget
 from tiercache.errors import BudgetError, ExtractionError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tiercache.data.dataset import PassDataset
     from tiercache.data.extract import ExtractionProgress
     from tiercache.schema import Schema
@@ -69,7 +71,7 @@ def greedy_bounds(schema: Schema, columns: dict[str, Any], budget: int, batch_mu
 def assert_same_files(one: PassDataset, other: PassDataset) -> None:
     """Compare all files but the manifest, and the digest."""
     mine, theirs = (
-        {name: data for name, data in files_of(p.path).items() if name != "passes.json"} for p in (one, other)
+        {name: data for name, data in files_of(p.path).items() if name != "dataset.json"} for p in (one, other)
     )
     assert mine == theirs
     assert one.digest == other.digest
@@ -260,7 +262,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path, paths: 
         (
             {"device_budget": 99 * ROW_BYTES, "batch_multiple": 100},
             BudgetError,
-            "one aligned unit of 100 samples needs 100 rows",
+            "one batch multiple of 100 samples needs 100 rows",
         ),
         (
             {"device_budget": 150 * ROW_BYTES, "split_by": "rows=200", "batch_multiple": 100},
@@ -273,6 +275,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path, paths: 
         ({"device_budget": "1GiB", "split_by": "rows=0"}, ExtractionError, "one of budget, rows=N, file, column=NAME"),
         ({"device_budget": "1GiB", "split_by": "column="}, ExtractionError, "one of budget, rows=N"),
         ({"device_budget": "1GiB", "batch_multiple": 0}, ExtractionError, "batch_multiple is 0"),
+        ({"device_budget": "1GiB", "batch_multiple": 1 << 70}, ExtractionError, "a whole number from 1 to"),
         ({"device_budget": "1GiB", "devices": 0}, ExtractionError, "devices is 0"),
         ({"device_budget": "1GiB", "min_count": 0}, ExtractionError, "min_count is 0"),
         ({"device_budget": "much"}, ValueError, "'much' is no size"),
@@ -285,14 +288,14 @@ def test_what_cannot_be_done_says_the_numbers(
     paths = write_parquet(tmp_path, {"a": np.arange(1000), "y": np.zeros(1000)}, [0, 1000])
     with pytest.raises(error, match=message):
         extract(paths, plain_schema(), tmp_path / "out", progress=False, **options)
-    assert not (tmp_path / "out" / "passes.json").exists()
+    assert not (tmp_path / "out" / "dataset.json").exists()
 
 
 @pytest.mark.parametrize(
     ("batch_multiple", "message"),
     [
         (8192, r"sub-dataset 0 has [\d,]+ rows after [\d,]+ samples, and their keys fill the"),
-        (500_000, r"one aligned unit of 500,000 samples takes more than [\d.]+ MiB of host"),
+        (500_000, r"one batch multiple of 500,000 samples takes more than [\d.]+ MiB of host"),
     ],
 )
 def test_what_does_not_fit_the_host_budget_is_refused(tmp_path: Path, batch_multiple: int, message: str) -> None:
@@ -326,9 +329,9 @@ def test_an_arrow_table_of_every_type_survives_the_whole_way(tmp_path: Path) -> 
         label="y",
         dense=(tc.DenseFeature(column="d", null=-1.0),),
         features=(
-            tc.Feature(name="s", key="string", null="own"),
+            tc.Feature(name="s", key="string", null="embed"),
             tc.Feature(name="i", table="s"),
-            tc.Feature(name="x", columns=("s", "i"), null="own"),
+            tc.Feature(name="x", columns=("s", "i"), null="embed"),
         ),
         tables=tuple(
             tc.Table(name=n, dim=4, optimizer=tc.optim.SGD(learning_rate=1.0), initializer=tc.init.Zeros())
@@ -351,3 +354,76 @@ def test_an_arrow_table_of_every_type_survives_the_whole_way(tmp_path: Path) -> 
         for kind in ("parquet", "csv.gz")
     ]
     assert sets[0].digest == sets[1].digest
+
+
+@pytest.mark.parametrize("split_by", ["budget", "rows=1500"])
+def test_workers_and_memory_change_no_byte(tmp_path: Path, split_by: str) -> None:
+    """One, two and four threads, a small memory limit and a large one: the same files."""
+    paths = write_parquet(tmp_path, rich_columns(9000), [0, 4000, 9000])
+    call: dict[str, Any] = {"device_budget": 2500 * ROW_BYTES, "split_by": split_by, "batch_multiple": 100}
+    if split_by != "budget":
+        call |= {"device_budget": "1GiB"}
+    found = [
+        files_of(extract(paths, rich_schema(), tmp_path / f"{n}-{limit}", progress=False, workers=n, memory_limit=limit,
+                         **call).path)
+        for n, limit in ((1, "1GiB"), (2, "16MiB"), (4, "16MiB"), (4, "1GiB"))
+    ]  # fmt: skip
+    assert len(found[0]) > 4
+    assert all(one == found[0] for one in found)
+
+
+def test_new_files_add_sub_datasets(tmp_path: Path) -> None:
+    """What is there stays, byte for byte; a stop on the way leaves the old dataset, and the same call goes on."""
+    paths = write_parquet(tmp_path, rich_columns(9000), [0, 4000, 6000, 9000])
+    call: dict[str, Any] = {"device_budget": 2000 * ROW_BYTES, "batch_multiple": 64, "memory_limit": "16MiB"}
+    first = extract(paths[:1], rich_schema(), tmp_path / "out", progress=False, append=True, **call)
+    before, passes = files_of(first.path), len(first)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            extract(paths, rich_schema(), tmp_path / "out", progress=interrupt_at(passes + 1), append=True, **call)
+        assert tc.PassDataset.open(tmp_path / "out").digest == first.digest
+    whole = extract(paths, rich_schema(), tmp_path / "out", progress=False, append=True, **call)
+    assert whole.samples == 9000
+    assert [one.digest for one in whole][:passes] == [one.digest for one in first]
+    after = files_of(whole.path)
+    assert {name: after[name] for name in before if name != "dataset.json"} == {
+        name: data for name, data in before.items() if name != "dataset.json"
+    }
+    whole.verify()
+    again = extract(paths[2], rich_schema(), tmp_path / "out", progress=False, append=True, **call)
+    assert again.digest == whole.digest
+    with pytest.raises(ExtractionError, match="which of its keys are rare is decided"):
+        extract(paths[0], rich_schema(), first.path, append=True, min_count=2, **{**call, "progress": False})
+
+
+def interrupt_at(passes: int) -> Callable[[ExtractionProgress], None]:
+    """Return a progress function that stops an extraction when so many passes are handed over."""
+
+    def stop(event: ExtractionProgress) -> None:
+        if event.passes == passes:
+            raise KeyboardInterrupt
+
+    return stop
+
+
+def test_passes_of_one_batch_multiple_are_told(tmp_path: Path) -> None:
+    """They cost a switch each: the warning says what makes them larger."""
+    paths = write_parquet(tmp_path, {"a": np.arange(2000), "y": np.zeros(2000)}, [0, 2000])
+    with pytest.warns(UserWarning, match="19 of 19 sub-datasets hold one batch multiple of 100 samples"):
+        extract(
+            paths, plain_schema(), tmp_path / "out", device_budget=150 * ROW_BYTES, batch_multiple=100, progress=False
+        )
+
+
+def test_key_sets_alone_are_those_of_the_dataset(tmp_path: Path) -> None:
+    """Without samples, sub-datasets end where they would with them and have the same keys and counts."""
+    paths = write_parquet(tmp_path, rich_columns(6000), [0, 3000, 6000])
+    call: dict[str, Any] = {"device_budget": 2000 * ROW_BYTES, "batch_multiple": 64, "progress": False}
+    whole = extract(paths, rich_schema(), tmp_path / "whole", **call)
+    alone = extract(paths, rich_schema(), tmp_path / "alone", samples=False, **call)
+    assert len(alone) == len(whole) > 2
+    for one, other in zip(alone, whole, strict=True):
+        assert not one.has_samples
+        for spec in whole.tables:
+            assert one.keys(spec.name).tolist() == other.keys(spec.name).tolist()
+            assert one.counts(spec.name).tolist() == other.counts(spec.name).tolist()

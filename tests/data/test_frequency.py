@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tiercache.data.extract import ExtractionProgress
+    from tiercache.data.manifest import SubDatasetRecord
 
 
 def keys_by_table(columns: dict[str, Any]) -> dict[str, Counter[int]]:
@@ -75,11 +76,13 @@ def test_rare_keys_share_the_out_of_vocabulary_row(
     runs: list[Path] = []
     write_run = frequency.KeyCounter.write_run
 
-    def count_run(counter: frequency.KeyCounter, path: Path) -> None:
+    def count_run(counter: frequency.KeyCounter, path: Path) -> SubDatasetRecord:
         runs.append(path)
-        write_run(counter, path)
+        return write_run(counter, path)
 
-    monkeypatch.setattr("tiercache.data.extract.KeyCounter", lambda schema, _: frequency.KeyCounter(schema, run_bytes))
+    monkeypatch.setattr(
+        "tiercache.data.extract.KeyCounter", lambda schema, _, pool: frequency.KeyCounter(schema, run_bytes, pool)
+    )
     monkeypatch.setattr(frequency.KeyCounter, "write_run", count_run)
     schema, columns = rich_schema(), rich_columns(20_000)
     paths = write_parquet(tmp_path, columns, [0, 9000, 20_000])
@@ -136,7 +139,7 @@ def test_counts_go_on_from_earlier_datasets(tmp_path: Path) -> None:
 
 def test_null_keeps_its_row_however_rare(tmp_path: Path) -> None:
     """The null row is the schema's choice, not a key of the data."""
-    schema = Schema(features=(tc.Feature(name="a", null="own"),), tables=(table("a"),))
+    schema = Schema(features=(tc.Feature(name="a", null="embed"),), tables=(table("a"),))
     paths = write_parquet(tmp_path, {"a": [7, None, 7, 8]}, [0, 4])
     made = extract(paths, schema, tmp_path / "out", device_budget="1MiB", min_count=2, progress=False)
     assert sorted(made.passes[0].keys("a").tolist()) == [OOV_KEY, NULL_KEY, 7]
@@ -149,7 +152,9 @@ def test_counting_goes_on_from_its_last_run(tmp_path: Path, monkeypatch: pytest.
     """Stopped while counting, the same call does not begin with the first file again and ends with the same bits."""
     from tiercache.data import frequency
 
-    monkeypatch.setattr("tiercache.data.extract.KeyCounter", lambda schema, _: frequency.KeyCounter(schema, 1 << 17))
+    monkeypatch.setattr(
+        "tiercache.data.extract.KeyCounter", lambda schema, _, pool: frequency.KeyCounter(schema, 1 << 17, pool)
+    )
     schema, columns = rich_schema(), rich_columns(20_000)
     paths = write_parquet(tmp_path, columns, [0, 9000, 20_000])
     call: dict[str, Any] = {"device_budget": "200KiB", "batch_multiple": 512, "min_count": 3, "memory_limit": "16MiB"}

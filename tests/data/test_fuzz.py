@@ -15,8 +15,7 @@ import tiercache as tc
 from tests.data.cases import reference, rich_columns, rich_schema
 from tests.store.damage import DEEP, LIES, assert_sentence, damaged, generator_of, lie, places
 from tiercache.data.dataset import PassDataset
-from tiercache.data.keyset import KeySet
-from tiercache.errors import DatasetError, SchemaError, TierCacheError
+from tiercache.errors import SchemaError, TierCacheError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,13 +60,13 @@ def read_all(path: Path) -> None:
     for each in passes:
         for table in passes.tables:
             assert each.keys(table.name).size == each.counts(table.name).size
-        each.key_set.digest()
+        each.verify()
     assert passes.digest
 
 
 def test_a_manifest_of_any_bytes_is_refused_or_read_right(copy: Path) -> None:
     """Random damage, any value replaced by a lie, and JSON that is too deep; nothing outside the folder is touched."""
-    path = copy / "passes.json"
+    path = copy / "dataset.json"
     written = path.read_bytes()
     for seed in range(600):
         generator = generator_of(seed)
@@ -83,19 +82,22 @@ def test_a_manifest_of_any_bytes_is_refused_or_read_right(copy: Path) -> None:
     assert [entry.name for entry in copy.parent.iterdir()] == ["passes"]
 
 
-def test_a_key_set_of_any_bytes_is_refused_or_read_right(copy: Path) -> None:
-    """Damage of Arrow's file, to the same length as the manifest says, too."""
-    path = next(copy.glob("*.keys.arrow"))
+def test_a_sub_dataset_of_any_bytes_is_refused_or_read_right(copy: Path) -> None:
+    """Damage of its file, to the same length as the manifest says, too."""
+    path = next(copy.glob("*.safetensors"))
     written = path.read_bytes()
     for seed in range(600):
         data = damaged(written, generator_of(seed))
         if seed % 3:
             data = data[: len(written)].ljust(len(written), b"\0")
+        path.unlink()
         path.write_bytes(data)
         try:
             read_all(copy)
         except TierCacheError as error:
             assert_sentence(error)
+        else:
+            assert data == written
 
 
 def test_a_schema_of_any_text_is_refused_or_read(tmp_path: Path) -> None:
@@ -114,27 +116,6 @@ def test_a_schema_of_any_text_is_refused_or_read(tmp_path: Path) -> None:
             tc.Schema.load(path)
         except SchemaError as error:
             assert_sentence(error)
-
-
-@settings(max_examples=150, deadline=None)
-@given(at=st.integers(0, 1 << 16), cut=st.integers(0, 40), put=st.binary(max_size=40), alone=st.booleans())
-def test_a_key_set_with_any_bytes_in_it_is_refused_or_read(
-    whole: Path, tmp_path_factory: pytest.TempPathFactory, at: int, cut: int, put: bytes, alone: bool
-) -> None:
-    """Some of its bytes for others, or others alone."""
-    source = next(whole.glob("*.keys.arrow"))
-    written = source.read_bytes()
-    at %= len(written) + 1
-    path, tables = tmp_path_factory.getbasetemp() / "any.keys.arrow", PassDataset.open(whole).tables
-    path.write_bytes(put if alone else written[:at] + put + written[at + cut :])
-    try:
-        found = KeySet(path, tables)
-    except DatasetError as error:
-        assert_sentence(error)
-    else:
-        for table in tables:
-            assert found.keys(table.name).size == found.counts(table.name).size == found.rows(table.name)
-        found.digest()
 
 
 VALUES = st.recursive(

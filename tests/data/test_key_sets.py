@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import tiercache as tc
 from tests.training.cases import table
 from tiercache.data import key_sets
-from tiercache.data.keyset import in_hash_order
 from tiercache.errors import DatasetError
-from tiercache.io.key_set_file import read_key_set, write_key_set
+from tiercache.io.key_set_file import read_key_set
+from tiercache.kernels.cpu.hashing import hash_keys
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -50,7 +50,7 @@ def test_key_sets_are_the_unique_keys_in_hash_order_with_counts(
         for found, (user, item) in zip(written, passes, strict=True):
             for spec, keys in ((TABLES[0], user), (TABLES[1], item)):
                 unique, counts = np.unique(np.array(keys, np.int64), return_counts=True)
-                order = in_hash_order(unique, spec)
+                order = np.argsort(hash_keys(unique, spec.table_id))
                 assert found.keys(spec.name).tolist() == unique[order].tolist()
                 assert found.counts(spec.name).tolist() == counts[order].tolist()
 
@@ -59,8 +59,8 @@ def test_key_set_files_of_hugectr_are_taken_as_they_are_mapped(tmp_path: Path) -
     """Both dtypes, without a copy of the file in memory."""
     rng = np.random.default_rng(0)
     keys: dict[str, NDArray[np.int64]] = {name: rng.permutation(1000)[:500] for name in ("user", "item")}
-    write_key_set(tmp_path / "user", keys["user"], "uint32")
-    write_key_set(tmp_path / "item", keys["item"], "int64")
+    keys["user"].astype("<u4").tofile(tmp_path / "user")
+    keys["item"].astype("<i8").tofile(tmp_path / "item")
     mapped = {"user": read_key_set(tmp_path / "user", "uint32"), "item": read_key_set(tmp_path / "item", "int64")}
     written = tc.write_key_sets(tmp_path / "passes", TABLES, [mapped])
     for name, expected in keys.items():
@@ -70,12 +70,12 @@ def test_key_set_files_of_hugectr_are_taken_as_they_are_mapped(tmp_path: Path) -
 def test_a_changed_key_set_is_found(tmp_path: Path) -> None:
     """Verification reads key sets where there are no samples."""
     written = tc.write_key_sets(tmp_path / "passes", TABLES, [{"user": [1, 2, 3]}, {"item": [5]}])
-    path = tmp_path / "passes" / "pass-00001.keys.arrow"
+    path = tmp_path / "passes" / "pass-00001.safetensors"
     data = bytearray(path.read_bytes())
     at = data.index((5).to_bytes(8, "little"))
     data[at] = 6
     path.write_bytes(data)
-    with pytest.raises(DatasetError, match=r"sub-dataset 1: the key set .* is not what was extracted"):
+    with pytest.raises(DatasetError, match=r"sub-dataset 1: .* is not what was extracted"):
         tc.PassDataset.open(written.path).verify()
 
 

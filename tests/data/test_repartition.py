@@ -132,7 +132,7 @@ def test_files_of_passes_that_fit_are_linked_and_outlive_the_old_set(tmp_path: P
     new = tc.repartition(old, tmp_path / "new", rows=80, batch_multiple=4)
     assert new.manifest.options["parts"][0] == [8]
     assert len(new) > 2
-    assert (tmp_path / "old" / "pass-00000.keys.arrow").samefile(tmp_path / "new" / "pass-00000.keys.arrow")
+    assert (tmp_path / "old" / "pass-00000.safetensors").samefile(tmp_path / "new" / "pass-00000.safetensors")
     shutil.rmtree(tmp_path / "old")
     assert samples_of(tc.PassDataset.open(tmp_path / "new")) == before
 

@@ -35,7 +35,7 @@ initializer = "zeros"
 [features.origin]
 key = "string"
 table = "airport"
-null = "own"
+null = "embed"
 [features.dest]
 column = "destination"
 table = "airport"
@@ -47,7 +47,8 @@ hotness = "ragged"
 weights = "minutes"
 table = "airport"
 [features.last]
-hotness = 4
+hotness = "multi_hot"
+length = 4
 table = "airport"
 """
 
@@ -74,13 +75,48 @@ def test_a_toml_file_says_everything_that_a_schema_holds(tmp_path: Path) -> None
         csv=CsvFormat(header=False, types={"hour": "integer"}),
         tables=(airport, route),
         features=(
-            tc.Feature(name="origin", key="string", table="airport", null="own"),
+            tc.Feature(name="origin", key="string", table="airport", null="embed"),
             tc.Feature(name="dest", columns=("destination",), table="airport", key="string"),
             tc.Feature(name="route", columns=("origin", "destination", "hour"), key="cross"),
             tc.Feature(name="stops", hotness="ragged", weights="minutes", table="airport"),
-            tc.Feature(name="last", hotness="fixed", length=4, table="airport"),
+            tc.Feature(name="last", hotness="multi_hot", length=4, table="airport"),
         ),
     )
+
+
+def test_what_is_not_said_has_a_default(tmp_path: Path) -> None:
+    """Every feature has a table, and names of optimizers and initializers need no numbers."""
+    text = """
+        [features.user]
+        [features.item]
+        [features.pair]
+        columns = ["user", "item"]
+        [tables.item]
+        optimizer = { name = "adagrad" }
+        initializer = "normal"
+        [tables.pair]
+        optimizer = "rowwise_adagrad"
+        initializer = { name = "uniform" }
+    """
+    schema = load(tmp_path, text)
+    assert schema.tables == (
+        tc.Table(name="item", dim=16, optimizer=tc.optim.Adagrad(), initializer=tc.init.Normal(mean=0.0, std=1.0)),
+        tc.Table(name="pair", optimizer=tc.optim.RowWiseAdagrad(learning_rate=0.01), initializer=tc.init.Uniform()),
+        tc.Table(
+            name="user",
+            dim=16,
+            optimizer=tc.optim.Adagrad(learning_rate=0.01),
+            initializer=tc.init.Uniform(low=-0.05, high=0.05),
+        ),
+    )
+    assert Schema(features=(tc.Feature(name="user"),)).tables == schema.tables[2:]
+
+
+@pytest.mark.parametrize("null", ["nan", "inf", "1e300", '"drop"', "true"])
+def test_null_of_a_dense_feature_is_a_finite_number(tmp_path: Path, null: str) -> None:
+    """What null stands for must be a float32."""
+    with pytest.raises(SchemaError, match=r"\[\[dense\]\] has null = "):
+        load(tmp_path, f'[[dense]]\ncolumn = "x"\nnull = {null}\n[features.a]')
 
 
 def test_dense_features_can_say_what_null_is(tmp_path: Path) -> None:
@@ -94,27 +130,50 @@ def test_dense_features_can_say_what_null_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("key =", "kee =", r"unknown key 'kee' \(did you mean 'key'\?\): known are column, columns"),
-        ("dense =", "dence =", "the file has the unknown key 'dence'"),
-        ("seed = 7", "sed = 7", r"\[tables.route\] has the unknown key 'sed'"),
+        (
+            "key =",
+            "kee =",
+            r"\[features.origin\] has the unknown key 'kee' \(did you mean 'key'\?\): known are buckets",
+        ),
+        ("dense =", "dence =", r"the file has the unknown key 'dence' \(did you mean 'dense'"),
+        ("seed = 7", "sed = 7", r"\[tables.route\] has the unknown key 'sed' \(did you mean 'seed'"),
+        ("dim = 16", "dims = 16", r"\[defaults\] has the unknown key 'dims' \(did you mean 'dim'"),
         ('table = "airport"\nnull', 'table = "airprot"\nnull', r"unknown table 'airprot' \(did you mean 'airport'\?\)"),
         ('"adam"', '"adom"', r"\[tables.route\]: optimizer 'adom' is unknown"),
+        ('name = "adam"', 'name = "sgd", kind = "adam"', r"\[tables.route\]: optimizer has the unknown key 'kind'"),
         ("learning_rate = 0.1", "rate = 0.1", "optimizer 'adagrad' has no 'rate'"),
+        ("learning_rate = 0.1", "learning_rate = 1e300", "learning_rate of Adagrad is 1e[+]300: float32 holds at most"),
+        ("learning_rate = 0.1", "learning_rate = nan", "learning_rate of Adagrad is nan"),
         ("dim = 8", "dim = 0", "dim of table 'route' is 0"),
         ("dim = 8", 'dim = "8"', "dim of table 'route' is '8'"),
         ('column = "late"', "", r"\[label\] has no 'column'"),
-        ("dim = 16", "", r"\[tables.airport\] has no 'dim'"),
-        ("hotness = 4", "hotness = 0", "at least 1, not 0"),
-        ("hotness = 4", 'hotness = "many"', "hotness = 'many'"),
-        ('null = "own"', 'null = "drop"', "null = 'drop': one of 'error', 'own'"),
-        ('key = "string"\ntable', 'key = "float"\ntable', "key = 'float': one of 'integer', 'string', 'cross'"),
+        (
+            'column = "late"',
+            'column = "late"\nnull = "own"',
+            r"\[label\] has null = 'own': it must be 'error' or 'drop'",
+        ),
+        ("length = 4", "", '"multi_hot" takes a length'),
+        ("length = 4", "length = 0", r"\[features.last\] has length = 0: it must be greater than or equal to 1"),
+        ('hotness = "ragged"', 'hotness = "many"', "hotness = 'many': it must be 'one_hot', 'multi_hot' or 'ragged'"),
+        ('hotness = "ragged"', "max_length = 3", 'only hotness = "ragged" takes one'),
+        ('hotness = "ragged"', "buckets = [1, 3, 2]", "each boundary must be above the one before"),
+        ('hotness = "ragged"', "buckets = [1, nan]", "buckets.1 = nan: it must be a finite number"),
+        ('hotness = "ragged"', "buckets = []", r"buckets = \[\]: leave it out"),
+        ('hotness = "ragged"', 'key = "bucket"', 'key = "bucket" takes boundaries'),
+        ('hotness = "ragged"', "num_buckets = 2.5", "num_buckets = 2.5: it must be a whole number"),
+        ('null = "embed"', 'null = "drop"', "null = 'drop': it must be 'error' or 'embed'"),
+        ('key = "string"\ntable', 'key = "float"\ntable', "key = 'float': it must be 'integer', 'string', 'hex'"),
+        ('columns = ["origin", "destination", "hour"]', "columns = []", r"\[features.route\] has columns = \[\]"),
         ('columns = ["origin", "destination", "hour"]', 'columns = ["origin"]\nkey = "cross"', "at least 2 columns"),
         ('column = "destination"', 'columns = ["a", "b"]', 'only key = "cross" takes more'),
         ('column = "destination"', 'column = "a"\ncolumns = ["b"]', "give one of them"),
-        ('column = "destination"', "column = 3", "must be a text"),
-        ('"price"]', '"distance"]', "dense column 'distance' stands twice"),
-        ("header = false", "header = 0", "true or false"),
-        ('hour = "integer"', 'hour = "float"', "one of 'integer', 'string'"),
+        ('column = "destination"', "column = 3", "columns.0 = 3: it must be a text"),
+        ('column = "destination"', 'name = "x"', r"\[features.dest\] has the unknown key 'name'"),
+        ('"price"]', '"distance"]', "dense column 'distance' twice"),
+        ('"price"]', "3]", "dense has column = 3: it must be a text"),
+        ("header = false", "header = 0", r"\[csv\] has header = 0: it must be true or false"),
+        ("header = false", 'bad_rows = "drop"', "bad_rows = 'drop': it must be 'error', 'skip' or 'pad'"),
+        ('hour = "integer"', 'hour = "float"', "types.hour = 'float': it must be 'integer' or 'string'"),
         ("[features.origin]", "[features.origin", "is not TOML"),
         ("[features.origin]", "[features]\nroute2 = 3\n[features.origin]", "it must be a table of keys"),
     ],
@@ -145,7 +204,7 @@ def test_the_digest_is_about_meaning_and_not_about_training() -> None:
     schema = rich_schema()
     trained = replace(schema, tables=tuple(replace(t, dim=3, seed=9, optimizer=tc.optim.Adam()) for t in schema.tables))
     assert trained.digest == schema.digest
-    features = (replace(schema.features[0], null="own"), *schema.features[1:])
+    features = (replace(schema.features[0], null="embed"), *schema.features[1:])
     for other in (
         replace(schema, label=None),
         replace(schema, dense=schema.dense[::-1]),

@@ -30,8 +30,8 @@ def schema(**changes: Any) -> Schema:
         "label": "y",
         "features": (
             tc.Feature(name="a"),
-            tc.Feature(name="s", key="string", table="a", null="own"),
-            tc.Feature(name="cross", columns=("a", "t"), table="a", null="own"),
+            tc.Feature(name="s", key="string", table="a", null="embed"),
+            tc.Feature(name="cross", columns=("a", "t"), table="a", null="embed"),
         ),
         "tables": (table("a"),),
     }
@@ -123,7 +123,7 @@ def test_text_without_a_header_has_numbered_columns(tmp_path: Path) -> None:
     path = tmp_path / "x.tsv"
     path.write_text("1\t5\tab\n0\t\tcd\n")
     features = (
-        tc.Feature(name="f1", null="own", table="a"),
+        tc.Feature(name="f1", null="embed", table="a"),
         tc.Feature(name="f2", key="string", table="a"),
     )
     spec = Schema(label="f0", features=features, tables=(table("a"),), csv=CsvFormat(header=False))

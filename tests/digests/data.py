@@ -67,9 +67,9 @@ class Spec:
     @property
     def feature(self) -> tc.Feature:
         """What the schema says of it."""
-        hotness = {0: "ragged", 1: "one"}.get(self.length, "fixed")
+        hotness = {0: "ragged", 1: "one_hot"}.get(self.length, "multi_hot")
         return tc.Feature(
-            name=self.name, table=self.table, hotness=hotness, length=self.length if hotness == "fixed" else None,
+            name=self.name, table=self.table, hotness=hotness, length=self.length if hotness == "multi_hot" else None,
             weights=f"{self.name}_w" if self.weighted else None,
         )  # fmt: skip
 

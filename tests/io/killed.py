@@ -9,13 +9,13 @@ import pyarrow.parquet
 
 import tiercache as tc
 from tests.crash.told import Told
-from tiercache.io import exporting, importing, numpy_folder
+from tiercache.io import exporting, importing, numpy_format
 from tiercache.store import lmdb_engine
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-PRELOADED = (exporting, importing, numpy_folder, lmdb_engine, pyarrow.parquet)
+PRELOADED = (exporting, importing, numpy_format, lmdb_engine, pyarrow.parquet)
 
 
 def run(folder: Path, call: str, format_: str, fatal: int) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
+import os
 import pickle
 import shutil
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +22,13 @@ import tiercache as tc
 from tests.files import flip
 from tests.io.cases import FORMATS, filled, random_rows, table
 from tiercache.errors import ImportExportError
-from tiercache.io.column_file import ColumnFile
+from tiercache.io.formats import ColumnFile
+from tiercache.io.key_set_file import read_key_set
+from tiercache.io.numpy_format import map_array
 from tiercache.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 ITEM = table("item", 2, "adagrad")
 ROWS = random_rows([ITEM], [50])
@@ -89,19 +94,19 @@ def edit(source: Path, change: Callable[[dict[str, Any]], None]) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda r: r.update(version=2), "is not of this tiercache's exports"),
-        (lambda r: r.update(files="excel"), "format 'excel' is unknown: it must be one of numpy, parquet"),
+        (lambda r: r.update(version=2), "version: Input should be 1"),
+        (lambda r: r.update(format="excel"), "format 'excel' is unknown: it must be one of numpy, parquet"),
         (lambda r: r["tables"][0].update(rows=49), "counts 49 rows of table 'item', and its files hold 50"),
         (lambda r: r["tables"][0].update(rows=-1), "cannot be read"),
         (lambda r: r["tables"][0]["table"].update(dim=3), r"is \(50, 2\) of float32: table 'item' with 50 keys needs"),
         (lambda r: r["tables"][0]["table"].update(name="../item"), "there is no .*%2E%2E%2Fitem"),
-        (lambda r: r.pop("tables"), "cannot be read"),
-        (
-            lambda r: r.update(steps=1 << 63),
-            r"steps is 9223372036854775808, and must be 0 \.\. 9,223,372,036,854,775,807",
+        (lambda r: r["tables"][0].update(rows=10**40), r"cannot be read \(tables.0.rows: "),
+        (lambda r: r.pop("tables"), r"cannot be read \(tables: Field required\): export again"),
+        *(
+            (lambda r, n=steps: r.update(steps=n), r"cannot be read \(steps: ")
+            for steps in (1 << 63, -1, True, "7", 1.5)
         ),
-        *((lambda r, steps=steps: r.update(steps=steps), "steps is") for steps in (-1, True, "7", 1.5)),
-        (lambda r: r["tables"][0].update(rows=10**40), "rows is 1000.*, and must be 0"),
+        (lambda r: r.update(since=3), "holds only the rows that changed since commit 3: import an export of all"),
         (lambda r: r["tables"].append(r["tables"][0]), "two tables are named 'item'"),
     ],
 )
@@ -113,10 +118,10 @@ def test_listings_that_make_no_sense_are_refused(
     edit(tmp_path / "out", change)
     refused(tmp_path / "out", tmp_path / "s.tc", sentence)
     (tmp_path / "out" / "tables.json").write_text("no JSON")
-    refused(tmp_path / "out", tmp_path / "s.tc", "is not JSON")
+    refused(tmp_path / "out", tmp_path / "s.tc", "Invalid JSON")
     for deep in (b"[" * 100_000, b'{"a":' * 100_000):
         (tmp_path / "out" / "tables.json").write_bytes(deep)
-        refused(tmp_path / "out", tmp_path / "s.tc", "nests its values too deep: export again")
+        refused(tmp_path / "out", tmp_path / "s.tc", "Invalid JSON: recursion limit exceeded")
 
 
 def test_numpy_files_of_other_types_are_refused(tmp_path: Path, exports: Path) -> None:
@@ -130,28 +135,36 @@ def test_numpy_files_of_other_types_are_refused(tmp_path: Path, exports: Path) -
     refused(tmp_path / "out", tmp_path / "s.tc", "is no whole array of numbers")
     np.save(folder / "vector.npy", good)
     np.save(folder / "keys.npy", np.arange(50, dtype=np.uint64))
-    refused(tmp_path / "out", tmp_path / "s.tc", "they must be one int64 for each row")
+    refused(tmp_path / "out", tmp_path / "s.tc", r"are \(50,\) of uint64: they must be \(n,\) of int64")
     np.save(folder / "keys.npy", np.zeros(50, np.int64))
     refused(tmp_path / "out", tmp_path / "s.tc", "key 0 of table 'item' is given twice")
     shutil.copytree(exports / "numpy", tmp_path / "half")
     adam = table("item", 2, "adam")
     np.save(tmp_path / "half" / "item" / "exp_avg.npy", good)
-    refused(tmp_path / "half", tmp_path / "t.tc", "exp_avg of the optimizer state .* not exp_avg_sq", tables=[adam])
+    refused(
+        tmp_path / "half",
+        tmp_path / "t.tc",
+        "a part of the optimizer state of table 'item' and lacks exp_avg_sq",
+        tables=[adam],
+    )
 
 
 @pytest.mark.parametrize(
     ("columns", "sentence"),
     [
-        ({"vector": [[1.0, 2.0]]}, "has no column 'key'"),
-        ({"key": [1]}, "has no column 'vector'"),
-        ({"key": pa.array([1], pa.int32()), "vector": [[1.0, 2.0]]}, "column 'key' of .* is int32: .* needs int64"),
-        ({"key": [1], "vector": pa.array([[1.0, 2.0]], pa.list_(pa.float64()))}, "needs lists of 2 float32"),
-        ({"key": [1], "vector": pa.array([[1.0] * 3], pa.list_(pa.float32(), 3))}, "needs lists of 2 float32"),
-        ({"key": [1, 2], "vector": [[1.0, 2.0], [1.0]]}, "from 0 on without 2 numbers"),
-        ({"key": [1, 2], "vector": [[1.0, 2.0], None]}, "from 0 on without 2 numbers"),
-        ({"key": [1, 2], "vector": [[1.0, None], [1.0, 2.0]]}, "from 0 on without 2 numbers"),
-        ({"key": [1, 2], "vector": [[1.0, 2.0, 3.0], [1.0]]}, "from 0 on without 2 numbers"),
-        ({"key": [1, None], "vector": [[1.0, 2.0]] * 2}, "has no key in a row"),
+        ({"vector": [[1.0, 2.0]]}, "has no keys of table 'item', only vector: add it"),
+        ({"key": [1]}, "has no vector of table 'item', only keys: add it"),
+        ({"key": pa.array([1], pa.int32()), "vector": [[1.0, 2.0]]}, r"keys in .* are \(1,\) of int32"),
+        ({"key": [1], "vector": pa.array([[1.0, 2.0]], pa.list_(pa.float64()))}, "double: .* of float32"),
+        (
+            {"key": [1], "vector": pa.array([[1.0] * 3], pa.list_(pa.float32(), 3))},
+            r"is \(1, 3\) of float32: .*\(1, 2\)",
+        ),
+        ({"key": [1, 2], "vector": [[1.0, 2.0], [1.0]]}, "lacks a list of 2 numbers in a row"),
+        ({"key": [1, 2], "vector": [[1.0, 2.0], None]}, "lacks a list of 2 numbers in a row"),
+        ({"key": [1, 2], "vector": [[1.0, None], [1.0, 2.0]]}, "lacks a list of 2 numbers in a row"),
+        ({"key": [1, 2], "vector": [[1.0, 2.0, 3.0], [1.0]]}, "lacks a list of 2 numbers in a row"),
+        ({"key": [1, None], "vector": [[1.0, 2.0]] * 2}, "column 'key' of .* lacks a number in a row"),
     ],
 )
 def test_parquet_columns_that_are_no_rows_are_refused(tmp_path: Path, columns: dict[str, Any], sentence: str) -> None:
@@ -184,7 +197,7 @@ def test_a_state_dict_runs_no_code(tmp_path: Path, exports: Path, monkeypatch: p
         ({"weight": Bomb()}, "is no whole state dict of tensors"),
         ({"bias": torch.zeros(50, 2)}, "holds 'bias': it must be the state dict of an embedding"),
         (torch.zeros(50, 2), "holds Tensor"),
-        ({"weight": torch.zeros(50, 2, dtype=torch.float16)}, "it must be a dense float32 tensor"),
+        ({"weight": torch.zeros(50, 2, dtype=torch.float16)}, "of float16: .* of float32"),
         ({"weight": torch.zeros(49, 2)}, r"is \(49, 2\) of float32"),
     ):
         torch.save(content, path)
@@ -192,6 +205,80 @@ def test_a_state_dict_runs_no_code(tmp_path: Path, exports: Path, monkeypatch: p
     path.write_bytes(pickle.dumps({"weight": Bomb()}))
     refused(tmp_path / "out", tmp_path / "s.tc", "is no whole state dict of tensors", initial_state=True)
     assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path, exports: Path, format_: str) -> None:
+    """In place of any file of any format, of the manifest, a state dict or a key set."""
+    source = tmp_path / "out"
+    shutil.copytree(exports / format_, source)
+    names = [path for path in source.rglob("*") if path.is_file()]
+    assert len(names) > 1
+    for path in names:
+        path.rename(tmp_path / "kept")
+        os.mkfifo(path)
+        refused(source, tmp_path / "s.tc", f"{path.name} is no regular file", initial_state=True)
+        path.unlink()
+        (tmp_path / "kept").rename(path)
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ImportExportError, match="fifo is no regular file"):
+        read_key_set(tmp_path / "fifo", "int64")
+    refused(tmp_path / "fifo", tmp_path / "s.tc", "there is no folder", format=format_, tables=[ITEM])
+
+
+@pytest.mark.filterwarnings("ignore:Reading")
+def test_a_damaged_npy_header_is_a_sentence(tmp_path: Path, exports: Path) -> None:
+    """Any byte of it for any other: NumPy reads it as Python, and raises what Python raises."""
+    shutil.copytree(exports / "numpy", tmp_path / "out")
+    path = tmp_path / "out" / "item" / "vector.npy"
+    whole = path.read_bytes()
+    for at, byte in itertools.product(range(128), b"\0\xff({'L9\n"):
+        path.write_bytes(whole[:at] + bytes([byte]) + whole[at + 1 :])
+        with suppress(ImportExportError):
+            map_array(path)
+    path.write_bytes(whole.replace(b"(50, 2)", b"(50, 2("))
+    refused(tmp_path / "out", tmp_path / "s.tc", "vector.npy is no whole array of numbers")
+
+
+def test_a_path_with_nul_is_refused(tmp_path: Path, exports: Path) -> None:
+    """From Python as from the command line."""
+    for arguments in (("a\0b", tmp_path / "s.tc"), (exports / "numpy", "a\0b")):
+        with pytest.raises(ImportExportError, match="has a NUL character: give one without"):
+            tc.import_store(*arguments)
+    with filled(None, [ITEM], ROWS) as store, pytest.raises(ImportExportError, match="has a NUL character"):
+        tc.export_store(store, "a\0b", format="numpy")
+
+
+@contextmanager
+def nobody() -> Iterator[None]:
+    """Have the rights of nobody, where the tests run as root."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+def test_what_may_not_be_read_or_written_is_named(tmp_path: Path, exports: Path) -> None:
+    """One sentence, of the same kind as all others."""
+    for folder in (tmp_path, *tmp_path.parents[:-2]):
+        folder.chmod(0o755)
+    for format_ in FORMATS:
+        shutil.copytree(exports / format_, tmp_path / format_)
+        for path in (tmp_path / format_).rglob("*"):
+            if path.is_file() and path.name != "tables.json":
+                path.chmod(0)
+        with nobody():
+            refused(tmp_path / format_, tmp_path / "s.tc", "the import of .*Permission denied", initial_state=True)
+    with filled(None, [ITEM], ROWS) as store:
+        with nobody(), pytest.raises(ImportExportError, match=r"the export to .*: Permission denied$"):
+            tc.export_store(store, tmp_path / "new" / "out", format="numpy")
+        (tmp_path / "numpy" / "tables.json").chmod(0)
+    with nobody():
+        refused(tmp_path / "numpy", tmp_path / "s.tc", r"tables.json: Permission denied$")
 
 
 def test_a_hugectr_folder_whose_sizes_disagree_is_refused(tmp_path: Path, exports: Path) -> None:
@@ -205,12 +292,25 @@ def test_a_hugectr_folder_whose_sizes_disagree_is_refused(tmp_path: Path, export
     refused(tmp_path / "out", tmp_path / "s.tc", "key has 9 bytes, which are no whole rows of 8")
 
 
+def test_an_import_of_no_tables_is_refused(tmp_path: Path) -> None:
+    """It would make a store with a commit of nothing."""
+    (tmp_path / "out").mkdir()
+    refused(
+        tmp_path / "out",
+        tmp_path / "s.tc",
+        "tables is empty: give the tables that the source holds",
+        format="numpy",
+        tables=[],
+    )
+
+
 def test_what_cannot_be_asked_for_is_refused(tmp_path: Path, exports: Path) -> None:
     """Unknown tables and formats, taken places, stores that are not empty."""
     with filled(tmp_path / "full.tc", [ITEM], ROWS) as store:
         for options, sentence in (
             ({"format": "excel"}, "format 'excel' is unknown"),
             ({"format": "numpy", "tables": ["user"]}, "has no table 'user': it has 'item'"),
+            ({"format": "numpy", "tables": []}, "tables is empty: give the names"),
         ):
             with pytest.raises(ImportExportError, match=sentence):
                 tc.export_store(store, tmp_path / "new", **options)
@@ -240,7 +340,7 @@ def test_an_export_that_cannot_fit_is_refused_before_it_begins(tmp_path: Path, m
 
 
 def test_a_disk_that_fills_up_leaves_no_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the bytes that it needs."""
+    """And one sentence."""
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -248,7 +348,7 @@ def test_a_disk_that_fills_up_leaves_no_export(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(ColumnFile, "write", full)
     with (
         filled(None, [ITEM], ROWS) as store,
-        pytest.raises(ImportExportError, match=r"is full, and .* about 1,200 bytes"),
+        pytest.raises(ImportExportError, match=r"the export to .*/new failed: No space left on device"),
     ):
         tc.export_store(store, tmp_path / "new", format="numpy")
     assert list(tmp_path.iterdir()) == []
@@ -259,4 +359,4 @@ def test_a_changed_byte_of_a_parquet_file_is_found(tmp_path: Path, exports: Path
     shutil.copytree(exports / "parquet", tmp_path / "out")
     path = tmp_path / "out" / "item.parquet"
     flip(path, path.read_bytes().index(next(iter(ROWS["item"].values()))[:4]))
-    refused(tmp_path / "out", tmp_path / "s.tc", "cannot be read after row 0")
+    refused(tmp_path / "out", tmp_path / "s.tc", "is no whole Parquet file")

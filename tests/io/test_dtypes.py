@@ -18,12 +18,11 @@ from tests.files import files_of
 from tests.io.cases import FORMATS, keeps_state
 from tiercache.errors import ImportExportWarning
 from tiercache.io import exporting
-from tiercache.io.free_space import free_space_in
+from tiercache.io.staging import check_space
 from tiercache.store import Adagrad, MemoryEngine, Store, Table, Uniform, fill
 from tiercache.store.vectors import ITEM_BYTES, from_bits, nearest, to_bits
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
     from pathlib import Path
 
 DTYPES = ("bfloat16", "float16")
@@ -107,11 +106,11 @@ def test_the_room_that_an_export_asks_for_is_what_it_takes(
     fields = tuple(np.ones((ROWS, field.width), np.float32) for field in wide.fields)
     asked: list[int] = []
 
-    def noted(folder: Path, needed: int, *others: str) -> AbstractContextManager[None]:
+    def noted(folder: Path, needed: int, what: str) -> None:
         asked.append(needed)
-        return free_space_in(folder, needed, *others)
+        check_space(folder, needed, what)
 
-    monkeypatch.setattr(exporting, "free_space_in", noted)
+    monkeypatch.setattr(exporting, "check_space", noted)
     with Store.open(None, tables=[wide], engine=MemoryEngine()) as store, warnings.catch_warnings():
         warnings.simplefilter("ignore", ImportExportWarning)
         fill(store, [("t", (np.arange(ROWS, dtype=np.int64), fields))])

@@ -15,7 +15,7 @@ from safetensors import safe_open
 import tiercache as tc
 from tests.io.cases import filled, table
 from tiercache.errors import ImportExportWarning
-from tiercache.io import parquet_file
+from tiercache.io import parquet_format
 from tiercache.store import Store, hash_keys
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def test_a_row_group_holds_a_bounded_number_of_rows(tmp_path: Path, monkeypatch:
     from tiercache.store import scan as scanning
 
     monkeypatch.setattr(scanning, "CHUNK_BYTES", 1 << 12)
-    monkeypatch.setattr(parquet_file, "_GROUP_BYTES", 1 << 14)
+    monkeypatch.setattr(parquet_format, "_GROUP_BYTES", 1 << 14)
     one = table("item", 2, "adagrad")
     rows = {"item": {key: bytes(16) for key in range(5_000)}}
     with filled(None, [one], rows) as store:
@@ -126,7 +126,7 @@ def test_a_hugectr_folder_is_packed_numbers_without_a_header(tmp_path: Path, sto
 
 
 def test_a_hugectr_folder_from_elsewhere_is_imported(tmp_path: Path) -> None:
-    """In any order of keys; slots and the files of another optimizer are left out, with a warning each.
+    """In any order of keys; slots and the files of another optimizer are left out, with one warning.
 
     The folder of one table may be given itself.
     """
@@ -142,9 +142,9 @@ def test_a_hugectr_folder_from_elsewhere_is_imported(tmp_path: Path) -> None:
         "Adam.m": vectors,
     }.items():
         values.tofile(folder / name)
-    with pytest.warns(ImportExportWarning) as caught:
+    with pytest.warns(ImportExportWarning, match=r"item/slot_id, .*item/Adam.m: ignored") as caught:
         tc.import_store(tmp_path / "model", tmp_path / "s.tc", format="hugectr", tables=[ADAGRAD])
-    assert [str(w.message).split(" is ignored")[0].rsplit("/", 1)[1] for w in caught] == ["slot_id", "Adam.m"]
+    assert len(caught) == 1
     expected = {k: (vectors[i].tolist(), (vectors[i] + 1).tolist()) for i, k in enumerate(keys.tolist())}
     assert items(tmp_path / "s.tc") == expected
     for name in ("slot_id", "Adam.m"):

@@ -14,7 +14,7 @@ import tiercache as tc
 from tests.io.cases import FORMATS
 from tests.memory import Peak, run_alone
 from tests.store.big import BIG
-from tiercache.io import parquet_file
+from tiercache.io import parquet_format
 from tiercache.store import Store, fill
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def chunks(rows: int) -> Iterator[tuple[str, Any]]:
 def measure(folder: Path) -> None:
     """Export and import something small, then something large, and leave behind what that took beside the small."""
     warnings.simplefilter("ignore")
-    parquet_file._GROUP_BYTES = 2 << 20
+    parquet_format._GROUP_BYTES = 2 << 20
 
     def run(name: str, format_: str) -> None:
         source, out, copy = folder / f"{name}.tc", folder / f"{name}-{format_}", folder / f"{name}-{format_}.tc"

@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 
 import tiercache as tc
 from tests.io.cases import all_tables, filled, random_rows, rows_of
 from tiercache.errors import ImportExportError
-from tiercache.io.key_set_file import write_key_set
 from tiercache.io.staging import staging_directory
 from tiercache.store import MemoryEngine, Store
 
@@ -69,16 +67,3 @@ def test_a_draft_is_had_by_one_at_a_time_whenever_others_come(tmp_path: Path) ->
     assert {entry.name for entry in tmp_path.iterdir()} == {f"{number}-{turn}" for number, turn in published}
     for number, turn in published:
         assert (tmp_path / f"{number}-{turn}" / "a").read_text() == f"{number} {turn}"
-
-
-def test_a_key_set_is_not_written_twice_at_once(tmp_path: Path) -> None:
-    """The one that is there stays as it is meanwhile; then it may be replaced."""
-    path = tmp_path / "keys"
-    write_key_set(path, np.arange(3), "int64")
-    with staging_directory(path, replaces=True):
-        with pytest.raises(ImportExportError, match="is being written by another process"):
-            write_key_set(path, np.arange(5), "int64")
-        assert path.stat().st_size == 24
-    write_key_set(path, np.arange(5), "int64")
-    assert path.stat().st_size == 40
-    assert [entry.name for entry in tmp_path.iterdir()] == ["keys"]

@@ -14,7 +14,7 @@ from tests.kernels.machines import Cpu
 from tests.kernels.shuffling import sample_at
 from tests.kernels.stochastic import philox, random_bits, rounded
 from tests.kernels.test_bits import xxh64
-from tiercache.data.keyset import KeySet, write_key_set
+from tiercache.data.keyset import write_key_set
 from tiercache.kernels.cpu.hashing import hash_keys, mix, xxh64_words
 from tiercache.kernels.cpu.initial import NORMAL, UNIFORM, initial_rows
 from tiercache.kernels.cpu.rounding import set_streams
@@ -128,10 +128,13 @@ def test_digests_are_those_of_the_page(tmp_path: Path) -> None:
     wanted = dict(rows_below("| what | digest |"))
     tables = (tc.Table(name="item", dim=1, optimizer=tc.optim.SGD(learning_rate=0.1), initializer=tc.init.Zeros()),)
     columns = [(np.array([0, 2, 1]), np.array([5, 1, 2]))]
-    write_key_set(tmp_path / "keys.arrow", tables, columns)
+    digest = write_key_set(tmp_path / "keys", tables, {"item": 3}, columns)
     keys = "key set of the table `item` with the keys 0, 2, 1 and the counts 5, 1, 2"
-    plain = b"item\0003\000" + np.array([0, 2, 1, 5, 1, 2], "<i8").tobytes()
-    assert KeySet(tmp_path / "keys.arrow", tables).digest() == hashlib.sha256(plain).hexdigest() == wanted[keys]
+    data = (tmp_path / "keys").read_bytes()
+    size = 8 + int.from_bytes(data[:8], "little")
+    assert data[size : size + 48] == np.array([0, 2, 1, 5, 1, 2], "<i8").tobytes()
+    assert data[size + 48 :] == np.array([xxh64(data[size : size + 48])], "<u8").tobytes()
+    assert digest == hashlib.sha256(data[:size] + data[size + 48 :]).hexdigest() == wanted[keys]
     schedule = Schedule(num_passes=6, dataset_digest="00").digest
     plain = b'{"order_seed": null, "pass_set": "00", "version": 1}'
     assert schedule == hashlib.sha256(plain).hexdigest() == wanted["schedule of the dataset `00` without an order seed"]

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from typer.testing import CliRunner
 
 import tiercache as tc
+from tests.cli.command import error_of, run, told
 from tests.planning.test_capacity import CASE
 from tiercache.cli import app
-from tiercache.cli.dataset_info import dataset_info
-from tiercache.errors import TierCacheError
 from tiercache.planning.plan import Rates, TrainingPlan
 from tiercache.tiers import probe
 
@@ -86,24 +85,22 @@ def test_a_disk_is_measured_with_a_file_that_goes(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_info_of_a_dataset_has_its_sizes_and_what_host_memory_buys(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_info_of_a_dataset_has_its_sizes_and_what_host_memory_buys(tmp_path: Path) -> None:
     """As JSON for programs, as tables for people, and as a picture."""
     data = CASE.cut(tmp_path / "d")
-    dataset_info(data.path, as_json=True, curve=True)
-    record: dict[str, Any] = json.loads(capsys.readouterr().out)
+    record = told("info", data.path, "--curve")
     assert record["samples"] == 3000
     assert [p["tables"]["b"]["rows"] for p in record["passes"]] == [p.rows("b") for p in data]
     assert sum(t["occurrences"] for t in record["tables"]) == sum(p.counts(n).sum() for p in data for n in ("a", "b"))
     assert record["curve"][0]["rows_read"] > record["curve"][-1]["rows_read"] == 0
-    dataset_info(data.path, curve=True, plot=tmp_path / "plot.png")
-    assert "3,000 samples in 12 passes" in capsys.readouterr().out
+    shown = run("info", data.path, "--curve", "--plot", tmp_path / "plot.png")
+    assert "3,000 samples in 12 passes" in shown
+    assert "one epoch by host memory" in shown
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 
 def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is printed."""
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    with pytest.raises(TierCacheError, match=r"pip install tiercache\[plots\]"):
-        dataset_info(CASE.cut(tmp_path / "d").path, plot=tmp_path / "plot.png")
+    data = CASE.cut(tmp_path / "d")
+    assert "pip install tiercache[plots]" in error_of("info", data.path, "--plot", tmp_path / "plot.png")

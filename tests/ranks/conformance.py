@@ -83,14 +83,14 @@ class Entry:
         rows = {one.name: count * times for one, count in zip(self.tables, self.rows, strict=True)}
         features = {}
         for spec in self.specs:
-            lengths = {"one": np.ones(n, int), "fixed": np.full(n, spec.length)}.get(spec.hotness)
+            lengths = {"one_hot": np.ones(n, int), "multi_hot": np.full(n, spec.length)}.get(spec.hotness)
             if lengths is None:
                 lengths = rng.integers(0, self.longest + 1, n) * (rng.random(n) >= self.empty)
             total = int(lengths.sum())
             keys = keys_of(np.floor(rows[spec.table] * rng.random(total) ** 2).astype(np.int64))
             keys[rng.random(total) < self.unknown] = OOV_KEY
             weights = rng.random(total).astype(np.float32) + np.float32(0.5) if spec.weighted else None
-            offsets = None if spec.hotness == "one" else np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+            offsets = None if spec.hotness == "one_hot" else np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
             features[spec.name] = FeatureKeys(keys, offsets, weights)
         label = rng.integers(0, 2, n).astype(np.float32)
         dense = (rng.integers(-4, 5, n) if self.exact else rng.standard_normal(n)).astype(np.float32)[:, None]

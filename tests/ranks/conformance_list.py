@@ -57,7 +57,7 @@ def strategy(name: str, **thresholds: int) -> Callable[[Entry, int], ShardingPla
 
 RAGGED: dict[str, Any] = {"hotness": "ragged"}
 MEAN: dict[str, Any] = {"hotness": "ragged", "mode": "mean"}
-LIST: dict[str, Any] = {"hotness": "fixed"}
+LIST: dict[str, Any] = {"hotness": "multi_hot"}
 SIX = ((40, 2), (7, 3), (60, 4), (30, 5), (50, 8), (20, 16))
 FOUR = ((40, 8), (30, 5), (50, 12), (20, 8))
 RULES = (
@@ -68,15 +68,16 @@ ALL = in_turn(*WAYS)
 SHARED = (
     *a_feature_each(4),
     *(Spec(name=f"g{i}", table=f"t{i}", hotness="ragged", mode=mode) for i, mode in enumerate(["sum", "mean"] * 2)),
-    *(Spec(name=f"h{i}", table=f"t{i}", hotness="fixed", length=2) for i in range(4)),
+    *(Spec(name=f"h{i}", table=f"t{i}", hotness="multi_hot", length=2) for i in range(4)),
 )
 EVERYTHING = Entry(
     **tables_of((*FOUR, (9, 1), (33, 7), (44, 15), (25, 16)), *RULES, tc.optim.Adagrad(learning_rate=0.05)),
     specs=(
         Spec(name="one", table="t0"), Spec(name="ragged", table="t0", hotness="ragged", weighted=True),
         Spec(name="mean", table="t1", hotness="ragged", mode="mean", weighted=True), Spec(name="list", table="t1"),
-        Spec(name="max", table="t2", hotness="ragged", mode="max"), Spec(name="wide", table="t3", hotness="fixed"),
-        Spec(name="thin", table="t4", hotness="ragged"), Spec(name="seven", table="t5", hotness="fixed", mode="mean"),
+        Spec(name="max", table="t2", hotness="ragged", mode="max"), Spec(name="wide", table="t3", hotness="multi_hot"),
+        Spec(name="thin", table="t4", hotness="ragged"),
+        Spec(name="seven", table="t5", hotness="multi_hot", mode="mean"),
         Spec(name="odd", table="t6", hotness="ragged", mode="mean"), Spec(name="last", table="t7"),
     ),
     sharding=ALL, accumulate=2, singles=("list", "last"),
@@ -206,7 +207,7 @@ EXACT = Entry(
     ),
     specs=(
         *a_feature_each(4), *(Spec(name=f"g{i}", table=f"t{i}", hotness="ragged") for i in range(4)),
-        *(Spec(name=f"h{i}", table=f"t{i}", hotness="fixed", length=2, mode="mean") for i in range(4)),
+        *(Spec(name=f"h{i}", table=f"t{i}", hotness="multi_hot", length=2, mode="mean") for i in range(4)),
     ),
     sharding=ALL, exact=True, num_samples=80, pass_samples=48,
 )  # fmt: skip

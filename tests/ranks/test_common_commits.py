@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import tiercache as tc
+from tests.cli.command import run, told
 from tests.ranks import sharded_world
 from tests.ranks.meeting import meet
 from tests.ranks.sharded_world import (
@@ -26,7 +26,6 @@ from tests.ranks.sharded_world import (
     whole_row,
 )
 from tests.ranks.trainings import CASES, stored
-from tiercache.cli.store import app
 from tiercache.ranks.inspection import sharded_info, verify_sharded
 from tiercache.ranks.record import Record
 from tiercache.store import CommitMissingError, Cursor, Store, StoreClosedError, StoreInUseError
@@ -218,39 +217,33 @@ def test_a_store_of_an_older_record_goes_on(tmp_path: Path) -> None:
     check_parts(path, Cursor(3))
 
 
-def run(*arguments: object, code: int = 0) -> str:
-    """Run a command and return what it prints."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
-    assert result.exit_code == code, result.output + repr(result.exception)
-    return result.output
-
-
 def test_commands_read_and_roll_back_a_sharded_store(tmp_path: Path) -> None:
     """As they do a store of one process, and at its commits."""
     path = tmp_path / "s"
     assert train_parts(path, 3, 6, retention=3) == [None] * 3
-    assert [one["id"] for one in json.loads(run("info", path, "--json"))["commits"]] == [3, 4, 5]
-    for part in json.loads(run("info", path, "--json"))["parts"]:
+    assert [one["id"] for one in told("info", path)["commits"]] == [3, 4, 5]
+    for part in told("info", path)["parts"]:
         assert part["retention"] == 3
         assert [(one["id"], one["pass"], one["sample"]) for one in part["commits"]] == [
             (3, 2, 0), (4, 3, 0), (5, 3, 5)
         ]  # fmt: skip
     assert "3 are kept" in run("info", path)
-    assert "3 parts that belong together at 3 commits" in run("verify", path)
+    assert "3 shards that belong together at 3 commits" in run("verify", path)
     trained = {key: (pass_index, part) for key, (pass_index, part) in expected(Cursor(2))["item"].items()}
     later = expected(Cursor(3, 5))["item"]
     key = next(key for key, at in trained.items() if later[key] != at)
-    rows = [json.loads(run("lookup", path, "item", "--json", *at, "--", key))[0] for at in ([], ["--commit", 3])]
+    rows = [told("lookup", path, "item", *at, "--", key)[0] for at in ([], ["--commit", 3])]
     for row, at in zip(rows, (later[key], trained[key]), strict=True):
         assert np.array_equal(np.float32(row["vector"]), whole_row(WHOLE["item"], key, *at)[0][0])
 
-    changed = json.loads(run("changes", path, "--since", 3, "--out", tmp_path / "keys", "--json"))
+    changed = told("changes", path, "--since", 3)
     assert (changed["since"], changed["commit"]) == (3, 5)
-    keys = np.load(tmp_path / "keys" / "item.npy")
+    run("export", path, tmp_path / "changed", "--since", 3, "--format", "numpy")
+    keys = np.load(tmp_path / "changed" / "item" / "keys.npy")
     assert changed["rows"]["item"] == keys.size == len(np.unique(keys)) > 0
     assert "item: " in run("changes", path, "--since", -1)
-    assert json.loads(run("diff", path, "--json"))["same"]
-    differences = json.loads(run("diff", path, "--from", 3, "--to", 5, "--json", code=1))["tables"]
+    assert told("diff", path)["same"]
+    differences = told("diff", path, "--from", 3, "--to", 5, code=1)["tables"]
     item = next(one for one in differences if one["table"] == "item")
     assert item["different"] + item["only_second"] == keys.size
 
@@ -259,10 +252,10 @@ def test_commands_read_and_roll_back_a_sharded_store(tmp_path: Path) -> None:
     assert "only first" in run("diff", path, tmp_path / "one", "--from", 4)
     run("diff", tmp_path / "one", path, code=1)
 
-    done = json.loads(run("rollback", path, "--to", 4, "--json"))
+    done = told("rollback", path, "--to", 4)
     assert done == {"commit": 6, "pass": 3, "sample": 0}
     run("diff", path, tmp_path / "one")
-    assert "commit 7 stands where commit 4 stood" in run("rollback", path, "--to", 4)
+    assert "commit 7 has the rows and the position of commit 4" in run("rollback", path, "--to", 4)
     assert sharded_info(path)["cursor"] == {"pass": 3, "sample": 0}
 
 

@@ -33,13 +33,13 @@ def records(draw: st.DrawFn) -> dict[str, Any]:
     )  # fmt: skip
     specs, singles = [], []
     for i in range(draw(st.integers(1, 7))):
-        hotness = draw(st.sampled_from(["one", "fixed", "ragged", "ragged"]))
+        hotness = draw(st.sampled_from(["one_hot", "multi_hot", "ragged", "ragged"]))
         mode = draw(st.sampled_from(["sum", "mean", "max"]))
         specs.append(
             {
                 "table": draw(st.integers(0, len(tables) - 1)), "hotness": hotness, "mode": mode,
                 "length": draw(st.integers(1, 5)),
-                "weighted": hotness != "one" and mode != "max" and draw(st.booleans()),
+                "weighted": hotness != "one_hot" and mode != "max" and draw(st.booleans()),
             }
         )  # fmt: skip
         if i and draw(st.integers(0, 4)) == 0:

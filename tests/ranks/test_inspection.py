@@ -1,4 +1,4 @@
-"""Looking at a sharded store from outside: ``tiercache store info``, ``verify`` and ``lookup``."""
+"""Looking at a sharded store from outside: ``tiercache info``, ``verify`` and ``lookup``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
+from tests.cli.command import error_of, run
 from tests.ranks.meeting import meet
 from tests.ranks.sharded_world import TABLES, expected, opened, take
-from tiercache.cli.store import app
 from tiercache.ranks.inspection import is_sharded, sharded_info, verify_sharded
 from tiercache.ranks.record import Record
-from tiercache.store import Cursor, KeyMissingError, Store
+from tiercache.store import Cursor, Store
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,13 +34,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "s"
 
 
-def run(*arguments: object, code: int = 0) -> str:
-    """Run a command and return what it prints."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
-    assert result.exit_code == code, result.output + repr(result.exception)
-    return result.output
-
-
 def test_info_counts_every_row_once(path: Path) -> None:
     """By table over all parts, slices of a table together; and each part for itself."""
     found = json.loads(run("info", path, "--json"))
@@ -54,10 +46,12 @@ def test_info_counts_every_row_once(path: Path) -> None:
     word = next(table for table in found["tables"] if table["name"] == "word")
     assert word["sharding"] == {"kind": "column", "slices": [[0, 0, 2], [1, 2, 4], [2, 4, 5]]}
     shown = run("info", path)
-    assert "3 parts at commit 3, pass 2" in shown
+    assert "shards   3, one a rank" in shown
+    assert "commit   3, training goes on at pass 2" in shown
     assert "column: 2 on rank 0, 2 on rank 1, 1 on rank 2" in shown
     assert "table: rank 2" in shown
     assert "part-0-2" in shown
+    assert "segments of shard 2" in run("info", path, "--segments")
     assert is_sharded(path)
     assert not is_sharded(path / "part-0-0")
 
@@ -70,13 +64,13 @@ def test_info_of_a_store_without_a_commit(tmp_path: Path) -> None:
 
     assert meet(2, body) == [None, None]
     assert sharded_info(tmp_path / "s")["cursor"] is None
-    assert "2 parts at no commit yet; 0 live rows" in run("info", tmp_path / "s")
+    assert "commit   none yet\n  rows     0 live rows" in run("info", tmp_path / "s")
     assert "is whole" in run("verify", tmp_path / "s")
 
 
 def test_verify_reads_all_parts_and_whether_they_belong_together(path: Path, tmp_path: Path) -> None:
     """A damaged part, one that is missing, rows of another rank, slices with different keys."""
-    assert "is whole: 3 parts that belong together" in run("verify", path)
+    assert "is whole: 3 shards that belong together" in run("verify", path)
     found = json.loads(run("verify", path, "--json"))
     assert found["problems"] == []
     assert found["rows"] == sum(part["rows"] for part in found["parts"]) > 0
@@ -88,7 +82,7 @@ def test_verify_reads_all_parts_and_whether_they_belong_together(path: Path, tmp
     def words(damaged: Path) -> str:
         (sentence,) = verify_sharded(damaged)["problems"]
         assert "\n" not in sentence
-        assert run("verify", damaged, code=1).strip().startswith("error: ")
+        assert error_of("verify", damaged) == sentence
         return str(sentence)
 
     copies = [tmp_path / str(i) for i in range(4)]
@@ -116,22 +110,19 @@ def test_lookup_shows_whole_rows(path: Path) -> None:
     (row,) = json.loads(run("lookup", path, "word", "--json", "--", key))
     assert (row["key"], len(row["vector"]), len(row["sum"])) == (key, 5, 1)
     assert str(key) in run("lookup", path, "word", "--", key)
-    result = CliRunner().invoke(app, ["lookup", str(path), "word", "999"])
-    assert isinstance(result.exception, KeyMissingError)
-    result = CliRunner().invoke(app, ["lookup", str(path), "word", "1", "--commit", "2"])
-    assert "has no commit 2: give one of 3" in str(result.exception)
+    assert "keys have no row in table 'word' of the sharded store" in error_of("lookup", path, "word", 999)
+    assert "has no commit 2: give one of 3" in error_of("lookup", path, "word", 1, "--commit", 2)
 
 
 def test_commands_that_would_part_the_parts_refuse(path: Path) -> None:
     """A commit of one part alone is none of the store's; what reads one store reads a part."""
-    for place, words in ((path, "is a sharded store"), (path / "part-0-1", "is a part of a sharded store")):
-        result = CliRunner().invoke(app, ["compact", str(place)])
-        assert f"{words}, whose parts make commits together, and compact makes one of its own: use" in str(
-            result.exception
-        )
-    result = CliRunner().invoke(app, ["rollback", str(path / "part-0-1"), "--to", "2"])
-    assert "part-0-1 is a part of a sharded store, whose parts make commits together: give the path of the" in str(
-        result.exception
+    for command in (("compact",), ("reorganize", path)):
+        for place, words in ((path, "is a sharded store"), (path / "part-0-1", "is a shard of a sharded store")):
+            assert f"{words}, whose shards make commits together: {command[0]} works" in error_of(
+                command[0], place, *command[1:]
+            )
+    assert "part-0-1 is a shard of a store, and all shards make commits together: give the path" in error_of(
+        "rollback", path / "part-0-1", "--to", 2
     )
     assert "rows changed" in run("changes", path / "part-0-1", "--since", -1)
     with Store.open(path / "part-0-1", mode="r") as part:

@@ -21,7 +21,7 @@ from tests.ranks.sharded_world import (
     take,
     train_parts,
 )
-from tiercache.cli.store import app
+from tiercache.cli import app
 from tiercache.dist.communicator import communicator_of
 from tiercache.errors import RankError, StateError
 from tiercache.ranks.parts import Parts

@@ -223,7 +223,7 @@ def test_unique_ids_are_those_of_drawing_with_the_keys_shares(counts: list[int],
 def test_statistics_of_key_sets_alone_are_those_of_the_samples_that_their_keys_make(tmp_path: Path) -> None:
     """Where keys were given as often as they occur; where each was given once, as many samples as it takes."""
     tables = (table("a", 4), table("b", 4))
-    features = (tc.Feature(name="f", table="a"), tc.Feature(name="g", table="b", hotness="fixed", length=3))
+    features = (tc.Feature(name="f", table="a"), tc.Feature(name="g", table="b", hotness="multi_hot", length=3))
     schema = tc.Schema(tables=tables, features=features)
     a, b = np.arange(600) % 90, np.arange(1800) % 400
     samples = write_dataset(tmp_path / "samples", schema, [RawBatch.of(schema, {"f": a, "g": b.reshape(600, 3)})])
@@ -239,7 +239,7 @@ def test_statistics_are_those_of_the_largest_sub_dataset(tmp_path: Path) -> None
         tables=(table("a", 4), table("b", 4), table("unused", 4)),
         specs=(
             Spec(name="f", table="a"),
-            Spec(name="g", table="a", hotness="fixed"),
+            Spec(name="g", table="a", hotness="multi_hot"),
             Spec(name="h", table="b", hotness="ragged"),
         ),
         num_samples=4096,

@@ -30,7 +30,7 @@ CASE = Case(
         Spec(name="g", table="b", hotness="ragged"),
         Spec(name="h", table="c"),
         Spec(name="i", table="d"),
-        Spec(name="j", table="a", hotness="fixed"),
+        Spec(name="j", table="a", hotness="multi_hot"),
     ),
 )
 NAMES = [one.name for one in CASE.tables]

@@ -39,9 +39,9 @@ BAGS = Case(
     specs=(
         Spec(name="user", table="users"),
         Spec(name="friend", table="users", hotness="ragged", mode="mean"),
-        Spec(name="item", table="items", hotness="fixed", mode="max"),
+        Spec(name="item", table="items", hotness="multi_hot", mode="max"),
         Spec(name="word", table="words", hotness="ragged", weighted=True),
-        Spec(name="title", table="words", hotness="fixed", mode="mean"),
+        Spec(name="title", table="words", hotness="multi_hot", mode="mean"),
         Spec(name="tag", table="tags", hotness="ragged", mode="sum"),
     ),
 )

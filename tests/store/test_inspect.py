@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.store.conftest import Careless
-from tiercache.cli.store import app
+from tiercache.cli import app
 from tiercache.store import NotAStoreError, Store, StoreMissingError, info, verify
 from tiercache.store.testing.world import World
 
@@ -82,7 +82,7 @@ def test_the_command_line_shows_a_store(tmp_path: Path, tables: list[Table]) -> 
     shown = runner.invoke(app, ["info", str(tmp_path / "s")])
     assert shown.exit_code == 0
     assert all(table.name in shown.stdout for table in tables)
-    assert "commit 2 at pass 3" in shown.stdout
+    assert "2, training goes on at pass 3" in shown.stdout
     as_json = runner.invoke(app, ["info", str(tmp_path / "s"), "--json"])
     assert json.loads(as_json.stdout) == info(tmp_path / "s")
     assert "is whole" in runner.invoke(app, ["verify", str(tmp_path / "s")]).stdout

@@ -153,7 +153,7 @@ def test_numbers_out_of_range_are_refused(make: Any) -> None:
     [
         ({"optimizer": {"kind": "lion"}}, "must be one of sgd, adagrad"),
         ({"optimizer": {"kind": "sgd", "speed": 1}}, "has no 'speed'"),
-        ({"optimizer": {"kind": "sgd"}}, "lacks 'learning_rate'"),
+        ({"initializer": {"kind": "constant"}}, "lacks 'value'"),
         ({"initializer": "zeros"}, "must be one of zeros"),
         ({"dim": None}, "whole number"),
     ],

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tests.files import flipped
 from tests.store.big import places
 from tests.store.conftest import small_tables
-from tiercache.cli.store import app
+from tiercache.cli import app
 from tiercache.store import Store, info, verify
 from tiercache.store.testing.world import World
 from tiercache.store.verification import Verification

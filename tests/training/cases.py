@@ -36,7 +36,7 @@ class Spec:
 
     name: str
     table: str
-    hotness: str = "one"
+    hotness: str = "one_hot"
     length: int = 3
     weighted: bool = False
     mode: str = "sum"
@@ -45,7 +45,7 @@ class Spec:
 SPECS = (
     Spec(name="f", table="a"),
     Spec(name="g", table="b", hotness="ragged", mode="max"),
-    Spec(name="h", table="b", hotness="fixed", mode="mean"),
+    Spec(name="h", table="b", hotness="multi_hot", mode="mean"),
     Spec(name="i", table="a", hotness="ragged", weighted=True),
 )
 """Of two tables a and b: features of every hotness, pooled in every way."""
@@ -80,7 +80,7 @@ class Case:
                 columns=(spec.name,),
                 table=spec.table,
                 hotness=spec.hotness,
-                length=spec.length if spec.hotness == "fixed" else None,
+                length=spec.length if spec.hotness == "multi_hot" else None,
                 weights=f"{spec.name}_w" if spec.weighted else None,
             )
             for spec in self.specs
@@ -95,13 +95,13 @@ class Case:
         label = rng.integers(0, 2, n).astype(np.float32)
         dense = (rng.integers(-4, 5, n) if self.integers else rng.standard_normal(n)).astype(np.float32)[:, None]
         for spec in self.specs:
-            lengths = {"one": np.ones(n, int), "fixed": np.full(n, spec.length)}.get(
+            lengths = {"one_hot": np.ones(n, int), "multi_hot": np.full(n, spec.length)}.get(
                 spec.hotness, rng.integers(0, 5, n)
             )
             total = int(lengths.sum())
             features[spec.name] = FeatureKeys(
                 np.floor(self.num_keys * rng.random(total) ** 3).astype(np.int64) - 5,
-                None if spec.hotness == "one" else np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+                None if spec.hotness == "one_hot" else np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
                 rng.random(total).astype(np.float32) if spec.weighted else None,
             )
         return RawBatch(label, dense, features)

@@ -3,7 +3,7 @@
     python -m tests.training.damaged FOLDER FIRST LAST
 
 Flips one byte after the other in a copy of the passes in FOLDER, and writes a line of JSON before each and one behind
-it: what training and evaluation ended with. Flip 0 changes nothing; odd ones are of key sets, others of samples.
+it: what training and evaluation ended with. Flip 0 changes nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import torch
 import tiercache as tc
 from tests.store.damage import assert_sentence, generator_of
 from tests.training.cases import SPECS, Case, Net, result_of, table, tiered, train
-from tiercache.data.manifest import keys_name, samples_name
 from tiercache.errors import DatasetError
 from tiercache.store import MemoryEngine
 
@@ -38,17 +37,11 @@ BARE = "bare: "
 
 
 def flip(passes: tc.PassDataset, number: int) -> tuple[str, int, int]:
-    """Return the file, the byte and the bits of one flip: of the samples' half of ids and offsets, half of any byte."""
+    """Return the file, the byte and the bits of one flip."""
     generator = generator_of(number)
     one = passes.passes[int(generator.integers(len(passes)))]
-    name = keys_name(one.index) if number % 2 else samples_name(one.index)
-    low, high = 0, (passes.path / name).stat().st_size
-    if number % 4 == 2:
-        regions = [part for part in one.samples_file.regions() if part.is_offsets or "ids" in part.column.name]
-        part = regions[int(generator.integers(len(regions)))]
-        low, high = part.offset, part.offset + part.num_bytes
     bits = int(generator.integers(1, 256)) if generator.random() < 0.5 else 1 << int(generator.integers(8))
-    return name, int(generator.integers(low, high)), bits if number else 0
+    return one.path.name, int(generator.integers(one.num_bytes())), bits if number else 0
 
 
 def outcome(what: Callable[[], Iterable[Any]]) -> str:

@@ -32,7 +32,7 @@ SCHEMA = tc.Schema(
     features=(
         tc.Feature(name="one", table="a"),
         tc.Feature(name="bag", table="a", hotness="ragged"),
-        tc.Feature(name="pair", table="b", hotness="fixed", length=2),
+        tc.Feature(name="pair", table="b", hotness="multi_hot", length=2),
         tc.Feature(name="c", table="c", hotness="ragged"),
     ),
 )

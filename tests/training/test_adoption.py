@@ -88,7 +88,7 @@ class DLRM(nn.Module):
 
 def schema_of(optimizer: str) -> tc.Schema:
     """Eight tables, of which half have bags of any length."""
-    features = [tc.Feature(name=f"f{t}", hotness="ragged" if t % 2 else "one") for t in range(TABLES)]
+    features = [tc.Feature(name=f"f{t}", hotness="ragged" if t % 2 else "one_hot") for t in range(TABLES)]
     tables = [
         tc.Table(
             name=f"f{t}", dim=DIM, optimizer=ROW_OPTIMIZERS[optimizer], initializer=tc.init.Uniform(low=-0.3, high=0.3)

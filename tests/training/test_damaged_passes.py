@@ -35,13 +35,13 @@ def flipped(folder: Path, flips: int) -> Iterator[dict[str, Any]]:
         first = lines[-1]["number"] + 1
 
 
-@pytest.mark.parametrize("flips", [120, pytest.param(4000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("flips", [120, pytest.param(2000, marks=pytest.mark.long)])
 def test_a_flipped_byte_is_refused_or_means_nothing(tmp_path: Path, flips: int) -> None:
-    """No signal and no other error; of key sets, rows and outputs are those of whole ones where nothing is refused."""
+    """No signal, no other error, and nothing that is trained or evaluated as if it were whole."""
     CASE.cut(tmp_path / "passes")
     whole: dict[str, Any] = {}
     problems = Counter[str]()
-    refused = dict.fromkeys([".keys.arrow is not what", "has the id", "has the values", "cannot be read"], 0)
+    refused = dict.fromkeys(["its MiB number", "its header is", "its checksums are"], 0)
     for line in flipped(tmp_path / "passes", flips):
         whole = whole or line
         if "died" in line:
@@ -52,7 +52,7 @@ def test_a_flipped_byte_is_refused_or_means_nothing(tmp_path: Path, flips: int) 
             if found.startswith(BARE):
                 problems[f"{what}, {found.splitlines()[-1].split(':')[0]}"] += 1
             elif not found.startswith(REFUSED):
-                problems[f"{what} with another key set"] += ".keys." in line["file"] and found != whole[what]
+                problems[f"{what} with other bytes"] += bool(line["bits"])
             else:
                 problems["refused without a name"] += "sub-dataset " not in found or line["file"] not in found
                 for kind in refused:

@@ -41,7 +41,7 @@ CASE = Case(
     specs=(
         Spec(name="f", table="a", hotness="ragged"),
         Spec(name="g", table="b"),
-        Spec(name="h", table="c", hotness="fixed"),
+        Spec(name="h", table="c", hotness="multi_hot"),
     ),
     num_samples=256,
     pass_rows=64,
@@ -94,7 +94,7 @@ def assert_rows_as_of(cache: TierCache, others: tc.PassDataset, now: Rows) -> No
                 wanted = [now[feature.table].get(key, initial(tables[feature.table], key)) for key in keys]
                 rows = found[feature.name].reshape(-1, tables[feature.table].dim).cpu().numpy()
                 np.testing.assert_array_equal(rows, np.array(wanted, np.float32).reshape(rows.shape))
-                if feature.hotness == "one":
+                if feature.hotness == "one_hot":
                     np.testing.assert_array_equal(pooled[feature.name].cpu().numpy(), rows)
             samples += batch.num_samples
     assert samples == others.samples

@@ -299,6 +299,10 @@ def keys_with(**changed: Any) -> dict[str, Any]:
         (keys_with(), {"weights": {"x": [1.0]}}, "weights were given for 'x'"),
         (keys_with(), {"label": [1.0]}, r"label has shape \(1,\): give \(N,\) for the batch's 4 samples"),
         (keys_with(), {"dense": [1.0] * 4}, r"dense has shape \(4,\)"),
+        (keys_with(), {"label": [0.0, 1.0, float("nan"), 1.0]}, "label of sample 2 is not finite"),
+        (keys_with(), {"dense": [[0.0], [float("inf")], [0.0], [0.0]]}, "dense of sample 1 is not finite"),
+        (keys_with(), {"label": ["a"] * 4}, "label is no array of numbers"),
+        (keys_with(), {"label": torch.empty(4, device="meta")}, "label is a sparse tensor, or one without values"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_a_sentence(

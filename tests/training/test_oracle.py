@@ -37,9 +37,9 @@ SPECS = (
     Spec(name="mean", table="a", hotness="ragged", mode="mean"),
     Spec(name="weighted", table="a", hotness="ragged", weighted=True),
     Spec(name="mean weighted", table="b", hotness="ragged", weighted=True, mode="mean"),
-    Spec(name="fixed", table="b", hotness="fixed"),
+    Spec(name="fixed", table="b", hotness="multi_hot"),
     Spec(name="largest", table="b", hotness="ragged", mode="max"),
-    Spec(name="largest fixed", table="b", hotness="fixed", mode="max"),
+    Spec(name="largest fixed", table="b", hotness="multi_hot", mode="max"),
 )
 
 
@@ -156,7 +156,7 @@ def test_weights_get_the_gradients_that_torch_gives_them(tmp_path: Path, device:
 def test_whole_numbers_give_the_bits_of_torch(tmp_path: Path, unpooled: bool) -> None:
     """Where no rounding happens the order of sums cannot matter, and all bits are those of torch."""
     specs = (Spec(name="one", table="a"), Spec(name="list", table="a", hotness="ragged"),
-             Spec(name="fixed", table="b", hotness="fixed", length=4, mode="mean"))  # fmt: skip
+             Spec(name="fixed", table="b", hotness="multi_hot", length=4, mode="mean"))  # fmt: skip
     tables = tuple(table(name, 9, tc.optim.SGD(learning_rate=1.0), tc.init.Constant(value=3.0)) for name in "ab")
     case = Case(tables=tables, specs=specs, num_keys=40, integers=True, accumulate=2)
     compare(case, tmp_path, exact=True, unpooled=unpooled, later_rate=0.5)
@@ -167,7 +167,7 @@ def test_every_dim_from_1_to_130_equals_torch(tmp_path: Path) -> None:
     optimizers: list[Any] = [*OPTIMIZERS.values()]
     tables = tuple(table(f"t{d}", d, optimizers[d % 7], tc.init.Uniform(low=-1, high=1)) for d in range(1, 131))
     specs = tuple(
-        Spec(name=f"f{d}", table=f"t{d}", hotness="ragged" if d % 2 else "one", mode="mean" if d % 3 else "sum")
+        Spec(name=f"f{d}", table=f"t{d}", hotness="ragged" if d % 2 else "one_hot", mode="mean" if d % 3 else "sum")
         for d in range(1, 131)
     )
     compare(Case(tables=tables, specs=specs, num_samples=48, pass_rows=16, num_keys=12, batch=8), tmp_path)

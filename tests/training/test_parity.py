@@ -162,7 +162,7 @@ def cases(draw: st.DrawFn) -> tuple[Case, dict[str, Any]]:
     )  # fmt: skip
     specs = []
     for i in range(draw(st.integers(1, 4))):
-        hotness = draw(st.sampled_from(["one", "one", "fixed", "ragged"]))
+        hotness = draw(st.sampled_from(["one_hot", "one_hot", "multi_hot", "ragged"]))
         mode = draw(st.sampled_from(["sum", "mean", "max"]))
         specs.append(
             Spec(

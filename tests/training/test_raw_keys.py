@@ -51,7 +51,7 @@ CASE = Case(
     specs=(
         Spec(name="f", table="a", hotness="ragged", weighted=True, mode="mean"),
         Spec(name="g", table="b"),
-        Spec(name="h", table="c", hotness="fixed", mode="max"),
+        Spec(name="h", table="c", hotness="multi_hot", mode="max"),
         Spec(name="i", table="a"),
     ),
     shuffle=False,

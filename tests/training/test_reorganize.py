@@ -319,7 +319,7 @@ def test_a_reorganized_store_trains_at_the_smallest_host_budget(
     So it is also where the store was put in order with pieces of 64 KiB, whatever the passes.
     """
     tables = (table("user", 24), table("item", 24))
-    specs = (Spec(name="u", table="user"), Spec(name="i", table="item", hotness="fixed"))
+    specs = (Spec(name="u", table="user"), Spec(name="i", table="item", hotness="multi_hot"))
     case = Case(
         tables=tables, specs=specs, num_samples=4 * pass_rows, pass_rows=pass_rows, num_keys=9 * pass_rows, batch=256,
         epochs=1, order_seed=5,

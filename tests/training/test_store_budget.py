@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 CASE = Case(
     tables=(table("user", 24), table("item", 24), table("word", 40, tc.optim.Adam())),
-    specs=(Spec(name="u", table="user"), Spec(name="i", table="item", hotness="fixed"), Spec(name="w", table="word")),
+    specs=(
+        Spec(name="u", table="user"),
+        Spec(name="i", table="item", hotness="multi_hot"),
+        Spec(name="w", table="word"),
+    ),
     num_samples=4096,
     pass_rows=512,
     num_keys=6000,

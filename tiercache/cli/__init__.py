@@ -1,39 +1,84 @@
-"""The command ``tiercache``: an error is one sentence on standard error and exit code 1."""
+"""The command ``tiercache``: exit code 0 where all is well, 1 for an error or damage, 2 for wrong usage.
+
+An expected failure is one sentence on standard error. Every command takes ``--json``, which prints one JSON value and
+nothing else, and ``--quiet``, which prints nothing but errors.
+"""
 
 from __future__ import annotations
 
-import sys
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from tiercache.cli.extract import extract
-from tiercache.cli.plan import plan
-from tiercache.cli.store import app as store_app
-from tiercache.cli.warmup import warmup
-from tiercache.errors import StoreError, TierCacheError
+from tiercache.cli import commits, extract, files, info, plan, rows, warmup
+from tiercache.errors import CudaError, StoreError, TierCacheError
 
 __all__ = ["app", "main"]
 
+
+class _Commands(TyperGroup):
+    """Turns an expected failure of a command into one sentence and exit code 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (TierCacheError, StoreError, CudaError, ValueError) as error:
+            message = str(error)
+        except OSError as error:
+            place = f"{error.filename}: " if error.filename else ""
+            message = f"{place}{error.strerror or error}"
+        except MemoryError:
+            message = "there is not enough memory: free some, or give the command less to hold"
+        except KeyboardInterrupt:
+            message = "interrupted: the same command may be run again"
+        typer.echo(f"error: {message.strip()}".replace("\n", " "), err=True)
+        raise typer.Exit(1)
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Embedding tables larger than memory.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("extract")(extract)
-app.command("plan")(plan)
-app.command("warmup")(warmup)
-app.add_typer(store_app, name="store")
+for name, command in (
+    ("extract", extract.extract),
+    ("info", info.info),
+    ("plan", plan.plan),
+    ("verify", info.verify),
+    ("lookup", rows.lookup),
+    ("changes", rows.changes),
+    ("diff", rows.diff),
+    ("compact", commits.compact),
+    ("rollback", commits.rollback),
+    ("reorganize", commits.reorganize),
+    ("repartition", commits.repartition),
+    ("export", files.export),
+    ("import", files.import_),
+    ("warmup", warmup.warmup),
+):
+    app.command(name)(command)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from tiercache import __version__
+
+        typer.echo(f"tiercache {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Embedding tables larger than memory, trained in PyTorch from an SSD store."""
 
 
 def main() -> None:
     """Run the command line of this process."""
-    try:
-        app()
-    except (TierCacheError, StoreError, ValueError) as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(1)
-    except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
-        typer.echo(f"error: {place}{error.strerror or error}", err=True)
-        sys.exit(1)
+    app()

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from tiercache.cli.tables import new_table
-from tiercache.errors import TierCacheError
+from tiercache.cli.output import new_table
+from tiercache.errors import DatasetError, TierCacheError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    from rich.console import Console
 
     from tiercache.data.dataset import PassDataset
     from tiercache.planning.capacity import Point
     from tiercache.planning.reuse import Reuse
     from tiercache.planning.schedule import OrderRule
 
-__all__ = ["curve_record", "curve_table", "dataset_info", "reuse_of"]
+__all__ = ["curve_record", "curve_table", "describe", "reuse_of", "show", "verify"]
 
 
-def dataset_info(path: Path, *, as_json: bool = False, plot: Path | None = None, curve: bool = False) -> None:
-    """Say what is in a dataset; one sweep of its key sets, one hash range at a time.
+def describe(path: Path, *, plot: Path | None = None, curve: bool = False) -> tuple[dict[str, Any], list[Point]]:
+    """Return what is in a dataset as plain values, and its capacity curve; sweeps its key sets a hash range at a time.
 
     curve: with the rows and bytes of an epoch at several host budgets. plot: a file for the same as pictures.
     Raises DatasetError, and TierCacheError for a plot without matplotlib.
     """
-    from rich.console import Console
-
     from tiercache.data.dataset import PassDataset
 
     data = PassDataset.open(path)
@@ -38,12 +35,25 @@ def dataset_info(path: Path, *, as_json: bool = False, plot: Path | None = None,
     record = _record(data, reuse) | ({"curve": list(map(curve_record, points))} if curve else {})
     if plot is not None:
         _draw(record, points, plot)
-    if as_json:
-        typer.echo(json.dumps(record, indent=2))
-        return
-    console = Console(highlight=False)
-    for table in (_pass_table(record), _table_table(record), *([curve_table(points)] if curve else [])):
+    return record, points if curve else []
+
+
+def show(console: Console, record: dict[str, Any], points: Sequence[Point]) -> None:
+    """Print it."""
+    for table in (_pass_table(record), _table_table(record), *([curve_table(points)] if points else [])):
         console.print(table)
+
+
+def verify(path: Path, progress: Callable[[int, int], None]) -> dict[str, Any]:
+    """Read all of a dataset and check it; "problems" has a sentence for the first damage that was found."""
+    from tiercache.data.dataset import PassDataset
+
+    dataset, problems = PassDataset.open(path), []
+    try:
+        dataset.verify(progress)
+    except DatasetError as error:
+        problems = [str(error)]
+    return {"path": str(path), "passes": len(dataset), "samples": dataset.samples, "problems": problems}
 
 
 def reuse_of(data: PassDataset, order: OrderRule, *, counted: bool = False) -> Reuse:

@@ -7,14 +7,23 @@ from typing import Annotated
 
 import typer
 
+from tiercache.cli.output import Json, Output, Quiet
+
 __all__ = ["extract"]
 
 
 def extract(
-    data: Annotated[list[str], typer.Argument(help="Files, folders and patterns: Parquet, Arrow IPC, CSV, TSV.")],
-    schema: Annotated[Path, typer.Option(help="What the columns mean: a TOML file.")],
+    data: Annotated[
+        list[str], typer.Argument(help="Files, folders, patterns and URLs: Parquet, Arrow IPC, CSV, TSV, NumPy.")
+    ],
     out: Annotated[Path, typer.Option(help="The directory of the dataset.")],
     device_budget: Annotated[str, typer.Option(help="What the rows of a pass may take, such as 8GiB.")],
+    schema: Annotated[
+        Path | None, typer.Option(help="What the columns mean: a TOML file; not needed with --format criteo.")
+    ] = None,
+    format: Annotated[  # noqa: A002 - what users call it
+        str | None, typer.Option(help="Of every file, whatever its suffix: as [source] format in the schema.")
+    ] = None,
     devices: Annotated[int, typer.Option(help="How many devices of that budget hold a pass together.")] = 1,
     split_by: Annotated[str, typer.Option(help="Where passes end: budget, rows=N, file, column=NAME.")] = "budget",
     batch_multiple: Annotated[
@@ -22,10 +31,18 @@ def extract(
     ] = 8192,
     min_count: Annotated[int, typer.Option(help="Keys with fewer occurrences share one row.")] = 1,
     memory_limit: Annotated[str, typer.Option(help="Memory for samples on their way and key tables.")] = "1GiB",
+    workers: Annotated[int | None, typer.Option(help="Threads; all cores where not given.")] = None,
+    samples: Annotated[
+        bool, typer.Option("--samples/--no-samples", help="With samples, or key sets alone for a loader of yours.")
+    ] = True,
+    append: Annotated[
+        bool, typer.Option("--append", help="Add sub-datasets of the files that the dataset does not have yet.")
+    ] = False,
     prior_counts: Annotated[
         list[Path] | None, typer.Option(help="An earlier dataset whose counts go on; may be given several times.")
     ] = None,
-    quiet: Annotated[bool, typer.Option(help="Show nothing but errors.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Turn files of samples into passes that fit the device.
 
@@ -34,19 +51,26 @@ def extract(
     from tiercache.data.extract import extract as run
     from tiercache.errors import ExtractionError
 
+    output = Output(as_json, quiet)
     try:
-        run(
+        made = run(
             data,
             schema,
             out,
             device_budget=device_budget,
+            format=format,
             devices=devices,
             split_by=split_by,
             batch_multiple=batch_multiple,
             min_count=min_count,
             memory_limit=memory_limit,
+            workers=workers,
+            samples=samples,
+            append=append,
             prior_counts=prior_counts or [],
-            progress=not quiet,
+            progress=output.is_text,
         )
     except KeyboardInterrupt:
         raise ExtractionError(f"stopped; the same command goes on from the last closed pass in {out}") from None
+    if as_json:
+        output.result({"path": str(out), "passes": len(made), "samples": made.samples}, "")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
+from tiercache.cli.output import Json, Output, Quiet
+
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from tiercache.data.dataset import PassDataset
 
 __all__ = ["plan"]
@@ -33,7 +36,8 @@ def plan(
     samples_per_second: Annotated[float | None, typer.Option(help="How fast your model trains from memory.")] = None,
     trial: Annotated[bool, typer.Option("--trial", help="Train a small model on one pass to find this out.")] = False,
     measure: Annotated[bool, typer.Option("--measure", help="Measure the machine again.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Measure the machine, read the key sets, and write a plan: budgets, and predicted rows, bytes and seconds.
 
@@ -41,7 +45,6 @@ def plan(
     are those of moving rows alone.
     """
     from psutil import virtual_memory
-    from rich.console import Console
 
     from tiercache.cli.dataset_info import curve_record, curve_table, reuse_of
     from tiercache.data.dataset import PassDataset
@@ -55,7 +58,7 @@ def plan(
 
     if optimize not in ("speed", "memory"):
         raise ValueError(f"--optimize is {optimize!r}: it must be speed or memory")
-    data, console = PassDataset.open(dataset), Console(highlight=False)
+    data = PassDataset.open(dataset)
     reuse = reuse_of(data, order_rule(data, order))
     need = _device_bytes(data, device)
     rates = measured_rates(store or dataset, device=device, again=measure)
@@ -79,23 +82,24 @@ def plan(
         out.write_text(made.to_toml(), encoding="utf-8")
     own = reuse if order is None else reuse_of(data, None)
     kept = {"kept_bytes": reuse.kept_bytes, "kept_bytes_own_order": own.kept_bytes}
-    if as_json:
-        record = {"plan": made.model_dump(mode="json", by_alias=True), "curve": list(map(curve_record, points)), **kept}
-        typer.echo(json.dumps(record, indent=2))
-        return
-    console.print(curve_table(points, seconds=True))
-    if order is not None:
-        saved = format_bytes(reuse.kept_bytes - own.kept_bytes)
-        console.print(f"order {order}: each epoch loads {saved} less than in the sub-datasets' own order")
-    bounds = Counter(one.bound for one in made.passes[len(data) :])
-    console.print(
-        f"device {format_bytes(made.budgets.device)}, host {format_bytes(point.host_bytes)}, a commit every "
-        f"{point.commit_every} passes: {point.epoch_seconds:,.3g} s predicted for an epoch; passes are bound "
-        + ", ".join(f"{count} by {name}" for name, count in bounds.most_common())
-        + ("" if rates.samples else "; compute is not known: give --samples-per-second or --trial")
-    )
-    if out is not None:
-        console.print(f"{out} is the plan: TierCache(..., plan={str(out)!r})")
+    record = {"plan": made.model_dump(mode="json", by_alias=True), "curve": list(map(curve_record, points)), **kept}
+
+    def show(console: Console) -> None:
+        console.print(curve_table(points, seconds=True))
+        if order is not None:
+            saved = format_bytes(reuse.kept_bytes - own.kept_bytes)
+            console.print(f"order {order}: each epoch loads {saved} less than in the sub-datasets' own order")
+        bounds = Counter(one.bound for one in made.passes[len(data) :])
+        console.print(
+            f"device {format_bytes(made.budgets.device)}, host {format_bytes(point.host_bytes)}, a commit every "
+            f"{point.commit_every} passes: {point.epoch_seconds:,.3g} s predicted for an epoch; passes are bound "
+            + ", ".join(f"{count} by {name}" for name, count in bounds.most_common())
+            + ("" if rates.samples else "; compute is not known: give --samples-per-second or --trial")
+        )
+        if out is not None:
+            console.print(f"{out} is the plan: TierCache(..., plan={str(out)!r})")
+
+    Output(as_json, quiet).result(record, show)
 
 
 def _device_bytes(data: PassDataset, device: str) -> int:

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 __all__ = ["ColumnUse", "check_columns", "column_uses", "csv_types", "kind_of"]
 
 Use = Literal["number", "integer", "string", "part", "cut"]
+_USE_OF_KEY: dict[str, Use] = {
+    "integer": "integer",
+    "string": "string",
+    "hex": "string",
+    "bucket": "number",
+    "cross": "part",
+}
 _WANTED = {
     "number": "numbers",
     "integer": "integers",
@@ -45,16 +52,16 @@ def column_uses(schema: Schema, cut_column: str | None) -> tuple[ColumnUse, ...]
         uses.append(ColumnUse(schema.label, "the label", "number"))
     uses += [ColumnUse(d.column, "a dense feature", "number") for d in schema.dense]
     for f in schema.features:
-        use: Use = "part" if f.key == "cross" else "string" if f.key == "string" else "integer"
-        uses += [ColumnUse(column, f"feature {f.name!r}", use, f.hotness != "one") for column in f.columns]
+        use = _USE_OF_KEY[str(f.key)]
+        uses += [ColumnUse(column, f"feature {f.name!r}", use, f.hotness != "one_hot") for column in f.columns]
         if f.weights is not None:
-            uses.append(ColumnUse(f.weights, f"the weights of feature {f.name!r}", "number", f.hotness != "one"))
+            uses.append(ColumnUse(f.weights, f"the weights of feature {f.name!r}", "number", f.hotness != "one_hot"))
     if cut_column is not None:
         uses.append(ColumnUse(cut_column, "the cut of passes", "cut"))
     return tuple(uses)
 
 
-def check_columns(path: Path, found: Any, uses: Iterable[ColumnUse]) -> None:
+def check_columns(path: Path | str, found: Any, uses: Iterable[ColumnUse]) -> None:
     """Raise SourceError unless an Arrow schema has every used column, once, with a type its uses can take."""
     for use in uses:
         places = found.get_all_field_indices(use.column)
@@ -123,4 +130,6 @@ def _fits(kind: Any, use: ColumnUse) -> bool:
         )
     if use.use == "cut":
         return not types.is_nested(kind)
+    if use.use == "integer" and types.is_floating(kind):
+        return True  # of whole numbers, which is checked value by value
     return kind_of(kind) in ("integer", "string", "null") if use.use == "part" else kind_of(kind) in (use.use, "null")

@@ -32,7 +32,7 @@ class Cut:
     @classmethod
     def parse(cls, text: str, batch_multiple: int) -> Cut:
         """Read ``budget``, ``rows=N``, ``file`` or ``column=NAME``. Raises ExtractionError."""
-        name, _, value = text.partition("=")
+        name, _, value = text.partition("=") if isinstance(text, str) else ("", "", "")
         if text in ("budget", "file"):
             return cls("budget" if text == "budget" else "file")
         if name == "rows" and value.replace("_", "").isdigit() and int(value) > 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,51 +18,82 @@ from tiercache.kernels.cpu.hashing import xxh64_strings, xxh64_words
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from tiercache.data.source import SourceBatch
+    from tiercache.data.source import Source, SourceBatch
     from tiercache.schema import Feature, Schema
 
-__all__ = ["encode"]
+__all__ = ["check_first_rows", "encode", "encode_dense", "encode_feature", "encode_label"]
+
+_FIRST_ROWS = 512
+_WHOLE = 1 << 53
+"""Floats hold all whole numbers below it."""
+_LABEL = Nulls('a label must be a finite number: give it one, drop the row, or say null = "drop" in [label]')
+_WEIGHT = Nulls("a weight must be a finite number: give it one")
 
 
-def encode(schema: Schema, batch: SourceBatch) -> RawBatch:
-    """Turn the rows of a source batch into samples. Raises SourceError naming file, row and column."""
-    label = None
-    if schema.label is not None:
-        label = reals(batch, schema.label, Nulls("a label must be a finite number: drop the row or give it one"))
+def encode(schema: Schema, batch: SourceBatch, *, hashed: bool = True) -> RawBatch:
+    """Turn the rows of a source batch into samples. Raises SourceError naming file, row and column.
+
+    hashed: False checks everything, but has zeros in place of hashes and needs nothing compiled.
+    """
+    features = {f.name: encode_feature(f, batch, hashed=hashed) for f in schema.features}
+    return RawBatch(encode_label(schema, batch), encode_dense(schema, batch), features)
+
+
+def encode_label(schema: Schema, batch: SourceBatch) -> NDArray[np.float32] | None:
+    """Return the labels (n,); None where the schema has none."""
+    return None if schema.label is None else reals(batch, schema.label, _LABEL)
+
+
+def encode_dense(schema: Schema, batch: SourceBatch) -> NDArray[np.float32]:
+    """Return the dense features (n, D)."""
     dense = np.empty((batch.columns.num_rows, len(schema.dense)), np.float32)
     for place, spec in enumerate(schema.dense):
         rule = Nulls(
             "a dense feature must be a finite number: give the schema a number for null, or drop the row", spec.null
         )
-        dense[:, place] = reals(batch, spec.column, rule)
-    features = {f.name: _list(f, batch) if f.hotness != "one" else _single(f, batch) for f in schema.features}
-    return RawBatch(label, dense, features)
+        found = reals(batch, spec.column, rule)
+        dense[:, place] = np.log1p(np.maximum(found, 0)) if spec.transform == "log" else found
+    return dense
 
 
-def _single(feature: Feature, batch: SourceBatch) -> FeatureKeys:
+def encode_feature(feature: Feature, batch: SourceBatch, *, hashed: bool = True) -> FeatureKeys:
+    """Return the keys of one feature; several threads may encode features of one batch."""
+    return (_single if feature.hotness == "one_hot" else _list)(feature, batch, hashed)
+
+
+def check_first_rows(schema: Schema, source: Source) -> None:
+    """Raise SourceError where one of the first rows cannot be encoded; nothing is compiled for it."""
+    first = next(source.batches(batch_bytes=_FIRST_ROWS), None)
+    if first is not None:
+        encode(schema, replace(first, columns=first.columns.slice(0, _FIRST_ROWS)), hashed=False)
+
+
+def _single(feature: Feature, batch: SourceBatch, hashed: bool) -> FeatureKeys:
     rows = batch.columns.num_rows
     if feature.key == "cross":
         words_NC = np.empty((rows, len(feature.columns)), np.uint64)
         is_null = np.zeros(rows, bool)
         for place, column in enumerate(feature.columns):
             array = _with_plain_nulls(batch.columns.column(column))
-            words_NC[:, place] = _words(array)
+            if types.is_floating(array.type):
+                array = _whole(feature, batch, column, array, None)
+            words_NC[:, place] = _words(array, hashed)
             if array.null_count:
                 nulls = _null_mask(array)
                 _apply_null_rule(feature, batch, nulls, column)
                 is_null |= nulls
-        keys = _off_reserved(xxh64_words(words_NC))
+        keys = _bounded(feature, xxh64_words(words_NC)) if hashed else np.zeros(rows, np.int64)
         keys[is_null] = NULL_KEY
     else:
         array = _with_plain_nulls(batch.columns.column(feature.columns[0]))
-        keys = _keys(feature, batch, array, None)
+        keys = _keys(feature, batch, array, None, hashed)
     weights = None
     if feature.weights is not None:
         weights = reals(batch, feature.weights, _WEIGHT)
     return FeatureKeys(keys, None, weights)
 
 
-def _list(feature: Feature, batch: SourceBatch) -> FeatureKeys:
+def _list(feature: Feature, batch: SourceBatch, hashed: bool) -> FeatureKeys:
     column = feature.columns[0]
     array = batch.columns.column(column)
     is_null, lengths, values = _unpack(array)
@@ -71,9 +103,9 @@ def _list(feature: Feature, batch: SourceBatch) -> FeatureKeys:
         wrong = ~is_null & (lengths != feature.length)
         if wrong.any():
             row = int(wrong.argmax())
-            what = f"it has {lengths[row]} keys, but feature {feature.name!r} has hotness = {feature.length}"
+            what = f"it has {lengths[row]} keys, but feature {feature.name!r} has length = {feature.length}"
             raise batch.error(row, column, f'{what}: make all lists so long, or say hotness = "ragged"')
-    keys = _keys(feature, batch, values, lengths)
+    keys = _keys(feature, batch, values, lengths, hashed)
     weights = None
     if feature.weights is not None:
         null_weights, weight_lengths, weight_values = _unpack(batch.columns.column(feature.weights))
@@ -91,29 +123,41 @@ def _list(feature: Feature, batch: SourceBatch) -> FeatureKeys:
         keys = _spread(keys, is_value, NULL_KEY)
         weights = None if weights is None else _spread(weights, is_value, 1.0)
         lengths = filled
+    if feature.max_length is not None and lengths.max(initial=0) > feature.max_length:
+        # Of a longer list, the last keys stay.
+        behind = np.repeat(np.cumsum(lengths), lengths) - np.arange(keys.size)
+        stays = behind <= feature.max_length
+        keys, weights = keys[stays], None if weights is None else weights[stays]
+        lengths = np.minimum(lengths, feature.max_length)
     offsets = np.zeros(lengths.size + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return FeatureKeys(keys, offsets, weights)
 
 
-_WEIGHT = Nulls("a weight must be a finite number: give it one")
-
-
-def _keys(feature: Feature, batch: SourceBatch, values: Any, lengths: NDArray[np.int64] | None) -> NDArray[np.int64]:
+def _keys(
+    feature: Feature, batch: SourceBatch, values: Any, lengths: NDArray[np.int64] | None, hashed: bool
+) -> NDArray[np.int64]:
     """Return keys of values; lengths: of the lists that the values lie in, None where each row has one."""
     column = feature.columns[0]
-    words = _words(values)
-    if feature.key == "integer":
+    if feature.key == "bucket":
+        values, keys = _bucketed(feature, values)
+    elif feature.key == "string":
+        keys = _bounded(feature, _words(values, hashed))
+    else:
+        if feature.key == "hex":
+            values = _of_hex(feature, batch, values, lengths)
+        elif types.is_floating(values.type):
+            values = _whole(feature, batch, column, values, lengths)
+        words = _words(values, hashed)
         keys = words.view(np.int64)
         if keys.size and int(keys.min()) <= RESERVED[1]:
             taken = (keys <= RESERVED[1]) & ~_null_mask(values)
             if taken.any():
                 at = int(taken.argmax())
-                raise batch.error(
-                    _row(at, lengths), column, f"key {keys[at]} is reserved: keys start at {RESERVED[1] + 1}"
-                )
-    else:
-        keys = _off_reserved(words)
+                what = f"key {keys[at]} is reserved: keys start at {RESERVED[1] + 1}"
+                raise batch.error(_row(at, lengths), column, what)
+        if feature.num_buckets is not None and hashed:
+            keys = _bounded(feature, xxh64_words(words.reshape(-1, 1)))
     if values.null_count:
         nulls = _null_mask(values)
         if not feature.null_is_key:
@@ -123,30 +167,78 @@ def _keys(feature: Feature, batch: SourceBatch, values: Any, lengths: NDArray[np
     return keys
 
 
-def _words(values: Any) -> NDArray[np.uint64]:
+def _bucketed(feature: Feature, values: Any) -> tuple[Any, NDArray[np.int64]]:
+    """Return numbers with NaN as null, and the bucket of each."""
+    numbers = np.array(pc.fill_null(values.cast(pa.float64()), np.nan), np.float64)
+    buckets = np.searchsorted(np.array(feature.buckets), numbers, side="right").astype(np.int64)
+    return pa.array(numbers, from_pandas=True), buckets
+
+
+def _whole(feature: Feature, batch: SourceBatch, column: str, values: Any, lengths: Any) -> Any:
+    """Return floats as integers, NaN as null. Raises SourceError for one that is no whole number."""
+    numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)  # null becomes NaN
+    is_null = np.isnan(numbers)
+    numbers = np.where(is_null, 0.0, numbers)
+    is_wrong = (np.floor(numbers) != numbers) | (np.abs(numbers) >= _WHOLE)
+    if is_wrong.any():
+        at = int(is_wrong.argmax())
+        what = f"it is {numbers[at]}, but feature {feature.name!r} needs integers (floats only below 2^53)"
+        raise batch.error(_row(at, lengths), column, f"{what}: give the column integers, or the feature buckets")
+    return pa.array(numbers.astype(np.int64), mask=is_null)
+
+
+def _of_hex(feature: Feature, batch: SourceBatch, values: Any, lengths: Any) -> Any:
+    """Return hexadecimal text as integers of up to 64 bits. Raises SourceError for other text."""
+    if kind_of(values.type) == "null":
+        return values
+    if types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    bytes_, offsets = _spans(values)
+    sizes = np.diff(offsets)
+    is_null, words = _null_mask(values), np.zeros(len(values), np.uint64)
+    is_wrong = ~is_null & ((sizes < 1) | (sizes > 16))
+    for place in range(min(16, int(sizes.max(initial=0)))):
+        has = np.flatnonzero(sizes > place)
+        digits = _HEX_DIGITS[bytes_[offsets[has] + place]]
+        is_wrong[has] |= digits > 15
+        words[has] = (words[has] << np.uint64(4)) | digits
+    if is_wrong.any():
+        at = int(is_wrong.argmax())
+        what = f"it is {values[at].as_py()!r}, but feature {feature.name!r} needs 1 to 16 hexadecimal digits"
+        raise batch.error(_row(at, lengths), feature.columns[0], f'{what}: correct it, or say key = "string"')
+    return pa.array(words.view(np.int64), mask=is_null)
+
+
+_HEX_DIGITS = np.full(256, 255, np.uint64)
+for _digits in (b"0123456789abcdef", b"0123456789ABCDEF"):
+    _HEX_DIGITS[np.frombuffer(_digits, np.uint8)] = np.arange(16)
+
+
+def _words(values: Any, hashed: bool) -> NDArray[np.uint64]:
     """Return 8 bytes per value: an integer itself, a string's XXH64; anything for null."""
     if kind_of(values.type) == "null":
         return np.zeros(len(values), np.uint64)
     if types.is_dictionary(values.type):
         if values.null_count == 0:
-            words = _words(values.dictionary)
+            words = _words(values.dictionary, hashed)
             places: NDArray[np.int64] = values.indices.to_numpy(zero_copy_only=False)
             return words[places]
-        return _words(values.dictionary_decode())
+        return _words(values.dictionary_decode(), hashed)
     if types.is_integer(values.type):
         filled = values.fill_null(0) if values.null_count else values
         integers = filled.to_numpy(zero_copy_only=False)
         signed = np.int64 if np.issubdtype(integers.dtype, np.signedinteger) else np.uint64
         return np.array(integers, signed).view(np.uint64)
-    # Null strings are empty spans.
-    kind = (
-        pa.large_string() if types.is_string(values.type) or types.is_large_string(values.type) else pa.large_binary()
-    )
-    values = values.cast(kind)
+    return xxh64_strings(*_spans(values)) if hashed else np.zeros(len(values), np.uint64)
+
+
+def _spans(values: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Return the bytes of strings, and (n + 1,) where each begins; null strings are empty."""
+    is_text = types.is_string(values.type) or types.is_large_string(values.type)
+    values = values.cast(pa.large_string() if is_text else pa.large_binary())
     _, offsets, data = values.buffers()
     offsets_N = np.frombuffer(offsets, np.int64)[values.offset : values.offset + len(values) + 1]
-    bytes_ = np.frombuffer(data if data is not None and data.size else b"\0", np.uint8)
-    return xxh64_strings(bytes_, offsets_N)
+    return np.frombuffer(data if data is not None and data.size else b"\0", np.uint8), offsets_N
 
 
 def _with_plain_nulls(array: Any) -> Any:
@@ -155,8 +247,10 @@ def _with_plain_nulls(array: Any) -> Any:
     return array.dictionary_decode() if hides_nulls else array
 
 
-def _off_reserved(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return hashes as keys; one that hits a reserved key is moved by 2."""
+def _bounded(feature: Feature, hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Return hashes as keys: modulo the feature's buckets, or whole; one that hits a reserved key is moved by 2."""
+    if feature.num_buckets is not None:
+        hashes = hashes % np.uint64(feature.num_buckets)
     keys = hashes.view(np.int64)
     if keys.size and int(keys.min()) <= RESERVED[1]:
         keys[keys <= RESERVED[1]] += 2
@@ -183,7 +277,7 @@ def _apply_null_rule(feature: Feature, batch: SourceBatch, nulls: NDArray[np.boo
 
 
 def _null_message(feature: Feature) -> str:
-    return f'it is null, an error for feature {feature.name!r}: say null = "own" in the schema, or drop the row'
+    return f'it is null, an error for feature {feature.name!r}: say null = "embed" in the schema, or drop the row'
 
 
 def _null_mask(values: Any) -> NDArray[np.bool_]:

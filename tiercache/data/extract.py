@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import errno
+import warnings
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiercache.data.closing import PassCloser
 from tiercache.data.cuts import Cut, Cutter
 from tiercache.data.dataset import PassDataset
-from tiercache.data.encode import encode
+from tiercache.data.encode import check_first_rows, encode_dense, encode_feature, encode_label
 from tiercache.data.frequency import FrequencyFilter, KeyCounter, decide, run_name
 from tiercache.data.inputs import find_inputs
-from tiercache.data.keyset import KeySet
-from tiercache.data.manifest import MANIFEST, RARE_KEYS, Manifest, keys_name, samples_name
+from tiercache.data.keyset import open_key_set
+from tiercache.data.manifest import MANIFEST, RARE_KEYS, Manifest, file_name
 from tiercache.data.memory import MemoryShares
 from tiercache.data.pass_builder import PassBuilder
 from tiercache.data.progress import ExtractionProgress, ProgressReporter
+from tiercache.data.raw_batch import RawBatch
 from tiercache.data.resume import ExtractionState, WorkFolder, check_same
 from tiercache.data.row_budget import RowBudget
 from tiercache.data.row_budget import device_bytes as row_device_bytes
 from tiercache.data.sample_layout import SampleLayout
 from tiercache.data.source import Source
+from tiercache.data.workers import Workers
 from tiercache.errors import ExtractionError, SourceError
 from tiercache.kernels.cpu.compile import is_cached, prepare
 from tiercache.schema import Schema
@@ -32,29 +37,39 @@ from tiercache.store.table import group_tables
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from tiercache.data.manifest import SubDatasetRecord
     from tiercache.data.source import SourceBatch
 
 __all__ = ["ExtractionProgress", "extract"]
 
+_FEW = 4
+"""Sub-datasets of whose sizes nobody is warned."""
+
 
 def extract(
-    data: str | Path | Iterable[str | Path],
-    schema: Schema | str | Path,
+    data: str | Path | Iterable[Any],
+    schema: Schema | str | Path | None,
     out: str | Path,
     *,
     device_budget: int | str,
+    format: str | None = None,  # noqa: A002 - what users call it
     devices: int = 1,
     split_by: str = "budget",
     batch_multiple: int = 8192,
     min_count: int = 1,
     memory_limit: int | str = "1GiB",
+    workers: int | None = None,
+    samples: bool = True,
+    append: bool = False,
     prior_counts: Sequence[PassDataset | str | Path] = (),
     progress: bool | Callable[[ExtractionProgress], None] = True,
 ) -> PassDataset:
     """Turn files of samples into a dataset in the directory ``out``, and return it.
 
-    data: files, folders and patterns; Parquet, Arrow IPC, CSV or TSV (plain, gz, zst).
-    schema: a Schema, or the path of a TOML file.
+    data: files, folders, patterns and URLs of Parquet, Arrow IPC, CSV or TSV (plain, gz, zst), NumPy and split-binary
+    files; or an iterable of batches, which must give the same ones each time (``docs/schema.md`` says which).
+    schema: a Schema, or the path of a TOML file; None for Criteo's files.
+    format: of every file, whatever its suffix: as [source] format in the schema, "criteo" for one.
     device_budget: what the rows of a pass, with their optimizer state and slot maps, may take; the same as in training.
     devices: how many devices of that budget hold a pass together, their tables sharded by row: passes are as large as
     fits with a margin for keys that do not divide evenly (``tiercache.data.row_budget.most_rows``).
@@ -64,6 +79,9 @@ def extract(
     min_count: keys with fewer occurrences, in all of ``data`` and ``prior_counts``, share the out-of-vocabulary row.
     memory_limit: memory for samples on their way and tables of keys, beside what Python itself takes; it does not
     change the result.
+    workers: threads; None: one for each core that the process may use. They do not change the result.
+    samples: whether samples are written too; without them ``Pass.batch`` looks keys up that a loader of yours gives.
+    append: add sub-datasets of those files that the dataset in ``out`` does not have yet; those it has stay.
     prior_counts: earlier datasets of the same model, whose counts go on.
     progress: a bar, nothing, or a function that is called with an ExtractionProgress.
 
@@ -73,16 +91,17 @@ def extract(
 
     Raises SchemaError, SourceError (names file, row and column), BudgetError, ExtractionError.
     """
-    schema = schema if isinstance(schema, Schema) else Schema.load(schema)
-    device_bytes, host_bytes = parse_bytes(device_budget), parse_bytes(memory_limit)
-    for name, number in (("batch_multiple", batch_multiple), ("min_count", min_count), ("devices", devices)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ExtractionError(f"{name} is {number!r}: a whole number, at least 1")
+    schema = Schema.of(schema, format)
+    device_bytes, memory_bytes = parse_bytes(device_budget), parse_bytes(memory_limit)
+    numbers = {"batch_multiple": batch_multiple, "min_count": min_count, "devices": devices, "workers": workers or 1}
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 1 << 31:
+            raise ExtractionError(f"{name} is {number!r}: a whole number from 1 to 2^31 - 1")
     cut = Cut.parse(split_by, batch_multiple)
     earlier = [item if isinstance(item, PassDataset) else PassDataset.open(item) for item in prior_counts]
     if earlier and min_count == 1:
         raise ExtractionError("prior_counts changes nothing with min_count = 1: raise min_count or leave it out")
-    inputs = find_inputs(data)
+    inputs = find_inputs(data, schema.source.format)
     out = Path(out)
     options: dict[str, Any] = {
         "schema": schema.digest,
@@ -92,57 +111,57 @@ def extract(
         "batch_multiple": batch_multiple,
         "min_count": min_count,
         "prior_counts": [dataset.digest for dataset in earlier],
+        "samples": samples,
     }
     if devices > 1:  # sets of one device say nothing of it
         options["devices"] = devices
     records = tuple(file.record() for file in inputs)
+    kept: tuple[SubDatasetRecord, ...] = ()
     if (out / MANIFEST).exists():
-        return _finished(out, schema, options, records)
-    layout = SampleLayout(schema)
+        manifest = Manifest.read(out)
+        old = manifest.inputs
+        if append and min_count > 1:
+            raise ExtractionError(
+                f"{out} cannot be appended to with min_count = {min_count}: which of its keys are rare is decided; "
+                "extract the new files into another dataset, with prior_counts"
+            )
+        if not append or not any(record not in old for record in records):
+            return _finished(out, manifest, schema, options, old if append else records)
+        check_same(manifest.options, old, options, old, out)
+        inputs = tuple(file for file, record in zip(inputs, records, strict=True) if record not in old)
+        records, kept = (*old, *(file.record() for file in inputs)), manifest.passes
     source = Source(inputs, schema, cut_column=cut.column)
-    host = MemoryShares.plan(host_bytes, layout, source.decoding_bytes)
+    check_first_rows(schema, source)
+    memory = MemoryShares.plan(memory_bytes, source.decoding_bytes)
     with (
         _room_in(out),
         closing(WorkFolder(out)) as work,
         closing(ProgressReporter(progress, source.total_bytes)) as reporter,
+        closing(Workers(workers)) as pool,
     ):
-        state = ExtractionState.read(work.path) or ExtractionState(options=options, inputs=records)
+        begin = ExtractionState(options=options, inputs=records, passes=kept)
+        state = ExtractionState.read(work.path) or begin
         state.check_same(options, records, out)
         if not is_cached():
             reporter.begin("compile")
             prepare()
-        admission = None
+        run = _Extraction(source, SampleLayout(schema), work, memory, reporter, pool)
+        wanted = None
         if min_count > 1:
             if not state.is_counted:
-                state = _count(source, schema, state, work, host, reporter)
-            admission = _decide(schema, state, earlier, min_count, work, host)
-        state = _number(
-            source,
-            layout,
-            state,
-            work,
-            host,
-            reporter,
-            cut,
-            batch_multiple,
-            RowBudget(schema.tables, device_bytes, devices),
-            admission,
-        )
-        if not state.passes:
+                state = run.count(state)
+            wanted = run.decide(state, earlier, min_count)
+        rows = RowBudget(schema.tables, device_bytes, devices)
+        state = run.number(state, cut, batch_multiple, rows, wanted, with_samples=samples)
+        if len(state.passes) == len(kept):
             raise SourceError(f"{inputs[0].path} and the {len(inputs) - 1} other files have no rows: give some data")
         for file in inputs:
             file.check_unchanged()
-        if admission is not None:
-            admission.write_rare(out / RARE_KEYS)
-        Manifest(
-            schema=schema,
-            passes=state.passes,
-            options=options,
-            inputs=records,
-            rare_bytes=(out / RARE_KEYS).stat().st_size if admission is not None else None,
-        ).write(out)
+        rare = None if wanted is None else wanted.write_rare(out / RARE_KEYS)
+        Manifest(schema=schema, passes=state.passes, options=options, inputs=records, rare=rare).write(out)
         work.remove()
-        reporter.finish(sum(record.samples for record in state.passes), out)
+        _warn_of_small(state.passes[:-1], cut, batch_multiple)
+        reporter.finish(sum(record.samples for record in state.passes), out, str(source.bad_rows))
     return PassDataset.open(out)
 
 
@@ -160,9 +179,10 @@ def _room_in(out: Path) -> Iterator[None]:
         ) from error
 
 
-def _finished(out: Path, schema: Schema, options: dict[str, Any], records: tuple[dict[str, Any], ...]) -> PassDataset:
+def _finished(
+    out: Path, manifest: Manifest, schema: Schema, options: dict[str, Any], records: tuple[dict[str, Any], ...]
+) -> PassDataset:
     """Return the finished set in ``out`` where it is the one that was asked for."""
-    manifest = Manifest.read(out)
     check_same(manifest.options, manifest.inputs, options, records, out)
     WorkFolder(out).remove()  # left over where the end of the extraction was cut off
     if manifest.schema != schema:
@@ -170,89 +190,129 @@ def _finished(out: Path, schema: Schema, options: dict[str, Any], records: tuple
     return PassDataset.open(out)
 
 
-def _batches(source: Source, state: ExtractionState, host: MemoryShares) -> Iterator[SourceBatch]:
-    """Read from the state's cursor on, within the memory limit."""
-    return source.batches(state.file_index, state.row, batch_bytes=host.chunk // 2, use_threads=host.use_threads)
+def _warn_of_small(passes: Sequence[SubDatasetRecord], cut: Cut, batch_multiple: int) -> None:
+    """Warn where most sub-datasets are as small as can be: each switch moves every row of a pass."""
+    small = sum(record.samples == batch_multiple for record in passes)
+    if cut.kind == "budget" and len(passes) >= _FEW and small > len(passes) // 2:
+        warnings.warn(
+            f"{small} of {len(passes)} sub-datasets hold one batch multiple of {batch_multiple:,} samples: passes are "
+            "larger with a larger device_budget, and more even with a smaller batch_multiple",
+            stacklevel=3,
+        )
 
 
-def _count(
-    source: Source,
-    schema: Schema,
-    state: ExtractionState,
-    work: WorkFolder,
-    host: MemoryShares,
-    reporter: ProgressReporter,
-) -> ExtractionState:
-    """Count all keys into runs on disk; the state on disk goes on with every run."""
-    counter = KeyCounter(schema, host.keys)
-    reporter.begin("count")
-    for batch in _batches(source, state, host):
-        is_full = counter.add(encode(schema, batch))
-        reporter.samples += batch.columns.num_rows
-        reporter.tell(source.done_bytes)
-        if is_full:
-            counter.write_run(work.path / run_name(state.runs))
-            row = batch.first_row + batch.columns.num_rows
-            state = replace(state, runs=state.runs + 1, file_index=batch.file_index, row=row)
-            state.write(work.path)
-    counter.write_run(work.path / run_name(state.runs))
-    state = replace(state, runs=state.runs + 1, file_index=0, row=0, is_counted=True)
-    state.write(work.path)
-    return state
+@dataclass(frozen=True)
+class _Extraction:
+    """One extraction, from its source to its folder."""
 
+    source: Source
+    layout: SampleLayout
+    work: WorkFolder
+    memory: MemoryShares
+    reporter: ProgressReporter
+    workers: Workers
 
-def _decide(
-    schema: Schema,
-    state: ExtractionState,
-    earlier: Sequence[PassDataset],
-    min_count: int,
-    work: WorkFolder,
-    host: MemoryShares,
-) -> FrequencyFilter:
-    """Merge the runs; the same again after a stop, so that nothing but the runs needs to be durable."""
-    runs = [KeySet(work.path / run_name(i), schema.ordered_tables) for i in range(state.runs)]
-    files = decide(schema, runs, earlier, min_count=min_count, folder=work.path, num_bytes=host.keys)
-    return FrequencyFilter(schema, files)
+    def count(self, state: ExtractionState) -> ExtractionState:
+        """Count all keys into runs on disk; the state on disk goes on with every run."""
+        counter = KeyCounter(self.layout.schema, self.memory.keys, self.workers)
 
+        def write_run() -> tuple[SubDatasetRecord, ...]:
+            return (*state.runs, counter.write_run(self.work.path / run_name(len(state.runs))))
 
-def _number(
-    source: Source,
-    layout: SampleLayout,
-    state: ExtractionState,
-    work: WorkFolder,
-    host: MemoryShares,
-    reporter: ProgressReporter,
-    cut: Cut,
-    batch_multiple: int,
-    rows: RowBudget,
-    admission: FrequencyFilter | None,
-) -> ExtractionState:
-    """Go through the samples and close passes, from the state's cursor to the end of the data."""
-    work.clear(keep={name(i) for i in range(len(state.passes)) for name in (samples_name, keys_name)})
+        self.reporter.begin("count")
+        for batch in self._batches(state):
+            is_full = counter.add(self._encoded(batch))
+            self._tell(batch)
+            if is_full:
+                row = batch.first_row + batch.columns.num_rows
+                state = replace(state, runs=write_run(), file_index=batch.file_index, row=row)
+                state.write(self.work.path)
+        state = replace(state, runs=write_run(), file_index=0, row=0, is_counted=True)
+        state.write(self.work.path)
+        return state
 
-    def on_close(begins: bool) -> None:
-        reporter.passes = len(builder.state.passes)
-        reporter.tell(source.done_bytes, "close" if begins else None)
+    def decide(self, state: ExtractionState, earlier: Sequence[PassDataset], min_count: int) -> FrequencyFilter:
+        """Merge the runs; the same again after a stop, so that nothing but the runs needs to be durable."""
+        schema, folder = self.layout.schema, self.work.path
+        runs = [
+            open_key_set(folder / run_name(index), schema.ordered_tables, run.rows, run.digest)
+            for index, run in enumerate(state.runs)
+        ]
+        files = decide(schema, runs, earlier, min_count=min_count, folder=folder, num_bytes=self.memory.keys)
+        return FrequencyFilter(schema, files)
 
-    builder = PassBuilder(
-        layout, work, state, cut=cut, batch_multiple=batch_multiple, rows=rows, host=host, on_close=on_close
-    )
-    cutter = Cutter(cut)
-    reporter.passes = len(state.passes)
-    reporter.begin("number")
-    try:
-        for batch in _batches(source, state, host):
-            samples = encode(layout.schema, batch)
-            if admission is not None:
-                samples = admission.apply(samples)
-            builder.note(batch)
-            for begins_pass, piece in cutter.pieces(batch, samples):
-                if begins_pass:
-                    builder.cut()
-                builder.add(piece)
-            reporter.samples += batch.columns.num_rows
-            reporter.tell(source.done_bytes)
-        builder.finish()
-    finally:
-        builder.abandon()
-    return builder.state
+    def number(
+        self,
+        state: ExtractionState,
+        cut: Cut,
+        unit: int,
+        rows: RowBudget,
+        wanted: FrequencyFilter | None,
+        *,
+        with_samples: bool,
+    ) -> ExtractionState:
+        """Go through the samples and close passes, from the state's cursor to the end of the data."""
+        self.work.clear(keep={file_name(index) for index in range(len(state.passes))})
+
+        def on_close(passes: int) -> None:
+            self.reporter.passes = passes
+            self.reporter.tell(self.source.done_bytes, "close")
+
+        closer = PassCloser(self.work, state, self.workers)
+        builder = PassBuilder(
+            self.layout,
+            self.work,
+            closer,
+            self.workers,
+            cut=cut,
+            unit=unit,
+            rows=rows,
+            memory=self.memory,
+            with_samples=with_samples,
+            on_close=on_close,
+        )
+        cutter = Cutter(cut)
+        self.reporter.passes = len(state.passes)
+        self.reporter.begin("number")
+        try:
+            for batch in self._batches(state):
+                samples = self._encoded(batch)
+                if wanted is not None:
+                    samples = wanted.apply(samples)
+                builder.note(batch)
+                for begins_pass, piece in cutter.pieces(batch, samples):
+                    if begins_pass:
+                        builder.cut()
+                    builder.add(piece)
+                self._tell(batch)
+            builder.finish()
+        finally:
+            builder.abandon()
+        return closer.state
+
+    def _batches(self, state: ExtractionState) -> Iterator[SourceBatch]:
+        """Read from the state's cursor on, within the memory limit; the next batch while one is used."""
+        memory = self.memory
+        batches = self.source.batches(
+            state.file_index, state.row, batch_bytes=memory.chunk // 2, use_threads=memory.use_threads
+        )
+        return self.workers.ahead(batches)
+
+    def _encoded(self, batch: SourceBatch) -> RawBatch:
+        """Turn rows into samples. Raises SourceError naming file, row and column."""
+        schema, found = self.layout.schema, dict[str, Any]()
+
+        def encode(name: str, column: Callable[[], Any]) -> None:
+            found[name] = column()
+
+        work: dict[str, Callable[[], Any]] = {
+            "": partial(encode_label, schema, batch),
+            "dense": partial(encode_dense, schema, batch),
+        }
+        work |= {f"feature {f.name}": partial(encode_feature, f, batch) for f in schema.features}
+        self.workers.run(partial(encode, *one) for one in work.items())
+        return RawBatch(found[""], found["dense"], {f.name: found[f"feature {f.name}"] for f in schema.features})
+
+    def _tell(self, batch: SourceBatch) -> None:
+        self.reporter.samples += batch.columns.num_rows
+        self.reporter.tell(self.source.done_bytes)

@@ -6,16 +6,18 @@ merges the runs and the key sets of earlier datasets one hash range at a time.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.atomic_io import publish
-from tiercache.data.keyset import KeySet, in_hash_order, write_key_set
+from tiercache.atomic_io import publish, sync
+from tiercache.data.keyset import write_key_set
+from tiercache.data.manifest import SubDatasetRecord
 from tiercache.data.raw_batch import NULL_KEY, OOV_KEY, FeatureKeys, RawBatch
 from tiercache.kernels.cpu.hashing import hash_keys
-from tiercache.kernels.cpu.key_to_index import KeyToIndex
 from tiercache.kernels.cpu.next_use import search_keys
+from tiercache.kernels.cpu.unique_keys import UniqueKeys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.data.dataset import PassDataset
+    from tiercache.data.keyset import KeySet
+    from tiercache.data.workers import Workers
     from tiercache.schema import Schema
     from tiercache.store.table import Table
 
@@ -35,38 +39,42 @@ _MERGE_BYTES = 96
 
 def run_name(index: int) -> str:
     """Return the name of a run of counted keys."""
-    return f"run-{index:05d}.keys.arrow"
+    return f"run-{index:05d}.safetensors"
 
 
 class KeyCounter:
     """Counts keys until they fill their memory."""
 
-    def __init__(self, schema: Schema, num_bytes: int) -> None:
-        self._schema = schema
-        self._num_bytes = num_bytes
-        self._numbers = {table.name: KeyToIndex(1 << 12) for table in schema.ordered_tables}
+    def __init__(self, schema: Schema, num_bytes: int, workers: Workers) -> None:
+        self._schema, self._num_bytes, self._workers = schema, num_bytes, workers
+        self._unique = self._emptied()
 
     def add(self, batch: RawBatch) -> bool:
         """Count the keys of a batch; say whether memory is full, so that a run should be written."""
-        for feature in self._schema.features:
-            keys = np.ascontiguousarray(batch.features[feature.name].keys)
-            self._numbers[feature.table].insert(keys, np.empty(keys.size, np.int32))
+
+        def count(table: str) -> None:
+            for feature in self._schema.features:
+                if feature.table == table:
+                    keys = batch.features[feature.name].keys
+                    self._unique[table].add(keys, np.empty(keys.size, np.int32))
+
+        self._workers.run(partial(count, name) for name in self._unique)
         # Twice: a table that grows holds the old one too, and sorting a run takes about as much.
-        return 2 * sum(numbers.nbytes for numbers in self._numbers.values()) > self._num_bytes
+        return 2 * sum(unique.nbytes for unique in self._unique.values()) > self._num_bytes
 
-    def write_run(self, path: Path) -> None:
+    def write_run(self, path: Path) -> SubDatasetRecord:
         """Write what was counted as a key set and start over; it is on disk on return."""
-
-        def columns() -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-            for table in self._schema.ordered_tables:
-                numbers = self._numbers.pop(table.name)
-                order = in_hash_order(np.array(numbers.keys()), table)
-                yield numbers.keys()[order], numbers.counts()[order]
-
+        rows = {name: unique.count for name, unique in self._unique.items()}
         temporary = path.with_name(path.name + ".tmp")
-        write_key_set(temporary, self._schema.ordered_tables, columns())
+        columns = (unique.sorted()[:2] for unique in self._unique.values())
+        digest = write_key_set(temporary, self._schema.ordered_tables, rows, columns)
+        sync(temporary)
         publish(temporary, path)
-        self._numbers = {table.name: KeyToIndex(1 << 12) for table in self._schema.ordered_tables}
+        self._unique = self._emptied()
+        return SubDatasetRecord(samples=0, rows=rows, values=None, digest=digest)
+
+    def _emptied(self) -> dict[str, UniqueKeys]:
+        return {table.name: UniqueKeys(table.table_id) for table in self._schema.ordered_tables}
 
 
 def decide(
@@ -116,32 +124,32 @@ class FrequencyFilter:
             if not names:
                 continue
             # Only the distinct keys are looked up, in hash order: the mapped file is swept once per batch.
-            distinct = KeyToIndex(1 << 12)
+            distinct = UniqueKeys(table.table_id)
             numbers = {name: np.empty(batch.features[name].keys.size, np.int32) for name in names}
             for name in names:
-                distinct.insert(np.ascontiguousarray(batch.features[name].keys), numbers[name])
-            keys = distinct.keys()
-            kept = np.where(self._is_admitted(keys, table, self._columns[3 * index]), keys, OOV_KEY)
+                distinct.add(batch.features[name].keys, numbers[name])
+            keys, _, places = distinct.sorted()
+            kept = np.where(self._is_admitted(keys, table, self._columns[3 * index]), keys, OOV_KEY)[places]
             for name in names:
                 entry = batch.features[name]
                 features[name] = FeatureKeys(kept[numbers[name]], entry.offsets, entry.weights)
         return RawBatch(batch.label, batch.dense, features)
 
-    def write_rare(self, path: Path) -> None:
+    def write_rare(self, path: Path) -> SubDatasetRecord:
         """Write the rare keys of this data with their counts as a key set; it is on disk on return."""
         pairs = [(self._columns[3 * i + 1], self._columns[3 * i + 2]) for i in range(len(self._tables))]
+        rows = {table.name: keys.size for table, (keys, _) in zip(self._tables, pairs, strict=True)}
         temporary = path.with_name(path.name + ".tmp")
-        write_key_set(temporary, self._tables, pairs)
+        digest = write_key_set(temporary, self._tables, rows, pairs)
+        sync(temporary)
         publish(temporary, path)
+        return SubDatasetRecord(samples=0, rows=rows, values=None, digest=digest)
 
     @staticmethod
     def _is_admitted(keys: NDArray[np.int64], table: Table, admitted: NDArray[np.int64]) -> NDArray[np.bool_]:
-        order = in_hash_order(keys, table)
         places = np.empty(keys.size, np.int64)
-        search_keys(admitted, table.table_id, keys[order], places)
-        found = np.empty(keys.size, bool)
-        found[order] = places >= 0
-        found |= keys == NULL_KEY
+        search_keys(admitted, table.table_id, keys, places)
+        found: NDArray[np.bool_] = (places >= 0) | (keys == NULL_KEY)
         return found
 
 

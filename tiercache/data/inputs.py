@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import glob
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+import pyarrow as pa
+import pyarrow.dataset as pads
 
 from tiercache.errors import SourceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from tiercache.data.python_batches import PythonBatches
 
-__all__ = ["InputFile", "find_inputs"]
+__all__ = ["InputFile", "find_inputs", "open_binary"]
 
-_FORMATS: dict[str, tuple[Literal["parquet", "ipc", "csv"], str]] = {
+FEATURE_SPEC = "feature_spec.yaml"
+_FORMATS = {
     ".parquet": ("parquet", ""),
     ".pq": ("parquet", ""),
     ".arrow": ("ipc", ""),
@@ -23,16 +29,25 @@ _FORMATS: dict[str, tuple[Literal["parquet", "ipc", "csv"], str]] = {
     ".feather": ("ipc", ""),
     ".csv": ("csv", ","),
     ".tsv": ("csv", "\t"),
+    ".npz": ("numpy", ""),
+    ".npy": ("numpy", ""),
 }
+_GIVEN = {"csv": ("csv", ","), "tsv": ("csv", "\t"), "criteo": ("criteo", "\t")}
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_ADVICE = "give files, folders or patterns such as 'day-*.parquet'"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputFile:
-    """A file of samples, as it was when the extraction began."""
+    """A file of samples, as it was when the extraction began.
 
-    path: Path
-    format: Literal["parquet", "ipc", "csv"]
+    A folder of .npy columns, a split-binary data set and a Python iterable are one file each.
+    """
+
+    path: Path | str
+    """Of a local file a Path, of others a URL."""
+    format: str
+    """"parquet", "ipc", "csv", "criteo", "numpy", "split_binary" or "python"."""
     delimiter: str
     """Of text files."""
     compression: str | None
@@ -40,73 +55,181 @@ class InputFile:
     size: int
     """Bytes."""
     mtime_ns: int
-    """Time of the last change."""
+    """Time of the last change; 0 where there is none."""
+    version: str = ""
+    """What else tells it from a changed one: of remote files, and a digest of the first batch of an iterable."""
+    partition: tuple[tuple[str, str | None], ...] = ()
+    """Names and values of the folders ``name=value`` that it lies in: columns of one value."""
+    split: str = ""
+    """Which part of a split-binary data set: "train", "test"."""
+    batches: PythonBatches | None = field(default=None, compare=False, repr=False)
+    """Of format "python"."""
 
     def record(self) -> dict[str, Any]:
         """Return what tells the file from a changed one."""
-        return {"name": self.path.name, "size": self.size, "mtime_ns": self.mtime_ns}
+        name = self.path.name if isinstance(self.path, Path) else self.path
+        more = {"version": self.version, "partition": [list(p) for p in self.partition], "split": self.split}
+        record = {"name": name, "size": self.size, "mtime_ns": self.mtime_ns}
+        return record | {key: value for key, value in more.items() if value}
 
     def check_unchanged(self) -> None:
         """Raise SourceError where the file was changed since it was found."""
-        stat = self.path.stat()
-        if (stat.st_size, stat.st_mtime_ns) != (self.size, self.mtime_ns):
+        if self.batches is None and _stat(self) != (self.size, self.mtime_ns, self.version):
             raise SourceError(f"{self.path} was changed while it was read: delete the dataset and start over")
 
 
-def find_inputs(data: str | Path | Iterable[str | Path]) -> tuple[InputFile, ...]:
-    """Return the files named by paths, patterns (``*``, ``?``, ``[...]``, ``**``) and folders.
+def find_inputs(data: Any, format: str | None = None) -> tuple[InputFile, ...]:  # noqa: A002 - what users call it
+    """Return the files named by paths, URLs, patterns (``*``, ``?``, ``[...]``, ``**``) and folders.
 
-    Named files keep their order; those of one pattern or folder are sorted by name. Raises SourceError where nothing
-    matches, a file stands twice, is empty, or has an unknown suffix.
+    Named files keep their order; those of one pattern or folder are sorted by name. A folder is read with the folders
+    in it; names that begin with "." or "_" are left out. An iterable of anything but paths is one file of batches.
+    format: of every file, whatever its suffix (``SourceFormat.format``).
+
+    Raises SourceError where nothing matches, a file stands twice, is empty, or has an unknown suffix.
     """
-    given = [data] if isinstance(data, str | Path) else list(data)
-    paths: list[Path] = []
-    for item in given:
-        found = _expand(item)
+    if isinstance(data, str | Path | Mapping) or hasattr(data, "columns"):  # one path, or one batch
+        data = [data]
+    try:
+        stream = iter(data)
+    except TypeError as error:
+        raise SourceError(f"the data are {data!r}: {_ADVICE}, or an iterable of batches") from error
+    first = next(stream, None)
+    if first is None:
+        raise SourceError(f"no files were given: {_ADVICE}, or an iterable of batches")
+    if not isinstance(first, str | Path):
+        from tiercache.data.python_batches import PythonBatches
+
+        batches = PythonBatches(data, first, stream)
+        return (
+            InputFile(
+                path="the Python iterable", format="python", delimiter="", compression=None, size=0, mtime_ns=0,
+                version=batches.digest, batches=batches,
+            ),
+        )  # fmt: skip
+    paths: list[Path | str] = []
+    for item in chain([first], stream):
+        found = _expand(item, format)
         if not found:
-            raise SourceError(f"no file matches {str(item)!r}: give files, folders or patterns such as 'day-*.parquet'")
+            raise SourceError(f"no file matches {str(item)!r}: {_ADVICE}")
         paths += found
-    if not paths:
-        raise SourceError("no files were given: give files, folders or patterns such as 'day-*.parquet'")
-    seen: set[Path] = set()
+    seen: set[Path | str] = set()
     for path in paths:
-        if path.resolve() in seen:
+        name = path.resolve() if isinstance(path, Path) else path
+        if name in seen:
             raise SourceError(f"{path} is given twice: name every file once")
-        seen.add(path.resolve())
-    return tuple(_describe(path) for path in paths)
+        seen.add(name)
+    return tuple(_describe(path, format) for path in paths)
 
 
-def _expand(item: str | Path) -> list[Path]:
-    path = Path(item)
-    if path.is_dir():
-        return sorted(p for p in path.iterdir() if p.is_file() and _kind(p) is not None)
-    if path.exists():
-        return [path]
-    return [p for p in map(Path, sorted(glob.glob(str(item), recursive=True))) if p.is_file()]  # noqa: PTH207 - patterns may be absolute
+def open_binary(path: Path | str) -> Any:
+    """Open a local file, or that of a URL, as an Arrow file that can seek."""
+    if isinstance(path, Path):
+        return pa.OSFile(str(path))
+    fs, name = _file_system(path)
+    return pa.PythonFile(fs.open(name, "rb"), mode="r")
 
 
-def _kind(path: Path) -> tuple[Literal["parquet", "ipc", "csv"], str, str | None] | None:
+def _file_system(path: Path | str) -> tuple[Any, str]:
+    """Return the fsspec file system of a path or URL, and the absolute name of the file in it."""
+    import fsspec
+
+    try:
+        fs, name = fsspec.core.url_to_fs(str(path))
+    except (ImportError, ValueError) as error:
+        raise SourceError(f"{path} cannot be opened: {error} (fsspec opens URLs)") from error
+    return fs, str(name)
+
+
+def _expand(item: Path | str, given: str | None) -> list[Path | str]:
+    fs, name = _file_system(item)
+    is_local = "file" in fs.protocol
+    try:
+        if not fs.isdir(name):
+            names = [name] if fs.exists(name) or "#" in name else [one for one in fs.glob(name) if fs.isfile(one)]
+        elif fs.exists(f"{name}/{FEATURE_SPEC}"):
+            names = [f"{name}/{FEATURE_SPEC}"]
+        else:
+            files = [one for one in fs.find(name) if not _is_hidden(one.removeprefix(name))]
+            names = [one for one in files if given or _kind(PurePosixPath(one), None) is not None]
+            if is_local and names and all(one.endswith(".npy") for one in names) and not _is_structured(names[0]):
+                names = [name]
+    except OSError as error:
+        raise SourceError(f"{item} cannot be read: {error}") from error
+    return [Path(one) if is_local else fs.unstrip_protocol(one) for one in sorted(names)]
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith((".", "_")) for part in name.split("/"))
+
+
+def _is_structured(name: str) -> bool:
+    from tiercache.data.array_readers import ArrayRows
+
+    with open_binary(Path(name)) as file:
+        return ArrayRows.of_npy(file, name).dtype.names is not None
+
+
+def _kind(path: Path | PurePosixPath, given: str | None) -> tuple[str, str, str | None] | None:
     suffix, compression = path.suffix.lower(), None
     if suffix in _COMPRESSIONS:
         compression, suffix = _COMPRESSIONS[suffix], Path(path.stem).suffix.lower()
-    if suffix not in _FORMATS or (compression is not None and _FORMATS[suffix][0] != "csv"):
+    format_ = _GIVEN.get(given, (given, "")) if given else _FORMATS.get(suffix)
+    if format_ is None or (compression is not None and format_[0] not in {"csv", "criteo"}):
         return None
-    return (*_FORMATS[suffix], compression)
+    return (*format_, compression)
 
 
-def _describe(path: Path) -> InputFile:
-    kind = _kind(path)
+def _describe(path: Path | str, given: str | None) -> InputFile:
+    pure, split = PurePosixPath(path), ""
+    if isinstance(path, Path):
+        name, _, part = path.name.partition("#")
+        if name == FEATURE_SPEC or given == "split_binary":
+            path, split = path.with_name(name), part or "train"
+    is_folder = isinstance(path, Path) and path.is_dir()
+    kind = ("split_binary", "", None) if split else ("numpy", "", None) if is_folder else _kind(pure, given)
     if kind is None:
         known = ", ".join(sorted(_FORMATS))
-        raise SourceError(f"{path} has no known suffix: {known}, and .csv or .tsv followed by .gz or .zst")
-    stat = path.stat()
-    if stat.st_size == 0:
+        raise SourceError(
+            f"{path} has no known suffix: {known}, {FEATURE_SPEC}, and .csv or .tsv followed by .gz or .zst; or say "
+            "[source] format in the schema"
+        )
+    file = InputFile(
+        path=path, format=kind[0], delimiter=kind[1], compression=kind[2], size=0, mtime_ns=0,
+        partition=_partition(pure), split=split,
+    )  # fmt: skip
+    size, mtime_ns, version = _stat(file)
+    if size == 0:
         raise SourceError(f"{path} is empty (0 bytes): leave it out or write it again")
-    return InputFile(
-        path=path,
-        format=kind[0],
-        delimiter=kind[1],
-        compression=kind[2],
-        size=stat.st_size,
-        mtime_ns=stat.st_mtime_ns,
-    )
+    return replace(file, size=size, mtime_ns=mtime_ns, version=version)
+
+
+def _stat(file: InputFile) -> tuple[int, int, str]:
+    """Return bytes, time of change and version of a file as it is now."""
+    path = file.path
+    if not isinstance(path, Path):
+        fs, name = _file_system(path)
+        info = fs.info(name)
+        version = info.get("ETag") or info.get("mtime") or info.get("LastModified") or info.get("created") or ""
+        return int(info["size"]), 0, str(version)
+    paths = [path]
+    if file.split:
+        from tiercache.data.array_readers import split_files
+
+        paths = [path.parent / one for one in split_files(path, file.split)]
+    elif path.is_dir():
+        paths = sorted(path.glob("*.npy"))
+    try:
+        stats = [one.stat() for one in paths]
+    except OSError as error:
+        raise SourceError(f"{error.filename} cannot be read: {error.strerror}") from error
+    return sum(s.st_size for s in stats), max(s.st_mtime_ns for s in stats), ""
+
+
+def _partition(path: PurePosixPath) -> tuple[tuple[str, str | None], ...]:
+    """Return the columns that the folders ``name=value`` of a path are, as pyarrow.dataset reads them."""
+    names = [unquote(part.partition("=")[0]) for part in path.parts[:-1] if "=" in part]
+    if not names:
+        return ()
+    fields = pa.schema([pa.field(name, pa.string()) for name in dict.fromkeys(names)])
+    found = pads.get_partition_keys(pads.partitioning(fields, flavor="hive").parse(str(path)))
+    return tuple((name, found.get(name)) for name in fields.names)

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.data.dataset import NO_SAMPLES, PassDataset, record_sub_dataset
-from tiercache.data.keyset import KeySet, in_hash_order, write_key_set
-from tiercache.data.manifest import MANIFEST, Manifest, keys_name
+from tiercache.atomic_io import sync
+from tiercache.data.dataset import PassDataset
+from tiercache.data.keyset import write_key_set
+from tiercache.data.manifest import MANIFEST, Manifest, SubDatasetRecord, file_name, new_folder
 from tiercache.data.raw_batch import NULL_KEY
 from tiercache.errors import DatasetError
-from tiercache.kernels.cpu.key_to_index import KeyToIndex
+from tiercache.kernels.cpu.unique_keys import UniqueKeys
 from tiercache.schema import Feature, Schema, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from tiercache.data.manifest import SubDatasetRecord
     from tiercache.store.table import Table
 
 __all__ = ["as_keys", "write_key_sets"]
@@ -39,16 +40,17 @@ def write_key_sets(
     any order, also files that ``exchange.key_set_file.read_key_set`` mapped. A key may occur more than once:
     occurrences are counted. A table that is not named has no keys in the sub-dataset.
 
-    Passes are taken one at a time, and in each one table at a time, in stretches of a million keys; memory is up to
-    100 bytes for each unique key of a table in a sub-dataset. The set is finished when this returns: a call that was
-    killed is made again. Raises DatasetError for INT64_MIN and INT64_MIN + 1, which no data has, for unknown tables and
-    for a directory with a dataset, ValueError for what are no integers.
+    Passes are taken one at a time, and in each one table at a time, in stretches of a million keys; memory is 16 bytes
+    for each unique key of a sub-dataset and up to 100 for each of one table. The set is finished when this returns:
+    a call that was killed is made again. Raises DatasetError for INT64_MIN and INT64_MIN + 1, which no data has, for
+    unknown tables and for a directory with a dataset, ValueError for what are no integers.
     """
     schema = tables if isinstance(tables, Schema) else _schema_of(tuple(tables))
-    directory = Path(out)
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = new_folder(out)
     if (directory / MANIFEST).exists():
         raise DatasetError(f"{directory} holds a dataset already: choose another directory")
+    if passes is None:
+        raise DatasetError("no passes were given: give the keys of at least one")
     records = tuple(_write(directory, index, schema, keys) for index, keys in enumerate(passes))
     if not records:
         raise DatasetError("no passes were given: give the keys of at least one")
@@ -69,6 +71,8 @@ def as_keys(what: str, values: Any) -> NDArray[np.int64]:
 
 def _numpy(values: Any) -> NDArray[Any]:
     if hasattr(values, "detach"):  # a tensor, wherever it is
+        if values.is_sparse or values.is_meta:
+            raise ValueError("keys are a sparse tensor, or one without values: give a dense tensor of integers")
         return values.detach().numpy(force=True)  # type: ignore[no-any-return]
     if isinstance(values, np.ndarray):
         return values
@@ -81,6 +85,8 @@ def _schema_of(tables: tuple[Table, ...]) -> Schema:
 
 
 def _write(directory: Path, index: int, schema: Schema, keys: Mapping[str, Any]) -> SubDatasetRecord:
+    if not isinstance(keys, Mapping):
+        raise DatasetError(f"sub-dataset {index} is {type(keys).__name__}: give a mapping from tables to their keys")
     tables = schema.ordered_tables
     known = {table.name for table in tables}
     for name in keys:
@@ -89,24 +95,25 @@ def _write(directory: Path, index: int, schema: Schema, keys: Mapping[str, Any])
                 f"sub-dataset {index} has keys of the unknown table {name!r}{nearest(name, known)}: there are "
                 f"{', '.join(sorted(known))}"
             )
-    path = directory / keys_name(index)
-    columns = (_column(table, f"sub-dataset {index}", keys.get(table.name, ())) for table in tables)
-    write_key_set(path, tables, columns)
-    return record_sub_dataset(0, NO_SAMPLES, KeySet(path, tables), path)
+    columns = [_column(table, f"sub-dataset {index}", keys.get(table.name, ())) for table in tables]
+    rows = {table.name: found.size for table, (found, _) in zip(tables, columns, strict=True)}
+    path = directory / file_name(index)
+    digest = write_key_set(path, tables, rows, columns)
+    sync(path)
+    return SubDatasetRecord(samples=0, rows=rows, values=None, digest=digest)
 
 
 def _column(table: Table, where: str, given: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the unique keys of one table in hash order, and how often each was given."""
-    names, numbers = KeyToIndex(), np.empty(_CHUNK_KEYS, np.int32)
+    unique, numbers = UniqueKeys(table.table_id), np.empty(_CHUNK_KEYS, np.int32)
     for keys in _stretches(f"the keys of table {table.name!r} in {where}", given):
         if int(keys.min()) <= NULL_KEY:
             raise DatasetError(
                 f"{where} has the key {int(keys.min())} in table {table.name!r}: INT64_MIN and INT64_MIN + 1 are the "
                 "keys of the out-of-vocabulary row and the null row, so give such values another key"
             )
-        names.insert(keys, numbers[: keys.size])
-    order = in_hash_order(names.keys(), table)
-    return names.keys()[order], names.counts()[order]
+        unique.add(keys, numbers[: keys.size])
+    return unique.sorted()[:2]
 
 
 def _stretches(what: str, given: Any) -> Iterator[NDArray[np.int64]]:

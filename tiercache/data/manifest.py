@@ -4,50 +4,78 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tiercache.atomic_io import write_whole
 from tiercache.errors import DatasetError
 from tiercache.schema import Schema
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    import os
 
-__all__ = ["MANIFEST", "RARE_KEYS", "UNFINISHED", "Manifest", "SubDatasetRecord", "keys_name", "samples_name"]
+__all__ = ["MANIFEST", "RARE_KEYS", "UNFINISHED", "Manifest", "SubDatasetRecord", "file_name", "new_folder"]
 
-MANIFEST = "passes.json"
+MANIFEST = "dataset.json"
 UNFINISHED = "unfinished"
 """The folder that an extraction works in; it is gone when the dataset is finished."""
-RARE_KEYS = "rare.keys.arrow"
+RARE_KEYS = "rare.safetensors"
 """Keys that were too rare for a row of their own, with counts; only where a least count was asked for."""
-_VERSION = 1
+_OLD_MANIFEST = "passes.json"
+_VERSION = 2
+_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+_Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-def samples_name(index: int) -> str:
-    """Return the name of the file with the samples of a sub-dataset."""
-    return f"pass-{index:05d}.samples.arrow"
+def file_name(index: int) -> str:
+    """Return the name of the file of a sub-dataset."""
+    return f"pass-{index:05d}.safetensors"
 
 
-def keys_name(index: int) -> str:
-    """Return the name of the key set of a pass."""
-    return f"pass-{index:05d}.keys.arrow"
+def new_folder(out: str | os.PathLike[str]) -> Path:
+    """Return the directory of a dataset to be written, made where it does not exist.
+
+    Raises DatasetError where it cannot be made.
+    """
+    try:
+        directory = Path(out)
+        directory.mkdir(parents=True, exist_ok=True)
+    except (OSError, TypeError, ValueError) as error:
+        raise DatasetError(f"the dataset cannot be written to {out!r} ({error}): give another directory") from error
+    return directory
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SubDatasetRecord:
-    """One closed pass."""
+class SubDatasetRecord(BaseModel):
+    """One closed sub-dataset, or the rare keys of a dataset."""
 
-    samples: int
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    samples: _Count
     """How many samples it has."""
-    rows: dict[str, int]
+    rows: dict[str, _Count]
     """Unique keys, by table."""
-    digest: str
-    """Over samples and key set."""
-    sizes: dict[str, int]
-    """Bytes of its files, by name."""
-    samples_digest: str | None = None
-    """Over its samples, so that the key set can be checked alone; None in sets that were made without it."""
+    values: dict[str, _Count] | None
+    """Ids of all its lists, by feature with any number of them; None: it has a key set and no samples."""
+    digest: _Digest
+    """Of its file, and so of its content."""
+
+
+class _Record(BaseModel):
+    """The file as it is written."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    format: Literal["tiercache dataset"]
+    version: int
+    digest: _Digest
+    schema_: dict[str, Any] = Field(alias="schema")
+    passes: list[SubDatasetRecord]
+    rare: SubDatasetRecord | None
+    options: dict[str, Any]
+    inputs: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,15 +85,15 @@ class Manifest:
     schema: Schema
     passes: tuple[SubDatasetRecord, ...]
     options: dict[str, Any]
-    """What the extraction was asked for, as far as it decides the content; empty for hand-made sets."""
+    """What the extraction was asked for, as far as it decides the content; empty for datasets from arrays."""
     inputs: tuple[dict[str, Any], ...]
-    """Name, size and time of change of each file it was made from; empty for hand-made sets."""
-    rare_bytes: int | None = None
-    """Bytes of the file of rare keys; None: there is none."""
+    """Name, size and time of change of each file it was made from; empty for datasets from arrays."""
+    rare: SubDatasetRecord | None = None
+    """The file of rare keys; None: there is none."""
 
     @property
     def digest(self) -> str:
-        """Hexadecimal digest of the content: what samples mean and what the passes hold."""
+        """Hexadecimal digest of the content: what samples mean and what the sub-datasets hold."""
         digest = hashlib.sha256(self.schema.digest.encode())
         for record in self.passes:
             digest.update(record.digest.encode())
@@ -74,19 +102,19 @@ class Manifest:
     def write(self, directory: Path) -> None:
         """Make the dataset in ``directory`` a finished one, in one step."""
         record = {
-            "format": "tiercache passes",
+            "format": "tiercache dataset",
             "version": _VERSION,
             "digest": self.digest,
             "schema": self.schema.to_record(),
-            "passes": [asdict(p) for p in self.passes],
-            "rare_bytes": self.rare_bytes,
+            "passes": [p.model_dump() for p in self.passes],
+            "rare": None if self.rare is None else self.rare.model_dump(),
             "options": self.options,
             "inputs": list(self.inputs),
         }
         write_whole(directory / MANIFEST, json.dumps(record, indent=1).encode())
 
     def with_tables_of(self, schema: Schema) -> Manifest:
-        """Return the same set with the dims, optimizers, initializers and seeds of ``schema``."""
+        """Return the same dataset with the dims, optimizers, initializers and seeds of ``schema``."""
         return replace(self, schema=schema)
 
     @classmethod
@@ -96,48 +124,31 @@ class Manifest:
         if not path.exists():
             if (directory / UNFINISHED).exists():
                 raise DatasetError(f"the dataset {directory} is unfinished: run the same extraction again, it goes on")
+            if (directory / _OLD_MANIFEST).exists():
+                raise DatasetError(f"the dataset {directory} has the format of an older tiercache: extract it again")
             raise DatasetError(f"there is no dataset in {directory}: extract it first")
         try:
-            record = json.loads(path.read_bytes())
-            if record["format"] != "tiercache passes":
-                raise ValueError("it is no dataset")
-            if record["version"] != _VERSION:
-                raise ValueError(f"it has version {record['version']}, this tiercache reads {_VERSION}")
-            schema = Schema.from_record(record["schema"])
+            record = _Record.model_validate_json(path.read_bytes())
+            if record.version != _VERSION:
+                raise ValueError(f"it has version {record.version}, this tiercache reads {_VERSION}")
+            schema = Schema.from_record(record.schema_)
             manifest = cls(
                 schema=schema,
-                passes=tuple(_checked(SubDatasetRecord(**p), schema) for p in record["passes"]),
-                options=dict(record["options"]),
-                inputs=tuple(record["inputs"]),
-                rare_bytes=record["rare_bytes"],
+                passes=tuple(record.passes),
+                options=record.options,
+                inputs=tuple(record.inputs),
+                rare=record.rare,
             )
-            if manifest.rare_bytes is not None:
-                _check_number(manifest.rare_bytes, "the bytes of rare keys")
-            if manifest.digest != record["digest"]:
+            names = {table.name for table in schema.tables}
+            for one in (*record.passes, *([] if record.rare is None else [record.rare])):
+                if one.rows.keys() != names:
+                    raise ValueError(f"the rows of a pass are of the tables {', '.join(one.rows)}"[:80])
+            if manifest.digest != record.digest:
                 raise ValueError("it does not match its own digest")
+        except ValidationError as error:
+            first = error.errors()[0]
+            seen = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
+            raise DatasetError(f"{path} cannot be read: {seen}: extract the dataset again") from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DatasetError(f"{path} cannot be read: {error}: extract the dataset again") from error
         return manifest
-
-
-def _checked(record: SubDatasetRecord, schema: Schema) -> SubDatasetRecord:
-    """Return a pass as a file described it. Raises ValueError or TypeError where it is none, or has files elsewhere."""
-    _check_number(record.samples, "the samples of a pass")
-    if not isinstance(record.digest, str) or not isinstance(record.samples_digest, str | None):
-        raise TypeError(f"the digests of a pass are {record.samples_digest!r} and {record.digest!r}"[:80])
-    for what, numbers in (("rows", record.rows), ("sizes", record.sizes)):
-        if not isinstance(numbers, dict):
-            raise TypeError(f"the {what} of a pass are {numbers!r}"[:80])
-        for name, number in numbers.items():
-            _check_number(number, f"{name!r} in the {what} of a pass")
-    if record.rows.keys() != {table.name for table in schema.tables}:
-        raise ValueError(f"the rows of a pass are of the tables {', '.join(record.rows)}"[:80])
-    for name in record.sizes:
-        if "/" in name or "\0" in name or name in {"", ".", ".."}:
-            raise ValueError(f"it names the file {name!r}, which is none of its folder")
-    return record
-
-
-def _check_number(value: Any, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
-        raise ValueError(f"{what} is {str(value)[:40]!r}")

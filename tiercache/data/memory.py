@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from tiercache.data.sample_layout import BATCH_SAMPLES
 from tiercache.errors import BudgetError
 from tiercache.sizes import format_bytes
-
-if TYPE_CHECKING:
-    from tiercache.data.sample_layout import SampleLayout
 
 __all__ = ["MemoryShares"]
 
 _SMALLEST_CHUNK = 256 << 10
-_LARGEST_CHUNK = 32 << 20
+_LARGEST_CHUNK = 128 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,30 +19,28 @@ class MemoryShares:
 
     total: int
     chunk: int
-    """Samples that are numbered at once. Reading, joining and numbering them takes about five times as much."""
+    """Samples that are numbered at once. Reading ahead, joining, numbering and closing take nine times as much."""
     unit: int
-    """The most that one aligned unit of samples may take."""
+    """The most that one batch multiple of samples may take."""
     use_threads: bool
     """Whether decoding may use several threads, which doubles what it holds."""
     keys: int
     """Tables of keys, and what closing a pass or writing a run of counts takes."""
 
     @classmethod
-    def plan(cls, total: int, layout: SampleLayout, decoding: int) -> MemoryShares:
-        """Share out ``total``: one record batch, ``decoding`` of files, 3/8 of the rest for samples on their way.
+    def plan(cls, total: int, decoding: int) -> MemoryShares:
+        """Share out ``total``: ``decoding`` of files, 3/8 of the rest for samples on their way.
 
         Raises BudgetError where what is left for keys would be nothing.
         """
-        record_batch = 4 * BATCH_SAMPLES * sum(column.width or 1 for column in layout.columns)
-        least = decoding + record_batch + 32 * _SMALLEST_CHUNK
+        least = decoding + 32 * _SMALLEST_CHUNK
         if total < least:
             raise BudgetError(
                 f"the memory limit is {format_bytes(total)}, but extraction of these files with this schema needs at "
-                f"least {format_bytes(least)} for decoding and one record batch of {BATCH_SAMPLES:,} samples: "
-                "raise memory_limit"
+                f"least {format_bytes(least)} for decoding and samples on their way: raise memory_limit"
             )
-        use_threads = total >= 8 * decoding + record_batch
-        rest = total - record_batch - decoding * (2 if use_threads else 1)
+        use_threads = total >= 8 * decoding
+        rest = total - decoding * (2 if use_threads else 1)
         return cls(
             total=total,
             chunk=max(_SMALLEST_CHUNK, min(_LARGEST_CHUNK, rest // 32)),

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Literal
 
-from tiercache.data.closing import close_pass
-from tiercache.data.manifest import samples_name
-from tiercache.data.numbering import OpenPass
+from tiercache.data.open_pass import OpenPass
 from tiercache.data.raw_batch import RawBatch, join
 from tiercache.errors import BudgetError
 from tiercache.sizes import format_bytes
@@ -15,42 +13,57 @@ from tiercache.sizes import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tiercache.data.closing import PassCloser
     from tiercache.data.cuts import Cut
-    from tiercache.data.encoded_batch import Samples
     from tiercache.data.memory import MemoryShares
-    from tiercache.data.resume import ExtractionState, WorkFolder
+    from tiercache.data.resume import WorkFolder
     from tiercache.data.row_budget import RowBudget
     from tiercache.data.sample_layout import SampleLayout
     from tiercache.data.source import SourceBatch
+    from tiercache.data.workers import Workers
+
+    _Numbers = dict[str, NDArray[np.int32]]
 
 __all__ = ["PassBuilder"]
 
 
 class PassBuilder:
-    """Takes samples in their order and closes passes; each closed pass is part of the state on disk.
+    """Takes samples in their order and hands passes over to be closed.
 
-    Samples are numbered in chunks of many aligned units, hoping that all fit. Where they do not, the chunk is undone
-    and halved until the last unit that fits is found: where a pass ends depends on units and budget only, not on how
-    samples were cut into chunks.
+    Where the row budget cuts, samples are numbered in stretches of whole units, each as long as is likely to fit. One
+    that does not is taken back and halved, until a single unit does not fit: where a pass ends depends on units and
+    budget only, not on how samples were cut into stretches.
     """
 
     def __init__(
         self,
         layout: SampleLayout,
         work: WorkFolder,
-        state: ExtractionState,
+        closer: PassCloser,
+        workers: Workers,
         *,
         cut: Cut,
-        batch_multiple: int,
+        unit: int,
         rows: RowBudget,
-        host: MemoryShares,
-        on_close: Callable[[bool], None],
+        memory: MemoryShares,
+        with_samples: bool,
+        on_close: Callable[[int], None],
     ) -> None:
-        self.state = state
-        self._layout, self._work, self._cut, self._align = layout, work, cut, batch_multiple
-        self._rows, self._host, self._on_close = rows, host, on_close
-        for record in state.passes:
+        """unit: samples that a pass has or has not together. with_samples: not key sets alone.
+
+        ``on_close`` is called with the number of passes when one was handed over.
+        """
+        self._layout, self._work, self._closer, self._workers = layout, work, closer, workers
+        self._cut, self._unit, self._rows, self._memory = cut, unit, rows, memory
+        self._with_samples, self._on_close = with_samples, on_close
+        for record in closer.state.passes:
             rows.close([record.rows[table.name] for table in layout.schema.ordered_tables])
+        self._num_passes = len(closer.state.passes)
+        self._last_units = 0  # of the last pass
+        self._last_rows = [0] * len(layout.schema.tables)
         self._pending: list[RawBatch] = []
         self._pending_bytes = self._pending_samples = 0
         self._taken = 0  # samples given by note() since this object was made
@@ -68,18 +81,18 @@ class PassBuilder:
         self._pending.append(samples)
         self._pending_bytes += samples.num_bytes
         self._pending_samples += samples.num_samples
-        if self._pending_bytes < self._host.chunk:
+        if self._pending_bytes < self._memory.chunk:
             return
         whole = self._pending_samples
         if self._cut.kind == "budget":
-            whole -= whole % self._align
+            whole -= whole % self._unit
         if whole:
             self._absorb(whole)
-        elif self._pending_bytes > self._host.unit:
+        elif self._pending_bytes > self._memory.unit:
             raise BudgetError(
-                f"one aligned unit of {self._align:,} samples takes more than {format_bytes(self._host.unit)} of host "
-                f"memory, its share of the memory limit of {format_bytes(self._host.total)}: lower batch_multiple or "
-                "raise memory_limit"
+                f"one batch multiple of {self._unit:,} samples takes more than {format_bytes(self._memory.unit)} of "
+                f"host memory, its share of the memory limit of {format_bytes(self._memory.total)}: lower "
+                "batch_multiple or raise memory_limit"
             )
 
     def cut(self) -> None:
@@ -88,13 +101,15 @@ class PassBuilder:
         self._close()
 
     def finish(self) -> None:
-        """End the last pass."""
+        """End the last pass and wait until all are closed and on disk."""
         self.cut()
+        self._closer.finish()
 
     def abandon(self) -> None:
         """Let go of the open pass: it will be started over."""
+        self._closer.abandon()
         if self._open is not None:
-            self._open.abandon()
+            self._open.discard()
 
     def _absorb(self, count: int) -> None:
         """Put the first ``count`` pending samples into passes."""
@@ -104,81 +119,102 @@ class PassBuilder:
         rest = samples.slice(count, samples.num_samples)
         self._pending = [rest.copy()] if rest.num_samples else []  # a view would keep the whole chunk alive
         self._pending_bytes, self._pending_samples = sum(p.num_bytes for p in self._pending), rest.num_samples
-        low = 0
+        low, failing = 0, 0  # units from `low` on that are known not to fit, 0: none
         while low < count:
-            failure = self._try(samples.slice(low, count))
+            step = self._step(count - low, failing)
+            high = min(count, low + step * self._unit) if self._cut.kind == "budget" else count
+            failure = self._try(samples.slice(low, high))
             if failure is None:
-                return
-            if self._cut.kind != "budget":
-                raise BudgetError(self._explain(failure, samples.slice(low, count)))
-            fitting, failing = 0, -(-(count - low) // self._align)
-            while failing - fitting > 1:
-                middle = (fitting + failing) // 2
-                outcome = self._try(samples.slice(low + fitting * self._align, low + middle * self._align))
-                fitting, failing = (middle, failing) if outcome is None else (fitting, middle)
-                failure = outcome or failure
-            low += fitting * self._align
-            if failure == "host" or self._open is None or not self._open.samples:
-                raise BudgetError(self._explain(failure, samples.slice(low, min(count, low + self._align))))
-            self._close()
+                low, failing = high, max(0, failing - step)
+            elif self._cut.kind == "budget" and step > 1:
+                failing = step
+            elif failure == "host" or self._cut.kind != "budget" or not self._opened().samples:
+                raise BudgetError(self._explain(failure, samples.slice(low, high)))
+            else:
+                self._close()
+                failing = 0
+
+    def _step(self, samples: int, failing: int) -> int:
+        """Return how many units are to be numbered next."""
+        most = -(-samples // self._unit)
+        if failing:
+            return max(1, failing // 2)
+        units, rows = self._last_units, sum(self._last_rows)
+        if not units or self._open is None:
+            return min(most, max(1, units * 7 // 8)) if units else most
+        done = self._open.samples / self._unit
+        left = units * (1 - sum(self._open.rows()) / rows) if done < units else done / 8
+        return min(most, max(1, int(left * 7 / 8)))
+
+    def _opened(self) -> OpenPass:
+        if self._open is None:
+            path = self._work.path / f"pass-{self._num_passes:05d}.scratch"
+            self._open = OpenPass(
+                self._layout, path, self._workers, expected=self._last_rows, with_samples=self._with_samples
+            )
+        return self._open
 
     def _try(self, samples: RawBatch) -> Literal["device", "host"] | None:
         """Add samples to the open pass, or do nothing and return which budget they would exceed."""
-        if self._open is None:
-            self._open = OpenPass(self._layout, self._work.path / samples_name(len(self.state.passes)))
-        before = self._open.rows()
-        numbered: list[Samples] = []
-        is_whole = self._number(self._open, samples, numbered)
-        if is_whole and self._rows.fits(self._open.rows()):
-            for part in numbered:
-                self._open.append(part)
+        target = self._opened()
+        counts, parts = target.counts(), list[RawBatch]()
+        numbers = self._number(target, samples, parts)
+        if numbers is not None and self._rows.fits(target.rows()):
+            for part, mine in zip(parts, numbers, strict=True):
+                target.append(part, mine)
             return None
-        failure: Literal["device", "host"] = "device" if not self._rows.fits(self._open.rows()) else "host"
-        self._open.undo(before, numbered)
+        failure: Literal["device", "host"] = "device" if not self._rows.fits(target.rows()) else "host"
+        for part in parts:
+            target.take_back(part, counts)
         return failure
 
-    def _number(self, target: OpenPass, samples: RawBatch, numbered: list[Samples]) -> bool:
-        """Number samples as far as the host memory for keys goes; say whether it went all the way."""
-        if target.numbering_bytes(samples) > self._host.keys:
+    def _number(self, target: OpenPass, samples: RawBatch, parts: list[RawBatch]) -> list[_Numbers] | None:
+        """Number samples in ``parts`` as far as the host memory for keys goes; None where that is not all the way."""
+        keys = self._memory.keys
+        if target.numbering_bytes(samples) + self._closer.held_bytes > keys:
+            self._closer.wait()
+        if target.numbering_bytes(samples) > keys:
             # That counted every key as new: smaller parts are nearer to the truth.
             half = samples.num_samples // 2
-            return half > 0 and all(
-                self._number(target, part, numbered)
-                for part in (samples.slice(0, half), samples.slice(half, samples.num_samples))
-            )
-        numbered.append(target.number(samples))
-        return target.closing_bytes() <= self._host.keys
+            first = self._number(target, samples.slice(0, half), parts) if half else None
+            second = first and self._number(target, samples.slice(half, samples.num_samples), parts)
+            return first + second if first and second else None
+        parts.append(samples)
+        numbers = target.number(samples)
+        if target.closing_bytes() + self._closer.held_bytes > keys:
+            self._closer.wait()
+        return [numbers] if target.closing_bytes() <= keys else None
 
     def _explain(self, failure: str, samples: RawBatch) -> str:
         """Say which budget ``samples``, the next ones of the open pass, exceed."""
-        assert self._open is not None
-        index, before = len(self.state.passes), self._open.samples
+        target = self._opened()
+        index, before = self._num_passes, target.samples
         if failure == "host":
-            total, share = format_bytes(self._host.total), format_bytes(self._host.keys)
+            total, share = format_bytes(self._memory.total), format_bytes(self._memory.keys)
             return (
-                f"sub-dataset {index} has {sum(self._open.rows()):,} rows after {before:,} samples, and their keys "
+                f"sub-dataset {index} has {sum(target.rows()):,} rows after {before:,} samples, and their keys "
                 f"fill the {share} that the memory limit of {total} has for keys: raise memory_limit, or make passes "
                 "smaller"
             )
-        self._number(self._open, samples, [])
-        excess = self._rows.excess(self._open.rows())
+        self._number(target, samples, [])
+        excess = self._rows.excess(target.rows())
         if self._cut.kind == "budget":
-            what = f"one aligned unit of {samples.num_samples:,} samples {excess}"
-            return f"{what}: raise device_budget or lower batch_multiple (now {self._align:,})"
+            what = f"one batch multiple of {samples.num_samples:,} samples {excess}"
+            return f"{what}: raise device_budget or lower batch_multiple (now {self._unit:,})"
         what = f"sub-dataset {index}, of at least {before + samples.num_samples:,} samples, {excess}"
         return f"{what}: raise device_budget or cut smaller passes"
 
     def _close(self) -> None:
         if self._open is None or not self._open.samples:
             return
-        self._on_close(True)
+        rows = self._open.rows()
+        self._rows.close(rows)
+        self._last_units, self._last_rows = -(-self._open.samples // self._unit), rows
         self._closed += self._open.samples
-        record = close_pass(self._open, self._work.out, len(self.state.passes))
-        self._open = None
         while len(self._trail) > 1 and self._trail[1][0] <= self._closed:
             self._trail.popleft()
         before, file_index, row = self._trail[0]
-        self.state = self.state.closed(record, file_index, row + self._closed - before)
-        self._rows.close([record.rows[table.name] for table in self._layout.schema.ordered_tables])
-        self.state.write(self._work.path)
-        self._on_close(False)
+        self._closer.close(self._open, file_index, row + self._closed - before)
+        self._open = None
+        self._num_passes += 1
+        self._on_close(self._num_passes)

@@ -28,7 +28,7 @@ class ExtractionProgress:
     samples: int
     """Samples read since this process began, in this stage."""
     passes: int
-    """Passes closed, earlier processes included."""
+    """Passes that are closed or being closed, earlier processes included."""
     done_bytes: int
     """About how many bytes of the files are behind."""
     total_bytes: int
@@ -77,15 +77,17 @@ class ProgressReporter:
             rate = f"{self.samples / seconds:,.0f} samples/s" if seconds > 0.5 else ""
             self._bar.update(self._task, description=_STAGES[name], completed=done_bytes, rate=rate, passes=self.passes)
 
-    def finish(self, samples: int, where: object) -> None:
-        """Report the end: ``samples`` of all passes."""
+    def finish(self, samples: int, where: object, bad_rows: str) -> None:
+        """Report the end: ``samples`` of all passes, and what rows were bad, if any."""
         self.close()
         seconds = time.monotonic() - self._began
         if self._call is not None:
             event = ExtractionProgress("done", samples, self.passes, self._total, self._total, seconds)
             self._call(event)
         elif self._is_shown:
-            line = f"{where}: {self.passes} passes, {samples:,} samples, {seconds:.1f} s"
+            line = f"{where}: {self.passes} passes, {samples:,} samples, {seconds:.1f} s" + (
+                "; " + bad_rows if bad_rows else ""
+            )
             print(line, file=sys.stderr)  # noqa: T201 - the one line that stays
 
     def close(self) -> None:

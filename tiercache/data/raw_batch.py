@@ -80,7 +80,7 @@ class RawBatch:
         for feature in schema.features:
             given, given_weights = keys[feature.name], (weights or {}).get(feature.name)
             offsets = None
-            if feature.hotness != "one":
+            if feature.hotness != "one_hot":
                 offsets = np.zeros(len(given) + 1, np.int64)
                 np.cumsum([len(row) for row in given], out=offsets[1:])
             features[feature.name] = FeatureKeys(

@@ -5,31 +5,29 @@ from __future__ import annotations
 import os
 import shutil
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from tiercache.atomic_io import publish, sync
-from tiercache.data.dataset import PassDataset, record_sub_dataset
-from tiercache.data.encoded_batch import FeatureIds, SampleBuffers, Samples
-from tiercache.data.keyset import KeySet, write_key_set
-from tiercache.data.manifest import MANIFEST, RARE_KEYS, Manifest, keys_name, samples_name
+from tiercache.data.array_file import ArrayFileWriter
+from tiercache.data.dataset import PassDataset
+from tiercache.data.encoded_batch import SampleBuffers
+from tiercache.data.manifest import MANIFEST, RARE_KEYS, Manifest, SubDatasetRecord, file_name, new_folder
 from tiercache.data.row_budget import RowBudget
-from tiercache.data.samples_file import SamplesFile
-from tiercache.data.samples_writer import SamplesWriter
 from tiercache.errors import BudgetError, DatasetError
 from tiercache.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
     from tiercache.data.dataset import SubDataset
-    from tiercache.data.manifest import SubDatasetRecord
+    from tiercache.data.encoded_batch import Samples
     from tiercache.schema import Schema
 
 __all__ = ["SplitSource", "repartition", "split_cursor", "split_source"]
@@ -85,8 +83,7 @@ def repartition(
     }
     if devices > 1:  # sets of one device say nothing of it
         options["devices"] = devices
-    directory = Path(out)
-    directory.mkdir(parents=True, exist_ok=True)
+    directory = new_folder(out)
     if (directory / MANIFEST).exists():
         return _finished(directory, options)
     records: list[SubDatasetRecord] = []
@@ -102,15 +99,14 @@ def repartition(
             sizes.append(high - low)
         parts.append(sizes)
         source.close()
-    rare_bytes = None
-    if old.manifest.rare_bytes is not None:
-        rare_bytes = _bring(old.path / RARE_KEYS, directory / RARE_KEYS)
+    if old.manifest.rare is not None:
+        _bring(old.path / RARE_KEYS, directory / RARE_KEYS)
     Manifest(
         schema=old.schema,
         passes=tuple(records),
         options=options | {_PARTS: parts},
         inputs=old.manifest.inputs,
-        rare_bytes=rare_bytes,
+        rare=old.manifest.rare,
     ).write(directory)
     return PassDataset.open(directory)
 
@@ -283,40 +279,52 @@ def _write(
     seen: dict[str, NDArray[np.bool_]],
 ) -> SubDatasetRecord:
     """Write samples [low, high) of a pass as pass ``index`` of the new set, on disk on return."""
-    tables = old.schema.ordered_tables
     place = {name: np.cumsum(marks, dtype=np.int32) - np.int32(1) for name, marks in seen.items()}
-    counts = {name: np.zeros(int(np.count_nonzero(marks)), np.int64) for name, marks in seen.items()}
-    samples_path, keys_path = directory / samples_name(index), directory / keys_name(index)
-    parts = [path.with_name(path.name + ".tmp") for path in (samples_path, keys_path)]
-    writer, buffers = SamplesWriter(parts[0], old.layout), SampleBuffers()
+    rows = {name: int(np.count_nonzero(marks)) for name, marks in seen.items()}
+    counts = {name: np.zeros(size, np.int64) for name, size in rows.items()}
+    values = {f.name: source.num_values(f.name, low, high) for f in old.layout.ragged}
+    path, buffers, done = directory / file_name(index), SampleBuffers(), dict.fromkeys(values, 0)
+    temporary = path.with_name(path.name + ".tmp")
+    writer = ArrayFileWriter(temporary, old.layout.file(high - low, rows, values))
     for begin, end in pairwise([*range(low, high, _CHUNK_SAMPLES), high]):
-        samples = source.read(np.arange(begin, end), buffers)
+        samples, row = source.read(np.arange(begin, end), buffers), begin - low
         ids = {}
         for feature in old.schema.features:
             entry = samples.ids[feature.name]
-            mine = place[feature.table][entry.ids]
-            np.add.at(counts[feature.table], mine, 1)
-            ids[feature.name] = FeatureIds(mine, entry.offsets, entry.weights)
-        writer.append(Samples(samples.label, samples.dense, np.empty((0, end - begin), np.int32), ids))
-    writer.finish()
-    sync(parts[0])
-    columns = ((np.asarray(source.keys(name))[seen[name]], counts[name]) for name in (table.name for table in tables))
-    write_key_set(parts[1], tables, columns)
-    publish(parts[0], samples_path)
-    publish(parts[1], keys_path)
-    samples_digest = SamplesFile(samples_path, old.layout).digest()
-    return record_sub_dataset(high - low, samples_digest, KeySet(keys_path, tables), samples_path, keys_path)
+            ids[feature.name] = place[feature.table][entry.ids]
+            np.add.at(counts[feature.table], ids[feature.name], 1)
+            at = done.get(feature.name, row)
+            if feature.hotness != "one_hot":
+                writer.write(f"ids.{feature.name}", at, ids[feature.name])
+            if entry.weights is not None:
+                writer.write(f"weights.{feature.name}", at, entry.weights)
+            if feature.name in done:
+                assert entry.offsets is not None
+                writer.write(f"offsets.{feature.name}", row, entry.offsets + at)
+                done[feature.name] += entry.num_ids
+        if samples.label is not None:
+            writer.write("label", row, samples.label)
+        if old.schema.dense:
+            writer.write("dense", row, samples.dense)
+        if old.schema.singles:
+            writer.write("ids", row, np.stack([ids[f.name] for f in old.schema.singles], axis=1))
+    for name, marks in seen.items():
+        writer.write(f"keys.{name}", 0, np.asarray(source.keys(name))[marks])
+        writer.write(f"counts.{name}", 0, counts[name])
+    digest = writer.finish()
+    sync(temporary)
+    publish(temporary, path)
+    return SubDatasetRecord(samples=high - low, rows=rows, values=values, digest=digest)
 
 
 def _link(old: PassDataset, source: SubDataset, directory: Path, index: int) -> SubDatasetRecord:
     """Take a pass over as it is, as pass ``index`` of the new set."""
-    names = {samples_name(source.index): samples_name(index), keys_name(source.index): keys_name(index)}
-    sizes = {mine: _bring(old.path / theirs, directory / mine) for theirs, mine in names.items()}
-    return replace(old.manifest.passes[source.index], sizes=sizes)
+    _bring(source.path, directory / file_name(index))
+    return old.manifest.passes[source.index]
 
 
-def _bring(source: Path, target: Path) -> int:
-    """Link a file that never changes, or copy it; on disk on return. Returns its bytes."""
+def _bring(source: Path, target: Path) -> None:
+    """Link a file that never changes, or copy it; on disk on return."""
     temporary = target.with_name(target.name + ".tmp")
     temporary.unlink(missing_ok=True)
     try:
@@ -325,4 +333,3 @@ def _bring(source: Path, target: Path) -> int:
         shutil.copyfile(source, temporary)
         sync(temporary)
     publish(temporary, target)
-    return target.stat().st_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from tiercache.atomic_io import write_whole
@@ -35,14 +35,17 @@ class ExtractionState:
     """The cursor: the file ..."""
     row: int = 0
     """... and its first row that is not done."""
-    runs: int = 0
-    """Runs of counted keys on disk; only while counting."""
+    runs: tuple[SubDatasetRecord, ...] = ()
+    """Runs of counted keys on disk."""
     is_counted: bool = False
     """Whether counting is over."""
 
     def write(self, folder: Path) -> None:
         """Replace the state in ``folder`` in one step."""
-        write_whole(folder / _STATE, json.dumps(asdict(self)).encode())
+        record = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("passes", "runs"):
+            record[name] = [one.model_dump() for one in record[name]]
+        write_whole(folder / _STATE, json.dumps(record).encode())
 
     @classmethod
     def read(cls, folder: Path) -> ExtractionState | None:
@@ -52,7 +55,8 @@ class ExtractionState:
             return None
         try:
             record = json.loads(path.read_bytes())
-            record["passes"] = tuple(SubDatasetRecord(**p) for p in record["passes"])
+            for name in ("passes", "runs"):
+                record[name] = tuple(SubDatasetRecord(**one) for one in record[name])
             record["inputs"] = tuple(record["inputs"])
             return cls(**record)
         except (ValueError, KeyError, TypeError) as error:
@@ -96,12 +100,17 @@ class WorkFolder:
     def __init__(self, out: Path) -> None:
         self.out = out
         self.path = out / UNFINISHED
+        if "\0" in str(out):
+            raise ExtractionError(f"the path {str(out)!r} has a NUL character: give the dataset another directory")
         if out.exists() and not out.is_dir():
             raise ExtractionError(f"{out} is no directory: choose another place for the dataset")
         if out.exists() and not self.path.exists() and not (out / MANIFEST).exists() and any(out.iterdir()):
             raise ExtractionError(f"{out} holds other files and no dataset: give an empty or a new directory")
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / _LOCK).open("a+b")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / _LOCK).open("a+b")
+        except PermissionError as error:
+            raise ExtractionError(f"{out} may not be written to: give another directory, or the right to") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -112,7 +121,7 @@ class WorkFolder:
 
     def clear(self, keep: set[str]) -> None:
         """Delete the open pass that a stop left behind, and files of passes that are not in ``keep``."""
-        for path in [*self.path.glob("pass-*"), *self.out.glob("*.arrow")]:
+        for path in [*self.path.glob("pass-*"), *self.out.glob("*.safetensors")]:
             if path.parent == self.path or path.name not in keep:
                 path.unlink()
 

@@ -1,4 +1,4 @@
-"""Which columns a sub-dataset has and in what order, as an Arrow schema."""
+"""Which arrays a sub-dataset has, and in what order they lie in its file."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 
+from tiercache.data.array_file import ArrayLayout, ArraySpec
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from numpy.typing import NDArray
 
     from tiercache.schema import Feature, Schema
+    from tiercache.store.table import Table
 
-__all__ = ["BATCH_SAMPLES", "BATCH_SHIFT", "SampleColumn", "SampleLayout"]
-
-BATCH_SHIFT = 16
-BATCH_SAMPLES = 1 << BATCH_SHIFT
-"""Samples of every record batch but the last: part of the format."""
+__all__ = ["SampleColumn", "SampleLayout", "key_set_arrays", "key_set_layout"]
 
 
 @dataclass(frozen=True, slots=True)
 class SampleColumn:
-    """One column of a sub-dataset."""
+    """One array of samples."""
 
     name: str
     dtype: type[np.int32] | type[np.float32]
@@ -34,38 +33,48 @@ class SampleColumn:
     """Numbers per sample, side by side; None: any number, with offsets."""
     feature: str | None = None
     """The feature whose ids or weights it holds; None for label, dense and the single ids."""
-    is_scalar: bool = False
-    """Whether a sample has a plain number here, not a list of one."""
+
+    def shape(self, samples: int, values: int) -> tuple[int, ...]:
+        """Return its shape for so many samples, or values of lists."""
+        if self.width is None:
+            return (values,)
+        return (samples,) if self.name == "label" else (samples, self.width)
 
 
 @dataclass(frozen=True)
 class SampleLayout:
-    """The sub-dataset's columns.
+    """The arrays of samples.
 
-    label: float32. dense: a list of D float32. ids: a list of S int32, the features with one id in the schema's order;
-    they lie side by side so that a shuffled sample costs one place of memory and not S. Then for each feature with
-    lists ``ids:NAME``, and for each feature with weights ``weights:NAME``.
+    ``label`` (N,), ``dense`` (N, D), ``ids`` (N, S): the features with one id in the schema's order, which lie side by
+    side so that a shuffled sample costs one place of memory and not S. Then for each feature with lists ``ids.NAME``,
+    and for each feature with weights ``weights.NAME``: (N, L) for lists of L, (E,) for others, whose ``offsets.NAME``
+    (N + 1,) say where each sample's begin.
     """
 
     schema: Schema
 
     @cached_property
     def columns(self) -> tuple[SampleColumn, ...]:
-        """All columns, in the order of the file."""
+        """All arrays but keys, counts and offsets, in the order of the file."""
         columns = []
         if self.schema.label is not None:
-            columns.append(SampleColumn("label", np.float32, 1, is_scalar=True))
+            columns.append(SampleColumn("label", np.float32, 1))
         if self.schema.dense:
             columns.append(SampleColumn("dense", np.float32, len(self.schema.dense)))
         if self.schema.singles:
             columns.append(SampleColumn("ids", np.int32, len(self.schema.singles)))
-        columns += [SampleColumn(f"ids:{f.name}", np.int32, f.length, f.name) for f in self.schema.lists]
+        columns += [SampleColumn(f"ids.{f.name}", np.int32, f.length, f.name) for f in self.schema.lists]
         for f in self.schema.features:
             if f.weights is not None:
-                is_single = f.hotness == "one"
-                width = 1 if is_single else f.length
-                columns.append(SampleColumn(f"weights:{f.name}", np.float32, width, f.name, is_scalar=is_single))
+                columns.append(
+                    SampleColumn(f"weights.{f.name}", np.float32, 1 if f in self.schema.singles else f.length, f.name)
+                )
         return tuple(columns)
+
+    @cached_property
+    def ragged(self) -> tuple[Feature, ...]:
+        """The features with any number of ids, in the schema's order."""
+        return tuple(f for f in self.schema.lists if f.length is None)
 
     @cached_property
     def singles(self) -> tuple[Feature, ...]:
@@ -79,17 +88,30 @@ class SampleLayout:
         places = {f.name: i for i, f in enumerate(self.schema.singles)}
         return np.array([places[f.name] for f in self.singles], dtype=np.int64)
 
-    @cached_property
-    def arrow_schema(self) -> Any:
-        """The Arrow schema of the file; nothing in it can be null."""
-        fields = []
+    def file(self, samples: int, rows: Mapping[str, int], values: Mapping[str, int] | None) -> ArrayLayout:
+        """Return the file of a sub-dataset.
+
+        rows: unique keys by table. values: ids of all lists, by feature with any number of them; None: the sub-dataset
+        has a key set and no samples.
+        """
+        tables = self.schema.ordered_tables
+        if values is None:
+            return key_set_layout(tables, rows)
+        arrays = key_set_arrays(tables, rows)
+        arrays += [ArraySpec(f"offsets.{f.name}", np.int64, (samples + 1,)) for f in self.ragged]
+        arrays += [ArraySpec(c.name, c.dtype, c.shape(samples, values.get(c.feature or "", 0))) for c in self.columns]
         names = {"ids": [f.name for f in self.schema.singles], "dense": [d.column for d in self.schema.dense]}
-        for column in self.columns:
-            item = pa.field("item", pa.from_numpy_dtype(column.dtype), nullable=False)
-            if column.is_scalar:
-                kind = item.type
-            else:
-                kind = pa.large_list(item) if column.width is None else pa.list_(item, column.width)
-            metadata = {"columns": json.dumps(names[column.name])} if column.name in names else None
-            fields.append(pa.field(column.name, kind, nullable=False, metadata=metadata))
-        return pa.schema(fields, metadata={"tiercache": "samples 1"})
+        return ArrayLayout(arrays, _METADATA | {name: json.dumps(columns) for name, columns in names.items()})
+
+
+_METADATA: dict[str, Any] = {"format": "tiercache sub-dataset 2"}
+
+
+def key_set_arrays(tables: Iterable[Table], rows: Mapping[str, int]) -> list[ArraySpec]:
+    """Return the arrays of a key set: for each table ``keys.NAME`` in hash order and ``counts.NAME``."""
+    return [ArraySpec(f"{what}.{t.name}", np.int64, (rows[t.name],)) for t in tables for what in ("keys", "counts")]
+
+
+def key_set_layout(tables: Iterable[Table], rows: Mapping[str, int]) -> ArrayLayout:
+    """Return the file of a key set alone; tables in the order of table ids."""
+    return ArrayLayout(key_set_arrays(tables, rows), _METADATA)

@@ -1,1 +1,1 @@
-"""Exchange: rows of a store to and from the formats of others."""
+"""Import and export: rows of a store to and from the formats of other programs."""

@@ -2,114 +2,96 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import quote
 
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError
+
 from tiercache.errors import ImportExportError
+from tiercache.io.table_reader import regular_file
 from tiercache.store.table import Adam, Table
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["LISTING", "MOST", "ExportManifest", "Listed", "file_name"]
+__all__ = ["MANIFEST", "MAX_COUNT", "ExportManifest", "ExportedTable", "file_name"]
 
-LISTING = "tables.json"
-_MARK, _VERSION = "tiercache export", 1
-_LONGEST_NAME = 200
-MOST = (1 << 63) - 1
+MANIFEST = "tables.json"
+MAX_COUNT = (1 << 63) - 1
 """Of rows, and of steps of training."""
+_LONGEST_NAME = 200
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Listed:
+def _table(value: Any) -> Table:
+    """Return a table, or that of a record. Raises ValueError."""
+    return value if isinstance(value, Table) else Table.from_record(value)
+
+
+_Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+_Record = Annotated[Table, PlainValidator(_table), PlainSerializer(Table.to_record)]
+
+
+class ExportedTable(BaseModel):
     """One table of an export."""
 
-    table: Table
-    rows: int
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    table: _Record
+    rows: _Count
     has_state: bool
     """Whether the optimizer state was exported with the vectors."""
     reserved_keys: bool
     """Whether INT64_MIN or INT64_MIN + 1 is among the keys: the out-of-vocabulary row, the null row."""
 
     @property
-    def counts_steps(self) -> bool:
-        """Whether training goes on from its rows with the count of steps of the training that made them.
+    def needs_steps(self) -> bool:
+        """Whether training goes on from these rows with the number of steps trained so far.
 
-        Adam's state counts them, and they decide how vectors of 16 bits are rounded; without its state a row begins
-        anew.
+        Adam's state depends on it, and so does the rounding of 16-bit vectors; without its state a row begins anew.
         """
         whole = self.has_state or len(self.table.fields) == 1
         return whole and (isinstance(self.table.optimizer, Adam) or self.table.dtype != "float32")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExportManifest:
+def _distinct(tables: tuple[ExportedTable, ...]) -> tuple[ExportedTable, ...]:
+    names = [one.table.name for one in tables]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"two tables are named {min(twice)!r}")
+    return tables
+
+
+class ExportManifest(BaseModel):
     """The tables of an export, and its format."""
 
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    version: Literal[1] = 1
     format: str
-    tables: tuple[Listed, ...]
-    steps: int | None = None
-    """Steps of training so far, where a table goes on with their count; None: it is not known."""
+    tables: Annotated[tuple[ExportedTable, ...], AfterValidator(_distinct)]
+    steps: _Count | None = None
+    """Steps of training so far, where a table needs them; None: not known."""
+    since: int | None = None
+    """The commit since which the rows changed; None: all rows were exported."""
 
     def to_bytes(self) -> bytes:
         """Return the content of ``tables.json``."""
-        tables = [
-            {
-                "table": listed.table.to_record(),
-                "rows": listed.rows,
-                "has_state": listed.has_state,
-                "reserved_keys": listed.reserved_keys,
-            }
-            for listed in self.tables
-        ]
-        record = {"format": _MARK, "version": _VERSION, "files": self.format, "tables": tables}
-        if self.steps is not None:
-            record["steps"] = self.steps
-        return json.dumps(record, indent=2).encode() + b"\n"
+        return self.model_dump_json(indent=2).encode() + b"\n"
 
     @classmethod
     def find(cls, folder: Path) -> ExportManifest | None:
-        """Read the listing in a folder; None where there is none. Raises ImportExportError."""
-        path = folder / LISTING
-        try:
-            record = json.loads(path.read_bytes())
-        except (FileNotFoundError, NotADirectoryError):
+        """Read the manifest in a folder; None where there is none. Raises ImportExportError."""
+        path = folder / MANIFEST
+        if not path.exists():
             return None
-        except RecursionError as error:
-            raise ImportExportError(
-                f"{path} nests its values too deep: export again, or remove it and give tables"
-            ) from error
-        except ValueError as error:
-            raise ImportExportError(
-                f"{path} is not JSON ({error}): export again, or remove it and give tables"
-            ) from error
-        if not isinstance(record, dict) or record.get("format") != _MARK or record.get("version") != _VERSION:
-            raise ImportExportError(f"{path} is not of this tiercache's exports: remove it and give tables")
         try:
-            tables = tuple(_listed(item) for item in record["tables"])
-            steps = None if "steps" not in record else _count("steps", record["steps"])
-            return cls(format=str(record["files"]), tables=tables, steps=steps)
-        except (KeyError, TypeError, ValueError) as error:
+            return cls.model_validate_json(regular_file(path).read_bytes())
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            place = ".".join(map(str, first["loc"]))
             raise ImportExportError(
-                f"{path} cannot be read ({error}): export again, or remove it and give tables"
+                f"{path} cannot be read ({place and place + ': '}{first['msg']}): export again, or remove it and give "
+                "tables"
             ) from error
-
-
-def _listed(record: Any) -> Listed:
-    return Listed(
-        table=Table.from_record(record["table"]),
-        rows=_count("rows", record["rows"]),
-        has_state=bool(record["has_state"]),
-        reserved_keys=bool(record["reserved_keys"]),
-    )
-
-
-def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST:
-        raise ValueError(f"{name} is {value!r}, and must be 0 .. {MOST:,}")
-    return value
 
 
 def file_name(table: Table) -> str:
@@ -118,6 +100,6 @@ def file_name(table: Table) -> str:
     Names that would be too long become the table id in hexadecimal.
     """
     name = quote(table.name, safe=" ")
-    if name.startswith(".") or name == LISTING:
+    if name.startswith(".") or name == MANIFEST:
         name = name.replace(".", "%2E")
     return name if len(name) <= _LONGEST_NAME else f"%{table.table_id:016x}"

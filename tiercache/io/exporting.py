@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from pathlib import Path
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,18 +12,19 @@ import numpy as np
 from tiercache.atomic_io import publish, sync, write_whole
 from tiercache.data.raw_batch import RESERVED
 from tiercache.errors import ImportExportError, ImportExportWarning
-from tiercache.io.export_manifest import LISTING, ExportManifest, Listed, file_name
+from tiercache.io.export_manifest import MANIFEST, ExportedTable, ExportManifest, file_name
 from tiercache.io.formats import find_format
-from tiercache.io.free_space import free_space_in
-from tiercache.io.staging import staging_directory
+from tiercache.io.staging import check_space, file_errors, staging_directory, to_path
 from tiercache.store import Store
 from tiercache.store.scan import SCAN_BYTES
+from tiercache.store.serving import changed_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
 
-    from tiercache.io.formats import Format
     from tiercache.ranks.sharded_store import ShardedStore
+    from tiercache.store.scan import Chunk
     from tiercache.store.table import Table
 
 __all__ = ["export_store"]
@@ -35,101 +36,101 @@ def export_store(
     *,
     format: str,  # noqa: A002 - what users call it
     tables: Iterable[str] | None = None,
+    since: int | None = None,
     with_state: bool = True,
     memory_bytes: int = SCAN_BYTES,
     progress: Callable[[int, int], None] | None = None,
 ) -> ExportManifest:
-    """Write all rows at the store's newest commit to a folder ``out``, which must not exist yet, in hash order.
+    """Write the rows at the store's newest commit to a folder ``out``, which must not exist yet.
 
-    ``store``: one that is open, a sharded one too, at any of its commits; or the path of one that is not sharded.
-    ``format``: "numpy", "parquet", "safetensors", "hugectr" or "torch" (docs/exchange.md). ``tables``: names, all
-    where not said. ``with_state``: the optimizer state beside the vectors; where the format has no place for it, an
-    ImportExportWarning says so; how many steps were trained is in ``tables.json`` where Adam
-    or a 16-bit dtype goes on with their count. ``progress(done, total)`` is called with
-    rows. Takes about ``memory_bytes`` and 128 MiB for any number of rows.
+    ``store``: an open store, sharded or not, at any of its commits; or the path of one that is not sharded.
+    ``format``: "numpy", "parquet", "safetensors", "hugectr" or "torch" (docs/io.md). ``tables``: names; None: all.
+    ``since``: a commit; only rows that changed after it are written, in any order. None: all rows, in hash order.
+    ``with_state``: the optimizer state beside the vectors; where the format has no place for it, one
+    ImportExportWarning names the tables. ``progress(done, total)`` is called with rows. Takes about ``memory_bytes``
+    and 128 MiB for any number of rows.
 
-    The files get their name in one step, when all are on disk: after an error or a kill nothing is at ``out``, and of
-    two exports to it at a time one is refused. No commit may be made meanwhile on a store that is given open.
+    The folder gets its name in one step, when all files are on disk: after an error or a kill nothing is at ``out``,
+    and of two exports to it at a time one is refused. No commit may be made meanwhile on a store that is given open.
 
-    Raises ImportExportError, what ``Store.open`` raises for reading, and what ``Store.scan`` raises.
+    Raises ImportExportError, what ``Store.open`` raises for reading, and what ``Store.scan`` and ``Store.changes``
+    raise.
     """
-    if isinstance(store, (str, os.PathLike)):
-        with Store.open(store, mode="r") as opened:
-            return export_store(
-                opened, out, format=format, tables=tables, with_state=with_state, memory_bytes=memory_bytes,
-                progress=progress,
-            )  # fmt: skip
-    chosen, wanted, out = find_format(format), _tables(store, tables), Path(out)
-    if store.commit is None:
-        raise ImportExportError(f"{store.label} has no commit, so no rows to export: train it or import into it first")
-    if out.exists():
-        raise ImportExportError(f"{out} exists: give the export a path that is free")
-    counts = {table.name: store.live_rows(table.name) for table in wanted}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    needed = sum(
-        counts[table.name] * chosen.row_bytes(table, with_state=with_state and chosen.keeps_state(table))
-        for table in wanted
-    )
-    done, total = 0, sum(counts.values())
-
-    def tell(rows: int) -> None:
-        nonlocal done
-        done += rows
-        if progress is not None:
-            progress(done, total)
-
-    advice = "free some, export fewer tables, or export elsewhere"
-    with free_space_in(out.parent, needed, "the export", advice), staging_directory(out) as draft:
-        listed = tuple(
-            _export(store, table, counts[table.name], draft, chosen, with_state, memory_bytes, tell) for table in wanted
-        )
+    out, chosen = to_path(out), find_format(format)
+    with file_errors(f"the export to {out}"), ExitStack() as stack:
+        if isinstance(store, (str, os.PathLike)):
+            store = stack.enter_context(Store.open(to_path(store), mode="r"))
+        wanted = _tables(store, tables)
+        if store.commit is None:
+            raise ImportExportError(f"{store.label} has no commit, so no rows to export: train it or import into it")
+        if out.exists():
+            raise ImportExportError(f"{out} exists: give the export a path that is free")
+        counts = {table.name: _count(store, table, since) for table in wanted}
+        fields = {table.name: chosen.fields(table, with_state=with_state) for table in wanted}
+        _warn_of_state(format, [one for one in wanted if with_state and len(fields[one.name]) < len(one.fields)])
+        out.parent.mkdir(parents=True, exist_ok=True)
+        needed = sum(counts[table.name] * chosen.row_bytes(fields[table.name]) for table in wanted)
+        check_space(out.parent, needed, "the export")
+        draft = stack.enter_context(staging_directory(out))
+        done, total, exported = 0, sum(counts.values()), []
+        for table in wanted:
+            written, reserved, width = 0, False, len(fields[table.name])
+            writer = chosen.write(draft, file_name(table), table, fields[table.name], counts[table.name])
+            for keys, values in _rows(store, table, since, memory_bytes, draft):
+                writer.write((keys, values[:width]))
+                reserved = reserved or bool(np.any(keys <= RESERVED[1]))
+                written += keys.size
+                if progress is not None:
+                    progress(done + written, total)
+            writer.close()
+            assert written == counts[table.name]
+            done += written
+            exported.append(ExportedTable(table=table, rows=written, has_state=width > 1, reserved_keys=reserved))
         settings = store.commit.settings if isinstance(store, Store) else store.settings
-        steps = settings.get("steps") if any(one.counts_steps for one in listed) else None
-        listing = ExportManifest(format=format, tables=listed, steps=steps)
-        write_whole(draft / LISTING, listing.to_bytes())
+        steps = settings.get("steps") if any(one.needs_steps for one in exported) else None
+        manifest = ExportManifest(format=format, tables=tuple(exported), steps=steps, since=since)
+        write_whole(draft / MANIFEST, manifest.to_bytes())
         for folder in (*(entry for entry in draft.iterdir() if entry.is_dir()), draft):
             sync(folder)
         publish(draft, out)
-    return listing
-
-
-def _export(
-    store: Store | ShardedStore,
-    table: Table,
-    rows: int,
-    draft: Path,
-    chosen: Format,
-    with_state: bool,
-    memory_bytes: int,
-    tell: Callable[[int], None],
-) -> Listed:
-    """Write one table, and say what was written."""
-    has_state = with_state and chosen.keeps_state(table)
-    if with_state and not has_state:
-        names = ", ".join(field.name for field in table.fields[1:])
-        warnings.warn(
-            f"format {chosen.name!r} has no place for the optimizer state ({names}) of table {table.name!r}: "
-            "only its vectors are exported",
-            ImportExportWarning,
-            stacklevel=3,
-        )
-    reserved, written = False, 0
-    writer = chosen.writer(draft, file_name(table), table, rows, with_state=has_state)
-    for keys, fields in store.scan(table.name, memory_bytes=memory_bytes, scratch=draft):
-        writer.write((keys, fields if has_state else fields[:1]))
-        reserved = reserved or bool(np.any(keys <= RESERVED[1]))
-        written += keys.size
-        tell(keys.size)
-    assert written == rows
-    writer.close()
-    return Listed(table=table, rows=rows, has_state=has_state and len(table.fields) > 1, reserved_keys=reserved)
+    return manifest
 
 
 def _tables(store: Store | ShardedStore, names: Iterable[str] | None) -> tuple[Table, ...]:
     """Return the tables that are wanted."""
     known = {table.name: table for table in store.tables}
     wanted = tuple(known) if names is None else tuple(dict.fromkeys(names))
+    if not wanted:
+        raise ImportExportError("tables is empty: give the names of the tables to export, or None for all")
     for name in wanted:
         if name not in known:
             raise ImportExportError(f"{store.label} has no table {name!r}: it has {', '.join(map(repr, known))}")
     return tuple(known[name] for name in wanted)
+
+
+def _count(store: Store | ShardedStore, table: Table, since: int | None) -> int:
+    """Return how many rows are written."""
+    if since is None:
+        return store.live_rows(table.name)
+    return changed_rows(store, table.name, since) if isinstance(store, Store) else store.changed_rows(table.name, since)
+
+
+def _rows(
+    store: Store | ShardedStore, table: Table, since: int | None, memory_bytes: int, scratch: Path
+) -> Iterator[Chunk]:
+    if since is None:
+        yield from store.scan(table.name, memory_bytes=memory_bytes, scratch=scratch)
+        return
+    for keys, fields in store.changes(table.name, since=since):
+        yield keys, tuple(fields.values())
+
+
+def _warn_of_state(name: str, tables: list[Table]) -> None:
+    if not tables:
+        return
+    names = ", ".join(f"{table.name!r} ({', '.join(field.name for field in table.fields[1:])})" for table in tables)
+    warnings.warn(
+        f"format {name!r} has no place for the optimizer state of {names}: only the vectors are exported",
+        ImportExportWarning,
+        stacklevel=3,
+    )

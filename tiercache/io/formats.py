@@ -1,102 +1,131 @@
-"""The formats by name: how a table is written in each, and how it is read."""
+"""How tables are written and read: `Format` by name, and the writer that every format builds on.
+
+Each format has a module, ``tiercache.io.NAME_format``, that is loaded when the format is used.
+"""
 
 from __future__ import annotations
 
+import os
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from tiercache.errors import ImportExportError
-from tiercache.store.vectors import ITEM_BYTES
+from tiercache.store.vectors import ITEM_BYTES, to_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
+    from tiercache.io.table_reader import TableReader
     from tiercache.store.scan import Chunk
-    from tiercache.store.table import Table
+    from tiercache.store.table import Field, Table
 
-__all__ = ["FORMATS", "Format", "TableReader", "TableWriter", "find_format"]
+__all__ = ["FORMATS", "ColumnFile", "ColumnWriter", "Format", "TableWriter", "find_format"]
 
-
-class TableWriter(Protocol):
-    """Takes the rows of one table."""
-
-    def write(self, chunk: Chunk) -> None:
-        """Append a chunk of rows."""
-
-    def close(self) -> None:
-        """Finish the files; on return they are on disk."""
+FORMATS = ("numpy", "parquet", "safetensors", "hugectr", "torch")
 
 
-class TableReader(Protocol):
-    """Gives the rows of one table, whose files were found to be whole and of the right shape."""
-
-    rows: int
-    has_state: bool
-    """Whether the optimizer state is there, too; True for tables without one."""
-
-    def chunks(self, chunk_rows: int) -> Iterator[Chunk]:
-        """Yield keys and the vector, then the optimizer state where it is there."""
-
-
-class _Module(Protocol):
-    def write(self, folder: Path, name: str, table: Table, rows: int, *, with_state: bool) -> TableWriter: ...
-
-    def read(self, folder: Path, name: str, table: Table) -> TableReader: ...
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """A format: its module is loaded when it is used."""
+    """How the files of one table are written and read."""
 
-    name: str
-    module: str
+    write: Callable[[Path, str, Table, tuple[Field, ...], int], TableWriter]
+    """Begins to write rows: (folder, name of the table's files, table, fields, number of rows)."""
+    read: Callable[[Path, str, Table], TableReader]
+    """Opens the files of a table: (folder, name, table). Raises ImportExportError."""
     dtypes: tuple[str, ...] = ()
-    """In which 16-bit dtypes it has vectors; those of others are written as float32."""
+    """The 16-bit dtypes that vectors keep; others are written as float32."""
     vector_copies: int = 1
-    """How often the vectors lie on the disk while they are written."""
+    """How often the vectors are on the disk while they are written."""
+    keeps_state: Callable[[Table], bool] = lambda _: True
+    """Whether the optimizer state of a table has a place."""
 
-    def keeps_state(self, table: Table) -> bool:
-        """Return whether the optimizer state of ``table`` has a place in the format."""
-        if len(table.fields) == 1:
-            return True
-        if self.name == "hugectr":
-            from tiercache.io.hugectr_folder import state_files
+    def fields(self, table: Table, *, with_state: bool) -> tuple[Field, ...]:
+        """Return the fields of a row that are written: all, or the vector alone."""
+        return table.fields if with_state and self.keeps_state(table) else table.fields[:1]
 
-            return bool(state_files(table))
-        return self.name != "torch"
-
-    def row_bytes(self, table: Table, *, with_state: bool) -> int:
-        """Return the bytes that a row of ``table`` takes while it is written, headers apart."""
-        vector, *states = table.fields
-        item_bytes = ITEM_BYTES[vector.dtype] if vector.dtype in self.dtypes else ITEM_BYTES["float32"]
-        state_bytes = sum(4 * state.width for state in states) if with_state else 0
-        return 8 + self.vector_copies * item_bytes * vector.width + state_bytes
-
-    def writer(self, folder: Path, name: str, table: Table, rows: int, *, with_state: bool) -> TableWriter:
-        """Begin to write ``rows`` rows of a table to ``folder``, under ``name``."""
-        return self._loaded().write(folder, name, table, rows, with_state=with_state)
-
-    def reader(self, folder: Path, name: str, table: Table) -> TableReader:
-        """Open the files of a table. Raises ImportExportError."""
-        return self._loaded().read(folder, name, table)
-
-    def _loaded(self) -> _Module:
-        return cast("_Module", import_module(f"tiercache.io.{self.module}"))
-
-
-FORMATS = {
-    "numpy": Format("numpy", "numpy_folder", ("float16",)),
-    "parquet": Format("parquet", "parquet_file", ("float16",)),
-    "safetensors": Format("safetensors", "safetensors_file", ("bfloat16", "float16")),
-    "hugectr": Format("hugectr", "hugectr_folder"),
-    "torch": Format("torch", "torch_folder", ("bfloat16", "float16"), vector_copies=2),
-}
+    def row_bytes(self, fields: tuple[Field, ...]) -> int:
+        """Return the bytes that a row takes while it is written, headers apart."""
+        vector, *states = fields
+        item_bytes = ITEM_BYTES[vector.dtype if vector.dtype in self.dtypes else "float32"]
+        return 8 + self.vector_copies * item_bytes * vector.width + sum(4 * state.width for state in states)
 
 
 def find_format(name: str) -> Format:
     """Return a format by its name. Raises ImportExportError."""
     if name not in FORMATS:
         raise ImportExportError(f"format {name!r} is unknown: it must be one of {', '.join(FORMATS)}")
-    return FORMATS[name]
+    found = import_module(f"tiercache.io.{name}_format").FORMAT
+    assert isinstance(found, Format)
+    return found
+
+
+class TableWriter(ABC):
+    """Takes the rows of one table."""
+
+    @abstractmethod
+    def write(self, chunk: Chunk) -> None:
+        """Append keys (n,) and fields (n, width)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish the files; on return they are on disk."""
+
+
+class ColumnFile:
+    """A column of a known size on its way into a file, from byte ``offset`` on; several may share a file."""
+
+    def __init__(self, path: Path, *, header: bytes = b"", offset: int | None = None, dtype: str = "float32") -> None:
+        """``header`` is written first; with ``offset`` the file exists already and keeps the bytes before it.
+
+        ``dtype``: "bfloat16" or "float16" where float32 numbers are written as such.
+        """
+        self._dtype = dtype
+        self._file = path.open("wb" if offset is None else "r+b")
+        if offset is None:
+            self._file.write(header)
+        else:
+            self._file.seek(offset)
+
+    def write(self, values: NDArray[Any]) -> None:
+        """Append the bytes of an array, little-endian."""
+        if self._dtype != "float32":
+            values = to_bits(values, self._dtype)
+        little = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
+        self._file.write(little.view(np.uint8).data if little.size else b"")
+
+    def close(self) -> None:
+        """Return when the bytes are on disk; a second time does nothing."""
+        if not self._file.closed:
+            with self._file:  # closed also where the disk is full
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+
+class ColumnWriter(TableWriter):
+    """A table whose columns are plain bytes: keys, then each field."""
+
+    def __init__(
+        self, keys: ColumnFile, fields: Sequence[ColumnFile], finish: Callable[[], None] = lambda: None
+    ) -> None:
+        """``finish`` is called when all columns are on disk."""
+        self._keys, self._fields, self._finish = keys, fields, finish
+
+    def write(self, chunk: Chunk) -> None:
+        """Append a chunk of rows."""
+        keys, fields = chunk
+        self._keys.write(keys)
+        for column, values in zip(self._fields, fields, strict=True):
+            column.write(values)
+
+    def close(self) -> None:
+        """Return when everything is on disk."""
+        for column in (self._keys, *self._fields):
+            column.close()
+        self._finish()

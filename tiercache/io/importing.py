@@ -1,14 +1,19 @@
-"""Imports: rows from files of another format to an empty store."""
+"""Imports: rows from files of another format, or from arrays, to an empty store."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tiercache.errors import ImportExportError, ImportExportWarning, TierCacheError
-from tiercache.io.export_manifest import LISTING, MOST, ExportManifest, Listed, file_name
+from tiercache.errors import ImportExportError, ImportExportWarning
+from tiercache.io.export_manifest import MANIFEST, MAX_COUNT, ExportedTable, ExportManifest, file_name
 from tiercache.io.formats import find_format
+from tiercache.io.in_memory import read_array
+from tiercache.io.staging import file_errors, to_path
+from tiercache.io.torch_format import load_tensors
 from tiercache.store import Store, fill
 from tiercache.store.filling import FILL_BYTES
 from tiercache.store.scan import chunk_rows_of
@@ -16,154 +21,169 @@ from tiercache.store.table import Adam
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
-    from tiercache.io.formats import Format, TableReader
-    from tiercache.store.scan import Chunk
+    from tiercache.io.table_reader import TableReader
     from tiercache.store.table import Table
 
 __all__ = ["import_store"]
 
 
 def import_store(
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Mapping[str, Any],
     store: Store | str | os.PathLike[str],
     *,
     format: str | None = None,  # noqa: A002 - what users call it
     tables: Iterable[Table] | None = None,
+    names: Mapping[str, str] | None = None,
     initial_state: bool = False,
     reserved_keys: bool = False,
     steps: int | None = None,
     memory_bytes: int = FILL_BYTES,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> ExportManifest:
-    """Make commit 0 of an empty store from the files in folder ``source``, and return what was imported.
+    """Make commit 0 of an empty store from ``source``, and return what was imported.
 
-    ``store`` is open for writing, or a path where a store is made of ``tables``. ``format`` and ``tables`` are those
-    of the source's ``tables.json`` where not said; without one, all tables must be in the source. ``initial_state``:
-    optimizer state that the source lacks starts at its initial value. ``reserved_keys``: INT64_MIN and INT64_MIN + 1
-    are the out-of-vocabulary row and the null row of their table; what ``tables.json`` says holds without it.
-    ``steps``: how many were trained so far, with whose count Adam's state and the rounding of vectors of 16 bits go on;
-    as ``tables.json`` says where not given. Where nobody says, training counts from 0, with an ImportExportWarning.
-    ``progress(stage, done, total)`` is called with rows: stages "sort" and "write". Takes about ``memory_bytes`` and
-    64 MiB for any number of rows.
+    ``source`` is one of:
+
+    * a folder of files, as ``export_store`` writes it. ``format`` and ``tables`` come from its ``tables.json`` where
+      you do not give them; without one, all tables must be in the folder;
+    * a file of ``torch.save``: the state dict of a model. The vectors (n, dim) of a table are the tensor that
+      ``names`` gives to it (table name to tensor name), else the one called after the table, such as
+      ``emb.user.weight`` for table "user". Key i is row i. Nothing but tensors is loaded from the file;
+    * a dict in memory, searched in the same way: arrays or dense tensors (n, dim), where key i is row i, or pairs
+      (keys (n,) int64, vectors (n, dim)).
+
+    Vectors are float32, or of the table's 16-bit dtype. ``store`` is open for writing, or a path where a store is made
+    of ``tables``. ``initial_state``: optimizer state that the source lacks starts at its initial value.
+    ``reserved_keys``: INT64_MIN and INT64_MIN + 1 are the out-of-vocabulary row and the null row of their table.
+    ``steps``: how many were trained so far, which Adam's state and the rounding of 16-bit vectors go on with; None: as
+    ``tables.json`` says, else training counts from 0, with an ImportExportWarning. ``progress(stage, done, total)`` is
+    called with rows: stages "sort" and "write". Takes about ``memory_bytes`` and 64 MiB for any number of rows.
 
     All sizes, types and shapes are checked before the store is touched; after an error or a kill it has no commit.
 
     Raises ImportExportError, StoreFullError, and what ``Store.open`` raises.
     """
-    source = Path(source)
-    listing = ExportManifest.find(source)
-    if listing is None and (format is None or (tables is None and not isinstance(store, Store))):
-        raise ImportExportError(
-            f"there is no {source / LISTING}: give the format of the files and the tables they hold"
+    place = "the dict of arrays" if isinstance(source, Mapping) else to_path(source)
+    store = store if isinstance(store, Store) else to_path(store)
+    given = store.tables if isinstance(store, Store) else None if tables is None else tuple(tables)
+    if given == ():
+        raise ImportExportError("tables is empty: give the tables that the source holds")
+    with file_errors(f"the import of {place}"), ExitStack() as stack:
+        manifest = None
+        if isinstance(place, str) or place.is_file():
+            if given is None:
+                raise ImportExportError(f"{place} does not describe its tables: give the tables to import (--schema)")
+            arrays = source if isinstance(source, Mapping) else load_tensors(Path(place))
+            readers = {table: read_array(str(place), table, arrays, names or {}) for table in given}
+        else:
+            manifest = _find_manifest(place)
+            if manifest is None and (format is None or given is None):
+                raise ImportExportError(
+                    f"there is no {place / MANIFEST}: give the format of the files and the tables they hold"
+                )
+            rows = {one.table: one.rows for one in manifest.tables} if manifest else dict.fromkeys(given or ())
+            given = given or tuple(rows)
+            readers = _open_files(place, format or str(manifest and manifest.format), given, rows)
+        _check(place, readers, initial_state=initial_state)
+        reserved = {one.table.name for one in manifest.tables if one.reserved_keys} if manifest else set()
+        exported = tuple(
+            ExportedTable(
+                table=table,
+                rows=reader.rows,
+                has_state=reader.has_state and len(table.fields) > 1,
+                reserved_keys=reserved_keys or table.name in reserved,
+            )
+            for table, reader in readers.items()
         )
-    if listing is not None and format is None:
-        format = listing.format  # noqa: A001 - as above
-    if listing is not None and tables is None:
-        tables = [listed.table for listed in listing.tables]
-    chosen = find_format(str(format))
-    into = tuple(store.tables) if isinstance(store, Store) else tuple(tables or ())
-    readers = _open(source, chosen, into, listing, initial_state=initial_state)
-    listed = tuple(
-        Listed(
-            table=table,
-            rows=reader.rows,
-            has_state=reader.has_state and len(table.fields) > 1,
-            reserved_keys=reserved_keys or _says_reserved(listing, table.name),
-        )
-        for table, reader in readers
-    )
-    imported = ExportManifest(format=chosen.name, tables=listed, steps=_steps(source, listed, steps, listing))
-    done = {"sort": 0, "write": 0}
-    total = sum(reader.rows for _, reader in readers)
+        steps = _steps(place, exported, manifest.steps if steps is None and manifest else steps)
+        if not isinstance(store, Store):
+            store = stack.enter_context(Store.open(store, tables=given))
+        done, total = {"sort": 0, "write": 0}, sum(reader.rows for reader in readers.values())
 
-    def tell(stage: str, rows: int) -> None:
-        done[stage] += rows
-        if progress is not None:
-            progress(stage, done[stage], total)
+        def tell(stage: str, rows: int) -> None:
+            done[stage] += rows
+            if progress is not None:
+                progress(stage, done[stage], total)
 
-    opened: Store | None = None
-    try:
-        opened = store if isinstance(store, Store) else Store.open(store, tables=into)
         fill(
-            opened,
-            _chunks(readers),
+            store,
+            ((table.name, chunk) for table, one in readers.items() for chunk in one.chunks(chunk_rows_of(table))),
             initial_state=initial_state,
-            reserved_keys={listed.table.name for listed in imported.tables if listed.reserved_keys},
-            settings={} if imported.steps is None else {"steps": imported.steps},
+            reserved_keys={one.table.name for one in exported if one.reserved_keys},
+            settings={} if steps is None else {"steps": steps},
             memory_bytes=memory_bytes,
             progress=tell,
         )
-    except ValueError as error:
-        if isinstance(error, TierCacheError):
-            raise
-        raise ImportExportError(str(error)) from error
-    finally:
-        if opened is not None and opened is not store:
-            opened.close()
-    return imported
+    return ExportManifest(format=format or (manifest.format if manifest else "arrays"), tables=exported, steps=steps)
 
 
-def _open(
-    source: Path, chosen: Format, tables: tuple[Table, ...], listing: ExportManifest | None, *, initial_state: bool
-) -> list[tuple[Table, TableReader]]:
-    """Open the files of all tables; nothing of them is read yet."""
-    if not source.is_dir():
-        raise ImportExportError(f"there is no folder {source}: give the folder that holds the files of the tables")
-    rows = {} if listing is None else {listed.table.name: listed.rows for listed in listing.tables}
-    names = {table.name for table in tables}
-    for name in rows:
-        if name not in names:
-            raise ImportExportError(
-                f"{source} has a table {name!r} that the store does not: add it, or export without it"
-            )
-    readers = []
+def _find_manifest(folder: Path) -> ExportManifest | None:
+    manifest = ExportManifest.find(folder)
+    if manifest is not None and manifest.since is not None:
+        raise ImportExportError(
+            f"{folder} holds only the rows that changed since commit {manifest.since}: import an export of all rows"
+        )
+    return manifest
+
+
+def _open_files(
+    folder: Path, format_: str, tables: tuple[Table, ...], rows: Mapping[Table, int | None]
+) -> dict[Table, TableReader]:
+    """Open the files of the tables whose ``rows`` are there, or not known; nothing of them is read yet."""
+    chosen = find_format(format_)
+    if not folder.is_dir():
+        raise ImportExportError(f"there is no folder {folder}: give the folder that holds the files of the tables")
+    counts = {table.name: count for table, count in rows.items()}
+    if unknown := counts.keys() - {table.name for table in tables}:
+        raise ImportExportError(
+            f"{folder} has a table {min(unknown)!r} that the store does not: add it, or export without it"
+        )
+    readers = {}
     for table in tables:
-        if listing is not None and table.name not in rows:
+        if table.name not in counts:
             continue
-        alone = chosen.name == "hugectr" and len(tables) == 1 and (source / "key").is_file()
-        reader = chosen.reader(source, "." if alone else file_name(table), table)
-        if reader.rows != rows.get(table.name, reader.rows):
+        alone = format_ == "hugectr" and len(tables) == 1 and (folder / "key").is_file()
+        reader = readers[table] = chosen.read(folder, "." if alone else file_name(table), table)
+        count = counts[table.name]
+        if count not in {None, reader.rows}:
             raise ImportExportError(
-                f"{source / LISTING} counts {rows[table.name]:,} rows of table {table.name!r}, and its files hold "
+                f"{folder / MANIFEST} counts {count:,} rows of table {table.name!r}, and its files hold "
                 f"{reader.rows:,}: export it again"
             )
-        if not reader.has_state and not initial_state:
-            states = ", ".join(f"{field.name} at {field.initial}" for field in table.fields[1:])
-            raise ImportExportError(
-                f"{source} has no optimizer state of table {table.name!r}: ask for initial_state (--initial-state) to "
-                f"begin with {states}"
-            )
-        readers.append((table, reader))
     return readers
 
 
-def _steps(source: Path, tables: tuple[Listed, ...], given: int | None, listing: ExportManifest | None) -> int | None:
-    """Return with how many steps tables go on; None where none counts them, or nobody says."""
-    if given is not None and not 0 <= given <= MOST:
-        raise ImportExportError(f"steps is {given}: it must be 0 .. {MOST:,}")
-    counting = [listed.table for listed in tables if listed.counts_steps]
+def _check(place: object, readers: Mapping[Table, TableReader], *, initial_state: bool) -> None:
+    """Raise ImportExportError for missing state that may not start anew; warn once of files without a place."""
+    for table, reader in readers.items():
+        if not reader.has_state and not initial_state:
+            states = ", ".join(f"{field.name} at {field.initial}" for field in table.fields[1:])
+            raise ImportExportError(
+                f"{place} has no optimizer state of table {table.name!r}: ask for initial_state (--initial-state) to "
+                f"begin with {states}"
+            )
+    if ignored := [path for reader in readers.values() for path in reader.ignored]:
+        warnings.warn(
+            f"{', '.join(ignored)}: ignored, the tables have no place for them", ImportExportWarning, stacklevel=3
+        )
+
+
+def _steps(place: object, tables: tuple[ExportedTable, ...], steps: int | None) -> int | None:
+    """Return with how many steps tables go on; None where none needs them, or nobody says."""
+    if steps is not None and not 0 <= steps <= MAX_COUNT:
+        raise ImportExportError(f"steps is {steps}: it must be 0 .. {MAX_COUNT:,}")
+    counting = [one.table for one in tables if one.needs_steps]
     if not counting:
         return None
-    steps = given if given is not None or listing is None else listing.steps
     if steps is None:
         table = next((table for table in counting if isinstance(table.optimizer, Adam)), counting[0])
         what = "Adam's state" if isinstance(table.optimizer, Adam) else f"the rounding to {table.dtype}"
         warnings.warn(
-            f"{source} does not say how many steps table {table.name!r} was trained, and {what} goes on with their "
+            f"{place} does not say how many steps table {table.name!r} was trained, and {what} goes on with their "
             "count: training counts from 0, unless you give steps (--steps)",
             ImportExportWarning,
             stacklevel=3,
         )
     return steps
-
-
-def _chunks(readers: list[tuple[Table, TableReader]]) -> Iterator[tuple[str, Chunk]]:
-    for table, reader in readers:
-        for chunk in reader.chunks(chunk_rows_of(table)):
-            yield table.name, chunk
-
-
-def _says_reserved(listing: ExportManifest | None, name: str) -> bool:
-    return listing is not None and any(one.reserved_keys for one in listing.tables if one.table.name == name)

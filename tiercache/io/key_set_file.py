@@ -2,93 +2,68 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tiercache.atomic_io import publish, sync
 from tiercache.errors import ImportExportError
-from tiercache.io.column_file import ColumnFile
 from tiercache.io.export_manifest import file_name
-from tiercache.io.staging import staging_directory
+from tiercache.io.formats import ColumnFile
+from tiercache.io.staging import file_errors, staging_directory, to_path
+from tiercache.io.table_reader import regular_file
 
 if TYPE_CHECKING:
+    import os
+
     from numpy.typing import NDArray
 
     from tiercache.data.dataset import PassDataset
 
-__all__ = ["export_key_sets", "read_key_set", "write_key_set"]
+__all__ = ["export_key_sets", "read_key_set"]
 
 _DTYPES: dict[str, np.dtype[Any]] = {"uint32": np.dtype("<u4"), "int64": np.dtype("<i8")}
-_CHUNK_KEYS = 1 << 20
 
 
 def read_key_set(path: str | os.PathLike[str], dtype: str) -> NDArray[np.int64] | NDArray[np.uint32]:
     """Return the keys of a file, in its order and its dtype: a memory map, read-only. Raises ImportExportError."""
-    path, kind = Path(path), _dtype(dtype)
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            if size and not size % kind.itemsize:
-                return np.memmap(file, dtype=kind, mode="r")
-    except OSError as error:
-        raise ImportExportError(
-            f"the key set {path} cannot be read ({error.strerror or error}): check the path"
-        ) from error
-    if size % kind.itemsize:
-        raise ImportExportError(
-            f"{path} has {size:,} bytes, which are no whole {dtype} keys: check dtype, or write it again"
-        )
+    path, kind = to_path(path), _dtype(dtype)
+    with file_errors(f"reading the key set {path}"):
+        size = regular_file(path).stat().st_size
+        if size % kind.itemsize:
+            raise ImportExportError(
+                f"{path} has {size:,} bytes, which are no whole {dtype} keys: check dtype, or write it again"
+            )
+        if size:
+            return np.memmap(path, dtype=kind, mode="r")
     return np.empty(0, dtype=kind)  # nothing cannot be mapped
 
 
-def write_key_set(path: str | os.PathLike[str], keys: NDArray[np.int64], dtype: str) -> None:
-    """Write keys (n,) in their order; the file is there whole, on disk, or not at all.
-
-    Raises ImportExportError for keys that uint32 cannot hold.
-    """
-    path = Path(path)
-    _dtype(dtype)
-    with staging_directory(path, replaces=True) as draft:
-        _write(draft / path.name, keys, dtype)
-        publish(draft / path.name, path)
-
-
-def export_key_sets(passes: PassDataset, out: str | os.PathLike[str], dtype: str = "int64") -> None:
+def export_key_sets(dataset: PassDataset, out: str | os.PathLike[str], dtype: str = "int64") -> None:
     """Write the key sets of all passes to a folder ``out``, which must not exist yet: ``TABLE/pass-00000.keys`` on.
 
-    The folder gets its name when all is on disk. Raises ImportExportError.
+    The folder gets its name when all is on disk. Raises ImportExportError, also for keys that uint32 cannot hold.
     """
-    out = Path(out)
+    out, kind = to_path(out), _dtype(dtype)
     if out.exists():
         raise ImportExportError(f"{out} exists: give the key sets a path that is free")
-    with staging_directory(out) as draft:
-        for table in passes.tables:
+    with file_errors(f"writing key sets to {out}"), staging_directory(out) as draft:
+        for table in dataset.tables:
             folder = draft / file_name(table)
             folder.mkdir(parents=True)
-            for part in passes:
-                _write(folder / f"pass-{part.index:05d}.keys", part.keys(table.name), dtype)
+            for part in dataset:
+                keys = part.keys(table.name)
+                if dtype == "uint32" and keys.size and not (keys.min() >= 0 and keys.max() < 1 << 32):
+                    raise ImportExportError(
+                        f"keys {keys.min()} to {keys.max()} of table {table.name!r} do not all fit uint32, which holds "
+                        f"0 to {(1 << 32) - 1}: write them as int64"
+                    )
+                file = ColumnFile(folder / f"pass-{part.index:05d}.keys")
+                file.write(keys.astype(kind))
+                file.close()
             sync(folder)
         sync(draft)
         publish(draft, out)
-
-
-def _write(path: Path, keys: NDArray[np.int64], dtype: str) -> None:
-    kind = _dtype(dtype)
-    file = ColumnFile(path)
-    try:
-        for low in range(0, keys.size, _CHUNK_KEYS):
-            part = keys[low : low + _CHUNK_KEYS]
-            if kind.itemsize == 4 and (int(part.min()) < 0 or int(part.max()) >= 1 << 32):
-                raise ImportExportError(
-                    f"keys {part.min()} to {part.max()} do not all fit uint32, which holds 0 to {(1 << 32) - 1}: "
-                    "write them as int64"
-                )
-            file.write(part.astype(kind))
-    finally:
-        file.close()
 
 
 def _dtype(name: str) -> np.dtype[Any]:

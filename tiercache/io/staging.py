@@ -1,4 +1,4 @@
-"""Drafts: what is written beside its final place, by one process at a time."""
+"""Writing beside the final place: one process at a time, with the disk's room checked, published in one step."""
 
 from __future__ import annotations
 
@@ -7,29 +7,61 @@ import fcntl
 import os
 import shutil
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tiercache.errors import ImportExportError
+from tiercache.errors import ImportExportError, TierCacheError
+from tiercache.sizes import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
-__all__ = ["staging_directory"]
+__all__ = ["check_space", "file_errors", "staging_directory", "to_path"]
 
 _NO_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 """What a file system says that locks no folders: there, two exports to one place are the caller's to avoid."""
 
 
+def to_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path. Raises ImportExportError for one with a NUL character, which no file system takes."""
+    if "\0" in os.fspath(path):
+        raise ImportExportError(f"the path {os.fspath(path)!r} has a NUL character: give one without")
+    return Path(path)
+
+
+@contextmanager
+def file_errors(what: str) -> Iterator[None]:
+    """Turn an error of the file system, such as a missing permission, and a ValueError into an ImportExportError."""
+    try:
+        yield
+    except TierCacheError:
+        raise
+    except ValueError as error:
+        raise ImportExportError(str(error)) from error
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        raise ImportExportError(f"{what} failed: {place}{error.strerror or error}") from error
+
+
+def check_space(folder: Path, needed_bytes: int, what: str) -> None:
+    """Raise ImportExportError where ``folder`` has less than ``needed_bytes`` free."""
+    free = shutil.disk_usage(folder).free
+    if needed_bytes > free:
+        raise ImportExportError(
+            f"{what} needs {format_bytes(needed_bytes)} ({needed_bytes:,} bytes) and {folder} has {format_bytes(free)} "
+            "free: free some, export fewer tables, or export elsewhere"
+        )
+
+
 @contextmanager
 def staging_directory(out: Path, *, replaces: bool = False) -> Iterator[Path]:
-    """Yield an empty folder ``.NAME.unfinished`` beside ``out``, for the caller to publish; what is left of it goes.
+    """Yield an empty folder ``.NAME.unfinished`` beside ``out``; publish what you wrote there, the rest is deleted.
 
-    What a killed process left there goes, too. Raises ImportExportError where another process, or thread, has the
+    What a killed process left there is deleted too. Raises ImportExportError where another process, or thread, has the
     folder, and where ``out`` exists, unless what is published ``replaces`` it.
     """
     draft = out.with_name(f".{out.name}.unfinished")
-    handle = _hold(draft, out)
+    handle = _lock(draft, out)
     try:
         if not replaces and out.exists():  # it was published between the caller's look and the lock
             raise ImportExportError(f"{out} exists: give a path that is free")
@@ -45,7 +77,7 @@ def staging_directory(out: Path, *, replaces: bool = False) -> Iterator[Path]:
         os.close(handle)
 
 
-def _hold(draft: Path, out: Path) -> int:
+def _lock(draft: Path, out: Path) -> int:
     """Return a handle of the draft folder, which is locked as long as it is open."""
     draft.parent.mkdir(parents=True, exist_ok=True)
     while True:

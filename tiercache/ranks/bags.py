@@ -70,7 +70,7 @@ def candidates_of(owners: Owners, features: Sequence[Feature]) -> tuple[Candidat
     for feature in features:
         t = owners.index(feature.table)
         if owners.kinds[t] in ("table", "column"):
-            length = 1 if feature.hotness == "one" else feature.length
+            length = 1 if feature.hotness == "one_hot" else feature.length
             found.append(
                 Candidate(
                     feature.name, feature.table, length, feature.weights is not None, owners.tables[t].dim,

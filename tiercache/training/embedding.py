@@ -146,7 +146,7 @@ class EmbeddingBagCollection(TableModule):
         members: dict[tuple[int, bool], list[str]] = {}
         for name, group in zip(features, groups, strict=True):
             spec = self._specs[name]
-            bags = spec.hotness != "one" or name in weighted
+            bags = spec.hotness != "one_hot" or name in weighted
             if bags and name in weighted and self._modes[name] == "max":
                 raise ValueError(f"feature {name!r} has weights and is pooled by max: pool it by sum or mean")
             members.setdefault((group, bags), []).append(name)
@@ -203,7 +203,7 @@ class EmbeddingCollection(TableModule):
     def length_of(self, name: str) -> int:
         """Return how many ids each sample has: the fixed length, 0 for a single id, -1 for a ragged list."""
         spec = self._specs[name]
-        return {"one": 0, "fixed": spec.length or 0}.get(spec.hotness, -1)
+        return {"one_hot": 0, "multi_hot": spec.length or 0}.get(spec.hotness, -1)
 
     def _prepare(self, batch: Batch) -> tuple[list[str], tuple[Any, ...]]:
         """Return the features in the order of the outputs, and what `_RowFunction` is given."""
@@ -224,7 +224,7 @@ class EmbeddingCollection(TableModule):
         for name, out in zip(names, outs, strict=True):
             spec = self._specs[name]
             found[name] = (
-                out.view(batch.num_samples, spec.length or 0, out.shape[1]) if spec.hotness == "fixed" else out
+                out.view(batch.num_samples, spec.length or 0, out.shape[1]) if spec.hotness == "multi_hot" else out
             )
         return {name: found[name] for name in self.features}
 

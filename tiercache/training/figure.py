@@ -116,7 +116,7 @@ def _draw_rows(axes: Any, reports: list[PassReport], zero: float) -> None:
             height,
             width,
             bottom=below,
-            batch_multiple="edge",
+            align="edge",
             color=color,
             edgecolor="white",
             linewidth=0.3,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from tiercache.progress import progress_bars
 
-    from rich.progress import TaskID
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
 
     from tiercache.store.table import Table
     from tiercache.tiers.report import PassReport
@@ -64,41 +65,20 @@ class TrainingProgress:
         self._progress.stop()
 
 
-class RewriteProgress:
-    """Bars over keys that are sorted, and rows that are read and then written in another order.
+@contextmanager
+def rewrite_bars(rows: int, *, shown: bool) -> Iterator[Callable[[str, int], None]]:
+    """Yield ``advance(what, rows)`` for ``Store.rewrite`` and ``Store.compact``, shown as bars.
 
-    Nothing where ``shown`` is false. ``rows`` are those of the store: as many are sorted, and no more of them read.
+    ``rows`` are those of the store: as many keys are sorted, at most as many rows are read, and those are written.
     """
+    done = dict.fromkeys(_STAGES, 0)
+    with progress_bars(shown=shown) as tell:
 
-    def __init__(self, rows: int, *, shown: bool) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed:,.0f} rows"),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            disable=not shown,
-            transient=True,
-        )
-        self._tasks: dict[str, TaskID] = {}
-        self._rows, self._most = 0, rows
+        def advance(what: str, more: int) -> None:
+            done[what] += more
+            tell(_STAGES[what], done[what], done["read"] if what == "write" and done["read"] else rows)
 
-    def __enter__(self) -> RewriteProgress:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def advance(self, what: str, rows: int) -> None:
-        """Take in rows whose keys were sorted, rows that were read, or rows written after all were read."""
-        if what not in self._tasks:
-            for task in list(self._tasks.values())[-1:]:
-                self._progress.update(task, total=self._rows)
-            total = self._rows if what == "write" else self._most
-            self._tasks[what], self._rows = self._progress.add_task(_STAGES[what], total=total), 0
-        self._rows += rows
-        self._progress.advance(self._tasks[what], rows)
+        yield advance
 
 
 def prepare_kernels(tables: Iterable[Table] = (), *, narrow: bool = False) -> None:

@@ -160,7 +160,7 @@ class RawKeys:
         keys, weights = {}, {}
         for feature in self._schema.features:
             one, ragged = mine.features[feature.name].slice(0, 1), feature.hotness == "ragged"
-            values, shape = one.keys, (1, -1) if feature.hotness == "fixed" else (-1,)
+            values, shape = one.keys, (1, -1) if feature.hotness == "multi_hot" else (-1,)
             given = values.reshape(shape).tolist()
             keys[feature.name] = ([given, [0, values.size]] if ragged else given), ragged
             if one.weights is not None:
@@ -178,5 +178,5 @@ class RawKeys:
         keys: dict[str, Any] = {}
         for feature in self._schema.features:
             none = np.empty(0, np.int64)
-            keys[feature.name] = none.reshape(0, feature.length or 0) if feature.hotness == "fixed" else none
+            keys[feature.name] = none.reshape(0, feature.length or 0) if feature.hotness == "multi_hot" else none
         return self._reader.read(source, "", keys, dense=np.empty((0, self._dense_columns), np.float32))

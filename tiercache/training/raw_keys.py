@@ -58,14 +58,14 @@ def _one(feature: Feature, given: Any, weights: Any) -> FeatureKeys:
     if keys.ndim not in ((1,) if offsets is not None else (1, 2)):
         raise ValueError(f"the keys of {where} have shape {keys.shape}: give (N,), (N, L) or a pair (values, offsets)")
     shape = keys.shape
-    if feature.hotness == "one" and (offsets is not None or keys.ndim != 1):
+    if feature.hotness == "one_hot" and (offsets is not None or keys.ndim != 1):
         seen = "values and offsets" if offsets is not None else f"shape {shape}"
         raise ValueError(f"the keys of {where} have {seen}: it has one key a sample in the schema, so give (N,)")
-    if feature.hotness == "fixed" and (offsets is not None or keys.ndim != 2 or shape[1] != feature.length):
+    if feature.hotness == "multi_hot" and (offsets is not None or keys.ndim != 2 or shape[1] != feature.length):
         seen = "values and offsets" if offsets is not None else f"shape {shape}"
         raise ValueError(f"the keys of {where} have {seen}: it has {feature.length} keys a sample in the schema, so "
                          f"give (N, {feature.length})")  # fmt: skip
-    if offsets is None and feature.hotness != "one":
+    if offsets is None and feature.hotness != "one_hot":
         length = shape[1] if keys.ndim == 2 else 1
         offsets = np.arange(shape[0] + 1, dtype=np.int64) * length
     flat = np.ascontiguousarray(keys.reshape(-1))

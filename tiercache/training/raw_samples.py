@@ -140,8 +140,20 @@ class RawReader:
 
 
 def _numbers(what: str, given: Any, shape: tuple[int, int] | tuple[int]) -> torch.Tensor:
-    found = torch.as_tensor(given).detach().to(torch.float32)
+    try:
+        if not isinstance(given, torch.Tensor):
+            given = np.ascontiguousarray(
+                given, np.float32
+            )  # torch takes neither negative strides nor other byte orders
+        found = torch.as_tensor(given).detach().to(torch.float32)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{what} is no array of numbers ({error}): give one, or a tensor") from error
+    if found.is_sparse or found.is_meta:
+        raise ValueError(f"{what} is a sparse tensor, or one without values: give a dense tensor")
     if found.ndim != len(shape) or any(s not in (-1, n) for s, n in zip(shape, found.shape, strict=True)):
         expected = "(N,)" if len(shape) == 1 else "(N, columns)"
         raise ValueError(f"{what} has shape {tuple(found.shape)}: give {expected} for the batch's {shape[0]} samples")
+    if found.device.type == "cpu" and not found.isfinite().all():  # on a GPU, looking would wait for it
+        at = int((~found.isfinite()).nonzero()[0, 0])
+        raise ValueError(f"{what} of sample {at} is not finite: give numbers that are, or leave the sample out")
     return found

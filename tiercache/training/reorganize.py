@@ -25,7 +25,7 @@ from tiercache.store.inspect import file_bytes_of
 from tiercache.store.scan import live_rows
 from tiercache.tiers.first_vectors import initial_vectors
 from tiercache.training.matching import check_tables
-from tiercache.training.progress import RewriteProgress, prepare_kernels
+from tiercache.training.progress import prepare_kernels, rewrite_bars
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,9 +93,9 @@ def reorganize(
             "written",
             markup=False,
         )
-    with RewriteProgress(sum(rows.values()), shown=shown) as bar:
+    with rewrite_bars(sum(rows.values()), shown=shown) as advance:
         return store.rewrite(
-            first, schedule_digest=schedule.digest, first_rows=make_first_rows, progress=bar.advance, layout=layout,
+            first, schedule_digest=schedule.digest, first_rows=make_first_rows, progress=advance, layout=layout,
             start=None if start is None else begin,
         )  # fmt: skip
 

@@ -1,0 +1,202 @@
+"""Extraction against DuckDB and Polars: python -m benchmarks.extract [--quick] [--json FILE].
+
+The data are 26 columns of int64 and 26 of strings, power law 1.05 over 10 to 20 million values, permuted, in Parquet
+as pyarrow writes it. The peers group each column by value and count. We write key sets with the same counts, and whole
+datasets. keyset_speed_vs_fastest, string_speed_vs_fastest: key sets of the columns of integers, and of strings, against
+the faster peer on the same columns. dataset_speed_vs_fastest: a dataset with samples of the columns of integers against
+the same. small_passes_ratio: seconds of a dataset of 165 passes over those of 21. peak_over_limit: memory beside an
+idle process over the memory limit, with files (uncompressed) of 10 times the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.table import Table
+
+import tiercache as tc
+from benchmarks.drawn_passes import permuted_power_law
+from benchmarks.machine import Goal, anonymous_bytes, console, environment, report
+from tiercache.kernels.cpu.compile import prepare
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+COLUMNS = 26
+GOALS = (
+    Goal(key="keyset_speed_vs_fastest", goal=1.2, least=0.9),
+    Goal(key="dataset_speed_vs_fastest", goal=0.4),
+    Goal(key="small_passes_ratio", goal=1.5, below=True),
+    Goal(key="peak_over_limit", goal=1.1, below=True),
+)
+_LIMIT = 64 << 20
+
+
+def write_data(path: Path, rows: int, low: int, high: int) -> None:
+    """Write a table of integer columns i0, ... and string columns s0, ..., and a label."""
+    rng = np.random.default_rng(0)
+    sizes = np.linspace(low, high, COLUMNS).astype(int).tolist()
+    names = [*(f"i{c}" for c in range(COLUMNS)), *(f"s{c}" for c in range(COLUMNS))]
+    kinds = [pa.int64()] * COLUMNS + [pa.string()] * COLUMNS
+    schema = pa.schema([*zip(names, kinds, strict=True), ("y", pa.float32())])
+    step = 1 << 18
+    with pq.ParquetWriter(path, schema) as writer:
+        for begin in range(0, rows, step):
+            count = min(step, rows - begin)
+            columns: list[Any] = [pa.array(permuted_power_law(rng, size, count)) for size in sizes]
+            columns += [pa.array(permuted_power_law(rng, size, count)).cast(pa.string()) for size in sizes]
+            columns.append(pa.array(rng.random(count, dtype=np.float32)))
+            writer.write_table(pa.Table.from_arrays(columns, schema=schema))
+
+
+def schema_of(kind: str) -> tc.Schema:
+    """Return a schema of the columns of one kind, "i" or "s", each with a table."""
+    names = [f"{kind}{c}" for c in range(COLUMNS)]
+    adagrad, uniform = tc.optim.Adagrad(learning_rate=0.05), tc.init.Uniform(low=-0.05, high=0.05)
+    return tc.Schema(
+        label="y",
+        features=tuple(tc.Feature(name=name, key="string" if kind == "s" else "integer") for name in names),
+        tables=tuple(tc.Table(name=name, dim=16, optimizer=adagrad, initializer=uniform) for name in names),
+    )
+
+
+def duckdb_seconds(path: Path, kind: str) -> tuple[float, int]:
+    """Group each column by value and count; return seconds and groups."""
+    import duckdb
+
+    connection = duckdb.connect()
+    began, groups = time.perf_counter(), 0
+    for c in range(COLUMNS):
+        column = f"{kind}{c}"
+        query = f"SELECT {column} AS k, count(*) AS n FROM read_parquet('{path}') GROUP BY k"
+        groups += connection.sql(query).to_arrow_table().num_rows
+    return time.perf_counter() - began, groups
+
+
+def polars_seconds(path: Path, kind: str) -> tuple[float, int]:
+    """Group each column by value and count; return seconds and groups."""
+    import polars as pl
+
+    began, groups = time.perf_counter(), 0
+    for c in range(COLUMNS):
+        groups += pl.scan_parquet(path).group_by(f"{kind}{c}").agg(pl.len()).collect().height
+    return time.perf_counter() - began, groups
+
+
+def our_seconds(path: Path, kind: str, folder: Path, *, samples: bool, **options: Any) -> tuple[float, int]:
+    """Extract into a new folder and remove it; return seconds and keys of all passes."""
+    how: dict[str, Any] = {"device_budget": "1TiB", "memory_limit": "4GiB", "progress": False} | options
+    began = time.perf_counter()
+    made = tc.extract(path, schema_of(kind), folder / "out", samples=samples, **how)
+    seconds = time.perf_counter() - began
+    keys = sum(one.rows(table.name) for one in made for table in made.tables)
+    shutil.rmtree(folder / "out")
+    return seconds, keys
+
+
+def measure(path: Path, rows: int, folder: Path, repeats: int) -> dict[str, Any]:
+    """Measure everything; the best of each one's repeats, taken in turn."""
+    runs: dict[str, Callable[[], tuple[float, int]]] = {}
+    for kind in "is":
+        if importlib.util.find_spec("duckdb") is not None:
+            runs[f"duckdb_{kind}"] = lambda kind=kind: duckdb_seconds(path, kind)  # type: ignore[misc]
+        if importlib.util.find_spec("polars") is not None:
+            runs[f"polars_{kind}"] = lambda kind=kind: polars_seconds(path, kind)  # type: ignore[misc]
+        runs[f"keysets_{kind}"] = lambda kind=kind: our_seconds(path, kind, folder, samples=False)  # type: ignore[misc]
+    runs["dataset_i"] = lambda: our_seconds(path, "i", folder, samples=True)
+    for passes in (21, 165):
+        unit = max(1, rows // passes)
+        runs[f"passes_{passes}"] = lambda unit=unit: our_seconds(  # type: ignore[misc]
+            path, "i", folder, samples=True, split_by=f"rows={unit}", batch_multiple=unit
+        )
+    seconds: dict[str, float] = {}
+    keys: dict[str, int] = {}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            took, keys[name] = run()
+            seconds[name] = min(took, seconds.get(name, took))
+    for kind in "is":
+        found = {keys[name] for name in keys if name in {f"{who}_{kind}" for who in ("duckdb", "polars", "keysets")}}
+        assert len(found) == 1, keys
+    fastest = {k: min(seconds[f"{who}_{k}"] for who in ("duckdb", "polars") if f"{who}_{k}" in seconds) for k in "is"}
+    return {f"{name}_seconds": value for name, value in seconds.items()} | {
+        "rows": rows,
+        "keyset_speed_vs_fastest": fastest["i"] / seconds["keysets_i"],
+        "string_speed_vs_fastest": fastest["s"] / seconds["keysets_s"],
+        "dataset_speed_vs_fastest": fastest["i"] / seconds["dataset_i"],
+        "small_passes_ratio": seconds["passes_165"] / seconds["passes_21"],
+        "million_keys_per_second": rows * COLUMNS / seconds["keysets_i"] / 1e6,
+    }
+
+
+def measure_peak(folder: Path) -> dict[str, Any]:
+    """Extract data of 10 times a memory limit, uncompressed, and return what that takes."""
+    path, rows = folder / "large.parquet", 10 * _LIMIT // (8 * 8)
+    rng, step = np.random.default_rng(1), 200_000
+    names = [f"i{c}" for c in range(8)]
+    schema = pa.schema([(name, pa.int64()) for name in names])
+    with pq.ParquetWriter(path, schema, compression="none", use_dictionary=False) as writer:
+        for begin in range(0, rows, step):
+            count = min(step, rows - begin)
+            columns = [pa.array(permuted_power_law(rng, 60_000, count)) for _ in names]
+            writer.write_table(pa.Table.from_arrays(columns, schema=schema))
+    short = tc.Schema(features=tuple(tc.Feature(name=name) for name in names), tables=schema_of("i").tables[:8])
+    prepare()  # what libraries and compiled kernels take comes before
+    before, most, is_over = anonymous_bytes(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not is_over.wait(0.005):
+            most = max(most, anonymous_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    tc.extract(path, short, folder / "large", device_budget="8MiB", memory_limit=_LIMIT, progress=False)
+    is_over.set()
+    watcher.join()
+    return {"peak_over_limit": (most - before) / _LIMIT}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run it from the command line."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.extract", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer rows, under 45 seconds")
+    parser.add_argument("--tiny", action="store_true", help="so small that times mean nothing")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    parser.add_argument("--rows", type=int, help="samples of the file")
+    options = parser.parse_args(given)
+    rows = options.rows or (5000 if options.tiny else 400_000 if options.quick else 4_000_000)
+    packages = ("numpy", "numba", "pyarrow", "torch", "duckdb", "polars", "tiercache")
+    record, begun = environment("benchmarks.extract", given, packages), time.perf_counter()
+    folder = Path(tempfile.mkdtemp(prefix="extract-", dir=Path.cwd()))
+    try:
+        record |= {} if options.tiny else measure_peak(folder)
+        write_data(folder / "data.parquet", rows, 10_000_000, 20_000_000)
+        record |= measure(folder / "data.parquet", rows, folder, 1 if options.tiny else 2)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    record["benchmark_seconds"] = time.perf_counter() - begun
+    table = Table(title=f"{rows:,} samples, {COLUMNS} columns", title_justify="left")
+    for name in ("what", "seconds", "million keys/s"):
+        table.add_column(name, justify="left" if name == "what" else "right")
+    for key, value in record.items():
+        if key.endswith("_seconds") and key != "benchmark_seconds":
+            table.add_row(key.removesuffix("_seconds"), f"{value:.2f}", f"{rows * COLUMNS / value / 1e6:.0f}")
+    console.print(table)
+    report(record, GOALS, title="what was promised", path=options.json)
+
+
+if __name__ == "__main__":
+    main()

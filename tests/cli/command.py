@@ -1,0 +1,39 @@
+"""Running a command in this process."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from typer.testing import CliRunner
+
+from tiercache.cli import app
+
+if TYPE_CHECKING:
+    from click.testing import Result
+
+
+def invoke(*arguments: object) -> Result:
+    """Run a command; what it prints is as wide as it likes."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+
+
+def run(*arguments: object, code: int = 0) -> str:
+    """Run a command that ends with a code, and return what it prints to standard output."""
+    result = invoke(*arguments)
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result.stdout
+
+
+def told(*arguments: object, code: int = 0) -> Any:
+    """Run a command with --json and return the value that it prints."""
+    return json.loads(run(arguments[0], "--json", *arguments[1:], code=code))
+
+
+def error_of(*arguments: object) -> str:
+    """Run a command that fails, and return its one sentence: nothing else was printed, and it ended with 1."""
+    result = invoke(*arguments)
+    assert (result.exit_code, result.stdout) == (1, ""), result.output + repr(result.exception)
+    assert result.stderr.startswith("error: "), result.stderr
+    assert result.stderr.count("\n") == 1, result.stderr
+    return result.stderr.removeprefix("error: ").strip()

@@ -1,0 +1,202 @@
+"""What holds for every command of the group, and `info` and `verify` of stores and datasets."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import tiercache as tc
+from tests.apart import ran
+from tests.cli.command import error_of, invoke, run, told
+from tests.data.cases import plain_schema, reference, write_parquet
+from tests.files import flip
+from tests.io.cases import filled
+from tiercache.cli import app, main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SCHEMA = """
+[label]
+column = "y"
+[tables.a]
+dim = 4
+optimizer = { name = "sgd", learning_rate = 1.0 }
+initializer = { name = "zeros" }
+[features.a]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: a dataset ``passes``, a store ``s.tc`` with two commits, and files."""
+    columns = {"a": np.arange(5000) % 700, "y": np.zeros(5000)}
+    write_parquet(tmp_path, columns, [0, 5000])
+    (tmp_path / "schema.toml").write_text(SCHEMA)
+    dataset = reference(tmp_path / "passes", plain_schema(), columns, [0, 2000, 5000])
+    filled(tmp_path / "s.tc", dataset.tables, {"a": {key: bytes(16) for key in range(700)}}).close()
+    with tc.Store.open(tmp_path / "s.tc", retention=2) as store:
+        store.compact()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "extract": ("part-0.parquet", "--schema", "schema.toml", "--out", "new", "--device-budget", "1MiB"),
+    "info": ("s.tc",),
+    "verify": ("s.tc",),
+    "lookup": ("s.tc", "a", "1", "2"),
+    "changes": ("s.tc", "--since", "-1"),
+    "diff": ("s.tc",),
+    "compact": ("s.tc",),
+    "plan": ("passes", "--store", "planned.tc", "--samples-per-second", "1e5"),
+    "rollback": ("s.tc", "--to", "0"),
+    "reorganize": ("s.tc", "passes"),
+    "repartition": ("passes", "new", "--rows", "650", "--batch-multiple", "100"),
+    "export": ("s.tc", "out", "--format", "numpy"),
+    "import": ("numpy", "new.tc"),
+    "warmup": (),
+}
+
+
+def test_every_command_is_tried() -> None:
+    """The group is flat, and has these commands and those that others test."""
+    names = {command.name for command in app.registered_commands}
+    assert COMMANDS.keys() <= names
+    assert names - COMMANDS.keys() <= {"report"}
+
+
+def test_the_pages_use_commands_that_exist() -> None:
+    """In the README and in docs, in blocks of code and in lines."""
+    root = Path(__file__).parents[2]
+    text = "".join(page.read_text() for page in [root / "README.md", *(root / "docs").glob("*.md")])
+    code = "\n".join(re.findall(r"```.*?```|`[^`]+`", text, re.DOTALL))
+    used = set(re.findall(r"^`?tiercache ([a-z]+)", code, re.MULTILINE))
+    assert {"extract", "import", "lookup"} <= used <= {command.name for command in app.registered_commands}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_json_is_one_value_and_quiet_is_silent(folder: Path, command: str) -> None:
+    """Nothing else is on standard output; with --quiet nothing is on standard error either."""
+    tc.export_store("s.tc", "numpy", format="numpy")
+    before = {path.name for path in folder.iterdir()}
+    result = invoke(command, "--json", *COMMANDS[command])
+    assert (result.exit_code, result.stderr) == (0, "")
+    json.loads(result.stdout)
+    for name in {path.name for path in folder.iterdir()} - before:
+        Path(name).rename(f"first {name}")
+    result = invoke(command, "--quiet", *COMMANDS[command])
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"warmup"}))
+def test_a_missing_path_is_one_sentence_and_a_missing_argument_is_usage(folder: Path, command: str) -> None:
+    """Exit code 1 for what is not there, 2 for a command line that makes no sense."""
+    arguments = [Path(one).name if one not in {"s.tc", "passes", "numpy"} else "gone" for one in COMMANDS[command]]
+    assert error_of(command, *(one.replace("part-0", "gone") for one in arguments))
+    assert invoke(command, "--no-such-option").exit_code == 2
+    assert invoke(command).exit_code == 2
+
+
+def test_info_and_verify_take_a_dataset(folder: Path) -> None:
+    """Samples, passes and rows; a changed byte is damage, with exit code 1."""
+    found = told("info", "passes")
+    assert [(one["samples"], one["rows"]) for one in found["passes"]] == [(2000, 700), (3000, 700)]
+    assert "passes: 5,000 samples in 2 passes" in run("info", "passes")
+    assert "passes is whole: 2 passes and 5,000 samples" in run("verify", "passes")
+    samples = next(folder.glob("passes/*00001*"))
+    flip(samples, samples.stat().st_size // 2)
+    assert "sub-dataset 1" in error_of("verify", "passes")
+    (problem,) = told("verify", "passes", code=1)["problems"]
+    assert "sub-dataset 1" in problem
+
+
+def test_a_store_is_put_in_the_order_of_a_dataset_and_a_dataset_is_cut(folder: Path) -> None:
+    """Each says what it did; a store that follows the dataset already is left as it is."""
+    assert "commit 2 has the rows in the order of passes" in run("reorganize", "s.tc", "passes")
+    assert "s.tc follows passes already" in run("reorganize", "s.tc", "passes")
+    assert told("reorganize", "s.tc", "passes") == {"commit": 2, "rewritten": False}
+    assert "new has 9 passes with 5,000 samples" in run(
+        "repartition", "passes", "new", "--rows", "650", "--batch-multiple", "50"
+    )
+    assert told("info", "new")["samples"] == 5000
+    assert "give either device_budget or rows" in error_of("repartition", "passes", "other")
+    with tc.Store.open("empty.tc", tables=tc.PassDataset.open("passes").tables):
+        pass
+    assert "empty.tc has no commit, so it may follow any dataset" in run("reorganize", "empty.tc", "passes")
+
+
+def test_what_is_neither_store_nor_dataset_is_said(folder: Path) -> None:
+    """A folder of something else, an unfinished extraction, nothing."""
+    (folder / "half" / "unfinished").mkdir(parents=True)
+    for name, words in (
+        (".", "is neither a store nor a dataset"),
+        ("gone", "there is nothing at gone"),
+        ("half", "is unfinished: run the same extraction again"),
+    ):
+        for command in ("info", "verify"):
+            assert words in error_of(command, name)
+
+
+def failing(error: BaseException) -> Callable[..., Any]:
+    """Return a function that raises."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (PermissionError(13, "Permission denied", "s.tc/data.mdb"), "s.tc/data.mdb: Permission denied"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (KeyboardInterrupt(), "interrupted: the same command may be run again"),
+        (MemoryError(), "there is not enough memory"),
+        (ValueError("a sentence\nof two lines"), "a sentence of two lines"),
+    ],
+)
+def test_what_may_be_expected_is_a_sentence_and_no_traceback(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, words: str
+) -> None:
+    """Whatever the system says, and Ctrl-C; a defect keeps its traceback."""
+    monkeypatch.setattr("tiercache.cli.info.describe_store", failing(error))
+    assert words in error_of("info", "s.tc")
+    monkeypatch.setattr("tiercache.cli.info.describe_store", failing(KeyError("defect")))
+    assert isinstance(invoke("info", "s.tc").exception, KeyError)
+
+
+def test_a_path_with_nul_is_refused(folder: Path) -> None:
+    """By the parser of the command line, or by the command; there is no traceback."""
+    for command in (
+        ("info", "a\0b"),
+        ("compact", "a\0b"),
+        ("diff", "s.tc", "a\0b"),
+        ("lookup", "s.tc", "a", "1", "--keys", "a\0b"),
+        ("reorganize", "s.tc", "a\0b"),
+        ("repartition", "passes", "a\0b", "--rows", "650"),
+        ("export", "s.tc", "a\0b", "--format", "numpy"),
+        ("import", "a\0b", "new.tc"),
+        ("extract", "part-0.parquet", "--schema", "a\0b", "--out", "new", "--device-budget", "1MiB"),
+    ):
+        result = invoke(*command)
+        assert isinstance(result.exception, SystemExit), command
+        assert result.exit_code in {1, 2}
+        assert "null byte" in result.stderr or "NUL" in result.stderr
+
+
+def test_the_program_shows_its_version_and_ends_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a process of its own does."""
+    assert run("--version") == f"tiercache {tc.__version__}\n"
+    done = ran("import sys; from tiercache.cli import main; sys.argv = ['tiercache', 'info', '/gone']; main()")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    monkeypatch.setattr("sys.argv", ["tiercache", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0

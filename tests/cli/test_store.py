@@ -1,0 +1,161 @@
+"""The commands that read a store and make commits of it."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from tests.cli.command import error_of, run, told
+from tests.store.conftest import small_tables
+from tiercache.store import Store
+from tiercache.store.testing.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> tuple[Path, dict[int, World]]:
+    """A store with four commits, three of them kept, and the world of each."""
+    world, past = World(small_tables(), num_passes=4), dict[int, World]()
+    with Store.open(tmp_path / "s.tc", tables=world.tables, retention=3) as store:
+        for _ in range(4):
+            world.run(store, 1)
+            past[store.commit.id] = copy.deepcopy(world)
+    return tmp_path / "s.tc", past
+
+
+def test_lookup_shows_the_rows_of_keys(trained: tuple[Path, dict[int, World]], tmp_path: Path) -> None:
+    """From the command line and from a file; of the newest commit and of an older one."""
+    path, past = trained
+    name, key = next(key for key in past[3].rows if past[3].rows[key] != past[1].rows.get(key))
+    np.save(tmp_path / "keys.npy", np.array([key, 9999]))
+    (row,) = told("lookup", path, name, "--", key)
+    vector = np.frombuffer(past[3].rows[name, key], np.float32)[: len(row["vector"])]
+    assert row["key"] == key
+    assert np.array_equal(np.array(row["vector"], np.float32), vector)
+    rows = told("lookup", path, name, "--keys", tmp_path / "keys.npy", "--missing", "zeros", "--commit", 2)
+    assert [row["key"] for row in rows] == [key, 9999]
+    assert not any(rows[1]["vector"])
+    assert str(key) in run("lookup", path, name, "--", key)
+
+
+def test_changes_are_counted_without_reading_rows(
+    trained: tuple[Path, dict[int, World]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each table as many as later passes trained."""
+    path, past = trained
+    monkeypatch.delattr(Store, "changes")
+    found = told("changes", path, "--since", 2)
+    counts = {table.name: len({key for name, key in past[2].keys(3) if name == table.name}) for table in past[3].tables}
+    assert found == {"since": 2, "commit": 3, "rows": counts}
+    assert "rows changed between commit 2 and commit 3" in run("changes", path, "--since", 2)
+
+
+def test_export_since_writes_the_rows_that_changed_and_no_import_takes_them_for_a_store(
+    trained: tuple[Path, dict[int, World]], tmp_path: Path
+) -> None:
+    """With their newest bits; the manifest names the commit."""
+    path, past = trained
+    done = told("export", path, tmp_path / "out", "--since", 2, "--format", "numpy")
+    wanted = set(past[2].keys(3))
+    assert (done["since"], done["rows"]) == (2, len(wanted))
+    for one in past[3].tables:
+        keys = np.load(tmp_path / "out" / one.name / "keys.npy")
+        fields = [np.load(tmp_path / "out" / one.name / f"{field.name}.npy") for field in one.fields]
+        assert set(keys.tolist()) == {key for name, key in wanted if name == one.name}
+        for i, key in enumerate(keys.tolist()):
+            assert b"".join(values[i].tobytes() for values in fields) == past[3].rows[one.name, key]
+    assert "only the rows that changed since commit 2" in error_of("import", tmp_path / "out", tmp_path / "copy.tc")
+    assert "knows no changes since 7" in error_of("export", path, tmp_path / "x", "--since", 7, "--format", "numpy")
+    assert not (tmp_path / "x").exists()
+
+
+def test_what_takes_long_says_how_far_it_is(
+    trained: tuple[Path, dict[int, World]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lookups, exports and differences tell what they have done, in steps, up to all of it."""
+    path, past = trained
+    calls: list[tuple[str, int, int]] = []
+
+    @contextmanager
+    def shown(*, shown: bool, unit: str) -> Iterator[Callable[[str, int, int], None]]:
+        assert (shown, unit) == (False, "rows")
+        yield lambda *call: calls.append(call)
+
+    monkeypatch.setattr("tiercache.cli.output.progress_bars", shown)
+    name, key = next(iter(past[3].rows))
+    for command, stages in (
+        (("lookup", path, name, "--missing", "zeros", "--", key, 9999), ["keys", "rows"]),
+        (("export", path, tmp_path / "out", "--format", "numpy", "--since", -1), ["export"]),
+        (("diff", path), ["diff"]),
+    ):
+        calls.clear()
+        told(*command)
+        assert list(dict.fromkeys(stage for stage, _, _ in calls)) == stages
+        for stage in stages:
+            done = [d for s, d, _ in calls if s == stage]
+            totals = {total for s, _, total in calls if s == stage}
+            assert done == sorted(set(done))
+            assert totals == {done[-1]}
+    assert done[-1] == 2 * len(past[3].rows)
+
+
+def test_diff_compares_commits_and_stores(trained: tuple[Path, dict[int, World]], tmp_path: Path) -> None:
+    """Exit code 1 and counts where they differ, 0 where they are the same."""
+    path, past = trained
+    found = told("diff", path, "--from", 2, "--to", 3, code=1)
+    assert not found["same"]
+    changed = sum(past[2].rows.get(key) != row for key, row in past[3].rows.items())
+    assert sum(t["different"] + t["only_second"] for t in found["tables"]) == changed
+    assert told("diff", path)["same"]
+    twin = World(small_tables(), num_passes=4)
+    with Store.open(tmp_path / "twin.tc", tables=twin.tables) as store:
+        twin.run(store, 4)
+    assert told("diff", path, tmp_path / "twin.tc")["same"]
+    assert "for example keys" in run("diff", path, tmp_path / "twin.tc", "--from", 1, code=1)
+
+
+def test_rollback_and_compact_make_commits(trained: tuple[Path, dict[int, World]]) -> None:
+    """Each is a new commit; info shows all that are kept."""
+    path, past = trained
+    shown = told("info", path)
+    assert [commit["id"] for commit in shown["commits"]] == [1, 2, 3]
+    assert shown["space_amplification"] > 1
+    text = run("info", path)
+    assert "commits 1, 2, 3 (the newest 3 are kept)" in text
+    assert "live ranges" not in text
+    assert text.count("\n") < 20 < run("info", path, "--segments").count("\n") + 10
+    assert told("rollback", path, "--to", 2) == {"commit": 4, "pass": 3, "sample": 0}
+    assert told("compact", path) == {"commit": 5, "rows": len(past[2].rows)}
+    with Store.open(path, mode="r") as store:
+        past[2].check(store, after=2)
+    assert "commit 6 has" in run("compact", path)
+    assert "commit 7 has the rows and the position of commit 5" in run("rollback", path, "--to", 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["lookup", "PATH", "nobody", "1"], "has no table 'nobody'"),
+        (["lookup", "PATH", "user", "99999999999999999999"], "key 99999999999999999999 is beyond int64"),
+        (["lookup", "PATH", "user", "--", "-9223372036854775809"], "key -9223372036854775809 is beyond int64"),
+        (["lookup", "PATH", "user", "alice"], "'alice' is no integer key: give --string"),
+        (["lookup", "PATH", "user", "9999"], "1 of 1 keys have no row in table 'user'"),
+        (["lookup", "PATH", "user"], "there is no key to look up"),
+        (["lookup", "PATH", "user", "--string", "--cross", "a"], "give either --string or --cross"),
+        (["rollback", "PATH", "--to", "0"], "has no commit 0: give one of 1, 2, 3"),
+        (["changes", "PATH", "--since", "7"], "knows no changes since 7"),
+        (["import", "PATH", "PATH/x", "--map", "user"], "--map is 'user': it must be TABLE=TENSOR"),
+    ],
+)
+def test_what_is_asked_wrongly_is_one_sentence(
+    trained: tuple[Path, dict[int, World]], arguments: list[str], words: str
+) -> None:
+    """On standard error, with exit code 1."""
+    assert words in error_of(*(argument.replace("PATH", str(trained[0])) for argument in arguments))

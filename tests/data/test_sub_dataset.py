@@ -1,0 +1,215 @@
+"""Sub-datasets: any samples in any order are what was written, and damage is found before it is used."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tiercache as tc
+from tests.data.cases import rich_schema, table
+from tiercache.data import array_file
+from tiercache.data.encoded_batch import SampleBuffers
+from tiercache.data.from_arrays import write_sub_dataset
+from tiercache.data.raw_batch import FeatureKeys, RawBatch
+from tiercache.data.sample_layout import SampleLayout
+from tiercache.data.sub_dataset import SubDataset
+from tiercache.errors import DatasetError
+from tiercache.schema import Schema
+
+if TYPE_CHECKING:
+    from tiercache.data.encoded_batch import Samples
+
+RICH = rich_schema()
+SINGLES = Schema(
+    features=tuple(tc.Feature(name=n, columns=(n,), table=t) for n, t in [("p", "x"), ("q", "y"), ("r", "x")]),
+    tables=(table("x"), table("y", dim=8)),
+)
+
+
+def some_samples(num_samples: int, seed: int, schema: Schema = RICH) -> RawBatch:
+    """Return random samples of a schema."""
+    random = np.random.default_rng(seed)
+    features: dict[str, FeatureKeys] = {}
+    for f in schema.features:
+        offsets = None
+        if f in schema.lists:
+            lengths = np.full(num_samples, f.length) if f.length else random.integers(0, 4, num_samples)
+            offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        size = num_samples if offsets is None else int(offsets[-1])
+        weights = random.random(size, dtype=np.float32) if f.weights else None
+        features[f.name] = FeatureKeys(random.integers(-50, 50, size), offsets, weights)
+    label = random.random(num_samples, dtype=np.float32) if schema.label else None
+    return RawBatch(label, random.random((num_samples, len(schema.dense)), dtype=np.float32), features)
+
+
+def write(folder: Path, samples: RawBatch, schema: Schema = RICH) -> SubDataset:
+    """Write samples and open them."""
+    return SubDataset(folder, 0, write_sub_dataset(folder, 0, schema, samples), SampleLayout(schema))
+
+
+def assert_read(one: SubDataset, samples: Samples, wanted: RawBatch, indices: Any, schema: Schema = RICH) -> None:
+    """Compare what was read at ``indices`` with the samples that were written, one sample at a time."""
+    assert (samples.label is None) == (wanted.label is None)
+    if samples.label is not None and wanted.label is not None:
+        np.testing.assert_array_equal(samples.label, wanted.label[indices])
+    np.testing.assert_array_equal(samples.dense, wanted.dense[indices])
+    for name, entry in samples.ids.items():
+        source = wanted.features[name]
+        keys = one.keys(schema.feature(name).table)[entry.ids]
+        for mine, theirs in ((keys, source.keys), (entry.weights, source.weights)):
+            assert (mine is None) == (theirs is None)
+            if mine is None or theirs is None:
+                continue
+            if entry.offsets is None or source.offsets is None:
+                np.testing.assert_array_equal(mine, theirs[indices])
+                continue
+            rows = [theirs[source.offsets[i] : source.offsets[i + 1]] for i in indices]
+            np.testing.assert_array_equal(np.diff(entry.offsets), [len(row) for row in rows])
+            np.testing.assert_array_equal(mine, np.concatenate([*rows, theirs[:0]]))
+
+
+@given(
+    num_samples=st.integers(1, 60),
+    seed=st.integers(0, 1000),
+    picks=st.lists(st.integers(0, 10_000), max_size=80),
+    block=st.sampled_from([64, 1000, 1 << 20]),
+)
+@settings(deadline=None, max_examples=40)
+def test_samples_come_back_in_any_order(num_samples: int, seed: int, picks: list[int], block: int) -> None:
+    """Every feature, label, weight and offset of every index, repeated or not, whatever blocks it lies in."""
+    samples = some_samples(num_samples, seed)
+    indices = np.array(picks, dtype=np.int64) % num_samples
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setattr(array_file, "BLOCK_BYTES", block)
+        one = write(Path(folder), samples)
+        assert_read(one, one.read(indices), samples, indices)
+
+
+def test_some_features_come_back_alone(tmp_path: Path) -> None:
+    """Those that were asked for, in the schema's order, as when all are read; label and dense too."""
+    samples, indices = some_samples(50, 3), np.array([7, 0, 49, 7])
+    one = write(tmp_path, samples)
+    names = [feature.name for feature in RICH.features]
+    for wanted in (names[::2], names[1::2], names[:1], []):
+        found = one.read(indices, features=wanted)
+        assert list(found.ids) == wanted
+        assert_read(one, found, samples, indices)
+
+
+@pytest.mark.parametrize("wanted", [["p"], ["r", "p"], ["q", "r"], ["p", "q", "r"]])
+def test_features_with_one_id_lie_side_by_side_group_by_group(tmp_path: Path, wanted: list[str]) -> None:
+    """``singles`` is one contiguous array whose rows are the features' ids, those of a group next to each other."""
+    samples, indices = some_samples(100, 3, SINGLES), np.array([99, 0, 7, 7, 50])
+    one = write(tmp_path, samples, SINGLES)
+    read = one.read(indices, features=wanted)
+    assert sorted(read.ids) == sorted(wanted)
+    assert_read(one, read, samples, indices, SINGLES)
+    assert read.singles.flags.c_contiguous
+    assert (read.label, read.dense.shape) == (None, (5, 0))
+    for row, feature in zip(read.singles, [f for f in SampleLayout(SINGLES).singles if f.name in wanted], strict=True):
+        assert np.shares_memory(row, read.ids[feature.name].ids)
+
+
+def test_buffers_are_filled_again(tmp_path: Path) -> None:
+    """A second read into the same buffers uses the same memory, a larger one grows it, and both are right."""
+    samples, buffers = some_samples(1000, 4), SampleBuffers()
+    one = write(tmp_path, samples)
+    first = one.read(np.arange(64), buffers)
+    second = one.read(np.arange(500, 564), buffers)
+    assert np.shares_memory(first.singles, second.singles)
+    assert_read(one, second, samples, np.arange(500, 564))
+    everything = np.arange(1000)[::-1]
+    assert_read(one, one.read(everything, buffers), samples, everything)
+
+
+@pytest.mark.parametrize("indices", [[-1], [0, 10], [1 << 40]])
+def test_indices_outside_the_sub_dataset_are_refused(tmp_path: Path, indices: list[int]) -> None:
+    """No read ever leaves the file."""
+    with pytest.raises(IndexError, match="has 10: indices start at 0"):
+        write(tmp_path, some_samples(10, 5)).read(np.array(indices))
+
+
+def test_no_indices_are_no_samples(tmp_path: Path) -> None:
+    """An empty batch has arrays of length 0."""
+    read = write(tmp_path, some_samples(10, 6)).read(np.empty(0, np.int64))
+    assert read.num_samples == 0
+    assert read.ids["tags"].offsets is not None
+    assert read.ids["tags"].offsets.tolist() == [0]
+
+
+def test_a_sub_dataset_is_a_plain_safetensors_file(tmp_path: Path) -> None:
+    """The format's own rules find every array: a header of JSON, then one array behind another without a hole."""
+    samples = some_samples(10, 7)
+    data = write(tmp_path, samples).path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    metadata = header.pop("__metadata__")
+    assert json.loads(metadata["ids"]) == ["a", "b"]
+    assert [*header][-1] == "checksums"
+    end = 0
+    for name, entry in header.items():
+        begin, last = entry["data_offsets"]
+        kind = {"I64": "<i8", "I32": "<i4", "F32": "<f4", "U64": "<u8"}[entry["dtype"]]
+        array = np.frombuffer(data[8 + size + begin : 8 + size + last], kind).reshape(entry["shape"])
+        assert begin == end
+        end = last
+        if name == "label":
+            np.testing.assert_array_equal(array, samples.label)
+        if name == "offsets.tags":
+            np.testing.assert_array_equal(array, samples.features["tags"].offsets)
+    assert 8 + size + end == len(data)
+
+
+@pytest.mark.parametrize("block", [256, 1 << 20])
+def test_every_flipped_bit_is_found_before_it_is_used(
+    tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading everything and verifying name the file; what is read beside the damaged block is as it was."""
+    monkeypatch.setattr(array_file, "BLOCK_BYTES", block)
+    samples, indices = some_samples(60, 8), np.arange(60)
+    one = write(tmp_path, samples)
+    written = one.path.read_bytes()
+    rng, whole = np.random.default_rng(9), 0
+    for at in rng.integers(0, len(written), 400).tolist():
+        data = bytearray(written)
+        data[at] ^= 1 << int(rng.integers(8))
+        one.path.unlink()
+        one.path.write_bytes(data)
+        one.close()
+        with pytest.raises(DatasetError, match=r"pass-00000.safetensors is not what was extracted \(.*: extract the"):
+            one.verify()
+        one.close()
+        try:
+            one.keys("unused")
+            read = one.read(indices[:1])
+            assert_read(one, read, samples, indices[:1])
+        except DatasetError:
+            continue
+        whole += 1
+    assert (whole > 0) == (block == 256)
+
+
+def test_a_file_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are checked when something of them is first read, and never again; verify checks all."""
+    monkeypatch.setattr(array_file, "BLOCK_BYTES", 1 << 10)
+    checked: list[int] = []
+    checksum = array_file._checksum
+    one = write(tmp_path, some_samples(4000, 1))
+    monkeypatch.setattr(array_file, "_checksum", lambda data: (checked.append(data.size), checksum(data))[1])
+    one.read(np.arange(10))
+    few = len(checked)
+    one.read(np.arange(10))
+    assert len(checked) == few
+    one.read(np.arange(4000))
+    everything = len(checked)
+    one.read(np.arange(4000)[::-1])
+    assert few < everything == len(checked)
+    one.verify()
+    assert len(checked) > 2 * everything - few

@@ -1,0 +1,75 @@
+"""What all commands share: options, and how results, warnings and progress are shown."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tiercache.progress import progress_bars
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rich.console import Console
+    from rich.table import Table
+
+__all__ = ["AnyPath", "Json", "Output", "Quiet", "StorePath", "new_table"]
+
+
+AnyPath = Annotated[Path, typer.Argument(help="The directory of a store or a dataset.")]
+StorePath = Annotated[Path, typer.Argument(help="The directory of the store.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON value and nothing else.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where a command's result goes: JSON, text, or nowhere."""
+
+    as_json: bool
+    quiet: bool
+
+    @property
+    def is_text(self) -> bool:
+        """Whether a person reads along."""
+        return not self.as_json and not self.quiet
+
+    @contextmanager
+    def working(self, unit: str = "rows") -> Iterator[Callable[[str, int, int | None], None]]:
+        """Yield ``tell(stage, done, total)``; afterward each different warning is a line on standard error."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with progress_bars(shown=self.is_text, unit=unit) as tell:
+                yield tell
+        for message in {} if self.quiet else dict.fromkeys(str(warning.message) for warning in caught):
+            typer.echo(f"warning: {message}", err=True)
+
+    def result(self, found: Any, text: str | Callable[[Console], None]) -> None:
+        """Print what was found as JSON, or as text."""
+        if self.as_json:
+            typer.echo(json.dumps(found, indent=2))
+        elif self.quiet:
+            return
+        elif isinstance(text, str):
+            typer.echo(text)
+        else:
+            from rich.console import Console
+
+            text(Console(markup=False, highlight=False))  # names and texts may have brackets
+
+
+def new_table(title: str, first: str, *others: str) -> Table:
+    """Return an empty table; the columns but the first are right-aligned."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table

@@ -1,0 +1,179 @@
+"""``tiercache lookup``, ``changes`` and ``diff``: the rows of a store."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+
+from tiercache.cli.output import Json, Output, Quiet, StorePath, new_table
+from tiercache.cli.target import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from rich.console import Console
+
+__all__ = ["changes", "diff", "lookup"]
+
+
+def lookup(
+    path: StorePath,
+    table: Annotated[str, typer.Argument(help="The name of the table.")],
+    keys: Annotated[
+        list[str] | None, typer.Argument(help="Integer keys; put -- before them where one is negative.")
+    ] = None,
+    string: Annotated[bool, typer.Option("--string", help="Look texts up: KEYS are texts, not integers.")] = False,
+    cross: Annotated[
+        bool,
+        typer.Option(
+            "--cross",
+            help="Look one cross up: KEYS are its values, in the order of the schema's columns. Whole numbers are "
+            'values of integer columns; put "..." around a text of digits.',
+        ),
+    ] = False,
+    keys_file: Annotated[Path | None, typer.Option("--keys", help="A .npy file of keys (int64).")] = None,
+    missing: Annotated[str, typer.Option(help="Rows of missing keys: error, initial or zeros.")] = "error",
+    commit: Annotated[int | None, typer.Option(help="The commit to read; the newest where not given.")] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show the rows of keys: the vector and every optimizer state."""
+    from tiercache.store import Store, serving
+
+    if string and cross:
+        raise ValueError("give either --string or --cross: a cross may have texts among its values")
+    texts, wanted = _keys(keys or [], string=string, cross=cross)
+    if keys_file is not None:
+        stored = _read_keys(keys_file)
+        wanted, texts = np.concatenate([wanted, stored]), [*texts, *map(str, stored.tolist())]
+    if not wanted.size:
+        raise ValueError("there is no key to look up: give keys, or a file of them with --keys")
+    output = Output(as_json, quiet)
+    with open_store(path, commit) as store, output.working() as tell:
+        if isinstance(store, Store):
+            fields = serving.lookup(store, table, wanted, missing, progress=tell)
+        else:
+            fields = store.lookup(table, wanted, missing=missing, progress=tell)
+    found = [
+        {"key": key, **({"text": text} if string or cross else {})}
+        | {name: values[i].tolist() for name, values in fields.items()}
+        for i, (key, text) in enumerate(zip(wanted.tolist(), texts, strict=True))
+    ]
+
+    def show(console: Console) -> None:
+        shown = new_table(f"table {table}", "key", *fields)
+        for i, text in enumerate(texts):
+            shown.add_row(text, *(_numbers(values[i]) for values in fields.values()))
+        console.print(shown)
+
+    output.result(found, show)
+
+
+def changes(
+    path: StorePath,
+    since: Annotated[int, typer.Option(help="A commit; -1 for all rows.")],
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Count the rows of each table that changed after a commit; `export --since` writes them."""
+    from tiercache.store import Store, serving
+
+    output = Output(as_json, quiet)
+    with open_store(path) as store, output.working():
+        newest = -1 if store.commit is None else store.commit.id
+        counts = {
+            table.name: serving.changed_rows(store, table.name, since)
+            if isinstance(store, Store)
+            else store.changed_rows(table.name, since)
+            for table in store.tables
+        }
+    lines = (
+        f"{name}: {rows:,} rows changed between commit {since} and commit {newest}" for name, rows in counts.items()
+    )
+    output.result({"since": since, "commit": newest, "rows": counts}, "\n".join(lines))
+
+
+def diff(
+    path: StorePath,
+    other: Annotated[Path | None, typer.Argument(help="Another store; not given: the same one.")] = None,
+    commit: Annotated[int | None, typer.Option("--from", help="A commit of the first store.")] = None,
+    other_commit: Annotated[int | None, typer.Option("--to", help="A commit of the second store.")] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compare two stores, or two commits of one, row by row and bit by bit; exit code 1 where they differ."""
+    from tiercache.store import differences
+
+    output = Output(as_json, quiet)
+    with ExitStack() as stack:
+        first = open_store(path)
+        stack.callback(first.close)
+        second = first if other is None else open_store(other)
+        stack.callback(second.close)
+        first = first if commit is None else first.at(commit)
+        second = second if other_commit is None else second.at(other_commit)
+        tell = stack.enter_context(output.working())
+        found = differences(first, second, progress=lambda done, total: tell("diff", done, total))
+    same = not any(one.only_first or one.only_second or one.different for one in found)
+
+    def show(console: Console) -> None:
+        names = "only first", "only second", "different", "same"
+        shown = new_table("differences", "table", *names, "for example keys")
+        for one in found:
+            counts = (one.only_first, one.only_second, one.different, one.same)
+            shown.add_row(one.table, *(f"{count:,}" for count in counts), ", ".join(map(str, one.examples)))
+        console.print(shown)
+
+    output.result({"same": same, "tables": [asdict(one) for one in found]}, show)
+    if not same:
+        raise typer.Exit(1)
+
+
+def _keys(given: Sequence[str], *, string: bool, cross: bool) -> tuple[list[str], NDArray[np.int64]]:
+    """Return how the rows are called, and the keys."""
+    from tiercache.data.key_of import key_of
+
+    if cross:
+        keys = [key_of(*map(_cross_value, given))]
+        return [" x ".join(given)], np.array(keys, dtype=np.int64)
+    if string:
+        return list(given), np.array([key_of(text) for text in given], dtype=np.int64)
+    keys = []
+    for text in given:
+        try:
+            key = int(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is no integer key: give --string to look a text up") from None
+        if not -(1 << 63) <= key < 1 << 63:
+            raise ValueError(f"key {key} is beyond int64, which keys are: give keys of -2**63 to 2**63 - 1")
+        keys.append(key)
+    return list(given), np.array(keys, dtype=np.int64)
+
+
+def _cross_value(text: str) -> str | int:
+    if len(text) > 1 and text[0] == text[-1] == '"':
+        return text[1:-1]
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def _read_keys(path: Path) -> NDArray[np.int64]:
+    from tiercache.io.numpy_format import map_array
+
+    keys: Any = map_array(path)
+    if keys.dtype != np.int64 or keys.ndim != 1:
+        raise ValueError(f"{path} has {keys.shape} of {keys.dtype}: it must have (n,) of int64")
+    return np.asarray(keys)
+
+
+def _numbers(values: NDArray[np.float32]) -> str:
+    shown = " ".join(f"{value:.6g}" for value in values[:6].tolist())
+    return f"{shown} ... ({values.size})" if values.size > 6 else shown

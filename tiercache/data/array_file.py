@@ -1,0 +1,215 @@
+"""Arrays in one file, with a checksum for each block of it that is checked when the block is first read.
+
+The file is a safetensors file: the length of its header (8 bytes), the header as JSON, the arrays one behind another.
+The last array, ``checksums``, has the XXH64 of each MiB of the arrays before it. The header follows from names, types
+and shapes alone, so it is compared and never parsed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from tiercache.errors import DatasetError
+from tiercache.kernels.cpu.hashing import xxh64_strings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+__all__ = ["BLOCK_BYTES", "ArrayFile", "ArrayFileWriter", "ArrayLayout", "ArraySpec", "bytes_of", "write_all"]
+
+BLOCK_BYTES = 1 << 20
+"""Bytes under one checksum: part of the format."""
+_CODES = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "F32": np.dtype("<f4"), "U64": np.dtype("<u8")}
+_NAMES = {dtype: code for code, dtype in _CODES.items()}
+
+
+class ArraySpec(NamedTuple):
+    """An array of a file: its name, its type and its shape."""
+
+    name: str
+    dtype: Any
+    shape: tuple[int, ...]
+
+
+class ArrayLayout:
+    """Where arrays lie in their file. Arrays of 8-byte numbers come first, so that all are aligned."""
+
+    def __init__(self, arrays: Iterable[ArraySpec], metadata: Mapping[str, str]) -> None:
+        """``metadata``: texts that the header has too."""
+        self.specs: dict[str, ArraySpec] = {}
+        self._begins: dict[str, int] = {}
+        end, record = 0, dict[str, Any](__metadata__=dict(metadata))
+        for spec in arrays:
+            begin, end = end, end + prod(spec.shape) * np.dtype(spec.dtype).itemsize
+            self.specs[spec.name], self._begins[spec.name] = spec, begin
+            record[spec.name] = _described(spec, begin, end)
+        self.data_bytes = end
+        """Bytes of the arrays, without checksums."""
+        self.num_blocks = -(-end // BLOCK_BYTES)
+        """How many checksums there are."""
+        record["checksums"] = _described(ArraySpec("checksums", "<u8", (self.num_blocks,)), end, end + self._sums)
+        text = json.dumps(record, ensure_ascii=True).encode()
+        text += b" " * (-(8 + len(text)) % 64)
+        self.header = len(text).to_bytes(8, "little") + text
+        """The first bytes of the file."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole file."""
+        return len(self.header) + self.data_bytes + self._sums
+
+    @property
+    def _sums(self) -> int:
+        return 8 * self.num_blocks
+
+    def offset(self, name: str, row: int = 0) -> int:
+        """Return where a row of an array begins, in bytes from the first array on."""
+        return self._begins[name] + row * self.row_bytes(name)
+
+    def row_bytes(self, name: str) -> int:
+        """Return the bytes of a row, which is one element of the first axis."""
+        spec = self.specs[name]
+        return prod(spec.shape[1:]) * int(np.dtype(spec.dtype).itemsize)
+
+
+class ArrayFile:
+    """A mapped file of arrays; safe to read from any thread.
+
+    ``digest`` is that of the header and the checksums; so every byte of a file is checked, arrays when they are first
+    asked for by ``check``. Raises DatasetError for a file that is not what was written.
+    """
+
+    def __init__(self, path: Path, layout: ArrayLayout, digest: str, label: str = "") -> None:
+        """``label``: what errors begin with."""
+        self.path, self.layout, self.label = path, layout, label
+        try:
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise DatasetError(f"{label}{path} cannot be read: {error}: extract the dataset again") from error
+        if len(self._map) != layout.num_bytes:
+            raise self._damaged(f"it has {len(self._map):,} bytes, not {layout.num_bytes:,}")
+        self._first = len(layout.header)
+        self._bytes = np.frombuffer(self._map, np.uint8, layout.data_bytes, self._first)
+        sums = self._map[self._first + layout.data_bytes :]
+        if self._map[: self._first] != layout.header:
+            raise self._damaged("its header is another")
+        if _digest(layout, sums) != digest:
+            raise self._damaged("its checksums are others")
+        self._sums = np.frombuffer(sums, "<u8")
+        self._is_good = np.zeros(layout.num_blocks, bool)
+        self._checked: set[str] = set()  # arrays of which every block is good
+
+    def array(self, name: str) -> NDArray[Any]:
+        """Return an array as it is mapped, read-only; what of it is used must be checked."""
+        spec = self.layout.specs[name]
+        begin = self._first + self.layout.offset(name)
+        return np.frombuffer(self._map, spec.dtype, prod(spec.shape), begin).reshape(spec.shape)
+
+    def check(self, name: str, begins: NDArray[np.int64] | int, ends: NDArray[np.int64] | int) -> None:
+        """Check the blocks that rows [begin, end) of an array lie in, for each pair, unless they were checked before.
+
+        Raises DatasetError for a block that is damaged.
+        """
+        if name in self._checked:
+            return
+        low, high, size = np.atleast_1d(begins), np.atleast_1d(ends), self.layout.row_bytes(name)
+        is_some = low < high
+        if not size or not is_some.any():
+            return
+        start = self.layout.offset(name)
+        edges = np.bincount((start + low[is_some] * size) // BLOCK_BYTES, minlength=self._is_good.size + 1)
+        edges -= np.bincount((start + high[is_some] * size - 1) // BLOCK_BYTES + 1, minlength=edges.size)
+        self._check_blocks(np.flatnonzero((np.cumsum(edges[:-1]) > 0) & ~self._is_good))
+        end = self.layout.offset(name, self.layout.specs[name].shape[0])
+        if self._is_good[start // BLOCK_BYTES : -(-end // BLOCK_BYTES)].all():
+            self._checked.add(name)
+
+    def check_all(self, tell: Callable[[int], None] | None = None) -> None:
+        """Check every block, those that were checked before too; ``tell`` is called with bytes."""
+        for block in range(self._is_good.size):
+            self._check_blocks(np.array([block]))
+            if tell is not None:
+                tell(BLOCK_BYTES)
+
+    def prefetch(self) -> None:
+        """Ask the kernel to read the file ahead; returns at once."""
+        self._map.madvise(mmap.MADV_WILLNEED)
+
+    def _check_blocks(self, blocks: NDArray[np.int64]) -> None:
+        for block in blocks.tolist():
+            found = _checksum(self._bytes[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES])
+            if found != self._sums[block]:
+                raise self._damaged(f"its MiB number {block} is another")
+            self._is_good[block] = True
+
+    def _damaged(self, why: str) -> DatasetError:
+        return DatasetError(f"{self.label}{self.path} is not what was extracted ({why}): extract the dataset again")
+
+
+class ArrayFileWriter:
+    """Writes the arrays of one file, piece by piece in any order and from any thread."""
+
+    def __init__(self, path: Path, layout: ArrayLayout) -> None:
+        self._layout = layout
+        self._file = path.open("w+b", buffering=0)
+
+    def write(self, name: str, row: int, values: NDArray[Any]) -> None:
+        """Write rows of an array from ``row`` on. Raises OSError where the disk is full."""
+        spec = self._layout.specs[name]
+        self._put(np.ascontiguousarray(values, spec.dtype), len(self._layout.header) + self._layout.offset(name, row))
+
+    def finish(self) -> str:
+        """Write header and checksums, and return the digest of both: the file is complete, but perhaps not on disk."""
+        sums = np.empty(self._layout.num_blocks, np.uint64)
+        block = np.empty(min(BLOCK_BYTES, self._layout.data_bytes), np.uint8)
+        for index in range(sums.size):
+            part = block[: min(BLOCK_BYTES, self._layout.data_bytes - index * BLOCK_BYTES)]
+            os.preadv(self._file.fileno(), [part.data], len(self._layout.header) + index * BLOCK_BYTES)
+            sums[index] = _checksum(part)
+        self._put(np.frombuffer(self._layout.header, np.uint8), 0)
+        self._put(sums, len(self._layout.header) + self._layout.data_bytes)
+        self._file.close()
+        return _digest(self._layout, sums.tobytes())
+
+    def abandon(self) -> None:
+        """Close the file as it is."""
+        self._file.close()
+
+    def _put(self, values: NDArray[Any], offset: int) -> None:
+        write_all(self._file.fileno(), values, offset)
+
+
+def write_all(handle: int, values: NDArray[Any], offset: int) -> int:
+    """Write an array into a file, and return its bytes. Raises OSError where the disk is full."""
+    data, done = bytes_of(values), 0
+    while done < len(data):
+        done += os.pwrite(handle, data[done:], offset + done)
+    return done
+
+
+def bytes_of(array: Any) -> memoryview:
+    """Return the bytes of a C-contiguous array."""
+    return memoryview(array.reshape(-1)).cast("B") if array.size else memoryview(b"")
+
+
+def _described(spec: ArraySpec, begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": _NAMES[np.dtype(spec.dtype)], "shape": list(spec.shape), "data_offsets": [begin, end]}
+
+
+def _checksum(data: NDArray[np.uint8]) -> int:
+    return int(xxh64_strings(data, np.array([0, data.size]))[0])
+
+
+def _digest(layout: ArrayLayout, sums: bytes) -> str:
+    return hashlib.sha256(layout.header + sums).hexdigest()

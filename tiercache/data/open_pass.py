@@ -1,0 +1,164 @@
+"""The open pass: keys get numbers in the order in which they appear, and numbered samples go to a scratch file."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from tiercache.data.array_file import bytes_of, write_all
+from tiercache.kernels.cpu.unique_keys import UniqueKeys
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from tiercache.data.raw_batch import RawBatch
+    from tiercache.data.sample_layout import SampleLayout
+    from tiercache.data.workers import Workers
+    from tiercache.schema import Feature
+
+__all__ = ["OpenPass", "Piece", "Stretch"]
+
+
+class Piece(NamedTuple):
+    """Numbers of one array of samples in the scratch file."""
+
+    name: str
+    """Of the array; ``ids`` are (S, n) here, feature by feature."""
+    offset: int
+    dtype: Any
+    size: int
+    row: int
+    """Where they begin in the array of the whole sub-dataset."""
+
+
+class Stretch(NamedTuple):
+    """Some samples of the scratch file."""
+
+    samples: int
+    pieces: tuple[Piece, ...]
+
+
+class OpenPass:
+    """A pass that still takes samples.
+
+    Numbers depend on how samples were cut into batches; the positions that replace them when the pass closes do not.
+    """
+
+    def __init__(
+        self, layout: SampleLayout, path: Path, workers: Workers, *, expected: Sequence[int], with_samples: bool
+    ) -> None:
+        """``expected``: about how many keys each table will have, in the order of table ids."""
+        self.layout, self.path = layout, path
+        self.samples = 0
+        """Samples taken so far."""
+        self.stretches: list[Stretch] = []
+        self.values = dict.fromkeys((f.name for f in layout.ragged), 0) if with_samples else None
+        """Ids of all lists so far, by feature with any number of them; None: the pass gets a key set alone."""
+        self._workers = workers
+        tables = layout.schema.ordered_tables
+        parts = 1 << max(0, (2 * workers.count // len(tables)).bit_length() - 1)  # so that all workers have some
+        self.unique = {
+            table.name: UniqueKeys(table.table_id, parts, room) for table, room in zip(tables, expected, strict=True)
+        }
+        self._features: dict[str, list[Feature]] = {table.name: [] for table in tables}
+        for feature in layout.schema.features:
+            self._features[feature.table].append(feature)
+        self._file = path.open("w+b", buffering=0)
+        self._end = 0
+
+    def rows(self) -> list[int]:
+        """Return the number of keys by table, in the order of table ids."""
+        return [unique.count for unique in self.unique.values()]
+
+    def number(self, batch: RawBatch) -> dict[str, NDArray[np.int32]]:
+        """Return the numbers of the keys of every feature, new ones where they have none; writes nothing."""
+        numbers = {name: np.empty(feature.keys.size, np.int32) for name, feature in batch.features.items()}
+
+        def add(name: str, part: int) -> None:
+            for feature in self._features[name]:
+                self.unique[name].add(batch.features[feature.name].keys, numbers[feature.name], part)
+
+        self._each(add)
+        return numbers
+
+    def counts(self) -> dict[str, list[int]]:
+        """Return what ``take_back`` goes back to."""
+        return {name: list(unique.counts) for name, unique in self.unique.items()}
+
+    def take_back(self, batch: RawBatch, counts: dict[str, list[int]]) -> None:
+        """Forget the batch that was numbered last, before which ``counts()`` was ``counts``."""
+
+        def forget(name: str) -> None:
+            keys = [batch.features[feature.name].keys for feature in self._features[name]]
+            self.unique[name].take_back(np.concatenate([*keys, np.empty(0, np.int64)]), counts[name])
+
+        self._workers.run(partial(forget, name) for name in self.unique)
+
+    def append(self, batch: RawBatch, numbers: dict[str, NDArray[np.int32]]) -> None:
+        """Add numbered samples to the scratch file."""
+        first, features = self.samples, self.layout.schema.features
+        self.samples += batch.num_samples
+        if self.values is None:
+            return
+        pieces = []
+        singles = [numbers[feature.name] for feature in self.layout.schema.singles]
+        if singles:
+            pieces.append(self._write("ids", first, *singles))
+        if batch.label is not None:
+            pieces.append(self._write("label", first, batch.label))
+        if batch.dense.shape[1]:
+            pieces.append(self._write("dense", first, batch.dense))
+        for feature in features:
+            entry, row = batch.features[feature.name], first
+            if feature in self.layout.ragged:
+                assert entry.offsets is not None
+                row = self.values[feature.name]
+                pieces.append(self._write(f"offsets.{feature.name}", first + 1, entry.offsets[1:] + row))
+                self.values[feature.name] += entry.keys.size
+            if feature.hotness != "one_hot":
+                pieces.append(self._write(f"ids.{feature.name}", row, numbers[feature.name]))
+            if entry.weights is not None:
+                pieces.append(self._write(f"weights.{feature.name}", row, entry.weights))
+        self.stretches.append(Stretch(batch.num_samples, tuple(pieces)))
+
+    def read(self, piece: Piece) -> NDArray[Any]:
+        """Return what the scratch file has of an array, flat; from any thread."""
+        out = np.empty(piece.size, piece.dtype)
+        view, done = bytes_of(out), 0
+        while done < len(view):
+            done += os.preadv(self._file.fileno(), [view[done:]], piece.offset + done)
+        return out
+
+    def numbering_bytes(self, batch: RawBatch) -> int:
+        """Return the most host bytes that keys take while ``batch`` is numbered, were all its keys new."""
+        new = {name: sum(batch.features[f.name].keys.size for f in some) for name, some in self._features.items()}
+        return sum(unique.grown_bytes(new[name]) for name, unique in self.unique.items())
+
+    def closing_bytes(self) -> int:
+        """Return the most host bytes that keys take while the pass closes."""
+        counts = sorted((unique.count for unique in self.unique.values()), reverse=True)
+        held = sum(unique.nbytes for unique in self.unique.values())
+        return held + 4 * sum(counts) + 40 * sum(counts[: self._workers.count])
+
+    def discard(self) -> None:
+        """Delete the scratch file."""
+        self._file.close()
+        self.path.unlink(missing_ok=True)
+
+    def _each(self, work: Callable[[str, int], None]) -> None:
+        """Do something for each part of each table, the longest first."""
+        size = {name: len(some) for name, some in self._features.items()}
+        names = sorted(self.unique, key=lambda name: -size[name])
+        self._workers.run(partial(work, name, part) for name in names for part in range(self.unique[name].parts))
+
+    def _write(self, name: str, row: int, *arrays: NDArray[Any]) -> Piece:
+        begin = self._end
+        for array in arrays:
+            self._end += write_all(self._file.fileno(), np.ascontiguousarray(array), self._end)
+        return Piece(name, begin, arrays[0].dtype, sum(array.size for array in arrays), row)

@@ -1,0 +1,244 @@
+"""A sub-dataset: the samples of one pass and their key set, in one mapped file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tiercache.data.array_file import ArrayFile
+from tiercache.data.encoded_batch import FeatureIds, SampleBuffers, Samples
+from tiercache.data.keyset import KeySet
+from tiercache.data.manifest import file_name
+from tiercache.errors import DatasetError
+from tiercache.kernels.cpu.gathering import check_ids
+from tiercache.kernels.cpu.samples import gather_columns, gather_lists, gather_offsets, gather_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from tiercache.data.manifest import SubDatasetRecord
+    from tiercache.data.sample_layout import SampleColumn, SampleLayout
+
+__all__ = ["SubDataset"]
+
+
+class SubDataset:
+    """The samples and the key set of a pass, mapped at first use and held until ``close``.
+
+    A sub-dataset of ``write_key_sets`` has a key set alone. Each MiB of the file is checked when something of it is
+    first read, whoever reads: a damaged one raises DatasetError. Any number of threads may read at once, each into
+    buffers of its own.
+    """
+
+    def __init__(self, directory: Path, index: int, record: SubDatasetRecord, layout: SampleLayout) -> None:
+        self.index = index
+        """Its place in the dataset."""
+        self.samples = record.samples
+        """How many samples it has."""
+        self.digest = record.digest
+        """Over all its content."""
+        self.path = directory / file_name(index)
+        self._record, self._layout = record, layout
+        self._arrays = layout.file(record.samples, record.rows, record.values)
+        self._opened: ArrayFile | None = None
+
+    @property
+    def whole(self) -> SubDataset:
+        """Itself: it has all keys."""
+        return self
+
+    def span(self, table: str) -> slice:
+        """Return the local ids of a table: all of them are trained."""
+        return slice(0, self.rows(table))
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether it has samples; opens nothing."""
+        return self._record.values is not None
+
+    def num_bytes(self) -> int:
+        """Return the bytes of its file."""
+        return self._arrays.num_bytes
+
+    def check_samples(self) -> None:
+        """Raise DatasetError where it has a key set alone, or its file cannot be opened."""
+        if not self.has_samples:
+            raise DatasetError(
+                f"sub-dataset {self.index} of {self.path.parent} has a key set and no samples: give the keys of each "
+                "batch to Pass.batch"
+            )
+        _ = self._file
+
+    def rows(self, table: str) -> int:
+        """Return the number of unique keys of a table; opens nothing."""
+        return self._record.rows[table]
+
+    def keys(self, table: str) -> NDArray[np.int64]:
+        """Return the unique keys of a table in hash order: mapped, read-only."""
+        return self.key_set.keys(table)
+
+    def counts(self, table: str) -> NDArray[np.int64]:
+        """Return how often each of ``keys(table)`` occurs in the sub-dataset: mapped, read-only."""
+        return self.key_set.counts(table)
+
+    @property
+    def key_set(self) -> KeySet:
+        """Its unique keys, mapped."""
+        return KeySet(self._file)
+
+    def read(
+        self,
+        indices: NDArray[np.int64],
+        into: SampleBuffers | None = None,
+        *,
+        features: Collection[str] | None = None,
+    ) -> Samples:
+        """Read the samples at ``indices`` (n,), in their order; each may stand any number of times.
+
+        features: those whose ids are read, all where not given. The arrays are fresh, or lie in ``into`` and are valid
+        until the next read into it. Raises IndexError for an index below 0 or past the last sample, DatasetError for
+        what is damaged and for an id that is no place in the key set of its table.
+        """
+        self.check_samples()
+        indices = np.ascontiguousarray(indices, dtype=np.int64)
+        if indices.size and (int(indices.min()) < 0 or int(indices.max()) >= self.samples):
+            raise IndexError(
+                f"samples {indices.min()} .. {indices.max()} were asked for, but sub-dataset {self.index} has "
+                f"{self.samples}: indices start at 0"
+            )
+        reading = _Reading(self._file, self._layout, indices, SampleBuffers() if into is None else into, features)
+        samples = reading.samples()
+        self._check_ids(samples)
+        return samples
+
+    def num_values(self, feature: str, low: int, high: int) -> int:
+        """Return how many ids samples [low, high) have of a feature with any number of them."""
+        name = f"offsets.{feature}"
+        self._file.check(name, np.array([low, high]), np.array([low + 1, high + 1]))
+        first, last = self._file.array(name)[[low, high]].tolist()
+        return int(last - first)
+
+    def prefetch(self) -> None:
+        """Ask the kernel to read the file ahead; returns at once."""
+        self._file.prefetch()
+
+    def verify(self, tell: Callable[[int], None] | None = None) -> None:
+        """Read every byte and raise DatasetError for the first that is not what was extracted.
+
+        ``tell`` is called with bytes.
+        """
+        self._file.check_all(tell)
+
+    def close(self) -> None:
+        """Let go of the mapped file; it goes when no array looks into it, and comes back at the next use."""
+        self._opened = None
+
+    @property
+    def _file(self) -> ArrayFile:
+        if self._opened is None:
+            self._opened = ArrayFile(self.path, self._arrays, self.digest, f"sub-dataset {self.index}: ")
+        return self._opened
+
+    def _check_ids(self, samples: Samples) -> None:
+        singles = [feature for feature in self._layout.singles if feature.name in samples.ids]
+        parts = [(singles, samples.singles.reshape(-1))]  # in one call: there may be many
+        lists = (feature for feature in self._layout.schema.lists if feature.name in samples.ids)
+        parts += [([feature], samples.ids[feature.name].ids) for feature in lists]
+        for features, ids in parts:
+            each = ids.size // max(1, len(features))
+            limits = np.array([self.rows(feature.table) for feature in features], np.int64)
+            bad = check_ids(ids, np.arange(limits.size + 1) * each, limits)
+            if bad >= 0:
+                feature, limit = features[bad // each], int(limits[bad // each])
+                raise DatasetError(
+                    f"sub-dataset {self.index}: feature {feature.name!r} has the id {ids[bad]} in {self.path}, and "
+                    f"table {feature.table!r} has ids 0 to {limit - 1}: extract the dataset again"
+                )
+
+
+class _Reading:
+    """One reading of samples."""
+
+    def __init__(
+        self,
+        file: ArrayFile,
+        layout: SampleLayout,
+        indices: NDArray[np.int64],
+        buffers: SampleBuffers,
+        features: Collection[str] | None,
+    ) -> None:
+        self._file, self._layout, self._indices, self._buffers, self._features = (
+            file, layout, indices, buffers, features,
+        )  # fmt: skip
+        self._fixed: dict[str, NDArray[Any]] = {}
+
+    def samples(self) -> Samples:
+        """Read them."""
+        for column in self._layout.columns:
+            if column.width is not None and column.name != "ids" and self._is_wanted(column):
+                out = self._buffers.array(column.name, (self._indices.size, column.width), np.int32)
+                gather_rows(self._words(column.name), self._indices, out)
+                self._fixed[column.name] = out.view(column.dtype)
+        ids, singles = self._singles()
+        for feature in self._layout.schema.lists:
+            if self._features is None or feature.name in self._features:
+                ids[feature.name] = self._list(feature.name, feature.length)
+        label = self._fixed["label"].reshape(-1) if "label" in self._fixed else None
+        dense = self._fixed.get("dense", np.empty((self._indices.size, 0), np.float32))
+        ordered = {f.name: ids[f.name] for f in self._layout.schema.features if f.name in ids}
+        return Samples(label=label, dense=dense, singles=singles, ids=ordered)
+
+    def _is_wanted(self, column: SampleColumn) -> bool:
+        return self._features is None or column.feature is None or column.feature in self._features
+
+    def _words(self, name: str) -> NDArray[np.int32]:
+        """Return an array as words, whose rows at the indices are checked."""
+        self._file.check(name, self._indices, self._indices + 1)
+        return self._file.array(name).reshape(-1).view(np.int32)
+
+    def _singles(self) -> tuple[dict[str, FeatureIds], NDArray[np.int32]]:
+        wanted, columns = self._layout.singles, self._layout.single_columns
+        if self._features is not None:
+            chosen = [i for i, feature in enumerate(wanted) if feature.name in self._features]
+            wanted, columns = tuple(wanted[i] for i in chosen), columns[chosen]
+        singles = self._buffers.array("ids", (len(wanted), self._indices.size), np.int32)
+        if wanted:
+            gather_columns(self._words("ids"), self._indices, len(self._layout.singles), columns, singles)
+        ids = {}
+        for row, feature in zip(singles, wanted, strict=True):
+            weights = self._fixed.get(f"weights.{feature.name}")
+            ids[feature.name] = FeatureIds(row, None, None if weights is None else weights.reshape(-1))
+        return ids, singles
+
+    def _list(self, name: str, length: int | None) -> FeatureIds:
+        size, weights_name = self._indices.size, f"weights.{name}"
+        offsets = self._buffers.array(f"offsets.{name}", (size + 1,), np.int64)
+        if length is not None:
+            offsets[:] = np.arange(0, (size + 1) * length, length)
+            fixed = self._fixed.get(weights_name)
+            return FeatureIds(
+                self._fixed[f"ids.{name}"].reshape(-1), offsets, None if fixed is None else fixed.reshape(-1)
+            )
+        begins = self._buffers.array("begins", (size,), np.int64)
+        values = self._file.array(f"ids.{name}")
+        self._file.check(f"offsets.{name}", self._indices, self._indices + 2)
+        bad = gather_offsets(self._file.array(f"offsets.{name}"), values.size, self._indices, begins, offsets)
+        if bad >= 0:
+            sample = int(self._indices[bad])
+            first, last = self._file.array(f"offsets.{name}")[sample : sample + 2]
+            raise DatasetError(
+                f"{self._file.label}feature {name!r} of sample {sample} in {self._file.path} has the values {first} to "
+                f"{last}, and there are {values.size}: extract the dataset again"
+            )
+        found = {}
+        for array in (f"ids.{name}", weights_name):
+            if array in self._file.layout.specs:
+                self._file.check(array, begins, begins + np.diff(offsets))
+                found[array] = self._buffers.array(array, (int(offsets[-1]),), np.int32)
+                gather_lists(self._file.array(array).view(np.int32), begins, offsets, found[array])
+        weights = found[weights_name].view(np.float32) if weights_name in found else None
+        return FeatureIds(found[f"ids.{name}"], offsets, weights)

@@ -1,0 +1,93 @@
+"""torch: for each table a folder with ``table.pt``, the state dict of an embedding, and ``vocabulary.npy``.
+
+Row i of ``weight``, in the table's dtype, is the vector of key i of the vocabulary. A state dict of ``nn.Embedding``
+has no optimizer state. `load_tensors` reads the state dict of any model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tiercache.atomic_io import sync
+from tiercache.errors import ImportExportError
+from tiercache.io.formats import ColumnFile, ColumnWriter, Format
+from tiercache.io.numpy_format import keys_file, map_array
+from tiercache.io.table_reader import Column, TableReader, parsing
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from tiercache.store.table import Field, Table
+
+__all__ = ["FORMAT", "load_tensors"]
+
+
+def _write(folder: Path, name: str, table: Table, fields: tuple[Field, ...], rows: int) -> ColumnWriter:
+    """Begin to write vectors to a file of their own first, which torch saves from a map: memory stays bounded."""
+    assert len(fields) == 1
+    place = folder / name
+    place.mkdir()
+    raw, path = place / "weight.raw", place / "table.pt"
+
+    def save() -> None:
+        import torch
+
+        shape, dtype = (rows, table.dim), getattr(torch, table.dtype)
+        weight = torch.empty(shape, dtype=dtype)
+        if rows:
+            weight = torch.from_file(str(raw), shared=True, size=weight.numel(), dtype=dtype).view(shape)
+        torch.save({"weight": weight}, path)
+        sync(path)
+        raw.unlink()
+
+    return ColumnWriter(keys_file(place / "vocabulary.npy", rows), [ColumnFile(raw, dtype=table.dtype)], finish=save)
+
+
+def _read(folder: Path, name: str, table: Table) -> TableReader:
+    place = folder / name
+    path = place / "table.pt"
+    state = load_tensors(path)
+    if list(state) != ["weight"]:
+        names = ", ".join(map(repr, state)) or "no tensor"
+        raise ImportExportError(f"{path} holds {names}: it must be the state dict of an embedding, a tensor 'weight'")
+    columns = {
+        "keys": Column.of(map_array(place / "vocabulary.npy")),
+        "vector": Column.of_tensor(state["weight"], f"'weight' in {path}"),
+    }
+    return TableReader(place, table, columns)
+
+
+FORMAT = Format(
+    write=_write,
+    read=_read,
+    dtypes=("bfloat16", "float16"),
+    vector_copies=2,
+    keeps_state=lambda table: len(table.fields) == 1,
+)
+
+
+def load_tensors(path: Path) -> dict[str, Any]:
+    """Return the tensors of a state dict by name, mapped; names in nested dicts are joined by dots.
+
+    No object but tensors and plain values is loaded, so no code of the file runs. Raises ImportExportError.
+    """
+    import torch
+
+    with parsing(path, "state dict of tensors"):
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if not isinstance(state, dict):
+        raise ImportExportError(
+            f"{path} holds {type(state).__name__}: it must be a state dict, names and their tensors"
+        )
+    return dict(_tensors(state, ""))
+
+
+def _tensors(state: Mapping[Any, Any], prefix: str) -> Any:
+    import torch
+
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            yield f"{prefix}{name}", value
+        elif isinstance(value, dict):
+            yield from _tensors(value, f"{prefix}{name}.")
