@@ -97,7 +97,8 @@ def extract(
     """
     schema = Schema.of(schema, format)
     device_bytes, memory_bytes = parse_bytes(device_budget), parse_bytes(memory_limit)
-    numbers = {"batch_multiple": batch_multiple, "min_count": min_count, "devices": devices, "workers": workers or 1}
+    numbers = {"batch_multiple": batch_multiple, "min_count": min_count, "devices": devices}
+    numbers |= {} if workers is None else {"workers": workers}
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 1 << 31:
             raise ExtractionError(f"{name} is {number!r}: a whole number from 1 to 2^31 - 1")
@@ -134,7 +135,11 @@ def extract(
                 "extract the new files into another dataset, with prior_counts"
             )
         if not append or not any(record not in old for record in records):
-            return _finished(out, manifest, schema, options, old if append else records)
+            made = _finished(out, manifest, schema, options, old if append else records)
+            with closing(ProgressReporter(progress, 0)) as reporter:
+                reporter.passes = len(made)
+                reporter.finish(made.samples, f"{out}: {made.summary}, extracted before", "")
+            return made
         check_same(manifest.options, old, options, old, out)
         inputs = tuple(file for file, record in zip(inputs, records, strict=True) if record not in old)
         records, kept = (*old, *(file.record() for file in inputs)), manifest.passes
@@ -174,15 +179,17 @@ def extract(
         rows = RowBudget(schema.tables, device_bytes, devices)
         state = run.number(state, cut, batch_multiple, rows, wanted, with_samples=samples)
         if len(state.passes) == len(kept):
-            raise SourceError(f"{inputs[0].path} and the {len(inputs) - 1} other files have no rows: give some data")
+            others = f" and {len(inputs) - 1} more" if len(inputs) > 1 else ""
+            raise SourceError(f"no row was found in {inputs[0].path}{others}: give some data")
         for file in inputs:
             file.check_unchanged()
         rare = None if wanted is None else wanted.write_rare(out / RARE_KEYS)
         Manifest(schema=schema, passes=state.passes, options=options, inputs=records, rare=rare).write(out)
         work.remove()
         _warn_of_small(state.passes[:-1], cut, batch_multiple)
-        reporter.finish(sum(record.samples for record in state.passes), out, str(source.bad_rows))
-    return PassDataset.open(out)
+        made = PassDataset.open(out)
+        reporter.finish(made.samples, f"{out}: {made.summary}", str(source.bad_rows))
+    return made
 
 
 @contextmanager
