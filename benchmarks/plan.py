@@ -1,7 +1,7 @@
 """The planner: python -m benchmarks.plan [--quick] [--json FILE].
 
 Two datasets: real flights (../shared/data/flights.tsv.gz, skipped where absent) and synthetic_models' tiny model. For
-each: the machine is measured, a model is trained on two passes of a store that is thrown away, and the second of these
+each: the machine is measured, a model is trained on three passes of a store that is thrown away, and the last of these
 calibrates compute. Then the least, the middle and the largest host budget of the capacity curve are trained for two
 epochs, and what the planner chooses with --optimize memory and speed, each in a new store.
 
@@ -12,7 +12,8 @@ epochs, and what the planner chooses with --optimize memory and speed, each in a
 * memory_is_least: 1 where --optimize memory has the least host bytes at their peak. speed_over_fastest: seconds of
   --optimize speed over those of the fastest run.
 
-On a machine that does other work at the same time, seconds differ from pass to pass by as much as that takes.
+Seconds of a pass are the least of three turns, and one thread trains: on cores that others use too, several wait for
+each other.
 """
 
 from __future__ import annotations
@@ -60,6 +61,10 @@ CROSSES = {
     "tailnum_day": ("tailnum", "month", "day"),
 }
 EPOCHS = 2
+CALIBRATED = 2
+"""The pass that says how fast the model trains."""
+TURNS = 3
+"""Of each run: what counts is the least that a pass took."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,8 +79,8 @@ class Size:
 
 FULL = Size(flights=200_000, pass_samples=20_000, synthetic=QUICK, batch=1024)
 SMALL = Size(
-    flights=16_000, pass_samples=2_000, batch=512,
-    synthetic=replace(QUICK, name="plan", batch=512, batches=4, passes=5, divisor=192),
+    flights=40_000, pass_samples=8_000, batch=512,
+    synthetic=replace(QUICK, name="plan", batch=512, batches=6, passes=5, divisor=192),
 )  # fmt: skip
 
 
@@ -89,7 +94,7 @@ def goals_of(names: Sequence[str]) -> tuple[Goal, ...]:
             Goal(key=f"{name}_plan_exact", goal=1),
             Goal(key=f"{name}_bits_equal", goal=1),
             Goal(key=f"{name}_memory_is_least", goal=1),
-            Goal(key=f"{name}_speed_over_fastest", goal=1.05, below=True),
+            Goal(key=f"{name}_speed_over_fastest", goal=1.05, least=1.2, below=True),
         )
     )
 
@@ -174,7 +179,7 @@ class Case:
 
     def __init__(self, name: str, data: tc.PassDataset, folder: Path, batch: int) -> None:
         self.name, self.data, self.folder, self.batch = name, data, folder, batch
-        self.reuse = reuse_of(data, None)
+        self.reuse, self.rates = reuse_of(data, None), measure(folder, "cpu")
         backend = open_backend("cpu", data.tables)
         self.device_bytes = DeviceMemoryPlan.of(self.reuse.positions, backend).num_bytes
 
@@ -192,7 +197,7 @@ class Case:
         found = {
             "reports": reports,
             "peak": peak,
-            "seconds": sum(one.seconds for one in reports),
+            "seconds": np.array([one.seconds for one in reports]),
             "exact": all(
                 (a.rows_read, a.bytes_read, a.rows_written, a.bytes_written)
                 == (b.rows_read, b.bytes_read, b.rows_written, b.bytes_written)
@@ -203,36 +208,45 @@ class Case:
         shutil.rmtree(store)
         return found
 
+    def calibrated(self, tries: Sequence[dict[str, Any]], least: Point) -> Rates:
+        """Return the rates with the samples per second of one pass."""
+        compute = min(one["seconds"][CALIBRATED] for one in tries) - least.seconds[CALIBRATED].copy
+        return self.rates.model_copy(update={"samples": self.data.passes[CALIBRATED].samples / compute})
+
     def run(self) -> dict[str, Any]:
         """Calibrate, train and compare."""
-        rates = measure(self.folder, "cpu")
-        capacity = self.capacity(rates)
-        one = self.trained(capacity, capacity.at(capacity.least()), passes=2)["reports"][1]
-        moving = self.capacity(rates).at(capacity.least()).seconds[1].copy
-        rates = rates.model_copy(update={"samples": self.data.passes[1].samples / (one.seconds - moving)})
-        capacity = self.capacity(rates)
+        capacity = self.capacity(self.rates)
+        least = capacity.at(capacity.least())
+        tries = [self.trained(capacity, least, passes=CALIBRATED + 1) for _ in range(TURNS)]
+        capacity = self.capacity(self.calibrated(tries, least))
         points = capacity.curve(1 << 34)
         chosen = {goal: capacity.choose(goal, points, None) for goal in ("memory", "speed")}
         tried = [points[0], points[len(points) // 2], points[-1], *chosen.values()]
-        keys = {(p.host_bytes, p.commit_every): p for p in tried}
-        runs = {key: self.trained(capacity, point) for key, point in keys.items()}
-        for (host, commits), run in runs.items():
-            planned = sum(r.seconds_predicted for r in run["reports"])
+        keys, turns = {(p.host_bytes, p.commit_every): p for p in tried}, []
+        for _ in range(TURNS):  # the pass that calibrates takes turns with the others: a shared machine changes
+            turns.append({key: self.trained(capacity, point) for key, point in keys.items()})
+            tries.append(self.trained(capacity, least, passes=CALIBRATED + 1))
+        rates, runs = self.calibrated(tries, least), dict(turns[0])
+        for key, run in runs.items():
+            found = self.capacity(rates).at(key[0], commit_every=key[1]).seconds
+            run["predicted"] = np.array([seconds.total for seconds in found])
+            run["seconds"] = np.min([turn[key]["seconds"] for turn in turns], axis=0)
             console.print(
-                f"{self.name}: host {format_bytes(host)}, a commit every {commits}: {planned:.2f} s predicted, "
-                f"{run['seconds']:.2f} s measured; {format_bytes(run['peak'])} of rows at most on the host",
+                f"{self.name}: host {format_bytes(key[0])}, a commit every {key[1]}: {run['predicted'].sum():.2f} s "
+                f"predicted, {run['seconds'].sum():.2f} s measured; {format_bytes(run['peak'])} of rows on the host",
                 markup=False,
             )
+        every = [run for turn in turns for run in turn.values()]
         mine = {goal: runs[point.host_bytes, point.commit_every] for goal, point in chosen.items()}
-        errors = [abs(r.seconds_predicted / r.seconds - 1) for run in runs.values() for r in run["reports"][1:]]
+        errors = np.concatenate([np.abs(run["predicted"] / run["seconds"] - 1)[1:] for run in runs.values()])
         return {
             "median_error_percent": 100 * middle(errors),
-            "plan_exact": float(all(run["exact"] for run in runs.values())),
-            "bits_equal": float(len({run["digest"] for run in runs.values()}) == 1),
+            "plan_exact": float(all(run["exact"] for run in every)),
+            "bits_equal": float(len({run["digest"] for run in every}) == 1),
             "memory_is_least": float(mine["memory"]["peak"] == min(run["peak"] for run in runs.values())),
-            "speed_over_fastest": mine["speed"]["seconds"] / min(run["seconds"] for run in runs.values()),
+            "speed_over_fastest": mine["speed"]["seconds"].sum() / min(run["seconds"].sum() for run in runs.values()),
             "samples_per_second": rates.samples,
-            **{f"seconds_{goal}": run["seconds"] for goal, run in mine.items()},
+            **{f"seconds_{goal}": float(run["seconds"].sum()) for goal, run in mine.items()},
             **{f"host_bytes_{goal}": point.host_bytes for goal, point in chosen.items()},
         }
 
@@ -247,6 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     size = SMALL if options.quick else FULL
     record = environment("benchmarks.plan", given, ("torch", "numpy", "numba", "tiercache"))
     begun = time.perf_counter()
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="plan-", dir=Path.cwd()) as made:
         folder = Path(made)
         record |= {"file_system": file_system(folder)}

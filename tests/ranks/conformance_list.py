@@ -190,6 +190,9 @@ BEYOND = {
     "a shuffled order of passes": Entry(
         **tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, pass_samples=16, epochs=2, options={"order_seed": 5}
     ),
+    "passes in the order of their overlap": Entry(
+        **tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, pass_samples=16, epochs=2, options={"order": "overlap"}
+    ),
     "dims from 1 to 130": Entry(
         **tables_of([(20, dim) for dim in (1, 2, 3, 7, 31, 64, 127, 128, 130)], *RULES),
         specs=a_feature_each(9, RAGGED, {}), sharding=in_turn("row", "column", "replicate", "table", "column"),

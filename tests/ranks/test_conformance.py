@@ -44,7 +44,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dic
 
 def train_alone(entry: Entry, passes: tc.PassDataset) -> tuple[dict[str, Any], tc.InMemoryCache]:
     """Train an entry in memory."""
-    resident = tc.InMemoryCache(passes, order_seed=entry.options.get("order_seed"))
+    orders = {name: entry.options.get(name) for name in ("order", "order_seed")}
+    resident = tc.InMemoryCache(passes, **orders)
     return run(resident, entry), resident
 
 

@@ -27,6 +27,7 @@ from tiercache.data.row_budget import RowBudget
 from tiercache.data.row_budget import device_bytes as row_device_bytes
 from tiercache.data.sample_layout import SampleLayout
 from tiercache.data.source import Source
+from tiercache.data.stages import Job
 from tiercache.data.workers import Workers
 from tiercache.errors import ExtractionError, SourceError
 from tiercache.kernels.cpu.compile import is_cached, prepare
@@ -62,6 +63,7 @@ def extract(
     samples: bool = True,
     append: bool = False,
     prior_counts: Sequence[PassDataset | str | Path] = (),
+    dask: Any = None,
     progress: bool | Callable[[ExtractionProgress], None] = True,
 ) -> PassDataset:
     """Turn files of samples into a dataset in the directory ``out``, and return it.
@@ -83,6 +85,8 @@ def extract(
     samples: whether samples are written too; without them ``Pass.batch`` looks keys up that a loader of yours gives.
     append: add sub-datasets of those files that the dataset in ``out`` does not have yet; those it has stay.
     prior_counts: earlier datasets of the same model, whose counts go on.
+    dask: the address of a Dask scheduler, or a ``distributed.Client``: its workers read the files and write the passes.
+    ``out`` may then be a URL. memory_limit and workers (default 1) are those of each stage; min_count is not supported.
     progress: a bar, nothing, or a function that is called with an ExtractionProgress.
 
     Killed at any moment, the same call goes on from the last closed pass (counting: from the last run) to the same
@@ -102,8 +106,12 @@ def extract(
     earlier = [item if isinstance(item, PassDataset) else PassDataset.open(item) for item in prior_counts]
     if earlier and min_count == 1:
         raise ExtractionError("prior_counts changes nothing with min_count = 1: raise min_count or leave it out")
+    if dask is not None and min_count > 1:
+        raise ExtractionError(
+            f"min_count is {min_count}, but a cluster does not count keys: leave out min_count or dask"
+        )
     inputs = find_inputs(data, schema.source.format)
-    out = Path(out)
+    place, out = str(out), Path(out)
     options: dict[str, Any] = {
         "schema": schema.digest,
         "groups": [[[t.name for t in g.tables], row_device_bytes(g)] for g in group_tables(schema.tables)],
@@ -138,6 +146,18 @@ def extract(
     source = Source(inputs, schema, cut_column=cut.column)
     check_first_rows(schema, source)
     memory = MemoryShares.plan(memory_bytes, source.decoding_bytes)
+    if dask is not None:
+        from tiercache.data.on_dask import extract_on
+
+        job = Job(
+            schema=schema, cut=cut, unit=batch_multiple, device_bytes=device_bytes, devices=devices,
+            memory_bytes=memory_bytes, workers=workers or 1, with_samples=samples,
+        )  # fmt: skip
+        begin = ExtractionState(options=options, inputs=records, passes=kept)
+        with _room_in(out):
+            made = extract_on(dask, job, inputs, begin, place, progress)
+        _warn_of_small(made.manifest.passes[:-1], cut, batch_multiple)
+        return made
     with (
         _room_in(out),
         closing(WorkFolder(out)) as work,
@@ -303,7 +323,8 @@ class _Extraction:
         batches = self.source.batches(
             state.file_index, state.row, batch_bytes=memory.chunk // 2, use_threads=memory.use_threads
         )
-        return self.workers.ahead(batches)
+        is_users = self.source.files[0].format == "python"  # which may be usable on the user's thread only
+        return batches if is_users else self.workers.ahead(batches)
 
     def _encoded(self, batch: SourceBatch) -> RawBatch:
         """Turn rows into samples. Raises SourceError naming file, row and column."""

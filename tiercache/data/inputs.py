@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from tiercache.data.python_batches import PythonBatches
 
-__all__ = ["InputFile", "find_inputs", "open_binary"]
+__all__ = ["InputFile", "file_system", "find_inputs", "open_binary"]
 
 FEATURE_SPEC = "feature_spec.yaml"
 _FORMATS = {
@@ -126,11 +126,11 @@ def open_binary(path: Path | str) -> Any:
     """Open a local file, or that of a URL, as an Arrow file that can seek."""
     if isinstance(path, Path):
         return pa.OSFile(str(path))
-    fs, name = _file_system(path)
+    fs, name = file_system(path)
     return pa.PythonFile(fs.open(name, "rb"), mode="r")
 
 
-def _file_system(path: Path | str) -> tuple[Any, str]:
+def file_system(path: Path | str) -> tuple[Any, str]:
     """Return the fsspec file system of a path or URL, and the absolute name of the file in it."""
     import fsspec
 
@@ -144,7 +144,7 @@ def _file_system(path: Path | str) -> tuple[Any, str]:
 def _expand(item: Path | str, given: str | None) -> list[Path | str]:
     if not str(item) or "\0" in str(item):
         raise SourceError(f"{str(item)!r} is no name of a file: {_ADVICE}")
-    fs, name = _file_system(item)
+    fs, name = file_system(item)
     is_local = "file" in fs.protocol
     try:
         if not fs.isdir(name):
@@ -226,7 +226,7 @@ def _stat(file: InputFile) -> tuple[int, int, str]:
     """Return bytes, time of change and version of a file as it is now."""
     path = file.path
     if not isinstance(path, Path):
-        fs, name = _file_system(path)
+        fs, name = file_system(path)
         info = fs.info(name)
         version = info.get("ETag") or info.get("mtime") or info.get("LastModified") or info.get("created") or ""
         return int(info["size"]), 0, str(version)

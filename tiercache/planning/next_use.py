@@ -12,7 +12,7 @@ from tiercache.kernels.cpu.key_to_index import KeyToIndex
 from tiercache.kernels.cpu.next_use import hash_range_bound, sweep_uses
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -54,14 +54,15 @@ class KeyRange(NamedTuple):
     starts: NDArray[np.int64]
     """(P + 1,): where each sub-dataset begins in ``numbers``, and their size."""
     numbers: NDArray[np.int32]
-    """Which key it is, below ``num_keys``."""
-    num_keys: int
+    """Which of ``keys`` it is."""
+    keys: NDArray[np.int64]
+    """The unique keys, in no order."""
 
     def gaps(self, schedule: Schedule, epoch: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Return the passes to the next use of each key in ``epoch``, and since its last one."""
         before, order, after = (schedule.order_of(epoch + step) for step in (-1, 0, 1))
         next_gap, prev_gap = np.empty_like(self.numbers), np.empty_like(self.numbers)
-        sweep_uses(self.numbers, self.starts, self.num_keys, before, order, after, next_gap, prev_gap)
+        sweep_uses(self.numbers, self.starts, self.keys.size, before, order, after, next_gap, prev_gap)
         return next_gap, prev_gap
 
 
@@ -71,25 +72,26 @@ def key_ranges(
     *,
     keys_per_range: int = KEYS_PER_RANGE,
     below: int = 1 << 64,
+    tables: Sequence[int] | None = None,
 ) -> Iterator[KeyRange]:
     """Yield all keys, one hash range of one table at a time: about ``keys_per_range`` keys of all sub-datasets.
 
     keys_of(pass, table): int64 keys in hash order. below: the end of the hashes; a smaller one takes a sample of keys,
-    as hashes are uniform. Memory: at most ``SWEPT_KEY_BYTES`` for each key of a range.
+    as hashes are uniform. tables: all if not given. Memory: at most ``SWEPT_KEY_BYTES`` for each key of a range.
     """
-    for table, spec in enumerate(positions.tables):
-        keys_P = [keys_of(p, table) for p in range(positions.num_passes)]
+    for table in range(len(positions.tables)) if tables is None else tables:
+        table_id, keys_P = positions.tables[table].table_id, [keys_of(p, table) for p in range(positions.num_passes)]
         ranges = max(1, -(-(below * sum(keys.size for keys in keys_P) >> 64) // keys_per_range))
         begin_P = [0] * len(keys_P)
         for r in range(1, ranges + 1):
-            end_P = [hash_range_bound(keys, spec.table_id, r * below // ranges) for keys in keys_P]
+            end_P = [hash_range_bound(keys, table_id, r * below // ranges) for keys in keys_P]
             starts = np.concatenate([[0], np.cumsum(np.subtract(end_P, begin_P))]).astype(np.int64)
             if starts[-1]:
                 names, numbers = KeyToIndex(int(np.diff(starts).max())), np.empty(starts[-1], dtype=np.int32)
                 for p, keys in enumerate(keys_P):
                     here = np.ascontiguousarray(keys[begin_P[p] : end_P[p]])
                     names.insert(here, numbers[starts[p] : starts[p + 1]])
-                yield KeyRange(table, begin_P, starts, numbers, names.count)
+                yield KeyRange(table, begin_P, starts, numbers, names.keys())
             begin_P = end_P
 
 

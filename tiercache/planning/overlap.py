@@ -68,8 +68,8 @@ def shared_bytes(
     shared_PP = np.zeros((num_passes, num_passes))
     for some in key_ranges(positions, keys_of, keys_per_range=_KEYS_PER_RANGE, below=below):
         step = max(1, _MATRIX_BYTES // (4 * num_passes))
-        for low in range(0, some.num_keys, step):
-            has_PK = np.zeros((num_passes, min(step, some.num_keys - low)), dtype=np.float32)
+        for low in range(0, some.keys.size, step):
+            has_PK = np.zeros((num_passes, min(step, some.keys.size - low)), dtype=np.float32)
             for p, (begin, end) in enumerate(itertools.pairwise(some.starts.tolist())):
                 here = some.numbers[begin:end].astype(np.int64) - low
                 has_PK[p, here[(here >= 0) & (here < has_PK.shape[1])]] = 1

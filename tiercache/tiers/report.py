@@ -171,7 +171,7 @@ def write_json_lines(reports: Sequence[PassReport], path: Path) -> None:
 
 
 def pass_table(reports: Sequence[PassReport]) -> Table:
-    """Return the table for people: one line a pass, 126 columns wide.
+    """Return the table for people: one line a pass, 126 columns wide, and 20 more with seconds that were predicted.
 
     ``load`` is what comes to the device from host and store, ``read`` and ``written`` are the store's.
     """
@@ -179,8 +179,9 @@ def pass_table(reports: Sequence[PassReport]) -> Table:
         title="passes: rows and bytes per tier, planned = measured", title_justify="left",
         box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
     )  # fmt: skip
+    predicted = ("s", "predicted", "bound") if any(r.seconds_predicted is not None for r in reports) else ()
     for name in ("pass", "data", "rows", "kept", "new", "host", "load", "MiB", "GB/s", "read", "MiB", "GB/s",
-                 "written", "MiB", "GB/s", "switch ms", "wait ms", "plan"):  # fmt: skip
+                 "written", "MiB", "GB/s", "switch ms", "wait ms", "plan", *predicted):  # fmt: skip
         table.add_column(name, justify="right")
     for r in reports:
         table.add_row(
@@ -191,5 +192,6 @@ def pass_table(reports: Sequence[PassReport]) -> Table:
             f"{r.rows_written:,}", f"{max(0, r.bytes_written) / _MIB:,.2f}", f"{r.rate('write') / 1e9:.2f}",
             f"{r.switched * 1e3:.0f}", f"{r.waited * 1e3:.0f}",
             "exact" if r.planned_equals_measured else "OFF",
+            *(f"{r.seconds:.2f}", f"{r.seconds_predicted or 0:.2f}", f"{r.bound_predicted}")[: len(predicted)],
         )  # fmt: skip
     return table

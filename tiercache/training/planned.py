@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tiercache.errors import PlanError
+from tiercache.errors import BudgetError, PlanError
 from tiercache.planning.plan import TrainingPlan
 from tiercache.ranks.budgets import Budgets
 
@@ -58,7 +58,7 @@ class Planned:
     ) -> Budgets:
         """Return the budgets that were given, and the plan's for those that were not.
 
-        Raises ValueError where neither says what device and host may take.
+        Raises BudgetError where neither says what device and host may take.
         """
         if self.plan is not None:
             ours = self.plan.budgets
@@ -66,5 +66,7 @@ class Planned:
             evaluation, store = evaluation or ours.evaluation, store or ours.store
             commit_every = ours.commit_every if commit_every is None else commit_every
         if device is None or host is None:
-            raise ValueError("device_budget and host_budget say what training may take: give both, or a plan")
+            raise BudgetError(
+                f"device_budget is {device!r} and host_budget {host!r}: give both, or the plan of `tiercache plan`"
+            )
         return Budgets.parse(device, host, evaluation, store, 1 if commit_every is None else commit_every)

@@ -24,7 +24,6 @@ from tiercache.store.history import manifest_of
 from tiercache.store.inspect import file_bytes_of
 from tiercache.store.scan import live_rows
 from tiercache.tiers.first_vectors import initial_vectors
-from tiercache.tiers.use_files import UseFiles
 from tiercache.training.matching import check_tables
 from tiercache.training.progress import prepare_kernels, rewrite_bars
 
@@ -143,9 +142,7 @@ def _continued(commit: Commit, passes: DatasetView, order: OrderRule) -> Cursor 
 def first_uses(store: Store, passes: DatasetView, schedule: Schedule, start: Cursor) -> tuple[FirstUses, Layout]:
     """Return when each key is used first from ``start`` on, and how the rows that wait for it are cut into pieces."""
     positions = Positions.of(passes, store.groups)
-    keys_of = positions.keys_of(passes)
-    uses = UseFiles(schedule, positions, keys_of, store.path)
-    return FirstUses(schedule, positions, keys_of, uses.of, start=start.pass_index), _layout(positions)
+    return FirstUses(schedule, positions, positions.keys_of(passes), start=start.pass_index), _layout(positions)
 
 
 def _layout(positions: Positions) -> Layout:
