@@ -11,7 +11,7 @@ from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
 from tiercache.errors import SchemaError
-from tiercache.schema import CsvFormat, DenseFeature, Feature, Schema, SourceFormat, Text, checked, unknown_key
+from tiercache.schema import CsvFormat, DenseFeature, Feature, Schema, SourceFormat, Text, checked, nearest, unknown_key
 from tiercache.store.initializer import initializer_from_record
 from tiercache.store.optimizer import optimizer_from_record
 from tiercache.store.table import Table
@@ -72,6 +72,12 @@ def _schema(file: _File, format_: str | None) -> Schema:
         label = _Label(column="label")
         dense = [DenseFeature(column=f"I{i}", null=0.0, transform="log") for i in range(1, 14)]
         features = [Feature(name=f"C{i}", key="hex", null="embed") for i in range(1, 27)]
+    used = {feature.table for feature in features}
+    if unused := [name for name in file.tables if name not in used]:
+        hint = nearest(unused[0], used - file.tables.keys())
+        raise SchemaError(
+            f"[tables.{unused[0]}] is the table of no feature{hint}: leave it out, or give a feature to it"
+        )
     own: dict[str, _Section] = {f.table: {} for f in features if f.table == f.name and f.table not in file.tables}
     return checked(
         Schema,

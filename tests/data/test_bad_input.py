@@ -116,7 +116,7 @@ def test_truncated_and_empty_files_are_named(tmp_path: Path, name: str) -> None:
     ("text", "message"),
     [
         ("a,y\n1,0\nx7,0\n", r"x.csv, row 1, column 'a' cannot be read .*invalid value 'x7'"),
-        ("a,y\n1,0\n2\n", r"x.csv, row 1: it has 1 fields, but the first line has 2"),
+        ("a,y\n1,0\n2\n", r"x.csv, row 1: it has 1 field, but the first line has 2"),
         ("a,y\n1,0\n,0\n", r"x.csv, row 1, column 'a': it is null"),
         ("a,y\n1,0\n2,\n", r"x.csv, row 1, column 'y': it is null, but a label"),
         ("a,y\n1,0\n2,nan\n", r"x.csv, row 1, column 'y': it is (null|nan), but a label"),
@@ -141,7 +141,7 @@ def test_an_empty_name_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_bytes_that_are_no_text_are_one_sentence(tmp_path: Path) -> None:
     """Arrow's threads call no Python for them, which would print a traceback beside the sentence."""
     (tmp_path / "x.csv").write_bytes(b"a,y\n1,0\n2\xe4\n3,0\n")
-    refuse(tmp_path, tmp_path / "x.csv", "x.csv, row 1: it has 1 fields, but the first line has 2")
+    refuse(tmp_path, tmp_path / "x.csv", "x.csv, row 1: it has 1 field, but the first line has 2")
 
 
 def test_data_without_rows_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tiercache.data.extract import ExtractionProgress, extract
 from tiercache.data.inputs import find_inputs
 from tiercache.data.source import BadRows, Source
 from tiercache.errors import SourceError
-from tiercache.schema import CsvFormat, Schema
+from tiercache.schema import CsvFormat, Schema, SourceFormat
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,6 +74,14 @@ def test_an_error_names_the_first_bad_row(tmp_path: Path) -> None:
         SourceError, match=r'x.csv, row 1: it has 2 fields, but the first line has 3: .* "skip" or "pad"'
     ):
         Source(find_inputs(tmp_path), schema("error"))
+    with pytest.raises(SourceError, match=r"x.csv, row 0: it has 1 field, but Criteo's files have 40"):
+        Source(find_inputs(tmp_path, "criteo"), Schema.of(None, "criteo"))
+    named = Schema(
+        features=(tc.Feature(name="a", key="string"),), source=SourceFormat(columns=("a",)), csv=CsvFormat(header=False)
+    )
+    (tmp_path / "x.csv").write_text("1,2\n")
+    with pytest.raises(SourceError, match=r"x.csv, row 0: it has 2 fields, but \[source\] columns names 1"):
+        Source(find_inputs(tmp_path), named)
 
 
 @pytest.mark.parametrize("bad_rows", ["skip", "pad"])

@@ -139,6 +139,7 @@ def test_dense_features_can_say_what_null_is(tmp_path: Path) -> None:
         ("seed = 7", "sed = 7", r"\[tables.route\] has the unknown key 'sed' \(did you mean 'seed'"),
         ("dim = 16", "dims = 16", r"\[defaults\] has the unknown key 'dims' \(did you mean 'dim'"),
         ('table = "airport"\nnull', 'table = "airprot"\nnull', r"unknown table 'airprot' \(did you mean 'airport'\?\)"),
+        ("[tables.route]", "[tables.ruote]", r"\[tables.ruote\] is the table of no feature \(did you mean 'route'\?\)"),
         ('"adam"', '"adom"', r"\[tables.route\]: optimizer 'adom' is unknown"),
         ('name = "adam"', 'name = "sgd", kind = "adam"', r"\[tables.route\]: optimizer has the unknown key 'kind'"),
         ("learning_rate = 0.1", "rate = 0.1", "optimizer 'adagrad' has no 'rate'"),

@@ -46,7 +46,9 @@ class PythonBatches:
                 else {name: value}
             )
             for part, array in parts.items():
-                with suppress(pa.ArrowException, TypeError, ValueError):  # reading it raises a better error
+                with suppress(
+                    pa.ArrowException, TypeError, ValueError, OverflowError
+                ):  # reading it raises a better error
                     digest.update(pa.record_batch([_arrow(array)], names=[part]).serialize())
         return digest.hexdigest()[:16]
 

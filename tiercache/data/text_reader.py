@@ -17,6 +17,7 @@ from tiercache.data.column_types import csv_types
 from tiercache.data.inputs import open_binary
 from tiercache.data.readers import LARGEST_BATCH, FileReader, Piece
 from tiercache.errors import SourceError
+from tiercache.sizes import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -148,8 +149,10 @@ class TextReader(FileReader):
         if bad := re.search(r"parse error: Row #(\d+): Expected (\d+) columns, got (\d+)", text):
             number, expected, fields = map(int, bad.groups())
             advice = 'let [csv] bad_rows = "skip" or "pad" decide'
+            where = "Criteo's files have" if self._is_criteo else "the first line has"
+            where = "[source] columns names" if self._names and not self._is_criteo else where
             return SourceError(
-                f"{self._file.path}, row {number - self._first_row}: it has {fields} fields, but the first line has "
+                f"{self._file.path}, row {number - self._first_row}: it has {counted(fields, 'field')}, but {where} "
                 f"{expected}: correct it, or {advice if self._csv.bad_rows == 'error' else 'write it as UTF-8'}"
             )
         if "Empty CSV file" in text:
