@@ -34,10 +34,11 @@ def load_schema(path: str | Path | None, format: str | None = None) -> Schema:  
     path = Path(path)
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SchemaError(f"the schema {path} cannot be read: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SchemaError(f"the schema {path} is not TOML: {error}") from error
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
+        seen = getattr(error, "strerror", None) or error
+        raise SchemaError(f"the schema {path} cannot be read: {seen}".replace("\0", "\\x00")) from error
     except RecursionError as error:
         raise SchemaError(f"the schema {path} nests its values too deep: write them flat") from error
     try:

@@ -6,7 +6,7 @@ import re
 
 from tiercache.errors import BudgetError
 
-__all__ = ["format_bytes", "option_bytes", "parse_bytes", "told_apart"]
+__all__ = ["counted", "format_bytes", "option_bytes", "parse_bytes", "told_apart"]
 
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
@@ -32,6 +32,11 @@ def parse_bytes(size: int | str) -> int:
     if num_bytes < 1 or num_bytes != int(num_bytes):
         raise BudgetError(f"{size!r} is no size: whole bytes, at least 1")
     return int(num_bytes)
+
+
+def counted(count: int, one: str, many: str | None = None) -> str:
+    """Return a count with its noun: ``1 row``, ``2,000 rows``."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -45,14 +45,18 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_command_extracts(folder: Path) -> None:
     """Files, patterns and options go to the function; one line says what was made."""
-    done = tiercache(
-        folder, "extract", "part-*.parquet", "--schema", "schema.toml", "--out", "passes",
+    arguments = (
+        "extract", "part-*.parquet", "--schema", "schema.toml", "--out", "passes",
         "--device-budget", "64MiB", "--split-by", "rows=1000", "--batch-multiple", "1000", "--min-count", "2",
         "--memory-limit", "32MiB",
     )  # fmt: skip
+    done = tiercache(folder, *arguments)
     assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr.startswith("passes: 5 passes, 5,000 samples, ")
     assert len(PassDataset.open(folder / "passes")) == 5
+    again = tiercache(folder, *arguments)
+    assert (again.returncode, again.stdout) == (0, "")
+    assert again.stderr.startswith("passes: 5 passes, 5,000 samples, extracted before, ")
 
 
 def test_quiet_says_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

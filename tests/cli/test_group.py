@@ -107,8 +107,8 @@ def test_info_and_verify_take_a_dataset(folder: Path) -> None:
     """Samples, passes and rows; a changed byte is damage, with exit code 1."""
     found = told("info", "passes")
     assert [(one["samples"], one["rows"]) for one in found["passes"]] == [(2000, 700), (3000, 700)]
-    assert "passes: 5,000 samples in 2 passes" in run("info", "passes")
-    assert "passes is whole: 2 passes and 5,000 samples" in run("verify", "passes")
+    assert "passes: 2 passes, 5,000 samples" in run("info", "passes")
+    assert "passes is whole: 2 passes, 5,000 samples, as extracted" in run("verify", "passes")
     samples = next(folder.glob("passes/*00001*"))
     flip(samples, samples.stat().st_size // 2)
     assert "sub-dataset 1" in error_of("verify", "passes")

@@ -90,4 +90,8 @@ def test_the_rows_of_texts_and_crosses_are_shown(dataset: tc.PassDataset, tmp_pa
     assert cross["key"] == tc.key_of(17, "17")
     assert "[b]" in run("lookup", tmp_path / "s.tc", "user", "--string", "[b]")
     assert "bob x 5" in run("lookup", tmp_path / "s.tc", "user_hour", "--cross", "bob", "5")
+    assert "table 'user' of the store" in (
+        gone := error_of("lookup", tmp_path / "s.tc", "user", "--string", "bob", "eve")
+    )
+    assert gone.endswith("(eve): leave them out, or give --missing initial or zeros")
     assert "no row in table 'user_hour'" in error_of("lookup", tmp_path / "s.tc", "user_hour", "--cross", "bob", "6")

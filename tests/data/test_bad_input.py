@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import resource
 from typing import TYPE_CHECKING, Any
 
@@ -129,11 +130,24 @@ def test_a_bad_line_of_text_is_named(tmp_path: Path, text: str, message: str) ->
     refuse(tmp_path, tmp_path / "x.csv", message)
 
 
+def test_an_empty_name_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell's empty variable does not mean everything here."""
+    monkeypatch.chdir(tmp_path)
+    pq.write_table(pa.table(GOOD), "x.parquet")
+    refuse(tmp_path, "", "'' is no name of a file")
+
+
+def test_bytes_that_are_no_text_are_one_sentence(tmp_path: Path) -> None:
+    """Arrow's threads call no Python for them, which would print a traceback beside the sentence."""
+    (tmp_path / "x.csv").write_bytes(b"a,y\n1,0\n2\xe4\n3,0\n")
+    refuse(tmp_path, tmp_path / "x.csv", "x.csv, row 1: it has 1 fields, but the first line has 2")
+
+
 def test_data_without_rows_is_refused(tmp_path: Path) -> None:
     """Files may have no rows, but not all of them."""
     empty = pa.table({"a": pa.array([], pa.int64()), "y": pa.array([], pa.float64())})
     pq.write_table(empty, tmp_path / "a.parquet")
-    refuse(tmp_path, tmp_path / "a.parquet", "no rows")
+    refuse(tmp_path, tmp_path / "a.parquet", "no row was found in .*/a.parquet: give some data")
     pq.write_table(pa.table(GOOD), tmp_path / "b.parquet")
     assert (
         extract(
@@ -156,11 +170,16 @@ def test_data_without_rows_is_refused(tmp_path: Path) -> None:
         ([], "no files were given"),
         ("notes.txt", "notes.txt has no known suffix: .arrow"),
         ("x.parquet.gz", "x.parquet.gz has no known suffix"),
+        ("texts", "the folder .*texts has no files of a known suffix"),
+        ("pipe.csv", "pipe.csv is no regular file"),
+        ("a\0b", "'.*a.x00b' is no name of a file"),
     ],
 )
 def test_files_that_are_not_there_or_unknown_are_named(tmp_path: Path, data: Any, message: str) -> None:
     """What was given is in the sentence."""
-    for name in ("notes.txt", "x.parquet.gz"):
+    (tmp_path / "texts").mkdir()
+    os.mkfifo(tmp_path / "pipe.csv")
+    for name in ("notes.txt", "x.parquet.gz", "texts/a.txt"):
         (tmp_path / name).write_text("x")
     refuse(tmp_path, [] if data == [] else str(tmp_path / data), message)
 

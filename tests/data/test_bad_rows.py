@@ -124,7 +124,7 @@ def test_the_extraction_says_how_many_rows_were_bad(tmp_path: Path, capsys: pyte
     (tmp_path / "x.csv").write_text(RAGGED)
     found = extract(tmp_path / "x.csv", schema("pad", label_null="drop"), tmp_path / "out", device_budget="1GiB")
     assert found.samples == 4
-    assert "1 rows skipped, 2 rows padded, 1 rows dropped without a label" in capsys.readouterr().err
+    assert "1 row skipped, 2 rows padded, 1 row dropped without a label" in capsys.readouterr().err
 
 
 def test_a_stopped_extraction_goes_on_among_bad_rows(

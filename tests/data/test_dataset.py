@@ -15,6 +15,7 @@ from tests.files import flip
 from tiercache.data.array_file import ArrayFile, ArrayFileWriter
 from tiercache.data.dataset import PassDataset
 from tiercache.data.from_arrays import write_dataset
+from tiercache.data.manifest import checksum_of
 from tiercache.data.raw_batch import RawBatch
 from tiercache.data.sample_layout import SampleLayout
 from tiercache.errors import DatasetError
@@ -116,19 +117,23 @@ def test_numbers_of_the_manifest_are_those_of_the_files(small: PassDataset) -> N
     """Rows and samples of a sub-dataset decide where its arrays lie: others are no file of this size."""
     path = small.path / "dataset.json"
     record = json.loads(path.read_text())
+
+    def write() -> None:
+        path.write_text(json.dumps(record | {"checksum": checksum_of(record)}))
+
     record["passes"][0]["samples"] += 1
-    path.write_text(json.dumps(record))
-    with pytest.raises(DatasetError, match=r"pass-00000.safetensors has \d+ bytes, not \d+: extract"):
+    write()
+    with pytest.raises(DatasetError, match=r"pass-00000.safetensors has \d+ bytes, not \d+: delete"):
         PassDataset.open(small.path)
     record["passes"][0]["samples"] -= 1
     rows = record["passes"][1]["rows"]
     rows["a"], rows["b"] = rows["b"], rows["a"]
-    path.write_text(json.dumps(record))
+    write()
     with pytest.raises(DatasetError, match=r"sub-dataset 1: .* is not what was extracted \(its header is another\)"):
         PassDataset.open(small.path).passes[1].keys("b")
     del record["passes"][1]["rows"]["unused"]
-    path.write_text(json.dumps(record))
-    with pytest.raises(DatasetError, match="the rows of a pass are of the tables a, b: extract"):
+    write()
+    with pytest.raises(DatasetError, match="the rows of a pass are of the tables a, b: delete"):
         PassDataset.open(small.path)
 
 
@@ -142,7 +147,7 @@ def test_an_id_outside_its_key_set_is_named(small: PassDataset, array: str, at: 
     for bad in (-1, rows, (1 << 31) - 1):
         one = forged(small, array, at, bad).passes[0]
         said = f"sub-dataset 0: feature '{feature}' has the id {bad} in {one.path}, and table '{name}' has ids 0 to "
-        with pytest.raises(DatasetError, match=f"{said}{rows - 1}: extract"):
+        with pytest.raises(DatasetError, match=f"{said}{rows - 1}: delete"):
             one.read(np.arange(100))
         others = {f.name for f in small.schema.features} - {feature}
         assert one.read(np.arange(100), features=others).ids.keys() == others
@@ -156,7 +161,7 @@ def test_a_list_outside_its_values_is_named(small: PassDataset) -> None:
     for bad in (-1, int(offsets[9]) + size, 1 << 62, -(1 << 63)):
         one = forged(small, "offsets.tags", 10, bad).passes[0]
         said = f"feature 'tags' of sample 9 in {one.path} has the values {offsets[9]} to {bad}, and there are {size}: "
-        with pytest.raises(DatasetError, match=f"{said}extract"):
+        with pytest.raises(DatasetError, match=f"{said}delete"):
             one.read(np.array([3, 9, 4]))
         with pytest.raises(DatasetError, match=f"of sample 10 .* has the values {bad} to {offsets[11]},"):
             one.read(np.arange(10, 12))
@@ -180,7 +185,7 @@ def test_what_is_no_dataset_is_refused(tmp_path: Path, small: PassDataset) -> No
     """A directory without a manifest, or with one that was edited, is named with what to do."""
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "passes.json").touch()
-    with pytest.raises(DatasetError, match="has the format of an older tiercache: extract it again"):
+    with pytest.raises(DatasetError, match="has the format of an older tiercache: delete it and extract it again"):
         PassDataset.open(tmp_path / "old")
     with pytest.raises(DatasetError, match=r"there is no dataset in .*: extract it first"):
         PassDataset.open(tmp_path)

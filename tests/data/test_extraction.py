@@ -30,7 +30,7 @@ from tests.data.cases import (
 from tests.files import files_of
 from tiercache.data.extract import extract
 from tiercache.data.row_budget import RowBudget
-from tiercache.errors import BudgetError, ExtractionError
+from tiercache.errors import BudgetError, ExtractionError, TierCacheError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -356,6 +356,15 @@ def test_an_arrow_table_of_every_type_survives_the_whole_way(tmp_path: Path) -> 
     assert sets[0].digest == sets[1].digest
 
 
+@pytest.mark.parametrize(("name", "value"), [("workers", 0), ("schema", "a\0b")])
+def test_no_workers_and_a_schema_with_nul_are_refused(tmp_path: Path, name: str, value: Any) -> None:
+    """In a sentence that shows the value."""
+    paths = write_parquet(tmp_path, {"a": np.arange(9), "y": np.zeros(9)}, [0, 9])
+    how: dict[str, Any] = {"schema": plain_schema(), "out": tmp_path / "out", "device_budget": "1MiB", name: value}
+    with pytest.raises(TierCacheError, match=r"workers is 0: a whole number from 1|a.x00b"):
+        extract(paths, progress=False, **how)
+
+
 @pytest.mark.parametrize("split_by", ["budget", "rows=1500"])
 def test_workers_and_memory_change_no_byte(tmp_path: Path, split_by: str) -> None:
     """One, two and four threads, a small memory limit and a large one: the same files."""
@@ -422,6 +431,7 @@ def test_key_sets_alone_are_those_of_the_dataset(tmp_path: Path) -> None:
     whole = extract(paths, rich_schema(), tmp_path / "whole", **call)
     alone = extract(paths, rich_schema(), tmp_path / "alone", samples=False, **call)
     assert len(alone) == len(whole) > 2
+    assert alone.summary == f"{len(whole)} passes of key sets without samples"
     for one, other in zip(alone, whole, strict=True):
         assert not one.has_samples
         for spec in whole.tables:

@@ -59,7 +59,7 @@ def test_every_command_of_the_page_runs(
     """As a new user would type it."""
     samples, bad_rows = {
         "flight_passes": (4, "2 rows dropped without a label"),
-        "rating_passes": (2, "1 rows skipped, 1 rows padded, 1 rows dropped without a label"),
+        "rating_passes": (2, "1 row skipped, 1 row padded, 1 row dropped without a label"),
         "criteo_passes": (1, ""),
         "dlrm_passes": (1000, ""),
     }[command.split("--out ")[1].split("/", maxsplit=1)[0]]
@@ -68,7 +68,7 @@ def test_every_command_of_the_page_runs(
         main()
     told = capsys.readouterr().err
     assert ended.value.code == 0, told
-    assert f"{samples:,} samples" in told
+    assert f"{samples:,} sample" in told
     assert bad_rows in told
 
 

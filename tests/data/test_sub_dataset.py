@@ -183,7 +183,7 @@ def test_every_flipped_bit_is_found_before_it_is_used(
         one.path.unlink()
         one.path.write_bytes(data)
         one.close()
-        with pytest.raises(DatasetError, match=r"pass-00000.safetensors is not what was extracted \(.*: extract the"):
+        with pytest.raises(DatasetError, match=r"pass-00000.safetensors is not what was extracted \(.*: delete the"):
             one.verify()
         one.close()
         try:

@@ -53,7 +53,13 @@ def verify(path: Path, progress: Callable[[int, int], None]) -> dict[str, Any]:
         dataset.verify(progress)
     except DatasetError as error:
         problems = [str(error)]
-    return {"path": str(path), "passes": len(dataset), "samples": dataset.samples, "problems": problems}
+    return {
+        "path": str(path),
+        "passes": len(dataset),
+        "summary": dataset.summary,
+        "samples": dataset.samples,
+        "problems": problems,
+    }
 
 
 def reuse_of(data: PassDataset, order: OrderRule, *, counted: bool = False) -> Reuse:
@@ -130,6 +136,7 @@ def _record(data: PassDataset, reuse: Reuse) -> dict[str, Any]:
     return {
         "path": str(data.path),
         "digest": data.digest,
+        "summary": data.summary,
         "samples": data.samples,
         "passes": passes,
         "tables": [
@@ -152,7 +159,7 @@ def _record(data: PassDataset, reuse: Reuse) -> dict[str, Any]:
 def _pass_table(record: dict[str, Any]) -> Any:
     from tiercache.sizes import format_bytes
 
-    title = f"{record['path']}: {record['samples']:,} samples in {len(record['passes'])} passes"
+    title = f"{record['path']}: {record['summary']}"
     shown = new_table(title, "pass", "samples", "rows", "bytes", "rows of the pass before", "overlap")
     for one in record["passes"]:
         share = one["rows_of_pass_before"] / max(1, one["rows"])

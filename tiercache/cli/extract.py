@@ -16,7 +16,7 @@ def extract(
     data: Annotated[
         list[str], typer.Argument(help="Files, folders, patterns and URLs: Parquet, Arrow IPC, CSV, TSV, NumPy.")
     ],
-    out: Annotated[Path, typer.Option(help="The directory of the dataset.")],
+    out: Annotated[str, typer.Option(help="The directory of the dataset; with --dask a URL, too.")],
     device_budget: Annotated[str, typer.Option(help="What the rows of a pass may take, such as 8GiB.")],
     schema: Annotated[
         Path | None, typer.Option(help="What the columns mean: a TOML file; not needed with --format criteo.")
@@ -40,6 +40,9 @@ def extract(
     ] = False,
     prior_counts: Annotated[
         list[Path] | None, typer.Option(help="An earlier dataset whose counts go on; may be given several times.")
+    ] = None,
+    dask: Annotated[
+        str | None, typer.Option(help="The address of a Dask scheduler whose workers do it, as tcp://host:8786.")
     ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -68,6 +71,7 @@ def extract(
             samples=samples,
             append=append,
             prior_counts=prior_counts or [],
+            dask=dask,
             progress=output.is_text,
         )
     except KeyboardInterrupt:

@@ -45,7 +45,7 @@ def verify(path: AnyPath, as_json: Json = False, quiet: Quiet = False) -> None:
         check = dataset_info.verify if is_dataset else verify_store
         report = check(path, lambda done, total: tell("verify", done, total))
     if is_dataset:
-        whole = f"{path} is whole: {report['passes']} passes and {report['samples']:,} samples are what was extracted"
+        whole = f"{path} is whole: {report['summary']}, as extracted"
     else:
         whole = "" if report["problems"] else store_info.verified(report)
     for problem in report["problems"]:

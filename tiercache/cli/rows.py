@@ -44,7 +44,7 @@ def lookup(
     quiet: Quiet = False,
 ) -> None:
     """Show the rows of keys: the vector and every optimizer state."""
-    from tiercache.store import Store, serving
+    from tiercache.store import KeyMissingError, Store, serving
 
     if string and cross:
         raise ValueError("give either --string or --cross: a cross may have texts among its values")
@@ -56,10 +56,16 @@ def lookup(
         raise ValueError("there is no key to look up: give keys, or a file of them with --keys")
     output = Output(as_json, quiet)
     with open_store(path, commit) as store, output.working() as tell:
-        if isinstance(store, Store):
-            fields = serving.lookup(store, table, wanted, missing, progress=tell)
-        else:
-            fields = store.lookup(table, wanted, missing=missing, progress=tell)
+        try:
+            if isinstance(store, Store):
+                fields = serving.lookup(store, table, wanted, missing, progress=tell)
+            else:
+                fields = store.lookup(table, wanted, missing=missing, progress=tell)
+        except KeyMissingError as error:
+            gone = [text for text, key in zip(texts, wanted.tolist(), strict=True) if key in error.keys]
+            shown = ", ".join(gone[:3]) + (", ..." if len(gone) > 3 else "")
+            seen = str(error).rpartition(" (")[0]  # the keys follow, hashes of the texts
+            raise ValueError(f"{seen} ({shown}): leave them out, or give --missing initial or zeros") from error
     found = [
         {"key": key, **({"text": text} if string or cross else {})}
         | {name: values[i].tolist() for name, values in fields.items()}

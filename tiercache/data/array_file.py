@@ -96,7 +96,9 @@ class ArrayFile:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
-            raise DatasetError(f"{label}{path} cannot be read: {error}: extract the dataset again") from error
+            raise DatasetError(
+                f"{label}{path} cannot be read: {error}: delete the dataset and extract it again"
+            ) from error
         if len(self._map) != layout.num_bytes:
             raise self._damaged(f"it has {len(self._map):,} bytes, not {layout.num_bytes:,}")
         self._first = len(layout.header)
@@ -154,7 +156,9 @@ class ArrayFile:
             self._is_good[block] = True
 
     def _damaged(self, why: str) -> DatasetError:
-        return DatasetError(f"{self.label}{self.path} is not what was extracted ({why}): extract the dataset again")
+        return DatasetError(
+            f"{self.label}{self.path} is not what was extracted ({why}): delete the dataset and extract it again"
+        )
 
 
 class ArrayFileWriter:

@@ -11,6 +11,7 @@ from tiercache.data.manifest import RARE_KEYS, Manifest
 from tiercache.data.sample_layout import SampleLayout, key_set_layout
 from tiercache.data.sub_dataset import SubDataset
 from tiercache.errors import DatasetError
+from tiercache.sizes import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,9 +47,13 @@ class PassDataset:
             sizes[directory / RARE_KEYS] = key_set_layout(dataset.tables, manifest.rare.rows).num_bytes
         for file, size in sizes.items():
             if not file.exists():
-                raise DatasetError(f"the dataset {directory} lacks {file.name}: extract it again")
+                raise DatasetError(
+                    f"the dataset {directory} lacks {file.name}: delete the dataset and extract it again"
+                )
             if file.stat().st_size != size:
-                raise DatasetError(f"{file} has {file.stat().st_size} bytes, not {size}: extract the dataset again")
+                raise DatasetError(
+                    f"{file} has {file.stat().st_size} bytes, not {size}: delete the dataset and extract it again"
+                )
         return dataset
 
     @cached_property
@@ -65,6 +70,14 @@ class PassDataset:
     def samples(self) -> int:
         """Samples of all sub-datasets."""
         return sum(p.samples for p in self.passes)
+
+    @property
+    def summary(self) -> str:
+        """How many passes and samples it has, for people."""
+        passes = counted(len(self), "pass", "passes")
+        if not all(p.has_samples for p in self.passes):
+            return f"{passes} of key sets without samples"
+        return f"{passes}, {counted(self.samples, 'sample')}"
 
     @property
     def num_bytes(self) -> int:

@@ -27,6 +27,7 @@ from tiercache.data.row_budget import RowBudget
 from tiercache.data.row_budget import device_bytes as row_device_bytes
 from tiercache.data.sample_layout import SampleLayout
 from tiercache.data.source import Source
+from tiercache.data.stages import Job
 from tiercache.data.workers import Workers
 from tiercache.errors import ExtractionError, SourceError
 from tiercache.kernels.cpu.compile import is_cached, prepare
@@ -62,6 +63,7 @@ def extract(
     samples: bool = True,
     append: bool = False,
     prior_counts: Sequence[PassDataset | str | Path] = (),
+    dask: Any = None,
     progress: bool | Callable[[ExtractionProgress], None] = True,
 ) -> PassDataset:
     """Turn files of samples into a dataset in the directory ``out``, and return it.
@@ -83,6 +85,8 @@ def extract(
     samples: whether samples are written too; without them ``Pass.batch`` looks keys up that a loader of yours gives.
     append: add sub-datasets of those files that the dataset in ``out`` does not have yet; those it has stay.
     prior_counts: earlier datasets of the same model, whose counts go on.
+    dask: the address of a Dask scheduler, or a ``distributed.Client``: its workers read the files and write the passes.
+    ``out`` may then be a URL. memory_limit and workers (default 1) are those of each stage; min_count is not supported.
     progress: a bar, nothing, or a function that is called with an ExtractionProgress.
 
     Killed at any moment, the same call goes on from the last closed pass (counting: from the last run) to the same
@@ -93,7 +97,8 @@ def extract(
     """
     schema = Schema.of(schema, format)
     device_bytes, memory_bytes = parse_bytes(device_budget), parse_bytes(memory_limit)
-    numbers = {"batch_multiple": batch_multiple, "min_count": min_count, "devices": devices, "workers": workers or 1}
+    numbers = {"batch_multiple": batch_multiple, "min_count": min_count, "devices": devices}
+    numbers |= {} if workers is None else {"workers": workers}
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 1 << 31:
             raise ExtractionError(f"{name} is {number!r}: a whole number from 1 to 2^31 - 1")
@@ -101,8 +106,12 @@ def extract(
     earlier = [item if isinstance(item, PassDataset) else PassDataset.open(item) for item in prior_counts]
     if earlier and min_count == 1:
         raise ExtractionError("prior_counts changes nothing with min_count = 1: raise min_count or leave it out")
+    if dask is not None and min_count > 1:
+        raise ExtractionError(
+            f"min_count is {min_count}, but a cluster does not count keys: leave out min_count or dask"
+        )
     inputs = find_inputs(data, schema.source.format)
-    out = Path(out)
+    place, out = str(out), Path(out)
     options: dict[str, Any] = {
         "schema": schema.digest,
         "groups": [[[t.name for t in g.tables], row_device_bytes(g)] for g in group_tables(schema.tables)],
@@ -126,13 +135,29 @@ def extract(
                 "extract the new files into another dataset, with prior_counts"
             )
         if not append or not any(record not in old for record in records):
-            return _finished(out, manifest, schema, options, old if append else records)
+            made = _finished(out, manifest, schema, options, old if append else records)
+            with closing(ProgressReporter(progress, 0)) as reporter:
+                reporter.passes = len(made)
+                reporter.finish(made.samples, f"{out}: {made.summary}, extracted before", "")
+            return made
         check_same(manifest.options, old, options, old, out)
         inputs = tuple(file for file, record in zip(inputs, records, strict=True) if record not in old)
         records, kept = (*old, *(file.record() for file in inputs)), manifest.passes
     source = Source(inputs, schema, cut_column=cut.column)
     check_first_rows(schema, source)
     memory = MemoryShares.plan(memory_bytes, source.decoding_bytes)
+    if dask is not None:
+        from tiercache.data.on_dask import extract_on
+
+        job = Job(
+            schema=schema, cut=cut, unit=batch_multiple, device_bytes=device_bytes, devices=devices,
+            memory_bytes=memory_bytes, workers=workers or 1, with_samples=samples,
+        )  # fmt: skip
+        begin = ExtractionState(options=options, inputs=records, passes=kept)
+        with _room_in(out):
+            made = extract_on(dask, job, inputs, begin, place, progress)
+        _warn_of_small(made.manifest.passes[:-1], cut, batch_multiple)
+        return made
     with (
         _room_in(out),
         closing(WorkFolder(out)) as work,
@@ -154,15 +179,17 @@ def extract(
         rows = RowBudget(schema.tables, device_bytes, devices)
         state = run.number(state, cut, batch_multiple, rows, wanted, with_samples=samples)
         if len(state.passes) == len(kept):
-            raise SourceError(f"{inputs[0].path} and the {len(inputs) - 1} other files have no rows: give some data")
+            others = f" and {len(inputs) - 1} more" if len(inputs) > 1 else ""
+            raise SourceError(f"no row was found in {inputs[0].path}{others}: give some data")
         for file in inputs:
             file.check_unchanged()
         rare = None if wanted is None else wanted.write_rare(out / RARE_KEYS)
         Manifest(schema=schema, passes=state.passes, options=options, inputs=records, rare=rare).write(out)
         work.remove()
         _warn_of_small(state.passes[:-1], cut, batch_multiple)
-        reporter.finish(sum(record.samples for record in state.passes), out, str(source.bad_rows))
-    return PassDataset.open(out)
+        made = PassDataset.open(out)
+        reporter.finish(made.samples, f"{out}: {made.summary}", str(source.bad_rows))
+    return made
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path, PurePosixPath
+from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -17,7 +18,7 @@ from tiercache.errors import SourceError
 if TYPE_CHECKING:
     from tiercache.data.python_batches import PythonBatches
 
-__all__ = ["InputFile", "find_inputs", "open_binary"]
+__all__ = ["InputFile", "file_system", "find_inputs", "open_binary"]
 
 FEATURE_SPEC = "feature_spec.yaml"
 _FORMATS = {
@@ -108,10 +109,7 @@ def find_inputs(data: Any, format: str | None = None) -> tuple[InputFile, ...]: 
         )  # fmt: skip
     paths: list[Path | str] = []
     for item in chain([first], stream):
-        found = _expand(item, format)
-        if not found:
-            raise SourceError(f"no file matches {str(item)!r}: {_ADVICE}")
-        paths += found
+        paths += _expand(item, format)
     seen: set[Path | str] = set()
     for path in paths:
         name = path.resolve() if isinstance(path, Path) else path
@@ -125,11 +123,11 @@ def open_binary(path: Path | str) -> Any:
     """Open a local file, or that of a URL, as an Arrow file that can seek."""
     if isinstance(path, Path):
         return pa.OSFile(str(path))
-    fs, name = _file_system(path)
+    fs, name = file_system(path)
     return pa.PythonFile(fs.open(name, "rb"), mode="r")
 
 
-def _file_system(path: Path | str) -> tuple[Any, str]:
+def file_system(path: Path | str) -> tuple[Any, str]:
     """Return the fsspec file system of a path or URL, and the absolute name of the file in it."""
     import fsspec
 
@@ -141,7 +139,9 @@ def _file_system(path: Path | str) -> tuple[Any, str]:
 
 
 def _expand(item: Path | str, given: str | None) -> list[Path | str]:
-    fs, name = _file_system(item)
+    if not str(item) or "\0" in str(item):
+        raise SourceError(f"{str(item)!r} is no name of a file: {_ADVICE}")
+    fs, name = file_system(item)
     is_local = "file" in fs.protocol
     try:
         if not fs.isdir(name):
@@ -155,7 +155,16 @@ def _expand(item: Path | str, given: str | None) -> list[Path | str]:
                 names = [name]
     except OSError as error:
         raise SourceError(f"{item} cannot be read: {error}") from error
+    if not names:
+        seen = f"no file matches {str(item)!r}"
+        if fs.isdir(name):
+            seen = f"the folder {item} has no files of a known suffix ({_known()})"
+        raise SourceError(f"{seen}: {_ADVICE}")
     return [Path(one) if is_local else fs.unstrip_protocol(one) for one in sorted(names)]
+
+
+def _known() -> str:
+    return f"{', '.join(sorted(_FORMATS))}, {FEATURE_SPEC}, and .csv or .tsv followed by .gz or .zst"
 
 
 def _is_hidden(name: str) -> bool:
@@ -188,11 +197,7 @@ def _describe(path: Path | str, given: str | None) -> InputFile:
     is_folder = isinstance(path, Path) and path.is_dir()
     kind = ("split_binary", "", None) if split else ("numpy", "", None) if is_folder else _kind(pure, given)
     if kind is None:
-        known = ", ".join(sorted(_FORMATS))
-        raise SourceError(
-            f"{path} has no known suffix: {known}, {FEATURE_SPEC}, and .csv or .tsv followed by .gz or .zst; or say "
-            "[source] format in the schema"
-        )
+        raise SourceError(f"{path} has no known suffix: {_known()}; or give --format, or [source] format in the schema")
     file = InputFile(
         path=path, format=kind[0], delimiter=kind[1], compression=kind[2], size=0, mtime_ns=0,
         partition=_partition(pure), split=split,
@@ -207,7 +212,7 @@ def _stat(file: InputFile) -> tuple[int, int, str]:
     """Return bytes, time of change and version of a file as it is now."""
     path = file.path
     if not isinstance(path, Path):
-        fs, name = _file_system(path)
+        fs, name = file_system(path)
         info = fs.info(name)
         version = info.get("ETag") or info.get("mtime") or info.get("LastModified") or info.get("created") or ""
         return int(info["size"]), 0, str(version)
@@ -222,6 +227,9 @@ def _stat(file: InputFile) -> tuple[int, int, str]:
         stats = [one.stat() for one in paths]
     except OSError as error:
         raise SourceError(f"{error.filename} cannot be read: {error.strerror}") from error
+    for one, found in zip(paths, stats, strict=True):
+        if not S_ISREG(found.st_mode):
+            raise SourceError(f"{one} is no regular file: write what it gives to a file first")
     return sum(s.st_size for s in stats), max(s.st_mtime_ns for s in stats), ""
 
 

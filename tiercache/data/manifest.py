@@ -16,6 +16,7 @@ from tiercache.schema import Schema
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Mapping
 
 __all__ = ["MANIFEST", "RARE_KEYS", "UNFINISHED", "Manifest", "SubDatasetRecord", "file_name", "new_folder"]
 
@@ -48,6 +49,12 @@ def new_folder(out: str | os.PathLike[str]) -> Path:
     return directory
 
 
+def checksum_of(record: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of the values of a manifest: those that its digest leaves out decide about rows too."""
+    values = {name: value for name, value in record.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
 class SubDatasetRecord(BaseModel):
     """One closed sub-dataset, or the rare keys of a dataset."""
 
@@ -76,6 +83,7 @@ class _Record(BaseModel):
     rare: SubDatasetRecord | None
     options: dict[str, Any]
     inputs: list[dict[str, Any]]
+    checksum: _Digest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +119,7 @@ class Manifest:
             "options": self.options,
             "inputs": list(self.inputs),
         }
+        record["checksum"] = checksum_of(record)
         write_whole(directory / MANIFEST, json.dumps(record, indent=1).encode())
 
     def with_tables_of(self, schema: Schema) -> Manifest:
@@ -125,10 +134,13 @@ class Manifest:
             if (directory / UNFINISHED).exists():
                 raise DatasetError(f"the dataset {directory} is unfinished: run the same extraction again, it goes on")
             if (directory / _OLD_MANIFEST).exists():
-                raise DatasetError(f"the dataset {directory} has the format of an older tiercache: extract it again")
+                raise DatasetError(
+                    f"the dataset {directory} has the format of an older tiercache: delete it and extract it again"
+                )
             raise DatasetError(f"there is no dataset in {directory}: extract it first")
         try:
-            record = _Record.model_validate_json(path.read_bytes())
+            text = path.read_bytes()
+            record = _Record.model_validate_json(text)
             if record.version != _VERSION:
                 raise ValueError(f"it has version {record.version}, this tiercache reads {_VERSION}")
             schema = Schema.from_record(record.schema_)
@@ -145,10 +157,12 @@ class Manifest:
                     raise ValueError(f"the rows of a pass are of the tables {', '.join(one.rows)}"[:80])
             if manifest.digest != record.digest:
                 raise ValueError("it does not match its own digest")
+            if checksum_of(json.loads(text)) != record.checksum:
+                raise ValueError("it does not match its own checksum")
         except ValidationError as error:
             first = error.errors()[0]
             seen = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
-            raise DatasetError(f"{path} cannot be read: {seen}: extract the dataset again") from error
+            raise DatasetError(f"{path} cannot be read: {seen}: delete the dataset and extract it again") from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DatasetError(f"{path} cannot be read: {error}: extract the dataset again") from error
+            raise DatasetError(f"{path} cannot be read: {error}: delete the dataset and extract it again") from error
         return manifest

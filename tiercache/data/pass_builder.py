@@ -51,17 +51,18 @@ class PassBuilder:
         memory: MemoryShares,
         with_samples: bool,
         on_close: Callable[[int], None],
+        first_pass: int = 0,
     ) -> None:
         """unit: samples that a pass has or has not together. with_samples: not key sets alone.
 
-        ``on_close`` is called with the number of passes when one was handed over.
+        ``on_close`` is called with the number of passes when one was handed over. first_pass: passes that others write.
         """
         self._layout, self._work, self._closer, self._workers = layout, work, closer, workers
         self._cut, self._unit, self._rows, self._memory = cut, unit, rows, memory
         self._with_samples, self._on_close = with_samples, on_close
         for record in closer.state.passes:
             rows.close([record.rows[table.name] for table in layout.schema.ordered_tables])
-        self._num_passes = len(closer.state.passes)
+        self._num_passes = first_pass + len(closer.state.passes)
         self._last_units = 0  # of the last pass
         self._last_rows = [0] * len(layout.schema.tables)
         self._pending: list[RawBatch] = []

@@ -77,17 +77,15 @@ class ProgressReporter:
             rate = f"{self.samples / seconds:,.0f} samples/s" if seconds > 0.5 else ""
             self._bar.update(self._task, description=_STAGES[name], completed=done_bytes, rate=rate, passes=self.passes)
 
-    def finish(self, samples: int, where: object, bad_rows: str) -> None:
-        """Report the end: ``samples`` of all passes, and what rows were bad, if any."""
+    def finish(self, samples: int, what: str, bad_rows: str) -> None:
+        """Report the end: ``samples`` of all passes, what there is now, and what rows were bad, if any."""
         self.close()
         seconds = time.monotonic() - self._began
         if self._call is not None:
             event = ExtractionProgress("done", samples, self.passes, self._total, self._total, seconds)
             self._call(event)
         elif self._is_shown:
-            line = f"{where}: {self.passes} passes, {samples:,} samples, {seconds:.1f} s" + (
-                "; " + bad_rows if bad_rows else ""
-            )
+            line = f"{what}, {seconds:.1f} s" + ("; " + bad_rows if bad_rows else "")
             print(line, file=sys.stderr)  # noqa: T201 - the one line that stays
 
     def close(self) -> None:

@@ -80,18 +80,19 @@ def check_same(
 ) -> None:
     """Raise ExtractionError where options or inputs differ from the old ones: names the first that does."""
     advice = "choose another directory, or delete this one to start over"
+    append = "add files to a finished dataset with --append"
     for name in sorted({*old_options, *options}):
         if old_options.get(name) != options.get(name):
             seen = f"{name} was {_short(old_options.get(name))} and is {_short(options.get(name))} now"
             raise ExtractionError(f"{where} holds an extraction with other options ({seen}): {advice}")
     if len(old_inputs) != len(inputs):
         seen = f"it had {len(old_inputs)} files and has {len(inputs)} now"
-        raise ExtractionError(f"{where} holds an extraction of other data ({seen}): {advice}")
+        raise ExtractionError(f"{where} holds an extraction of other data ({seen}): {append}, {advice}")
     for before, now in zip(old_inputs, inputs, strict=True):
         if before != now:
             changed = next(name for name in before if before[name] != now.get(name))
             seen = f"{before['name']}: its {changed} was {before[changed]} and is {now[changed]} now"
-            raise ExtractionError(f"{where} holds an extraction of other data ({seen}): {advice}")
+            raise ExtractionError(f"{where} holds an extraction of other data ({seen}): {append}, {advice}")
 
 
 class WorkFolder:

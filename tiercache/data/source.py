@@ -15,6 +15,7 @@ from tiercache.data.python_batches import PythonReader
 from tiercache.data.readers import IpcReader, ParquetReader
 from tiercache.data.text_reader import TextReader
 from tiercache.errors import SourceError
+from tiercache.sizes import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -75,7 +76,7 @@ class BadRows:
     def __str__(self) -> str:
         """Say what there is; nothing where there is nothing."""
         counts = {"skipped": self.skipped, "padded": self.padded, "dropped without a label": self.unlabeled}
-        return ", ".join(f"{count:,} rows {what}" for what, count in counts.items() if count)
+        return ", ".join(f"{counted(count, 'row')} {what}" for what, count in counts.items() if count)
 
 
 class Source:

@@ -156,7 +156,7 @@ class SubDataset:
                 feature, limit = features[bad // each], int(limits[bad // each])
                 raise DatasetError(
                     f"sub-dataset {self.index}: feature {feature.name!r} has the id {ids[bad]} in {self.path}, and "
-                    f"table {feature.table!r} has ids 0 to {limit - 1}: extract the dataset again"
+                    f"table {feature.table!r} has ids 0 to {limit - 1}: delete the dataset and extract it again"
                 )
 
 
@@ -232,7 +232,7 @@ class _Reading:
             first, last = self._file.array(f"offsets.{name}")[sample : sample + 2]
             raise DatasetError(
                 f"{self._file.label}feature {name!r} of sample {sample} in {self._file.path} has the values {first} to "
-                f"{last}, and there are {values.size}: extract the dataset again"
+                f"{last}, and there are {values.size}: delete the dataset and extract it again"
             )
         found = {}
         for array in (f"ids.{name}", weights_name):

@@ -200,7 +200,7 @@ class TextReader(FileReader):
     def _note(self, found: list[_BadRow], bad: Any) -> str:
         """Take a row with another number of fields than the first line."""
         found.append(_BadRow(bad.number - self._first_row, bad.actual_columns, bad.expected_columns, bad.text))
-        return "error" if self._csv.bad_rows == "error" else "skip"
+        return "skip"
 
     def _open(self) -> Any:
         self._raw, codec = open_binary(self._file.path), self._file.compression
@@ -221,7 +221,9 @@ class TextReader(FileReader):
                 delimiter=self._file.delimiter,
                 quote_char=False if self._is_criteo else '"',
                 newlines_in_values=not self._is_criteo,
-                invalid_row_handler=partial(self._note, self._bad),  # a reader that ends later notes nothing here
+                # A reader that ends later notes nothing here. Without a handler Arrow says the same of the first bad
+                # row, of other encodings too, and its threads need no Python, which may be ending.
+                invalid_row_handler=None if self._csv.bad_rows == "error" else partial(self._note, self._bad),
             ),
             convert_options=convert,
         )

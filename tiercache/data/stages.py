@@ -1,0 +1,327 @@
+"""Extraction in stages that may run on different machines: scan each file, place the passes, write each pass.
+
+A scan returns an Arrow table with what a file says about where passes end. Placing goes through these tables in the
+order of the files and applies the rules of ``Cutter`` and ``PassBuilder``. Writing reads the samples of one pass again,
+numbers them and closes it. The files are the same as those of one machine.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left, bisect_right
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from tiercache.atomic_io import publish
+from tiercache.data.closing import PassCloser
+from tiercache.data.cuts import Cut, Cutter
+from tiercache.data.encode import encode
+from tiercache.data.inputs import file_system
+from tiercache.data.manifest import UNFINISHED, file_name
+from tiercache.data.memory import MemoryShares
+from tiercache.data.pass_builder import PassBuilder
+from tiercache.data.raw_batch import RawBatch, join
+from tiercache.data.resume import ExtractionState, WorkFolder
+from tiercache.data.row_budget import RowBudget
+from tiercache.data.sample_layout import SampleLayout
+from tiercache.data.source import Source
+from tiercache.data.workers import Workers
+from tiercache.errors import BudgetError, ExtractionError, SourceError
+from tiercache.kernels.cpu.unique_keys import UniqueKeys
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.data.inputs import InputFile
+    from tiercache.data.manifest import SubDatasetRecord
+    from tiercache.data.source import SourceBatch
+    from tiercache.schema import Schema
+
+__all__ = ["Job", "PassRange", "place_passes", "scan_file", "write_pass"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What all stages of an extraction share."""
+
+    schema: Schema
+    cut: Cut
+    unit: int
+    """Samples that a pass has or has not together, where the row budget cuts."""
+    device_bytes: int
+    devices: int
+    memory_bytes: int
+    """Memory limit of each stage."""
+    workers: int
+    """Threads of each stage."""
+    with_samples: bool
+
+    def row_budget(self, passes: Iterable[SubDatasetRecord]) -> RowBudget:
+        """Return the row budget behind some closed passes."""
+        budget = RowBudget(self.schema.tables, self.device_bytes, self.devices)
+        for record in passes:
+            budget.close([record.rows[table.name] for table in self.schema.ordered_tables])
+        return budget
+
+
+class PassRange(NamedTuple):
+    """The samples of one pass: where they begin in the files and where they end."""
+
+    samples: int
+    first_file: int
+    first_row: int
+    """Rows of the first file that are kept and lie before the pass."""
+    last_file: int
+    last_row: int
+    """Rows of the last file that are kept and lie before the end of the pass."""
+
+
+def scan_file(job: Job, file: InputFile, row: int = 0) -> pa.Table:
+    """Return what the rows of a file, from its ``row``-th kept row on, say about where passes end.
+
+    The table has one row for each stretch of samples: ``samples`` (int64) counts them. Where the row budget cuts, a
+    stretch is ``job.unit`` samples, and ``keys.TABLE``, ``first.TABLE`` and ``last.TABLE`` are lists of its unique keys
+    and of the first and last sample of the stretch that has each: a unit of all the data may begin inside a stretch.
+    Where a column cuts, a stretch ends where the column changes, and ``value`` is its value. Otherwise a stretch is the
+    file. The metadata has ``bad_rows`` as JSON. Raises SourceError naming file, row and column.
+    """
+    sizes, values, found = list[int](), list[Any](), list[dict[str, Any]]()
+    with _reading(job, [file], row) as (source, _, _, batches):
+        for value, samples in _stretches(job, batches):
+            sizes.append(samples.num_samples)
+            values.append(value)
+            found.append(_appearances(job.schema, samples) if job.cut.kind == "budget" else {})
+        bad_rows = json.dumps(asdict(source.bad_rows))
+    columns: dict[str, Any] = {"samples": pa.array(sizes, pa.int64()), "value": pa.array(values)}
+    for name in found[0] if found else ():
+        parts = [one[name] for one in found]
+        ends = np.cumsum([0, *(part.size for part in parts)])
+        columns[name] = pa.LargeListArray.from_arrays(ends, np.concatenate(parts))
+    return pa.table(columns).replace_schema_metadata({"bad_rows": bad_rows})
+
+
+def place_passes(
+    job: Job,
+    tables: Iterable[pa.Table],
+    workers: Workers,
+    passes: Sequence[SubDatasetRecord] = (),
+    file_index: int = 0,
+    row: int = 0,
+) -> Iterator[PassRange]:
+    """Yield where each pass is, as soon as the tables that ``scan_file`` made of the files say it.
+
+    tables: of all files from ``file_index`` on, the first one from its ``row``-th kept row on. passes: those before.
+    workers: threads that number keys.
+    Memory: one table, and the keys of one pass. Raises BudgetError where one unit exceeds the row budget.
+    """
+    begins = [0]  # samples before each file, and behind the last one
+
+    def counted() -> Iterator[pa.Table]:
+        for table in tables:
+            begins.append(begins[-1] + sum(table["samples"].to_pylist()))
+            yield table
+
+    def ends() -> Iterator[int]:
+        if job.cut.kind == "budget":
+            yield from _budget_ends(job, job.row_budget(passes), counted(), workers)
+        else:
+            yield from _ends(job.cut, counted())
+        yield begins[-1]
+
+    begin = 0
+    for end in ends():
+        if end > begin:
+            first, last = bisect_right(begins, begin) - 1, bisect_left(begins, end) - 1
+            rows = [at - begins[file] + (0 if file else row) for at, file in ((begin, first), (end, last))]
+            yield PassRange(end - begin, file_index + first, rows[0], file_index + last, rows[1])
+        begin = end
+
+
+def write_pass(job: Job, files: Sequence[InputFile], row: int, samples: int, index: int, out: str) -> SubDatasetRecord:
+    """Write sub-dataset ``index`` into ``out``, the path of a directory or a URL, and return its record.
+
+    It has ``samples`` samples from the ``row``-th kept row of the first file on; ``files`` are those it lies in.
+    Its file is there whole or not at all, where the file system of a URL writes files in one step. Raises BudgetError
+    where its keys exceed the memory limit.
+    """
+    fs, folder = file_system(out)
+    is_local, name, left = "file" in fs.protocol, file_name(index), samples
+    scratch = f"{folder}/{UNFINISHED}" if is_local else None
+    if scratch is not None and not fs.isdir(scratch):
+        raise ExtractionError(f"a worker does not find {scratch}: give a directory that all machines share, or a URL")
+    with (
+        TemporaryDirectory(prefix="stage-", dir=scratch) as place,
+        closing(WorkFolder(Path(place))) as work,
+        _reading(job, files, row) as (_, memory, workers, batches),
+    ):
+        closer = PassCloser(work, ExtractionState(options={}, inputs=()), workers)
+        builder = PassBuilder(
+            SampleLayout(job.schema),
+            work,
+            closer,
+            workers,
+            cut=Cut("file"),
+            unit=job.unit,
+            rows=RowBudget(job.schema.tables, 1 << 62),  # whoever placed the passes knows those before
+            memory=memory,
+            with_samples=job.with_samples,
+            on_close=lambda _: None,
+            first_pass=index,
+        )
+        try:
+            for batch in batches:
+                part = encode(job.schema, batch).slice(0, min(left, batch.columns.num_rows))
+                builder.note(batch)
+                builder.add(part)
+                left -= part.num_samples
+                if not left:
+                    break
+            builder.finish()
+        finally:
+            builder.abandon()
+        if left:
+            raise SourceError(f"{files[-1].path} was changed while it was read: delete the dataset and start over")
+        made = work.out / file_name(0)
+        if is_local:
+            publish(made, Path(folder) / name)
+        else:
+            fs.put_file(str(made), f"{folder}/{name}")
+        return closer.state.passes[0]
+
+
+@contextmanager
+def _reading(
+    job: Job, files: Sequence[InputFile], row: int
+) -> Iterator[tuple[Source, MemoryShares, Workers, Iterator[SourceBatch]]]:
+    """Read files, the first one from its ``row``-th kept row on."""
+    source = Source(files, job.schema, cut_column=job.cut.column)
+    memory = MemoryShares.plan(job.memory_bytes, source.decoding_bytes)
+    batches = source.batches(0, row, batch_bytes=memory.chunk // 2, use_threads=memory.use_threads and job.workers > 1)
+    with closing(Workers(job.workers)) as workers, closing(workers.ahead(batches)) as ahead:  # type: ignore[type-var]
+        yield source, memory, workers, ahead
+
+
+def _stretches(job: Job, batches: Iterable[SourceBatch]) -> Iterator[tuple[Any, RawBatch]]:
+    """Yield the stretches of one file, each with the value of the column that cuts."""
+    by_kind = {"budget": Cut("rows", rows=job.unit), "rows": Cut("file")}  # rows are counted over files
+    cutter, held, value = Cutter(by_kind.get(job.cut.kind, job.cut)), list[RawBatch](), None
+    for batch in batches:
+        at, count = 0, batch.columns.num_rows
+        is_encoded = job.cut.kind == "budget"
+        samples = encode(job.schema, batch) if is_encoded else RawBatch(None, np.empty((count, 0), np.float32), {})
+        for begins, piece in cutter.pieces(batch, samples):
+            if begins and held:
+                yield value, join(held)
+                held.clear()
+            if not held and job.cut.column is not None:
+                value = batch.columns.column(job.cut.column)[at].as_py()
+            held.append(piece)
+            at += piece.num_samples
+    if held:
+        yield value, join(held)
+
+
+def _appearances(schema: Schema, samples: RawBatch) -> dict[str, NDArray[Any]]:
+    """Return the unique keys of each table, and the first and the last sample with each."""
+    found: dict[str, NDArray[Any]] = {}
+    every = np.arange(samples.num_samples, dtype=np.int32)
+    for table in schema.ordered_tables:
+        some = [samples.features[f.name] for f in schema.features if f.table == table.name]
+        keys = np.concatenate([np.empty(0, np.int64), *(one.keys for one in some)])
+        at = [every if one.offsets is None else np.repeat(every, np.diff(one.offsets)) for one in some]
+        places = np.concatenate([every[:0], *at])
+        unique, numbers = UniqueKeys(table.table_id), np.empty(keys.size, np.int32)
+        unique.add(keys, numbers)
+        distinct, first = np.empty(unique.count, np.int64), np.full(unique.count, every.size, np.int32)
+        last = np.zeros(unique.count, np.int32)
+        distinct[numbers] = keys
+        np.minimum.at(first, numbers, places)
+        np.maximum.at(last, numbers, places)
+        found |= {f"keys.{table.name}": distinct, f"first.{table.name}": first, f"last.{table.name}": last}
+    return found
+
+
+def _ends(cut: Cut, tables: Iterable[pa.Table]) -> Iterator[int]:
+    """Yield the samples before the end of each pass but the last, where they are counted or the data says it."""
+    end, done, last = 0, 0, None
+    for table in tables:
+        for samples, value in zip(table["samples"].to_pylist(), table["value"].to_pylist(), strict=True):
+            if cut.kind == "column" and value != last:
+                yield done
+            last, done = value, done + samples
+        if cut.kind == "file":
+            yield done
+        while cut.kind == "rows" and end + cut.rows <= done:
+            end += cut.rows
+            yield end
+
+
+def _budget_ends(job: Job, budget: RowBudget, tables: Iterable[pa.Table], workers: Workers) -> Iterator[int]:
+    """Yield the samples before the end of each pass but the last, where the row budget cuts."""
+    rows = [0] * len(job.schema.tables)
+    unique = _no_keys(job.schema, rows)
+    unit: dict[str, list[NDArray[np.int64]]] = {name: [] for name in unique}
+    begin = unit_begin = done = 0
+
+    def add(name: str) -> None:
+        for keys in unit[name]:
+            unique[name].add(keys, np.empty(keys.size, np.int32))
+
+    def added() -> list[int]:
+        workers.run(partial(add, name) for name in unique)
+        return [one.count for one in unique.values()]
+
+    def end_unit() -> Iterator[int]:
+        nonlocal unique, rows, begin, unit_begin
+        found = added()
+        if not budget.fits(found) and unit_begin > begin:
+            yield unit_begin
+            budget.close(rows)
+            unique, begin = _no_keys(job.schema, rows), unit_begin
+            found = added()
+        if not budget.fits(found):
+            raise BudgetError(
+                f"one batch multiple of {done - unit_begin:,} samples {budget.excess(found)}: raise device_budget or "
+                f"lower batch_multiple (now {job.unit:,})"
+            )
+        rows, unit_begin = found, done
+        for parts in unit.values():
+            parts.clear()
+
+    for table in tables:
+        if not table.num_rows:
+            continue
+        lists = {name: [_list(table, f"{kind}.{name}") for kind in ("keys", "first", "last")] for name in unique}
+        for stretch, samples in enumerate(table["samples"].to_pylist()):
+            head = min(samples, job.unit - done % job.unit)
+            for low, high in ((0, head), (head, samples)):
+                for name, columns in lists.items():
+                    keys, first, last = (values[ends[stretch] : ends[stretch + 1]] for ends, values in columns)
+                    unit[name].append(keys[(first < high) & (last >= low)])
+                done += high - low
+                if low == 0 and done % job.unit == 0:
+                    yield from end_unit()
+    if done > unit_begin:
+        yield from end_unit()
+
+
+def _no_keys(schema: Schema, expected: Sequence[int]) -> dict[str, UniqueKeys]:
+    return {
+        table.name: UniqueKeys(table.table_id, room=room)
+        for table, room in zip(schema.ordered_tables, expected, strict=True)
+    }
+
+
+def _list(table: pa.Table, name: str) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """Return the ends and the values of a column of lists."""
+    lists = table[name].combine_chunks()
+    return lists.offsets.to_numpy(), lists.values.to_numpy()
