@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections import namedtuple
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -468,3 +469,20 @@ def test_damaged_files_are_sentences(tmp_path: Path, name: str) -> None:
             messages.append(str(error))
     assert messages
     assert "\n" not in "".join(messages)
+
+
+def test_an_iterable_is_read_on_the_thread_of_its_owner(tmp_path: Path) -> None:
+    """What it opens may belong to one thread, as a connection of SQLite does."""
+    connection = sqlite3.connect(tmp_path / "clicks.db")
+    connection.execute("CREATE TABLE clicks (a INTEGER, y REAL)")
+    connection.executemany("INSERT INTO clicks VALUES (?, ?)", [(i % 7, 0.0) for i in range(100)])
+
+    class Clicks:
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            rows = connection.execute("SELECT a, y FROM clicks")
+            while some := rows.fetchmany(30):
+                yield {"a": np.array([a for a, _ in some]), "y": np.array([y for _, y in some])}
+
+    made = tc.extract(Clicks(), plain_schema(), tmp_path / "out", device_budget="1MiB", progress=False)
+    assert made.samples == 100
+    assert sorted(made.passes[0].keys("a").tolist()) == list(range(7))

@@ -210,7 +210,7 @@ def test_the_command_counts_the_rows_that_a_cluster_left_out(cluster: tuple[Any,
         tmp_path / "out", "--device-budget", "1MiB", "--dask", cluster[0].scheduler_address,
     )  # fmt: skip
     assert done.exit_code == 0, done.output
-    assert "out: 1 passes, 4 samples, " in done.stderr
+    assert "out: 1 pass, 4 samples, " in done.stderr
     assert done.stderr.endswith(" s; 2 rows skipped\n")
 
 

@@ -142,5 +142,5 @@ def test_budgets_that_were_edited_to_too_little_are_refused(tmp_path: Path, edit
         tc.TierCache(tmp_path / "s", data, plan=path)
     with tc.TierCache(tmp_path / "s", data, plan=path, device_budget=DEVICE, host_budget="64MiB", progress=False):
         pass
-    with pytest.raises(ValueError, match="give both, or the plan"):
+    with pytest.raises(ValueError, match="give both, or the plan of"):
         tc.TierCache(tmp_path / "t", data, host_budget="64MiB")

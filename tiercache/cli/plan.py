@@ -94,7 +94,8 @@ def plan(
         bounds = Counter(one.bound for one in made.passes[len(data) :])
         console.print(
             f"device {format_bytes(made.budgets.device)}, host {format_bytes(point.host_bytes)}, a commit every "
-            f"{point.commit_every} passes: {point.epoch_seconds:,.3g} s predicted for an epoch; passes are bound "
+            f"{'pass' if point.commit_every == 1 else f'{point.commit_every} passes'}: {point.epoch_seconds:,.3g} s "
+            "predicted for an epoch; passes are bound "
             + ", ".join(f"{count} by {name}" for name, count in bounds.most_common())
             + ("" if rates.samples else "; compute is not known: give --samples-per-second or --trial")
         )

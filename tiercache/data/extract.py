@@ -323,7 +323,8 @@ class _Extraction:
         batches = self.source.batches(
             state.file_index, state.row, batch_bytes=memory.chunk // 2, use_threads=memory.use_threads
         )
-        return self.workers.ahead(batches)
+        is_users = self.source.files[0].format == "python"  # which may be usable on the user's thread only
+        return batches if is_users else self.workers.ahead(batches)
 
     def _encoded(self, batch: SourceBatch) -> RawBatch:
         """Turn rows into samples. Raises SourceError naming file, row and column."""

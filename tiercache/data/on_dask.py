@@ -109,8 +109,9 @@ def extract_on(
         if not is_local:
             fs.put_file(str(root / MANIFEST), f"{folder}/{MANIFEST}")
         work.remove()
-        reporter.finish(sum(record.samples for record in state.passes), out, str(bad_rows))
-    return PassDataset.open(root) if is_local else PassDataset(Path(out), manifest)
+        made = PassDataset.open(root) if is_local else PassDataset(Path(out), manifest)
+        reporter.finish(made.samples, f"{out}: {made.summary}", str(bad_rows))
+    return made
 
 
 @contextmanager
