@@ -6,10 +6,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from tests.cli.command import run
+
+if TYPE_CHECKING:
+    import pytest
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
@@ -21,8 +27,8 @@ def block(language: str) -> str:
     return found[1]
 
 
-def test_the_main_job_of_the_readme_trains(tmp_path: Path) -> None:
-    """From files to a store with a commit for each pass; run again it has nothing left to do."""
+def test_the_main_job_of_the_readme_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From files to a store with a commit for each pass; run again it has nothing left to do. Then its commands run."""
     chance, n = np.random.default_rng(0), 3000
     offsets = np.concatenate([[0], np.cumsum(chance.integers(0, 4, n))]).astype(np.int32)
     columns = {
@@ -44,3 +50,11 @@ def test_the_main_job_of_the_readme_trains(tmp_path: Path) -> None:
         for one in (main, again)
     ]
     assert told[0].splitlines()[-1] == told[1].splitlines()[-1] != "commit 0"
+    monkeypatch.chdir(tmp_path)
+    newest = told[0].split()[-1]
+    commands = re.findall(
+        r"^tiercache (.*?)(?:#.*)?$", "".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL)), re.MULTILINE
+    )
+    assert {"extract", "info", "plan", "lookup", "export", "verify", "rollback"} == {one.split()[0] for one in commands}
+    for one in commands:
+        run(*one.replace("--to 12", f"--to {newest}").split())

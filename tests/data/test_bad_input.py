@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import resource
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -185,7 +186,15 @@ def test_files_that_are_not_there_or_unknown_are_named(tmp_path: Path, data: Any
 
 
 def test_a_file_given_twice_is_refused(tmp_path: Path) -> None:
-    """Overlapping patterns would count samples twice."""
+    """Overlapping patterns would count samples twice, and so would links to where they are; other links are read."""
+    (tmp_path / "days" / "1").mkdir(parents=True)
+    (tmp_path / "linked").mkdir()
+    pq.write_table(pa.table(GOOD), tmp_path / "days" / "1" / "x.parquet")
+    (tmp_path / "linked" / "days").symlink_to(tmp_path / "days")
+    assert run(tmp_path / "linked", tmp_path).samples == 3
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "days" / "again").symlink_to(tmp_path / "days" / "1")
+    refuse(tmp_path, tmp_path / "linked", "x.parquet is given twice")
     pq.write_table(pa.table(GOOD), tmp_path / "x.parquet")
     refuse(tmp_path, [str(tmp_path / "*.parquet"), tmp_path / "x.parquet"], "x.parquet is given twice")
 

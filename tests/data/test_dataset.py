@@ -201,8 +201,17 @@ def test_what_is_no_dataset_is_refused(tmp_path: Path, small: PassDataset) -> No
     manifest.write_text(json.dumps({**record, "version": 99}))
     with pytest.raises(DatasetError, match="version 99, this tiercache reads 2"):
         PassDataset.open(small.path)
+    record["passes"][0]["digest"] = small.passes[0].digest
+    record["schema"]["tables"][0]["seed"] ^= 1  # no part of the digest
+    manifest.write_text(json.dumps(record))
+    with pytest.raises(DatasetError, match="does not match its own checksum: delete the dataset"):
+        PassDataset.open(small.path)
     manifest.write_text("{")
     with pytest.raises(DatasetError, match=r"dataset.json cannot be read"):
+        PassDataset.open(small.path)
+    manifest.unlink()
+    manifest.mkdir()
+    with pytest.raises(DatasetError, match=r"dataset.json cannot be read \(Is a directory\): check its permissions"):
         PassDataset.open(small.path)
 
 

@@ -36,6 +36,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pq.write_table(pa.table(data), tmp_path / "flights" / f"month={month}" / "a.parquet")
     (tmp_path / "ratings.csv").write_text("user,rating,genres\n7,4.5,Action|Drama\n8.0,3\n9,,Drama\n9,1,Drama,x\n")
     (tmp_path / "day_0").write_text("\t".join(["1", *["3"] * 13, *["a0"] * 26]) + "\n")
+    (tmp_path / "wordnet").mkdir()
+    (tmp_path / "wordnet" / "train.txt").write_text("dog\tis a\tanimal\ncat\tis a\tanimal\n")
+    lists = {"user": [1, 2], "clicked": [0, 1], "history": [[5, 6], []], "ratings": [[0.5, 1.0], []]}
+    pq.write_table(pa.table(lists), tmp_path / "histories.parquet")
     write_split_binary(tmp_path / "dlrm", 1000)
     return tmp_path
 
@@ -43,7 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_every_schema_of_the_page_is_one(folder: Path) -> None:
     """And what it leaves out has the defaults that the page names."""
     schemas = {path.stem: tc.Schema.load(path) for path in folder.glob("*.toml")}
-    assert sorted(schemas) == ["clicks", "criteo", "dlrm", "flights", "ratings"]
+    assert sorted(schemas) == ["clicks", "criteo", "dlrm", "flights", "histories", "ratings", "triples"]
     user = schemas["clicks"].tables[0]
     assert (user.dim, user.optimizer, user.initializer) == (
         16,
@@ -62,6 +66,8 @@ def test_every_command_of_the_page_runs(
         "rating_passes": (2, "1 row skipped, 1 row padded, 1 row dropped without a label"),
         "criteo_passes": (1, ""),
         "dlrm_passes": (1000, ""),
+        "triple_passes": (2, ""),
+        "history_passes": (2, ""),
     }[command.split("--out ")[1].split("/", maxsplit=1)[0]]
     monkeypatch.setattr(sys, "argv", command.split())
     with pytest.raises(SystemExit) as ended:

@@ -204,6 +204,7 @@ def test_a_keyed_jagged_tensor_is_its_features() -> None:
         ([(1, 2)], "batch 0 is tuple: .* tuples of as many arrays as"),
         ([{"a": [1, 2], "y": [0.0]}], r"batch 0 has columns of different lengths \(y: 1, a: 2\)"),
         ([{"a": [1], "y": [0.0]}, {"a": ["x"], "y": [0.0]}], "batch 1, column 'a': it holds string"),
+        ([{"a": [1 << 63], "y": [0.0]}], "batch 0, column 'a': Python int too large .*: give an array"),
         ([{"a": [1], "y": [0.0]}, {"a": [1]}], r"batch 1 has no column 'y'"),
         ([{"a": ([1, 2], [0, 3]), "y": [0.0]}], "column 'a': offsets .* do not go from 0 to the number of values, 2"),
         ([{"a": [1], "y": [0.0]}, {"a": [2, None], "y": [1.0, 1.0]}], "the Python iterable, row 2, column 'a': it is"),

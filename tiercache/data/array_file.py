@@ -95,7 +95,11 @@ class ArrayFile:
         try:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise DatasetError(
+                f"{label}{path} cannot be read ({error.strerror}): check its permissions and disk"
+            ) from error
+        except ValueError as error:
             raise DatasetError(
                 f"{label}{path} cannot be read: {error}: delete the dataset and extract it again"
             ) from error

@@ -103,7 +103,9 @@ class _ArrayReader(FileReader):
         except (SourceError, OSError):
             raise
         except Exception as error:
-            raise SourceError(f"{self._file.path} cannot be read ({error}): write it again") from error
+            raise SourceError(
+                f"{self._file.path} cannot be read ({str(error) or type(error).__name__}): write it again"
+            ) from error
 
     def _parts(self, stack: ExitStack, wanted: set[str] | None) -> Mapping[str, ArrayRows]:
         """Open the arrays that hold the wanted columns, None: all, at their first rows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -16,6 +17,8 @@ import pyarrow.dataset as pads
 from tiercache.errors import SourceError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tiercache.data.python_batches import PythonBatches
 
 __all__ = ["InputFile", "file_system", "find_inputs", "open_binary"]
@@ -149,18 +152,29 @@ def _expand(item: Path | str, given: str | None) -> list[Path | str]:
         elif fs.exists(f"{name}/{FEATURE_SPEC}"):
             names = [f"{name}/{FEATURE_SPEC}"]
         else:
-            files = [one for one in fs.find(name) if not _is_hidden(one.removeprefix(name))]
+            found = _walk(name) if is_local else fs.find(name)
+            files = [one for one in found if not _is_hidden(one.removeprefix(name))]
             names = [one for one in files if given or _kind(PurePosixPath(one), None) is not None]
             if is_local and names and all(one.endswith(".npy") for one in names) and not _is_structured(names[0]):
                 names = [name]
     except OSError as error:
-        raise SourceError(f"{item} cannot be read: {error}") from error
+        raise SourceError(f"{error.filename or item} cannot be read ({error.strerror or error})") from error
     if not names:
         seen = f"no file matches {str(item)!r}"
         if fs.isdir(name):
             seen = f"the folder {item} has no files of a known suffix ({_known()})"
         raise SourceError(f"{seen}: {_ADVICE}")
     return [Path(one) if is_local else fs.unstrip_protocol(one) for one in sorted(names)]
+
+
+def _walk(folder: str) -> Iterator[str]:
+    """Yield the files in a folder and all below, through links too. Raises OSError for a folder that cannot be read."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for place, _, names in os.walk(folder, onerror=refuse, followlinks=True):
+        yield from (f"{place}/{name}" for name in names)
 
 
 def _known() -> str:

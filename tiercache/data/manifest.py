@@ -163,6 +163,8 @@ class Manifest:
             first = error.errors()[0]
             seen = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
             raise DatasetError(f"{path} cannot be read: {seen}: delete the dataset and extract it again") from error
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except OSError as error:
+            raise DatasetError(f"{path} cannot be read ({error.strerror}): check its permissions and disk") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DatasetError(f"{path} cannot be read: {error}: delete the dataset and extract it again") from error
         return manifest

@@ -92,7 +92,7 @@ class PythonReader(FileReader):
             if name in values:
                 try:
                     arrays[name] = _arrow(values[name])
-                except (pa.ArrowException, TypeError, ValueError) as error:
+                except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
                     raise SourceError(
                         f"{self._file.path}, batch {number}, column {name!r}: {error}: give an array of numbers or "
                         "strings, an (n, length) array, a list of lists or a pair (values, offsets)"

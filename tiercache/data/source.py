@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -210,6 +211,8 @@ class Source:
 def _unreadable(file: InputFile, reader: FileReader | None, error: Exception) -> SourceError:
     explained = None if reader is None else reader.explain(error)
     text = " ".join(str(error).split()).rstrip(".")
+    if isinstance(error, OSError) and error.errno:  # the system's; Arrow's own have none
+        return SourceError(f"{file.path} cannot be read ({os.strerror(error.errno)}): check its permissions and disk")
     return explained or SourceError(
         f"{file.path} cannot be read ({text}): the file is damaged, cut short or of another type"
     )
