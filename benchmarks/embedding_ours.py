@@ -10,7 +10,7 @@ import torch
 
 import tiercache as tc
 from benchmarks.embedding_cases import LEARNING_RATE, NUM_BATCHES, Shape
-from tiercache.data.encoded_batch import FeatureIds, Samples
+from tiercache.data.encoded_batch import EncodedBatch, FeatureIds
 from tiercache.data.sample_layout import SampleLayout
 from tiercache.kernels.cpu.hashing import hash_keys
 
@@ -62,12 +62,12 @@ class _WholeTables:
     def check_samples(self) -> None:
         """Return: there are some."""
 
-    def read(self, indices: NDArray[np.int64]) -> Samples:
+    def read(self, indices: NDArray[np.int64]) -> EncodedBatch:
         """Return the batch that begins at the first index, laid out as a sub-dataset's read does."""
         batch = self._ids_BFN[int(indices[0]) // indices.size]
         singles = np.stack([batch[self._place[name]] for name in self._order])
         ids = {name: FeatureIds(row, None, None) for name, row in zip(self._order, singles, strict=True)}
-        return Samples(label=None, dense=np.empty((indices.size, 0), np.float32), singles=singles, ids=ids)
+        return EncodedBatch(label=None, dense=np.empty((indices.size, 0), np.float32), singles=singles, ids=ids)
 
 
 class Ours:

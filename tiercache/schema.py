@@ -219,7 +219,7 @@ class Schema:
     label_null: Literal["error", "drop"] = "error"
     """What a null or NaN label is: an error, or a row that is left out."""
     dense: tuple[DenseFeature, ...] = ()
-    """The dense features, in the order of the columns of ``Samples.dense``."""
+    """The dense features, in the order of the columns of ``EncodedBatch.dense``."""
     csv: CsvFormat = dataclasses.field(default_factory=CsvFormat)
     """How text files are read."""
     source: SourceFormat = dataclasses.field(default_factory=SourceFormat)

@@ -24,7 +24,7 @@ from tiercache.errors import DatasetError
 from tiercache.schema import Schema
 
 if TYPE_CHECKING:
-    from tiercache.data.encoded_batch import Samples
+    from tiercache.data.encoded_batch import EncodedBatch
 
 RICH = rich_schema()
 SINGLES = Schema(
@@ -54,7 +54,7 @@ def write(folder: Path, samples: RawBatch, schema: Schema = RICH) -> SubDataset:
     return SubDataset(folder, 0, write_sub_dataset(folder, 0, schema, samples), SampleLayout(schema))
 
 
-def assert_read(one: SubDataset, samples: Samples, wanted: RawBatch, indices: Any, schema: Schema = RICH) -> None:
+def assert_read(one: SubDataset, samples: EncodedBatch, wanted: RawBatch, indices: Any, schema: Schema = RICH) -> None:
     """Compare what was read at ``indices`` with the samples that were written, one sample at a time."""
     assert (samples.label is None) == (wanted.label is None)
     if samples.label is not None and wanted.label is not None:

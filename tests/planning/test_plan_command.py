@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import TYPE_CHECKING
 
@@ -104,3 +105,21 @@ def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypa
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     data = CASE.cut(tmp_path / "d")
     assert "pip install tiercache[plots]" in error_of("info", data.path, "--plot", tmp_path / "plot.png")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--device-budget", "4KiB"], "the passes need .* on the device"),
+        (["--host-budget", "4KiB"], "raise host_budget to"),
+        (["--optimize", "cost"], "must be speed or memory"),
+        (["--order", "best"], "must be 'overlap' or a permutation"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(tmp_path: Path, options: list[str], words: str) -> None:
+    """With the sentences that training has, and no file is written."""
+    data, path = CASE.cut(tmp_path / "d"), tmp_path / "plan.toml"
+    done = CliRunner().invoke(app, ["plan", str(data.path), "-o", str(path), *options])
+    assert done.exit_code == 1
+    assert re.search(words, done.output)
+    assert not path.exists()

@@ -19,7 +19,7 @@ from tiercache.backends.jagged import FoundIds, LookupIds, SavedGradient
 from tiercache.backends.pinned_upload import PinnedUpload
 from tiercache.backends.upload import HostUpload
 from tiercache.data.dataset import SubDataset
-from tiercache.data.encoded_batch import FeatureIds, SampleBuffers, Samples
+from tiercache.data.encoded_batch import EncodedBatch, FeatureIds, SampleBuffers
 from tiercache.errors import DatasetError
 from tiercache.training.batch import Batch
 from tiercache.training.joining import Joined
@@ -35,8 +35,8 @@ CASE = Case(
 )
 DEVICES = {"cpu": lambda: "cpu", "cuda": cuda_device}
 OF_A_BATCH = (
-    Batch, FeatureIds, FoundIds, SampleBuffers, Samples, HostUpload, PinnedUpload, LookupIds, SavedGradient, Joined,
-    PooledLookup, RowLookup, _GatheredRows, _RawRows,
+    Batch, FeatureIds, FoundIds, SampleBuffers, EncodedBatch, HostUpload, PinnedUpload, LookupIds, SavedGradient,
+    Joined, PooledLookup, RowLookup, _GatheredRows, _RawRows,
 )  # fmt: skip
 
 
@@ -193,7 +193,7 @@ def test_what_went_wrong_in_making_a_batch_keeps_no_memory_of_it(
     """Once the error is handled: what was read and brought before is gone."""
     read = SubDataset.read
 
-    def fails(self: SubDataset, indices: Any, *others: Any, **named: Any) -> Samples:
+    def fails(self: SubDataset, indices: Any, *others: Any, **named: Any) -> EncodedBatch:
         samples = read(self, indices, *others, **named)
         if indices[0] >= 20:
             raise DatasetError("the samples are gone: extract the dataset again")

@@ -39,7 +39,7 @@ from tiercache.training.batch import sample_order
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tiercache.data.encoded_batch import Samples
+    from tiercache.data.encoded_batch import EncodedBatch
     from tiercache.training.passes import Pass
 
 CASE = Case(
@@ -227,7 +227,7 @@ def test_a_wrong_id_is_an_error_at_the_lookup_of_its_batch(
     """In the same sentence as without threads; batches before it train, made ahead though it was."""
     read = SubDataset.read
 
-    def wrong(self: SubDataset, indices: Any, *others: Any, **named: Any) -> Samples:
+    def wrong(self: SubDataset, indices: Any, *others: Any, **named: Any) -> EncodedBatch:
         samples = read(self, indices, *others, **named)
         if indices[0] == 40:
             samples.ids["h"].ids[5] = 10**6
@@ -258,7 +258,7 @@ def test_a_batch_that_cannot_be_read_is_an_error_in_its_place(
     """Those before it are yielded and counted, it is not, on the training thread."""
     read = SubDataset.read
 
-    def fails(self: SubDataset, indices: Any, *others: Any, **named: Any) -> Samples:
+    def fails(self: SubDataset, indices: Any, *others: Any, **named: Any) -> EncodedBatch:
         if indices[0] >= 40:
             raise DatasetError("the samples are gone: extract the dataset again")
         return read(self, indices, *others, **named)

@@ -32,8 +32,10 @@ def plan(
     host_budget: Annotated[str | None, typer.Option(help="The most host memory; 70 % of the free memory.")] = None,
     eval_budget: Annotated[str | None, typer.Option(help="Host memory for evaluation; a sixteenth.")] = None,
     store_budget: Annotated[str | None, typer.Option(help="The most bytes of the store; no limit.")] = None,
-    commit_every: Annotated[int | None, typer.Option(help="Passes between commits; chosen if not given.")] = None,
-    samples_per_second: Annotated[float | None, typer.Option(help="How fast your model trains from memory.")] = None,
+    commit_every: Annotated[
+        int | None, typer.Option(min=1, help="Passes between commits; chosen if not given.")
+    ] = None,
+    samples_per_second: Annotated[float | None, typer.Option(min=1e-3, help="How fast your model trains.")] = None,
     trial: Annotated[bool, typer.Option("--trial", help="Train a small model on one pass to find this out.")] = False,
     measure: Annotated[bool, typer.Option("--measure", help="Measure the machine again.")] = False,
     as_json: Json = False,
@@ -60,7 +62,7 @@ def plan(
         raise ValueError(f"--optimize is {optimize!r}: it must be speed or memory")
     data = PassDataset.open(dataset)
     reuse = reuse_of(data, order_rule(data, order))
-    need = _device_bytes(data, device)
+    need = _device_bytes(data, device, None if device_budget is None else parse_bytes(device_budget))
     rates = measured_rates(store or dataset, device=device, again=measure)
     eval_bytes = None if eval_budget is None else parse_bytes(eval_budget)
     samples_P = [p.samples for p in data]
@@ -75,7 +77,7 @@ def plan(
     goal = cast("Literal['speed', 'memory']", optimize)
     point = capacity.choose(goal, points, commit_every)
     made = capacity.plan(
-        point, optimize=goal, device_bytes=need if device_budget is None else parse_bytes(device_budget),
+        point, optimize=goal, device_bytes=need,
         store_bytes=None if store_budget is None else parse_bytes(store_budget),
     )  # fmt: skip
     if out is not None:
@@ -92,7 +94,8 @@ def plan(
         bounds = Counter(one.bound for one in made.passes[len(data) :])
         console.print(
             f"device {format_bytes(made.budgets.device)}, host {format_bytes(point.host_bytes)}, a commit every "
-            f"{point.commit_every} passes: {point.epoch_seconds:,.3g} s predicted for an epoch; passes are bound "
+            f"{'pass' if point.commit_every == 1 else f'{point.commit_every} passes'}: {point.epoch_seconds:,.3g} s "
+            "predicted for an epoch; passes are bound "
             + ", ".join(f"{count} by {name}" for name, count in bounds.most_common())
             + ("" if rates.samples else "; compute is not known: give --samples-per-second or --trial")
         )
@@ -102,12 +105,14 @@ def plan(
     Output(as_json, quiet).result(record, show)
 
 
-def _device_bytes(data: PassDataset, device: str) -> int:
-    """Return the device memory of the largest pass."""
+def _device_bytes(data: PassDataset, device: str, budget: int | None) -> int:
+    """Return the device memory that was given, or of the largest pass. Raises BudgetError where that needs more."""
     from tiercache.backends.opening import open_backend
     from tiercache.planning.positions import Positions
     from tiercache.store.table import group_tables
     from tiercache.tiers.device_memory_plan import DeviceMemoryPlan
 
     backend = open_backend(device, data.tables)
-    return DeviceMemoryPlan.of(Positions.of(data, group_tables(data.tables)), backend).num_bytes
+    need = DeviceMemoryPlan.of(Positions.of(data, group_tables(data.tables)), backend)
+    need.check(need.num_bytes if budget is None else budget)
+    return need.num_bytes if budget is None else budget

@@ -30,7 +30,7 @@ class PassDataset:
         self.manifest = manifest
         self.schema = manifest.schema
         self.layout = SampleLayout(manifest.schema)
-        """The order of columns; ``layout.singles`` is that of ``Samples.singles``."""
+        """The order of columns; ``layout.singles`` is that of ``EncodedBatch.singles``."""
         self.passes = tuple(SubDataset(directory, i, record, self.layout) for i, record in enumerate(manifest.passes))
 
     @classmethod

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["FeatureIds", "SampleBuffers", "Samples"]
+__all__ = ["EncodedBatch", "FeatureIds", "SampleBuffers"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +34,7 @@ class FeatureIds:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Samples:
+class EncodedBatch:
     """n samples. Arrays may be views of one another and of the buffers that they were read into."""
 
     label: NDArray[np.float32] | None

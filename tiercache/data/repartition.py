@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.data.dataset import SubDataset
-    from tiercache.data.encoded_batch import Samples
+    from tiercache.data.encoded_batch import EncodedBatch
     from tiercache.schema import Schema
 
 __all__ = ["SplitSource", "repartition", "split_cursor", "split_source"]
@@ -250,7 +250,7 @@ def _parts(
 
 
 def _new_ids(
-    schema: Schema, samples: Samples, table: str, seen: NDArray[np.bool_], batch_multiple: int
+    schema: Schema, samples: EncodedBatch, table: str, seen: NDArray[np.bool_], batch_multiple: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Return the ids of a table that are not ``seen`` yet, each once, and the aligned unit that is first to have it."""
     ids, units = [np.empty(0, np.int32)], [np.empty(0, np.int64)]

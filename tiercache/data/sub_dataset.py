@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.data.array_file import ArrayFile
-from tiercache.data.encoded_batch import FeatureIds, SampleBuffers, Samples
+from tiercache.data.encoded_batch import EncodedBatch, FeatureIds, SampleBuffers
 from tiercache.data.keyset import KeySet
 from tiercache.data.manifest import file_name
 from tiercache.errors import DatasetError
@@ -96,7 +96,7 @@ class SubDataset:
         into: SampleBuffers | None = None,
         *,
         features: Collection[str] | None = None,
-    ) -> Samples:
+    ) -> EncodedBatch:
         """Read the samples at ``indices`` (n,), in their order; each may stand any number of times.
 
         features: those whose ids are read, all where not given. The arrays are fresh, or lie in ``into`` and are valid
@@ -143,7 +143,7 @@ class SubDataset:
             self._opened = ArrayFile(self.path, self._arrays, self.digest, f"sub-dataset {self.index}: ")
         return self._opened
 
-    def _check_ids(self, samples: Samples) -> None:
+    def _check_ids(self, samples: EncodedBatch) -> None:
         singles = [feature for feature in self._layout.singles if feature.name in samples.ids]
         parts = [(singles, samples.singles.reshape(-1))]  # in one call: there may be many
         lists = (feature for feature in self._layout.schema.lists if feature.name in samples.ids)
@@ -176,7 +176,7 @@ class _Reading:
         )  # fmt: skip
         self._fixed: dict[str, NDArray[Any]] = {}
 
-    def samples(self) -> Samples:
+    def samples(self) -> EncodedBatch:
         """Read them."""
         for column in self._layout.columns:
             if column.width is not None and column.name != "ids" and self._is_wanted(column):
@@ -190,7 +190,7 @@ class _Reading:
         label = self._fixed["label"].reshape(-1) if "label" in self._fixed else None
         dense = self._fixed.get("dense", np.empty((self._indices.size, 0), np.float32))
         ordered = {f.name: ids[f.name] for f in self._layout.schema.features if f.name in ids}
-        return Samples(label=label, dense=dense, singles=singles, ids=ordered)
+        return EncodedBatch(label=label, dense=dense, singles=singles, ids=ordered)
 
     def _is_wanted(self, column: SampleColumn) -> bool:
         return self._features is None or column.feature is None or column.feature in self._features

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.data.dataset import SubDataset
-    from tiercache.data.encoded_batch import SampleBuffers, Samples
+    from tiercache.data.encoded_batch import EncodedBatch, SampleBuffers
     from tiercache.schema import Schema
     from tiercache.store.table import Table
 
@@ -50,7 +50,7 @@ class SubDatasetView(Protocol):
         into: SampleBuffers | None = None,
         *,
         features: Collection[str] | None = None,
-    ) -> Samples:
+    ) -> EncodedBatch:
         """Read the samples at ``indices``, in their order, with local ids of the whole sub-dataset."""
         ...
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
 from tiercache.errors import BudgetError
 from tiercache.planning.budget import HostBudget
 from tiercache.planning.pass_plan import Planner
@@ -19,8 +17,7 @@ if TYPE_CHECKING:
     from tiercache.planning.plan import Rates, Seconds
     from tiercache.planning.reuse import Reuse
 
-COMMIT_INTERVALS = (1, 2, 4, 8)
-_POINTS = 6
+COMMIT_INTERVALS = (2, 4, 8)
 _ALIKE = 1.02
 """Seconds within this factor of the fewest count as equal."""
 
@@ -73,30 +70,31 @@ class Capacity:
             return error.least or 1
         return 1
 
-    def curve(self, most: int, *, points: int = _POINTS) -> list[Point]:
-        """Return points from the least budget up to ``most``, or to where a later epoch reads nothing if that is less.
+    def curve(self, most: int) -> list[Point]:
+        """Return points from the least budget up to where a later epoch reads nothing, or to ``most`` if that is less.
 
-        Raises BudgetError if ``most`` is below the least.
+        Each has half as much again as the one before. Raises BudgetError if ``most`` is below the least.
         """
-        low = high = min(self.least(), most)
-        found = [self.at(low)]
-        while found[-1].total("rows_read") and high < most:
-            high = min(2 * high, most)
-            found.append(self.at(high))
-        sizes = np.geomspace(low, high, points).astype(np.int64).tolist()[1:-1] if high > low else []
-        return sorted([found[0], *map(self.at, sizes), *found[1:][-1:]], key=lambda point: point.host_bytes)
+        points = [self.at(min(self.least(), most))]
+        while points[-1].total("rows_read") and points[-1].host_bytes < most:
+            points.append(self.at(min(points[-1].host_bytes * 3 // 2, most)))
+        return points
 
     def choose(self, optimize: Literal["speed", "memory"], points: Sequence[Point], commit_every: int | None) -> Point:
-        """Return the point with the least host memory, or the fastest; commits further apart where that is faster.
+        """Return the point with the least host memory, or the fastest; commits further apart where writes bound it.
 
         Of points that are about as fast the one with more frequent commits, then the one with less memory.
         commit_every: passes between commits, if they are not to be chosen.
         """
-        tried = points if optimize == "speed" else points[:1]
-        intervals = COMMIT_INTERVALS if optimize == "speed" and commit_every is None else (commit_every or 1,)
-        every = [p if n == 1 else self.at(p.host_bytes, commit_every=n) for n in intervals for p in tried]
-        fewest = min(point.epoch_seconds for point in every)
-        return next(point for point in every if point.epoch_seconds <= _ALIKE * fewest)
+        tried = list(points if optimize == "speed" else points[:1])
+        if (commit_every or 1) > 1:
+            tried = [self.at(point.host_bytes, commit_every=commit_every or 1) for point in tried]
+        fastest = min(tried, key=lambda point: point.epoch_seconds)
+        is_write_bound = any(fastest.seconds[v].bound == "write" for v in fastest.later)
+        if optimize == "speed" and commit_every is None and is_write_bound:
+            tried += [self.at(p.host_bytes, commit_every=n) for n in COMMIT_INTERVALS for p in points]
+        fewest = min(point.epoch_seconds for point in tried)
+        return next(point for point in tried if point.epoch_seconds <= _ALIKE * fewest)
 
     def plan(
         self, point: Point, *, optimize: Literal["speed", "memory"], device_bytes: int, store_bytes: int | None = None

@@ -15,7 +15,7 @@ from tiercache.training.row_gradients import RowGradients, is_alive
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from tiercache.data.encoded_batch import Samples
+    from tiercache.data.encoded_batch import EncodedBatch
     from tiercache.ranks.asking import Asked
     from tiercache.ranks.pooling import PooledBatch
     from tiercache.tiers.rows import GroupRows
@@ -28,7 +28,7 @@ __all__ = ["AskedBatch", "BatchRows", "PendingBatches", "tensors_of"]
 class AskedBatch:
     """A batch whose rows were asked for. In host memory."""
 
-    samples: Samples | None
+    samples: EncodedBatch | None
     """This rank's; None of a batch of raw keys, whose samples are elsewhere."""
     weight: float
     end: int

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tiercache.backends.base import Backend
-    from tiercache.data.encoded_batch import Samples
+    from tiercache.data.encoded_batch import EncodedBatch
     from tiercache.data.view import DatasetView
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.ranks.asking import Layout
@@ -57,7 +57,7 @@ as one that says so, as a rank may leave out a backward."""
 class _Read:
     """This rank's part of a batch, before its rows are asked for."""
 
-    samples: Samples | None
+    samples: EncodedBatch | None
     wanted: Wanted
     weight: float = 1.0
     end: int = 0

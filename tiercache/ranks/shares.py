@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.data.dataset import PassDataset, SubDataset
-    from tiercache.data.encoded_batch import SampleBuffers, Samples
+    from tiercache.data.encoded_batch import EncodedBatch, SampleBuffers
     from tiercache.ranks.owners import Owners
     from tiercache.ranks.sharding_plan import ShardingPlan
     from tiercache.schema import Schema
@@ -101,7 +101,7 @@ class SharedSubDataset:
         into: SampleBuffers | None = None,
         *,
         features: Collection[str] | None = None,
-    ) -> Samples:
+    ) -> EncodedBatch:
         """Read the samples at ``indices``, in their order, with local ids of the whole sub-dataset."""
         return self.whole.read(indices, into, features=features)
 

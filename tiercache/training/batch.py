@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.backends.jagged import FoundIds
-    from tiercache.data.encoded_batch import FeatureIds, Samples
+    from tiercache.data.encoded_batch import EncodedBatch, FeatureIds
     from tiercache.tiers.rows import RowView
     from tiercache.training.joining import Bringer, Joins
     from tiercache.training.tracers import Mark, Tracer
@@ -191,7 +191,7 @@ def cut_batches(order: Order, size: int, *, first: int, last: int) -> Iterator[t
 
 
 def make_batch(
-    samples: Samples,
+    samples: EncodedBatch,
     rows: RowView,
     *,
     ids: Mapping[str, FeatureIds] | None = None,

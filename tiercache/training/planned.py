@@ -60,13 +60,14 @@ class Planned:
 
         Raises BudgetError where neither says what device and host may take.
         """
+        given = [device, host, evaluation, store, commit_every]
         if self.plan is not None:
             ours = self.plan.budgets
-            device, host = ours.device if device is None else device, ours.host if host is None else host
-            evaluation, store = evaluation or ours.evaluation, store or ours.store
-            commit_every = ours.commit_every if commit_every is None else commit_every
+            planned = (ours.device, ours.host, ours.evaluation, ours.store, ours.commit_every)
+            given = [theirs if mine is None else mine for mine, theirs in zip(given, planned, strict=True)]
+        device, host, evaluation, store, every = given
         if device is None or host is None:
             raise BudgetError(
                 f"device_budget is {device!r} and host_budget {host!r}: give both, or the plan of `tiercache plan`"
             )
-        return Budgets.parse(device, host, evaluation, store, 1 if commit_every is None else commit_every)
+        return Budgets.parse(device, host, evaluation, store, 1 if every is None else int(every))
