@@ -71,7 +71,7 @@ def test_files_without_a_manifest_are_imported_with_a_schema(tmp_path: Path) -> 
     (tmp_path / "model" / "t" / "key").write_bytes((5).to_bytes(8, "little"))
     (tmp_path / "model" / "t" / "emb_vector").write_bytes(bytes(8))
     command = ["import", tmp_path / "model", tmp_path / "b.tc", "--schema", tmp_path / "schema.toml"]
-    assert "give the format of the files" in error_of(*command)
+    assert "give the format of its files (--format)" in error_of(*command)
     assert "the schema has no table 'x': it has 't', 'u'" in error_of(*command, "--table", "x")
     run(*command, "--format", "hugectr", "--table", "t")
     with Store.open(tmp_path / "b.tc") as store:

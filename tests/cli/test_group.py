@@ -172,6 +172,20 @@ def test_what_may_be_expected_is_a_sentence_and_no_traceback(
     assert isinstance(invoke("info", "s.tc").exception, KeyError)
 
 
+def test_commands_on_stores_name_a_dataset(folder: Path) -> None:
+    """And an export of key sets takes no option that is about rows."""
+    for command in (
+        ("lookup", "passes", "a", "1"),
+        ("changes", "passes", "--since", "0"),
+        ("diff", "s.tc", "passes"),
+        ("compact", "passes"),
+        ("rollback", "passes", "--to", "0"),
+        ("reorganize", "passes", "s.tc"),
+    ):
+        assert error_of(*command) == "passes is a dataset: give the directory of a store"
+    assert "exported whole" in error_of("export", "passes", "out", "--format", "hugectr", "--since", "0")
+
+
 def test_a_path_with_nul_is_refused(folder: Path) -> None:
     """By the parser of the command line, or by the command; there is no traceback."""
     for command in (

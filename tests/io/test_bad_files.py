@@ -323,8 +323,8 @@ def test_what_cannot_be_asked_for_is_refused(tmp_path: Path, exports: Path) -> N
             tc.export_store(store, tmp_path / "new", format="numpy")
         with pytest.raises(ImportExportError, match="has a table 'item' that the store does not"):
             tc.import_store(exports / "numpy", store)
-    refused(tmp_path / "nowhere", tmp_path / "s.tc", r"there is no .*tables\.json: give the format")
-    refused(tmp_path / "nowhere", tmp_path / "s.tc", "there is no folder", format="numpy", tables=[ITEM])
+    refused(tmp_path / "nowhere", tmp_path / "s.tc", r"there is nothing at .*nowhere: give a folder")
+    refused(tmp_path / "nowhere", tmp_path / "s.tc", "there is nothing at", format="numpy", tables=[ITEM])
     assert not (tmp_path / "new").exists()
 
 

@@ -35,6 +35,8 @@ def export(
 
     output, began = Output(as_json, quiet), time.perf_counter()
     if kind_of(path) == "dataset":
+        if table or since is not None or commit is not None or not state:
+            raise ValueError(f"{path} is a dataset: its key sets are exported whole, so give --format alone")
         _export_keys(path, out, format, output)
         return
     with open_store(path, commit) as store, output.working() as tell:

@@ -40,6 +40,7 @@ def open_store(path: Path, commit: int | None = None) -> Store | ShardedStore:
     from tiercache.ranks.sharded_store import ShardedStore
     from tiercache.store import Store
 
+    _refuse_dataset(path)
     return ShardedStore.open(path, commit=commit) if is_sharded(path) else Store.open(path, mode="r", commit=commit)
 
 
@@ -66,6 +67,7 @@ def roll_back(path: Path, to: int) -> Commit | CommonCommit:
     from tiercache.store import Store
     from tiercache.store.part import is_part
 
+    _refuse_dataset(path)
     if is_sharded(path):
         return rollback_sharded(path, to)
     if is_part(path):
@@ -82,8 +84,14 @@ def refuse_shards(path: Path, what: str) -> None:
     from tiercache.ranks.inspection import is_sharded
     from tiercache.store.part import is_part
 
+    _refuse_dataset(path)
     if is_sharded(path) or is_part(path):
         raise ValueError(
             f"{path} is {'' if is_sharded(path) else 'a shard of '}a sharded store, whose shards make commits "
             f"together: {what} works on a store of one process"
         )
+
+
+def _refuse_dataset(path: Path) -> None:
+    if kind_of(path) == "dataset":
+        raise ValueError(f"{path} is a dataset: give the directory of a store")

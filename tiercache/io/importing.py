@@ -78,11 +78,13 @@ def import_store(
             arrays = source if isinstance(source, Mapping) else load_tensors(Path(place))
             readers = {table: read_array(str(place), table, arrays, names or {}) for table in given}
         else:
+            if not place.exists():
+                raise ImportExportError(f"there is nothing at {place}: give a folder of files, or a state dict")
             manifest = _find_manifest(place)
             if manifest is None and (format is None or given is None):
-                raise ImportExportError(
-                    f"there is no {place / MANIFEST}: give the format of the files and the tables they hold"
-                )
+                lacking = ["the format of its files (--format)"] * (format is None)
+                lacking += ["the tables that they hold (--schema)"] * (given is None)
+                raise ImportExportError(f"there is no {place / MANIFEST}: give {' and '.join(lacking)}")
             rows = {one.table: one.rows for one in manifest.tables} if manifest else dict.fromkeys(given or ())
             given = given or tuple(rows)
             readers = _open_files(place, format or str(manifest and manifest.format), given, rows)
