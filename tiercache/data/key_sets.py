@@ -65,6 +65,8 @@ def as_keys(what: str, values: Any) -> NDArray[np.int64]:
     """
     values = _numpy(values)
     if values.dtype.kind not in "iu" or values.dtype == np.uint64:
+        if values.dtype.kind in "USO":
+            raise ValueError(f"{what} are texts or objects: keys are int64, that of a text is tiercache.key_of(text)")
         raise ValueError(f"{what} are {values.dtype}: keys are int64, give integers that fit it")
     return values.astype(np.int64, copy=False)  # type: ignore[no-any-return]
 
