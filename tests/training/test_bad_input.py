@@ -256,3 +256,13 @@ def test_tracking_a_model_of_another_shape_is_refused_on_resume(store: tc.Store,
         cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5))
         with one_sentence(StateError, "'model'", "top.weight", "size mismatch"):
             next(cache.passes(epochs=2))
+
+
+def test_a_dataset_may_be_given_by_its_path_and_nothing_else_is_one(store: tc.Store, passes: tc.PassDataset) -> None:
+    """A path is opened; None, or a folder without a dataset, is a sentence."""
+    budgets: dict[str, Any] = {"device_budget": "1MiB", "host_budget": "64MiB", "progress": False}
+    with tc.TierCache(store, passes.path, **budgets) as cache:
+        assert cache.dataset.digest == passes.digest
+    for data, message in ((None, "the data are NoneType: give a PassDataset"), ("nowhere", "there is no dataset in")):
+        with pytest.raises(DatasetError, match=message):
+            tc.TierCache(store, data, **budgets)  # type: ignore[arg-type]

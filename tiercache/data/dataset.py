@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +33,15 @@ class PassDataset:
         self.layout = SampleLayout(manifest.schema)
         """The order of columns; ``layout.singles`` is that of ``EncodedBatch.singles``."""
         self.passes = tuple(SubDataset(directory, i, record, self.layout) for i, record in enumerate(manifest.passes))
+
+    @classmethod
+    def of(cls, data: PassDataset | str | os.PathLike[str]) -> PassDataset:
+        """Return a dataset as it is given, or the one at a path. Raises DatasetError for anything else."""
+        if isinstance(data, str | os.PathLike):
+            return cls.open(Path(data))
+        if not hasattr(data, "passes"):
+            raise DatasetError(f"the data are {type(data).__name__}: give a PassDataset, or the path of one")
+        return data
 
     @classmethod
     def open(cls, path: str | Path) -> PassDataset:

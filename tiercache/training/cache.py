@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tiercache.backends.opening import open_backend
+from tiercache.data.dataset import PassDataset
 from tiercache.dist.communicator import communicator_of
 from tiercache.dist.consistency import check_same
 from tiercache.errors import BudgetError, StateError
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from tiercache.backends.base import Backend
-    from tiercache.data.dataset import PassDataset
     from tiercache.planning.pass_plan import PassPlan
     from tiercache.planning.store_plan import StorePlan
     from tiercache.ranks.budgets import Budgets
@@ -78,7 +78,7 @@ class TierCache(SteppedCache):
     def __init__(
         self,
         store: str | os.PathLike[str] | Store | ShardedStore,
-        data: PassDataset,
+        data: PassDataset | str | os.PathLike[str],
         *,
         group: ProcessGroup | None = None,
         model: nn.Module | Sequence[nn.Module] | None = None,
@@ -107,7 +107,7 @@ class TierCache(SteppedCache):
             store: the path of a store, which is created if it does not exist, or a Store, which stays open. With one
                 rank the store at a path is a plain one, unless it is sharded already or ``shard_dirs`` is given; with
                 several ranks it is sharded. A ShardedStore is only read, by as many ranks as it has shards.
-            data: what `extract` or `write_key_sets` wrote.
+            data: what `extract` or `write_key_sets` wrote, or its path.
             group: a process group. Default: torch's default group if there is one, else this process is the only rank.
                 The cache makes process groups of its own from it.
             model, optimizer: one or several, registered as "model" and "optimizer", or "model0", "model1" and so on:
@@ -150,10 +150,11 @@ class TierCache(SteppedCache):
             ValueError: an argument makes no sense.
             StoreError: what ``Store.open`` raises.
         """
-        self.dataset, self._closed = data, False
+        self._closed = False
         self.communicator = ranks = communicator_of(group, device if isinstance(device, str) else device.device)
         with closed_on_error(self, "_exchange", "_rows", "_asking", "_beside", "_opened", "communicator"):
             with ranks.raise_on_all("reading the budgets"):
+                self.dataset = data = PassDataset.of(data)
                 planned = Planned.read(plan, data)
                 options = StoreOptions(
                     sharding=sharding, shard_dirs=shard_dirs, engine=engine, retention=retention,
