@@ -146,7 +146,7 @@ class Stages(SchedulerPlugin):
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Stages, Path]]:
     """Two worker processes, what is known of them, and the folder of orders to die."""
-    orders = tmp_path_factory.mktemp("orders")
+    orders, environment = tmp_path_factory.mktemp("orders"), dict(os.environ)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FATAL, str(orders))
         with LocalCluster(
@@ -155,6 +155,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Sta
             stages = Stages()
             made.scheduler.add_plugin(stages)
             yield made, stages, orders
+    os.environ.clear()  # a nanny leaves the threads that its workers may use in this process's environment
+    os.environ.update(environment)
 
 
 @pytest.mark.parametrize(("call", "out"), [("open", "{}"), ("put_file", "shared://{}")])

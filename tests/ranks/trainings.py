@@ -331,7 +331,7 @@ def asked_ahead(ranks: AnyCommunicator, case: str, folder: str, *, queued: bool)
             following = number + 1 < -(-first.num_samples // one.batch)
             with done:
                 wanted = number + 1 + following
-                assert done.wait_for(lambda: _count(events, "asking all_to_all") == wanted, 30), events  # noqa: B023
+                assert done.wait_for(lambda: _count(events, "asking all_to_all") >= wanted, 30), events  # noqa: B023
             step([batch], model, optimizer)
             events.append("step")
     return events
