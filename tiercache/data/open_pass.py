@@ -76,13 +76,14 @@ class OpenPass:
         """Return the number of keys by table, in the order of table ids."""
         return [unique.count for unique in self.unique.values()]
 
-    def number(self, batch: RawBatch) -> dict[str, NDArray[np.int32]]:
+    def number(self, batches: Sequence[RawBatch]) -> list[dict[str, NDArray[np.int32]]]:
         """Return the numbers of the keys of every feature, new ones where they have none; writes nothing."""
-        numbers = {name: np.empty(feature.keys.size, np.int32) for name, feature in batch.features.items()}
+        numbers = [{name: np.empty(f.keys.size, np.int32) for name, f in batch.features.items()} for batch in batches]
 
         def add(name: str, part: int) -> None:
-            for feature in self._features[name]:
-                self.unique[name].add(batch.features[feature.name].keys, numbers[feature.name], part)
+            for batch, mine in zip(batches, numbers, strict=True):  # table by table: its slots stay in the caches
+                for feature in self._features[name]:
+                    self.unique[name].add(batch.features[feature.name].keys, mine[feature.name], part)
 
         self._each(add)
         return numbers
@@ -91,12 +92,13 @@ class OpenPass:
         """Return what ``take_back`` goes back to."""
         return {name: list(unique.counts) for name, unique in self.unique.items()}
 
-    def take_back(self, batch: RawBatch, counts: dict[str, list[int]]) -> None:
-        """Forget the batch that was numbered last, before which ``counts()`` was ``counts``."""
+    def take_back(self, batches: Sequence[RawBatch], counts: dict[str, list[int]]) -> None:
+        """Forget the batches that were numbered last, before which ``counts()`` was ``counts``."""
 
         def forget(name: str) -> None:
-            keys = [batch.features[feature.name].keys for feature in self._features[name]]
-            self.unique[name].take_back(np.concatenate([*keys, np.empty(0, np.int64)]), counts[name])
+            for batch in batches:
+                for feature in self._features[name]:
+                    self.unique[name].take_back(batch.features[feature.name].keys, counts[name])
 
         self._workers.run(partial(forget, name) for name in self.unique)
 
@@ -135,9 +137,12 @@ class OpenPass:
             done += os.preadv(self._file.fileno(), [view[done:]], piece.offset + done)
         return out
 
-    def numbering_bytes(self, batch: RawBatch) -> int:
-        """Return the most host bytes that keys take while ``batch`` is numbered, were all its keys new."""
-        new = {name: sum(batch.features[f.name].keys.size for f in some) for name, some in self._features.items()}
+    def numbering_bytes(self, batches: Sequence[RawBatch]) -> int:
+        """Return the most host bytes that keys take while ``batches`` are numbered, were all their keys new."""
+        new = {
+            name: sum(batch.features[f.name].keys.size for f in some for batch in batches)
+            for name, some in self._features.items()
+        }
         return sum(unique.grown_bytes(new[name]) for name, unique in self.unique.items())
 
     def closing_bytes(self) -> int:

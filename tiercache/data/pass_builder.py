@@ -6,12 +6,12 @@ from collections import deque
 from typing import TYPE_CHECKING, Literal
 
 from tiercache.data.open_pass import OpenPass
-from tiercache.data.raw_batch import RawBatch, join
+from tiercache.data.raw_batch import RawBatch
 from tiercache.errors import BudgetError
 from tiercache.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -116,21 +116,22 @@ class PassBuilder:
         """Put the first ``count`` pending samples into passes."""
         if not count:
             return
-        samples = join(self._pending)
-        rest = samples.slice(count, samples.num_samples)
-        self._pending = [rest.copy()] if rest.num_samples else []  # a view would keep the whole chunk alive
-        self._pending_bytes, self._pending_samples = sum(p.num_bytes for p in self._pending), rest.num_samples
+        batches, rest = self._pending, _stretch(self._pending, count, self._pending_samples)
+        self._pending = [batch.copy() for batch in rest]  # a view would keep the whole batch alive
+        self._pending_bytes = sum(batch.num_bytes for batch in self._pending)
+        self._pending_samples -= count
         low, failing = 0, 0  # units from `low` on that are known not to fit, 0: none
         while low < count:
             step = self._step(count - low, failing)
             high = min(count, low + step * self._unit) if self._cut.kind == "budget" else count
-            failure = self._try(samples.slice(low, high))
+            samples = _stretch(batches, low, high)
+            failure = self._try(samples)
             if failure is None:
                 low, failing = high, max(0, failing - step)
             elif self._cut.kind == "budget" and step > 1:
                 failing = step
             elif failure == "host" or self._cut.kind != "budget" or not self._opened().samples:
-                raise BudgetError(self._explain(failure, samples.slice(low, high)))
+                raise BudgetError(self._explain(failure, samples, high - low))
             else:
                 self._close()
                 failing = 0
@@ -155,7 +156,7 @@ class PassBuilder:
             )
         return self._open
 
-    def _try(self, samples: RawBatch) -> Literal["device", "host"] | None:
+    def _try(self, samples: list[RawBatch]) -> Literal["device", "host"] | None:
         """Add samples to the open pass, or do nothing and return which budget they would exceed."""
         target = self._opened()
         counts, parts = target.counts(), list[RawBatch]()
@@ -165,29 +166,28 @@ class PassBuilder:
                 target.append(part, mine)
             return None
         failure: Literal["device", "host"] = "device" if not self._rows.fits(target.rows()) else "host"
-        for part in parts:
-            target.take_back(part, counts)
+        target.take_back(parts, counts)
         return failure
 
-    def _number(self, target: OpenPass, samples: RawBatch, parts: list[RawBatch]) -> list[_Numbers] | None:
+    def _number(self, target: OpenPass, samples: list[RawBatch], parts: list[RawBatch]) -> list[_Numbers] | None:
         """Number samples in ``parts`` as far as the host memory for keys goes; None where that is not all the way."""
         keys = self._memory.keys
         if target.numbering_bytes(samples) + self._closer.held_bytes > keys:
             self._closer.wait()
         if target.numbering_bytes(samples) > keys:
             # That counted every key as new: smaller parts are nearer to the truth.
-            half = samples.num_samples // 2
-            first = self._number(target, samples.slice(0, half), parts) if half else None
-            second = first and self._number(target, samples.slice(half, samples.num_samples), parts)
+            size = sum(batch.num_samples for batch in samples)
+            first = self._number(target, _stretch(samples, 0, size // 2), parts) if size > 1 else None
+            second = first and self._number(target, _stretch(samples, size // 2, size), parts)
             return first + second if first and second else None
-        parts.append(samples)
+        parts += samples
         numbers = target.number(samples)
         if target.closing_bytes() + self._closer.held_bytes > keys:
             self._closer.wait()
-        return [numbers] if target.closing_bytes() <= keys else None
+        return numbers if target.closing_bytes() <= keys else None
 
-    def _explain(self, failure: str, samples: RawBatch) -> str:
-        """Say which budget ``samples``, the next ones of the open pass, exceed."""
+    def _explain(self, failure: str, samples: list[RawBatch], count: int) -> str:
+        """Say which budget ``samples``, the next ``count`` of the open pass, exceed."""
         target = self._opened()
         index, before = self._num_passes, target.samples
         if failure == "host":
@@ -200,9 +200,9 @@ class PassBuilder:
         self._number(target, samples, [])
         excess = self._rows.excess(target.rows())
         if self._cut.kind == "budget":
-            what = f"one batch multiple of {samples.num_samples:,} samples {excess}"
+            what = f"one batch multiple of {count:,} samples {excess}"
             return f"{what}: raise device_budget or lower batch_multiple (now {self._unit:,})"
-        what = f"sub-dataset {index}, of at least {before + samples.num_samples:,} samples, {excess}"
+        what = f"sub-dataset {index}, of at least {before + count:,} samples, {excess}"
         return f"{what}: raise device_budget or cut smaller passes"
 
     def _close(self) -> None:
@@ -219,3 +219,14 @@ class PassBuilder:
         self._open = None
         self._num_passes += 1
         self._on_close(self._num_passes)
+
+
+def _stretch(batches: Sequence[RawBatch], low: int, high: int) -> list[RawBatch]:
+    """Return samples [low, high) of batches that follow one another, as views."""
+    found, first = [], 0
+    for batch in batches:
+        begin, end = max(low, first) - first, min(high, first + batch.num_samples) - first
+        if begin < end:
+            found.append(batch.slice(begin, end))
+        first += batch.num_samples
+    return found
