@@ -313,7 +313,8 @@ def main() -> int:
         folder = options.folder / f"{way.before}-{way.after} {way.engine}"
         workload = Resharding(way, folder)
         killer = Killer(folder, workload, seed=options.seed)
-        names = [name for name in PHASES if any(one[0] == name for one in workload.points)]
+        # the last ones first: where kills are no whole turns, more of them find new parts
+        names = [name for name in reversed(PHASES) if any(one[0] == name for one in workload.points)]
         share, turns = options.kills * (i + 1) / len(some), itertools.cycle(range(len(names) + INSTANTS))
         with contextlib.suppress(EnoughError):
             while outcome.counts["kills"] + killer.outcome.counts["kills"] < share:

@@ -68,16 +68,14 @@ def test_a_rollback_killed_at_any_point_is_made_or_not(tmp_path: Path, engine: s
     assert min(found["stood before"], found["stood after"], found["second_kills"]) >= 1
 
 
-@pytest.mark.parametrize("kills", [24, pytest.param(600, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [32, pytest.param(600, marks=pytest.mark.long)])
 def test_ranks_killed_while_they_write_new_parts_end_with_the_same_bits(tmp_path: Path, kills: int) -> None:
     """One rank or all, at calls that touch the disk and at random instants, and again as they begin anew."""
     found = killed("resharding", tmp_path, kills=kills)
     assert found["phases"].keys() == set(PHASES)
     assert min(*found["phases"].values(), found["instants"]) >= 1
     assert min(found["kills_of_all"], found["second_kills"], found["old_ranks_between"]) >= 1
-    assert (
-        min(found["stood_in_old_parts"], found["stood_in_new_parts"]) >= kills // 24
-    )  # which of them depends on the disk
+    assert min(found["stood_in_old_parts"], found["stood_in_new_parts"]) >= 4
 
 
 @pytest.mark.parametrize("kills", [6, pytest.param(100, marks=pytest.mark.long)])

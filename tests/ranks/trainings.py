@@ -332,6 +332,8 @@ def asked_ahead(ranks: AnyCommunicator, case: str, folder: str, *, queued: bool)
             with done:
                 wanted = number + 1 + following
                 assert done.wait_for(lambda: _count(events, "asking all_to_all") >= wanted, 30), events  # noqa: B023
+                ahead = max(cache._backend.ahead, cache._exchange.least_ahead)
+                assert _count(events, "asking all_to_all") <= number + 1 + ahead, events
             step([batch], model, optimizer)
             events.append("step")
     return events
