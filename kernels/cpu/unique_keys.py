@@ -140,6 +140,23 @@ def _carry_counts(slots: Written[U8], carried: Written[I8]) -> None:
 
 
 @inlined
+def _key(x, table_id, inverses):  # type: ignore[no-untyped-def]
+    """Return the key that has a hash: the inverse of `mix_word`."""
+    x = (x ^ (x >> np.uint64(31)) ^ (x >> np.uint64(62))) * inverses[0]
+    x = (x ^ (x >> np.uint64(27)) ^ (x >> np.uint64(54))) * inverses[1]
+    return np.int64(x ^ (x >> np.uint64(30)) ^ (x >> np.uint64(60)) ^ table_id)
+
+
+@serial
+def _by_number(slots: U8, table_id: Word, part: int, part_bits: int, inverses: U8, keys: Written[I8]) -> None:
+    """Write the key of each number of a part."""
+    for i in range(0, slots.size, 2):
+        if slots[i + 1] != 0:
+            number = ((np.int64(slots[i + 1] & _NUMBER) - 1) << part_bits) + part
+            keys[number] = _key(slots[i], table_id, inverses)
+
+
+@inlined
 def _bucket(hashed, part_bits, bits, width):  # type: ignore[no-untyped-def]
     """Return `width` bits of a hash behind its first `part_bits` and `bits`."""
     return np.uint64(hashed << np.uint64(part_bits + bits)) >> np.uint64(64 - width) if width else np.uint64(0)
@@ -208,10 +225,8 @@ def _finish(
                 j -= 1
             fine[2 * j + 2], fine[2 * j + 3] = hashed, word
         for i in range(size):
-            x, word = fine[2 * i], fine[2 * i + 1]
-            x = (x ^ (x >> np.uint64(31)) ^ (x >> np.uint64(62))) * inverses[0]
-            x = (x ^ (x >> np.uint64(27)) ^ (x >> np.uint64(54))) * inverses[1]
-            keys[begin + i] = np.int64(x ^ (x >> np.uint64(30)) ^ (x >> np.uint64(60)) ^ table_id)
+            word = fine[2 * i + 1]
+            keys[begin + i] = _key(fine[2 * i], table_id, inverses)
             counts[begin + i] = np.int64(word >> _HALF)
             if positions.size:
                 positions[((np.int64(word & _NUMBER) - 1) << part_bits) + part] = first + begin + i
@@ -225,7 +240,7 @@ class UniqueKeys:
     much for the old slots of a part while it grows; sorting takes 36 to 44 bytes a key.
     """
 
-    def __init__(self, table_id: int, parts: int = 1, room: int = 0) -> None:
+    def __init__(self, table_id: int = 0, parts: int = 1, room: int = 0) -> None:
         """``room``: keys that are expected; the table grows beyond."""
         self.table_id, self.parts = table_id, parts
         self._bits = parts.bit_length() - 1
@@ -266,6 +281,13 @@ class UniqueKeys:
             done += step
             if done < keys.size:
                 self._make_room(part)
+
+    def keys(self) -> I8:
+        """Return the key of each number; of several parts, numbers that no key has are 0."""
+        keys = np.zeros(max(self.counts) << self._bits, np.int64)
+        for part, slots in enumerate(self._slots):
+            _by_number(slots, self.table_id, part, self._bits, _INVERSES, keys)
+        return keys
 
     def take_back(self, keys: I8, counts: list[int]) -> None:
         """Take back the keys (n,) that were added last; `counts` is what it was before the first of them."""

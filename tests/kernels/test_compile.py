@@ -100,14 +100,14 @@ def test_kernels_compile_where_nothing_can_be_cached(tmp_path: Path) -> None:
 def test_an_edited_helper_makes_its_callers_stale(tmp_path: Path) -> None:
     """Compiled code belongs to the module and to every kernel module it imports."""
     jit._source_stamp.cache_clear()
-    before = {name: jit._source_stamp(name) for name in ("cpu.key_to_index", "cpu.sorting")}
-    assert before["cpu.key_to_index"] != before["cpu.sorting"]
+    before = {name: jit._source_stamp(name) for name in ("cpu.unique_keys", "cpu.sorting")}
+    assert before["cpu.unique_keys"] != before["cpu.sorting"]
     original = Path(jit.__file__).with_name("hashing.py").read_bytes()
     read = Path.read_bytes
     jit._source_stamp.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "read_bytes", lambda p: original + b"#" if p.name == "hashing.py" else read(p))
-        assert jit._source_stamp("cpu.key_to_index") != before["cpu.key_to_index"]
+        assert jit._source_stamp("cpu.unique_keys") != before["cpu.unique_keys"]
         assert jit._source_stamp("cpu.sorting") == before["cpu.sorting"]
     jit._source_stamp.cache_clear()
 

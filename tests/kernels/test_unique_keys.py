@@ -42,6 +42,9 @@ def test_unique_keys_come_in_hash_order_with_their_counts(
     everything = np.concatenate(given_keys)
     expected, occurrences = np.unique(everything, return_counts=True)
     assert unique.count == expected.size
+    np.testing.assert_array_equal(unique.keys()[np.concatenate(numbers)], everything)
+    if parts == 1:
+        assert unique.keys().tolist() == list(dict.fromkeys(everything.tolist()))
     keys, found, positions = unique.sorted()
     hashes = hash_keys(keys, 12345)
     assert np.all(hashes[1:] > hashes[:-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from abc import abstractmethod
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,9 @@ class ArrayRows:
             version = np.lib.format.read_magic(file)
             read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
             shape, is_fortran, dtype = read(file)
-        except Exception as error:
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # NumPy's parser of headers raises what Python's does, SyntaxError for one
             raise SourceError(f"{where} is no .npy file that can be read ({error}): save it with numpy.save") from error
         if dtype.hasobject or not shape or len(shape) > 2 or (is_fortran and len(shape) > 1):
             raise SourceError(
@@ -100,20 +103,20 @@ class _ArrayReader(FileReader):
         """Say in a sentence what zipfile, NumPy and its parser of headers raise for damaged files."""
         try:
             yield
-        except (SourceError, OSError):
+        except (SourceError, OSError, MemoryError):
             raise
         except Exception as error:
             raise SourceError(
                 f"{self._file.path} cannot be read ({str(error) or type(error).__name__}): write it again"
             ) from error
 
+    @abstractmethod
     def _parts(self, stack: ExitStack, wanted: set[str] | None) -> Mapping[str, ArrayRows]:
         """Open the arrays that hold the wanted columns, None: all, at their first rows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _split(self, name: str, rows: NDArray[Any]) -> dict[str, NDArray[Any]]:
         """Return the columns that one array holds."""
-        raise NotImplementedError
 
 
 class NumpyReader(_ArrayReader):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tiercache.kernels.cpu.key_to_index import KeyToIndex
 from tiercache.kernels.cpu.next_use import hash_range_bound, sweep_uses
+from tiercache.kernels.cpu.unique_keys import UniqueKeys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -87,11 +87,14 @@ def key_ranges(
             end_P = [hash_range_bound(keys, table_id, r * below // ranges) for keys in keys_P]
             starts = np.concatenate([[0], np.cumsum(np.subtract(end_P, begin_P))]).astype(np.int64)
             if starts[-1]:
-                names, numbers = KeyToIndex(int(np.diff(starts).max())), np.empty(starts[-1], dtype=np.int32)
+                names = UniqueKeys(room=int(np.diff(starts).max()))
+                numbers = np.empty(starts[-1], dtype=np.int32)
                 for p, keys in enumerate(keys_P):
                     here = np.ascontiguousarray(keys[begin_P[p] : end_P[p]])
-                    names.insert(here, numbers[starts[p] : starts[p + 1]])
-                yield KeyRange(table, begin_P, starts, numbers, names.keys())
+                    names.add(here, numbers[starts[p] : starts[p + 1]])
+                keys_R = names.keys()
+                del names  # its table is larger than all that follows
+                yield KeyRange(table, begin_P, starts, numbers, keys_R)
             begin_P = end_P
 
 

@@ -11,7 +11,7 @@ from tiercache.backends.base import Layout
 from tiercache.backends.opening import open_backend
 from tiercache.dist.communicator import LocalCommunicator
 from tiercache.errors import DatasetError, StateError
-from tiercache.kernels.cpu.key_to_index import KeyToIndex
+from tiercache.kernels.cpu.unique_keys import UniqueKeys
 from tiercache.planning.overlap import order_rule
 from tiercache.planning.positions import Positions
 from tiercache.planning.schedule import Schedule
@@ -110,14 +110,14 @@ class InMemoryCache(SteppedCache):
         group, rows = self._groups[g], 0
         for i, table in enumerate(group.tables):
             most = sum(p.rows(table.name) for p in self.dataset.passes)
-            names = KeyToIndex(max(1, most))
+            names = UniqueKeys(room=most)
             for p, source in enumerate(self.dataset.passes):
                 starts = self._positions.table_starts(p, g)
                 numbers = self._slots_PG[p][g][starts[i] : starts[i + 1]]
-                names.insert(np.ascontiguousarray(source.keys(table.name)), numbers)
+                names.add(np.ascontiguousarray(source.keys(table.name)), numbers)
                 numbers += rows
             self._first[table.name] = rows
-            self._keys[table.name] = names.keys().copy()
+            self._keys[table.name] = names.keys()
             rows += names.count
         return rows
 

@@ -14,7 +14,7 @@ import torch
 
 from tiercache.backends.jagged import RowRequest, places_of
 from tiercache.data.encoded_batch import FeatureIds
-from tiercache.kernels.cpu.key_to_index import KeyToIndex
+from tiercache.kernels.cpu.unique_keys import UniqueKeys
 from tiercache.tiers.first_vectors import initial_vectors
 from tiercache.tiers.rows import GroupRows, RowView
 from tiercache.training.row_gradients import RowGradients
@@ -82,14 +82,14 @@ class MissingRows:
             if not any(f.name in lacking for f in mine):
                 continue
             view = rows.groups[g]
-            positions = KeyToIndex()
+            positions = UniqueKeys()
             vectors: list[NDArray[np.float32]] = []
             numbers = {f.name: np.full(places[f.name].size, -1, np.int32) for f in mine}
             for f in mine:
                 here = places[f.name] >= 0
                 held = places[f.name][here] + np.int64(view.first[f.table])
                 found = np.empty(held.size, np.int32)
-                positions.insert(held, found)
+                positions.add(held, found)
                 numbers[f.name][here] = found
             held_R = positions.keys().astype(np.int32)
             if missing == "zero":
@@ -118,13 +118,13 @@ class MissingRows:
         reader: RowReader | None,
     ) -> int:
         """Number the missing keys of one table from ``first`` on and append their vectors; returns how many."""
-        unique = KeyToIndex()
+        unique = UniqueKeys()
         for name in names:
             gone = places[name] < 0
             found = np.empty(int(np.count_nonzero(gone)), np.int32)
-            unique.insert(features[name].keys[gone], found)
+            unique.add(features[name].keys[gone], found)
             numbers[name][gone] = found + first
-        keys = unique.keys().copy()
+        keys = unique.keys()
         if keys.size:
             if missing == "load":
                 vectors.append(np.empty((keys.size, table.dim), np.float32))
