@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,16 +111,15 @@ def measure(path: Path, rows: int, folder: Path, repeats: int) -> dict[str, Any]
     runs: dict[str, Callable[[], tuple[float, int]]] = {}
     for kind in "is":
         if importlib.util.find_spec("duckdb") is not None:
-            runs[f"duckdb_{kind}"] = lambda kind=kind: duckdb_seconds(path, kind)  # type: ignore[misc]
+            runs[f"duckdb_{kind}"] = partial(duckdb_seconds, path, kind)
         if importlib.util.find_spec("polars") is not None:
-            runs[f"polars_{kind}"] = lambda kind=kind: polars_seconds(path, kind)  # type: ignore[misc]
-        runs[f"keysets_{kind}"] = lambda kind=kind: our_seconds(path, kind, folder, samples=False)  # type: ignore[misc]
-    runs["dataset_i"] = lambda: our_seconds(path, "i", folder, samples=True)
+            runs[f"polars_{kind}"] = partial(polars_seconds, path, kind)
+        runs[f"keysets_{kind}"] = partial(our_seconds, path, kind, folder, samples=False)
+    runs["dataset_i"] = partial(our_seconds, path, "i", folder, samples=True)
     for passes in (21, 165):
         unit = max(1, rows // passes)
-        runs[f"passes_{passes}"] = lambda unit=unit: our_seconds(  # type: ignore[misc]
-            path, "i", folder, samples=True, split_by=f"rows={unit}", batch_multiple=unit
-        )
+        cut: dict[str, Any] = {"split_by": f"rows={unit}", "batch_multiple": unit}
+        runs[f"passes_{passes}"] = partial(our_seconds, path, "i", folder, samples=True, **cut)
     seconds: dict[str, float] = {}
     keys: dict[str, int] = {}
     for _ in range(repeats):

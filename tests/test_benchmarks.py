@@ -59,6 +59,7 @@ def test_out_of_core_keeps_its_plan_reads_hardly_a_row_too_many_and_ends_with_th
     assert found["throughput_ratio"] == pytest.approx(sum(memory) / sum(tiered), rel=0.01)
     assert found["planned_equals_measured"] is True
     assert found["bits_equal"] is True
+    assert found["check_fraction"] > 0
     assert 0 < found["rows_read_optimal"] <= found["rows_read"] <= 1.01 * found["rows_read_optimal"]
     assert found["rows_needed"] == found["rows_kept"] + found["rows_from_host"] + found["rows_read"]
     assert found["table_bytes"] >= 10 * found["device_budget_bytes"]
