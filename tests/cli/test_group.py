@@ -214,3 +214,25 @@ def test_the_program_shows_its_version_and_ends_with_its_code(monkeypatch: pytes
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("info", "passes", "--segments"), "passes is a dataset: --segments is of stores"),
+        (("info", "s.tc", "--curve"), "s.tc is a store: --curve and --plot are of datasets"),
+        (("info", "s.tc", "--plot", "a.png"), "s.tc is a store: --curve and --plot are of datasets"),
+        (("reorganize", "s.tc", "passes", "--order", "random"), "random"),
+    ],
+)
+def test_an_option_of_the_other_kind_is_refused(folder: Path, arguments: tuple[str, ...], message: str) -> None:
+    """None is ignored."""
+    assert message in error_of(*arguments)
+
+
+def test_a_store_is_put_into_the_order_that_a_training_by_overlap_has(folder: Path) -> None:
+    """The training finds it so, and reorganizes nothing."""
+    assert told("reorganize", "s.tc", "passes", "--order", "overlap")["rewritten"]
+    budgets = {"device_budget": "1MiB", "host_budget": "64MiB", "order": "overlap", "reorganize": False}
+    with tc.Store.open("s.tc") as store, tc.TierCache(store, "passes", progress=False, **budgets):
+        pass

@@ -44,6 +44,7 @@ def rollback(
 def reorganize(
     path: StorePath,
     dataset: _Dataset,
+    order: Annotated[str | None, typer.Option(help="overlap, where the training has that order.")] = None,
     order_seed: Annotated[int | None, typer.Option(help="The seed of the training's order of passes.")] = None,
     store_budget: Annotated[str | None, typer.Option(help="What the store may take meanwhile, such as 200GiB.")] = None,
     as_json: Json = False,
@@ -59,7 +60,7 @@ def reorganize(
     with Store.open(path) as store:
         before = store.commit
         commit = run(
-            store, PassDataset.open(dataset), order_seed=order_seed, store_budget=store_budget,
+            store, PassDataset.open(dataset), order=order, order_seed=order_seed, store_budget=store_budget,
             progress=None if output.is_text else False,
         )  # fmt: skip
     done = {"commit": None if commit is None else commit.id, "rewritten": commit != before}

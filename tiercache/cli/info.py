@@ -29,7 +29,12 @@ def info(
     Of a dataset also overlap, reuse and skew of its keys; of a store no row is read.
     """
     found: dict[str, Any]
-    if kind_of(path) == "dataset":
+    is_dataset = kind_of(path) == "dataset"
+    if segments and is_dataset:
+        raise ValueError(f"{path} is a dataset: --segments is of stores")
+    if (curve or plot is not None) and not is_dataset:
+        raise ValueError(f"{path} is a store: --curve and --plot are of datasets")
+    if is_dataset:
         found, points = dataset_info.describe(path, plot=plot, curve=curve)
         Output(as_json, quiet).result(found, lambda console: dataset_info.show(console, found, points))
     else:
