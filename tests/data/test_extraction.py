@@ -386,6 +386,7 @@ def test_new_files_add_sub_datasets(tmp_path: Path) -> None:
     paths = write_parquet(tmp_path, rich_columns(9000), [0, 4000, 6000, 9000])
     call: dict[str, Any] = {"device_budget": 2000 * ROW_BYTES, "batch_multiple": 64, "memory_limit": "16MiB"}
     first = extract(paths[:1], rich_schema(), tmp_path / "out", progress=False, append=True, **call)
+    (first.path / "mine.safetensors").write_bytes(b"a file of the user's")
     before, passes = files_of(first.path), len(first)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):

@@ -101,7 +101,8 @@ def extract_on(
             reporter.samples, reporter.passes = reporter.samples + at.samples, len(state.passes)
             reporter.tell(scanned + scanned * reporter.samples // samples)
         if len(state.passes) == len(begin.passes):
-            raise SourceError(f"{inputs[0].path} and the {len(inputs) - 1} other files have no rows: give some data")
+            others = f" and {len(inputs) - 1} more" if len(inputs) > 1 else ""
+            raise SourceError(f"no row was found in {inputs[0].path}{others}: give some data")
         for file in inputs:
             file.check_unchanged()
         manifest = Manifest(schema=job.schema, passes=state.passes, options=begin.options, inputs=begin.inputs)

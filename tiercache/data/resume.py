@@ -122,7 +122,7 @@ class WorkFolder:
 
     def clear(self, keep: set[str]) -> None:
         """Delete the open pass that a stop left behind, and files of passes that are not in ``keep``."""
-        for path in [*self.path.glob("pass-*"), *self.out.glob("*.safetensors")]:
+        for path in [*self.path.glob("pass-*"), *self.out.glob("pass-*.safetensors")]:
             if path.parent == self.path or path.name not in keep:
                 path.unlink()
 
