@@ -109,9 +109,9 @@ class ArrayFile:
         self._bytes = np.frombuffer(self._map, np.uint8, layout.data_bytes, self._first)
         sums = self._map[self._first + layout.data_bytes :]
         if self._map[: self._first] != layout.header:
-            raise self._damaged("its header is another")
+            raise self._damaged("its header does not match")
         if _digest(layout, sums) != digest:
-            raise self._damaged("its checksums are others")
+            raise self._damaged("its checksums do not match their digest")
         self._sums = np.frombuffer(sums, "<u8")
         self._is_good = np.zeros(layout.num_blocks, bool)
         self._checked: set[str] = set()  # arrays of which every block is good
@@ -156,7 +156,7 @@ class ArrayFile:
         for block in blocks.tolist():
             found = _checksum(self._bytes[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES])
             if found != self._sums[block]:
-                raise self._damaged(f"its MiB number {block} is another")
+                raise self._damaged(f"the checksum of MiB {block} does not match")
             self._is_good[block] = True
 
     def _damaged(self, why: str) -> DatasetError:
