@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
     from typing import Any
@@ -167,10 +167,3 @@ class LocatingEngine(Protocol):
 
         None: ``read`` says why not, or reads what is not kept so.
         """
-
-
-def extents(blocks: Iterable[Block]) -> Iterator[tuple[int, int]]:
-    """Yield place and bytes of blocks that have any bytes."""
-    for block in blocks:
-        if block.size:
-            yield block.place, block.size
