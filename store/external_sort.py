@@ -9,7 +9,7 @@ import numpy as np
 from tiercache.store.scratch_file import ScratchFile, with_system_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 HASH_BYTES = 8
 ROW_COST = 32
 """Bytes that sorting takes for each row beside its payload: its hash, its digit, its place, and a spare."""
+HASH_COST = 20
+"""Bytes that sorting takes for each hash without a payload: the hash, half of one for merges, and a spare."""
 _DIGIT_BITS = 8
 _HASH_BITS = 64
 _BUFFER_BYTES = 1 << 20
@@ -28,8 +30,8 @@ _BUFFER_BYTES = 1 << 20
 class ExternalSorter:
     """Takes rows in any order and yields them in hash order, and holds about ``memory_bytes`` at most.
 
-    A row is a hash and one value for each dtype of ``payload``. A quarter of the memory holds rows that wait. More rows
-    go to a file without a name in ``folder``, which is made when it is needed, or in the system's temporary folder
+    A row is a hash and one value for each dtype of ``payload``. As many rows as can be sorted in the memory wait there.
+    More go to a file without a name in ``folder``, which is made when it is needed, or in the system's temporary folder
     where ``folder`` cannot be written to or has no room. Rows are written in batches, each in the order of the first
     eight bits of the hash. The rows of one value of these bits are a part. A part that is too large for the memory is
     cut again by the next eight bits. So each row is written and read once for every factor of 256 by which all rows
@@ -60,15 +62,15 @@ class ExternalSorter:
         self._record = np.dtype(list(zip(self._names, ("<u8", *payload), strict=True)))
         self._file_bytes = None if total_rows is None else total_rows * self._record.itemsize
         self._most = part_rows(self._record.itemsize - HASH_BYTES, memory_bytes)
-        self._held: list[NDArray[np.void]] = []
-        """Buffers of one size. All but the last are full."""
+        self._buffer = np.empty(0, self._record)
+        """Rows that wait in memory, in front. It grows as it must."""
         self._held_rows = 0
         self._batches: list[NDArray[np.int64]] = []
         """Of each batch cut by the first digit, where the rows of a digit begin in the file, and where the last end."""
 
     def close(self) -> None:
         """Give up the file, and forget all rows."""
-        self._held, self._held_rows = [], 0
+        self._take()
         self._batches, self._file_rows = [], 0
         if self._file is not None:
             self._file.close()
@@ -83,31 +85,33 @@ class ExternalSorter:
         self.close()
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes of the rows that wait in memory."""
-        return self._held_rows * self._record.itemsize
+    def share(self) -> float:
+        """The memory that it has for rows that wait, as a share of what it may have."""
+        return self._buffer.size / self._most
 
     def add(self, hashes: NDArray[np.uint64], *payload: NDArray[Any] | int) -> None:
         """Take a copy of rows: hashes (n,), and values (n, ...) or one for all rows. Raises StoreFullError."""
         columns = [np.broadcast_to(values, hashes.shape) if isinstance(values, int) else values for values in payload]
-        size = max(1, min(self._most, _BUFFER_BYTES // self._record.itemsize))
         taken = 0
         while taken < hashes.size:
             if self._held_rows == self._most:
-                self.flush()
-            filled = self._held_rows % size
-            if not filled:
-                self._held.append(np.empty(size, self._record))
-            count = min(hashes.size - taken, size - filled, self._most - self._held_rows)
+                self._write()
+            begin, self._held_rows = self._held_rows, min(self._most, self._held_rows + hashes.size - taken)
+            if self._held_rows > self._buffer.size:
+                least = _BUFFER_BYTES // self._record.itemsize
+                larger = np.empty(min(self._most, max(least, 2 * self._held_rows)), self._record)
+                larger[:begin] = self._buffer[:begin]
+                self._buffer = larger
+            count = self._held_rows - begin
             for name, values in zip(self._names, (hashes, *columns), strict=True):
-                self._held[-1][name][filled : filled + count] = values[taken : taken + count]
-            taken, self._held_rows = taken + count, self._held_rows + count
+                self._buffer[name][begin : self._held_rows] = values[taken : taken + count]
+            taken += count
         self.rows += hashes.size
 
     def flush(self) -> None:
-        """Move the rows that wait in memory to the file. Raises StoreFullError."""
-        if self._held_rows:
-            self._batches.append(self._cut(self._take(), 0))
+        """Move the rows that wait in memory to the file, and give up the memory. Raises StoreFullError."""
+        self._write()
+        self._take()
 
     def sorted(self, chunk_rows: int | None = None) -> Iterator[tuple[NDArray[Any], ...]]:
         """Yield all rows in hash order: hashes (n,), and values (n, ...) of each dtype of the payload.
@@ -125,9 +129,15 @@ class ExternalSorter:
 
     def _take(self) -> NDArray[np.void]:
         """Return the rows that wait in memory, and hold none."""
-        records = np.concatenate(self._held)[: self._held_rows] if self._held else np.empty(0, self._record)
-        self._held, self._held_rows = [], 0
+        records = self._buffer[: self._held_rows]
+        self._buffer, self._held_rows = self._buffer[:0].copy(), 0
         return records
+
+    def _write(self) -> None:
+        """Move the rows that wait in memory to the file."""
+        if self._held_rows:
+            self._batches.append(self._cut(self._buffer[: self._held_rows], 0))
+        self._held_rows = 0
 
     def _parts(self, batches: list[NDArray[np.int64]], digits: int) -> Iterator[NDArray[np.void]]:
         """Yield the records of batches that were cut by so many digits, of each digit by itself, cut until they fit."""
@@ -144,12 +154,17 @@ class ExternalSorter:
 
     def _cut(self, records: NDArray[np.void], digits: int) -> NDArray[np.int64]:
         """Append records to the file in the order of the next digit of their hash; returns where each begins."""
-        shift = np.uint64(_HASH_BITS - _DIGIT_BITS * (digits + 1))
-        digit = ((records["hash"] >> shift) & np.uint64(255)).astype(np.uint8)
         if self._file is None:
             self._file = ScratchFile(with_system_folder(self._folder), self._what, num_bytes=self._file_bytes)
-        self._file.write(records[np.argsort(digit, kind="stable")], self._file_rows * self._record.itemsize)
-        cuts = np.append(0, np.cumsum(np.bincount(digit, minlength=1 << _DIGIT_BITS))) + self._file_rows
+        shift = _HASH_BITS - _DIGIT_BITS * (digits + 1)
+        if len(self._names) == 1:
+            records["hash"].sort(kind="stable")
+        else:  # by digits alone, which is a tenth of a sort
+            records = records[np.argsort((records["hash"] >> np.uint64(shift)).astype(np.uint8), kind="stable")]
+        self._file.write(records, self._file_rows * self._record.itemsize)
+        first = int(records["hash"][0]) >> shift + _DIGIT_BITS << shift + _DIGIT_BITS
+        firsts = np.array([first + (digit << shift) for digit in range(1 << _DIGIT_BITS)], np.uint64)
+        cuts = np.append(np.searchsorted(records["hash"], firsts), records.size) + self._file_rows
         self._file_rows += records.size
         self._counters.add(spill_bytes_written=records.nbytes)
         return cuts
@@ -176,7 +191,7 @@ class ExternalSorter:
     def _sort(self, records: NDArray[np.void], chunk_rows: int | None) -> Iterator[tuple[NDArray[Any], ...]]:
         order: NDArray[np.int64] | None = None
         if len(self._names) == 1:
-            records["hash"].sort(kind="stable")  # a merge of runs, which segments are, takes a third of any other sort
+            records["hash"].sort(kind="stable")  # a merge of the runs that came, a third of the time of another sort
         else:
             order = np.argsort(records["hash"], kind="stable")
         step = chunk_rows or max(1, records.size)
@@ -185,16 +200,16 @@ class ExternalSorter:
             yield tuple(np.ascontiguousarray(chunk[name]) for name in self._names)
 
 
-def flush_largest(sorters: Iterable[ExternalSorter], memory_bytes: int) -> None:
-    """Have the sorter with most rows in memory write them, where those of all take more than ``memory_bytes``."""
-    sorters = list(sorters)
-    if sum(sorter.held_bytes for sorter in sorters) > memory_bytes:
-        max(sorters, key=lambda sorter: sorter.held_bytes).flush()
+def flush_largest(sorters: Collection[ExternalSorter]) -> None:
+    """Have the sorter with most memory give it up, where all together have more than one may have."""
+    if sum(sorter.share for sorter in sorters) > 1:
+        max(sorters, key=lambda sorter: sorter.share).flush()
 
 
 def part_rows(payload_bytes: int, memory_bytes: int) -> int:
     """Return how many rows may wait at once, so that sorting them stays within ``memory_bytes``."""
-    return max(1, memory_bytes // 4 // (payload_bytes + ROW_COST))
+    cost = 4 * (payload_bytes + ROW_COST) if payload_bytes else HASH_COST
+    return max(1, memory_bytes // cost)
 
 
 def file_bytes(rows: int, payload_bytes: int, memory_bytes: int) -> int:

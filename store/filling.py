@@ -91,7 +91,6 @@ class _Filling:
             for table in store.tables
         }  # fmt: skip
         self._tables = {table.name: table for table in store.tables}
-        self._most_held = memory_bytes // 4
 
     def __enter__(self) -> _Filling:
         return self
@@ -117,7 +116,7 @@ class _Filling:
                 words[:] = field.initial
             column += field.words
         self._sorters[name].add(hash_keys(keys, table.table_id), rows)
-        flush_largest(self._sorters.values(), self._most_held)
+        flush_largest(self._sorters.values())
         self._progress("sort", keys.size)
 
     def write(self) -> None:

@@ -87,7 +87,7 @@ class KeyInvariantChecker:
             ]  # fmt: skip
             for table, number, hashes, changed in self._sweep():
                 sorters[table].add(hashes, *(number, changed)[: len(self._counts.payload(table))])
-                flush_largest(sorters, SORT_BYTES // 4)
+                flush_largest(sorters)
             for table, sorter in enumerate(sorters):
                 for columns in sorter.sorted():
                     self._counts.add(table, *columns)

@@ -160,7 +160,7 @@ class _GroupRows:
             ):
                 start = int(self._starts_S[self._index[segment.id]]) - self._dead[segment.id]
                 sorters[place].add(hash_keys(keys, self.group.tables[place].table_id), start + rows)
-                flush_largest(sorters, MEMORY_BYTES // 2)
+                flush_largest(sorters)
                 progress("sort", keys.size)
             for place, (table, sorter) in enumerate(zip(self.group.tables, sorters, strict=True)):
                 self._mark(place, table, SortedCursor(sorter.sorted(), np.int64), uses)
