@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tiercache.store.row_codec import pack
 from tiercache.store.stream import Stream, compressed_rows
 
 if TYPE_CHECKING:
@@ -70,20 +71,7 @@ def _blocks_of(
             filled, taken = filled + count, taken + count
             first, last = stream.block_first_row_B[block : block + 2].tolist()
             if filled == last - first:
-                yield block, _pack(stream, block, group, rows[:filled], packed), keys[:filled], rows[:filled]
+                page, last_page = stream.block_piece_B[block : block + 2].tolist()
+                pages = pack(group, stream.piece_rows_P[page:last_page].tolist(), rows[:filled], packed)
+                yield block, pages, keys[:filled], rows[:filled]
                 block, filled = block + 1, 0
-
-
-def _pack(
-    stream: Stream, block: int, group: Group, rows: NDArray[np.float32], packed: NDArray[np.uint8]
-) -> NDArray[np.uint8]:
-    """Lay out the rows of a block piece by piece, each field-major."""
-    out, at, row = packed.view(np.float32), 0, 0
-    for piece in range(int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])):
-        count, column = int(stream.piece_rows_P[piece]), 0
-        for field in group.fields:
-            values = rows[row : row + count, column : column + field.words]
-            out[at : at + values.size].reshape(values.shape)[:] = values
-            at, column = at + values.size, column + field.words
-        row += count
-    return packed[: 4 * at]

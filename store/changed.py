@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.run import Choice
+    from tiercache.store.run import RowFilter
     from tiercache.store.segment import Segment
     from tiercache.store.store import Store
     from tiercache.store.stream import Stream
@@ -84,7 +84,7 @@ class LastChanges:
             )
         return found
 
-    def after(self, since: int) -> Choice:
+    def after(self, since: int) -> RowFilter:
         """Return what says which rows changed after commit ``since``; reads only blocks with some that did not."""
 
         def chosen(segment: Segment, group: int, low: int, high: int) -> NDArray[np.bool_]:

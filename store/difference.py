@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from tiercache.store.sweep import Sweep
+from tiercache.store.merge import SortedCursor, hashed, merged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from numpy.typing import NDArray
 
     from tiercache.store.scan import Chunk
     from tiercache.store.table import Table
@@ -70,12 +68,10 @@ def differences(
     total = sum(store.live_rows(table.name) for store in (first, second) for table in first.tables)
     found, done = [], 0
     for table in first.tables:
-        one, other = (Sweep(table, _rows(store, table.name)) for store in (first, second))
+        one, other = (_cursor(store, table) for store in (first, second))
         only_first = only_second = different = same = 0
         examples: list[int] = []
-        while ends := [int(sweep.hashes[-1]) for sweep in (one, other) if sweep.fill()]:
-            hashes, keys, rows = one.take(min(ends))
-            others, other_keys, other_rows = other.take(min(ends))
+        for (hashes, keys, rows), (others, other_keys, other_rows) in merged(one, other):
             _, mine, theirs = np.intersect1d(hashes, others, assume_unique=True, return_indices=True)
             unequal = mine[np.any(rows[mine].view(np.uint32) != other_rows[theirs].view(np.uint32), axis=1)]
             left, right = np.delete(keys, mine), np.delete(other_keys, theirs)
@@ -98,6 +94,8 @@ def differences(
     return found
 
 
-def _rows(store: Comparable, table_name: str) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-    for keys, fields in store.scan(table_name):
-        yield keys, np.concatenate(fields, axis=1)
+def _cursor(store: Comparable, table: Table) -> SortedCursor:
+    """Return a cursor over the hashes, keys and rows of a table."""
+    rows = ((keys, np.concatenate(fields, axis=1)) for keys, fields in store.scan(table.name))
+    width = sum(field.width for field in table.fields)
+    return SortedCursor(hashed(table, rows), np.int64, (np.float32, (width,)))

@@ -8,10 +8,10 @@ import numpy as np
 
 from tiercache.store.base_segment import base_stream, blocks_of
 from tiercache.store.commit import Cursor
-from tiercache.store.hashing import hash_keys
+from tiercache.store.external_sort import ExternalSorter, flush_largest
+from tiercache.store.hashing import hash_keys, keys_of
 from tiercache.store.scratch_file import scratch_of
 from tiercache.store.segment import BASE_PASS
-from tiercache.store.spill import Spill
 from tiercache.store.stream import NEVER, Range
 from tiercache.store.vectors import to_words
 
@@ -83,16 +83,21 @@ class _Filling:
 
     def __init__(self, store: Store, scratch: Path, memory_bytes: int, progress: Callable[[str, int], None]) -> None:
         self._store, self._progress = store, progress
-        self._spills = {table.name: Spill(table, scratch, memory_bytes, store.counters) for table in store.tables}
+        self._sorters = {
+            table.name: ExternalSorter(
+                [("<f4", (table.row_bytes // 4,))], scratch, f"sorting the rows of table {table.name!r}",
+                memory_bytes, store.counters,
+            )
+            for table in store.tables
+        }  # fmt: skip
         self._tables = {table.name: table for table in store.tables}
-        self._most_held = memory_bytes // 4
 
     def __enter__(self) -> _Filling:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for spill in self._spills.values():
-            spill.close()
+        for sorter in self._sorters.values():
+            sorter.close()
 
     def add(self, name: str, chunk: Chunk, *, initial_state: bool, reserved: bool) -> None:
         """Take a chunk of a table, checked."""
@@ -110,14 +115,13 @@ class _Filling:
             else:
                 words[:] = field.initial
             column += field.words
-        self._spills[name].add(keys, rows)
-        if sum(spill.held_bytes for spill in self._spills.values()) > self._most_held:
-            max(self._spills.values(), key=lambda spill: spill.held_bytes).flush()
+        self._sorters[name].add(hash_keys(keys, table.table_id), rows)
+        flush_largest(self._sorters.values())
         self._progress("sort", keys.size)
 
     def write(self) -> None:
         """Append all rows as one segment."""
-        counts = {name: spill.rows for name, spill in self._spills.items()}
+        counts = {name: sorter.rows for name, sorter in self._sorters.items()}
         streams = []
         for group in self._store.groups:
             rows = tuple(counts[table.name] for table in group.tables)
@@ -138,8 +142,8 @@ class _Filling:
 
     def _sorted(self, table: Table, chunk_rows: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         last: int | None = None
-        for keys, rows in self._spills[table.name].sorted(chunk_rows):
-            hashes = hash_keys(keys, table.table_id)
+        for hashes, rows in self._sorters[table.name].sorted(chunk_rows):
+            keys = keys_of(hashes, table.table_id)
             same = hashes[1:] == hashes[:-1]
             if np.any(same) or int(hashes[0]) == last:
                 key = keys[0] if int(hashes[0]) == last else keys[int(np.argmax(same))]

@@ -69,6 +69,17 @@ def hash_keys(keys: NDArray[np.int64], table_id: int) -> NDArray[np.uint64]:
     return mix(np.ascontiguousarray(keys, dtype=np.int64).view(np.uint64) ^ np.uint64(table_id))
 
 
+def keys_of(hashes: NDArray[np.uint64], table_id: int) -> NDArray[np.int64]:
+    """Return the key of each hash of a table: the inverse of ``hash_keys``."""
+    mixed = hashes ^ (hashes >> np.uint64(31)) ^ (hashes >> np.uint64(62))
+    mixed *= np.uint64(0x319642B2D24D8EC3)
+    mixed ^= (mixed >> np.uint64(27)) ^ (mixed >> np.uint64(54))
+    mixed *= np.uint64(0x96DE1B173F119089)
+    mixed ^= (mixed >> np.uint64(30)) ^ (mixed >> np.uint64(60)) ^ np.uint64(table_id)
+    keys: NDArray[np.int64] = mixed.view(np.int64)
+    return keys
+
+
 def _rotate(value: int, bits: int) -> int:
     return ((value << bits) | (value >> (64 - bits))) & _MASK
 

@@ -16,11 +16,11 @@ from tiercache.store.changed import CHANGED_BYTES
 from tiercache.store.errors import StoreError
 from tiercache.store.full_disk import check_room, room_for
 from tiercache.store.initial import initial_rows
+from tiercache.store.merge import SortedCursor, hashed, merged
 from tiercache.store.scan import live_rows, scan_segments
 from tiercache.store.scratch_file import ScratchFile, scratch_of
 from tiercache.store.settling import Settling
 from tiercache.store.stream import NEVER, Range
-from tiercache.store.sweep import Sweep
 from tiercache.store.vectors import row_words
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.dump import MovedBlock
-    from tiercache.store.run import Choice
+    from tiercache.store.run import RowFilter
     from tiercache.store.settled import Settled
     from tiercache.store.store import Store
     from tiercache.store.stream import Stream
@@ -109,7 +109,7 @@ class Rewrite:
         Raises StoreFullError, before a row is read where it is known by then.
         """
         with ExitStack() as stack:
-            moves: Choice | None = None
+            moves: RowFilter | None = None
             settling: Settling | None = None
             if self._settle:
                 settling = stack.enter_context(
@@ -151,7 +151,7 @@ class Rewrite:
         with room_for(num_bytes, folder, _WHAT, at_least=not exact):
             check_room(folder, num_bytes)
 
-    def _moved(self, table: Table, moves: Choice | None) -> Rows:
+    def _moved(self, table: Table, moves: RowFilter | None) -> Rows:
         """Yield the store's own rows that move."""
         chunks = scan_segments(
             self._store, self._store.segments, table.name,
@@ -159,21 +159,18 @@ class Rewrite:
         )  # fmt: skip
         return ((keys, np.concatenate(fields, axis=1)) for keys, fields in chunks)
 
-    def _merged(self, table: Table, moves: Choice | None) -> Iterator[tuple[Int64s, Floats, Int64s]]:
+    def _merged(self, table: Table, moves: RowFilter | None) -> Iterator[tuple[Int64s, Floats, Int64s]]:
         """Yield keys, rows and first uses of all rows that are stored and move, or wanted, in hash order.
 
         Rows are words, and last their last change.
         """
         id_ = 0 if self._store.commit is None else self._store.commit.id + 1
         now = np.array([id_], np.uint32).view(np.float32)
-        stored = Sweep(table, self._moved(table, moves) if self._stored is None else self._stored(table))
-        wanted = Sweep(table, self._uses.slices(table.name))
-        while True:
-            ends = [int(sweep.hashes[-1]) for sweep in (stored, wanted) if sweep.fill()]
-            if not ends:
-                return
-            hashes, keys, rows = stored.take(min(ends))
-            wanted_hashes, wanted_keys, wanted_uses = wanted.take(min(ends))
+        mine = self._moved(table, moves) if self._stored is None else self._stored(table)
+        stored = SortedCursor(hashed(table, mine), np.int64, (np.float32, (table.row_bytes // 4 + 1,)))
+        wanted = SortedCursor(hashed(table, self._uses.slices(table.name)), np.int64, np.int64)
+        for (hashes, *kept), (wanted_hashes, wanted_keys, wanted_uses) in merged(stored, wanted):
+            keys, rows = kept
             uses, absent = np.full(keys.size, NEVER, dtype=np.int64), np.ones(wanted_keys.size, dtype=bool)
             if keys.size and wanted_keys.size:
                 at = np.minimum(np.searchsorted(wanted_hashes, hashes), wanted_hashes.size - 1)
@@ -182,11 +179,9 @@ class Rewrite:
             if np.any(absent):
                 first = row_words(table.fields, self._first_rows(table, wanted_keys[absent]))
                 new = np.concatenate([first, np.broadcast_to(now, (first.shape[0], 1))], axis=1)
-                hashes = np.concatenate([hashes, wanted_hashes[absent]])
-                order = np.argsort(hashes)
+                order = np.argsort(np.concatenate([hashes, wanted_hashes[absent]]))
                 keys = np.concatenate([keys, wanted_keys[absent]])[order]
-                rows = np.concatenate([rows, new])[order] if rows.size else new[order]
-                uses = np.concatenate([uses, wanted_uses[absent]])[order]
+                rows, uses = np.concatenate([rows, new])[order], np.concatenate([uses, wanted_uses[absent]])[order]
             if keys.size:
                 yield keys, rows, uses
 

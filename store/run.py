@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tiercache.store.row_codec import unpack
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
@@ -13,19 +15,20 @@ if TYPE_CHECKING:
 
     from tiercache.store.changed import LastChanges
     from tiercache.store.segment import Segment
-    from tiercache.store.spill import Rows
     from tiercache.store.standing import Standing
     from tiercache.store.store import Store
     from tiercache.store.table import Group, Table
 
-    Choice = Callable[[Segment, int, int, int], NDArray[np.bool_]]
+    Rows = tuple[NDArray[np.int64], NDArray[np.float32]]
+    """Keys (n,) and rows (n, W): every field of a row side by side, as words."""
+    RowFilter = Callable[[Segment, int, int, int], NDArray[np.bool_]]
     """Of a segment and a group, which of the rows [low, high) are wanted: (high - low,)."""
 
 _CHOICE_ROWS = 1 << 20
 """Rows that are chosen from at once."""
 
 
-class Run:
+class SortedRun:
     """Rows [low, high) of a segment stream, all of one table, read from the front.
 
     With ``choice`` only the rows that it says are read, and of the pieces only those with such a row. With
@@ -39,7 +42,7 @@ class Run:
         group: Group,
         low: int,
         high: int,
-        choice: Choice | None = None,
+        choice: RowFilter | None = None,
         changed: LastChanges | None = None,
     ) -> None:
         self.segment, self.low, self.high = segment, low, high
@@ -71,7 +74,7 @@ class Run:
         first, last = self.low // self.block_rows, (self.high - 1) // self.block_rows
         return 8 * int(self._stream.block_first_row_B[last + 1] - self._stream.block_first_row_B[first])
 
-    def join(self, after: Run) -> None:
+    def join(self, after: SortedRun) -> None:
         """Take up the rows of the run that lies right behind this one."""
         self.high, self.left = after.high, self.left + after.left
 
@@ -82,24 +85,14 @@ class Run:
         return keys, values
 
     def _read(self, rows: int) -> Rows:
-        stream, width = self._stream, self.words
+        stream = self._stream
         first = int(np.searchsorted(stream.piece_first_row_P, self.low, side="right")) - 1
         last = int(np.searchsorted(stream.piece_first_row_P, min(self.high, self.low + rows)))
         start, end = int(stream.piece_first_row_P[first]), min(self.high, int(stream.piece_first_row_P[last]))
         data = np.empty(int(stream.piece_offset_P[last] - stream.piece_offset_P[first]), dtype=np.uint8)
         self._store.read(self.segment, self._group.index, first, last, data)
-        values = data.view(np.float32)
-        out = np.empty((int(stream.piece_first_row_P[last]) - start, width), dtype=np.float32)
-        for low, count in zip(
-            (stream.piece_first_row_P[first:last] - start).tolist(),
-            stream.piece_rows_P[first:last].tolist(),
-            strict=True,
-        ):
-            at, column = low * stream.row_bytes // 4, 0
-            for field in self._group.fields:
-                part = values[at : at + count * field.words].reshape(count, field.words)
-                out[low : low + count, column : column + field.words] = part
-                at, column = at + count * field.words, column + field.words
+        out = np.empty((int(stream.piece_first_row_P[last]) - start, self.words), dtype=np.float32)
+        unpack(self._group, stream.piece_rows_P[first:last].tolist(), data, out)
         keys = self._next_keys(end - self.low)
         out = out[self.low - start : end - start]
         if self.changed is not None:
@@ -107,7 +100,7 @@ class Run:
         self.low = end
         return keys, out
 
-    def _read_chosen(self, choice: Choice, rows: int) -> Rows:
+    def _read_chosen(self, choice: RowFilter, rows: int) -> Rows:
         """Read on, so many rows at a time, until as many chosen ones came."""
         first_row_P = self._stream.piece_first_row_P
         parts: list[Rows] = []
@@ -127,7 +120,7 @@ class Run:
             self._pass_over(end)
         return np.concatenate([keys for keys, _ in parts]), np.concatenate([values for _, values in parts])
 
-    def _count_chosen(self, choice: Choice) -> int:
+    def _count_chosen(self, choice: RowFilter) -> int:
         """Return how many rows are chosen."""
         lows = range(self.low, self.high, _CHOICE_ROWS)
         parts = (choice(self.segment, self._group.index, low, min(self.high, low + _CHOICE_ROWS)) for low in lows)
@@ -174,9 +167,9 @@ def runs_of(
     segments: Iterable[Segment],
     group: Group,
     table: Table,
-    choice: Choice | None = None,
+    choice: RowFilter | None = None,
     changed: Callable[[], LastChanges] | None = None,
-) -> list[Run]:
+) -> list[SortedRun]:
     """Return the runs of a table in live ranges of ``segments``, which are of ``standing``, by segment and place.
 
     ``changed`` makes for each what remembers one block: they may be read by turns.
@@ -188,13 +181,13 @@ def runs_of(
             if ranges.table_rows[place]:
                 low = first + sum(ranges.table_rows[:place])
                 last = None if changed is None else changed()
-                runs.append(Run(store, segment, group, low, low + ranges.table_rows[place], choice, last))
+                runs.append(SortedRun(store, segment, group, low, low + ranges.table_rows[place], choice, last))
     return [run for run in runs if run.left]
 
 
-def joined(runs: Sequence[Run], keys_of: Callable[[Segment, int, int], NDArray[np.int64]]) -> list[Run]:
+def joined(runs: Sequence[SortedRun], keys_of: Callable[[Segment, int, int], NDArray[np.int64]]) -> list[SortedRun]:
     """Join runs that lie side by side: all of a segment stay before those of a newer one. They are read in order."""
-    found: list[Run] = []
+    found: list[SortedRun] = []
     for run in runs:
         run.keys_of, run.changed = keys_of, runs[0].changed
         if found and found[-1].segment is run.segment and found[-1].high == run.low:

@@ -2,25 +2,25 @@
 
 The rows of a table lie in runs, one for each live range of each segment, and each run is in hash order. A few runs
 are merged as they are read; many short ones, which no memory could merge without reading their pieces again and
-again, are sorted (``Spill``). Of several rows of a key, which settled segments leave, the newest is given: runs come
-in the order of segments, and sorting keeps the order of equal keys.
+again, are sorted (``ExternalSorter``). Of several rows of a key, which settled segments leave, the newest is given:
+runs come in the order of segments, and sorting keeps the order of equal keys.
 """
 
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tiercache.store.changed import CHANGED_BYTES, LastChanges
 from tiercache.store.errors import CorruptStoreError
-from tiercache.store.hashing import hash_keys
+from tiercache.store.external_sort import ExternalSorter, part_rows
+from tiercache.store.hashing import hash_keys, keys_of
+from tiercache.store.merge import SortedCursor, merged, rising, whole_keys
 from tiercache.store.run import LastKeys, joined, runs_of
 from tiercache.store.scratch_file import scratch_of
-from tiercache.store.spill import Spill, part_rows
 from tiercache.store.standing import undisturbed
-from tiercache.store.sweep import whole_keys
 from tiercache.store.table import find_table
 from tiercache.store.vectors import from_words
 
@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.run import Choice, Run
+    from tiercache.store.run import RowFilter, Rows, SortedRun
     from tiercache.store.segment import Segment
-    from tiercache.store.spill import Rows
     from tiercache.store.standing import Standing
     from tiercache.store.store import Store
     from tiercache.store.table import Group, Table
@@ -86,7 +85,7 @@ def scan_segments(
     segments: Sequence[Segment],
     table_name: str,
     *,
-    choice: Choice | None = None,
+    choice: RowFilter | None = None,
     alone: bool = True,
     chunk_rows: int | None = None,
     memory_bytes: int = SCAN_BYTES,
@@ -160,7 +159,7 @@ def _checked(store: Store, table: Table, as_words: bool, chunks: Iterator[Rows])
     last: int | None = None
     for keys, rows in chunks:
         hashes = hash_keys(keys, table.table_id)
-        if np.any(hashes[1:] <= hashes[:-1]) or (last is not None and int(hashes[0]) <= last):
+        if not rising(hashes, last):
             raise CorruptStoreError(
                 f"a key of table {table.name!r} of {store.label} has two live rows: restore the store from a copy"
             )
@@ -171,7 +170,7 @@ def _checked(store: Store, table: Table, as_words: bool, chunks: Iterator[Rows])
 
 
 def _chunks(
-    store: Store, runs: Sequence[Run], table: Table, chunk_rows: int, memory_bytes: int, scratch: Path | None
+    store: Store, runs: Sequence[SortedRun], table: Table, chunk_rows: int, memory_bytes: int, scratch: Path | None
 ) -> Iterator[Rows]:
     """Merge or sort the runs, whichever reads less."""
     row_bytes = 4 * runs[0].words if runs else table.row_bytes
@@ -180,19 +179,20 @@ def _chunks(
         yield from _merge(runs, table, chunk_rows, most)
         return
     copies = len({run.segment.id for run in runs})
-    row = np.dtype(("<f4", (row_bytes // 4,)))
-    with Spill(
-        table, scratch or scratch_of(store), memory_bytes, store.counters,
-        row=row, copies=copies, total_rows=sum(run.left for run in runs),
-    ) as spill:  # fmt: skip
+    folder = scratch or scratch_of(store)
+    with ExternalSorter(
+        [("<f4", (row_bytes // 4,))], folder, f"sorting the rows of table {table.name!r} in {folder}", memory_bytes,
+        store.counters, copies=copies, total_rows=sum(run.left for run in runs),
+    ) as sorter:  # fmt: skip
         step = max(1, most // 4)
         for run in joined(runs, LastKeys(store)):
             while run.left:
-                spill.add(*run.read(step))
-        yield from spill.sorted(chunk_rows)
+                keys, rows = run.read(step)
+                sorter.add(hash_keys(keys, table.table_id), rows)
+        yield from ((keys_of(hashes, table.table_id), rows) for hashes, rows in sorter.sorted(chunk_rows))
 
 
-def _can_merge(runs: Sequence[Run], table: Table, memory_bytes: int) -> bool:
+def _can_merge(runs: Sequence[SortedRun], table: Table, memory_bytes: int) -> bool:
     """Whether every run can have pieces and keys in memory, and blocks of keys are read about once."""
     beside = [8 if run.changed is None else 8 + CHANGED_BYTES for run in runs]
     held = sum(run.piece_bytes + size * min(run.left, run.block_rows) for run, size in zip(runs, beside, strict=True))
@@ -201,18 +201,16 @@ def _can_merge(runs: Sequence[Run], table: Table, memory_bytes: int) -> bool:
     return held <= memory_bytes // 4 and key_bytes <= useful // _KEY_SHARE + 8 * sum(run.left for run in runs)
 
 
-def _merge(runs: Sequence[Run], table: Table, chunk_rows: int, most: int) -> Iterator[Rows]:
-    """Merge runs: each holds a share of ``most`` rows, by its own, and what lies below the least end goes out."""
+def _merge(runs: Sequence[SortedRun], table: Table, chunk_rows: int, most: int) -> Iterator[Rows]:
+    """Merge runs: each holds a share of ``most`` rows, by its own, and is read on where half of it is free."""
     total = sum(run.left for run in runs)
-    held = [_Held(run, table, max(1, most * run.left // total)) for run in runs]
-    while held:
-        for one in held:
-            one.fill()
-        ends = [one.hashes[-1] for one in held if one.run.left]
-        bound = min(ends) if ends else None
-        parts = [one.take(bound) for one in held]
-        held = [one for one in held if one.run.left or one.hashes.size]
-        hashes, keys, rows = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    halves = [max(1, most * run.left // total) // 2 for run in runs]
+    cursors = [
+        SortedCursor(_parts(run, table, max(1, half)), np.int64, (np.float32, (run.words,)), least=half)
+        for run, half in zip(runs, halves, strict=True)
+    ]
+    for parts in merged(*cursors):
+        hashes, keys, rows = (np.concatenate(columns) for columns in zip(*parts, strict=True))
         del parts
         order = np.argsort(hashes, kind="stable")
         for low in range(0, order.size, chunk_rows):
@@ -220,33 +218,16 @@ def _merge(runs: Sequence[Run], table: Table, chunk_rows: int, most: int) -> Ite
             yield keys[chunk], rows[chunk]
 
 
-class _Held:
-    """The rows of a run that are in memory, of about ``share`` rows at most."""
-
-    def __init__(self, run: Run, table: Table, share: int) -> None:
-        self.run, self._table, self._share = run, table, share
-        self.hashes: NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
-        self._keys: NDArray[np.int64] = np.empty(0, dtype=np.int64)
-        self._rows: NDArray[np.float32] = np.empty((0, run.words), dtype=np.float32)
-
-    def fill(self) -> None:
-        """Read on where half of the share is free."""
-        if not self.run.left or self.hashes.size > self._share // 2:
-            return
-        keys, rows = self.run.read(self._share - self.hashes.size)
-        fresh = hash_keys(keys, self._table.table_id)
-        hashes = np.concatenate([self.hashes, fresh])
-        if np.any(hashes[1:] <= hashes[:-1]):
+def _parts(run: SortedRun, table: Table, part_rows: int) -> Iterator[tuple[NDArray[Any], ...]]:
+    """Yield hashes, keys and rows of a run, about ``part_rows`` at a time. Raises CorruptStoreError for no order."""
+    last: int | None = None
+    while run.left:
+        keys, rows = run.read(part_rows)
+        hashes = hash_keys(keys, table.table_id)
+        if not rising(hashes, last):
             raise CorruptStoreError(
-                f"segment {self.run.segment.id} has keys of table {self._table.name!r} that are not in hash order: "
+                f"segment {run.segment.id} has keys of table {table.name!r} that are not in hash order: "
                 "restore the store from a copy"
             )
-        self.hashes = hashes
-        self._keys, self._rows = np.concatenate([self._keys, keys]), np.concatenate([self._rows, rows])
-
-    def take(self, bound: np.uint64 | None) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.float32]]:
-        """Give away the rows with hashes up to ``bound``; None: all."""
-        at = self.hashes.size if bound is None else int(np.searchsorted(self.hashes, bound, side="right"))
-        taken = self.hashes[:at], self._keys[:at], self._rows[:at]
-        self.hashes, self._keys, self._rows = self.hashes[at:], self._keys[at:], self._rows[at:]
-        return taken
+        last = int(hashes[-1])
+        yield hashes, keys, rows

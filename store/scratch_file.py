@@ -10,25 +10,42 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from tiercache.store.errors import StoreError
+from tiercache.store.errors import StoreError, StoreFullError
 from tiercache.store.full_disk import check_room, room_for
 from tiercache.store.hole import punch_hole
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from tiercache.store.store import Store
 
 
 class ScratchFile:
-    """Bytes at any offset of a file in ``folder``, from one thread; ``what`` it is for stands in errors."""
+    """Bytes at any offset of a file, from one thread. ``what`` is the purpose of the file, for errors."""
 
-    def __init__(self, folder: Path, what: str, *, num_bytes: int | None = None) -> None:
-        """``num_bytes``: what is going to be written, where that is known. Raises StoreFullError for less room."""
-        self._folder, self._what = folder, what
-        with room_for(num_bytes or 1, folder, what, at_least=num_bytes is None):
-            check_room(folder, num_bytes or 0)
-            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - see close
+    def __init__(self, folders: Path | Sequence[Path], what: str, *, num_bytes: int | None = None) -> None:
+        """Make the file in the first of ``folders`` that takes it; ``num_bytes`` is its size, where that is known.
+
+        Raises StoreFullError where there is less room, and StoreError where no file can be made.
+        """
+        self._what = what
+        problem = StoreError(f"{what} has no folder for a temporary file: set TMPDIR")
+        for folder in (folders,) if isinstance(folders, Path) else folders:
+            self._folder = folder
+            try:
+                with room_for(num_bytes or 1, folder, what, at_least=num_bytes is None):
+                    check_room(folder, num_bytes or 0)
+                    self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - see close
+            except StoreFullError as error:
+                problem = error
+            except OSError as error:
+                needed = "a temporary file" if num_bytes is None else f"a temporary file of {num_bytes:,} bytes"
+                problem = StoreError(f"{what} needs {needed} and {folder} takes none ({error}): set TMPDIR")
+            else:
+                return
+        raise problem
 
     def close(self) -> None:
         """Give up the file and its bytes."""
@@ -79,3 +96,9 @@ def scratch_in(folder: Path | None) -> Path:
     if folder is None or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         return Path(tempfile.gettempdir())
     return folder
+
+
+def with_system_folder(folder: Path | None) -> list[Path]:
+    """Return ``folder``, where there is one, and the system's folder for temporary files after it."""
+    system = Path(tempfile.gettempdir())
+    return [system] if folder in {None, system} else [folder, system]

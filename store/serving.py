@@ -9,12 +9,13 @@ import numpy as np
 
 from tiercache.store.changed import LastChanges
 from tiercache.store.errors import CommitMissingError, KeyMissingError
+from tiercache.store.external_sort import ExternalSorter
+from tiercache.store.hashing import hash_keys
 from tiercache.store.initial import initial_rows
 from tiercache.store.lookup import locate_at, read_found
 from tiercache.store.run import runs_of
 from tiercache.store.scan import SCAN_BYTES, given_bytes, scan_segments, stale_rows
 from tiercache.store.scratch_file import scratch_of
-from tiercache.store.spill import Spill
 from tiercache.store.standing import steady, undisturbed
 from tiercache.store.table import find_table
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.run import Choice, Run
+    from tiercache.store.run import RowFilter, SortedRun
     from tiercache.store.scan import Chunk
     from tiercache.store.segment import Segment
     from tiercache.store.standing import Standing
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 MISSING = ("error", "initial", "zeros")
 _CHUNK_BYTES = 16 << 20
 _COUNT_BYTES = 64 << 20
-_COUNT_ROWS = 1 << 20
 
 
 def lookup(
@@ -154,9 +154,10 @@ def _count(store: Store, standing: Standing, group: Group, table: Table, since: 
     return _count_keys(store, runs, group, table, choice) if stale else sum(run.left for run in runs)
 
 
-def _count_keys(store: Store, runs: Iterable[Run], group: Group, table: Table, choice: Choice) -> int:
+def _count_keys(store: Store, runs: Iterable[SortedRun], group: Group, table: Table, choice: RowFilter) -> int:
     """Return how many keys the chosen rows of runs have."""
-    with Spill(table, scratch_of(store), _COUNT_BYTES, store.counters, row=np.dtype("u1")) as spill:
+    what = f"counting the changed keys of table {table.name!r}"
+    with ExternalSorter([], scratch_of(store), what, _COUNT_BYTES, store.counters) as sorter:
         for run in runs:
             stream = run.segment.streams[group.index]
             low = run.low
@@ -167,13 +168,9 @@ def _count_keys(store: Store, runs: Iterable[Run], group: Group, table: Table, c
                 chosen = choice(run.segment, group.index, low, end)
                 if np.any(chosen):
                     keys = store.read_keys(run.segment, group.index, block)[low - start : end - start][chosen]
-                    spill.add(keys, np.zeros(keys.size, np.uint8))
+                    sorter.add(hash_keys(keys, table.table_id))
                 low = end
-        found, last = 0, None
-        for keys, _ in spill.sorted(_COUNT_ROWS):
-            found += 1 + int(np.count_nonzero(keys[1:] != keys[:-1])) - (last is not None and keys[0] == last)
-            last = keys[-1]
-    return found
+        return sum(1 + int(np.count_nonzero(hashes[1:] != hashes[:-1])) for (hashes,) in sorter.sorted())
 
 
 def _rows_in(standing: Standing, segments: Iterable[Segment], group: Group, table: Table) -> int:
@@ -186,7 +183,7 @@ def _rows_in(standing: Standing, segments: Iterable[Segment], group: Group, tabl
     )
 
 
-def _changed(store: Store, standing: Standing, group: Group, since: int) -> tuple[list[Segment], Choice | None]:
+def _changed(store: Store, standing: Standing, group: Group, since: int) -> tuple[list[Segment], RowFilter | None]:
     """Return the segments with rows of a group that changed after commit ``since``, and which rows did; None: all."""
     commit, segments = standing.commit, standing.segments
     newest = -1 if commit is None else commit.id
@@ -224,7 +221,7 @@ def _first_block(standing: Standing, segment: Segment, group: Group) -> int:
 
 
 def _live_rows(
-    store: Store, standing: Standing, segment: Segment, group: Group, table: Table, choice: Choice | None
+    store: Store, standing: Standing, segment: Segment, group: Group, table: Table, choice: RowFilter | None
 ) -> Iterator[Chunk]:
     """Yield the live rows of a table in one segment, about ``_CHUNK_BYTES`` at a time, never beyond a block."""
     stream, place = segment.streams[group.index], group.place(table.name)

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
+from tiercache.store.external_sort import ExternalSorter, flush_largest
+from tiercache.store.hashing import hash_keys
 from tiercache.store.lookup import READERS, live_keys
+from tiercache.store.merge import SortedCursor, hashed, merged
 from tiercache.store.scratch_file import ScratchFile, scratch_of
 from tiercache.store.settled import Settled
-from tiercache.store.spill import Spill
-from tiercache.store.sweep import Sweep, whole_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -30,7 +31,6 @@ MOST_SETTLED = 256
 MEMORY_BYTES = 128 << 20
 NUMBER_BYTES = 8
 """Of what stands beside a key while keys are sorted: the number of its row."""
-_CHUNK_ROWS = 1 << 18
 _IDLE, _STALE, _USED = 0, 1, 2
 """What a row is to the schedule: the newest of a key that it does not use, not the newest, or the newest of one that
 it does."""
@@ -144,37 +144,32 @@ class _GroupRows:
 
     def sort(self, store: Store, uses: FirstUses, progress: Callable[[str, int], None]) -> None:
         """Mark every row."""
-        number = np.dtype("<i8")
         with ExitStack() as stack:
-            spills = [
+            sorters = [
                 stack.enter_context(
-                    Spill(
-                        table, scratch_of(store), MEMORY_BYTES, store.counters,
-                        row=number, copies=max(2, len(store.segments)), total_rows=total,
+                    ExternalSorter(
+                        ["<i8"], scratch_of(store), f"sorting the keys of table {table.name!r}", MEMORY_BYTES,
+                        store.counters, copies=max(2, len(store.segments)), total_rows=total,
                     )
                 )
                 for table, total in zip(self.group.tables, self.live_ST.sum(axis=0).tolist(), strict=True)
             ]  # fmt: skip
             readers = stack.enter_context(ThreadPoolExecutor(READERS))
             for segment, place, keys, rows in live_keys(
-                store, store.standing, self.group, range(len(spills)), readers, after=-1
+                store, store.standing, self.group, range(len(sorters)), readers, after=-1
             ):
                 start = int(self._starts_S[self._index[segment.id]]) - self._dead[segment.id]
-                spills[place].add(keys, start + rows)
-                if sum(spill.held_bytes for spill in spills) > MEMORY_BYTES // 2:
-                    max(spills, key=lambda spill: spill.held_bytes).flush()
+                sorters[place].add(hash_keys(keys, self.group.tables[place].table_id), start + rows)
+                flush_largest(sorters)
                 progress("sort", keys.size)
-            for place, (table, spill) in enumerate(zip(self.group.tables, spills, strict=True)):
-                self._mark(place, table, Sweep(table, whole_keys(spill.sorted(_CHUNK_ROWS))), uses)
-                spill.close()
+            for place, (table, sorter) in enumerate(zip(self.group.tables, sorters, strict=True)):
+                self._mark(place, table, SortedCursor(sorter.sorted(), np.int64), uses)
+                sorter.close()
 
-    def _mark(self, place: int, table: Table, stored: Sweep, uses: FirstUses) -> None:
-        """Mark the rows of one table: ``stored`` has their numbers by key, those of a key in the order of age."""
-        wanted = Sweep(table, uses.slices(table.name))
-        while stored.fill():
-            ends = [int(sweep.hashes[-1]) for sweep in (stored, wanted) if sweep.fill()]
-            hashes, _, numbers = stored.take(min(ends))
-            wanted_hashes, _, _ = wanted.take(min(ends))
+    def _mark(self, place: int, table: Table, stored: SortedCursor, uses: FirstUses) -> None:
+        """Mark the rows of one table: ``stored`` has their numbers by hash, those of a key in the order of age."""
+        wanted = SortedCursor(hashed(table, uses.slices(table.name)), np.int64, np.int64)
+        for (hashes, numbers), (wanted_hashes, _, _) in merged(stored, wanted):
             if not hashes.size:
                 continue
             newest = np.append(hashes[1:] != hashes[:-1], True)

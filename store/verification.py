@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiercache.store import key_check
+from tiercache.store import key_invariants
 from tiercache.store.errors import CommitMissingError, CorruptStoreError, StoreError
 from tiercache.store.field_check import FieldCheck
 from tiercache.store.huge_pages import huge_pages
@@ -35,8 +35,8 @@ _MOST_PROBLEMS = 100
 class Verification:
     """One reading of all that a store holds: of every commit that it keeps, each block once.
 
-    Rows are read by threads of their own; keys, meanwhile, by others. Memory: a block for each reader of rows, a few
-    blocks of keys, and the hashes of ``SLICE_ROWS`` keys: those of more wait in a temporary file.
+    Rows are read by threads of their own; keys, meanwhile, by others. Memory: about ``VERIFY_BYTES``, however many
+    keys there are: hashes that exceed them wait in a temporary file.
     """
 
     def __init__(self, store: Store) -> None:
@@ -59,8 +59,11 @@ class Verification:
         """Check everything and return the report."""
         begun = time.perf_counter()
         self.counts["segments"] = len({segment.id for one in self._stores for segment in one.segments})
-        with ThreadPoolExecutor(1) as beside, ThreadPoolExecutor(key_check.READERS) as readers:
-            keys = [beside.submit(key_check.KeyCheck(self._stores, group, readers).run) for group in self.store.groups]
+        with ThreadPoolExecutor(1) as beside, ThreadPoolExecutor(key_invariants.READERS) as readers:
+            keys = [
+                beside.submit(key_invariants.KeyInvariantChecker(self._stores, group, readers).run)
+                for group in self.store.groups
+            ]
             self._check_rows()
             for found in keys:
                 for sentence, commits in found.result().items():

@@ -129,7 +129,9 @@ def test_numbers_of_the_manifest_are_those_of_the_files(small: PassDataset) -> N
     rows = record["passes"][1]["rows"]
     rows["a"], rows["b"] = rows["b"], rows["a"]
     write()
-    with pytest.raises(DatasetError, match=r"sub-dataset 1: .* is not what was extracted \(its header does not match\)"):
+    with pytest.raises(
+        DatasetError, match=r"sub-dataset 1: .* is not what was extracted \(its header does not match\)"
+    ):
         PassDataset.open(small.path).passes[1].keys("b")
     del record["passes"][1]["rows"]["unused"]
     write()

@@ -43,6 +43,18 @@ def check(first: Store, second: Store, ours: dict, theirs: dict) -> None:
         assert len(found.examples) == min(5, len(unequal | (a.keys() ^ b.keys())))
 
 
+def test_a_table_without_rows_has_only_those_of_the_other() -> None:
+    """Of tables of any width."""
+    tables = small_tables()
+    world = World(tables)
+    with Store.open(None, tables=tables, engine=MemoryEngine()) as store:
+        world.run(store, 2)
+        with Store.open(None, tables=tables, engine=MemoryEngine()) as empty:
+            World(tables, keys_per_pass=0).run(empty, 1)
+            check(store, empty, world.rows, {})
+            check(empty, store, {}, world.rows)
+
+
 def test_stores_of_other_tables_are_not_compared() -> None:
     """And a commit that is not kept cannot be looked at."""
     tables = small_tables()

@@ -15,9 +15,10 @@ from tests.store.big import BIG, dump, publish
 from tests.store.conftest import small_tables
 from tiercache.store import MemoryEngine, Store, StoreFullError
 from tiercache.store.counters import Counters
+from tiercache.store.external_sort import ExternalSorter
 from tiercache.store.full_disk import ROOM_FOR_RECORDS, full_disk, room_for
+from tiercache.store.hashing import hash_keys
 from tiercache.store.scratch_file import ScratchFile
-from tiercache.store.spill import Spill
 from tiercache.store.testing.world import World, WorldUses
 
 if TYPE_CHECKING:
@@ -132,10 +133,12 @@ def test_a_file_of_unknown_size_needs_at_least_what_is_written_next(tmp_path: Pa
     leave(1000)
     whole = 5000 * (8 + BIG.row_bytes)
     with (
-        Spill(BIG, tmp_path, 1 << 16, Counters(), total_rows=5000) as spill,
+        ExternalSorter(
+            [("<f4", (BIG.row_bytes // 4,))], tmp_path, "sorting a test", 1 << 16, Counters(), total_rows=5000
+        ) as sorter,
         pytest.raises(StoreFullError, match=rf"sorting .* needs {whole:,} more bytes but .* has 1,000 free"),
     ):
-        spill.add(keys, rows)
+        sorter.add(hash_keys(keys, BIG.table_id), rows)
     with ScratchFile(tmp_path, "a test") as file:
         file._file.close()
         file._file = Path("/dev/full").open("r+b", buffering=0)  # noqa: SIM115 - the file closes it

@@ -10,7 +10,7 @@ from tiercache.errors import BudgetError
 from tiercache.planning.budget import paged
 from tiercache.planning.store_plan import RECORD_BYTES, block_bytes
 from tiercache.sizes import format_bytes
-from tiercache.store import rewrite, settling, spill
+from tiercache.store import external_sort, rewrite, settling
 from tiercache.store.changed import CHANGED_BYTES
 from tiercache.store.life import Life
 from tiercache.store.stream import Range
@@ -163,8 +163,8 @@ def _sorted_bytes(tables: Sequence[_Rows], idle: int) -> tuple[int, int]:
         keys[one.group] += one.live
     rows = [(min(one.live, one.used + -(-idle // one.row_bytes)), one.row_bytes + CHANGED_BYTES) for one in tables]
     return (
-        max(spill.file_bytes(n, settling.NUMBER_BYTES, settling.MEMORY_BYTES) for n in keys.values()),
-        max(spill.file_bytes(n, row_bytes, rewrite.MEMORY_BYTES) for n, row_bytes in rows),
+        max(external_sort.file_bytes(n, settling.NUMBER_BYTES, settling.MEMORY_BYTES) for n in keys.values()),
+        max(external_sort.file_bytes(n, row_bytes, rewrite.MEMORY_BYTES) for n, row_bytes in rows),
     )
 
 

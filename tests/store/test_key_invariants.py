@@ -10,7 +10,7 @@ import pytest
 
 from tests.store.conftest import Home, small_tables
 from tests.store.test_settled import rewritten, settled_store
-from tiercache.store import CorruptStoreError, hash_parts, key_check
+from tiercache.store import CorruptStoreError, key_invariants
 from tiercache.store.testing.world import World
 from tiercache.store.verification import Verification
 
@@ -126,14 +126,13 @@ def over_at_once(home: Home) -> list[str]:
     return [f"segment {segment.id} of the store at", "was dumped by pass 77 and has rows that wait for"]
 
 
-@pytest.mark.parametrize("slice_rows", [1 << 25, 7])
+@pytest.mark.parametrize("sort_bytes", [1 << 27, 1000])
 @pytest.mark.parametrize("plant", [aged, lost, first_commit, over_at_once])
 def test_what_no_checksum_sees_is_found_and_said_in_a_sentence(
-    plant: Plant, slice_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plant: Plant, sort_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of tables that have it one sentence each, whether all keys fit into memory or not."""
-    monkeypatch.setattr(key_check, "SLICE_ROWS", slice_rows)
-    monkeypatch.setattr(hash_parts, "BATCH_ROWS", 3 * slice_rows)
+    monkeypatch.setattr(key_invariants, "SORT_BYTES", sort_bytes)
     home = Home("memory", tmp_path)
     words = plant(home)
     problems = Verification(home.open()).run()["problems"]

@@ -1,0 +1,119 @@
+"""The external sort: what it yields, in which memory, and where its file is."""
+
+from __future__ import annotations
+
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.store.conftest import small_tables
+from tiercache.store import Store, StoreError, StoreFullError, key_invariants, scratch_file
+from tiercache.store.counters import Counters
+from tiercache.store.external_sort import ExternalSorter
+from tiercache.store.full_disk import check_room
+from tiercache.store.testing.world import World
+from tiercache.store.verification import Verification
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 999),
+    count=st.integers(0, 3000),
+    distinct=st.integers(1, 3000),
+    columns=st.integers(0, 2),
+    memory_bytes=st.sampled_from([200, 3000, 100_000, 10_000_000]),
+    chunk_rows=st.none() | st.integers(1, 700),
+)
+def test_rows_come_back_in_hash_order_whatever_the_memory(
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int,
+    count: int,
+    distinct: int,
+    columns: int,
+    memory_bytes: int,
+    chunk_rows: int | None,
+) -> None:
+    """Those of a hash side by side in the order in which they came: a stable sort is the oracle."""
+    rng = np.random.default_rng(seed)
+    hashes = rng.integers(0, 1 << 64, distinct, dtype=np.uint64)[rng.integers(0, distinct, count)]
+    payload: list[Any] = [np.arange(count, dtype=np.uint32), np.arange(3 * count, dtype=np.float32).reshape(count, 3)]
+    dtypes: list[Any] = [np.uint32, (np.float32, (3,))]
+    counters = Counters()
+    with ExternalSorter(
+        dtypes[:columns], tmp_path_factory.getbasetemp(), "a test", memory_bytes, counters, copies=count
+    ) as sorter:
+        for low in range(0, count, 97):
+            sorter.add(hashes[low : low + 97], *(values[low : low + 97] for values in payload[:columns]))
+        chunks = list(sorter.sorted(chunk_rows))
+        assert sorter.rows == count
+    order = np.argsort(hashes, kind="stable")
+    for i, values in enumerate([hashes, *payload][: columns + 1]):
+        np.testing.assert_array_equal(np.concatenate([values[:0], *(chunk[i] for chunk in chunks)]), values[order])
+    if chunk_rows is None:
+        assert all(one[0][-1] < other[0][0] for one, other in pairwise(chunks))
+    else:
+        assert all(chunk[0].size <= chunk_rows for chunk in chunks)
+    assert counters.spill_bytes_read == counters.spill_bytes_written
+
+
+def report(path: Path) -> tuple[dict[str, Any], int]:
+    """Return the verification's report and the bytes of keys that it read."""
+    with Store.open(path, mode="r") as store:
+        found = Verification(store).run()
+        return {name: value for name, value in found.items() if name != "seconds"}, store.counters.key_bytes_read
+
+
+@pytest.mark.parametrize("retention", [1, 3])
+@pytest.mark.parametrize("careless", [False, True])
+def test_keys_are_read_once_whatever_fits_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, retention: int, *, careless: bool
+) -> None:
+    """Of a few rows at a time the same is found, with as much reading, and no file is left."""
+    world = World(small_tables(), num_passes=4, block_rows=20)
+    with Store.open(tmp_path / "s", tables=world.tables, retention=retention) as store:
+        world.run(store, 5)
+    if careless:
+        monkeypatch.setattr(Store, "first_range", lambda *_: 0)
+    at_once = report(tmp_path / "s")
+    assert any("have two live rows" in problem for problem in at_once[0]["problems"]) == careless
+    assert careless or not at_once[0]["problems"]
+    before = sorted(tmp_path.rglob("*"))
+    for num_bytes in (1, 1000, 6000):
+        monkeypatch.setattr(key_invariants, "SORT_BYTES", num_bytes)
+        assert report(tmp_path / "s") == at_once
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_temporary_directory_stands_in_for_a_folder_without_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or one in which this process may not write; without either, the sentence says how much is needed."""
+    hashes = np.arange(10, dtype=np.uint64) << np.uint64(60)
+    full: list[Path] = [tmp_path]
+
+    def room(path: Path, needed_bytes: int) -> None:
+        if path in full:
+            raise OSError(28, "No space left on device")
+        check_room(path, needed_bytes)
+
+    def sorted_in(folder: Path) -> list[int]:
+        with ExternalSorter([np.uint32], folder, "the check", 400, Counters(), total_rows=10) as sorter:
+            sorter.add(hashes[::-1], 7)
+            return [int(one) for found, _ in sorter.sorted() for one in found]
+
+    monkeypatch.setattr(scratch_file, "check_room", room)
+    for folder in (tmp_path, tmp_path / "missing"):
+        assert sorted_in(folder) == hashes.tolist()
+    system = tempfile.gettempdir()
+    full.append(Path(system))
+    with pytest.raises(StoreFullError, match=r"the check needs 120 more bytes"):
+        sorted_in(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(StoreError, match=r"the check needs a temporary file of 120 bytes and .* takes none .*TMPDIR"):
+        sorted_in(tmp_path)
