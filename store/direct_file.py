@@ -14,12 +14,10 @@ from tiercache.store.huge_pages import HUGE_BYTES, huge_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from typing import Any
 
     import numpy as np
     from numpy.typing import NDArray
 
-    Buffer = bytes | memoryview | NDArray[Any]
 
 PAGE_BYTES = 4096
 _DIRECT_BYTES = 64 << 10
@@ -54,15 +52,16 @@ def write_at(handle: int, direct: int | None, buffer: NDArray[np.uint8], at: int
             if error.errno != errno.EINVAL:
                 raise
             high, could = done, False
-    for start, stop in ((lead, low), (high, lead + size)):
-        while start < stop:
-            start += os.pwrite(handle, buffer[start : min(stop, start + _STEP_BYTES)].data, base + start)
+    for done, stop in ((lead, low), (high, lead + size)):
+        at = done
+        while at < stop:
+            at += os.pwrite(handle, buffer[at : min(stop, at + _STEP_BYTES)].data, base + at)
     return could
 
 
-def write_whole(path: str, data: Buffer) -> None:
+def write_whole(path: str, data: bytes | memoryview) -> None:
     """Make a file of bytes, through the page cache. It is not synced. Raises OSError."""
-    view, done = memoryview(data).cast("B"), 0
+    view, done = memoryview(data), 0
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     try:
         while done < len(view):

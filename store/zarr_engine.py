@@ -15,13 +15,12 @@ import numpy as np
 
 from tiercache.store.blocks import STATE
 from tiercache.store.directory import WriterLock
-from tiercache.store.engine import FieldFile, FieldSource
 from tiercache.store.errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError
-from tiercache.store.full_disk import ROOM_FOR_RECORDS
-from tiercache.store.record_chain import Link, Manifest
 from tiercache.store.zarr_holdings import Holdings
-from tiercache.store.zarr_layout import NODE, Arrays, Place, group_node, merge, split
+from tiercache.store.zarr_layout import NODE, Arrays, Place, group_node, split, state_key
 from tiercache.store.zarr_objects import Objects, Span
+from tiercache.store.zarr_reader import BlockReader
+from tiercache.store.zarr_records import Records, manifest_key, record_key
 from tiercache.store.zarr_writer import ChunkWriter, DiskWriter, RemoteWriter
 
 if TYPE_CHECKING:
@@ -31,11 +30,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.engine import Block, BlockLayout, Data, ReadRequest
+    from tiercache.store.engine import Block, BlockLayout, Data, FieldSource, ReadRequest
     from tiercache.store.zarr_layout import Array
 
-_LOOKS = 100
-"""How often the newest manifest is looked for, where a writer replaces it meanwhile."""
 _ARRAYS = 4096
 """The most streams whose arrays are remembered."""
 
@@ -68,6 +65,8 @@ class ZarrEngine:
         if root is not None and not readonly and lock is None and root.is_dir():
             self._lock = WriterLock(root)
         self._writer: ChunkWriter = (RemoteWriter if root is None else DiskWriter)(self._objects, self.label)
+        self._records = Records(self._objects, self.label)
+        self._reader = BlockReader(self._objects, self._writer.held)
         self._holdings = Holdings()
         self._known: dict[tuple[int, int], Arrays] = {}
         self._listed: Mapping[str, int | None] | None = None
@@ -77,7 +76,7 @@ class ZarrEngine:
         self._going: tuple[Future[None], set[str]] | None = None
         """What is being deleted, and the names of objects and folders."""
         try:
-            self._manifest = self._newest(create=create)
+            self._manifest = self._records.newest(create=create)
             if not readonly:
                 self._take_up()
         except BaseException:
@@ -93,24 +92,13 @@ class ZarrEngine:
 
     def records(self) -> dict[str, bytes]:
         """Read all records; for reading those of the newest manifest that there is now."""
-        if not self._readonly:
-            return self._manifest.read(self._record, self.label)
-        for _ in range(_LOOKS):
-            newest = self._newest(create=False)
-            if newest.number < self._manifest.number:
-                raise CorruptStoreError(
-                    f"{self.label} is at manifest {newest.number} and was at {self._manifest.number} before: "
-                    "restore the store from a copy"
-                )
-            if newest.number > self._manifest.number:
+        if self._readonly:
+            before = self._manifest.number
+            self._manifest, found = self._records.follow(self._manifest)
+            if self._manifest.number > before:
                 self._listed = None
-            self._manifest = newest
-            try:
-                return newest.read(self._record, self.label)
-            except CorruptStoreError:
-                if max(self._numbers("manifests"), default=0) <= newest.number:
-                    raise
-        raise CorruptStoreError(f"{self.label} changes faster than it can be read: open it again")
+            return found
+        return self._records.of(self._manifest)
 
     def commit(self, records: Mapping[str, bytes | None]) -> None:
         """Write and sync the records' objects, then the manifest; then delete those that it replaces."""
@@ -123,24 +111,24 @@ class ZarrEngine:
             self._writer.flush()
             for name, data in records.items():
                 if data is not None:
-                    key = _record_key(name, fresh.links[name])
+                    key = record_key(name, fresh.links[name])
                     if key in made:
                         raise ValueError(f"two records of {self.label} would be object {key}: name one otherwise")
                     made.add(key)
                     self._writer.put_object(key, data)
             self._sync(self._dirty | made)
-            made.add(_manifest_key(fresh))
-            self._writer.publish(_manifest_key(fresh), fresh.to_bytes())
-            self._sync([_manifest_key(fresh)])
+            made.add(manifest_key(fresh))
+            self._writer.publish(manifest_key(fresh), fresh.to_bytes())
+            self._sync([manifest_key(fresh)])
             published = True
         finally:
             # An interrupt may come when the manifest is durable, or when nothing of it is.
             if published:
                 self._manifest, self._dirty = fresh, set()
-                dead = {_record_key(name, link) for name, link in before.links.items()}
-                self._delete_now(dead - {_record_key(*pair) for pair in fresh.links.items()} | {_manifest_key(before)})
+                dead = {record_key(name, link) for name, link in before.links.items()}
+                self._delete_now(dead - {record_key(*pair) for pair in fresh.links.items()} | {manifest_key(before)})
             else:
-                self._withdraw(_manifest_key(fresh), made)
+                self._withdraw(manifest_key(fresh), made)
 
     # -- blocks ------------------------------------------------------------------------------------------
 
@@ -175,45 +163,35 @@ class ZarrEngine:
         if offset + out.size > block.size:
             raise BlockReadError(f"ends at byte {block.size:,} of {offset + out.size:,}")
         if block.kind == STATE:
-            key = _state_key(block)
-            out[:] = self._ranges([Span(key, offset, offset + out.size, block.size)])[0]
-            return
-        arrays = self._arrays(block)
-        if arrays.block_bytes(block.kind, block.index) != block.size:
-            raise BlockReadError("is none of its stream")
-        row_bytes = arrays.row_bytes(block.kind)
-        first, last = offset // row_bytes, (offset + out.size) // row_bytes
-        parts = arrays.by_kind[block.kind]
-        found = self._rows(parts, block.index, first, last)
-        if len(found) == 1:
-            out[:] = found[0]
+            self._reader.read_bytes(Span(state_key(block), offset, offset + out.size, block.size), out)
         else:
-            stream = arrays.layout.stream
-            merge(stream, first + block.index * stream.block_rows, out, found)
+            self._reader.read_rows(self._arrays(block), block, offset, out)
 
     @contextmanager
     def locate(self, requests: Sequence[ReadRequest]) -> Iterator[list[FieldSource | None]]:
         """Say where rows lie: on a local disk, where they are not compressed."""
-        yield [None if self._objects.root is None else self._locate(request) for request in requests]
+        yield [
+            None
+            if self._objects.root is None or request.block.layout is None
+            else self._reader.locate(self._arrays(request.block), request)
+            for request in requests
+        ]
 
     def problem(self, block: Block) -> str:
         """Compare with a list of what is there, which is made once after each change."""
         if self._listed is None:
-            self._listed = self._objects.sizes("segments", "state")
+            self._listed = self._records.sizes("segments", "state")
         if block.kind == STATE:
-            return self._missing(_state_key(block), block.size, 0)
+            return self._reader.missing(self._listed, state_key(block), block.size)
         arrays = self._arrays(block)
         if arrays.block_bytes(block.kind, block.index) != block.size:
             return "is none of its stream"
-        problems = (
-            self._missing(
-                array.place(block.index).key,
-                array.place(block.index).chunk_bytes,
-                0 if array.shards is None else array.shards.index_bytes,
-            )
-            for array in arrays.by_kind[block.kind]
-        )
-        return next(filter(None, problems), "")
+        for array in arrays.by_kind[block.kind]:
+            key, _, _, size, *_ = array.place(block.index)
+            least = None if array.shards is None else array.shards.index_bytes
+            if problem := self._reader.missing(self._listed, key, size, least):
+                return problem
+        return ""
 
     def retain(self, blocks: Iterable[Block]) -> None:
         """Delete all objects that have nothing of these blocks, and punch the rest out of those that have."""
@@ -229,16 +207,16 @@ class ZarrEngine:
                 )
             self._holdings.hold(block, arrays)
         needed, holes = self._holdings.everything()
-        listed = self._objects.sizes("segments", "state", "records", "manifests")
-        needed |= {f"segments/{NODE}", _manifest_key(self._manifest)}
-        needed |= {_record_key(name, link) for name, link in self._manifest.links.items()}
+        listed = self._records.sizes("segments", "state", "records", "manifests")
+        needed |= {f"segments/{NODE}", manifest_key(self._manifest)}
+        needed |= {record_key(name, link) for name, link in self._manifest.links.items()}
         self._holdings.nodes &= listed.keys()
         self._later([key for key in listed if key not in needed and key not in self._holdings.nodes], holes, [])
         self._settle()
         self._objects.tidy("segments")
 
     def free(self, blocks: Iterable[Block]) -> None:
-        """Delete chunks and folders that nothing is held of; of other chunks punch out what is free, on a local disk."""
+        """Delete chunks and folders of which nothing is held; on a local disk, punch what is free out of others."""
         self._check_writable()
         self._settle()
         self._listed = None
@@ -258,59 +236,17 @@ class ZarrEngine:
         if self._lock is not None:
             self._lock.release()
 
-    # -- the newest commit -------------------------------------------------------------------------------
-
-    def _newest(self, *, create: bool) -> Manifest:
-        """Return the newest manifest; that of an empty store where one is made."""
-        for _ in range(_LOOKS):
-            number = max(self._numbers("manifests"), default=None)
-            if number is None:
-                if create and not any(key.split("/")[-1] != NODE for key in self._objects.sizes("segments", "state")):
-                    return Manifest(number=0)
-                continue
-            key = f"manifests/{number}"
-            data = self._get(key)
-            if data is not None:
-                manifest = Manifest.from_bytes(data, f"manifest {number} of {self.label}")
-                if manifest.number != number:
-                    raise CorruptStoreError(
-                        f"manifest {number} of {self.label} says that it is {manifest.number}: "
-                        "restore the store from a copy"
-                    )
-                return manifest
-        raise CorruptStoreError(f"the manifest of {self.label} is missing: restore the store from a copy")
+    # -- inside ------------------------------------------------------------------------------------------
 
     def _take_up(self) -> None:
         """Make the newest manifest durable, and choose numbers that no object has."""
         if self._manifest.number:
-            self._sync([_manifest_key(self._manifest)])
+            self._sync([manifest_key(self._manifest)])
         else:
             for key in (NODE, f"segments/{NODE}"):
                 self._writer.put_object(key, group_node())
                 self._dirty.add(key)
-        self._next = max([self._manifest.number, *self._numbers("manifests"), *self._numbers("records")]) + 1
-
-    def _numbers(self, folder: str) -> list[int]:
-        """Return the numbers of manifests, or those of manifests that wrote records."""
-        separator = "." if folder == "manifests" else "-"
-        try:
-            names = (name.partition(separator) for name in self._objects.names(folder))
-        except OSError as error:
-            raise CorruptStoreError(
-                f"{folder} of {self.label} cannot be listed ({error}): mend that, or restore the store from a copy"
-            ) from error
-        return [int(n) for n, _, rest in names if n.isdecimal() and (folder == "records" or not rest)]
-
-    def _record(self, name: str, link: Link) -> bytes | None:
-        return self._get(_record_key(name, link))
-
-    def _get(self, key: str) -> bytes | None:
-        try:
-            return self._objects.get(key)
-        except OSError as error:
-            raise CorruptStoreError(
-                f"object {key} of {self.label} cannot be read ({error}): mend that, or restore the store from a copy"
-            ) from error
+        self._next = self._records.next_number(self._manifest)
 
     def _sync(self, keys: Iterable[str]) -> None:
         """Make objects durable; where that failed once, later success says nothing of what was lost."""
@@ -326,11 +262,10 @@ class ZarrEngine:
             if manifest in made:
                 self._objects.delete([manifest])
                 self._objects.sync((), self._objects.durable_paths([manifest])[1])
-            self._objects.delete(made)
         except OSError:
             self._unsynced = True  # it may stand or not: opening the store again finds it out
-
-    # -- inside ------------------------------------------------------------------------------------------
+        else:
+            self._delete_now(made)
 
     def _arrays(self, block: Block) -> Arrays:
         """Return the arrays of a block's stream, mostly those that are known."""
@@ -353,7 +288,7 @@ class ZarrEngine:
 
     def _write_block(self, block: Block, data: NDArray[np.uint8], made: set[str]) -> None:
         if block.kind == STATE:
-            place = Place(_state_key(block), 0, block.size, block.size, block.size, 1)
+            place = Place(state_key(block), 0, block.size, block.size, block.size, 1)
             self._put(place, made, lambda out: np.copyto(out, data))
             return
         arrays = self._arrays(block)
@@ -400,82 +335,6 @@ class ZarrEngine:
                 limit=f"the blocks of {self.label} take {total - size:,} and may hold {self._max_bytes:,}",
                 advice="raise store_budget",
             )
-
-    def _rows(self, parts: Sequence[Array], index: int, first: int, last: int) -> list[NDArray[np.uint8]]:
-        """Return rows [first, last) of a block in each of its arrays, until the next call."""
-        if first == last:
-            return [np.empty(0, np.uint8) for _ in parts]
-        places = [array.place(index) for array in parts]
-        if parts[0].shards is None:
-            return self._ranges(
-                [
-                    Span(
-                        place.key,
-                        place.begin + array.row_bytes * first,
-                        place.begin + array.row_bytes * last,
-                        place.chunk_bytes,
-                    )
-                    for array, place in zip(parts, places, strict=True)
-                ]
-            )
-        spans, indexes = [], []
-        for array, place in zip(parts, places, strict=True):
-            shards = array.shards
-            assert shards is not None
-            end = self._objects.end(place.key, shards.index_bytes)
-            if end.size < shards.index_bytes:
-                raise BlockReadError(
-                    f"is not whole, as {place.key} has {end.size:,} bytes and an index of {shards.index_bytes:,}"
-                )
-            low, high = first // shards.inner_rows, -(-last // shards.inner_rows)
-            inner = shards.index_of(end)[low:high]
-            if np.any(inner[:, 0] < 0) or np.any(np.diff(inner[:, 0]) < 0):
-                raise BlockReadError(f"lacks some of its rows {first} to {last}, as {place.key} does not have them")
-            spans.append(Span(place.key, int(inner[0, 0]), int(inner[-1].sum()), -1))
-            indexes.append(inner)
-        found = self._ranges(spans)
-        return [
-            array.shards.decode(inner, data, first, last)
-            for array, inner, data in zip(parts, indexes, found, strict=True)
-            if array.shards is not None
-        ]
-
-    def _ranges(self, spans: Sequence[Span]) -> list[NDArray[np.uint8]]:
-        held = [self._writer.held(span.key) for span in spans]
-        if any(chunk is not None for chunk in held):
-            return [
-                self._objects.ranges([span])[0] if chunk is None else chunk[span.start : span.stop]
-                for span, chunk in zip(spans, held, strict=True)
-            ]
-        return self._objects.ranges(spans)
-
-    def _locate(self, request: ReadRequest) -> FieldSource | None:
-        block, offset, out = request
-        if block.layout is None or offset + out.size > block.size:
-            return None
-        arrays = self._arrays(block)
-        if arrays.layout.group.compression or arrays.block_bytes(block.kind, block.index) != block.size:
-            return None
-        row_bytes = arrays.row_bytes(block.kind)
-        first, rows = offset // row_bytes, out.size // row_bytes
-        files = []
-        for array in arrays.by_kind[block.kind]:
-            place = array.place(block.index)
-            begin = place.begin + array.row_bytes * first
-            files.append(FieldFile(self._objects.path(place.key), place.chunk_bytes, begin, array.row_bytes))
-        return FieldSource(self._objects.reads_direct(rows * file.row_bytes for file in files), files)
-
-    def _missing(self, key: str, size: int, index_bytes: int) -> str:
-        """Say what is wrong with an object; ``index_bytes`` are its least where it is compressed, else 0."""
-        assert self._listed is not None
-        seen = self._listed.get(key, -1)
-        if seen == -1:
-            return "" if self._writer.held(key) is not None else f"is missing, as there is no {key}"
-        if seen is None or (seen >= index_bytes if index_bytes else seen == size):
-            return ""
-        if index_bytes:
-            return f"is not whole, as {key} has {seen:,} bytes of {index_bytes:,} at least"
-        return f"is not whole, as {key} has {seen:,} bytes of {size:,}"
 
     def _later(self, keys: list[str], holes: Mapping[str, list[tuple[int, int]]], folders: list[str]) -> None:
         """Delete objects and folders and punch holes on another thread; what fails is left to the next opening."""
@@ -525,15 +384,3 @@ def _filler(
     if fields == 1:
         return lambda out: np.copyto(out, data)
     return lambda out: split(arrays.layout.stream, index, data, at, out)
-
-
-def _state_key(block: Block) -> str:
-    return f"state/{block.owner}.{block.index}"
-
-
-def _record_key(name: str, link: Link) -> str:
-    return f"records/{link.number}-{name.replace('/', '.')}"
-
-
-def _manifest_key(manifest: Manifest) -> str:
-    return f"manifests/{manifest.number}"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.store.engine import BlockLayout
+    from tiercache.store.engine import Block, BlockLayout
     from tiercache.store.stream import Stream
 
 NODE = "zarr.json"
@@ -208,6 +208,11 @@ def _places(
     pages = data[begin * row_bytes : end * row_bytes].reshape(count, length * row_bytes)
     mine = field[begin * field_bytes : end * field_bytes].reshape(count, length * field_bytes)
     return pages[:, length * at : length * (at + field_bytes)], mine
+
+
+def state_key(block: Block) -> str:
+    """Return the name of the object of a block of dense state."""
+    return f"state/{block.owner}.{block.index}"
 
 
 def group_node(attributes: dict[str, Any] | None = None) -> bytes:

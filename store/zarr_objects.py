@@ -24,14 +24,9 @@ from tiercache.store.errors import BlockReadError
 from tiercache.store.hole import punch_hole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
-
-    from tiercache.store.direct_file import Buffer
-
-    Sizes = Mapping[str, int | None]
-    """By name of each object: its bytes, where the store says them at once."""
 
 LEFTOVER = ".partial"
 """How the names of objects end that were not written to the end."""
@@ -70,7 +65,7 @@ class Objects:
         if self.root is not None:
             (self.root / key).parent.mkdir(parents=True, exist_ok=True)
 
-    def put(self, key: str, data: Buffer) -> None:
+    def put(self, key: str, data: bytes | memoryview) -> None:
         """Write an object that nobody knows yet."""
         if self.root is None:
             sync(self.store.set(key, self._prototype.buffer.from_bytes(bytes(data))))

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     Fill = Callable[[Bytes], None]
 
 MOST_BYTES = 64 << 20
-"""What a writer holds in memory at most: of blocks on their way, and of chunks that are gathered. One chunk of each may
-have more alone."""
+"""What a writer holds of blocks in memory: one field of one block may have more, alone. Elsewhere than on a local disk
+it gathers chunks in twice as much beside."""
 _THREADS = 4
 _OPEN_FILES = 64
 
@@ -330,7 +330,7 @@ class RemoteWriter(ChunkWriter):
     def _write(self, key: str) -> None:
         chunk, _ = self._chunks[key]
         with self.translated(chunk.size):
-            self._objects.put(key, chunk)
+            self._objects.put(key, chunk.data)
         self.drop([key])
 
 
