@@ -88,7 +88,7 @@ class Records:
     def _get(self, key: str) -> bytes | None:
         try:
             return self._objects.get(key)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a damaged manifest may name what is no name
             raise CorruptStoreError(
                 f"object {key} of {self._label} cannot be read ({error}): mend that, or restore the store from a copy"
             ) from error
