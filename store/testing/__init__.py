@@ -1,6 +1,6 @@
-"""For tests of engines, and of whatever uses a store: the contract that every engine passes, engines that misbehave.
+"""For tests of whatever uses a store: engines that misbehave, and stores whose content is known.
 
-``EngineContract`` needs pytest and Hypothesis, ``StoreMachine`` Hypothesis; they are imported when they are asked for.
+``StoreMachine`` needs Hypothesis and is imported when it is asked for.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from tiercache.store.testing.failing import FailingEngine, KilledError, disk_ful
 from tiercache.store.testing.slow import SlowEngine
 
 if TYPE_CHECKING:
-    from tiercache.store.testing.contract import EngineContract
     from tiercache.store.testing.machine import StoreMachine
     from tiercache.store.testing.world import World
 
-__all__ = ["EngineContract", "FailingEngine", "KilledError", "SlowEngine", "StoreMachine", "World", "disk_full"]
+__all__ = ["FailingEngine", "KilledError", "SlowEngine", "StoreMachine", "World", "disk_full"]
 
-_HOME = {"EngineContract": "contract", "StoreMachine": "machine", "World": "world"}
+_HOME = {"StoreMachine": "machine", "World": "world"}
 
 
 def __getattr__(name: str) -> Any:
