@@ -17,6 +17,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import lmdb
+from tiercache.store.gate import Gate
+from tiercache.store.manifest import COMMIT
 
 from tiercache.store.block_file import BlockFile, Place
 from tiercache.store.directory import WriterLock
@@ -28,10 +30,8 @@ from tiercache.store.errors import (
     StoreInUseError,
 )
 from tiercache.store.full_disk import FULL, ROOM_FOR_RECORDS, check_limit, check_room, full_disk
-from tiercache.store.gate import Gate
 from tiercache.store.lmdb_file import LmdbFile, Meta
 from tiercache.store.lmdb_head import HEAD, check_newest, create_head, read_head, write_head
-from tiercache.store.manifest import COMMIT
 from tiercache.store.write_queue import PAGE_BYTES
 
 if TYPE_CHECKING:

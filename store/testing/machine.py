@@ -29,8 +29,9 @@ from tiercache.store.testing.world import World
 from tiercache.store.verification import Verification
 
 if TYPE_CHECKING:
-    from tiercache.store.engine import Engine
     from tiercache.store.testing.contract import EngineContract
+
+    from tiercache.store.engine import Engine
 
 TABLES = (
     Table(name="user", dim=3, optimizer=Adagrad(learning_rate=0.1), initializer=Uniform(low=-0.1, high=0.1)),
