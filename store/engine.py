@@ -37,7 +37,7 @@ class Block(NamedTuple):
     owner: int
     """The id of the segment, or of the commit."""
     group: int
-    index: int
+    index: int  # type: ignore[assignment]  # no method of a tuple
     """Among the blocks of its kind, owner and group."""
     size: int
     """Bytes."""

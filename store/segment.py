@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tiercache.store.blocks import CHANGED, KEYS, ROWS
 from tiercache.store.changed import CHANGED_BYTES, Changed
@@ -93,7 +93,7 @@ class Segment:
 
     def to_bytes(self) -> bytes:
         """Return its record."""
-        arrays = {}
+        arrays: dict[str, NDArray[Any]] = {}
         for group, places in enumerate(self.places):
             arrays |= {f"{_PLACES[kind]}/{group}": places_B for kind, places_B in places.items()}
         for group, (pieces, keys) in enumerate(zip(self.checksums, self.key_checksums, strict=True)):

@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.store.conftest import small_tables
+from tests.store.world import World
 from tiercache.errors import BudgetError
 from tiercache.planning.budget import paged
 from tiercache.planning.reorganize_plan import ReorganizePlan
 from tiercache.store import MemoryEngine, Store, settling
 from tiercache.store.base_segment import base_stream
 from tiercache.store.history import manifest_of
-from tiercache.store.testing.world import World
 
 
 def plan_of(store: Store, world: World) -> ReorganizePlan:

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiercache.store.manifest import Manifest
 
 from tests.store.conftest import small_tables
+from tests.store.world import World
 from tiercache.errors import BudgetError
 from tiercache.planning.budget import gap_bytes
 from tiercache.planning.segment_ranges import SegmentRanges
@@ -17,9 +19,7 @@ from tiercache.planning.store_plan import RECORD_BYTES, StorePlan
 from tiercache.store import Adagrad, MemoryEngine, Range, Store, Stream, Table, Zeros
 from tiercache.store.blocks import CHANGED
 from tiercache.store.history import manifest_of
-from tiercache.store.manifest import Manifest
 from tiercache.store.table import group_tables
-from tiercache.store.testing.world import World
 
 GROUPS = group_tables([Table(name="t", dim=4, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros())])
 NOTHING = Manifest.of([], {})

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from tests.ranks import trainings
 from tests.ranks.trainings import ONE, assert_same_rows, dense_of, model_of, open_sharded
+from tests.store.failing import SlowEngine
 from tests.training.cases import Case
 from tiercache.dist.communicator import communicator_of
 from tiercache.errors import RankError
 from tiercache.ranks import shard_folder
-from tiercache.store.testing import SlowEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

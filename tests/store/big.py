@@ -38,7 +38,6 @@ def dump(store: Store, pass_index: int, rows: dict[int, int], *, block_bytes: in
             (0, b, data[cuts[b] * BIG.row_bytes : cuts[b + 1] * BIG.row_bytes], keys[cuts[b] : cuts[b + 1]])
             for b in range(stream.num_blocks)
         ),
-        transaction_bytes=1 << 20,
     )
     first = stream.range_first_row_R * BIG.row_bytes
     return {r.next_use: data[first[i] : first[i + 1]].tobytes() for i, r in enumerate(stream.ranges)}

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.store.big import BIG
+from tests.store.world import World
 from tiercache.store import SGD, Adagrad, Adam, Constant, MemoryEngine, RowWiseAdagrad, Store, Table, Uniform, Zeros
-from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

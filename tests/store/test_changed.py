@@ -11,12 +11,12 @@ import pytest
 
 from tests.store.conftest import Home, small_tables
 from tests.store.test_rewrite import rows_of
+from tests.store.world import World
 from tiercache.store import CorruptBlockError, CorruptStoreError, MemoryEngine, Range, Store, Stream, fill, info, verify
 from tiercache.store.blocks import CHANGED
 from tiercache.store.changed import CHANGED_BYTES
 from tiercache.store.rewrite import NoUses
 from tiercache.store.serving import changed_rows
-from tiercache.store.testing.world import World
 from tiercache.store.verification import Verification
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ import pytest
 
 import tiercache as tc
 from tests.store.test_independent_reader import compressed_tables
+from tests.store.world import World
 from tiercache.store import (
     SGD,
     MemoryEngine,
@@ -24,7 +25,6 @@ from tiercache.store import (
     verify,
 )
 from tiercache.store.base_segment import base_stream
-from tiercache.store.testing.world import World
 from tiercache.store.zarr_codec import cut
 
 if TYPE_CHECKING:

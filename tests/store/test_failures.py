@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from tests.store.failing import FailingEngine, KilledError, SlowEngine
+from tests.store.world import World
 from tiercache.store import Cursor, LmdbEngine, MemoryEngine, Store, StoreFullError, ZarrEngine
-from tiercache.store.testing import FailingEngine, KilledError, SlowEngine
-from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +48,7 @@ def test_any_failing_write_or_commit_leaves_the_last_commit(
         engine.fail_in(call)
         try:
             world.train()
-            world.append(store, transaction_bytes=3000)
+            world.append(store)
             world.pass_index += 1
             world.publish(store)
         except StoreFullError:
@@ -122,7 +122,7 @@ def test_a_disk_that_fills_up_says_how_much_it_holds(tables: list[Table]) -> Non
     before = copy.deepcopy(world)
     world.train()
     with pytest.raises(StoreFullError, match=rf"may hold {held + 2000:,} and holds [0-9,]+: raise capacity_bytes"):
-        world.append(store, transaction_bytes=1000)
+        world.append(store)
     store.forget()
     assert sum(engine.contents().blocks.values()) == held
     before.check(store, after=1)

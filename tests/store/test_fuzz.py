@@ -11,6 +11,7 @@ import pytest
 
 from tests.store.conftest import small_tables
 from tests.store.damage import DEEP, LIES, assert_sentence, damaged, generator_of, lying, resealed, sealed
+from tests.store.world import World
 from tiercache.store import (
     SGD,
     Commit,
@@ -26,7 +27,6 @@ from tiercache.store import (
 from tiercache.store.directory import StoreDirectory
 from tiercache.store.errors import FormatVersionError
 from tiercache.store.record import decode
-from tiercache.store.testing.world import World
 from tiercache.store.verification import Verification
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 
 import pytest
+from tiercache.store.gate import Gate
 
 from tiercache.store import StoreClosedError
-from tiercache.store.gate import Gate
 
 
 def test_the_oldest_read_says_what_may_still_be_seen() -> None:

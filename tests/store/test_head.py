@@ -14,10 +14,10 @@ from tests.files import flipped
 from tests.store.big import values
 from tests.store.conftest import small_tables
 from tests.store.damage import assert_sentence
+from tests.store.world import World
 from tiercache.store import CorruptStoreError, Store, StoreError, lmdb_engine, verify
 from tiercache.store.lmdb_engine import LmdbEngine
 from tiercache.store.lmdb_head import HEAD, read_head
-from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

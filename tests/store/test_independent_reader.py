@@ -15,8 +15,8 @@ from tests.store import independent_reader
 from tests.store.conftest import narrow_tables, small_tables
 from tests.store.independent_reader import read_table
 from tests.store.test_changed import mixed
+from tests.store.world import World
 from tiercache.store import Store
-from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

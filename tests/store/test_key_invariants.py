@@ -10,8 +10,8 @@ import pytest
 
 from tests.store.conftest import Home, small_tables
 from tests.store.test_settled import rewritten, settled_store
+from tests.store.world import World
 from tiercache.store import CorruptStoreError, key_invariants
-from tiercache.store.testing.world import World
 from tiercache.store.verification import Verification
 
 if TYPE_CHECKING:

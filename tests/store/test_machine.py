@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+from tiercache.store.reader_mark import ReaderMark
 
 from tests.store import test_engines
+from tests.store.machine import StoreMachine
 from tiercache.store import MemoryEngine, StoreError
-from tiercache.store.reader_mark import ReaderMark
-from tiercache.store.testing import StoreMachine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -12,6 +12,7 @@ import pytest
 
 from tests.apart import command
 from tests.store.conftest import small_tables
+from tests.store.world import World
 from tiercache.store import (
     SGD,
     CorruptStoreError,
@@ -26,7 +27,6 @@ from tiercache.store import (
     TableMismatchError,
     Zeros,
 )
-from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
     from pathlib import Path

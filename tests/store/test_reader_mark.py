@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiercache.store.reader_mark import ReaderMark, commits_read
+from tests.store.engine_contract import bytes_of
 
 from tests.apart import ran
 from tiercache.store import ZarrEngine
-from tiercache.store.reader_mark import ReaderMark, commits_read
-from tiercache.store.testing.contract import bytes_of
 
 
 def test_a_reader_that_is_just_opening_keeps_everything(tmp_path: Path) -> None:

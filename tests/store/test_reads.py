@@ -16,12 +16,12 @@ import pytest
 
 from tests.files import flip
 from tests.store.big import BIG, dump, places, publish
+from tests.store.world import World
 from tiercache.kernels.cpu.field_io import read_fields
 from tiercache.kernels.cpu.file_io import has_reads, read_checked
 from tiercache.store import CorruptBlockError, Store
 from tiercache.store.field_check import FieldCheck
 from tiercache.store.reading import Pieces
-from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.store.conftest import small_tables
+from tests.store.failing import FailingEngine
 from tests.store.test_settled import rewritten
+from tests.store.world import World
 from tiercache.store import CommitMissingError, CorruptStoreError, MemoryEngine, Store, StoreFullError, verify
 from tiercache.store.history import keep, release
-from tiercache.store.testing import FailingEngine
-from tiercache.store.testing.world import World
 from tiercache.store.verification import Verification
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from tests.store.big import BIG, dump, publish
 from tests.store.conftest import Careless, Home, small_tables
+from tests.store.world import World
 from tiercache.store import CorruptStoreError, MemoryEngine, Store, StoreError, hash_keys
 from tiercache.store.scan import live_rows
-from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.store.conftest import Home, small_tables
 from tests.store.test_rewrite import rows_of
 from tests.store.test_scan import check as check_scans
+from tests.store.world import World, scheduled
 from tiercache.store import (
     NEVER,
     CorruptStoreError,
@@ -26,7 +27,6 @@ from tiercache.store import (
 )
 from tiercache.store.commit import Commit
 from tiercache.store.record import decode, encode
-from tiercache.store.testing.world import World, scheduled
 from tiercache.store.verification import Verification
 
 if TYPE_CHECKING:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from tiercache.store.standing import TRIES
 
 from tests.store.between import Between, engine_of
 from tests.store.conftest import small_tables
+from tests.store.world import World
 from tiercache.store import CommitMissingError, CorruptBlockError, Store, StoreError
 from tiercache.store.lookup import read_found
 from tiercache.store.serving import changed_rows
-from tiercache.store.standing import TRIES
-from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

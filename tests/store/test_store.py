@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from tests.store.world import World
 from tiercache.store import CorruptBlockError, Cursor, StoreClosedError, Stream
-from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
     from tests.store.conftest import Home
@@ -124,7 +124,7 @@ def test_dense_state_of_any_size_comes_back(home: Home, tables: list[Table], siz
     store = home.open(tables)
     state = np.random.default_rng(size).bytes(size)
     store.publish(Cursor(0, 0), **{**PLAIN, "state": b"x" * 5_000_000})
-    store.publish(Cursor(0, 0), **{**PLAIN, "state": state}, transaction_bytes=1 << 20)
+    store.publish(Cursor(0, 0), **{**PLAIN, "state": state} << 20)
     assert home.open().state() == state
     assert len(home.opened[0]._engine.contents().blocks) == -(-size // (4 << 20))
 
@@ -172,22 +172,6 @@ def test_append_refuses_blocks_that_are_not_what_was_announced(home: Home, table
     world.pass_index = 1
     world.check(store, after=0)
     assert len(home.open()._engine.contents().blocks) == 2 * len(whole)
-
-
-def test_transactions_are_bounded(home: Home, tables: list[Table]) -> None:
-    """A dump in small transactions takes more of them, and reads back the same."""
-    counts = []
-    for bytes_ in (1, 2000, 1 << 20):
-        store, world = home.open(tables if not counts else None), World(tables)
-        world.pass_index = 10 * len(counts)
-        world.train()
-        before = store.counters.transactions
-        segment = world.append(store, transaction_bytes=bytes_)
-        counts.append(store.counters.transactions - before)
-        world.check(store, after=world.pass_index)
-        store.forget()
-    assert counts[0] == sum(stream.num_blocks for stream in segment.streams)
-    assert counts[0] > counts[1] > counts[2] == 1
 
 
 def test_counters_count_rows_and_bytes(home: Home, tables: list[Table]) -> None:

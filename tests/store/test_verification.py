@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from tests.files import flipped
 from tests.store.big import places
 from tests.store.conftest import small_tables
+from tests.store.world import World
 from tiercache.cli import app
 from tiercache.store import Store, info, verify
-from tiercache.store.testing.world import World
 from tiercache.store.verification import Verification
 
 if TYPE_CHECKING:

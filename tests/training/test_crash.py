@@ -14,6 +14,7 @@ import pytest
 import tiercache as tc
 from tests.files import flip
 from tests.store.big import places
+from tests.store.failing import FailingEngine
 from tests.training.cases import (
     Case,
     Result,
@@ -30,7 +31,6 @@ from tiercache.store import MemoryEngine
 from tiercache.store.blocks import ROWS, block_name
 from tiercache.store.errors import CorruptBlockError, CorruptStoreError, StoreFullError
 from tiercache.store.inspect import verify
-from tiercache.store.testing import FailingEngine
 
 CASE = Case(
     tables=(table("a", 128), table("b", 5, tc.optim.Adam(learning_rate=0.01))),
