@@ -85,6 +85,17 @@ def read_whole(path: str, last: int | None = None) -> bytes:
         os.close(handle)
 
 
+def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+    """Open a file, and nothing else that may be in its place. Raises OSError."""
+    handle = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+    try:
+        _file_bytes(handle)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
 def _file_bytes(handle: int) -> int:
     """Return the bytes of an open file. Raises OSError for what is none."""
     status = os.fstat(handle)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from tiercache.store.errors import CorruptStoreError
@@ -28,7 +29,7 @@ class Link(NamedTuple):
     """SHA-256, as hexadecimal digits."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """The records of an engine after one of its commits."""
 
@@ -47,7 +48,12 @@ class Manifest:
         number = self.number + 1 if number is None else number
         new = {name: link(number, data) for name, data in records.items() if data is not None}
         kept = {name: known for name, known in self.links.items() if name not in records}
-        return Manifest(number=number, before=digest(self.to_bytes()) if self.number else "", links=kept | new)
+        return Manifest(number=number, before=self.digest if self.number else "", links=kept | new)
+
+    @cached_property
+    def digest(self) -> str:
+        """The SHA-256 of its record, as hexadecimal digits."""
+        return digest(self.to_bytes())
 
     def to_bytes(self) -> bytes:
         """Return its record."""

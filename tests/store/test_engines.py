@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 import pytest
 
 from tests.store.engine_contract import EngineContract
+from tiercache.store.lmdb_engine import LmdbEngine
 from tiercache.store.memory_engine import MemoryEngine
 from tiercache.store.zarr_engine import ZarrEngine
 
@@ -30,6 +31,25 @@ class TestMemoryEngine(EngineContract):
     def open(cls, path: Path, engine: Engine) -> Engine:
         """Open what was left."""
         return engine
+
+
+class TestLmdbEngine(EngineContract):
+    """A file of blocks, and records in LMDB."""
+
+    @classmethod
+    def make(cls, path: Path, *, max_bytes: int | None = None) -> Engine:
+        """Make an empty one."""
+        return LmdbEngine(path, create=True, max_bytes=max_bytes)
+
+    @classmethod
+    def open(cls, path: Path, engine: Engine) -> Engine:
+        """Open what was left."""
+        return LmdbEngine(path, create=False)
+
+    @classmethod
+    def open_reader(cls, path: Path) -> Engine:
+        """Open for reading."""
+        return LmdbEngine(path, create=False, readonly=True)
 
 
 class TestZarrEngine(EngineContract):
