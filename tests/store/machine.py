@@ -30,7 +30,6 @@ from tiercache.store.verification import Verification
 
 if TYPE_CHECKING:
     from tests.store.engine_contract import EngineContract
-
     from tiercache.store.engine import Engine
 
 TABLES = (

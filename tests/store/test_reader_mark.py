@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tiercache.store.reader_mark import ReaderMark, commits_read
-from tests.store.engine_contract import bytes_of
 
 from tests.apart import ran
+from tests.store.engine_contract import bytes_of
 from tiercache.store import ZarrEngine
 
 
