@@ -44,7 +44,6 @@ _HOME = {
     "Counters": "counters",
     "Difference": "difference",
     "differences": "difference",
-    
     "Engine": "engine",
     "BlockReadError": "errors",
     "CommitMissingError": "errors",

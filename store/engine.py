@@ -160,9 +160,7 @@ class LocatingEngine(Protocol):
     fields_apart: bool
     """Whether sources are those of fields."""
 
-    def locate(
-        self, requests: Sequence[ReadRequest]
-    ) -> AbstractContextManager[Sequence[Source | FieldSource | None]]:
+    def locate(self, requests: Sequence[ReadRequest]) -> AbstractContextManager[Sequence[Source | FieldSource | None]]:
         """Say where wanted bytes lie; no file is closed within the context.
 
         None: ``read`` says why not, or reads what is not kept so.

@@ -72,9 +72,6 @@ class LmdbEngine:
                 found = LmdbRecords.read(path, self.label)
                 self._head, self._manifest, self._records = found.head, found.manifest, found.records
             self._open_blocks(create=create, max_bytes=max_bytes)
-            if not readonly:
-                self._open_records()
-                self._name_manifest()
         except BaseException:
             self.close()
             raise
@@ -218,7 +215,7 @@ class LmdbEngine:
                 raise full_disk(self.path, error, ROOM_FOR_RECORDS) from error
             raise unreadable(path, error) from error
 
-    def _open_records(self) -> None:
+    def _open_records(self) -> lmdb.Environment:
         """Put the records into a fresh environment in place of the old one, and open it."""
         fresh = self.path / FRESH
         try:
@@ -245,7 +242,7 @@ class LmdbEngine:
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
         with self._translated():
-            self._env = self._environment(self.path)
+            return self._environment(self.path)
 
     def _check_pages(self, full: Exception) -> None:
         """Where there is no room for a copy: go on with the pages that there are, if all of them are accounted for."""
@@ -314,8 +311,12 @@ class LmdbEngine:
         return self._file
 
     def _writable(self) -> lmdb.Environment:
-        if self._env is None:
+        """Return the environment, which is put there when it is needed first: what only looks changes nothing."""
+        if self._readonly:
             raise ValueError(f"{self.label} is open for reading: open it with mode='a' to write")
+        if self._env is None:
+            self._env = self._open_records()
+            self._name_manifest()
         return self._env
 
     @contextmanager

@@ -33,22 +33,23 @@ class MemoryEngine:
         self.blocks: dict[Name, NDArray[np.uint8]] = {}
         """By kind, owner, group and index."""
         self.capacity_bytes = capacity_bytes
-        self._records: dict[str, bytes] = {}
+        self.by_name: dict[str, bytes] = {}
+        """The records."""
         self._lock = threading.Lock()
 
     def records(self) -> Mapping[str, bytes]:
         """Return a copy."""
         with self._lock:
-            return dict(self._records)
+            return dict(self.by_name)
 
     def commit(self, records: Mapping[str, bytes | None]) -> None:
         """Set and remove under one lock."""
         with self._lock:
             for name, data in records.items():
                 if data is None:
-                    self._records.pop(name, None)
+                    self.by_name.pop(name, None)
                 else:
-                    self._records[name] = bytes(data)
+                    self.by_name[name] = bytes(data)
 
     def write(self, blocks: Iterable[Data], *, stable: bool = False) -> list[int]:
         """Keep copies of all blocks, or of none."""

@@ -35,9 +35,7 @@ class Recovery:
     """Of all records."""
 
 
-def recover(
-    records: Mapping[str, bytes], groups: Sequence[Group], store: str, *, at: int | None = None
-) -> Recovery:
+def recover(records: Mapping[str, bytes], groups: Sequence[Group], store: str, *, at: int | None = None) -> Recovery:
     """Read all commits, or only commit ``at``, with their segments.
 
     Raises CommitMissingError and CorruptStoreError, which call the store ``store``.

@@ -81,9 +81,7 @@ class Segment:
         first, last = stream.block_first_row_B[index : index + 2].tolist()
         row_bytes = {ROWS: stream.row_bytes, KEYS: 8, CHANGED: CHANGED_BYTES}[kind]
         place = int(self.places[group.index][kind][index])
-        return Block(
-            kind, self.id, group.index, index, (last - first) * row_bytes, place, BlockLayout(group, stream)
-        )
+        return Block(kind, self.id, group.index, index, (last - first) * row_bytes, place, BlockLayout(group, stream))
 
     def blocks(self, group: Group, first: int, last: int) -> Iterator[Block]:
         """Yield rows, keys and, where they are stored, last changes of blocks [first, last) of a stream."""

@@ -42,6 +42,12 @@ def narrow_tables() -> list[Table]:
     ]
 
 
+def held_blocks(store: Store) -> dict[tuple[bytes, int, int, int], int]:
+    """Return the bytes of each block that a store keeps, by kind, owner, group and index."""
+    needed = store.commit_writer._held if store.mode == "a" else store.history.needed
+    return {block[:4]: block.size for block in needed.blocks(store.groups)}
+
+
 class Careless(World):
     """Dumps a key of table ``day`` again and again: what no checksum sees."""
 

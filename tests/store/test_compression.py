@@ -46,7 +46,7 @@ def test_a_compressed_store_holds_the_rows_that_any_store_holds(tmp_path: Path, 
     chosen = compressed_tables(kind)
     world = World(chosen, num_passes=4, keys_per_pass=60)
     with Store.open(tmp_path / "s", tables=chosen, retention=2) as store:
-        assert isinstance(store._engine, ZarrEngine)
+        assert isinstance(store._opened.engine, ZarrEngine)
         for _ in range(6):
             world.check_load(store, world.pass_index)
             world.run(store, 1)

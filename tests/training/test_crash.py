@@ -13,7 +13,6 @@ import pytest
 
 import tiercache as tc
 from tests.files import flip
-from tests.store.big import places
 from tests.store.failing import FailingEngine
 from tests.training.cases import (
     Case,
@@ -28,7 +27,7 @@ from tests.training.cases import (
     train,
 )
 from tiercache.store import MemoryEngine
-from tiercache.store.blocks import ROWS, block_name
+from tiercache.store.blocks import ROWS
 from tiercache.store.errors import CorruptBlockError, CorruptStoreError, StoreFullError
 from tiercache.store.inspect import verify
 
@@ -161,11 +160,11 @@ def test_an_error_of_any_call_to_the_engine_leaves_a_commit_to_go_on_from(
         assert_same_bits(result_of(store, passes, model), ended)
 
 
-def flip_in_the_middle(path: Path, name: bytes) -> int:
+def flip_in_the_middle(path: Path, name: tuple[bytes, int, int, int]) -> int:
     """Change one bit in the middle of a block; returns the place in the block."""
-    place = places(path)[name]
-    flip(path / "blocks.bin", place.offset + place.size // 2, 0x10)
-    return place.size // 2
+    file, at, size = file_of(path, name)
+    flip(file, at + size // 2, 0x10)
+    return size // 2
 
 
 def flip_in_rows(path: Path) -> int:
@@ -175,7 +174,7 @@ def flip_in_rows(path: Path) -> int:
         segment = store.segments[-1]
         stream = segment.streams[group]
     block = stream.num_blocks - 1
-    at = flip_in_the_middle(path, block_name(ROWS, segment.id, group, block))
+    at = flip_in_the_middle(path, (ROWS, segment.id, group, block))
     first = int(stream.block_piece_B[block])
     base = int(stream.piece_offset_P[first])
     piece = int(np.searchsorted(stream.piece_offset_P, base + at, side="right")) - 1

@@ -14,7 +14,7 @@ import tiercache as tc
 from tests.training.cases import Case, Spec, table, tiered, train
 from tiercache.backends.cpu import CpuBackend
 from tiercache.errors import BudgetError
-from tiercache.store import MemoryEngine, ZarrEngine, fill, info
+from tiercache.store import MemoryEngine, fill, info
 from tiercache.store.inspect import file_bytes_of
 from tiercache.training.dense_state import DenseState
 
@@ -49,8 +49,7 @@ def needed(store: tc.Store, passes: tc.PassDataset, **options: Any) -> int:
 
 def held(path: Path, store: tc.Store) -> int:
     """Return what the disk keeps for a store."""
-    if isinstance(store._engine, ZarrEngine):
-        store._engine._sweep.wait()
+    store._opened.engine.shrink()
     return file_bytes_of(path)
 
 

@@ -115,9 +115,7 @@ class _Rows:
     """Live rows of segments that a commit inside a pass wrote: they do not settle."""
 
     @classmethod
-    def of(
-        cls, groups: Sequence[Group], group: Group, table: Table, stored: History, used: Mapping[str, int]
-    ) -> _Rows:
+    def of(cls, groups: Sequence[Group], group: Group, table: Table, stored: History, used: Mapping[str, int]) -> _Rows:
         newest, place = stored.newest, group.place(table.name)
         live = within = stale = 0
         if newest.commit is not None:
