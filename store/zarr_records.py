@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tiercache.store.errors import CorruptStoreError
 from tiercache.store.record_chain import Link, Manifest
 from tiercache.store.zarr_layout import NODE
+from tiercache.store.zarr_objects import LEFTOVER
 
 if TYPE_CHECKING:
     from tiercache.store.zarr_objects import Objects
@@ -26,7 +27,8 @@ class Records:
         for _ in range(_LOOKS):
             number = max(self._numbers("manifests"), default=None)
             if number is None:
-                if create and not any(key.split("/")[-1] != NODE for key in self.sizes("segments", "state")):
+                made = (key for key in self.sizes("segments", "state") if not key.endswith(LEFTOVER))
+                if create and all(key.split("/")[-1] == NODE for key in made):
                     return Manifest(number=0)
                 continue
             data = self._get(f"manifests/{number}")

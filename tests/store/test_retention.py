@@ -166,5 +166,5 @@ def test_commits_that_something_else_names_are_kept_until_it_names_others() -> N
         check(store, past[4])
         past[4].run(store, 1)
         assert [commit.id for commit in store.commits] == [4, 8]
-    needed = {block[:4] for one in store.commits for block in one.state_blocks()}
-    assert {name for name in held_blocks(store) if name[0] == STATE} == needed
+        needed = {block[:4] for one in store.commits for block in one.state_blocks()}
+        assert {name for name in held_blocks(store) if name[0] == STATE} == needed

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from tests.store.conftest import held_blocks
 from tests.store.world import World
 from tiercache.store import CorruptBlockError, Cursor, StoreClosedError, Stream
 

@@ -13,6 +13,7 @@ import pytest
 
 import tiercache as tc
 from tests.files import flip
+from tests.store.big import file_of
 from tests.store.failing import FailingEngine
 from tests.training.cases import (
     Case,
