@@ -58,7 +58,13 @@ def test_what_a_reader_sees_stays_until_it_is_closed(store: Store) -> None:
 
 def test_a_reader_that_was_killed_holds_nothing(store: Store) -> None:
     """Its lock went with it."""
-    code = "import sys; from tiercache.store import Store; s = Store.open(sys.argv[1], mode='r'); print(1, flush=True); input()"
+    code = """
+import sys
+from tiercache.store import Store
+with Store.open(sys.argv[1], mode="r"):
+    print(1, flush=True)
+    input()
+"""
     assert store.path is not None
     with subprocess.Popen(command(code, store.path), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -69,7 +75,7 @@ def test_a_reader_that_was_killed_holds_nothing(store: Store) -> None:
         process.kill()
     go_on(store, range(3, 4))
     assert len(held_blocks(store)) < before
-    assert os.listdir(store.path / "leases") == []
+    assert not any((store.path / "leases").iterdir())
     store.close()
 
 
@@ -106,7 +112,7 @@ def test_a_lease_that_comes_when_its_commit_goes_is_seen_or_refused(tmp_path: Pa
     second.release()
     second.release()
     assert leased_commits(folder) == set()
-    assert os.listdir(folder) == ["note.txt"]
+    assert [path.name for path in folder.iterdir()] == ["note.txt"]
     (tmp_path / "file").touch()
     assert Lease.take(tmp_path / "file", 1) is None
 

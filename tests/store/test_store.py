@@ -12,7 +12,7 @@ from tests.store.world import World
 from tiercache.store import CorruptBlockError, Cursor, StoreClosedError, Stream
 
 if TYPE_CHECKING:
-    from tests.store.conftest import Home, held_blocks
+    from tests.store.conftest import Home
     from tiercache.store import Store, Table
 
 PLAIN: dict[str, Any] = {"state": b"", "schedule_digest": "", "settings": {}, "environment": {}}
