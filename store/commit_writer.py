@@ -54,7 +54,7 @@ class CommitWriter:
         found: Recovery,
         retention: int | None,
     ) -> None:
-        """Stand at the newest commit of ``found`` and free what nothing needs; ``retention`` None: as many as before."""
+        """Stand at the newest commit of ``found``, free what nothing needs; ``retention`` None: as many as before."""
         self._engine, self._groups, self._label, self._counters = engine, groups, label, counters
         self._lock = threading.RLock()
         """Held from the begin of a step to its end."""
@@ -189,7 +189,8 @@ class CommitWriter:
         with self._lock:
             self.forget()
             snapshot, newest = find(self.history, to, self._label), self.history.newest.commit
-            assert snapshot.commit is not None and newest is not None, "both are kept"
+            assert snapshot.commit is not None, "it is kept"
+            assert newest is not None, "it is kept"
             chunks, checksums = state_chunks(state)
             gone = [(to + 1, newest.id)] if to < newest.id else []
             commit = replace(

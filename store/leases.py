@@ -55,7 +55,7 @@ def leased_commits(folder: Path) -> set[int]:
     """Return the commits that are leased; deletes what ended leases left. A lease that cannot be looked at counts."""
     found: set[int] = set()
     try:
-        names = [name for name in os.listdir(folder) if name.isdecimal()]
+        names = [path.name for path in folder.iterdir() if path.name.isdecimal()]
     except OSError:
         return found
     for name in names:

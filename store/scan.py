@@ -102,7 +102,8 @@ def scan_segments(
 
     Of the segments, none may be left out that has a newer row of a key than one that is there. ``choice`` says of rows
     of a segment stream which are wanted; pieces without one are not read. Where it may have several of a key, not
-    ``alone``, the newest of all must be one of them, and is given. ``as_words``: fields are given as they are kept, (n, words); then with ``changed`` the
+    ``alone``, the newest of all must be one of them, and is given. ``as_words``: fields are given as they are kept,
+    (n, words); then with ``changed`` the
     last one, (n, 1), has the last changes.
     """
     group, table = _check(store, snapshot, table_name, chunk_rows)

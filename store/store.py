@@ -199,9 +199,9 @@ class Store:
     def commit_writer(self) -> CommitWriter:
         """What writes commits. Raises ValueError for a store that is open for reading, and StoreClosedError."""
         self._check_open()
-        if not isinstance(self._commits, CommitWriter):
-            raise ValueError(f"{self.label} is open for reading: open it with mode='a' to write")
-        return self._commits
+        if isinstance(self._commits, CommitWriter):
+            return self._commits
+        raise ValueError(f"{self.label} is open for reading: open it with mode='a' to write")
 
     @property
     def label(self) -> str:
@@ -251,8 +251,12 @@ class Store:
         writer = self.commit_writer
         with self._opened.uses.using():
             return writer.publish(
-                Cursor(*cursor), state=state, schedule_digest=schedule_digest, settings=settings, environment=environment
-            )  # fmt: skip
+                Cursor(*cursor),
+                state=state,
+                schedule_digest=schedule_digest,
+                settings=settings,
+                environment=environment,
+            )
 
     def rollback(self, to: int) -> Commit:
         """Make a commit with the rows, the state and the cursor of commit ``to``, and drop those in between.
@@ -297,9 +301,9 @@ class Store:
             raise ValueError(f"{self.label} {at}: train to the end of a pass before its rows are put in another order")
         self.forget()
         state, begin = self._reader.state(self.commit), Cursor(*(start or (0, 0)))
-        with Rewrite(self, uses, first_rows, progress or (lambda *_: None), layout=layout, settle=settle) as rewrite:
-            with self._opened.uses.using():
-                return writer.rewrite(rewrite, self.checksums, state, schedule_digest, begin)
+        whole = Rewrite(self, uses, first_rows, progress or (lambda *_: None), layout=layout, settle=settle)
+        with whole as rewrite, self._opened.uses.using():
+            return writer.rewrite(rewrite, self.checksums, state, schedule_digest, begin)
 
     def compact(self, *, progress: Callable[[str, int], None] | None = None) -> Commit:
         """Make a commit with one range for each table, in hash order: the fewest bytes, and lookups in one sweep.
