@@ -61,8 +61,6 @@ class Commit:
     """CRC32C of each block of the state."""
     state_places: NDArray[np.int64]
     """Where the engine keeps each block of the state."""
-    kept: tuple[int, ...] = ()
-    """The commits that are kept beside it, rising."""
     settled: tuple[Settled, ...] = ()
     """What is live in the first of its segments, which schedules before this one left where they are."""
 
@@ -91,7 +89,6 @@ class Commit:
             "segments": [list(pair) for pair in zip(self.segment_ids, self.first_commits, strict=True)],
             "next_segment": self.next_segment,
             "retention": self.retention,
-            "kept": list(self.kept),
             "abandoned": [list(ids) for ids in self.abandoned],
             "state_bytes": self.state_bytes,
             "state_chunk_bytes": self.state_chunk_bytes,
@@ -123,9 +120,6 @@ class Commit:
                 raise ValueError(f"{arrays['state'].size} checksums for {state_bytes} bytes of state")
             if arrays["state_at"].size != arrays["state"].size:
                 raise ValueError(f"{arrays['state_at'].size} places for {arrays['state'].size} blocks of state")
-            kept = tuple(whole(id_, "the id of a commit that is kept") for id_ in values["kept"])
-            if any(b <= a for a, b in pairwise([*kept, whole(values["id"], "id")])):
-                raise ValueError("the commits that are kept beside it are not older ones in order")
             return cls(
                 id=whole(values["id"], "id"),
                 cursor=Cursor(whole(pass_index, "pass"), whole(sample, "sample")),
@@ -141,7 +135,6 @@ class Commit:
                 state_chunk_bytes=chunk,
                 state_checksums=arrays["state"],
                 state_places=arrays["state_at"],
-                kept=kept,
                 settled=settled,
             )
         except (KeyError, TypeError, ValueError) as error:

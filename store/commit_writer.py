@@ -12,9 +12,10 @@ import numpy as np
 
 from tiercache.store.commit import STATE_CHUNK_BYTES, Commit, state_blocks, state_chunks
 from tiercache.store.errors import CommitMissingError, StoreError, StoreFullError
-from tiercache.store.history import COMMIT, SEGMENT, TABLES, History
+from tiercache.store.history import COMMIT, KEPT, SEGMENT, TABLES, History
 from tiercache.store.leases import leased_commits
 from tiercache.store.liveness import Liveness
+from tiercache.store.record import encode
 from tiercache.store.recovery import kept_commits
 from tiercache.store.segment import base_pass
 from tiercache.store.segment_writer import SegmentWriter, check_streams, new_segment
@@ -272,9 +273,7 @@ class CommitWriter:
             written = [block._replace(place=place) for block, place in zip(blocks, places, strict=True)]
             try:
                 older = self._kept(before)
-                commit = replace(
-                    commit, state_places=np.array(places, np.int64), kept=tuple(_id(snapshot) for snapshot in older)
-                )
+                commit = replace(commit, state_places=np.array(places, np.int64))
                 named = [segment for segment in segments if segment.id in commit.segment_ids]
                 self._commit(History((*older, Snapshot(commit, named))))
             except BaseException:
@@ -298,7 +297,8 @@ class CommitWriter:
             wanted[f"{COMMIT}{_id(snapshot)}"] = snapshot.commit  # type: ignore[assignment]  # all have one
             wanted |= {f"{SEGMENT}{segment.id}": segment for segment in snapshot.committed}
         records = {name: one.to_bytes() for name, one in wanted.items() if name not in self._names}
-        gone = self._names - wanted.keys() - {TABLES}
+        records[KEPT] = encode("kept", {"commits": sorted(kept)}, {})
+        gone = self._names - wanted.keys() - {TABLES, KEPT}
         done = False
         try:
             self._engine.commit({**records, **dict.fromkeys(gone)})
@@ -306,7 +306,7 @@ class CommitWriter:
         finally:
             # An error or an interrupt may come when all of it is durable, or when nothing is.
             if done or self._stands(records, gone):
-                self._names = {TABLES, *wanted}
+                self._names = {TABLES, KEPT, *wanted}
                 self.history, self._given_up = after, given_up
                 newest = after.newest
                 if newest.commit is not None:

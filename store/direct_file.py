@@ -47,7 +47,10 @@ def write_at(handle: int, direct: int | None, buffer: NDArray[np.uint8], at: int
         done = low
         try:
             while done < high:
-                done += os.pwrite(direct, buffer[done:high].data, base + done) // PAGE_BYTES * PAGE_BYTES
+                pages = os.pwrite(direct, buffer[done:high].data, base + done) // PAGE_BYTES
+                if not pages:  # the file may grow by no page: what follows says why
+                    high = done
+                done += pages * PAGE_BYTES
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise

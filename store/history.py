@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from tiercache.store.commit import Commit
     from tiercache.store.segment import Segment
 
-COMMIT, SEGMENT, TABLES = "commit/", "segment/", "tables"
-"""Names of records; those of commits and segments end in an id."""
+COMMIT, SEGMENT, TABLES, KEPT = "commit/", "segment/", "tables", "kept"
+"""Names of records: those of commits and segments end in an id; ``KEPT`` says which commits are kept."""
 
 
 @dataclass(frozen=True, slots=True)

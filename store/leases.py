@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 class Lease:
     """A shared lock on the file of a commit, until ``release``."""
 
-    def __init__(self, handle: int) -> None:
+    def __init__(self, path: Path, handle: int) -> None:
         """Only ``take`` calls this."""
+        self._path = path
         self._handle: int | None = handle
         _held.add(self)
 
@@ -36,7 +37,7 @@ class Lease:
                 try:
                     fcntl.flock(handle, fcntl.LOCK_SH)
                     if os.fstat(handle).st_nlink:
-                        return cls(handle)
+                        return cls(path, handle)
                 except BaseException:
                     os.close(handle)
                     raise
@@ -45,7 +46,15 @@ class Lease:
             return None
 
     def release(self) -> None:
-        """Give it up; a second time does nothing."""
+        """Give it up, and delete its file where nobody else has a lease; a second time does nothing."""
+        if self._handle is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._path.unlink(missing_ok=True)
+            self.drop()
+
+    def drop(self) -> None:
+        """Close the file, and leave it to whoever else has it open."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
@@ -81,10 +90,10 @@ def leased_commits(folder: Path) -> set[int]:
 _held: weakref.WeakSet[Lease] = weakref.WeakSet()
 
 
-def _release_in_child() -> None:
+def _drop_in_child() -> None:
     """Close a forked child's copies, which would keep the lease for as long as the child lives."""
     for lease in list(_held):
-        lease.release()
+        lease.drop()
 
 
-os.register_at_fork(after_in_child=_release_in_child)
+os.register_at_fork(after_in_child=_drop_in_child)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from tiercache.store.blocks import corrupt_block
 from tiercache.store.commit import Commit
 from tiercache.store.errors import CommitMissingError, CorruptStoreError
-from tiercache.store.history import COMMIT, SEGMENT, TABLES, History
+from tiercache.store.history import COMMIT, KEPT, SEGMENT, TABLES, History
+from tiercache.store.record import decode, whole
 from tiercache.store.segment import Segment
 from tiercache.store.segment_writer import check_streams
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from tiercache.store.snapshot import Snapshot
     from tiercache.store.table import Group
 
-_RECORD = re.compile(f"{TABLES}|({COMMIT}|{SEGMENT})(0|[1-9][0-9]{{0,18}})", re.ASCII)
+_RECORD = re.compile(f"{TABLES}|{KEPT}|({COMMIT}|{SEGMENT})(0|[1-9][0-9]{{0,18}})", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +62,7 @@ def recover(records: Mapping[str, bytes], groups: Sequence[Group], store: str, *
                 newest = max((int(one.newest_B.max(initial=0)) for one in segments[id_].changed), default=0)
                 if newest > first:
                     raise ValueError(f"commit {newest} changed rows of segment {id_}, which commit {first} named")
-        kept = {commits[-1].id, *(commits[-1].kept if at is None else ())} if commits else set()
+        kept = _kept(records, store, ids) if at is None else {at}
         return Recovery(
             history=History.of([commit for commit in commits if commit.id in kept], segments),
             others=History.of([commit for commit in commits if commit.id not in kept], segments).snapshots,
@@ -101,6 +102,20 @@ def commit_ids(records: Iterable[str]) -> list[int]:
 def kept_commits(ids: Sequence[int]) -> str:
     """Return which commits there are, in words that end a message."""
     return f"give one of {', '.join(map(str, ids))}" if ids else "it has none yet"
+
+
+def _kept(records: Mapping[str, bytes], store: str, ids: Sequence[int]) -> set[int]:
+    """Return which of the commits are kept: the newest is."""
+    if not ids:
+        return set()
+    name = f"the record of the commits that {store} keeps"
+    if KEPT not in records:
+        raise CorruptStoreError(f"{name} is missing: restore the store from a copy")
+    values, _ = decode("kept", records[KEPT], name)
+    try:
+        return {ids[-1], *(whole(id_, "a commit") for id_ in values["commits"])}
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
 
 
 def _read_commit(records: Mapping[str, bytes], store: str, id_: int) -> Commit:

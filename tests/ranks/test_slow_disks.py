@@ -42,10 +42,11 @@ class Hitching(SlowEngine):
         super().read(*arguments)
         self.read_seconds = 0.0
 
-    def write(self, *arguments: Any, **options: Any) -> None:
+    def write(self, *arguments: Any, **options: Any) -> list[int]:
         """Write, and be fast from then on."""
-        super().write(*arguments, **options)
+        places = super().write(*arguments, **options)
         self.write_seconds = 0.0
+        return places
 
     def commit(self, *arguments: Any, **options: Any) -> None:
         """Commit, and be fast from then on."""

@@ -106,7 +106,7 @@ def test_a_commit_record_of_other_state_is_refused() -> None:
         id=1, cursor=Cursor(2, 3), schedule_digest="d", settings={}, environment={}, segment_ids=(1,),
         first_commits=(0,), next_segment=2, retention=1, abandoned=((3, 4),),
         state_bytes=5, state_chunk_bytes=4, state_checksums=np.zeros(2, np.uint32),
-        state_places=np.zeros(2, np.int64), kept=(0,),
+        state_places=np.zeros(2, np.int64),
     )  # fmt: skip
     again = Commit.from_bytes(commit.to_bytes(), "it")
     assert (again.cursor, again.segment_ids, [block.size for block in again.state_blocks()]) == (
