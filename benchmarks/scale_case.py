@@ -1,4 +1,4 @@
-"""What `benchmarks.scale` trains: sizes, passes whose rows are all of a table in the end, and a child that is watched."""
+"""What `benchmarks.scale` trains: sizes, passes that walk over all rows of a table, and a child that is watched."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Size:
 
 
 FULL = Size(name="full", passes=324, samples=65_000, limit_bytes=2 << 30, memory_passes=16)
-QUICK = Size(name="quick", passes=200, samples=1500, limit_bytes=None, memory_passes=4, batch=500)
+QUICK = Size(name="quick", passes=60, samples=2000, limit_bytes=None, memory_passes=4, batch=500)
 TINY = replace(QUICK, name="tiny", passes=12, samples=500, batch=250)
 
 
@@ -92,15 +92,10 @@ class Child:
 
     returned: int
     peaks: Mapping[str, int]
-    """The most of each that was seen, in bytes."""
+    """The most of each that was seen, in bytes; Resident: memory that is no file's."""
     found: dict[str, Any]
     """What it wrote at its end; empty where it was killed."""
     said: str
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most memory that it had at one time and that is no file's."""
-        return self.peaks["Resident"]
 
 
 def watched(work: Mapping[str, Any], out: Path) -> Child:

@@ -42,12 +42,14 @@ def main(work: dict[str, Any]) -> dict[str, Any]:
 
     def forget() -> None:
         """Let the page cache have nothing of what is on disk: it is no memory that was allowed."""
-        for folder in (store, work["dataset"]):
+        for folder in (work["store"], work["dataset"]):
             for path in files_below(Path(folder)):
                 if path.stat().st_size > 1 << 16:
                     drop_cache(path)
 
-    step, begun, samples = Step(cache, work["width"], light=False, track=True), {}, {}
+    step = Step(cache, work["width"], light=False, track=True)
+    begun: dict[int, float] = {}
+    samples: dict[int, int] = {}
     with ThreadPoolExecutor(1) as dropper:
         for p in cache.passes(epochs=work["epochs"]):
             begun.setdefault(p.epoch, time.perf_counter())
