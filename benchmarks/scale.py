@@ -19,7 +19,7 @@ beyond_bytes = data_bytes - constant_bytes - budgets_bytes: above 0 where someth
 planned_equals_measured = rows and bytes of each pass of the first training, read and written, are those of its plan,
 and of the file that `tiercache plan` wrote
 predicted_seconds, measured_seconds = of the second epoch's passes, by the plan and by the reports, and predicted_passes
-and measured_passes of each one; `tiercache plan` is told the samples/s of the training in memory
+and measured_passes of each one; `tiercache plan` measures the disk, and is told the samples/s of the training in memory
 samples_per_s = of the second epoch over the tiers; throughput_ratio = it / in_memory_samples_per_s
 rows_different = rows that are not the same bit by bit in both stores; bits_equal = none, and the dense parts are equal
 """
@@ -155,8 +155,8 @@ class Benchmark:
         host = int((1 - MARGIN) * (self.limit - constant)) - device
         _say(f"plan: device {device:,}, host at most {host:,} of {self.limit:,} bytes, of which {constant:,} are taken")
         _command(
-            "plan", self.folder / "dataset", "--store", self.folder / "whole.tc", "-o", self.plan, "--device-budget",
-            str(device), "--host-budget", str(host), "--samples-per-second", f"{samples_per_second:.0f}", "--quiet",
+            "plan", self.folder / "dataset", "--store", self.folder / "whole.tc", "-o", self.plan,
+            "--measure", "--quiet", "--device-budget", device, "--host-budget", host, "--samples-per-second", f"{samples_per_second:.0f}",
         )  # fmt: skip
         from tiercache.planning.plan import TrainingPlan
 
@@ -217,7 +217,7 @@ class Benchmark:
 def _command(*words: object, allowed: Sequence[int] = (0,)) -> str:
     command = [sys.executable, "-W", "ignore", "-m", "tiercache.cli", *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode not in allowed:
+    if done.returncode not in allowed or (done.returncode and not done.stdout):  # 1 is of an error too
         raise RuntimeError(f"tiercache {words[0]} ended with {done.returncode}: {done.stderr}{done.stdout}")
     return done.stdout
 
