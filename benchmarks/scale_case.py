@@ -50,7 +50,7 @@ class Size:
 
 
 FULL = Size(name="full", passes=324, samples=65_000, limit_bytes=2 << 30, memory_passes=16)
-QUICK = Size(name="quick", passes=60, samples=2000, limit_bytes=None, memory_passes=4, batch=500)
+QUICK = Size(name="quick", passes=40, samples=2000, limit_bytes=None, memory_passes=4, batch=500)
 TINY = replace(QUICK, name="tiny", passes=12, samples=500, batch=250)
 
 
