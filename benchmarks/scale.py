@@ -4,7 +4,7 @@ A dataset is planned by `tiercache plan` with budgets below the limit. A child p
 epochs, under the limit; a second one does the same on another store and is killed by SIGKILL in the midst of a pass of
 the second epoch; a third one resumes that store, under the same limit. `tiercache diff` then compares both stores,
 every row bit by bit, and digests compare the dense parts. A smaller model of the same shape is trained in memory,
-before and, in the full size, after. It needs somewhat more than twice the bytes of the rows on disk, and deletes it all.
+before and, in the full size, after. It needs somewhat more than twice the bytes of the rows on disk, all deleted.
 
 The limit is RLIMIT_DATA: the kernel refuses a child all private memory beyond it, used or not. Pages of files count
 for no limit, so the child drops those of the store and of the dataset from the page cache after each pass.
