@@ -24,7 +24,6 @@ from benchmarks.store_runs import (
     source_for,
 )
 from tiercache.store import info, verify
-from tiercache.store.life import Life
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,7 +106,7 @@ def measure_heap(engine: str, case: Case, num_bytes: int, folder: Path) -> dict[
     )
     with PeakMemory() as peak:
         begun = time.perf_counter()
-        run.store.append(0, [stream], blocks, stable=True, transaction_bytes=case.budget.transaction)
+        run.store.append(0, [stream], blocks, stable=True)
         run.publish(1)
         seconds = time.perf_counter() - begun
     run.close()
@@ -124,10 +123,9 @@ def _verification(disk: BareDisk, run: StoreRun, dumps: Sequence[Dump], turns: i
     """Return seconds of verify and of info, and of the bare disk for the blocks that verify reads."""
     store = run.store
     assert store.commit is not None
-    life = Life.of(store.commit, store.segments)
     spans: list[Span] = []
     for segment, dump in zip(store.segments, dumps, strict=True):
-        spans += dump.writes()[2 * life.first_block(segment, 0) :]  # rows and keys of each block
+        spans += dump.writes()[2 * store.snapshot.first_blocks[segment.id][0] :]  # rows and keys of each block
     room, seconds = HostPages(64 << 20), Seconds()
     figures: dict[str, Any] = {"verify_bytes": sum(span.size for span in spans)}
     for _ in range(turns):

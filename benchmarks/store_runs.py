@@ -111,7 +111,6 @@ class StoreRun:
             [dump.stream],
             _blocks(dump, source.data),
             stable=True,
-            transaction_bytes=self.case.budget.transaction,
         )
 
     def publish(self, pass_index: int) -> None:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from tiercache.store.commit import Commit, Cursor
     from tiercache.store.counters import Counters
     from tiercache.store.difference import Difference, differences
-    from tiercache.store.engine import Contents, Engine, Form
+    from tiercache.store.engine import Engine
     from tiercache.store.errors import (
         BlockReadError,
         CommitMissingError,
@@ -44,9 +44,7 @@ _HOME = {
     "Counters": "counters",
     "Difference": "difference",
     "differences": "difference",
-    "Contents": "engine",
     "Engine": "engine",
-    "Form": "engine",
     "BlockReadError": "errors",
     "CommitMissingError": "errors",
     "CorruptBlockError": "errors",
@@ -98,7 +96,6 @@ __all__ = [
     "Commit",
     "CommitMissingError",
     "Constant",
-    "Contents",
     "CorruptBlockError",
     "CorruptStoreError",
     "Counters",
@@ -106,7 +103,6 @@ __all__ = [
     "Difference",
     "Engine",
     "Field",
-    "Form",
     "FormatVersionError",
     "Group",
     "KeyMissingError",

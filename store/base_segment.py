@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.dump import Block, MovedBlock
+    from tiercache.store.segment_writer import Block, MovedBlock
     from tiercache.store.stream import Range
     from tiercache.store.table import Group
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from tiercache.store.direct_file import open_file
 from tiercache.store.engine import Source
 from tiercache.store.errors import BlockReadError, StoreError, StoreFullError
 from tiercache.store.free_space import FreeSpace
@@ -51,15 +52,14 @@ class BlockFile:
     def __init__(
         self, path: Path, *, readonly: bool, max_bytes: int | None, is_read: Callable[[], bool] = bool
     ) -> None:
-        """Open it, or make it; ``max_bytes`` bounds it (None: the file system does).
+        """Open it, or make it; ``max_bytes`` bounds it (None: the file system does). Raises OSError.
 
         ``is_read`` tells whether it is being read, which writes leave room for.
         """
         self.path, self._max_bytes = path, max_bytes
         self.space = FreeSpace()
         """Nothing is free until the owner says what is."""
-        flags = os.O_CLOEXEC | (os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT)
-        self._handle = os.open(path, flags, 0o644)
+        self._handle = open_file(path, os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_RANDOM)  # ranges are read whole, and nothing beside them
         self._sparse = not readonly and self.taken_bytes < self.size

@@ -1,8 +1,7 @@
-"""Names and checksums of blocks."""
+"""Kinds and checksums of blocks."""
 
 from __future__ import annotations
 
-import struct
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,7 @@ import numpy as np
 from tiercache.store.errors import CorruptBlockError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from typing import Any
 
     from numpy.typing import NDArray
@@ -33,20 +32,7 @@ if TYPE_CHECKING:
     """The same for rows whose fields stand apart; the runs of a part are its pieces."""
 
 ROWS, KEYS, CHANGED, STATE = b"r", b"k", b"c", b"s"
-_NAME = struct.Struct(">cQII")
-
-
-def block_name(kind: bytes, owner: int, group: int, index: int) -> bytes:
-    """Return the name of a block of a segment's rows, their keys or last changes, or of a commit's dense state."""
-    return _NAME.pack(kind, owner, group, index)
-
-
-def segment_names(segment: Segment, group: int, first: int, last: int) -> Iterator[bytes]:
-    """Yield the names of rows, keys and, where they are stored, last changes of blocks [first, last) of a stream."""
-    changes = bool(segment.changed) and segment.changed[group].stored
-    for kind in (ROWS, KEYS, CHANGED) if changes else (ROWS, KEYS):
-        for index in range(first, last):
-            yield block_name(kind, segment.id, group, index)
+"""A segment's rows, their keys and last changes, and a commit's dense state."""
 
 
 def checksum(data: NDArray[Any]) -> int:

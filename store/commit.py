@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tiercache.store.blocks import STATE, block_name, checksum
+from tiercache.store.blocks import STATE, checksum
+from tiercache.store.engine import Block
 from tiercache.store.errors import CorruptStoreError
 from tiercache.store.record import decode, encode, whole
 from tiercache.store.settled import Settled
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
 STATE_CHUNK_BYTES = 4 << 20
@@ -56,6 +59,8 @@ class Commit:
     """Bytes of every block of the state but the last."""
     state_checksums: NDArray[np.uint32]
     """CRC32C of each block of the state."""
+    state_places: NDArray[np.int64]
+    """Where the engine keeps each block of the state."""
     settled: tuple[Settled, ...] = ()
     """What is live in the first of its segments, which schedules before this one left where they are."""
 
@@ -69,16 +74,12 @@ class Commit:
         """The settled ones of its segments."""
         return frozenset(settled.segment_id for settled in self.settled)
 
-    def state_blocks(self) -> dict[bytes, int]:
-        """Return name and bytes of each block of the dense state, in order."""
-        chunk = self.state_chunk_bytes
-        starts = range(0, self.state_bytes, chunk)
-        return {
-            block_name(STATE, self.id, 0, i): min(chunk, self.state_bytes - start) for i, start in enumerate(starts)
-        }
+    def state_blocks(self) -> list[Block]:
+        """Return the blocks of the dense state, in order."""
+        return state_blocks(self.id, self.state_bytes, self.state_chunk_bytes, self.state_places.tolist())
 
     def to_bytes(self) -> bytes:
-        """Return its manifest record. Raises ValueError where settings or environment are not plain JSON values."""
+        """Return its record. Raises ValueError where settings or environment are not plain JSON values."""
         values = {
             "id": self.id,
             "cursor": list(self.cursor),
@@ -95,13 +96,13 @@ class Commit:
         if self.settled:
             values["settled"] = [settled.to_record() for settled in self.settled]
         try:
-            return encode("commit", values, {"state": self.state_checksums})
+            return encode("commit", values, {"state": self.state_checksums, "state_at": self.state_places})
         except (TypeError, ValueError) as error:
             raise ValueError(f"settings and environment of a commit must be plain JSON values: {error}") from error
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> Commit:
-        """Read a manifest record. Raises CorruptStoreError that calls it ``name``."""
+        """Read a record. Raises CorruptStoreError that calls it ``name``."""
         values, arrays = decode("commit", data, name)
         try:
             pass_index, sample = values["cursor"]
@@ -117,9 +118,11 @@ class Commit:
                 raise ValueError("it keeps no commit")
             if chunk < 1 or -(-state_bytes // chunk) != arrays["state"].size:
                 raise ValueError(f"{arrays['state'].size} checksums for {state_bytes} bytes of state")
+            if arrays["state_at"].size != arrays["state"].size:
+                raise ValueError(f"{arrays['state_at'].size} places for {arrays['state'].size} blocks of state")
             return cls(
                 id=whole(values["id"], "id"),
-                cursor=Cursor(whole(pass_index, "visit"), whole(sample, "sample")),
+                cursor=Cursor(whole(pass_index, "pass"), whole(sample, "sample")),
                 schedule_digest=str(values["schedule_digest"]),
                 settings=dict(values["settings"]),
                 environment=dict(values["environment"]),
@@ -131,10 +134,17 @@ class Commit:
                 state_bytes=state_bytes,
                 state_chunk_bytes=chunk,
                 state_checksums=arrays["state"],
+                state_places=arrays["state_at"],
                 settled=settled,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
+
+
+def state_blocks(commit: int, state_bytes: int, chunk_bytes: int, places: Sequence[int]) -> list[Block]:
+    """Return the blocks of a dense state of so many bytes: each where ``places`` says, or to be written."""
+    sizes = [min(chunk_bytes, state_bytes - start) for start in range(0, state_bytes, chunk_bytes)]
+    return [Block(STATE, commit, 0, i, size, place) for i, (size, place) in enumerate(zip(sizes, places, strict=True))]
 
 
 def state_chunks(state: NDArray[np.uint8]) -> tuple[list[NDArray[np.uint8]], NDArray[np.uint32]]:

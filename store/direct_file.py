@@ -1,10 +1,11 @@
-"""Whole files and ranges of files, past the page cache where the system allows it."""
+"""Ranges of files and whole files, past the page cache where the system allows it."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
+import stat
 import threading
 from typing import TYPE_CHECKING
 
@@ -17,11 +18,12 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+
 PAGE_BYTES = 4096
 _DIRECT_BYTES = 64 << 10
 """Shorter ranges are read through the page cache, which may have them already."""
 _STEP_BYTES = 256 << 10
-"""A fresh file is written through the page cache in steps: long ones cost the kernel ten times the processor."""
+"""A file is written through the page cache in steps: long ones cost the kernel ten times the processor."""
 
 
 def paged(num_bytes: int) -> int:
@@ -29,46 +31,80 @@ def paged(num_bytes: int) -> int:
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def write_file(path: str, buffer: NDArray[np.uint8], size: int, over: str | None = None) -> None:
-    """Make a file of the first ``size`` bytes of ``huge_pages``, its whole pages past the page cache.
+def write_at(handle: int, direct: int | None, buffer: NDArray[np.uint8], at: int, size: int) -> bool:
+    """Write bytes from byte ``at`` of a file on, whole pages past the page cache and what is beside them through it.
 
-    With ``over``, the path of a file that nobody needs and that has the pages, this becomes that file, and its room on
-    the disk stays. The last page goes through the page cache: cutting a file that was written in whole pages past it
-    costs the kernel a read. It is not synced. Raises OSError, after which a part of the file may be there.
+    They stand in ``buffer``, which is of ``huge_pages``, where they stand in the pages of the file: from byte
+    ``at % PAGE_BYTES`` on. ``direct`` is the file, opened past the page cache. Returns False where that cannot be
+    written to so. Raises OSError.
     """
-    flags = os.O_WRONLY | os.O_CLOEXEC
-    if over is None:
-        handle = os.open(path, flags | os.O_CREAT | os.O_TRUNC, 0o644)
+    lead = at % PAGE_BYTES
+    base, low, high = at - lead, paged(lead), (lead + size) // PAGE_BYTES * PAGE_BYTES
+    could = True
+    if direct is None or high - low < _DIRECT_BYTES:
+        low = high = lead
     else:
-        os.rename(over, path)  # noqa: PTH104  hundreds in a commit
-        handle = os.open(path, flags)
+        done = low
+        try:
+            while done < high:
+                pages = os.pwrite(direct, buffer[done:high].data, base + done) // PAGE_BYTES
+                if not pages:  # the file may grow by no page: what follows says why
+                    high = done
+                done += pages * PAGE_BYTES
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            high, could = done, False
+    for done, stop in ((lead, low), (high, lead + size)):
+        at = done
+        while at < stop:
+            at += os.pwrite(handle, buffer[at : min(stop, at + _STEP_BYTES)].data, base + at)
+    return could
+
+
+def write_whole(path: str, data: bytes | memoryview) -> None:
+    """Make a file of bytes, through the page cache. It is not synced. Raises OSError."""
+    view, done = memoryview(data), 0
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     try:
-        done = _write_direct(handle, buffer[: size // PAGE_BYTES * PAGE_BYTES])
-        end = size if over is None else paged(size)  # a page that is written in part is read first
-        while done < end:
-            done += os.pwrite(handle, buffer[done : min(end, done + _STEP_BYTES)].data, done)
-        if over is not None:
-            os.ftruncate(handle, size)
+        while done < len(view):
+            done += os.write(handle, view[done : done + _STEP_BYTES])
     finally:
         os.close(handle)
 
 
-def _write_direct(handle: int, pages: NDArray[np.uint8]) -> int:
-    """Write whole pages; returns how many bytes of them were written, 0 where the file system cannot."""
-    if not pages.size or not hasattr(os, "O_DIRECT"):
-        return 0
+def read_whole(path: str, last: int | None = None) -> bytes:
+    """Return the bytes of a file, or its ``last`` ones. Raises OSError, also where something else is in its place."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        fcntl.fcntl(handle, fcntl.F_SETFL, os.O_DIRECT)
-    except OSError:
-        return 0
-    try:
-        return os.pwrite(handle, pages.data, 0) // PAGE_BYTES * PAGE_BYTES
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            return 0
-        raise
+        size = _file_bytes(handle)
+        begin = 0 if last is None else max(0, size - last)
+        parts = []
+        while begin < size and (part := os.pread(handle, size - begin, begin)):
+            parts.append(part)
+            begin += len(part)
+        return b"".join(parts)
     finally:
-        fcntl.fcntl(handle, fcntl.F_SETFL, 0)
+        os.close(handle)
+
+
+def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+    """Open a file, and nothing else that may be in its place. Raises OSError."""
+    handle = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+    try:
+        _file_bytes(handle)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _file_bytes(handle: int) -> int:
+    """Return the bytes of an open file. Raises OSError for what is none."""
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "no file is there, but something else")
+    return status.st_size
 
 
 class RangeReader:
@@ -81,8 +117,8 @@ class RangeReader:
     def read(self, ranges: Sequence[tuple[str, int, int, int]]) -> list[NDArray[np.uint8]]:
         """Return the bytes [start, stop) of each (path, start, stop, size of the file).
 
-        They stand in memory that this thread's next call uses again. Raises BlockReadError for a file that is not
-        there or has another size.
+        They stand in memory that this thread's next call uses again. A size below 0 is any. Raises BlockReadError for
+        a file that is not there or has another size.
         """
         direct = self.reads_direct(stop - start for _, start, stop, _ in ranges)
         room = self._room(sum(paged(stop - start) + PAGE_BYTES for _, start, stop, _ in ranges))
@@ -108,7 +144,7 @@ class RangeReader:
         try:
             handle = self._open(path, direct=direct)
             try:
-                if (seen := os.lseek(handle, 0, os.SEEK_END)) != size:
+                if (seen := _file_bytes(handle)) != size and size >= 0:
                     raise BlockReadError(f"is not whole, as {path} has {seen:,} bytes of {size:,}")
                 done = _fill(handle, part, low) if direct else start - low
                 if done < stop - low:
@@ -121,13 +157,14 @@ class RangeReader:
             raise BlockReadError(f"cannot be read, as {path} gives an error ({error})") from error
 
     def _open(self, path: str, *, direct: bool) -> int:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # what stands in the place of a file may have no end
         try:
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC | (self._direct if direct else 0))
+            return os.open(path, flags | (self._direct if direct else 0))
         except OSError as error:
             if not direct or error.errno != errno.EINVAL:
                 raise
             self._direct = 0  # the file system has none
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return os.open(path, flags)
 
     def _room(self, num_bytes: int) -> NDArray[np.uint8]:
         held: NDArray[np.uint8] | None = getattr(self._mine, "held", None)

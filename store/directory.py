@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FORMAT = "tiercache store"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MARKER = "store.json"
 LOCK = "writer.lock"
 _EMPTY_BYTES = 1 << 20

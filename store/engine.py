@@ -1,13 +1,13 @@
-"""The seam between the store's logic and what keeps its bytes."""
+"""The seam between the store's logic and what keeps its bytes: records by name, and blocks by where they are."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
+    from pathlib import Path
     from typing import Any
 
     import numpy as np
@@ -16,77 +16,109 @@ if TYPE_CHECKING:
     from tiercache.store.stream import Stream
     from tiercache.store.table import Group
 
-    Block = tuple[bytes, NDArray[Any], "Form | None"]
-    """Name, contiguous bytes, form."""
+    Data = tuple["Block", NDArray[Any]]
+    """A block, and its contiguous bytes."""
 
 
-class Form(NamedTuple):
-    """What the bytes of a block are, for an engine that keeps the fields of rows apart: others ignore it.
-
-    A block with a form has a name of ``block_name`` (rows or keys of a segment) and is the whole block of the stream
-    that its name says. Of rows, whole pieces are read.
-    """
+class BlockLayout(NamedTuple):
+    """What the bytes of a segment's block are, for an engine that keeps the fields of rows apart: others ignore it."""
 
     group: Group
     """Whose rows: fields and tables."""
     stream: Stream
-    """Which rows stand in which block and piece."""
+    """Which rows are in which block and page."""
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """All that an engine holds."""
+class Block(NamedTuple):
+    """A block of a segment's rows, their keys or last changes, or of a commit's dense state."""
 
-    records: dict[str, bytes]
-    """Small records by name."""
-    blocks: dict[bytes, int]
-    """Bytes of each block by name."""
+    kind: bytes
+    """``ROWS``, ``KEYS``, ``CHANGED`` or ``STATE``."""
+    owner: int
+    """The id of the segment, or of the commit."""
+    group: int
+    index: int  # type: ignore[assignment]  # no method of a tuple
+    """Among the blocks of its kind, owner and group."""
+    size: int
+    """Bytes."""
+    place: int = -1
+    """What ``Engine.write`` returned for it; -1 where it was not written yet."""
+    layout: BlockLayout | None = None
+    """Of all but dense state. Of rows, whole pages are read."""
+
+
+class ReadRequest(NamedTuple):
+    """Bytes of a block that are to be read."""
+
+    block: Block
+    offset: int
+    """The first byte within the block."""
+    out: NDArray[np.uint8]
 
 
 class Engine(Protocol):
-    """Keeps blocks and small records; knows nothing of segments.
+    """Keeps records and blocks; knows nothing of commits. ``MemoryEngine`` is the executable definition.
 
-    ``write`` and ``commit`` come from one thread at a time and, where they raise, have changed nothing; ``read``
-    may come from other threads meanwhile. ``MemoryEngine`` is the executable definition.
+    Blocks belong to whoever wrote them until ``free`` gives them back: the engine never decides what is needed.
+    Everything that writes comes from one thread at a time and, where it raises, has changed nothing, unless it says
+    otherwise; ``read`` and ``locate`` may be called by other threads meanwhile.
     """
 
-    def write(self, blocks: Iterable[Block], *, stable: bool = False) -> None:
-        """Keep blocks, all of them or none. They last from the next ``commit`` on: a crash before it loses them.
+    label: str
+    """The store in the words of a message."""
 
-        Asks for one after another and takes what it needs of each before it asks for the next, or, of ``stable``
-        blocks, which do not change, before it returns. A block of the same name is replaced, and is
-        there again after a crash. Raises StoreFullError.
+    @property
+    def lease_folder(self) -> Path | None:
+        """Where readers in other processes leave leases; None where they cannot."""
+
+    def records(self) -> Mapping[str, bytes]:
+        """Return the newest records by name, checked against the chain of manifests.
+
+        For writing those of the last ``commit`` of this engine; for reading the newest that there are now.
+        Raises CorruptStoreError.
         """
 
-    def read(self, name: bytes, offset: int, out: NDArray[np.uint8], form: Form | None = None) -> None:
-        """Fill ``out`` with the bytes of a block, which was written with ``form``, from ``offset`` on.
+    def commit(self, records: Mapping[str, bytes | None]) -> None:
+        """Make everything durable that was written, then set records (None removes one): all or nothing, durably.
 
-        Raises BlockReadError.
+        Raises StoreFullError and StoreError. Where the records are durable and the end of the commit failed,
+        ``records`` returns them, the error is raised, and the next commit ends this one first.
         """
 
-    def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes], *, shrink: bool = False) -> None:
-        """Set records (None removes one) and delete blocks (some may be gone already), all or nothing, durably.
+    def write(self, blocks: Iterable[Data], *, stable: bool = False) -> list[int]:
+        """Write blocks, all of them or none, and return the place of each. A crash before the next commit loses them.
 
-        All blocks written before and not deleted are durable then, too. The room of deleted blocks is for those to
-        come; with ``shrink`` it goes back to where it came from, as far as nobody sees the blocks any more.
-
-        Raises StoreFullError.
+        Asks for one after another and takes what it needs of each before it asks for the next or, of ``stable`` arrays,
+        which do not change, before it returns. Blocks of a segment may come in any order; no block is written twice but
+        after it was freed. Raises StoreFullError and StoreError, and what the iterable raises.
         """
 
-    def contents(self) -> Contents:
-        """List everything, without reading blocks."""
+    def read(self, request: ReadRequest) -> None:
+        """Fill ``request.out``. Raises BlockReadError."""
+
+    def problem(self, block: Block) -> str:
+        """Return what is wrong with a block in words that end a sentence, as far as it shows without reading; or "".
+
+        A block that is missing, or shorter than it was written.
+        """
+
+    def retain(self, blocks: Iterable[Block]) -> None:
+        """When the store is opened for writing: these blocks are needed, and nothing else that there is.
+
+        Deletes or reuses the rest. Raises CorruptStoreError for blocks that overlap.
+        """
+
+    def free(self, blocks: Iterable[Block]) -> None:
+        """Take back blocks that nothing needs, after the commit that gave them up is durable.
+
+        Their room is for blocks to come. What cannot be deleted now is deleted by the next opening for writing.
+        """
+
+    def shrink(self) -> None:
+        """Give all room that is free back to where it came from. Raises StoreError."""
 
     def close(self) -> None:
-        """Give up every resource; a second time does nothing."""
-
-
-class Wanted(NamedTuple):
-    """Bytes of a block that are to be read."""
-
-    name: bytes
-    offset: int
-    out: NDArray[np.uint8]
-    form: Form
+        """Give up every resource; a second time does nothing. No read is under way."""
 
 
 class Source(NamedTuple):
@@ -128,16 +160,8 @@ class LocatingEngine(Protocol):
     fields_apart: bool
     """Whether sources are those of fields."""
 
-    def locate(self, wanted: Sequence[Wanted]) -> AbstractContextManager[Sequence[Source | FieldSource | None]]:
-        """Say where wanted bytes lie; nothing is written over them, and no file is closed, within the context.
+    def locate(self, requests: Sequence[ReadRequest]) -> AbstractContextManager[Sequence[Source | FieldSource | None]]:
+        """Say where wanted bytes lie; no file is closed within the context.
 
-        None: ``read`` says why not, or reads what is not kept so. Raises StoreClosedError.
+        None: ``read`` says why not, or reads what is not kept so.
         """
-
-
-@runtime_checkable
-class OvertakenEngine(Protocol):
-    """An engine whose readers may be unseen by the writer: on a file system that is mounted read-only for them."""
-
-    def overtaken(self) -> bool:
-        """Tell whether what this reader reads may be gone: the writer does not see it and made a newer commit."""

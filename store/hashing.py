@@ -1,6 +1,6 @@
 """Table ids and the order of keys: XXH64 of a name, splitmix64's finalizer over keys.
 
-These lines are part of the format (docs/format.md); kernels hold the same functions for numba, and test vectors
+These lines are part of the format (docs/format/bits.md); kernels hold the same functions for numba, and test vectors
 hold the two together. Slow for long bytes: names are short, and columns of strings go through kernels.
 """
 

@@ -1,4 +1,4 @@
-"""Initial rows in NumPy: what a key's row is before it was ever trained (docs/format.md, "Initial rows").
+"""Initial rows in NumPy: what a key's row is before it was ever trained (docs/format/bits.md, "Initial rows").
 
 Kernels make the same bits for a training, an order of magnitude faster; test vectors hold the two together.
 """

@@ -1,4 +1,4 @@
-"""What the vectors of rows start from, as values; the numbers themselves come from kernels (docs/format.md)."""
+"""What the vectors of rows start from, as values; the numbers themselves come from kernels (docs/format/bits.md)."""
 
 from __future__ import annotations
 

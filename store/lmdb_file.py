@@ -15,8 +15,7 @@ import os
 import struct
 from typing import TYPE_CHECKING, NamedTuple
 
-import google_crc32c
-
+from tiercache.store.direct_file import open_file
 from tiercache.store.errors import CorruptStoreError
 
 if TYPE_CHECKING:
@@ -50,8 +49,6 @@ class Meta(NamedTuple):
     free: Tree
     main: Tree
     transaction: int
-    checksum: int
-    """CRC32C of all that LMDB keeps in its page."""
 
 
 class Value(NamedTuple):
@@ -66,8 +63,9 @@ class LmdbFile:
     """A data file of LMDB, open for reading."""
 
     def __init__(self, path: str) -> None:
+        """Raises OSError."""
         self.path = path
-        self.handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.handle = open_file(path)
 
     def close(self) -> None:
         """Close the file."""
@@ -89,6 +87,10 @@ class LmdbFile:
     def values(self, meta: Meta) -> Iterator[Value]:
         """Yield the places of all values, in the order of their keys. Raises CorruptStoreError."""
         return self._walk(meta, meta.main.root, _DEEPEST, set())
+
+    def read(self, value: Value) -> bytes:
+        """Return the bytes of a value. Raises OSError."""
+        return os.pread(self.handle, value.size, value.offset)
 
     def check(self, meta: Meta) -> None:
         """Check that all values, and the list of free pages, lie within the file, as many as ``meta`` counts.
@@ -128,7 +130,6 @@ class LmdbFile:
             free=Tree(free[1], free[6], free[7]),
             main=Tree(main[1], main[6], main[7]),
             transaction=transaction,
-            checksum=google_crc32c.value(data),
         )
 
     def _walk(self, meta: Meta, number: int, levels: int, seen: set[int]) -> Iterator[Value]:

@@ -16,7 +16,6 @@ from tiercache.store.hashing import hash_keys
 from tiercache.store.huge_pages import huge_pages
 from tiercache.store.read_ahead import read_ahead
 from tiercache.store.reading import Pieces
-from tiercache.store.standing import steady
 from tiercache.store.vectors import from_words
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.segment import Segment
-    from tiercache.store.standing import Standing
+    from tiercache.store.snapshot import Snapshot
     from tiercache.store.store import Store
     from tiercache.store.stream import Stream
     from tiercache.store.table import Group
@@ -47,22 +46,23 @@ def locate(store: Store, keys: Mapping[str, NDArray[np.int64]], *, after: int) -
 
     Rows of settled segments count whatever their next use, which is a pass of another schedule.
     """
-    return steady(store, lambda standing: locate_at(store, standing, keys, after=after))
+    with store.pinned() as snapshot:
+        return locate_at(store, snapshot, keys, after=after)
 
 
 def locate_at(
     store: Store,
-    standing: Standing,
+    snapshot: Snapshot,
     keys: Mapping[str, NDArray[np.int64]],
     *,
     after: int,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Found]:
-    """Do what ``locate`` does for where the store stood; raises CorruptBlockError where that was freed since.
+    """Do what ``locate`` does for a snapshot that the caller holds.
 
     ``progress`` is called with how many stored keys were looked at since the last call.
     """
-    settled = frozenset[int]() if standing.commit is None else standing.commit.settled_ids
+    settled = frozenset[int]() if snapshot.commit is None else snapshot.commit.settled_ids
     # The newest row of a key may be one that does not count: it hides the stale one of a settled segment all the same.
     least = -1 if settled else after
     groups = {table.name: group for group in store.groups for table in group.tables}
@@ -70,12 +70,12 @@ def locate_at(
     with ThreadPoolExecutor(READERS) as readers:
         for group in store.groups:
             tables = {group.place(name): w for name, w in wanted.items() if groups[name] is group and w.hashes.size}
-            for segment, place, stored, rows in live_keys(store, standing, group, tables, readers, after=least):
+            for segment, place, stored, rows in live_keys(store, snapshot, group, tables, readers, after=least):
                 tables[place].match(segment.id, stored, rows)
                 if progress is not None:
                     progress(stored.size)
     for name, one in wanted.items() if settled else ():
-        one.drop(standing.segments, settled, groups[name].index, after)
+        one.drop(snapshot.segments, settled, groups[name].index, after)
     return {name: (w.segment_ids, w.rows) for name, w in wanted.items()}
 
 
@@ -119,7 +119,7 @@ class _Wanted:
 
 def live_keys(
     store: Store,
-    standing: Standing,
+    snapshot: Snapshot,
     group: Group,
     tables: Collection[int],
     readers: ThreadPoolExecutor,
@@ -131,7 +131,7 @@ def live_keys(
     ``tables`` are places in the group. Segments come by id, so that the newest of several rows comes last. Only
     rows with a next use after pass ``after``.
     """
-    sweep = (block for segment in standing.segments for block in _live_blocks(standing, segment, group, tables, after))
+    sweep = (block for segment in snapshot.segments for block in _live_blocks(snapshot, segment, group, tables, after))
     for (segment, _, block, runs), stored in read_ahead(readers, partial(_read_keys, store), sweep, most=2 * READERS):
         low = int(segment.streams[group.index].block_first_row_B[block])
         for place, rows in runs.items():
@@ -139,11 +139,11 @@ def live_keys(
 
 
 def _live_blocks(
-    standing: Standing, segment: Segment, group: Group, tables: Iterable[int], after: int
+    snapshot: Snapshot, segment: Segment, group: Group, tables: Iterable[int], after: int
 ) -> Iterator[tuple[Segment, int, int, dict[int, NDArray[np.int64]]]]:
     """Yield the blocks of a segment stream that hold rows of ``tables`` with next use after ``after``: which rows."""
     stream = segment.streams[group.index]
-    live = standing.first_range(segment, group.index)
+    live = snapshot.first_range(segment, group.index)
     runs = {place: _runs(stream, live, place, after) for place in tables}
     for block in range(stream.num_blocks):
         low, high = int(stream.block_first_row_B[block]), int(stream.block_first_row_B[block + 1])
@@ -190,16 +190,16 @@ def read_found(
     segment_ids: NDArray[np.int64],
     rows: NDArray[np.int64],
     *,
-    standing: Standing | None = None,
+    snapshot: Snapshot | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Fields:
     """Return the rows that ``locate`` found, field by field: zeros where it found none.
 
-    As ``read_rows`` for each segment, but one segment is read while rows of the one before are taken. ``standing`` is
+    As ``read_rows`` for each segment, but one segment is read while rows of the one before are taken. ``snapshot`` is
     where they were found, the store's own where not said. ``progress`` is called with how many rows were read since
     the last call. Raises StoreError for segments that are not of it.
     """
-    segments = (standing or store.standing).segments
+    segments = (snapshot or store.snapshot).segments
     parts = [(segment, np.nonzero(segment_ids == segment.id)[0]) for segment in segments]
     if sum(places.size for _, places in parts) < np.count_nonzero(segment_ids >= 0):
         gone = np.setdiff1d(segment_ids[segment_ids >= 0], [segment.id for segment in segments])

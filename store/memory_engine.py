@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.store.engine import Contents
 from tiercache.store.errors import BlockReadError, StoreFullError
 
 if TYPE_CHECKING:
@@ -15,7 +14,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.engine import Block, Form
+    from tiercache.store.engine import Block, Data, ReadRequest
+
+    Name = tuple[bytes, int, int, int]
 
 
 class MemoryEngine:
@@ -24,16 +25,35 @@ class MemoryEngine:
     Do not use it for rows that must outlive the process.
     """
 
+    lease_folder = None
+
     def __init__(self, *, capacity_bytes: int | None = None) -> None:
         """``capacity_bytes`` bounds the blocks, as a disk would; None bounds nothing."""
-        self.records: dict[str, bytes] = {}
-        self.blocks: dict[bytes, NDArray[np.uint8]] = {}
+        self.label = "the store in memory"
+        self.blocks: dict[Name, NDArray[np.uint8]] = {}
+        """By kind, owner, group and index."""
         self.capacity_bytes = capacity_bytes
+        self.by_name: dict[str, bytes] = {}
+        """The records."""
         self._lock = threading.Lock()
 
-    def write(self, blocks: Iterable[Block], *, stable: bool = False) -> None:
+    def records(self) -> Mapping[str, bytes]:
+        """Return a copy."""
+        with self._lock:
+            return dict(self.by_name)
+
+    def commit(self, records: Mapping[str, bytes | None]) -> None:
+        """Set and remove under one lock."""
+        with self._lock:
+            for name, data in records.items():
+                if data is None:
+                    self.by_name.pop(name, None)
+                else:
+                    self.by_name[name] = bytes(data)
+
+    def write(self, blocks: Iterable[Data], *, stable: bool = False) -> list[int]:
         """Keep copies of all blocks, or of none."""
-        copies = {name: np.frombuffer(np.ascontiguousarray(data).tobytes(), np.uint8) for name, data, _ in blocks}
+        copies = {block[:4]: np.frombuffer(np.ascontiguousarray(data).tobytes(), np.uint8) for block, data in blocks}
         with self._lock:
             held = sum(block.size for block in self.blocks.values())
             added = sum(block.size for block in copies.values())
@@ -44,31 +64,38 @@ class MemoryEngine:
                     advice="raise capacity_bytes",
                 )
             self.blocks.update(copies)
+        return [0] * len(copies)
 
-    def read(self, name: bytes, offset: int, out: NDArray[np.uint8], form: Form | None = None) -> None:
+    def read(self, request: ReadRequest) -> None:
         """Copy bytes of a block."""
-        block = self.blocks.get(name)
-        if block is None:
-            raise BlockReadError("is missing")
+        block, offset, out = request
+        if problem := self.problem(block):
+            raise BlockReadError(problem)
         if offset + out.size > block.size:
             raise BlockReadError(f"ends at byte {block.size:,} of {offset + out.size:,}")
-        out[:] = block[offset : offset + out.size]
+        out[:] = self.blocks[block[:4]][offset : offset + out.size]
 
-    def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes], *, shrink: bool = False) -> None:
-        """Set and remove under one lock."""
-        with self._lock:
-            for name, data in records.items():
-                if data is None:
-                    self.records.pop(name, None)
-                else:
-                    self.records[name] = bytes(data)
-            for block in dead:
-                self.blocks.pop(block, None)
+    def problem(self, block: Block) -> str:
+        """Compare with what is there."""
+        data = self.blocks.get(block[:4])
+        if data is None:
+            return "is missing"
+        return "" if data.size == block.size else f"has {data.size:,} bytes of {block.size:,}"
 
-    def contents(self) -> Contents:
-        """Return names and sizes."""
+    def retain(self, blocks: Iterable[Block]) -> None:
+        """Drop all others."""
+        names = {block[:4] for block in blocks}
         with self._lock:
-            return Contents(dict(self.records), {name: block.size for name, block in self.blocks.items()})
+            self.blocks = {name: data for name, data in self.blocks.items() if name in names}
+
+    def free(self, blocks: Iterable[Block]) -> None:
+        """Drop them."""
+        with self._lock:
+            for block in blocks:
+                self.blocks.pop(block[:4], None)
+
+    def shrink(self) -> None:
+        """Do nothing: nothing free is held."""
 
     def close(self) -> None:
         """Keep everything, for the next opening."""

@@ -7,34 +7,32 @@ from typing import TYPE_CHECKING
 
 from tiercache.store.directory import StoreDirectory, WriterLock
 from tiercache.store.errors import CorruptStoreError, NotAStoreError, StoreMissingError, TableMismatchError
-from tiercache.store.manifest import TABLES
+from tiercache.store.history import TABLES
 from tiercache.store.part import refuse_part
 from tiercache.store.record import decode, encode
 from tiercache.store.recovery import commit_ids
 from tiercache.store.table import Table, group_tables
+from tiercache.store.use_count import UseCount
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
-    from tiercache.store.engine import Contents, Engine
-    from tiercache.store.history import History
+    from tiercache.store.engine import Engine
 
 
 @dataclass(kw_only=True, slots=True)
 class Opened:
-    """An engine, what it holds, and whose tables."""
+    """An engine, and whose tables it has."""
 
     engine: Engine
-    contents: Contents
     tables: tuple[Table, ...]
-    of: History | None = None
-    """The history of the store whose engine it is and which closes it, for a store at one of its commits."""
+    uses: UseCount
 
     def close(self) -> None:
-        """Give the engine up, and with it the right to write."""
-        if self.of is None:
-            self.engine.close()
+        """Give the engine up, and with it the right to write, once nobody uses it."""
+        self.uses.close()
+        self.engine.close()
 
 
 ENGINES = {"lmdb": "data.mdb", "zarr": "manifests"}
@@ -104,10 +102,10 @@ def _open_path(
         if not found:
             _check_alone(path, kind)
         opened = _engine(kind)(path, create=not found, readonly=mode == "r", max_bytes=max_bytes, lock=lock)
-        contents = opened.contents()
-        if not found and commit_ids(contents.records):
+        records = opened.records()
+        if not found and commit_ids(records):
             raise NotAStoreError(f"{path} holds commits but lost its marker: restore the store from a copy")
-        known = _tables_of(opened, contents, tables, f"the store at {path}", fresh=not found)
+        known = _tables_of(opened, records, tables, f"the store at {path}", fresh=not found)
         if not found:
             directory.finish(kind)
     except BaseException:
@@ -116,7 +114,7 @@ def _open_path(
         if lock is not None:
             lock.release()
         raise
-    return Opened(engine=opened, contents=contents, tables=known)
+    return Opened(engine=opened, tables=known, uses=UseCount(label_of(path)))
 
 
 def _default(tables: tuple[Table, ...] | None) -> str:
@@ -158,26 +156,26 @@ def _engine(kind: str) -> Callable[..., Engine]:
 
 def _open_instance(engine: Engine, tables: tuple[Table, ...] | None, mode: str, store: str) -> Opened:
     """Open the store that ``engine`` holds, or make one of it where it is empty."""
-    contents = engine.contents()
-    fresh = not contents.records and not contents.blocks
+    records = engine.records()
+    fresh = not records
     if fresh and (tables is None or mode == "r"):
         raise StoreMissingError(f"there is no store in the engine of {store}: give tables to make one of it")
-    known = _tables_of(engine, contents, tables, store, fresh=fresh)
-    return Opened(engine=engine, contents=contents, tables=known)
+    known = _tables_of(engine, records, tables, store, fresh=fresh)
+    return Opened(engine=engine, tables=known, uses=UseCount(store))
 
 
 def _tables_of(
-    engine: Engine, contents: Contents, wanted: tuple[Table, ...] | None, store: str, *, fresh: bool
+    engine: Engine, records: Mapping[str, bytes], wanted: tuple[Table, ...] | None, store: str, *, fresh: bool
 ) -> tuple[Table, ...]:
     """Return the tables of the store, and write those of a fresh one."""
     if fresh:
         assert wanted is not None
-        engine.commit({TABLES: encode("tables", {"tables": [t.to_record() for t in wanted]}, {})}, ())
+        engine.commit({TABLES: encode("tables", {"tables": [t.to_record() for t in wanted]}, {})})
         return wanted
     name = f"the table record of {store}"
-    if TABLES not in contents.records:
+    if TABLES not in records:
         raise CorruptStoreError(f"{name} is missing: restore the store from a copy")
-    values, _ = decode("tables", contents.records[TABLES], name)
+    values, _ = decode("tables", records[TABLES], name)
     try:
         stored = tuple(Table.from_record(record) for record in values["tables"])
         group_tables(stored)

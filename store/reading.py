@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tiercache.store.blocks import CHANGED, KEYS, ROWS, block_name, checksum, corrupt_block, piece_checksums
-from tiercache.store.engine import Form, LocatingEngine, OvertakenEngine, Wanted
-from tiercache.store.errors import BlockReadError, CommitMissingError, CorruptStoreError, StoreError
+from tiercache.store.blocks import CHANGED, KEYS, ROWS, checksum, corrupt_block, piece_checksums
+from tiercache.store.engine import LocatingEngine, ReadRequest
+from tiercache.store.errors import BlockReadError, CorruptStoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from tiercache.store.blocks import Checksums, FieldReads, Part, Read, Reads
     from tiercache.store.commit import Commit
     from tiercache.store.counters import Counters
-    from tiercache.store.engine import Engine
+    from tiercache.store.engine import Block, Engine
+    from tiercache.store.errors import StoreError
     from tiercache.store.segment import Segment
     from tiercache.store.table import Group
-
+    from tiercache.store.use_count import UseCount
 
 _SHORT_READS, _LONG_READS, _CALLS = 4, 2, 8
 """How many are made at once: short ones keep a disk busy only together; of long ones one is read, one checked.
@@ -51,7 +52,7 @@ class Pieces(NamedTuple):
 class _Span(NamedTuple):
     """Pieces [low, high) of one block: what one read of the engine fills."""
 
-    wanted: Wanted
+    request: ReadRequest
     bounds: NDArray[np.int64]
     """(high - low + 1,): where each piece begins in ``out``, and its end."""
     segment: Segment
@@ -63,14 +64,24 @@ class _Span(NamedTuple):
     @property
     def part(self) -> Part:
         """The bytes to fill and to check."""
-        return self.wanted.out, self.bounds
+        return self.request.out, self.bounds
 
 
 class BlockReader:
     """Reads pieces, keys and dense state from an engine; from any thread."""
 
-    def __init__(self, engine: Engine, groups: Sequence[Group], label: str, counters: Counters) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        groups: Sequence[Group],
+        label: str,
+        counters: Counters,
+        uses: UseCount,
+        explain: Callable[[CorruptStoreError], StoreError],
+    ) -> None:
+        """``explain`` returns the error to raise for one that was found."""
         self._engine, self._groups, self._label, self._counters = engine, groups, label, counters
+        self._uses, self._explain = uses, explain
         self._locating = engine if isinstance(engine, LocatingEngine) else None
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
@@ -130,9 +141,8 @@ class BlockReader:
                 if self._read_at_once(spans):
                     continue
                 for span in spans:
-                    name, offset, out, _ = span.wanted
-                    self._block(name, offset, out, span.segment, span.group, span.block)
-                    size += span.wanted.out.size
+                    self._read(span.request, span.segment)
+                    size += span.request.out.size
                 self._count(spans)
                 read += spans
                 if size >= _CHECK_BYTES:
@@ -166,29 +176,28 @@ class BlockReader:
             last = min(high, last)
             bounds = offset[low : last + 1] - offset[low]
             end = at + int(bounds[-1])
-            form = Form(self._groups[group], stream)
-            name = block_name(ROWS, segment.id, group, block)
-            wanted = Wanted(name, int(offset[low] - offset[first]), out[at:end], form)
-            yield _Span(wanted, bounds, segment, group, block, low, last)
+            named = segment.block(ROWS, self._groups[group], block)
+            request = ReadRequest(named, int(offset[low] - offset[first]), out[at:end])
+            yield _Span(request, bounds, segment, group, block, low, last)
             low, at = last, end
 
     def _read_at_once(self, spans: Sequence[_Span]) -> bool:
         """Read and check all by one call; False where that cannot be: reading one by one says what is wrong."""
         if self._reads is None or self._locating is None or not spans:
             return False
-        with self._locating.locate([span.wanted for span in spans]) as sources:
+        with self._uses.using(), self._locating.locate([span.request for span in spans]) as sources:
             located = [source for source in sources if source is not None]
             if len(located) < len(spans):
                 return False
             done, sums = self._reads(located, [span.part for span in spans])
-        if done.tolist() != [span.wanted.out.size for span in spans]:
+        if done.tolist() != [span.request.out.size for span in spans]:
             return False
         self._count(spans)
         self._compare(spans, sums)
         return True
 
     def _count(self, spans: Sequence[_Span]) -> None:
-        num_bytes = [span.wanted.out.size for span in spans]
+        num_bytes = [span.request.out.size for span in spans]
         rows = sum(
             size // span.segment.streams[span.group].row_bytes for size, span in zip(num_bytes, spans, strict=True)
         )
@@ -208,7 +217,7 @@ class BlockReader:
         for span in spans:
             if at < span.high - span.low:
                 words += f" in piece {span.low + at}"
-                raise self._wrong(
+                raise self._explain(
                     corrupt_block(self._label, span.segment, self._groups[span.group], span.block, words, wanted)
                 )
             at -= span.high - span.low
@@ -218,11 +227,11 @@ class BlockReader:
         stream = segment.streams[group]
         keys = np.empty(int(stream.block_bytes_B[block]) // stream.row_bytes, dtype=np.int64)
         data = keys.view(np.uint8)
-        self._block(block_name(KEYS, segment.id, group, block), 0, data, segment, group, block)
+        self._read(ReadRequest(segment.block(KEYS, self._groups[group], block), 0, data), segment)
         seen, expected = checksum(data), int(segment.key_checksums[group][block])
         if seen != expected:
             words = f"has checksum {seen:08x} over its keys"
-            raise self._wrong(corrupt_block(self._label, segment, self._groups[group], block, words, expected))
+            raise self._explain(corrupt_block(self._label, segment, self._groups[group], block, words, expected))
         self._counters.add(key_bytes_read=data.size, reads=1)
         return keys
 
@@ -231,24 +240,25 @@ class BlockReader:
         stream, known = segment.streams[group], segment.changed[group]
         numbers = np.empty(int(stream.block_bytes_B[block]) // stream.row_bytes, dtype=np.uint32)
         data = numbers.view(np.uint8)
-        self._block(block_name(CHANGED, segment.id, group, block), 0, data, segment, group, block)
+        self._read(ReadRequest(segment.block(CHANGED, self._groups[group], block), 0, data), segment)
         seen, expected = checksum(data), int(known.checksums_B[block])
         if seen != expected:
             words = f"has checksum {seen:08x} over the commits that changed its rows"
-            raise self._wrong(corrupt_block(self._label, segment, self._groups[group], block, words, expected))
+            raise self._explain(corrupt_block(self._label, segment, self._groups[group], block, words, expected))
         if (numbers.min(), numbers.max()) != (known.oldest_B[block], known.newest_B[block]):
             words = "has rows that were changed by other commits than its record says"
-            raise self._wrong(corrupt_block(self._label, segment, self._groups[group], block, words))
+            raise self._explain(corrupt_block(self._label, segment, self._groups[group], block, words))
         self._counters.add(changed_bytes_read=data.size, reads=1)
         return numbers
 
     def state(self, commit: Commit) -> NDArray[np.uint8]:
         """Return the dense state of ``commit``. Raises CorruptStoreError."""
         state = np.empty(commit.state_bytes, dtype=np.uint8)
-        for i, (name, size) in enumerate(commit.state_blocks().items()):
-            part = state[i * commit.state_chunk_bytes :][:size]
+        for i, block in enumerate(commit.state_blocks()):
+            part = state[i * commit.state_chunk_bytes :][: block.size]
             try:
-                self._engine.read(name, 0, part)
+                with self._uses.using():
+                    self._engine.read(ReadRequest(block, 0, part))
                 seen, expected = checksum(part), int(commit.state_checksums[i])
                 if seen != expected:
                     raise BlockReadError(f"has checksum {seen:08x} where {expected:08x} was written")
@@ -257,25 +267,19 @@ class BlockReader:
                     f"block {i} of the dense state of commit {commit.id} of {self._label} {error.seen}: "
                     "restore the store from a copy, or train again from the start"
                 )
-                raise self._wrong(corrupt) from error
+                raise self._explain(corrupt) from error
         self._counters.add(state_bytes_read=state.size, reads=commit.state_checksums.size)
         return state
 
-    def _block(self, name: bytes, start: int, out: NDArray[np.uint8], segment: Segment, group: int, block: int) -> None:
+    def _read(self, request: ReadRequest, segment: Segment) -> None:
+        block: Block = request.block
         try:
-            self._engine.read(name, start, out, Form(self._groups[group], segment.streams[group]))
+            with self._uses.using():
+                self._engine.read(request)
         except BlockReadError as error:
-            raise self._wrong(corrupt_block(self._label, segment, self._groups[group], block, error.seen)) from error
-
-    def _wrong(self, corrupt: CorruptStoreError) -> StoreError:
-        """Return the error to raise: where a writer went on that does not see this reader, nothing is damaged."""
-        if isinstance(self._engine, OvertakenEngine) and self._engine.overtaken():
-            return CommitMissingError(
-                f"{self._label} was opened at a commit that its writer has left behind since, as it cannot see readers "
-                "on a file system that is mounted read-only for them: open the store again, or mount it so that "
-                "readers can write their marks"
-            )
-        return corrupt
+            raise self._explain(
+                corrupt_block(self._label, segment, self._groups[block.group], block.index, error.seen)
+            ) from error
 
 
 class _Shared:

@@ -1,4 +1,4 @@
-"""What a store finds when it is opened: decided from what the engine holds, before anything is changed."""
+"""What the records of a store say: decided before anything is changed."""
 
 from __future__ import annotations
 
@@ -6,55 +6,54 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tiercache.store.blocks import CHANGED, KEYS, ROWS, block_name, corrupt_block
-from tiercache.store.changed import CHANGED_BYTES
+from tiercache.store.blocks import corrupt_block
 from tiercache.store.commit import Commit
-from tiercache.store.dump import check_streams
 from tiercache.store.errors import CommitMissingError, CorruptStoreError
-from tiercache.store.manifest import COMMIT, SEGMENT, TABLES, Manifest
+from tiercache.store.history import COMMIT, KEPT, SEGMENT, TABLES, History
+from tiercache.store.record import decode, whole
 from tiercache.store.segment import Segment
+from tiercache.store.segment_writer import check_streams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from tiercache.store.engine import Contents
+    from tiercache.store.engine import Engine
+    from tiercache.store.snapshot import Snapshot
     from tiercache.store.table import Group
 
-_RECORD = re.compile(f"{TABLES}|({COMMIT}|{SEGMENT})(0|[1-9][0-9]{{0,18}})", re.ASCII)
+_RECORD = re.compile(f"{TABLES}|{KEPT}|({COMMIT}|{SEGMENT})(0|[1-9][0-9]{{0,18}})", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovery:
-    """The commits, and what is there without being named by one."""
+    """The commits that there are."""
 
-    manifest: Manifest
-    stale_records: tuple[str, ...]
-    orphans: tuple[bytes, ...]
+    history: History
+    """Those that are kept."""
+    others: tuple[Snapshot, ...]
+    """Those that are there only as other processes read them, or did."""
+    names: frozenset[str]
+    """Of all records."""
 
 
-def recover(contents: Contents, groups: Sequence[Group], store: str, *, at: int | None = None) -> Recovery:
-    """Read all commits, or only commit ``at``, and check that every block they name is there, in its full length.
+def recover(records: Mapping[str, bytes], groups: Sequence[Group], store: str, *, at: int | None = None) -> Recovery:
+    """Read all commits, or only commit ``at``, with their segments.
 
-    Raises CommitMissingError, CorruptStoreError and CorruptBlockError, which call the store ``store``.
+    Raises CommitMissingError and CorruptStoreError, which call the store ``store``.
     """
-    if unknown := [name for name in contents.records if _RECORD.fullmatch(name) is None]:
+    if unknown := [name for name in records if _RECORD.fullmatch(name) is None]:
         raise CorruptStoreError(f"{store} has a record named {unknown[0]!r}: restore it from a copy")
-    ids = commit_ids(contents.records)
+    ids = commit_ids(records)
     if at is not None:
         if at not in ids:
             raise CommitMissingError(f"{store} has no commit {at}: {kept_commits(ids)}")
         ids = [at]
-    commits = [_read_commit(contents, store, id_) for id_ in ids]
+    commits = [_read_commit(records, store, id_) for id_ in ids]
     segments: dict[int, Segment] = {}
     for commit in commits:
         for id_ in commit.segment_ids:
             if id_ not in segments:
-                segments[id_] = _read_segment(contents, groups, store, commit, id_)
-        for name, size in commit.state_blocks().items():
-            if wrong := _wrong(contents, name, size):
-                raise CorruptStoreError(
-                    f"the dense state of commit {commit.id} of {store} {wrong}: restore the store from a copy"
-                )
+                segments[id_] = _read_segment(records, groups, store, commit, id_)
     try:
         for commit in commits:
             for settled in commit.settled:
@@ -63,19 +62,35 @@ def recover(contents: Contents, groups: Sequence[Group], store: str, *, at: int 
                 newest = max((int(one.newest_B.max(initial=0)) for one in segments[id_].changed), default=0)
                 if newest > first:
                     raise ValueError(f"commit {newest} changed rows of segment {id_}, which commit {first} named")
-        manifest = Manifest.of(commits, segments)
+        kept = _kept(records, store, ids) if at is None else {at}
+        return Recovery(
+            history=History.of([commit for commit in commits if commit.id in kept], segments),
+            others=History.of([commit for commit in commits if commit.id not in kept], segments).snapshots,
+            names=frozenset(records),
+        )
     except ValueError as error:
         raise CorruptStoreError(f"a commit of {store} makes no sense ({error}): restore it from a copy") from error
-    for segment in manifest.segments.values():
+
+
+def check_blocks(engine: Engine, snapshot: Snapshot, groups: Sequence[Group], store: str) -> None:
+    """Check that the blocks that a commit needs are there, in their full length; reads none.
+
+    Raises CorruptStoreError and CorruptBlockError, which call the store ``store``.
+    """
+    commit = snapshot.commit
+    if commit is None:
+        return
+    for block in commit.state_blocks():
+        if wrong := engine.problem(block):
+            raise CorruptStoreError(
+                f"the dense state of commit {commit.id} of {store} {wrong}: restore the store from a copy"
+            )
+    for segment in snapshot.committed:
         for group in groups:
-            _check_blocks(contents, manifest, segment, group, store)
-    named = set(manifest.blocks())
-    records = {TABLES, *(f"{COMMIT}{id_}" for id_ in ids), *(f"{SEGMENT}{id_}" for id_ in manifest.segments)}
-    return Recovery(
-        manifest=manifest,
-        stale_records=tuple(name for name in contents.records if name not in records),
-        orphans=tuple(name for name in contents.blocks if name not in named),
-    )
+            last = segment.streams[group.index].num_blocks
+            for block in segment.blocks(group, snapshot.first_blocks[segment.id][group.index], last):
+                if wrong := engine.problem(block):
+                    raise corrupt_block(store, segment, group, block.index, wrong)
 
 
 def commit_ids(records: Iterable[str]) -> list[int]:
@@ -89,19 +104,35 @@ def kept_commits(ids: Sequence[int]) -> str:
     return f"give one of {', '.join(map(str, ids))}" if ids else "it has none yet"
 
 
-def _read_commit(contents: Contents, store: str, id_: int) -> Commit:
+def _kept(records: Mapping[str, bytes], store: str, ids: Sequence[int]) -> set[int]:
+    """Return which of the commits are kept: the newest is."""
+    if not ids:
+        return set()
+    name = f"the record of the commits that {store} keeps"
+    if KEPT not in records:
+        raise CorruptStoreError(f"{name} is missing: restore the store from a copy")
+    values, _ = decode("kept", records[KEPT], name)
+    try:
+        return {ids[-1], *(whole(id_, "a commit") for id_ in values["commits"])}
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
+
+
+def _read_commit(records: Mapping[str, bytes], store: str, id_: int) -> Commit:
     name = f"the record of commit {id_} of {store}"
-    commit = Commit.from_bytes(contents.records[f"{COMMIT}{id_}"], name)
+    commit = Commit.from_bytes(records[f"{COMMIT}{id_}"], name)
     if commit.id != id_:
         raise CorruptStoreError(f"{name} is that of commit {commit.id}: restore the store from a copy")
     return commit
 
 
-def _read_segment(contents: Contents, groups: Sequence[Group], store: str, commit: Commit, id_: int) -> Segment:
+def _read_segment(
+    records: Mapping[str, bytes], groups: Sequence[Group], store: str, commit: Commit, id_: int
+) -> Segment:
     name = f"the record of segment {id_} of {store}"
-    if f"{SEGMENT}{id_}" not in contents.records:
+    if f"{SEGMENT}{id_}" not in records:
         raise CorruptStoreError(f"{name} is missing and commit {commit.id} names it: restore the store from a copy")
-    segment = Segment.from_bytes(contents.records[f"{SEGMENT}{id_}"], name)
+    segment = Segment.from_bytes(records[f"{SEGMENT}{id_}"], name)
     try:
         if segment.id != id_:
             raise ValueError(f"it is of segment {segment.id}")
@@ -109,23 +140,3 @@ def _read_segment(contents: Contents, groups: Sequence[Group], store: str, commi
     except ValueError as error:
         raise CorruptStoreError(f"{name} does not fit the store ({error}): restore the store from a copy") from error
     return segment
-
-
-def _check_blocks(contents: Contents, manifest: Manifest, segment: Segment, group: Group, store: str) -> None:
-    stream = segment.streams[group.index]
-    kinds = {ROWS: stream.row_bytes, KEYS: 8}
-    if segment.changed and segment.changed[group.index].stored:
-        kinds[CHANGED] = CHANGED_BYTES
-    for block in range(manifest.first_blocks[segment.id][group.index], stream.num_blocks):
-        rows = int(stream.block_bytes_B[block]) // stream.row_bytes
-        for kind, row_bytes in kinds.items():
-            if wrong := _wrong(contents, block_name(kind, segment.id, group.index, block), rows * row_bytes):
-                raise corrupt_block(store, segment, group, block, wrong)
-
-
-def _wrong(contents: Contents, name: bytes, size: int) -> str:
-    """Return what is wrong with a block, in words; nothing where nothing is."""
-    held = contents.blocks.get(name)
-    if held is None:
-        return "is missing"
-    return "" if held == size else f"has {held:,} bytes of {size:,}"

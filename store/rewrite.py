@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.dump import MovedBlock
     from tiercache.store.run import RowFilter
+    from tiercache.store.segment_writer import MovedBlock
     from tiercache.store.settled import Settled
     from tiercache.store.store import Store
     from tiercache.store.stream import Stream
@@ -154,7 +154,7 @@ class Rewrite:
     def _moved(self, table: Table, moves: RowFilter | None) -> Rows:
         """Yield the store's own rows that move."""
         chunks = scan_segments(
-            self._store, self._store.segments, table.name,
+            self._store, self._store.snapshot, self._store.segments, table.name,
             choice=moves, memory_bytes=MEMORY_BYTES, as_words=True, changed=True,
         )  # fmt: skip
         return ((keys, np.concatenate(fields, axis=1)) for keys, fields in chunks)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from tiercache.store.changed import LastChanges
     from tiercache.store.segment import Segment
-    from tiercache.store.standing import Standing
+    from tiercache.store.snapshot import Snapshot
     from tiercache.store.store import Store
     from tiercache.store.table import Group, Table
 
@@ -163,20 +163,20 @@ class LastKeys:
 
 def runs_of(
     store: Store,
-    standing: Standing,
+    snapshot: Snapshot,
     segments: Iterable[Segment],
     group: Group,
     table: Table,
     choice: RowFilter | None = None,
     changed: Callable[[], LastChanges] | None = None,
 ) -> list[SortedRun]:
-    """Return the runs of a table in live ranges of ``segments``, which are of ``standing``, by segment and place.
+    """Return the runs of a table in live ranges of ``segments``, which are of ``snapshot``, by segment and place.
 
     ``changed`` makes for each what remembers one block: they may be read by turns.
     """
     place, runs = group.place(table.name), []
     for segment in segments:
-        stream, live = segment.streams[group.index], standing.first_range(segment, group.index)
+        stream, live = segment.streams[group.index], snapshot.first_range(segment, group.index)
         for ranges, first in zip(stream.ranges[live:], stream.range_first_row_R[live:].tolist(), strict=False):
             if ranges.table_rows[place]:
                 low = first + sum(ranges.table_rows[:place])

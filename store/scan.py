@@ -20,7 +20,6 @@ from tiercache.store.hashing import hash_keys, keys_of
 from tiercache.store.merge import SortedCursor, merged, rising, whole_keys
 from tiercache.store.run import LastKeys, joined, runs_of
 from tiercache.store.scratch_file import scratch_of
-from tiercache.store.standing import undisturbed
 from tiercache.store.table import find_table
 from tiercache.store.vectors import from_words
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
     from tiercache.store.run import RowFilter, Rows, SortedRun
     from tiercache.store.segment import Segment
-    from tiercache.store.standing import Standing
+    from tiercache.store.snapshot import Snapshot
     from tiercache.store.store import Store
     from tiercache.store.table import Group, Table
 
@@ -47,10 +46,10 @@ _KEY_SHARE = 4
 def live_rows(store: Store, table_name: str) -> int:
     """Return how many rows a table has at the newest commit; reads nothing. Raises ValueError for no table."""
     group, table = find_table(store.groups, table_name, store.label)
-    standing = store.standing
-    segments = standing.named
-    runs = runs_of(store, standing, segments, group, table)
-    return sum(run.left for run in runs) - stale_rows(standing, segments, group, table)
+    snapshot = store.snapshot
+    segments = snapshot.committed
+    runs = runs_of(store, snapshot, segments, group, table)
+    return sum(run.left for run in runs) - stale_rows(snapshot, segments, group, table)
 
 
 def scan(
@@ -68,20 +67,26 @@ def scan(
     its keys about once (at most a quarter of the rows' bytes more). Where a table lies in too many runs to merge
     them in that memory, its rows are written to a temporary file without a name in ``scratch`` (the store's folder
     where not said, or the system's where that cannot be written to) and read again, once for each factor of 256 by
-    which they exceed it. A piece is read whole: where ranges are
-    shorter than pieces, rows of the group's other tables are read with them. No commit may be made meanwhile.
+    which they exceed it. A piece is read whole: where ranges are shorter than pieces, rows of the group's other tables
+    are read with them. The commit is the newest when the first chunk is asked for, whatever is committed meanwhile.
 
-    Raises ValueError for no table and without a commit, StoreFullError, CorruptStoreError, and StoreError for a commit.
+    Raises ValueError for no table and without a commit, StoreFullError and CorruptStoreError.
     """
-    standing = store.standing
-    return scan_segments(
-        store, standing.named, table_name,
-        chunk_rows=chunk_rows, memory_bytes=memory_bytes, scratch=scratch, standing=standing,
-    )  # fmt: skip
+    _check(store, store.snapshot, table_name, chunk_rows)
+
+    def chunks() -> Iterator[Chunk]:
+        with store.pinned() as snapshot:
+            yield from scan_segments(
+                store, snapshot, snapshot.committed, table_name,
+                chunk_rows=chunk_rows, memory_bytes=memory_bytes, scratch=scratch,
+            )  # fmt: skip
+
+    return chunks()
 
 
 def scan_segments(
     store: Store,
+    snapshot: Snapshot,
     segments: Sequence[Segment],
     table_name: str,
     *,
@@ -90,32 +95,36 @@ def scan_segments(
     chunk_rows: int | None = None,
     memory_bytes: int = SCAN_BYTES,
     scratch: Path | None = None,
-    standing: Standing | None = None,
     as_words: bool = False,
     changed: bool = False,
 ) -> Iterator[Chunk]:
-    """Do what ``scan`` does, with the newest of the commit's segments, or with the rows of a ``choice``.
+    """Do what ``scan`` does with segments of a snapshot that the caller holds, or with the rows of a ``choice``.
 
     Of the segments, none may be left out that has a newer row of a key than one that is there. ``choice`` says of rows
     of a segment stream which are wanted; pieces without one are not read. Where it may have several of a key, not
-    ``alone``, the newest of all must be one of them, and is given. ``standing`` is where the segments are from, the
-    store's own where not said. ``as_words``: fields are given as they are kept, (n, words); then with ``changed`` the
+    ``alone``, the newest of all must be one of them, and is given. ``as_words``: fields are given as they are kept,
+    (n, words); then with ``changed`` the
     last one, (n, 1), has the last changes.
     """
+    group, table = _check(store, snapshot, table_name, chunk_rows)
+    firsts = {} if snapshot.commit is None else snapshot.commit.named
+    last = (lambda: LastChanges(store, firsts)) if changed else None
+    runs = runs_of(store, snapshot, segments, group, table, choice, last)
+    chunks = _chunks(store, runs, table, chunk_rows or chunk_rows_of(table), memory_bytes, scratch)
+    stale = 0 if choice is not None and alone else stale_rows(snapshot, segments, group, table)
+    if stale:
+        chunks = _newest(chunks, stale, f"table {table.name!r} of {store.label}", all_rows=choice is None)
+    return _checked(store, table, as_words, chunks)
+
+
+def _check(store: Store, snapshot: Snapshot, table_name: str, chunk_rows: int | None) -> tuple[Group, Table]:
+    """Return the group and the table that are to be scanned; raises ValueError where they cannot be."""
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}: it must be at least 1")
     group, table = find_table(store.groups, table_name, store.label)
-    standing = standing or store.standing
-    if standing.commit is None:
+    if snapshot.commit is None:
         raise ValueError(f"{store.label} has no commit yet: publish one first")
-    firsts = standing.commit.named
-    last = (lambda: LastChanges(store, firsts)) if changed else None
-    runs = runs_of(store, standing, segments, group, table, choice, last)
-    chunks = _chunks(store, runs, table, chunk_rows or chunk_rows_of(table), memory_bytes, scratch)
-    stale = 0 if choice is not None and alone else stale_rows(standing, segments, group, table)
-    if stale:
-        chunks = _newest(chunks, stale, f"table {table.name!r} of {store.label}", all_rows=choice is None)
-    return _checked(store, table, as_words, undisturbed(store, standing, f"table {table.name!r} was scanned", chunks))
+    return group, table
 
 
 def chunk_rows_of(table: Table) -> int:
@@ -128,10 +137,10 @@ def given_bytes(table: Table) -> int:
     return 8 + 4 * sum(field.width for field in table.fields)
 
 
-def stale_rows(standing: Standing, segments: Iterable[Segment], group: Group, table: Table) -> int:
+def stale_rows(snapshot: Snapshot, segments: Iterable[Segment], group: Group, table: Table) -> int:
     """Return how many rows of a table in ``segments`` are stale."""
     ids, place = {segment.id for segment in segments}, group.place(table.name)
-    settled = () if standing.commit is None else standing.commit.settled
+    settled = () if snapshot.commit is None else snapshot.commit.settled
     return sum(one.stale_rows[group.index][place] for one in settled if one.segment_id in ids)
 
 

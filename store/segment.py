@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from tiercache.store.blocks import CHANGED, KEYS, ROWS
 from tiercache.store.changed import CHANGED_BYTES, Changed
+from tiercache.store.engine import Block, BlockLayout
 from tiercache.store.errors import CorruptStoreError
 from tiercache.store.record import decode, encode, whole
 from tiercache.store.stream import Stream
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy as np
     from numpy.typing import NDArray
 
+    from tiercache.store.table import Group
+
 BASE_PASS = -1
+_PLACES = {ROWS: "rows_at", KEYS: "keys_at", CHANGED: "changed_at"}
 """The pass of a segment whose rows no pass dumped: a schedule begins with it."""
 
 
@@ -40,6 +47,8 @@ class Segment:
     """By group: CRC32C of each piece."""
     key_checksums: tuple[NDArray[np.uint32], ...]
     """By group: CRC32C of the keys of each block."""
+    places: tuple[dict[bytes, NDArray[np.int64]], ...]
+    """By group, for each kind of block that there is: where the engine keeps each block."""
     changed: tuple[Changed, ...] = ()
     """By group, where a rewrite wrote it: when its rows changed. Else all did with the first commit that named it."""
 
@@ -66,21 +75,37 @@ class Segment:
         groups = zip(self.streams, self.changed, strict=False)
         return sum(CHANGED_BYTES * stream.rows for stream, changed in groups if changed.stored)
 
+    def block(self, kind: bytes, group: Group, index: int) -> Block:
+        """Return a block as the engine knows it."""
+        stream = self.streams[group.index]
+        first, last = stream.block_first_row_B[index : index + 2].tolist()
+        row_bytes = {ROWS: stream.row_bytes, KEYS: 8, CHANGED: CHANGED_BYTES}[kind]
+        place = int(self.places[group.index][kind][index])
+        return Block(kind, self.id, group.index, index, (last - first) * row_bytes, place, BlockLayout(group, stream))
+
+    def blocks(self, group: Group, first: int, last: int) -> Iterator[Block]:
+        """Yield rows, keys and, where they are stored, last changes of blocks [first, last) of a stream."""
+        for index in range(first, last):
+            for kind in self.places[group.index]:
+                yield self.block(kind, group, index)
+
     def to_bytes(self) -> bytes:
-        """Return its manifest record."""
-        arrays = {}
+        """Return its record."""
+        arrays: dict[str, NDArray[Any]] = {}
+        for group, places in enumerate(self.places):
+            arrays |= {f"{_PLACES[kind]}/{group}": places_B for kind, places_B in places.items()}
         for group, (pieces, keys) in enumerate(zip(self.checksums, self.key_checksums, strict=True)):
             arrays[f"pieces/{group}"], arrays[f"keys/{group}"] = pieces, keys
         for group, changed in enumerate(self.changed):
             arrays[f"oldest/{group}"], arrays[f"newest/{group}"] = changed.oldest_B, changed.newest_B
             arrays[f"changed/{group}"] = changed.checksums_B
         streams = [stream.to_record() for stream in self.streams]
-        values = {"id": self.id, "visit": self.pass_index, "within": self.within, "streams": streams}
+        values = {"id": self.id, "pass": self.pass_index, "within": self.within, "streams": streams}
         return encode("segment", values, arrays)
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> Segment:
-        """Read a manifest record. Raises CorruptStoreError that calls it ``name``."""
+        """Read a record. Raises CorruptStoreError that calls it ``name``."""
         values, arrays = decode("segment", data, name)
         try:
             checksums = tuple(arrays[f"pieces/{g}"] for g in range(len(values["streams"])))
@@ -98,12 +123,23 @@ class Segment:
                     )
                     for g in range(len(streams))
                 )  # fmt: skip
-            first = values["visit"]  # of a base, as Python counts from the end
-            pass_index = ~whole(~first, "visit") if isinstance(first, int) and first < 0 else whole(first, "visit")
+            first = values["pass"]  # of a base, as Python counts from the end
+            pass_index = ~whole(~first, "pass") if isinstance(first, int) and first < 0 else whole(first, "pass")
             segment = cls(
                 id=whole(values["id"], "id"), pass_index=pass_index, within=bool(values["within"]),
                 streams=streams, checksums=checksums, key_checksums=key_checksums, changed=changed,
+                places=tuple(
+                    {
+                        kind: arrays[f"{name}/{g}"]
+                        for kind, name in _PLACES.items()
+                        if kind != CHANGED or (changed and changed[g].stored)
+                    }
+                    for g in range(len(streams))
+                ),
             )  # fmt: skip
+            for stream, places in zip(streams, segment.places, strict=True):
+                if any(places_B.size != stream.num_blocks for places_B in places.values()):
+                    raise ValueError(f"it has other places than those of {stream.num_blocks} blocks")
             for stream, one in zip(streams, changed, strict=False):
                 one.check(stream)
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -16,7 +16,6 @@ from tiercache.store.lookup import locate_at, read_found
 from tiercache.store.run import runs_of
 from tiercache.store.scan import SCAN_BYTES, given_bytes, scan_segments, stale_rows
 from tiercache.store.scratch_file import scratch_of
-from tiercache.store.standing import steady, undisturbed
 from tiercache.store.table import find_table
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from tiercache.store.run import RowFilter, SortedRun
     from tiercache.store.scan import Chunk
     from tiercache.store.segment import Segment
-    from tiercache.store.standing import Standing
+    from tiercache.store.snapshot import Snapshot
     from tiercache.store.store import Store
     from tiercache.store.table import Group, Table
 
@@ -63,9 +62,8 @@ def lookup(
     distinct, which = np.unique(keys, return_inverse=True)
     twice = distinct.size < keys.size
     asked = distinct if twice else keys
-    absent, fields = steady(
-        store, lambda standing: _find(store, standing, group, table, asked, missing, progress or (lambda *_: None))
-    )
+    with store.pinned() as snapshot:
+        absent, fields = _find(store, snapshot, group, table, asked, missing, progress or (lambda *_: None))
     if missing == "initial":
         for values, first in zip(fields, initial_rows(table, asked[absent]), strict=True):
             values[absent] = first
@@ -75,7 +73,7 @@ def lookup(
 
 def _find(
     store: Store,
-    standing: Standing,
+    snapshot: Snapshot,
     group: Group,
     table: Table,
     asked: NDArray[np.int64],
@@ -83,8 +81,8 @@ def _find(
     progress: Progress,
 ) -> tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]:
     """Return which of the keys, all different, have no row, and the fields of all, zeros for those, where it stood."""
-    swept = _counted("keys", _rows_in(standing, standing.segments, group, table), progress)
-    ids, rows = locate_at(store, standing, {table.name: asked}, after=-1, progress=swept)[table.name]
+    swept = _counted("keys", _rows_in(snapshot, snapshot.segments, group, table), progress)
+    ids, rows = locate_at(store, snapshot, {table.name: asked}, after=-1, progress=swept)[table.name]
     absent = np.nonzero(ids < 0)[0]
     if absent.size and missing == "error":
         gone = np.sort(asked[absent])
@@ -96,7 +94,7 @@ def _find(
             keys=gone,
         )
     read = _counted("rows", asked.size - absent.size, progress)
-    return absent, read_found(store, group.index, ids, rows, standing=standing, progress=read)
+    return absent, read_found(store, group.index, ids, rows, snapshot=snapshot, progress=read)
 
 
 def _counted(what: str, total: int, progress: Progress) -> Callable[[int], None]:
@@ -120,20 +118,20 @@ def changes(
     where a block has some that changed and others that did not.
     """
     group, table = find_table(store.groups, table_name, store.label)
-    standing = store.standing
-    changed, choice = _changed(store, standing, group, since)
-    if in_order or stale_rows(standing, changed, group, table):
-        # A moved row keeps its last change, a newer one has a greater: where an older copy is chosen, the newest is.
-        rows = max(1, _CHUNK_BYTES // given_bytes(table))
-        chunks = scan_segments(
-            store, changed, table_name,
-            choice=choice, alone=False, chunk_rows=rows, memory_bytes=memory_bytes, standing=standing,
-        )  # fmt: skip
-    else:
-        parts = (_live_rows(store, standing, segment, group, table, choice) for segment in changed)
-        chunks = undisturbed(store, standing, f"changes of table {table_name!r} were read", chain.from_iterable(parts))
-    for keys, fields in chunks:
-        yield keys, {field.name: values for field, values in zip(table.fields, fields, strict=True)}
+    with store.pinned() as snapshot:
+        changed, choice = _changed(store, snapshot, group, since)
+        if in_order or stale_rows(snapshot, changed, group, table):
+            # A moved row keeps its last change, a newer one has a greater: where an older copy is chosen, so is that.
+            rows = max(1, _CHUNK_BYTES // given_bytes(table))
+            chunks = scan_segments(
+                store, snapshot, changed, table_name,
+                choice=choice, alone=False, chunk_rows=rows, memory_bytes=memory_bytes,
+            )  # fmt: skip
+        else:
+            parts = (_live_rows(store, snapshot, segment, group, table, choice) for segment in changed)
+            chunks = chain.from_iterable(parts)
+        for keys, fields in chunks:
+            yield keys, {field.name: values for field, values in zip(table.fields, fields, strict=True)}
 
 
 def changed_rows(store: Store, table_name: str, since: int) -> int:
@@ -142,15 +140,16 @@ def changed_rows(store: Store, table_name: str, since: int) -> int:
     Of moved rows it reads their last changes as ``changes`` does, and, where stale ones are among them, keys.
     """
     group, table = find_table(store.groups, table_name, store.label)
-    return steady(store, lambda standing: _count(store, standing, group, table, since))
+    with store.pinned() as snapshot:
+        return _count(store, snapshot, group, table, since)
 
 
-def _count(store: Store, standing: Standing, group: Group, table: Table, since: int) -> int:
-    changed, choice = _changed(store, standing, group, since)
-    stale = stale_rows(standing, changed, group, table)
+def _count(store: Store, snapshot: Snapshot, group: Group, table: Table, since: int) -> int:
+    changed, choice = _changed(store, snapshot, group, since)
+    stale = stale_rows(snapshot, changed, group, table)
     if choice is None:
-        return _rows_in(standing, changed, group, table) - stale
-    runs = runs_of(store, standing, changed, group, table, choice)
+        return _rows_in(snapshot, changed, group, table) - stale
+    runs = runs_of(store, snapshot, changed, group, table, choice)
     return _count_keys(store, runs, group, table, choice) if stale else sum(run.left for run in runs)
 
 
@@ -173,21 +172,21 @@ def _count_keys(store: Store, runs: Iterable[SortedRun], group: Group, table: Ta
         return sum(1 + int(np.count_nonzero(hashes[1:] != hashes[:-1])) for (hashes,) in sorter.sorted())
 
 
-def _rows_in(standing: Standing, segments: Iterable[Segment], group: Group, table: Table) -> int:
+def _rows_in(snapshot: Snapshot, segments: Iterable[Segment], group: Group, table: Table) -> int:
     """Return how many rows of a table are in live ranges of ``segments``, the stale ones included."""
     place = group.place(table.name)
     return sum(
         rows.table_rows[place]
         for segment in segments
-        for rows in segment.streams[group.index].ranges[standing.first_range(segment, group.index) :]
+        for rows in segment.streams[group.index].ranges[snapshot.first_range(segment, group.index) :]
     )
 
 
-def _changed(store: Store, standing: Standing, group: Group, since: int) -> tuple[list[Segment], RowFilter | None]:
+def _changed(store: Store, snapshot: Snapshot, group: Group, since: int) -> tuple[list[Segment], RowFilter | None]:
     """Return the segments with rows of a group that changed after commit ``since``, and which rows did; None: all."""
-    commit, segments = standing.commit, standing.segments
+    commit, segments = snapshot.commit, snapshot.segments
     newest = -1 if commit is None else commit.id
-    if len(segments) > len(standing.named):
+    if len(segments) > len(snapshot.committed):
         raise ValueError(f"{store.label} has rows that no commit names: publish or forget them first")
     if not -1 <= since <= newest:
         raise CommitMissingError(
@@ -204,7 +203,7 @@ def _changed(store: Store, standing: Standing, group: Group, since: int) -> tupl
     changed: list[Segment] = []
     changes, choice = LastChanges(store, commit.named), None
     for segment in segments:
-        blocks = range(_first_block(standing, segment, group), segment.streams[group.index].num_blocks)
+        blocks = range(_first_block(snapshot, segment, group), segment.streams[group.index].num_blocks)
         bounds = [changes.bounds(segment, group.index, block) for block in blocks]
         if any(newest > since for _, newest in bounds):
             changed.append(segment)
@@ -213,20 +212,20 @@ def _changed(store: Store, standing: Standing, group: Group, since: int) -> tupl
     return changed, choice
 
 
-def _first_block(standing: Standing, segment: Segment, group: Group) -> int:
+def _first_block(snapshot: Snapshot, segment: Segment, group: Group) -> int:
     """Return the first block of a segment stream that has a live row; the number of blocks where none has."""
-    stream, live = segment.streams[group.index], standing.first_range(segment, group.index)
+    stream, live = segment.streams[group.index], snapshot.first_range(segment, group.index)
     first = int(stream.range_first_row_R[live])
     return first // stream.block_rows if first < stream.rows else stream.num_blocks
 
 
 def _live_rows(
-    store: Store, standing: Standing, segment: Segment, group: Group, table: Table, choice: RowFilter | None
+    store: Store, snapshot: Snapshot, segment: Segment, group: Group, table: Table, choice: RowFilter | None
 ) -> Iterator[Chunk]:
     """Yield the live rows of a table in one segment, about ``_CHUNK_BYTES`` at a time, never beyond a block."""
     stream, place = segment.streams[group.index], group.place(table.name)
     step = max(1, _CHUNK_BYTES // given_bytes(table))
-    for index in range(standing.first_range(segment, group.index), len(stream.ranges)):
+    for index in range(snapshot.first_range(segment, group.index), len(stream.ranges)):
         counts = stream.ranges[index].table_rows
         low = int(stream.range_first_row_R[index]) + sum(counts[:place])
         high = low + counts[place]

@@ -156,7 +156,7 @@ class _GroupRows:
             ]  # fmt: skip
             readers = stack.enter_context(ThreadPoolExecutor(READERS))
             for segment, place, keys, rows in live_keys(
-                store, store.standing, self.group, range(len(sorters)), readers, after=-1
+                store, store.snapshot, self.group, range(len(sorters)), readers, after=-1
             ):
                 start = int(self._starts_S[self._index[segment.id]]) - self._dead[segment.id]
                 sorters[place].add(hash_keys(keys, self.group.tables[place].table_id), start + rows)

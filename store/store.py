@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from tiercache.store.base_segment import Layout, base_stream
 from tiercache.store.commit import Cursor
+from tiercache.store.commit_reader import CommitReader
+from tiercache.store.commit_writer import CommitWriter, find
 from tiercache.store.counters import Counters
 from tiercache.store.errors import StoreClosedError
-from tiercache.store.history import TRANSACTION_BYTES, History
 from tiercache.store.lookup import locate, read_rows
 from tiercache.store.opening import Opened, check_options, label_of, open_engine
 from tiercache.store.reading import BlockReader, Pieces
+from tiercache.store.recovery import check_blocks, recover
 from tiercache.store.rewrite import FirstUses, NoUses, Rewrite
 from tiercache.store.scan import SCAN_BYTES, live_rows, scan
 from tiercache.store.serving import changes, lookup
-from tiercache.store.standing import steady
 from tiercache.store.table import Table, group_tables
 
 if TYPE_CHECKING:
@@ -29,13 +30,14 @@ if TYPE_CHECKING:
 
     from tiercache.store.blocks import Checksums, FieldReads, Reads
     from tiercache.store.commit import Commit
-    from tiercache.store.dump import Block
     from tiercache.store.engine import Engine
+    from tiercache.store.history import History
     from tiercache.store.lookup import Found
     from tiercache.store.scan import Chunk
     from tiercache.store.segment import Segment
+    from tiercache.store.segment_writer import Block
     from tiercache.store.serving import Fields
-    from tiercache.store.standing import Standing
+    from tiercache.store.snapshot import Snapshot
     from tiercache.store.stream import Stream
 
 
@@ -46,18 +48,37 @@ class Store:
     threads meanwhile. A store belongs to the process that opened it, not to its forks.
     """
 
-    def __init__(self, opened: Opened, path: Path | None, mode: str, at: int | None, retention: int | None) -> None:
-        """Only ``Store.open`` calls this."""
+    def __init__(
+        self,
+        opened: Opened,
+        path: Path | None,
+        mode: str,
+        at: int | None,
+        retention: int | None,
+        of: Store | None = None,
+    ) -> None:
+        """Only ``Store.open`` and ``at`` call this; ``of`` is the store whose engine it is and which closes it."""
         self.path = path
         """Where it is; None for an engine without a place."""
         self.tables = opened.tables
         """In the order of unsigned table ids."""
         self.groups = group_tables(opened.tables)
         self.counters, self.mode = Counters(), mode
-        self._opened, self._engine = opened, opened.engine
-        self._reader = BlockReader(self._engine, self.groups, self.label, self.counters)
+        self._opened, self._of = opened, of
         self._pid, self._closed = os.getpid(), False
-        self._history = History.of(opened, self.groups, self.label, self.counters, mode, at, retention or 0)
+        engine, label = opened.engine, self.label
+        self._commits: CommitWriter | CommitReader
+        if of is not None and at is not None and isinstance(of._commits, CommitWriter):
+            self._commits = CommitReader.pinned_in(of._commits, engine, label, at)
+        elif mode == "r":
+            self._commits = CommitReader.leased(engine, self.groups, label, at)
+        else:
+            found = recover(engine.records(), self.groups, label)
+            for snapshot in found.history.snapshots:
+                check_blocks(engine, snapshot, self.groups, label)
+            self._commits = CommitWriter(engine, self.groups, label, self.counters, found, retention)
+        explain = self._commits.explain if isinstance(self._commits, CommitReader) else lambda error: error
+        self._reader = BlockReader(engine, self.groups, label, self.counters, opened.uses, explain)
 
     # -- opening and closing -----------------------------------------------------------------------------
 
@@ -95,20 +116,22 @@ class Store:
             raise
 
     def at(self, commit: int) -> Store:
-        """Return this store as it stood at a ``commit`` that it keeps, for reading, while both are so.
+        """Return this store as it stood at a ``commit`` that it keeps, for reading, while both are open.
 
-        Raises CommitMissingError.
+        What the commit needs stays until then. Raises CommitMissingError.
         """
         self._check_open()
-        opened = replace(self._opened, of=self._opened.of or self._history)
-        return Store(opened, self.path, "r", commit, None)
+        return Store(self._opened, self.path, "r", commit, None, self._of or self)
 
     def close(self) -> None:
         """Give up the store; what no commit names is lost. A second time does nothing."""
         if not self._closed and os.getpid() == self._pid:
             self._closed = True
             self._reader.close()
-            self._opened.close()
+            if isinstance(self._commits, CommitReader):
+                self._commits.close()
+            if self._of is None:
+                self._opened.close()
 
     def __enter__(self) -> Self:
         return self
@@ -136,31 +159,49 @@ class Store:
     @property
     def commit(self) -> Commit | None:
         """The newest commit, or the one that the store was opened at."""
-        return self._history.commit
+        return self._commits.commit
 
     @property
     def commits(self) -> tuple[Commit, ...]:
         """All commits that are kept, the oldest first; of a store opened at one, only that."""
-        return self._history.commits
+        return self._commits.history.commits
 
     @property
     def retention(self) -> int:
         """How many of the newest commits are kept."""
-        return self._history.retention
+        if isinstance(self._commits, CommitWriter):
+            return self._commits.retention
+        return 1 if self.commit is None else self.commit.retention
 
     @property
     def segments(self) -> tuple[Segment, ...]:
         """Those of the newest commit and those appended since, by id."""
-        return self._history.segments
+        return self.snapshot.segments
 
     @property
-    def standing(self) -> Standing:
-        """Commit and segments of one moment, for a thread that reads while another makes commits."""
-        return self._history.standing
+    def snapshot(self) -> Snapshot:
+        """The newest commit and the segments appended since, as of now."""
+        return self._commits.snapshot
 
-    def stands_at(self, standing: Standing) -> bool:
-        """Return whether it still stands there, with all blocks. Raises CommitMissingError where it cannot any more."""
-        return self._history.stands_at(standing)
+    @property
+    def history(self) -> History:
+        """The commits that are kept, each as a snapshot."""
+        return self._commits.history
+
+    @contextmanager
+    def pinned(self) -> Iterator[Snapshot]:
+        """Yield the snapshot of now, and keep all that it needs until this ends, whatever is committed meanwhile."""
+        self._check_open()
+        with self._commits.pinned() as snapshot:
+            yield snapshot
+
+    @property
+    def commit_writer(self) -> CommitWriter:
+        """What writes commits. Raises ValueError for a store that is open for reading, and StoreClosedError."""
+        self._check_open()
+        if isinstance(self._commits, CommitWriter):
+            return self._commits
+        raise ValueError(f"{self.label} is open for reading: open it with mode='a' to write")
 
     @property
     def label(self) -> str:
@@ -177,29 +218,20 @@ class Store:
         *,
         within: bool = False,
         stable: bool = False,
-        transaction_bytes: int = TRANSACTION_BYTES,
     ) -> Segment:
         """Write what ``pass_index`` dumped and return it; no commit names it yet, and a crash before the next one loses
         it.
 
         ``streams`` has one layout for each group. ``blocks`` yields (group, block, uint8 rows, int64 keys of the
-        rows) for every block once, in any order; its arrays are copied before the next block is asked for. The
-        engine is given at most ``transaction_bytes`` at once, but never less than one block.
+        rows) for every block once, in any order; its arrays are copied before the next block is asked for.
         ``within``: a commit inside the pass follows, and this is its whole key set. ``stable``: no array changes
-        before append returns: all blocks are written together then, and checksums computed meanwhile.
+        before append returns: checksums are computed meanwhile then.
 
         Raises StoreFullError, and ValueError; after any error nothing of the segment is left.
         """
-        self._check_writable()
-        return self._history.append(
-            pass_index,
-            streams,
-            blocks,
-            self.checksums,
-            within=within,
-            stable=stable,
-            transaction_bytes=transaction_bytes,
-        )
+        writer = self.commit_writer
+        with self._opened.uses.using():
+            return writer.append(pass_index, streams, blocks, self.checksums, within=within, stable=stable)
 
     def publish(
         self,
@@ -209,7 +241,6 @@ class Store:
         schedule_digest: str,
         settings: Mapping[str, Any],
         environment: Mapping[str, Any],
-        transaction_bytes: int = TRANSACTION_BYTES,
     ) -> Commit:
         """Make a commit: from now on the store opens here, with the rows live at ``cursor`` and ``state``.
 
@@ -217,11 +248,15 @@ class Store:
         of passes before the cursor's, or written within its pass where it stands inside one. Raises ValueError, and
         StoreFullError, after which the commit before stands.
         """
-        self._check_writable()
-        return self._history.publish(
-            Cursor(*cursor), state=state, schedule_digest=schedule_digest, settings=settings, environment=environment,
-            transaction_bytes=transaction_bytes,
-        )  # fmt: skip
+        writer = self.commit_writer
+        with self._opened.uses.using():
+            return writer.publish(
+                Cursor(*cursor),
+                state=state,
+                schedule_digest=schedule_digest,
+                settings=settings,
+                environment=environment,
+            )
 
     def rollback(self, to: int) -> Commit:
         """Make a commit with the rows, the state and the cursor of commit ``to``, and drop those in between.
@@ -230,9 +265,12 @@ class Store:
         there. Ids are not used again: the new commit has the next one. Raises CommitMissingError, StoreFullError
         and CorruptStoreError, after which the store stands where it stood.
         """
-        self._check_writable()
-        commit = self._history.find(to)
-        return self._history.rollback(commit, self._reader.state(commit))
+        writer = self.commit_writer
+        commit = find(writer.history, to, self.label).commit
+        assert commit is not None, "it was found"
+        state = self._reader.state(commit)
+        with self._opened.uses.using():
+            return writer.rollback(to, state)
 
     def rewrite(
         self,
@@ -257,14 +295,15 @@ class Store:
         commit and for one inside a pass without ``start``, StoreFullError and CorruptStoreError, after which the store
         stands where it stood; what was appended since is dropped.
         """
-        self._check_writable()
+        writer = self.commit_writer
         if self.commit is None or (self.commit.cursor.sample and start is None):
             at = "has no commit" if self.commit is None else f"stands inside pass {self.commit.cursor.pass_index}"
             raise ValueError(f"{self.label} {at}: train to the end of a pass before its rows are put in another order")
         self.forget()
         state, begin = self._reader.state(self.commit), Cursor(*(start or (0, 0)))
-        with Rewrite(self, uses, first_rows, progress or (lambda *_: None), layout=layout, settle=settle) as rewrite:
-            return self._history.rewrite(rewrite, self.checksums, state, schedule_digest, begin)
+        whole = Rewrite(self, uses, first_rows, progress or (lambda *_: None), layout=layout, settle=settle)
+        with whole as rewrite, self._opened.uses.using():
+            return writer.rewrite(rewrite, self.checksums, state, schedule_digest, begin)
 
     def compact(self, *, progress: Callable[[str, int], None] | None = None) -> Commit:
         """Make a commit with one range for each table, in hash order: the fewest bytes, and lookups in one sweep.
@@ -281,8 +320,9 @@ class Store:
 
     def forget(self) -> None:
         """Drop every segment appended since the newest commit, and free its blocks."""
-        self._check_writable()
-        self._history.forget()
+        writer = self.commit_writer
+        with self._opened.uses.using():
+            writer.forget()
 
     # -- reading -----------------------------------------------------------------------------------------
 
@@ -301,21 +341,17 @@ class Store:
         """Yield all rows of a table at the newest commit in hash order: keys (n,), and each field (n, width).
 
         At most ``chunk_rows`` rows at a time, about 4 MiB where not said. Takes about ``memory_bytes``; what exceeds
-        it is sorted in a temporary file in ``scratch`` (None: the store's folder). No commit may be made
-        meanwhile: scan a store that trains in mode "r". Raises ValueError, StoreFullError and CorruptStoreError.
+        it is sorted in a temporary file in ``scratch`` (None: the store's folder). Commits that are made meanwhile
+        change nothing. Raises ValueError, StoreFullError and CorruptStoreError.
         """
         return scan(self, table_name, chunk_rows=chunk_rows, memory_bytes=memory_bytes, scratch=scratch)
 
     def state(self) -> bytes:
         """Return the dense state of the newest commit. Raises CorruptStoreError; ValueError without a commit."""
-        self._check_open()
-
-        def read(standing: Standing) -> bytes:
-            if standing.commit is None:
+        with self.pinned() as snapshot:
+            if snapshot.commit is None:
                 raise ValueError(f"{self.label} has no commit yet: publish one first")
-            return self._reader.state(standing.commit).tobytes()
-
-        return steady(self, read)
+            return self._reader.state(snapshot.commit).tobytes()
 
     def read(self, segment: Segment, group: int, low: int, high: int, out: NDArray[np.uint8]) -> None:
         """Read pieces [low, high) of a segment stream into ``out``, as they stand in the stream, and check each.
@@ -339,7 +375,7 @@ class Store:
 
     def first_range(self, segment: Segment, group: int) -> int:
         """Return the first range of a segment stream that is not dead at the newest commit."""
-        return self.standing.first_range(segment, group)
+        return self.snapshot.first_range(segment, group)
 
     def read_changed(self, segment: Segment, group: int, block: int) -> NDArray[np.uint32]:
         """Return the commit that last changed each row of a block that was moved. Raises CorruptBlockError."""
@@ -375,8 +411,8 @@ class Store:
         Rows are those of the newest commit, or newer where ``append`` was called since. A key without a row gets
         its first row with ``missing`` "initial", zeros with "zeros"; with "error" KeyMissingError is raised.
 
-        Sweeps the table's stored keys, then reads whole pieces, neighbors together: ask for many keys at once. Begins
-        anew where a commit frees what it reads. Raises ValueError, CorruptBlockError, StoreError where it never ends.
+        Sweeps the table's stored keys, then reads whole pieces, neighbors together: ask for many keys at once.
+        Raises ValueError and CorruptBlockError.
         """
         self._check_open()
         return lookup(self, table_name, keys, missing)
@@ -387,7 +423,7 @@ class Store:
         Each key once, in no order, at most 16 MiB at a time; where stale rows may be among them, as ``scan`` does. -1
         gives every row. A row changed where it was made or written again, even to the same bits, not where it moved.
         Raises CommitMissingError for a commit that never was or that a rollback gave up, CorruptBlockError, ValueError
-        where rows were appended and not committed, and StoreError for a commit made before the last row.
+        where rows were appended and not committed. Commits that are made meanwhile change nothing.
         """
         self._check_open()
         return changes(self, table_name, since)
@@ -400,8 +436,3 @@ class Store:
         if os.getpid() != self._pid:
             forked = f"was opened by process {self._pid} and is used in its fork {os.getpid()}"
             raise StoreClosedError(f"{self.label} {forked}: open it in the process that uses it")
-
-    def _check_writable(self) -> None:
-        self._check_open()
-        if self.mode != "a":
-            raise ValueError(f"{self.label} is open for reading: open it with mode='a' to write")

@@ -1,4 +1,4 @@
-"""Vectors of 16-bit dtypes: their bits, and the 4-byte words in which every row is kept (docs/format.md, "Row dtypes").
+"""Vectors of 16-bit dtypes: their bits, and the 4-byte words in which every row is kept (docs/format, "Row dtypes").
 
 A row is a number of whole words: the vector in its dtype, padded with zero bytes to a word, then the optimizer state in
 float32. What moves rows moves words; what gives them to a caller, or takes them, converts here.

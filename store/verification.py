@@ -14,7 +14,7 @@ from tiercache.store import key_invariants
 from tiercache.store.errors import CommitMissingError, CorruptStoreError, StoreError
 from tiercache.store.field_check import FieldCheck
 from tiercache.store.huge_pages import huge_pages
-from tiercache.store.life import Life
+from tiercache.store.liveness import Liveness
 from tiercache.store.opening import open_engine
 from tiercache.store.read_ahead import read_ahead
 from tiercache.store.record_check import record_problems
@@ -87,7 +87,7 @@ class Verification:
         """Note the blocks that the commit of a store needs."""
         if store.commit is None:
             return
-        life = Life.of(store.commit, store.segments)
+        life = Liveness.of(store.commit, store.segments)
         for segment in store.segments:
             for group, stream in enumerate(segment.streams):
                 for block in range(life.first_block(segment, group), stream.num_blocks):
@@ -141,7 +141,7 @@ def _each_alone(path: str, error: CorruptStoreError) -> dict[str, Any]:
         opened = open_engine(Path(path), None, None, "r", None)
     except CorruptStoreError:
         return {"problems": [str(error)]}
-    kept = commit_ids(opened.contents.records)
+    kept = commit_ids(opened.engine.records())
     opened.close()
     problems: dict[str, dict[int, None]] = {}
     for id_ in kept:

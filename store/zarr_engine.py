@@ -1,47 +1,40 @@
-"""Blocks of rows as chunks of Zarr arrays, records as objects beside them, commits by one atomic manifest.
+"""Blocks of rows in chunks of Zarr arrays, records as objects beside them, commits by one atomic manifest.
 
-A commit is a manifest, a small object that names all records and blocks; the newest one counts. What it names, and
-itself, was made durable before it got its name, and is never written again: a block of the same name gets objects of
-other names. So a commit is there with all it names or not at all, and a manifest that is not whole is damage. An object
-stays as long as a manifest names it that is the newest, or that a reader in another process has open; the rest is
-deleted, at the next commit or opening, or its file is written over by a new object once no read in this process began
-when a commit named it.
+A commit is a manifest, a small object that names all records; the newest one counts. What it names, and itself, was
+made durable before it got its name, and is never written again. So a commit is there with all it names or not at all,
+and a manifest that is not whole is damage. What stands where is in docs/format/zarr.md.
 """
 
 from __future__ import annotations
 
+import contextlib
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import google_crc32c
 import numpy as np
 
-from tiercache.store.blocks import CHANGED
+from tiercache.store.blocks import STATE
 from tiercache.store.directory import WriterLock
-from tiercache.store.engine import Contents
 from tiercache.store.errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError
-from tiercache.store.full_disk import ROOM_FOR_RECORDS
-from tiercache.store.gate import Gate
-from tiercache.store.reader_mark import ReaderMark
-from tiercache.store.spare_files import FOLDER, SpareFiles
-from tiercache.store.zarr_arrays import NODE, Arrays, Span, group_node, merge
-from tiercache.store.zarr_manifest import BlockObjects, Manifest, RecordObject, manifest_numbers, record_numbers
-from tiercache.store.zarr_objects import Objects
-from tiercache.store.zarr_rows import locate_rows, read_rows
-from tiercache.store.zarr_sweep import Sweep, is_chunk
-from tiercache.store.zarr_writer import ChunkWriter, copy_of, field_of
+from tiercache.store.zarr_holdings import Holdings
+from tiercache.store.zarr_layout import NODE, Arrays, Place, group_node, split, state_key
+from tiercache.store.zarr_objects import Objects, Span
+from tiercache.store.zarr_reader import BlockReader
+from tiercache.store.zarr_records import Records, manifest_key, record_key
+from tiercache.store.zarr_writer import ChunkWriter, DiskWriter, RemoteWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from tiercache.store.engine import Block, FieldSource, Form, Wanted
+    from tiercache.store.engine import Block, BlockLayout, Data, FieldSource, ReadRequest
+    from tiercache.store.zarr_layout import Array
 
-FOLDERS = ("manifests", "segments", "blocks", "records", FOLDER)
-"""Manifests first: what they name is there before they are, and is listed after them."""
-_LOOKS = 100
-"""How often the newest manifest is looked for, where a writer replaces it meanwhile."""
+_ARRAYS = 4096
+"""The most streams whose arrays are remembered."""
 
 
 class ZarrEngine:
@@ -58,357 +51,336 @@ class ZarrEngine:
         max_bytes: int | None = None,
         lock: WriterLock | None = None,
     ) -> None:
-        """Open it at its newest manifest; ``store`` is a path or a store object of Zarr.
+        """Open it; ``store`` is a path or a store object of Zarr.
 
-        With ``readonly`` it stays there: on a local disk a writer keeps what that commit names, elsewhere a block that
-        was deleted meanwhile is an error. The commit may be one whose name in its folder is not durable yet: where the
-        power goes before the writer's ``commit`` returns, it may be gone. Else it holds, on a local disk, the one right
-        to write until it is closed: ``lock``, or one that it takes itself. ``max_bytes`` bounds the bytes of blocks.
-        Raises CorruptStoreError, and StoreInUseError.
+        A writer holds, on a local disk, the one right to write until it is closed: ``lock``, or one that it takes
+        itself. ``max_bytes`` bounds the bytes of blocks. Raises CorruptStoreError, and StoreInUseError.
         """
         self._objects, self._readonly, self._max_bytes = Objects(store), readonly, max_bytes
         root = self._objects.root
-        self._label = f"the store at {root}" if root is not None else f"the store in {self._objects.store}"
-        self._lock = lock
+        self.label = f"the store at {root}" if root is not None else f"the store in {self._objects.store}"
         if root is not None and create:
             root.mkdir(parents=True, exist_ok=True)
+        self._lock = lock
         if root is not None and not readonly and lock is None and root.is_dir():
             self._lock = WriterLock(root)
-        self._unsynced, self._gate = False, Gate(self._label)
-        readers = None if root is None else root / "readers"
-        self._mark = ReaderMark(readers) if readonly and readers is not None else None
-        self._writer = ChunkWriter(self._objects, self._label)
-        if root is not None:
-            self._objects.spares = SpareFiles(root, self._gate.oldest)
-        self._sweep = Sweep(self._writer, readers, self._objects.spares)
+        self._writer: ChunkWriter = (RemoteWriter if root is None else DiskWriter)(self._objects, self.label)
+        self._records = Records(self._objects, self.label)
+        self._reader = BlockReader(self._objects, self._writer.held)
+        self._holdings = Holdings()
+        self._known: dict[tuple[int, int], Arrays] = {}
+        self._listed: Mapping[str, int | None] | None = None
+        self._dirty: set[str] = set()
+        """Objects that are not durable yet."""
+        self._unsynced = False
+        self._going: tuple[Future[None], set[str]] | None = None
+        """What is being deleted, and the names of objects and folders."""
         try:
-            self._manifest, listed = self._newest(create=create)
-            if self._mark is not None:
-                self._mark.set(self._manifest.number)
-            self._gate.advance(self._manifest.number)
-            self._next = max([self._manifest.number, *manifest_numbers(listed), *record_numbers(listed)]) + 1
-            # All blocks by name: those of the newest commit, and in ``_fresh`` those that no commit names yet.
-            self._blocks = dict(self._manifest.blocks)
-            self._fresh: dict[bytes, BlockObjects] = {}
-            self._wrong = self._manifest.damaged(listed)
-            self._last: Arrays | None = None
-            self._dirty: set[str] = set()
-            """Objects that are not durable yet."""
+            self._manifest = self._records.newest(create=create)
             if not readonly:
-                self._take_up(listed)
+                self._take_up()
         except BaseException:
-            self._writer.close()
-            for held in (self._mark, self._lock):
-                if held is not None:
-                    held.release()
+            self.close()
             raise
 
-    # -- the seam ----------------------------------------------------------------------------------------
+    @property
+    def lease_folder(self) -> Path | None:
+        """On a local disk, a folder of the store."""
+        return None if self._objects.root is None else self._objects.root / "leases"
 
-    def write(self, blocks: Iterable[Block], *, stable: bool = False) -> None:
-        """Write the chunks of all blocks, several at a time, from copies."""
-        written: dict[bytes, BlockObjects] = {}
-        made: dict[str, int | None] = {}
-        replaced: dict[str, int | None] = {}
-        with self._writing():
-            held = None if self._max_bytes is None else self._sweep.chunk_bytes
-            try:
-                for name, data, form in blocks:
-                    block = self._place(name, data.nbytes, form, made)
-                    replaced.update(written[name].chunks(name) if name in written else ())
-                    written[name] = block
-                    if block.arrays is not None and form is not None:
-                        self._describe(block.arrays, form, name[:1], made)
-                    held = self._check_room(block.room(name), held)
-                    self._put(name, data.reshape(-1).view(np.uint8), form, block, made)
-                made |= self._writer.finish()
-                written = {name: block.with_lengths(name, made) for name, block in written.items()}
-            except BaseException:
-                self._writer.abandon()
-                self._take_back(made)
-                raise
-        for name in written.keys() & self._fresh.keys():
-            replaced.update(self._fresh[name].chunks(name))
-        self._sweep.add(made)
-        self._sweep.give(replaced, self._next)
-        self._dirty |= made.keys()
-        self._fresh |= written
-        self._blocks |= written
+    # -- records -----------------------------------------------------------------------------------------
 
-    def read(self, name: bytes, offset: int, out: NDArray[np.uint8], form: Form | None = None) -> None:
-        """Read the rows' bytes from each chunk of the block."""
-        with self._gate.reading():
-            block = self._blocks.get(name)
-            if block is None:
-                raise BlockReadError("is missing")
-            if offset + out.size > block.size:
-                raise BlockReadError(f"ends at byte {block.size:,} of {offset + out.size:,}")
-            if block.arrays is None:
-                (key, _), *_ = block.chunks(name)
-                out[:] = self._objects.ranges([Span(key, offset, offset + out.size, block.size)])[0]
-                return
-            if form is None or not block.arrays.fit(form):
-                raise BlockReadError("stands in arrays of another form")  # sizes and memory go by what they say
-            kind, index = name[:1], int.from_bytes(name[-4:], "big")
-            row_bytes = sum(block.arrays.row_bytes(kind))
-            first, last = offset // row_bytes, (offset + out.size) // row_bytes
-            chunks = list(block.chunks(name))
-            found = read_rows(self._objects.ranges, chunks, block.arrays, first, last, kind)
-            if len(found) == 1:
-                out[:] = found[0]
-                return
-            merge(form.stream, first + int(form.stream.block_first_row_B[index]), out, found)
+    def records(self) -> dict[str, bytes]:
+        """Read all records; for reading those of the newest manifest that there is now."""
+        if self._readonly:
+            before = self._manifest.number
+            self._manifest, found = self._records.follow(self._manifest)
+            if self._manifest.number > before:
+                self._listed = None
+            return found
+        return self._records.of(self._manifest)
+
+    def commit(self, records: Mapping[str, bytes | None]) -> None:
+        """Write and sync the records' objects, then the manifest; then delete those that it replaces."""
+        self._check_writable()
+        before, published = self._manifest, False
+        fresh = before.after(records, self._next)
+        self._next += 1
+        made: set[str] = set()
+        try:
+            self._writer.flush()
+            for name, data in records.items():
+                if data is not None:
+                    key = record_key(name, fresh.links[name])
+                    if key in made:
+                        raise ValueError(f"two records of {self.label} would be object {key}: name one otherwise")
+                    made.add(key)
+                    self._writer.put_object(key, data)
+            self._sync(self._dirty | made)
+            made.add(manifest_key(fresh))
+            self._writer.publish(manifest_key(fresh), fresh.to_bytes())
+            self._sync([manifest_key(fresh)])
+            published = True
+        finally:
+            # An interrupt may come when the manifest is durable, or when nothing of it is.
+            if published:
+                self._manifest, self._dirty = fresh, set()
+                dead = {record_key(name, link) for name, link in before.links.items()}
+                self._delete_now(dead - {record_key(*pair) for pair in fresh.links.items()} | {manifest_key(before)})
+            else:
+                self._withdraw(manifest_key(fresh), made)
+
+    # -- blocks ------------------------------------------------------------------------------------------
+
+    def write(self, blocks: Iterable[Data], *, stable: bool = False) -> list[int]:
+        """Write blocks into their chunks, several at a time, from copies."""
+        self._check_writable()
+        made: set[str] = set()
+        written: list[Block] = []
+        more = 0
+        self._listed = None
+        try:
+            for block, data in blocks:
+                more += block.size
+                self._check_bound(block.size, self._holdings.bytes + more)
+                self._write_block(block, data.reshape(-1).view(np.uint8), made)
+                written.append(block)
+            self._writer.finish()
+        except BaseException:
+            self._writer.abandon()
+            self._writer.drop(made)
+            self._delete_now(made)
+            self._dirty -= made
+            self._holdings.nodes -= made
+            raise
+        for block in written:
+            self._holdings.hold(block, self._arrays(block) if block.layout is not None else None)
+        return [0] * len(written)
+
+    def read(self, request: ReadRequest) -> None:
+        """Read the rows' bytes from each chunk that has a part of them."""
+        block, offset, out = request
+        if offset + out.size > block.size:
+            raise BlockReadError(f"ends at byte {block.size:,} of {offset + out.size:,}")
+        if block.kind == STATE:
+            self._reader.read_bytes(Span(state_key(block), offset, offset + out.size, block.size), out)
+        else:
+            self._reader.read_rows(self._arrays(block), block, offset, out)
 
     @contextmanager
-    def locate(self, wanted: Sequence[Wanted]) -> Iterator[list[FieldSource | None]]:
-        """Look up the chunks of rows as ``read`` does, all within one read; on a local disk, where not compressed."""
-        disk = self._objects.disk
-        with self._gate.reading():
-            yield [None if disk is None else locate_rows(disk, self._blocks.get(one.name), one) for one in wanted]
+    def locate(self, requests: Sequence[ReadRequest]) -> Iterator[list[FieldSource | None]]:
+        """Say where rows lie: on a local disk, where they are not compressed."""
+        yield [
+            None
+            if self._objects.root is None or request.block.layout is None
+            else self._reader.locate(self._arrays(request.block), request)
+            for request in requests
+        ]
 
-    def overtaken(self) -> bool:
-        """Tell whether a writer that sees no mark of this reader went on since: look at the newest manifest."""
-        if self._mark is None or self._mark.held:
-            return False
-        return max(manifest_numbers(self._objects.sizes("manifests")), default=0) > self._manifest.number
+    def problem(self, block: Block) -> str:
+        """Compare with a list of what is there, which is made once after each change."""
+        if self._listed is None:
+            self._listed = self._records.sizes("segments", "state")
+        if block.kind == STATE:
+            return self._reader.missing(self._listed, state_key(block), block.size)
+        arrays = self._arrays(block)
+        if arrays.block_bytes(block.kind, block.index) != block.size:
+            return "is none of its stream"
+        for array in arrays.by_kind[block.kind]:
+            key, _, _, size, *_ = array.place(block.index)
+            least = None if array.shards is None else array.shards.index_bytes
+            if problem := self._reader.missing(self._listed, key, size, least):
+                return problem
+        return ""
 
-    def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes], *, shrink: bool = False) -> None:
-        """Write and sync the records' objects, then the manifest; then delete what nobody needs, beside what follows.
+    def retain(self, blocks: Iterable[Block]) -> None:
+        """Delete all objects that have nothing of these blocks, and punch the rest out of those that have."""
+        self._check_writable()
+        self._settle()
+        self._holdings, self._listed = Holdings(), None
+        for block in blocks:
+            arrays = self._arrays(block) if block.layout is not None else None
+            if arrays is not None and not self._fits(arrays, block):
+                raise CorruptStoreError(
+                    f"block {block.index} of segment {block.owner} of {self.label} overlaps others: "
+                    "restore the store from a copy"
+                )
+            self._holdings.hold(block, arrays)
+        needed, holes = self._holdings.everything()
+        listed = self._records.sizes("segments", "state", "records", "manifests")
+        needed |= {f"segments/{NODE}", manifest_key(self._manifest)}
+        needed |= {record_key(name, link) for name, link in self._manifest.links.items()}
+        self._holdings.nodes &= listed.keys()
+        self._later([key for key in listed if key not in needed and key not in self._holdings.nodes], holes, [])
+        self._settle()
+        self._objects.tidy("segments")
 
-        With ``shrink`` it is deleted when this returns.
-        """
-        gone = {name: self._blocks[name] for name in dead if name in self._blocks}
-        with self._writing():
-            published = False
-            kept = {name: record for name, record in self._manifest.records.items() if name not in records}
-            blocks = {name: block for name, block in self._blocks.items() if name not in gone}
-            fresh = Manifest(number=self._next, records=kept, blocks=blocks)
-            self._next += 1
-            made: dict[str, int | None] = {}
-            try:
-                for i, (name, data) in enumerate(records.items()):
-                    if data is not None:
-                        key = f"records/{fresh.number}.{i}"
-                        made[key] = len(data)
-                        fresh.records[name] = RecordObject(key, len(data), google_crc32c.value(bytes(data)))
-                        self._begin(key, len(data), copy_of(np.frombuffer(data, np.uint8)))
-                self._writer.finish()
-                unneeded = {key for name, block in gone.items() for key, _ in block.chunks(name)}
-                self._sync((self._dirty | made.keys()) - unneeded - self._sweep.garbage())
-                made[fresh.key] = None
-                self._writer.publish(fresh.key, fresh.to_bytes())
-                self._sync([fresh.key])
-                published = True
-            finally:
-                # An interrupt may come when the manifest is durable, or when nothing of it is.
-                self._writer.abandon()
-                if published:
-                    self._publish(fresh, made, gone)
-                else:
-                    self._withdraw(fresh.key, made)
-            self._sweep.run(shrink=shrink)
-            if shrink:
-                self._sweep.wait()
+    def free(self, blocks: Iterable[Block]) -> None:
+        """Delete chunks and folders of which nothing is held; on a local disk, punch what is free out of others."""
+        self._check_writable()
+        self._settle()
+        self._listed = None
+        keys, holes, folders = self._holdings.free(blocks)
+        self._dirty -= {key for key in self._dirty if key in keys or key.startswith(tuple(f + "/" for f in folders))}
+        self._writer.drop(keys)
+        self._later([*keys], holes, folders)
 
-    def contents(self) -> Contents:
-        """Return all records, and the names and sizes of all blocks; damaged ones with what is there of them."""
-        with self._gate.reading():
-            records = {}
-            for name, record in self._manifest.records.items():
-                data = self._objects.get(record.key)
-                if data is None or len(data) != record.size or google_crc32c.value(data) != record.checksum:
-                    seen = "is missing" if data is None else "is not what was written"
-                    raise CorruptStoreError(
-                        f"object {record.key} of {self._label}, its record {name!r}, {seen}: "
-                        "restore the store from a copy"
-                    )
-                records[name] = data
-            blocks = {name: block.size for name, block in self._blocks.items() if name not in self._wrong}
-            return Contents(records, blocks | {name: size for name, size in self._wrong.items() if size is not None})
+    def shrink(self) -> None:
+        """Wait for what is being deleted: nothing else is free."""
+        self._settle()
 
     def close(self) -> None:
-        """Let the commit go, once reads and writes in other threads have ended."""
-        if not self._gate.close():
-            return
+        """Give up threads and lock."""
+        self._settle()
         self._writer.close()
-        if self._objects.spares is not None:
-            self._objects.spares.shrink()
-        for held in (self._mark, self._lock):
-            if held is not None:
-                held.release()
-
-    # -- opening -----------------------------------------------------------------------------------------
-
-    def _newest(self, *, create: bool) -> tuple[Manifest, dict[str, int | None]]:
-        """Return the newest manifest, that of an empty store where one is made, and what objects there are."""
-        listed: dict[str, int | None] = {}
-        for _ in range(_LOOKS):
-            listed = {key: size for folder in FOLDERS for key, size in self._objects.sizes(folder).items()}
-            number = max(manifest_numbers(listed), default=None)
-            if number is None:
-                break
-            if manifest := self._read_manifest(number):
-                return manifest, listed
-        if create and not any(key.startswith(("segments/", "blocks/")) and is_chunk(key) for key in listed):
-            return Manifest(number=0), listed
-        raise CorruptStoreError(f"the manifest of {self._label} is missing: restore the store from a copy")
-
-    def _read_manifest(self, number: int) -> Manifest | None:
-        """Return a manifest; None where it is gone. Raises CorruptStoreError for one that is not whole."""
-        data = self._objects.get(Manifest(number=number).key)
-        if data is None:
-            return None
-        manifest = Manifest.from_bytes(data, f"manifest {number} of {self._label}")
-        if manifest.number != number:
-            raise CorruptStoreError(
-                f"manifest {number} of {self._label} says that it is {manifest.number}: restore the store from a copy"
-            )
-        return manifest
-
-    def _take_up(self, listed: dict[str, int | None]) -> None:
-        """Delete what no manifest names that counts, once the newest one is durable."""
-        if self._manifest.key in listed:
-            self._sync([self._manifest.key])
-        else:
-            for key in (NODE, f"segments/{NODE}"):
-                with self._writer.translated(ROOM_FOR_RECORDS):
-                    self._objects.set(key, group_node())
-                self._dirty.add(key)
-        for number in set(manifest_numbers(listed)) - {self._manifest.number}:
-            try:
-                self._sweep.hold(number, self._read_manifest(number))
-            except CorruptStoreError:
-                self._sweep.hold(number, None)
-        named = self._manifest.named() | {f"segments/{NODE}": None}
-        self._sweep.add({key: named.get(key) if size is None else size for key, size in listed.items()})
-        self._sweep.give({key: size for key, size in listed.items() if key not in named}, self._manifest.number)
-        self._sweep.run()
-        self._sweep.wait()
-        self._objects.tidy("segments")
+        if self._lock is not None:
+            self._lock.release()
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _place(self, name: bytes, size: int, form: Form | None, made: Mapping[str, Any]) -> BlockObjects:
-        """Return objects for a block that are not there yet, in a folder of which nothing is to be deleted."""
-        version = 0
-        while True:
-            arrays = None
-            if form is not None:
-                segment, group = (int.from_bytes(name[a:b], "big") for a, b in ((1, 9), (9, 13)))
-                arrays = self._arrays(f"segments/{segment}" + (f"~{version}" if version else "") + f"/{group}", form)
-                self._sweep.leave(arrays.folder)
-            block = BlockObjects(size, version if arrays is None else 0, arrays)
-            left = arrays is not None and any(map(self._sweep.is_garbage, arrays.node_keys()))
-            if not left and not any(key in self._sweep or key in made for key, _ in block.chunks(name)):
-                return block
-            version += 1
-
-    def _arrays(self, folder: str, form: Form) -> Arrays:
-        """Return the arrays of a stream, mostly those of the block before: one object for all its blocks."""
-        if self._last is None or self._last.folder != folder or not self._last.fit(form):
-            self._last = Arrays.of(folder, form)
-        return self._last
-
-    def _describe(self, arrays: Arrays, form: Form, kind: bytes, made: dict[str, int | None]) -> None:
-        """Write what tells readers of Zarr about the arrays, where it is not there yet."""
-        last = f"{arrays.folder}/{NODE}"
-        nodes = {} if last in self._sweep or last in made else arrays.nodes(form)
-        nodes |= arrays.numbers_node(kind) if kind == CHANGED else {}
-        for key, data in nodes.items():
-            if key not in self._sweep and key not in made:
-                made[key] = len(data)
-                self._begin(key, len(data), copy_of(np.frombuffer(data, np.uint8)))
-
-    def _put(
-        self, name: bytes, data: NDArray[np.uint8], form: Form | None, block: BlockObjects, made: dict[str, int | None]
-    ) -> None:
-        """Write the objects of a block: each field of its rows, or all of it."""
-        at = 0
-        fields = (0,) if block.arrays is None else block.arrays.row_bytes(name[:1])
-        shards = [] if block.arrays is None else block.arrays.shards(name[:1])
-        for i, ((key, size), row_bytes) in enumerate(zip(block.chunks(name), fields, strict=True)):
-            made[key] = size
-            encode = shards[i].encode if shards else None
-            if form is None or len(fields) == 1:
-                self._begin(key, data.size if encode else size, copy_of(data), encode)
-            else:
-                used = data.size // form.stream.row_bytes * row_bytes
-                fill = field_of(form.stream, int.from_bytes(name[-4:], "big"), data, at, used)
-                self._begin(key, used if encode else size, fill, encode)
-            at += row_bytes
-
-    def _begin(self, key: str, *what: Any) -> None:
-        """Write an object on a thread of the writer, unless a sweep that a reader held back would delete it later."""
-        if self._sweep.is_garbage(key):
-            raise StoreError(f"object {key} of {self._label} is to be deleted and written: close and open the store")
-        self._writer.put(key, *what)
-
-    def _check_room(self, size: int, held: int | None) -> int | None:
-        """Return the bytes held with ``size`` more, where they are bounded. Raises StoreFullError."""
-        spares = self._objects.spares
-        if held is not None and self._max_bytes is not None:
-            if held + size > self._max_bytes:
-                raise StoreFullError(
-                    needed_bytes=size,
-                    limit=f"the blocks of {self._label} take {held:,} and may hold {self._max_bytes:,}",
-                    advice="raise max_bytes",
-                )
-            if spares is not None:
-                spares.shrink(self._max_bytes - held - size)
-        try:
-            self._writer.check_room(size)
-        except StoreFullError:
-            self._sweep.wait()  # what is being deleted may make the room, and what was kept
-            if spares is not None:
-                spares.shrink()
-            self._writer.check_room(size)
-        return None if held is None else held + size
+    def _take_up(self) -> None:
+        """Make the newest manifest durable, and choose numbers that no object has."""
+        if self._manifest.number:
+            self._sync([manifest_key(self._manifest)])
+        else:
+            for key in (NODE, f"segments/{NODE}"):
+                self._writer.put_object(key, group_node())
+                self._dirty.add(key)
+        self._next = self._records.next_number(self._manifest)
 
     def _sync(self, keys: Iterable[str]) -> None:
         """Make objects durable; where that failed once, later success says nothing of what was lost."""
         if self._unsynced:
-            raise StoreError(f"{self._label} could not be synced: mend that and open the store again")
+            raise StoreError(f"{self.label} could not be synced: mend that and open the store again")
         self._unsynced = True
         self._writer.sync(keys)
         self._unsynced = False
 
-    def _publish(self, fresh: Manifest, made: dict[str, int | None], gone: Mapping[bytes, BlockObjects]) -> None:
-        """Stand at a manifest that is durable."""
-        before, self._manifest = self._manifest, fresh
-        self._sweep.add(made)
-        self._sweep.hold(before.number, before)
-        unneeded: dict[str, int | None] = {before.key: None}
-        unneeded |= {r.key: r.size for name, r in before.records.items() if fresh.records.get(name) != r}
-        for name, block in (*before.blocks.items(), *gone.items()):
-            if fresh.blocks.get(name) != block:
-                unneeded |= dict(block.chunks(name))
-        self._sweep.give(unneeded, fresh.number)
-        self._blocks, self._fresh, self._dirty = dict(fresh.blocks), {}, set()
-        self._gate.advance(fresh.number)  # from now on no read finds what it freed
-        self._wrong = {
-            name: size for name, size in self._wrong.items() if fresh.blocks.get(name) == before.blocks[name]
-        }
-
-    def _withdraw(self, key: str, made: dict[str, int | None]) -> None:
+    def _withdraw(self, manifest: str, made: set[str]) -> None:
         """Take back a manifest that is not durable; the records that it names go after it."""
-        self._sweep.give(made, self._next)
-        if key in made:
-            try:
-                self._objects.delete([key])
-                self._objects.sync_folder("manifests")
-            except OSError:
-                self._unsynced = True  # it may stand or not: opening the store again finds it out
-
-    def _take_back(self, made: Mapping[str, int | None]) -> None:
-        """Delete objects that were written in vain; what cannot be deleted now is deleted later."""
         try:
-            self._objects.delete(made)
+            if manifest in made:
+                self._objects.delete([manifest])
+                self._objects.sync((), self._objects.durable_paths([manifest])[1])
         except OSError:
-            self._sweep.give(made, self._next)
+            self._unsynced = True  # it may stand or not: opening the store again finds it out
+        else:
+            self._delete_now(made)
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _arrays(self, block: Block) -> Arrays:
+        """Return the arrays of a block's stream, mostly those that are known."""
+        layout: BlockLayout | None = block.layout
+        assert layout is not None, block
+        name = block.owner, block.group
+        arrays = self._known.get(name)
+        if arrays is None or arrays.layout != layout:
+            if len(self._known) >= _ARRAYS:
+                self._known.clear()
+            arrays = self._known[name] = Arrays(block.owner, layout)
+        return arrays
+
+    def _fits(self, arrays: Arrays, block: Block) -> bool:
+        """Whether a block is what its layout says, which is that of all blocks of the stream."""
+        held = self._holdings.arrays((block.owner, block.group))
+        return (held is None or held.layout == arrays.layout) and (
+            arrays.block_bytes(block.kind, block.index) == block.size
+        )
+
+    def _write_block(self, block: Block, data: NDArray[np.uint8], made: set[str]) -> None:
+        if block.kind == STATE:
+            place = Place(state_key(block), 0, block.size, block.size, block.size, 1)
+            self._put(place, made, lambda out: np.copyto(out, data))
+            return
+        arrays = self._arrays(block)
+        if data.size != block.size or not self._fits(arrays, block):
+            raise ValueError(f"block {block.index} of segment {block.owner} is none of its stream")
+        for key, node in self._holdings.undescribed(arrays, block.kind).items():
+            self._wait_for(key)
+            made.add(key)
+            self._writer.put_object(key, node)
+            self._dirty.add(key)
+            self._holdings.nodes.add(key)
+        at, parts = 0, arrays.by_kind[block.kind]
+        for array in parts:
+            self._put_field(array, block.index, made, _filler(arrays, len(parts), block.index, data, at))
+            at += array.row_bytes
+
+    def _put_field(self, array: Array, index: int, made: set[str], fill: Callable[[NDArray[np.uint8]], None]) -> None:
+        place = array.place(index)
+        if array.shards is None:
+            self._put(place, made, fill)
+            return
+        self._wait_for(place.key)
+        made.add(place.key)
+        self._dirty.add(place.key)
+        self._writer.put_encoded(place.key, place.size, fill, array.shards.encode)
+
+    def _put(self, place: Place, made: set[str], fill: Callable[[NDArray[np.uint8]], None]) -> None:
+        self._wait_for(place.key)
+        try:
+            new = self._writer.put(place, fill)
+        except StoreFullError:
+            if self._going is None:
+                raise
+            self._settle()  # what is being deleted may make the room
+            new = self._writer.put(place, fill)
+        self._dirty.add(place.key)
+        if new:
+            made.add(place.key)
+
+    def _check_bound(self, size: int, total: int) -> None:
+        if self._max_bytes is not None and total > self._max_bytes:
+            raise StoreFullError(
+                needed_bytes=size,
+                limit=f"the blocks of {self.label} take {total - size:,} and may hold {self._max_bytes:,}",
+                advice="raise store_budget",
+            )
+
+    def _later(self, keys: list[str], holes: Mapping[str, list[tuple[int, int]]], folders: list[str]) -> None:
+        """Delete objects and folders and punch holes on another thread; what fails is left to the next opening."""
+        if self._objects.root is None:
+            holes = {}
+        if not (keys or holes or folders):
+            return
+
+        def run() -> None:
+            with contextlib.suppress(OSError):
+                for key, runs in holes.items():
+                    self._objects.punch(key, runs)
+                self._objects.delete(keys)
+                for folder in folders:
+                    self._objects.delete_folder(folder)
+
+        self._going = self._writer.later(run), {*keys, *holes, *(f"{folder}/" for folder in folders)}
+
+    def _wait_for(self, key: str) -> None:
+        """Return when neither this object nor its folder is being deleted."""
+        if self._going is not None:
+            going = self._going[1]
+            parts = key.split("/")
+            if key in going or any("/".join(parts[:n]) + "/" in going for n in range(1, len(parts))):
+                self._settle()
+
+    def _settle(self) -> None:
+        """Return when nothing is being deleted."""
+        if self._going is not None:
+            (job, _), self._going = self._going, None
+            job.exception()
+
+    def _delete_now(self, keys: Iterable[str]) -> None:
+        """Delete objects; those that cannot be deleted are left to the next opening."""
+        with contextlib.suppress(OSError):
+            self._objects.delete(keys)
+
+    def _check_writable(self) -> None:
         if self._readonly:
-            raise ValueError(f"{self._label} is open for reading: open it with mode='a' to write")
-        with self._gate.writing():
-            yield
+            raise ValueError(f"{self.label} is open for reading: open it with mode='a' to write")
+
+
+def _filler(
+    arrays: Arrays, fields: int, index: int, data: NDArray[np.uint8], at: int
+) -> Callable[[NDArray[np.uint8]], None]:
+    """Return what fills memory with one field of a block."""
+    if fields == 1:
+        return lambda out: np.copyto(out, data)
+    return lambda out: split(arrays.layout.stream, index, data, at, out)

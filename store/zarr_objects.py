@@ -1,6 +1,6 @@
 """The objects of a Zarr store by name; the only module that imports zarr.
 
-On a local disk the store is a ``LocalStore`` that also writes and reads past the page cache: as it is, it writes at
+On a local disk objects are files, which are written and read past the page cache: as it is, ``LocalStore`` writes at
 0.23 and reads at 0.34 of the disk's speed. Any other store of Zarr is used as it is.
 """
 
@@ -11,65 +11,112 @@ import os
 import secrets
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from zarr.abc.store import RangeByteRequest, Store
+from zarr.abc.store import RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
 from zarr.storage import LocalStore
 
-from tiercache.store.direct_file import RangeReader, sync_file, sync_folder, write_file
+from tiercache.store.direct_file import RangeReader, read_whole, sync_file, sync_folder, write_whole
 from tiercache.store.errors import BlockReadError
-from tiercache.store.full_disk import FULL
-from tiercache.store.huge_pages import huge_pages
+from tiercache.store.hole import punch_hole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
-    from tiercache.store.spare_files import SpareFiles
-    from tiercache.store.zarr_arrays import Span
-
 LEFTOVER = ".partial"
-"""How the names of objects end that Zarr had not written to the end."""
+"""How the names of objects end that were not written to the end."""
 
 
-class DiskStore(LocalStore):
-    """A ``LocalStore`` that takes and gives ranges without copies, and syncs."""
+class Span(NamedTuple):
+    """Bytes [start, stop) of a chunk, which has ``size`` bytes in all; below 0: any."""
 
-    def __init__(self, root: Path | str, *, read_only: bool = False) -> None:
-        super().__init__(root, read_only=read_only)
-        self._reader, self._place = RangeReader(), f"{self.root}/"
+    key: str
+    start: int
+    stop: int
+    size: int
 
-    def put(self, key: str, buffer: NDArray[np.uint8], size: int, spare: str | None = None) -> None:
-        """Write the first bytes of ``huge_pages`` as an object that nobody knows yet, over ``spare`` where given."""
-        path = self._place + key
-        try:
-            write_file(path, buffer, size, spare)
-        except FileNotFoundError:
+
+class Objects:
+    """Named bytes in a Zarr store, from any thread; every call returns when it is done. All raise OSError."""
+
+    def __init__(self, store: Store | Path) -> None:
+        """Use a path, a ``LocalStore`` as the path that it has, or any other store of Zarr."""
+        self.root: Path | None = None
+        """Where the objects are files; None elsewhere."""
+        if isinstance(store, LocalStore):
+            self.root = Path(store.root)
+        elif isinstance(store, Path | str):
+            self.root = Path(store)
+        else:
+            self.store: Store = store
+        self._reader, self._prototype = RangeReader(), default_buffer_prototype()
+
+    def path(self, key: str) -> str:
+        """Return where the file of an object is, on a local disk."""
+        return f"{self.root}/{key}"
+
+    def folder_of(self, key: str) -> None:
+        """Make the folder that an object is to stand in, where there are any."""
+        if self.root is not None:
             (self.root / key).parent.mkdir(parents=True, exist_ok=True)
-            there = spare is not None and Path(spare).exists()  # whoever tidies up may delete it
-            write_file(path, buffer, size, spare if there else None)
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        """Write an object that nobody knows yet."""
+        if self.root is None:
+            sync(self.store.set(key, self._prototype.buffer.from_bytes(bytes(data))))
+            return
+        try:
+            write_whole(self.path(key), data)
+        except FileNotFoundError:
+            self.folder_of(key)
+            write_whole(self.path(key), data)
 
     def publish(self, key: str, data: bytes) -> None:
-        """Write an object under another name, sync it, and give it its name."""
+        """Write an object that is whole or not there, whenever the power goes.
+
+        On a local disk its bytes are durable before its name is there, and the name is when its folder is synced.
+        """
+        if self.root is None:
+            self.put(key, data)
+            return
         # No name that a crash may have left, and that is being deleted meanwhile.
-        buffer, draft = huge_pages(len(data)), f"{key}.{secrets.token_hex(4)}{LEFTOVER}"
-        buffer[: len(data)] = np.frombuffer(data, np.uint8)
+        draft = f"{key}.{secrets.token_hex(4)}{LEFTOVER}"
         try:
-            self.put(draft, buffer, len(data))
-            sync_file(self._place + draft)
+            self.put(draft, data)
+            sync_file(self.path(draft))
             (self.root / draft).replace(self.root / key)
         except BaseException:
             with contextlib.suppress(OSError):
                 (self.root / draft).unlink(missing_ok=True)
             raise
 
-    def path(self, key: str) -> str:
-        """Return where an object is."""
-        return self._place + key
+    def get(self, key: str) -> bytes | None:
+        """Return an object; None where there is none."""
+        if self.root is not None:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                return read_whole(self.path(key))
+            return None
+        found = sync(self.store.get(key, self._prototype))
+        return None if found is None else bytes(found.to_bytes())
+
+    def end(self, key: str, num_bytes: int) -> NDArray[np.uint8]:
+        """Return the last bytes of an object: fewer where it has fewer. Raises BlockReadError."""
+        if self.root is None:
+            found = sync(self.store.get(key, self._prototype, SuffixByteRequest(num_bytes)))
+            if found is None:
+                raise BlockReadError(f"is missing, as there is no {key}")
+            return np.frombuffer(found.to_bytes(), np.uint8)
+        try:
+            return np.frombuffer(read_whole(self.path(key), num_bytes), np.uint8)
+        except (FileNotFoundError, NotADirectoryError):
+            raise BlockReadError(f"is missing, as there is no {self.path(key)}") from None
+        except OSError as error:
+            raise BlockReadError(f"cannot be read, as {self.path(key)} gives an error ({error})") from error
 
     def reads_direct(self, num_bytes: Iterable[int]) -> bool:
         """Whether ranges of these bytes, read together, are read past the page cache."""
@@ -77,87 +124,9 @@ class DiskStore(LocalStore):
 
     def ranges(self, spans: Sequence[Span]) -> list[NDArray[np.uint8]]:
         """Return the bytes of spans, until this thread's next call. Raises BlockReadError."""
-        return self._reader.read([(self._place + key, start, stop, size) for key, start, stop, size in spans])
-
-
-class Objects:
-    """Named bytes in a Zarr store, from any thread; every call returns when it is done."""
-
-    def __init__(self, store: Store | Path) -> None:
-        """A path becomes a store on the local disk, as a ``LocalStore`` does; other stores stay as they are."""
-        if isinstance(store, LocalStore) and not isinstance(store, DiskStore):
-            store = DiskStore(store.root, read_only=store.read_only)
-        self.store: Store = DiskStore(store) if isinstance(store, Path) else store
-        self.spares: SpareFiles | None = None
-        """What new objects are written over, where the owner keeps some."""
-        self._prototype = default_buffer_prototype()
-
-    @property
-    def disk(self) -> DiskStore | None:
-        """The store where its objects are files; None elsewhere."""
-        return self.store if isinstance(self.store, DiskStore) else None
-
-    @property
-    def root(self) -> Path | None:
-        """Where the objects are files; None elsewhere."""
-        return None if self.disk is None else self.disk.root
-
-    def put(self, key: str, buffer: NDArray[np.uint8], size: int) -> None:
-        """Write the first ``size`` bytes of ``huge_pages`` as an object that nobody knows yet. Raises OSError."""
-        if isinstance(self.store, DiskStore):
-            spare = None if self.spares is None else self.spares.take(size)
-            try:
-                self.store.put(key, buffer, size, spare)
-            except OSError as error:
-                self._make_room(error)
-                self.store.put(key, buffer, size)
-        else:
-            self.set(key, buffer[:size].tobytes())
-
-    def set(self, key: str, data: bytes) -> None:
-        """Write an object; whoever reads it sees all of it or what was there before. Raises OSError."""
-        value = self._prototype.buffer.from_bytes(data)
-        if hasattr(self.store, "set_sync"):
-            self.store.set_sync(key, value)
-        else:
-            sync(self.store.set(key, value))
-
-    def publish(self, key: str, data: bytes) -> None:
-        """Write an object that is whole or not there, whenever the power goes. Raises OSError.
-
-        On a local disk its bytes are durable before its name is there, and the name is when its folder is synced.
-        """
-        if isinstance(self.store, DiskStore):
-            try:
-                self.store.publish(key, data)
-            except OSError as error:
-                self._make_room(error)
-                self.store.publish(key, data)
-        else:
-            self.set(key, data)
-
-    def _make_room(self, error: OSError) -> None:
-        """Give all spares back, so that what ``error`` kept from being written may be; raise it where they cannot help.
-
-        Other threads give them back too, so there may be room where none are left.
-        """
-        if error.errno not in FULL or self.spares is None:
-            raise error
-        self.spares.shrink()
-
-    def get(self, key: str) -> bytes | None:
-        """Return an object; None where there is none."""
-        if hasattr(self.store, "get_sync"):
-            found = self.store.get_sync(key, prototype=self._prototype)
-        else:
-            found = sync(self.store.get(key, self._prototype))
-        return None if found is None else bytes(found.to_bytes())
-
-    def ranges(self, spans: Sequence[Span]) -> list[NDArray[np.uint8]]:
-        """Return the bytes of spans, until this thread's next call. Raises BlockReadError."""
-        if isinstance(self.store, DiskStore):
-            return self.store.ranges(spans)
-        return sync(self._ranges(spans))
+        if self.root is None:
+            return sync(self._ranges(spans))
+        return self._reader.read([(self.path(key), start, stop, size) for key, start, stop, size in spans])
 
     async def _ranges(self, spans: Sequence[Span]) -> list[NDArray[np.uint8]]:
         asked = [(span.key, RangeByteRequest(span.start, span.stop)) for span in spans]
@@ -173,59 +142,67 @@ class Objects:
         return out
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; those that are gone already are no error. Raises OSError."""
-        if isinstance(self.store, DiskStore):
-            root = self.store.root
-            for key in keys:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(f"{root}/{key}")  # noqa: PTH108  hundreds in a commit
-        else:
+        """Delete objects; those that are gone already are no error."""
+        if self.root is None:
             sync(self._delete(list(keys)))
+            return
+        for key in keys:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path(key))  # noqa: PTH108  hundreds in a commit
 
     async def _delete(self, keys: list[str]) -> None:
         for key in keys:
             await self.store.delete(key)
 
-    def spare(self, key: str, freed: int) -> None:
-        """Keep an object that commit ``freed`` gave up as a spare, where there are some. Raises OSError."""
-        if self.spares is not None:
-            self.spares.keep(f"{self.root}/{key}", freed)
-
     def delete_folder(self, folder: str) -> None:
         """Delete everything below a name."""
-        if isinstance(self.store, DiskStore):
-            shutil.rmtree(self.store.root / folder, ignore_errors=True)
-        else:
+        if self.root is None:
             sync(self.store.delete_dir(folder))
+        else:
+            shutil.rmtree(self.path(folder), ignore_errors=True)
 
-    def sizes(self, folder: str) -> dict[str, int | None]:
-        """Return every object below a name, with its bytes where the store says them at once."""
-        if isinstance(self.store, DiskStore):
-            return _walk(str(self.store.root), folder)
-        return dict.fromkeys(sync(_collect(self.store.list_prefix(folder + "/"))))
+    def punch(self, key: str, runs: Iterable[tuple[int, int]]) -> None:
+        """Give the room of runs of bytes of a file back, where the file system has holes."""
+        with contextlib.suppress(FileNotFoundError):
+            handle = os.open(self.path(key), os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                for low, high in runs:
+                    punch_hole(handle, low, high - low)
+            finally:
+                os.close(handle)
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names of everything directly below a name, without that."""
+        if self.root is None:
+            found = sync(_collect(self.store.list_prefix(folder + "/")))
+            return [key[len(folder) + 1 :] for key in found]
+        with contextlib.suppress(FileNotFoundError):
+            return os.listdir(self.path(folder))  # noqa: PTH208
+        return []
+
+    def sizes(self, *folders: str) -> dict[str, int | None]:
+        """Return every object below names, with its bytes where the store says them at once."""
+        found: dict[str, int | None] = {}
+        for folder in folders:
+            if self.root is None:
+                found |= dict.fromkeys(sync(_collect(self.store.list_prefix(folder + "/"))))
+            else:
+                found |= _walk(str(self.root), folder)
+        return found
 
     def tidy(self, folder: str) -> None:
-        """Delete folders below ``folder`` that hold nothing, and what Zarr had begun to write beside it."""
-        if not isinstance(self.store, DiskStore):
-            return
-        for here, _, _ in os.walk(self.store.root / folder, topdown=False):
-            with contextlib.suppress(OSError):  # most are not empty
-                Path(here).rmdir()
-        for path in self.store.root.glob("*" + LEFTOVER):
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
-
-    def sync_folder(self, folder: str) -> None:
-        """Return when the names in a folder are durable. Raises OSError."""
-        if isinstance(self.store, DiskStore):
-            sync_folder(f"{self.store.root}/{folder}")
+        """Delete folders below ``folder`` that hold nothing."""
+        if self.root is not None:
+            for here, _, _ in os.walk(self.root / folder, topdown=False):
+                with contextlib.suppress(OSError):  # most are not empty
+                    Path(here).rmdir()
 
     def durable_paths(self, keys: Iterable[str]) -> tuple[list[str], list[str]]:
         """Return the files, and then the folders, that are to be synced so that objects last.
 
         Elsewhere than on a local disk objects last when they are written.
         """
-        if not isinstance(self.store, DiskStore):
+        if self.root is None:
             return [], []
         files, folders = list(keys), {""}
         for key in files:
@@ -233,12 +210,11 @@ class Objects:
             while folder not in folders:
                 folders.add(folder)
                 folder = folder.rpartition("/")[0]
-        root = f"{self.store.root}/"
-        return [root + key for key in files], [root + folder for folder in sorted(folders)]
+        return [self.path(key) for key in files], [self.path(folder) for folder in sorted(folders)]
 
     @staticmethod
     def sync(files: Iterable[str], folders: Iterable[str]) -> None:
-        """Return when the bytes of files, and the names in folders, are durable. Raises OSError."""
+        """Return when the bytes of files, and the names in folders, are durable."""
         for path in files:
             sync_file(path)
         for path in folders:

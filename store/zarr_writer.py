@@ -1,89 +1,130 @@
-"""Chunks on their way to their objects: copied, a few at a time, written by threads."""
+"""Blocks on their way to their chunks: copied, a few at a time, written by threads, each into its place.
+
+``DiskWriter`` writes into files, ``RemoteWriter`` gathers a chunk until all its blocks have come.
+"""
 
 from __future__ import annotations
 
-import queue
+import os
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tiercache.store.direct_file import paged
+from tiercache.store.direct_file import PAGE_BYTES, paged, write_at
 from tiercache.store.errors import StoreError, StoreFullError
 from tiercache.store.full_disk import FULL, ROOM_FOR_RECORDS, check_room, full_disk
 from tiercache.store.huge_pages import huge_pages
-from tiercache.store.zarr_arrays import split
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from tiercache.store.stream import Stream
+    from tiercache.store.zarr_layout import Place
     from tiercache.store.zarr_objects import Objects
 
-_THREADS = 8
-_BUFFERS = 14
-"""Chunks that are in memory at once."""
+    Bytes = NDArray[np.uint8]
+    Fill = Callable[[Bytes], None]
+
+MOST_BYTES = 64 << 20
+"""What a writer holds of blocks in memory: one field of one block may have more, alone. Elsewhere than on a local disk
+it gathers chunks in twice as much beside."""
+_THREADS = 4
+_OPEN_FILES = 64
+
+
+class Buffers:
+    """Memory in whole pages that is used again, ``MOST_BYTES`` in all or one buffer that is larger."""
+
+    def __init__(self) -> None:
+        self._free: list[Bytes] = []
+        self._used = 0
+        self._changed = threading.Condition()
+
+    def take(self, num_bytes: int) -> Bytes:
+        """Return at least so many bytes, when there are any."""
+        with self._changed:
+            while True:
+                fit = [i for i, one in enumerate(self._free) if num_bytes <= one.size <= 2 * num_bytes + (1 << 20)]
+                if fit:
+                    buffer = self._free.pop(min(fit, key=lambda i: self._free[i].size))
+                    break
+                if not self._used or self._used + num_bytes <= MOST_BYTES:
+                    while self._free and self._used + num_bytes + sum(b.size for b in self._free) > MOST_BYTES:
+                        self._free.pop(0)
+                    buffer = huge_pages(num_bytes)
+                    break
+                self._changed.wait()
+            self._used += buffer.size
+        return buffer
+
+    def give(self, buffer: Bytes) -> None:
+        """Take a buffer back."""
+        with self._changed:
+            self._used -= buffer.size
+            self._free.append(buffer)
+            self._changed.notify()
 
 
 class ChunkWriter:
-    """Threads that write, sync and delete objects. ``put`` and ``finish`` are for one thread at a time."""
+    """Threads that write, sync and delete objects; what is not said otherwise is for one thread at a time.
+
+    Raises StoreFullError and StoreError, also those of what was begun before.
+    """
 
     def __init__(self, objects: Objects, label: str) -> None:
         self._objects, self._label = objects, label
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tiercache-chunks")
         self._jobs: list[Future[None]] = []
-        self._sizes: dict[str, int] = {}
-        self._buffers: queue.SimpleQueue[NDArray[np.uint8]] = queue.SimpleQueue()
-        for _ in range(_BUFFERS):
-            self._buffers.put(np.empty(0, np.uint8))
+        self._buffers = Buffers()
 
-    def put(
-        self,
-        key: str,
-        size: int,
-        fill: Callable[[NDArray[np.uint8]], None],
-        encode: Callable[[NDArray[np.uint8]], bytes] | None = None,
-    ) -> None:
-        """Write an object of ``size`` bytes, which ``fill`` puts into memory before this returns.
+    def put(self, place: Place, fill: Fill) -> bool:
+        """Write a block where it belongs; ``fill`` puts it into memory before this returns.
 
-        With ``encode`` the object is what that makes of them, on a thread of the writer. Raises StoreFullError and
-        StoreError of this object or of one before.
+        Returns whether the chunk was not there before.
         """
-        while self._jobs and self._jobs[0].done():
-            self._jobs.pop(0).result()
-        buffer = self._buffers.get()
-        try:
-            if buffer.size < paged(size):
-                buffer = huge_pages(size)
-            fill(buffer[:size])
-            self._jobs.append(self._pool.submit(self._put, key, buffer, size, encode))
-        except BaseException:
-            self._buffers.put(buffer)
-            raise
+        raise NotImplementedError
 
-    def finish(self) -> dict[str, int]:
-        """Return when all that was put is written: the bytes of the objects since the last call that were encoded.
+    def flush(self) -> None:
+        """Return when everything that was put is an object."""
+        self.finish()
 
-        Raises StoreFullError and StoreError.
-        """
+    def drop(self, keys: Iterable[str]) -> None:
+        """Forget what is to be deleted. By any thread."""
+
+    def held(self, key: str) -> Bytes | None:
+        """Return a chunk that is not written yet. By any thread."""
+
+    def put_encoded(self, key: str, size: int, fill: Fill, encode: Callable[[Bytes], bytes]) -> None:
+        """Write an object: what ``encode`` makes, on a thread, of ``size`` bytes."""
+        self._raise_early()
+        self.check_room(size)
+        buffer = self._buffers.take(size)
+        self._submit(buffer, lambda: self._encode(key, buffer[:size], encode), lambda: fill(buffer[:size]))
+
+    def put_object(self, key: str, data: bytes) -> None:
+        """Write a small object before this returns."""
+        with self.translated(len(data) + ROOM_FOR_RECORDS):
+            self._objects.put(key, data)
+
+    def finish(self) -> None:
+        """Return when all that was put is written."""
         jobs, self._jobs = self._jobs, []
+        wait(jobs)
         for job in jobs:
             job.result()
-        sizes, self._sizes = self._sizes, {}
-        return sizes
 
     def abandon(self) -> None:
         """Return when nothing is being written any more, whatever became of it."""
         jobs, self._jobs = self._jobs, []
         wait(jobs)
-        self._sizes = {}
 
     def sync(self, keys: Iterable[str]) -> None:
-        """Return when objects are durable, with their names and folders. Raises StoreFullError and StoreError."""
+        """Return when objects are durable, with their names and folders."""
         files, folders = self._objects.durable_paths(keys)
         nothing: list[str] = []
         for parts in ([(files[i::_THREADS], nothing) for i in range(_THREADS)], [(nothing, folders)]):
@@ -92,12 +133,18 @@ class ChunkWriter:
             for job in jobs:
                 job.result()
 
-    def delete(self, keys: list[str], folders: list[str], spares: Sequence[tuple[str, int]] = ()) -> Future[None]:
-        """Delete objects and folders meanwhile; first ``spares``, each with the commit that freed it, become such."""
-        return self._pool.submit(self._delete, keys, folders, spares)
+    def later(self, do: Callable[[], None]) -> Future[None]:
+        """Do something meanwhile."""
+        return self._pool.submit(do)
+
+    def publish(self, key: str, data: bytes) -> None:
+        """Write an object as ``Objects.publish`` does."""
+        with self.translated(max(ROOM_FOR_RECORDS, len(data))):
+            self._objects.publish(key, data)
 
     def close(self) -> None:
         """Finish what goes on."""
+        self.abandon()
         self._pool.shutdown()
 
     def check_room(self, size: int) -> None:
@@ -106,16 +153,11 @@ class ChunkWriter:
             with self.translated(size, kept=ROOM_FOR_RECORDS):
                 check_room(self._objects.root, size + ROOM_FOR_RECORDS)
 
-    def publish(self, key: str, data: bytes) -> None:
-        """Write an object as ``Objects.publish`` does. Raises StoreFullError and StoreError."""
-        with self.translated(max(ROOM_FOR_RECORDS, len(data))):
-            self._objects.publish(key, data)
-
     @contextmanager
     def translated(self, needed: int, *, kept: int = 0) -> Iterator[None]:
         """Turn errors of the system into the store's: what could not be written has ``needed`` bytes.
 
-        ``kept`` bytes were to stay free beside them.
+        ``kept`` bytes were to stay free beside them. By any thread.
         """
         try:
             yield
@@ -128,53 +170,168 @@ class ChunkWriter:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _put(
-        self, key: str, buffer: NDArray[np.uint8], size: int, encode: Callable[[NDArray[np.uint8]], bytes] | None
-    ) -> None:
+    def _raise_early(self) -> None:
+        while self._jobs and self._jobs[0].done():
+            self._jobs.pop(0).result()
+
+    def _submit(self, buffer: Bytes, job: Callable[[], None], fill: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                job()
+            finally:
+                self._buffers.give(buffer)
+
         try:
-            if encode is not None:
-                data = encode(buffer[:size])
-                self._sizes[key] = size = len(data)
-                if buffer.size < paged(size):
-                    buffer = huge_pages(size)
-                buffer[:size] = np.frombuffer(data, np.uint8)
-            with self.translated(size):
-                self._objects.put(key, buffer, size)
-        finally:
-            self._buffers.put(buffer)
+            fill()
+            self._jobs.append(self._pool.submit(run))
+        except BaseException:
+            self._buffers.give(buffer)
+            raise
+
+    def _encode(self, key: str, data: Bytes, encode: Callable[[Bytes], bytes]) -> None:
+        packed = encode(data)
+        with self.translated(len(packed)):
+            self._objects.put(key, packed)
 
     def _sync(self, files: list[str], folders: list[str]) -> None:
         with self.translated(ROOM_FOR_RECORDS):
             self._objects.sync(files, folders)
 
-    def _delete(self, keys: list[str], folders: list[str], spares: Sequence[tuple[str, int]]) -> None:
-        for key, freed in spares:
-            self._objects.spare(key, freed)
-        self._objects.delete(keys)
-        for folder in folders:
-            self._objects.delete_folder(folder)
+
+class _File(NamedTuple):
+    """The open file of a chunk."""
+
+    handle: int
+    direct: int | None
+    """The same past the page cache; None where that cannot be."""
 
 
-def copy_of(data: NDArray[np.uint8]) -> Callable[[NDArray[np.uint8]], None]:
-    """Return what fills a buffer with ``data``, zeros after it."""
+class DiskWriter(ChunkWriter):
+    """Writes blocks into files, whole pages past the page cache."""
 
-    def fill(buffer: NDArray[np.uint8]) -> None:
-        buffer[: data.size] = data
-        buffer[data.size :] = 0
+    def __init__(self, objects: Objects, label: str) -> None:
+        super().__init__(objects, label)
+        self._files: dict[str, _File] = {}
+        self._direct = hasattr(os, "O_DIRECT")
 
-    return fill
+    def put(self, place: Place, fill: Fill) -> bool:
+        """Write a block into its file, which gets its room on the disk and its length when its first block comes."""
+        self._raise_early()
+        file, made = self._files.get(place.key), False
+        if file is None:
+            if len(self._files) >= _OPEN_FILES:
+                self.finish()
+            file, made = self._open(place)
+            self._files[place.key] = file
+        lead = place.begin % PAGE_BYTES
+        buffer = self._buffers.take(paged(lead + place.size))
+        begin, size = place.begin, place.size
+
+        def write() -> None:
+            with self.translated(size):
+                self._direct &= write_at(file.handle, file.direct, buffer, begin, size)
+
+        self._submit(buffer, write, lambda: fill(buffer[lead : lead + size]))
+        return made
+
+    def finish(self) -> None:
+        """Return when all that was put is written."""
+        try:
+            super().finish()
+        finally:
+            self._close()
+
+    def abandon(self) -> None:
+        """Return when nothing is being written any more, whatever became of it."""
+        super().abandon()
+        self._close()
+
+    def _close(self) -> None:
+        while self._files:
+            for handle in self._files.popitem()[1]:
+                if handle is not None:
+                    os.close(handle)
+
+    def _open(self, place: Place) -> tuple[_File, bool]:
+        path = self._objects.path(place.key)
+        flags, made = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK, False
+        with self.translated(place.used_bytes, kept=ROOM_FOR_RECORDS):
+            try:
+                handle = os.open(path, flags)
+            except FileNotFoundError:
+                self.check_room(place.used_bytes)
+                self._objects.folder_of(place.key)
+                handle, made = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644), True
+            try:
+                status = os.fstat(handle)
+                if status.st_size != place.chunk_bytes or status.st_blocks * 512 < place.used_bytes:
+                    self.check_room(max(0, place.used_bytes - status.st_blocks * 512))
+                    if place.used_bytes:
+                        os.posix_fallocate(handle, 0, place.used_bytes)
+                    os.ftruncate(handle, place.chunk_bytes)
+                direct = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT) if self._direct else None
+            except BaseException as error:
+                os.close(handle)
+                if made:
+                    self._objects.delete([place.key])
+                if isinstance(error, OSError) and error.errno == 22 and self._direct:
+                    self._direct = False  # the file system has none
+                    return self._open(place)
+                raise
+        return _File(handle, direct), made
 
 
-def field_of(
-    stream: Stream, block: int, data: NDArray[np.uint8], field_at: int, size: int
-) -> Callable[[NDArray[np.uint8]], None]:
-    """Return what fills a buffer with the ``size`` bytes of one field of a block's rows, zeros after it."""
+class RemoteWriter(ChunkWriter):
+    """Gathers chunks in memory until all their blocks have come, or until too many wait."""
 
-    def fill(buffer: NDArray[np.uint8]) -> None:
-        split(stream, block, data, field_at, buffer[:size])
-        buffer[size:] = 0
+    def __init__(self, objects: Objects, label: str) -> None:
+        super().__init__(objects, label)
+        self._chunks: dict[str, tuple[Bytes, int]] = {}
+        """By name: the chunk, and how many of its blocks have not come; the one that waits longest first."""
+        self._lock = threading.Lock()
 
-    return fill
+    def put(self, place: Place, fill: Fill) -> bool:
+        """Put a block into its chunk, and write the chunk where it is whole."""
+        made = False
+        chunk, left = self._chunks.get(place.key, (None, place.blocks))
+        if chunk is None:
+            with self.translated(place.used_bytes):
+                there = self._objects.get(place.key) if place.blocks > 1 else None
+            made, chunk = there is None, np.zeros(place.chunk_bytes, np.uint8)
+            if there is not None:
+                chunk[: len(there)] = np.frombuffer(there, np.uint8)[: chunk.size]
+        fill(chunk[place.begin : place.begin + place.size])
+        with self._lock:
+            self._chunks.pop(place.key, None)
+            self._chunks[place.key] = chunk, left - 1
+        if left <= 1:
+            self._write(place.key)
+        while len(self._chunks) > 1 and sum(one.size for one, _ in self._chunks.values()) > 2 * MOST_BYTES:
+            self._write(next(iter(self._chunks)))
+        return made
+
+    def flush(self) -> None:
+        """Write the chunks that are not whole too."""
+        super().flush()
+        for key in [*self._chunks]:
+            self._write(key)
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """Forget chunks."""
+        with self._lock:
+            for key in keys:
+                self._chunks.pop(key, None)
+
+    def held(self, key: str) -> Bytes | None:
+        """Return a chunk that is not written yet."""
+        with self._lock:
+            return self._chunks[key][0] if key in self._chunks else None
+
+    def _write(self, key: str) -> None:
+        chunk, _ = self._chunks[key]
+        with self.translated(chunk.size):
+            self._objects.put(key, chunk.data)
+        self.drop([key])
 
 
 def _full(root: Path | None, needed: int, kept: int, error: OSError) -> StoreFullError:

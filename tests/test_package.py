@@ -132,7 +132,6 @@ EVERY_NAME = "[getattr(m, name) for name in m.__all__]"
         (f"import tiercache as m; {EVERY_NAME}", "cupy zarr tiercache.backends.cuda"),
         ("import tiercache.store as m; m.Table, m.Store", "torch numba pyarrow lmdb zarr cupy"),
         (f"import tiercache.store as m; {EVERY_NAME}", "torch numba pyarrow"),
-        ("import tiercache.store.testing as m; m.FailingEngine, m.SlowEngine", "pytest hypothesis zarr lmdb"),
         (
             "from tiercache.backends.opening import open_backend; open_backend('cpu', ())",
             "cupy tiercache.backends.cuda tiercache.backends.cuda_runtime",

@@ -1,4 +1,4 @@
-"""The hashes whose bits must not drift: key order and XXH64 (docs/format.md, "Bits").
+"""The hashes whose bits must not drift: key order and XXH64 (docs/format/bits.md, "Bits").
 
 Owner r of W has the keys whose hash lies in [floor(r * 2^64 / W), floor((r + 1) * 2^64 / W)).
 All kernels here are serial and run without the GIL, so that the reader thread can call them.

@@ -1,4 +1,4 @@
-"""Initial rows from a counter-based generator: the same bits in any order (docs/format.md, "Bits").
+"""Initial rows from a counter-based generator: the same bits in any order (docs/format/bits.md, "Bits").
 
 Serial and without the GIL: the reader thread makes rows that are used for the first time.
 """

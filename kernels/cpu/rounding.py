@@ -1,4 +1,4 @@
-"""The random bits of stochastic rounding: a function of a row's table, seed and key and of the step (docs/format.md).
+"""The random bits of stochastic rounding: a function of a row's table, seed and key and of the step (docs/format).
 
 A row's *stream* is its key with the table's `mix(seed ^ table id)`, so that tables of a group need not be told apart.
 """

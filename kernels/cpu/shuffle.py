@@ -1,4 +1,4 @@
-"""The order of shuffled samples, of which any stretch is made by itself (docs/format.md, "Orders").
+"""The order of shuffled samples, of which any stretch is made by itself (docs/format/bits.md, "Orders").
 
 A Feistel network of six rounds (Luby and Rackoff, "How to construct pseudorandom permutations from pseudorandom
 functions", 1988) permutes the numbers of a power of two; it is walked until it gives one below N (cycle walking: Black

@@ -11,8 +11,8 @@ import pytest
 
 from tests.cli.command import error_of, run, told
 from tests.store.conftest import small_tables
+from tests.store.world import World
 from tiercache.store import Store
-from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

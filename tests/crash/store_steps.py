@@ -78,8 +78,6 @@ class Step:
     """Where the commit stands inside the last pass; 0: after it."""
     state_bytes: int = 100
     """Bytes of the dense state."""
-    transaction_bytes: int = 1 << 20
-    """The most that a dump gives to the engine at once."""
     stable: bool = False
     """Whether the blocks of a dump may be written together."""
     reopen: bool = False
@@ -105,18 +103,18 @@ class Step:
 STEPS = (
     Step(),
     Step(passes=(0,), stable=True),
-    Step(passes=(1,), sample=3, transaction_bytes=1),
+    Step(passes=(1,), sample=3),
     Step(passes=(1,), sample=9, state_bytes=9000),
-    Step(passes=(1,), transaction_bytes=500, reader=True),
+    Step(passes=(1,), reader=True),
     Step(passes=(2,), forget=True, state_bytes=0),
-    Step(passes=(3, 4), stable=True, transaction_bytes=100_000),
+    Step(passes=(3, 4), stable=True),
     Step(passes=(5,), reopen=True, broken=True, state_bytes=(4 << 20) + 5000),
-    Step(passes=(6,), stable=True, transaction_bytes=200_000, reader=True),
+    Step(passes=(6,), stable=True, reader=True),
     Step(passes=(7,), sample=5, reopen=True),
     Step(passes=(7, 8), forget=True, state_bytes=300_000),
     Step(compact=True),
 )
-"""Made for coverage: transactions of one block and of all, commits inside a pass, growth, holes, freed places."""
+"""Made for coverage: commits inside a pass, growth, holes, freed places."""
 
 
 def go_on(path: Path, engine: str, note: Note, relieve: Callable[[StoreFullError], bool] | None = None) -> None:
@@ -212,7 +210,6 @@ def take(store: Store, number: int, note: Note) -> None:
         schedule_digest="cyclic",
         settings={"step": number},
         environment={},
-        transaction_bytes=4 << 20,
     )
     note(done=number)
 
@@ -338,7 +335,6 @@ def _dump(store: Store, step: Step, pass_index: int, *, broken: bool = False) ->
         blocks(),
         within=step.sample > 0,
         stable=step.stable,
-        transaction_bytes=step.transaction_bytes,
     )
 
 

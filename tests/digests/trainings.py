@@ -37,7 +37,7 @@ PATH = Path(__file__).with_name("digests.json")
 GIVEN = ("batches", "raw")
 """How samples are given: as batches of passes that were extracted, or as keys that a loader of one's own has."""
 TRAININGS = (*GIVEN, "ordered")
-"""And batches again, with gradients whose sums depend on the order that one process adds them in (docs/format.md)."""
+"""And batches again, with gradients whose sums depend on the order that one process adds them in (docs/format)."""
 EPOCHS = 2
 HOST_BUDGETS = {1: "1340KiB", 2: "1104KiB", 4: "1040KiB"}
 """Of each of so many ranks: little more than the least, so that rows come from the store. No digest depends on them."""

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
-
     from tiercache.store.dump import Block
 
 SEGMENTS, ROWS = 20, 1_000_000

@@ -129,7 +129,7 @@ def test_names_of_tables_cannot_leave_the_folder(tmp_path: Path) -> None:
 def test_a_trained_store_is_exported_at_its_commit(tmp_path: Path) -> None:
     """Live rows in many ranges of many segments, and nothing of what was dumped since."""
     from tests.store.conftest import small_tables
-    from tiercache.store.testing.world import World
+    from tests.store.world import World
 
     tables = small_tables()
     world = World(tables)

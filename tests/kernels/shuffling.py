@@ -1,4 +1,4 @@
-"""The order of shuffled samples as docs/format.md defines it, one place at a time: the slow oracle of the kernel."""
+"""The order of shuffled samples as docs/format defines it, one place at a time: the slow oracle of the kernel."""
 
 from __future__ import annotations
 

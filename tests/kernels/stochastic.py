@@ -1,4 +1,4 @@
-"""Stochastic rounding in slow obvious NumPy: the definition of docs/format.md, "Row dtypes"."""
+"""Stochastic rounding in slow obvious NumPy: the definition of docs/format/bits.md, "Row dtypes"."""
 
 from __future__ import annotations
 

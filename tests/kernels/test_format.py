@@ -1,4 +1,4 @@
-"""The vectors of docs/format.md, against the kernels and against the store's NumPy."""
+"""The vectors of docs/format/bits.md, against the kernels and against the store's NumPy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tiercache.store import hashing
 from tiercache.store.vectors import to_bits
 from tiercache.training.batch import sample_order
 
-PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "format" / "bits.md").read_text(encoding="utf-8")
 ITEM, SEED = xxh64(b"item"), 7
 
 

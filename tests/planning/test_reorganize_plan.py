@@ -6,14 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.store.conftest import small_tables
+from tests.store.conftest import held_blocks, small_tables
+from tests.store.world import World
 from tiercache.errors import BudgetError
 from tiercache.planning.budget import paged
 from tiercache.planning.reorganize_plan import ReorganizePlan
 from tiercache.store import MemoryEngine, Store, settling
 from tiercache.store.base_segment import base_stream
-from tiercache.store.history import manifest_of
-from tiercache.store.testing.world import World
 
 
 def plan_of(store: Store, world: World) -> ReorganizePlan:
@@ -21,7 +20,7 @@ def plan_of(store: Store, world: World) -> ReorganizePlan:
     used = {
         table.name: len({key for keys in world.passes for key in keys[table.name].tolist()}) for table in world.tables
     }
-    return ReorganizePlan.of(store.groups, manifest_of(store), used, base_stream, standing=None, use_bytes=0)
+    return ReorganizePlan.of(store.groups, store.history, used, base_stream, standing=None, use_bytes=0)
 
 
 @settings(max_examples=40, deadline=None)
@@ -39,13 +38,13 @@ def test_no_more_rows_move_than_were_said(seed: int, days: list[tuple[int, int, 
         for draw, passes, keys in days:
             world.num_passes, world.keys_per_pass = passes, keys
             world.passes = world.draw(draw)
-            plan, held = plan_of(store, world), store._engine.contents().blocks
+            plan, held = plan_of(store, world), held_blocks(store)
             assert plan.standing >= sum(paged(size) for size in held.values()) - paged(store.commit.state_bytes)
             world.follow(store, world.passes)
             new = store.segments[-1]
             assert sum(stream.rows * (stream.row_bytes + 12) for stream in new.streams) <= plan.ordered
-            blocks = store._engine.contents().blocks.keys() - held.keys()
-            assert sum(paged(store._engine.contents().blocks[name]) for name in blocks) <= plan.segment
+            blocks = held_blocks(store).keys() - held.keys()
+            assert sum(paged(held_blocks(store)[name]) for name in blocks) <= plan.segment
             world.run(store, 1)
 
 

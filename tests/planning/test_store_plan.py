@@ -9,20 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.store.conftest import small_tables
+from tests.store.conftest import held_blocks, small_tables
+from tests.store.world import World
 from tiercache.errors import BudgetError
 from tiercache.planning.budget import gap_bytes
 from tiercache.planning.segment_ranges import SegmentRanges
 from tiercache.planning.store_plan import RECORD_BYTES, StorePlan
 from tiercache.store import Adagrad, MemoryEngine, Range, Store, Stream, Table, Zeros
 from tiercache.store.blocks import CHANGED
-from tiercache.store.history import manifest_of
-from tiercache.store.manifest import Manifest
+from tiercache.store.history import History
 from tiercache.store.table import group_tables
-from tiercache.store.testing.world import World
 
 GROUPS = group_tables([Table(name="t", dim=4, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros())])
-NOTHING = Manifest.of([], {})
+NOTHING = History()
 
 
 def stream_of(pass_index: int, counts: list[int], block_rows: int) -> Stream:
@@ -85,13 +84,13 @@ def test_last_changes_of_rows_that_were_moved_are_counted() -> None:
         world.run(store, 3)
         world.follow(store, world.draw(1))
         world.run(store, 1)
-        stored = manifest_of(store)
-        bare = {id_: replace(segment, changed=()) for id_, segment in stored.segments.items()}
+        stored = store.history
+        bare = {id_: replace(segment, changed=()) for id_, segment in stored.needed.segments.items()}
         with_them, without = (
-            StorePlan.of(store.groups, {}, manifest, **options).live
-            for manifest in (stored, Manifest.of(stored.commits, bare))
+            StorePlan.of(store.groups, {}, history, **options).live
+            for history in (stored, History.of(stored.commits, bare))
         )
-        blocks = [name for name in store._engine.contents().blocks if name[:1] == CHANGED]
+        blocks = [name for name in held_blocks(store) if name[0] == CHANGED]
         assert with_them - without == 4096 * len(blocks) > 0
 
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tests.ranks.meeting import meet
+from tests.store.world import World
 from tiercache.errors import RankError
 from tiercache.ranks.parts import Parts
 from tiercache.ranks.sharded_store import ShardedStore
 from tiercache.ranks.sharding_plan import ShardingPlan, Slice, TableSharding, hash_bounds, sliced
 from tiercache.ranks.shares import part_tables
 from tiercache.store import Adagrad, Adam, Cursor, MemoryEngine, RowWiseAdagrad, Store, Table, Uniform, Zeros, hash_keys
-from tiercache.store.testing.world import World
 from tiercache.store.vectors import row_words
 
 if TYPE_CHECKING:

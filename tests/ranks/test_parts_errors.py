@@ -80,7 +80,7 @@ def damage(path: Path, what: str) -> None:
             mark.write_text(mark.read_text().replace('"version": 1', '"version": 2'))
         case "newer store":
             marker = part / "store.json"
-            marker.write_text(marker.read_text().replace('"version": 3', '"version": 4'))
+            marker.write_text(marker.read_text().replace('"version": 4', '"version": 5'))
         case "mark of nothing":
             mark.write_text("[]")
         case "another cursor":
@@ -103,7 +103,7 @@ def damage(path: Path, what: str) -> None:
         ("older", CommitMissingError, "has commits 2, 3 and the record names commit 7: .*/part-0-1 is older than it"),
         ("older record", CommitMissingError, "part . of .* has commits 6, 7 and the record names commit 3: .* newer"),
         ("newer format", FormatVersionError, "part-0-1.json has format version 2 and .* reads version 1: use a newer"),
-        ("newer store", FormatVersionError, "part-0-1 has format version 4 and this tiercache reads version 3"),
+        ("newer store", FormatVersionError, "part-0-1 has format version 5 and this tiercache reads version 4"),
         ("mark of nothing", CorruptStoreError, "part-0-1.json cannot be read"),
         ("another cursor", CorruptStoreError, "commit 3 of part . of .* stands at pass 2 and the record at pass 9"),
     ],

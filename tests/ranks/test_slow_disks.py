@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from tests.ranks import trainings
 from tests.ranks.trainings import ONE, assert_same_rows, dense_of, model_of, open_sharded
+from tests.store.failing import SlowEngine
 from tests.training.cases import Case
 from tiercache.dist.communicator import communicator_of
 from tiercache.errors import RankError
 from tiercache.ranks import shard_folder
-from tiercache.store.testing import SlowEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,10 +42,11 @@ class Hitching(SlowEngine):
         super().read(*arguments)
         self.read_seconds = 0.0
 
-    def write(self, *arguments: Any, **options: Any) -> None:
+    def write(self, *arguments: Any, **options: Any) -> list[int]:
         """Write, and be fast from then on."""
-        super().write(*arguments, **options)
+        places = super().write(*arguments, **options)
         self.write_seconds = 0.0
+        return places
 
     def commit(self, *arguments: Any, **options: Any) -> None:
         """Commit, and be fast from then on."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tiercache.store import LmdbEngine, MemoryEngine, ZarrEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from tiercache.store import Engine
@@ -63,13 +63,15 @@ class Between:
             with self._lock:
                 self.reading -= 1
 
-    def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes], *, shrink: bool = False) -> None:
+    def commit(self, records: Mapping[str, bytes | None]) -> None:
         """Commit, and do what is to be done then."""
-        self.engine.commit(records, dead, shrink=shrink)
+        self.engine.commit(records)
         call, self.after_commit = self.after_commit, None
         if call is not None:
             call()
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the engine's."""
+        """Everything else is the engine's, but what reads past this one."""
+        if name in {"locate", "fields_apart"}:
+            raise AttributeError(name)
         return getattr(self.engine, name)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import struct
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tiercache.store import Adagrad, Cursor, Range, Store, Stream, Table, Zeros, hash_keys
-from tiercache.store.block_file import Place
 from tiercache.store.lmdb_file import LmdbFile, Value
+from tiercache.store.zarr_layout import Arrays, state_key
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tiercache.store.engine import Block
 
 BIG = Table(name="big", dim=256, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros())
 
@@ -38,7 +39,6 @@ def dump(store: Store, pass_index: int, rows: dict[int, int], *, block_bytes: in
             (0, b, data[cuts[b] * BIG.row_bytes : cuts[b + 1] * BIG.row_bytes], keys[cuts[b] : cuts[b + 1]])
             for b in range(stream.num_blocks)
         ),
-        transaction_bytes=1 << 20,
     )
     first = stream.range_first_row_R * BIG.row_bytes
     return {r.next_use: data[first[i] : first[i + 1]].tobytes() for i, r in enumerate(stream.ranges)}
@@ -71,11 +71,18 @@ def values(path: Path) -> list[Value]:
     return found
 
 
-def places(path: Path) -> dict[bytes, Place]:
-    """Return the places of blocks in their file, by name."""
-    data = (path / "data.mdb").read_bytes()
-    return {
-        value.key[1:]: Place(*struct.unpack_from("<QQ", data, value.offset))
-        for value in values(path)
-        if value.key[:1] == b"b"
-    }
+def blocks_of(path: Path) -> dict[tuple[bytes, int, int, int], Block]:
+    """Return the blocks that a store needs, by kind, owner, group and index."""
+    with Store.open(path, mode="r") as store:
+        return {block[:4]: block for block in store.history.needed.blocks(store.groups)}
+
+
+def file_of(path: Path, name: tuple[bytes, int, int, int]) -> tuple[Path, int, int]:
+    """Return the file that has a block, or the first field of it, where that begins, and its bytes."""
+    block = blocks_of(path)[name]
+    if (path / "blocks.bin").exists():
+        return path / "blocks.bin", block.place, block.size
+    if block.layout is None:
+        return path / state_key(block), 0, block.size
+    place = Arrays(block.owner, block.layout).by_kind[block.kind][0].place(block.index)
+    return path / place.key, place.begin, place.size

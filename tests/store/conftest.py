@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.store.big import BIG
+from tests.store.world import World
 from tiercache.store import SGD, Adagrad, Adam, Constant, MemoryEngine, RowWiseAdagrad, Store, Table, Uniform, Zeros
-from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,6 +40,12 @@ def narrow_tables() -> list[Table]:
         Table(name="place", dim=6, optimizer=RowWiseAdagrad(learning_rate=0.1), initializer=start, dtype="bfloat16"),
         Table(name="wide", dim=3, optimizer=adagrad, initializer=start),
     ]
+
+
+def held_blocks(store: Store) -> dict[tuple[bytes, int, int, int], int]:
+    """Return the bytes of each block that a store keeps, by kind, owner, group and index."""
+    needed = store.commit_writer._held if store.mode == "a" else store.history.needed
+    return {block[:4]: block.size for block in needed.blocks(store.groups)}
 
 
 class Careless(World):

@@ -1,7 +1,8 @@
-"""Reads stores of both engines from docs/format.md alone: nothing of tiercache, and nothing of Zarr."""
+"""Reads stores of both engines from docs/format alone: nothing of tiercache, and nothing of Zarr."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-Form = list[tuple[int, str]]
-"""Numbers of each field in a row, and their dtype."""
+Form = list[tuple[str, int, str]]
+"""Name, numbers and dtype of each field of a row."""
 
 
 def padded(width: int, dtype: str) -> int:
@@ -34,109 +35,127 @@ def read_record(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return header["values"], arrays
 
 
+def check_record(manifest: dict[str, Any], name: str, data: bytes) -> bytes:
+    """Return a record that is what its manifest says."""
+    _, _, size, digest = next(one for one in manifest["records"] if one[0] == name)
+    assert (len(data), hashlib.sha256(data).hexdigest()) == (size, digest), name
+    return data
+
+
 class LmdbFiles:
-    """Records and rows of a store in LMDB."""
+    """Records and blocks of a store in LMDB."""
 
     def __init__(self, path: Path) -> None:
         with lmdb.open(str(path), readonly=True, lock=False) as env, env.begin() as txn:
-            items = {bytes(key): bytes(value) for key, value in txn.cursor()}
-        self.records = {key[1:].decode(): value for key, value in items.items() if key[:1] == b"r"}
-        self.places = {key[1:]: struct.unpack("<QQ", value) for key, value in items.items() if key[:1] == b"b"}
+            items = {bytes(key).decode(): bytes(value) for key, value in txn.cursor()}
+        head, manifest = (path / "HEAD").read_bytes(), items.pop("manifest")
+        self.manifest, _ = read_record(manifest)
+        slots = [struct.unpack_from("<8sQ32s", head, at) for at in (0, 4096)]
+        _, number, digest = max(slots, key=lambda slot: slot[1])
+        assert number == self.manifest["number"]
+        assert digest == hashlib.sha256(manifest).digest()
+        self.records = {name: check_record(self.manifest, name, data) for name, data in items.items()}
         self.blocks = (path / "blocks.bin").read_bytes()
 
-    def rows(self, segment: int, group: int, stream: dict[str, Any], form: Form, block: int) -> list[np.ndarray]:
-        """Return the keys and the fields of the rows of a block."""
-        offset, size = self.places[struct.pack(">cQII", b"r", segment, group, block)]
-        data = self.blocks[offset : offset + size]
+    def rows(
+        self, segment: int, group: int, stream: dict[str, Any], arrays: dict[str, np.ndarray], form: Form, block: int
+    ) -> list[np.ndarray]:
+        """Return the fields of the rows of a block."""
         counts = [sum(rows) for _, *rows in stream["ranges"]]
         block_rows = stream["block_bytes"] // stream["row_bytes"]
         ends, row, last = np.cumsum(counts), block * block_rows, min((block + 1) * block_rows, sum(counts))
         fields: list[list[np.ndarray]] = [[] for _ in form]
-        at = 0
-        while row < last:  # piece after piece, each field after field
+        at = int(arrays[f"rows_at/{group}"][block])
+        while row < last:  # page after page, each field after field
             count = min(row + stream["piece_rows"], ends[np.searchsorted(ends, row, side="right")], last) - row
-            for field, (width, dtype) in zip(fields, form, strict=True):
+            for field, (_, width, dtype) in zip(fields, form, strict=True):
                 numbers = padded(width, dtype)
-                field.append(np.frombuffer(data, dtype, count * numbers, at).reshape(count, numbers)[:, :width])
-                at += np.dtype(dtype).itemsize * count * numbers
+                found = np.frombuffer(self.blocks, dtype, count * numbers, at)
+                field.append(found.reshape(count, numbers)[:, :width])
+                at += found.nbytes
             row += count
-        return [self.keys(segment, group, block), *map(np.concatenate, fields)]
+        return [np.concatenate(parts) for parts in fields]
 
-    def keys(self, segment: int, group: int, block: int) -> np.ndarray:
-        """Return the keys of the rows of a block."""
-        offset, size = self.places[struct.pack(">cQII", b"k", segment, group, block)]
-        return np.frombuffer(self.blocks[offset : offset + size], "<i8")
-
-    def changed(self, segment: int, group: int, block: int) -> np.ndarray:
-        """Return the last change of each row of a block."""
-        offset, size = self.places[struct.pack(">cQII", b"c", segment, group, block)]
-        return np.frombuffer(self.blocks[offset : offset + size], "<u4")
+    def numbers(
+        self, name: str, dtype: str, _segment: int, group: int, arrays: dict[str, np.ndarray], block: int, rows: int
+    ) -> np.ndarray:
+        """Return the keys or the last changes of the rows of a block."""
+        return np.frombuffer(self.blocks, dtype, rows, int(arrays[f"{name}_at/{group}"][block]))
 
 
 class ZarrFiles:
-    """Records and rows of a store in Zarr arrays."""
+    """Records and blocks of a store in Zarr arrays."""
 
     def __init__(self, path: Path) -> None:
         newest = max((f for f in (path / "manifests").iterdir() if f.name.isdecimal()), key=lambda f: int(f.name))
         self.path = path
-        self.manifest, arrays = read_record(newest.read_bytes())
-        self.records = {name: (path / key).read_bytes() for name, (key, _, _) in self.manifest["records"].items()}
-        self.runs = arrays["runs"].reshape(-1, 7)
+        self.manifest, _ = read_record(newest.read_bytes())
+        assert self.manifest["number"] == int(newest.name)
+        self.records = {
+            name: check_record(self.manifest, name, (path / f"records/{number}-{name.replace('/', '.')}").read_bytes())
+            for name, number, _, _ in self.manifest["records"]
+        }
 
-    def rows(self, segment: int, group: int, stream: dict[str, Any], form: Form, block: int) -> list[np.ndarray]:
-        """Return the keys and the fields of the rows of a block."""
-        (folder, _, _, fields), size = self.stood(b"r", segment, group, block)
-        rows = size // stream["row_bytes"]
-        found = [self.keys(segment, group, block)]
-        for (name, _), (width, dtype) in zip(fields, form, strict=True):
-            chunk = np.frombuffer((self.path / folder / f"{name}/c.{block}.0").read_bytes(), dtype)
-            found.append(chunk.reshape(-1, padded(width, dtype))[:rows, :width])
+    def rows(
+        self, segment: int, group: int, stream: dict[str, Any], _: dict[str, np.ndarray], form: Form, block: int
+    ) -> list[np.ndarray]:
+        """Return the fields of the rows of a block."""
+        total, rows = sum(sum(rows) for _, *rows in stream["ranges"]), stream["block_bytes"] // stream["row_bytes"]
+        found = []
+        for name, width, dtype in form:
+            numbers = padded(width, dtype)
+            count = min(rows, total - block * rows)
+            data = self.bytes(segment, group, name, ".0", numbers * np.dtype(dtype).itemsize, rows, total, block, count)
+            found.append(np.frombuffer(data, dtype).reshape(count, numbers)[:, :width])
         return found
 
-    def keys(self, segment: int, group: int, block: int) -> np.ndarray:
-        """Return the keys of the rows of a block."""
-        (folder, *_), size = self.stood(b"k", segment, group, block)
-        return np.frombuffer((self.path / folder / f"keys/c.{block}").read_bytes()[:size], "<i8")
+    def numbers(
+        self, name: str, dtype: str, segment: int, group: int, arrays: dict[str, np.ndarray], block: int, rows: int
+    ) -> np.ndarray:
+        """Return the keys or the last changes of the rows of a block."""
+        values, _ = read_record(self.records[f"segment/{segment}"])
+        stream = values["streams"][group]
+        total, block_rows = (
+            sum(sum(rows) for _, *rows in stream["ranges"]),
+            stream["block_bytes"] // stream["row_bytes"],
+        )
+        data = self.bytes(segment, group, name, "", np.dtype(dtype).itemsize, block_rows, total, block, rows)
+        return np.frombuffer(data, dtype)
 
-    def changed(self, segment: int, group: int, block: int) -> np.ndarray:
-        """Return the last change of each row of a block."""
-        (folder, *_), size = self.stood(b"c", segment, group, block)
-        return np.frombuffer((self.path / folder / f"changed/c.{block}").read_bytes()[:size], "<u4")
-
-    def stood(self, kind: bytes, segment: int, group: int, block: int) -> tuple[list[Any], int]:
-        """Return what the manifest says of the arrays that hold a block, and its bytes."""
-        for of_kind, owner, of, first, count, size, place in self.runs.tolist():
-            if (of_kind, owner, of) == (kind[0], segment, group) and first <= block < first + count:
-                return self.manifest["arrays"][place], size
-        raise KeyError(block)
+    def bytes(
+        self, segment: int, group: int, name: str, suffix: str, row_bytes: int, block_rows: int, total: int, block: int,
+        count: int,
+    ) -> bytes:  # fmt: skip
+        """Return the bytes of rows of a block in one array: chunks have whole blocks of at most 64 MiB."""
+        chunk_rows = min(max(1, (64 << 20) // (block_rows * row_bytes)) * block_rows, total)
+        chunk, row = divmod(block * block_rows, chunk_rows)
+        data = (self.path / f"segments/{segment}/{group}/{name}/c.{chunk}{suffix}").read_bytes()
+        assert len(data) == chunk_rows * row_bytes
+        return data[row * row_bytes : (row + count) * row_bytes]
 
 
 def last_change(
-    files: Any, segment: int, group: int, arrays: dict[str, np.ndarray], row: tuple[int, int], first: int
+    files: Any, segment: int, group: int, arrays: dict[str, np.ndarray], block: int, at: int, rows: int, first: int
 ) -> int:
     """Return the commit that last changed a row of a block."""
-    block, at = row
     if f"oldest/{group}" not in arrays:
         return first
     if arrays[f"changed/{group}"].size:
-        return int(files.changed(segment, group, block)[at])
+        return int(files.numbers("changed", "<u4", segment, group, arrays, block, rows)[at])
     return int(arrays[f"oldest/{group}"][block])
 
 
-def read_table(
-    path: Path, groups: list[list[str]], widths: list[int], table: str
-) -> dict[int, tuple[list[bytes], int]]:
+def read_table(path: Path, groups: list[list[str]], form: Form, table: str) -> dict[int, tuple[list[bytes], int]]:
     """Return the fields and the last change of every live row of a table by key, at the newest commit.
 
-    That commit was taken before a pass. ``groups`` has the names of the tables of each group, ``widths`` the numbers in
-    each field of the table's rows. Numbers of bfloat16 are given as their bits.
+    That commit was taken before a pass. ``groups`` has the names of the tables of each group, ``form`` the
+    fields of the table's rows. Numbers of bfloat16 are given as their bits.
     """
     engine = json.loads((path / "store.json").read_text())["engine"]
     files: Any = {"lmdb": LmdbFiles, "zarr": ZarrFiles}[engine](path)
     newest = max(int(name[7:]) for name in files.records if name.startswith("commit/"))
     spec = next(one for one in read_record(files.records["tables"])[0]["tables"] if one["name"] == table)
-    form = [(width, "<f4") for width in widths]
-    form[0] = widths[0], {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}[spec["dtype"]]
+    form[0] = *form[0][:2], {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}[spec["dtype"]]
     commit, _ = read_record(files.records[f"commit/{newest}"])
     group = next(i for i, names in enumerate(groups) if table in names)
     place, found = groups[group].index(table), dict[int, tuple[list[bytes], int]]()
@@ -144,12 +163,18 @@ def read_table(
     for segment, first in commit["segments"]:  # the newest last, so that its rows replace stale ones
         values, arrays = read_record(files.records[f"segment/{segment}"])
         stream, row = values["streams"][group], 0
+        total, block_rows = (
+            sum(sum(rows) for _, *rows in stream["ranges"]),
+            stream["block_bytes"] // stream["row_bytes"],
+        )
         for index, (use, *rows) in enumerate(stream["ranges"]):
             low, row = row + sum(rows[:place]), row + sum(rows)
             live = index >= settled[segment] if segment in settled else use >= commit["cursor"][0]
             for at in range(low, low + rows[place]) if live else ():
-                block, i = divmod(at, stream["block_bytes"] // stream["row_bytes"])
-                keys, *fields = files.rows(segment, group, stream, form, block)
-                changed = last_change(files, segment, group, arrays, (block, i), first)
+                block, i = divmod(at, block_rows)
+                count = min(block_rows, total - block * block_rows)
+                keys = files.numbers("keys", "<i8", segment, group, arrays, block, count)
+                fields = files.rows(segment, group, stream, arrays, form, block)
+                changed = last_change(files, segment, group, arrays, block, i, count, first)
                 found[int(keys[i])] = [field[i].tobytes() for field in fields], changed
     return found

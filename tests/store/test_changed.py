@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from tests.store.conftest import Home, small_tables
+from tests.store.conftest import Home, held_blocks, small_tables
 from tests.store.test_rewrite import rows_of
+from tests.store.world import World
 from tiercache.store import CorruptBlockError, CorruptStoreError, MemoryEngine, Range, Store, Stream, fill, info, verify
 from tiercache.store.blocks import CHANGED
 from tiercache.store.changed import CHANGED_BYTES
 from tiercache.store.rewrite import NoUses
 from tiercache.store.serving import changed_rows
-from tiercache.store.testing.world import World
 from tiercache.store.verification import Verification
 
 if TYPE_CHECKING:
@@ -112,14 +112,14 @@ def test_last_changes_are_counted_and_freed_with_their_segment(engine: str, tmp_
         mixed(store, world)
         rows = sum(stream.rows for stream in store.segments[0].streams)
         assert store.counters.changed_bytes_written >= CHANGED_BYTES * rows
-        kept = {name for name in store._engine.contents().blocks if name[:1] == CHANGED}
+        kept = {name for name in held_blocks(store) if name[0] == CHANGED}
         assert len(kept) == sum(stream.num_blocks for stream in store.segments[0].streams)
     assert info(tmp_path / "s")["changed_bytes"] == CHANGED_BYTES * rows
     with Store.open(tmp_path / "s") as store:
         assert store.segments[0].changed_bytes == CHANGED_BYTES * rows
         world.follow(store, world.draw(5))
         world.compact(store)
-        assert not kept & store._engine.contents().blocks.keys()
+        assert not kept & held_blocks(store).keys()
     assert verify(tmp_path / "s")["problems"] == []
 
 
@@ -140,7 +140,7 @@ def problems(engine: MemoryEngine) -> list[str]:
 def test_a_flipped_bit_in_last_changes_is_refused_and_found_by_verify(tables: list[Table]) -> None:
     """Rows and keys are whole: they are read as before."""
     engine, id_ = moved_store(tables)
-    name = min(name for name in engine.blocks if name[:1] == CHANGED)
+    name = min(name for name in engine.blocks if name[0] == CHANGED)
     engine.blocks[name] = engine.blocks[name] ^ (np.arange(engine.blocks[name].size) == 0).astype(np.uint8)
     words = rf"block 0 of segment {id_} .* over the commits that changed its rows where"
     with Store.open(None, engine=engine, mode="r") as store:
@@ -158,7 +158,7 @@ def test_a_flipped_bit_in_last_changes_is_refused_and_found_by_verify(tables: li
 def test_last_changes_that_are_not_whole_are_found_on_opening(tables: list[Table], cut: int, seen: str) -> None:
     """As missing and cut rows are."""
     engine, _ = moved_store(tables)
-    name = min(name for name in engine.blocks if name[:1] == CHANGED)
+    name = min(name for name in engine.blocks if name[0] == CHANGED)
     data = engine.blocks.pop(name)
     if cut:
         engine.blocks[name] = data[:-cut]
@@ -188,6 +188,6 @@ def test_a_record_of_last_changes_that_cannot_be_is_refused(tables: list[Table],
         "checksums": lambda: replace(first, checksums_B=none),
         "short": lambda: replace(first, oldest_B=first.oldest_B[1:]),
     }[what]()
-    engine.records[f"segment/{id_}"] = replace(segment, changed=(wrong, *others)).to_bytes()
+    engine.by_name[f"segment/{id_}"] = replace(segment, changed=(wrong, *others)).to_bytes()
     with pytest.raises(CorruptStoreError, match=words):
         Store.open(None, engine=engine, mode="r")

@@ -8,34 +8,35 @@ import numpy as np
 import pytest
 
 from tests.files import flip
-from tests.store.big import dump, places, publish, values
+from tests.store.big import blocks_of, dump, file_of, publish, values
 from tiercache.store import (
     CorruptBlockError,
     CorruptStoreError,
     Store,
     verify,
 )
+from tiercache.store.blocks import KEYS, ROWS, STATE
 
 
-@pytest.mark.parametrize("kind", [b"r", b"k", b"s"])
+@pytest.mark.parametrize("kind", [ROWS, KEYS, STATE])
 def test_a_flipped_byte_is_refused_on_load_and_found_by_verify(big: Store, kind: bytes) -> None:
     """In rows, in keys and in the dense state; the sentence names block, segment and table."""
     dump(big, 0, {1: 500})
     publish(big, 1, bytes(10_000))
     big.close()
     assert big.path is not None
-    place = next(place for name, place in sorted(places(big.path).items()) if name[:1] == kind)
-    flip(big.path / "blocks.bin", place.offset + 1234 % place.size, 0x10)
+    _, at, size = file_of(big.path, min(name for name in blocks_of(big.path) if name[0] == kind))
+    flip(big.path / "blocks.bin", at + 1234 % size, 0x10)
     with Store.open(big.path) as store:
         segment = store.segments[0]
         stream = segment.streams[0]
-        if kind == b"r":
+        if kind == ROWS:
             out = np.empty(int(stream.piece_offset_P[-1]), np.uint8)
             words = r"block 0 of segment 0 \(pass 0; tables 'big'\) of the store at .* has checksum"
             with pytest.raises(CorruptBlockError, match=words) as caught:
                 store.read(segment, 0, 0, stream.num_pieces, out)
             assert (caught.value.segment, caught.value.block, caught.value.tables) == (0, 0, ("big",))
-        elif kind == b"k":
+        elif kind == KEYS:
             with pytest.raises(CorruptBlockError, match="over its keys where"):
                 store.locate("big", np.arange(3), after=0)
         else:
@@ -55,8 +56,10 @@ def test_a_truncated_file_is_a_sentence_before_anything_is_read(big: Store, name
         publish(big, pass_index + 1, bytes(10_000))
     big.close()
     assert big.path is not None
-    held = places(big.path).values() if name == "blocks.bin" else values(big.path)
-    end = max(place.offset + place.size for place in held)
+    ends = [value.offset + value.size for value in values(big.path)]
+    if name == "blocks.bin":
+        ends = [block.place + block.size for block in blocks_of(big.path).values()]
+    end = max(ends)
     os.truncate(big.path / name, int((end - 1) * share) if share <= 1 else int(share))
     for mode in ("a", "r"):
         with pytest.raises(CorruptStoreError, match=rf"{name} .*: restore the store from a copy"):
@@ -72,8 +75,9 @@ def test_verify_names_the_damage_where_no_block_of_keys_is_whole(big: Store) -> 
     publish(big, 1)
     big.close()
     assert big.path is not None
+    keys = [block for block in blocks_of(big.path).values() if block.kind == KEYS]
     with (big.path / "blocks.bin").open("r+b") as file:
-        for place in [place for name, place in places(big.path).items() if name[:1] == b"k"]:
-            file.seek(place.offset)
-            file.write(bytes([255]) * place.size)
+        for block in keys:
+            file.seek(block.place)
+            file.write(bytes([255]) * block.size)
     assert any("has checksum" in problem for problem in verify(big.path)["problems"])

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.store.conftest import small_tables
+from tests.store.world import World
 from tiercache.store import CommitMissingError, MemoryEngine, Store, differences
-from tiercache.store.testing.world import World
 
 
 @settings(max_examples=25, deadline=None)

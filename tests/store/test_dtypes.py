@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.store.conftest import narrow_tables
+from tests.store.world import World
 from tiercache.store import SGD, Adagrad, Constant, MemoryEngine, Store, Table, Zeros
 from tiercache.store.difference import differences
 from tiercache.store.filling import fill
 from tiercache.store.initial import initial_rows
-from tiercache.store.testing.world import World
 from tiercache.store.vectors import from_bits, nearest, row_words, to_bits
 
 if TYPE_CHECKING:

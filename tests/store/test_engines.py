@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
-from tiercache.store import LmdbEngine, MemoryEngine, ZarrEngine
-from tiercache.store.testing import EngineContract
+from tests.store.engine_contract import EngineContract
+from tiercache.store.lmdb_engine import LmdbEngine
+from tiercache.store.memory_engine import MemoryEngine
+from tiercache.store.zarr_engine import ZarrEngine
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tiercache.store import Engine
+    from tiercache.store.engine import Engine
 
 
 class TestMemoryEngine(EngineContract):
@@ -32,7 +34,7 @@ class TestMemoryEngine(EngineContract):
 
 
 class TestLmdbEngine(EngineContract):
-    """Records in LMDB, blocks beside it."""
+    """A file of blocks, and records in LMDB."""
 
     @classmethod
     def make(cls, path: Path, *, max_bytes: int | None = None) -> Engine:
@@ -99,7 +101,7 @@ class TestZarrEngineElsewhere(EngineContract):
         """Open what was left."""
         return ZarrEngine(cls.stores[path], create=False)
 
-    def test_a_reader_in_another_process_stays_at_its_commit(self, engine: Engine, tmp_path: Path) -> None:
+    def test_a_reader_in_another_process_sees_the_newest_commit(self, engine: Engine, tmp_path: Path) -> None:
         """Its processes share no memory."""
         pytest.skip("memory is not seen by another process")
 

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.store.conftest import small_tables
+from tests.store.world import World
 from tiercache.store import Store, StoreError, StoreFullError, key_invariants, scratch_file
 from tiercache.store.counters import Counters
 from tiercache.store.external_sort import ExternalSorter
 from tiercache.store.full_disk import check_room
-from tiercache.store.testing.world import World
 from tiercache.store.verification import Verification
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.store.big import BIG
 from tests.store.conftest import Home, small_tables
+from tests.store.failing import FailingEngine
 from tests.store.test_scan import scanned
 from tiercache.store import (
     NEVER,
@@ -28,7 +29,6 @@ from tiercache.store import (
     info,
     verify,
 )
-from tiercache.store.testing import FailingEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,13 +13,13 @@ import pytest
 
 from tests.store.big import BIG, dump, publish
 from tests.store.conftest import small_tables
+from tests.store.world import World, WorldUses
 from tiercache.store import MemoryEngine, Store, StoreFullError
 from tiercache.store.counters import Counters
 from tiercache.store.external_sort import ExternalSorter
 from tiercache.store.full_disk import ROOM_FOR_RECORDS, full_disk, room_for
 from tiercache.store.hashing import hash_keys
 from tiercache.store.scratch_file import ScratchFile
-from tiercache.store.testing.world import World, WorldUses
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,6 +11,7 @@ import pytest
 
 from tests.store.conftest import small_tables
 from tests.store.damage import DEEP, LIES, assert_sentence, damaged, generator_of, lying, resealed, sealed
+from tests.store.world import World
 from tiercache.store import (
     SGD,
     Commit,
@@ -26,7 +27,6 @@ from tiercache.store import (
 from tiercache.store.directory import StoreDirectory
 from tiercache.store.errors import FormatVersionError
 from tiercache.store.record import decode
-from tiercache.store.testing.world import World
 from tiercache.store.verification import Verification
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def read_all(engine: MemoryEngine) -> None:
 def copy_of(engine: MemoryEngine, **records: bytes) -> MemoryEngine:
     """Return an engine with the same blocks and other records."""
     other = MemoryEngine()
-    other.blocks, other.records = dict(engine.blocks), {**engine.records, **records}
+    other.blocks, other.by_name = dict(engine.blocks), {**engine.by_name, **records}
     return other
 
 
@@ -89,7 +89,7 @@ def copy_of(engine: MemoryEngine, **records: bytes) -> MemoryEngine:
 def test_records_of_any_bytes_are_refused_in_a_sentence(written: tuple[World, MemoryEngine], kind: str) -> None:
     """Random bytes, real ones with damage, and damage under a right checksum."""
     _, engine = written
-    record = next(data for name, data in sorted(engine.records.items()) if name.startswith(kind))
+    record = next(data for name, data in sorted(engine.by_name.items()) if name.startswith(kind))
     for seed in range(400):
         generator = generator_of(seed)
         match seed % 3:
@@ -112,12 +112,12 @@ def test_records_of_any_bytes_are_refused_in_a_sentence(written: tuple[World, Me
 def test_a_store_whose_records_lie_is_refused_or_read_right(written: tuple[World, MemoryEngine], seed: int) -> None:
     """Any value of any header replaced, under a right checksum: opening, reading and verifying end in a sentence."""
     _, engine = written
-    names = sorted(engine.records)
+    names = sorted(engine.by_name)
     for case in range(200):
         generator = generator_of(1000 * seed + case)
         name = names[int(generator.integers(0, len(names)))]
         try:
-            read_all(copy_of(engine, **{name: lying(engine.records[name], generator)}))
+            read_all(copy_of(engine, **{name: lying(engine.by_name[name], generator)}))
         except StoreError as error:
             assert_sentence(error)
 

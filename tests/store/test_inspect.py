@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.store.conftest import Careless
+from tests.store.world import World
 from tiercache.cli import app
 from tiercache.store import NotAStoreError, Store, StoreMissingError, info, verify
-from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tests.store.conftest import Home, small_tables
+from tests.store.conftest import Home, held_blocks, small_tables
 from tests.store.test_settled import rewritten, settled_store
+from tests.store.world import World
 from tiercache.store import CorruptStoreError, key_invariants
-from tiercache.store.testing.world import World
+from tiercache.store.blocks import CHANGED, KEYS
 from tiercache.store.verification import Verification
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def over_at_once(home: Home) -> list[str]:
     store = home.open(world.tables)
     world.run(store, 4)
     segment = replace(store.segments[-1], pass_index=77)
-    home.engine.records[f"segment/{segment.id}"] = segment.to_bytes()
+    home.engine.by_name[f"segment/{segment.id}"] = segment.to_bytes()
     return [f"segment {segment.id} of the store at", "was dumped by pass 77 and has rows that wait for"]
 
 
@@ -146,20 +147,20 @@ def test_keys_and_last_changes_are_read_once_where_rows_are_stale(tmp_path: Path
     store, _ = settled_store(Home("memory", tmp_path))
     before = store.counters.key_bytes_read, store.counters.changed_bytes_read
     Verification(store).run()["problems"]
-    kinds = {b"k"[0]: 0, b"c"[0]: 0}
-    for name, size in store._engine.contents().blocks.items():
+    kinds = {KEYS: 0, CHANGED: 0}
+    for name, size in held_blocks(store).items():
         if name[0] in kinds:
             kinds[name[0]] += size
-    assert kinds[b"c"[0]] > 0
-    assert store.counters.key_bytes_read - before[0] == kinds[b"k"[0]]
-    assert store.counters.changed_bytes_read - before[1] == kinds[b"c"[0]]
+    assert kinds[CHANGED] > 0
+    assert store.counters.key_bytes_read - before[0] == kinds[KEYS]
+    assert store.counters.changed_bytes_read - before[1] == kinds[CHANGED]
 
 
 def test_keys_that_cannot_be_read_are_all_that_is_said(tmp_path: Path) -> None:
     """Of a commit whose keys are not all known nobody can say that it has too few."""
     home = Home("memory", tmp_path)
     store, _ = settled_store(home)
-    name = next(name for name in store._engine.contents().blocks if name[:1] == b"k")
+    name = next(name for name in held_blocks(store) if name[0] == KEYS)
     home.engine.blocks[name] = np.zeros_like(home.engine.blocks[name])
     problems = Verification(store).run()["problems"]
     assert len(problems) == 1

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from tests.store.big import dump, publish
 from tests.store.conftest import small_tables
+from tests.store.world import World
 from tiercache.store import CorruptBlockError, MemoryEngine, Store
 from tiercache.store.block_file import BlockFile
 from tiercache.store.lookup import locate, read_found
-from tiercache.store.testing.world import World
 from tiercache.store.write_queue import PAGE_BYTES
 
 if TYPE_CHECKING:

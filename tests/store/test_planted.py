@@ -23,35 +23,24 @@ from tests.crash.store import main
 sys.exit(main(sys.argv[1:]))
 """
 IN_TWO_STEPS = """
-def planted(self, records, dead, **options):
-    whole(self, {}, dead, **options)
-    whole(self, records, ())
+def planted(self, records):
+    whole(self, {name: data for name, data in records.items() if name.startswith('commit/')})
+    whole(self, records)
 """
-LMDB_FREED_EARLY = """
-def planted(self, records, dead, **options):
-    dead = list(dead)
-    for place in [self._places[name] for name in dead if name in self._places]:
-        os.pwrite(self._file._handle, bytes(place.size), place.offset)
-    whole(self, records, dead, **options)
+FREED_EARLY = """
+from tiercache.store.snapshot import Needed
+def planted(self, after):
+    needed = Needed.of([*after.snapshots, *self._given_up, *self._pinned()])
+    early = list(self._held.blocks(self._groups, but=needed))
+    if not self._leased():  # a reader would find it without a kill
+        self._held = needed
+        self._engine.free(early)
+        self._engine.shrink()
+    whole(self, after)
 """
-EARLY = """
-from tiercache.store.reader_mark import commits_read
-def planted(self, records, dead, **options):
-    dead, blocks, root = list(dead), self._manifest.blocks, self._objects.root
-    for name in () if commits_read(self._sweep._readers) else dead:  # a reader would find it without a kill
-        for key, size in blocks[name].chunks(name) if name in blocks else ():
-            %s
-    whole(self, records, dead, **options)
-"""
-ZARR_FREED_EARLY = EARLY % "self._objects.delete([key])"
-ZARR_SPARE_EARLY = EARLY % "self._objects.spares.keep(f'{root}/{key}', 0)"
-ZARR_SPARE_AT_ONCE = (
-    EARLY
-    % """
-            handle = os.open(f'{root}/{key}', os.O_WRONLY)
-            os.pwrite(handle, bytes(size), 0)
-            os.close(handle)
-""".strip()
+LMDB_FREED_EARLY = FREED_EARLY.replace(
+    "self._engine.shrink()",
+    "[os.pwrite(self._engine._file._handle, bytes(block.size), block.place) for block in early]",
 )
 ZARR_UNSYNCED = """
 def planted(self, keys):
@@ -80,12 +69,17 @@ def planted(self, keys):
     whole(self, waiting)
     waiting.clear()
 """
-READERS_UNSEEN = "sys.modules['tiercache.store.zarr_sweep'].commits_read = lambda folder: set()\nplanted = whole"
+READERS_UNSEEN = "def planted(self): return set()"
 KILL, LOSS = "a kill (before|after) ", "Loss"
 PLANTED = {
     "lmdb: blocks not synced": ("block_file.BlockFile.sync", "def planted(self): pass", "--replays 60", LOSS),
     "lmdb: two transactions": ("lmdb_engine.LmdbEngine.commit", IN_TWO_STEPS, "--points 150", KILL),
-    "lmdb: written over before the commit": ("lmdb_engine.LmdbEngine.commit", LMDB_FREED_EARLY, "--points 150", KILL),
+    "lmdb: written over before the commit": (
+        "commit_writer.CommitWriter._commit",
+        LMDB_FREED_EARLY,
+        "--points 150",
+        KILL,
+    ),
     "zarr: records not synced": (
         "zarr_objects.Objects.durable_paths",
         ZARR_UNSYNCED % "[file for file in files if '/records/' not in file], folders",
@@ -98,18 +92,16 @@ PLANTED = {
         "--replays 60",
         LOSS,
     ),
-    "zarr: manifests not synced": ("zarr_objects.DiskStore.publish", ZARR_UNSYNCED_MANIFESTS, "--replays 60", LOSS),
+    "zarr: manifests not synced": ("zarr_objects.Objects.publish", ZARR_UNSYNCED_MANIFESTS, "--replays 60", LOSS),
     "zarr: published before the syncs": ("zarr_engine.ZarrEngine._sync", ZARR_PUBLISHED_EARLY, "--replays 120", LOSS),
     "zarr: two manifests": ("zarr_engine.ZarrEngine.commit", IN_TWO_STEPS, "--points 150", KILL),
-    "zarr: freed before the commit": ("zarr_engine.ZarrEngine.commit", ZARR_FREED_EARLY, "--points 150", KILL),
-    "zarr: spare before the commit": ("zarr_engine.ZarrEngine.commit", ZARR_SPARE_EARLY, "--points 150", KILL),
-    "zarr: written over before the commit": (
-        "zarr_engine.ZarrEngine.commit",
-        ZARR_SPARE_AT_ONCE,
-        "--replays 120",
-        LOSS,
+    "zarr: freed before the commit": ("commit_writer.CommitWriter._commit", FREED_EARLY, "--points 150", KILL),
+    "zarr: written over below a reader": (
+        "commit_writer.CommitWriter._leased",
+        READERS_UNSEEN,
+        "",
+        "a run without a kill",
     ),
-    "zarr: written over below a reader": ("zarr_sweep.Sweep.run", READERS_UNSEEN, "", "a run without a kill"),
 }
 """By engine and defect: what is replaced, by what, what the harness does, and by which of it the defect shows."""
 

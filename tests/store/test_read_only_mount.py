@@ -59,7 +59,7 @@ def test_a_reader_that_was_left_behind_is_told_so_and_not_of_damage(tmp_path: Pa
     with Store.open(there, mode="r") as reader:
         assert load(reader, 1) == {0: stored[1]}
         assert ran(GO_ON, home).returncode == 0  # LMDB opens it once in a process
-        with pytest.raises(CommitMissingError, match="was opened at a commit that its writer has left behind"):
+        with pytest.raises(CommitMissingError, match="was opened at commit 0, which its writer has given up since"):
             load(reader, 1)
     assert verify(there)["problems"] == []
     with Store.open(there, mode="r") as reader:

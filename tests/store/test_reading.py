@@ -11,9 +11,9 @@ import pytest
 
 from tests.store.between import Between
 from tests.store.conftest import small_tables
+from tests.store.world import World
 from tiercache.store import MemoryEngine, Store
 from tiercache.store.reading import Pieces
-from tiercache.store.testing.world import World
 
 
 @pytest.mark.parametrize("interruptions", [1, 2])

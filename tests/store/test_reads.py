@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 
 from tests.files import flip
-from tests.store.big import BIG, dump, places, publish
+from tests.store.big import BIG, blocks_of, dump, file_of, publish
+from tests.store.world import World
 from tiercache.kernels.cpu.field_io import read_fields
 from tiercache.kernels.cpu.file_io import has_reads, read_checked
 from tiercache.store import CorruptBlockError, Store
+from tiercache.store.blocks import ROWS
 from tiercache.store.field_check import FieldCheck
 from tiercache.store.reading import Pieces
-from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -109,20 +110,14 @@ def test_damage_is_refused_in_the_same_words(tmp_path: Path, kind: str, damage: 
         dump(store, 0, {1: 500, 2: 500})
         dump(store, 1, {2: 300})
         publish(store, 2)
-        if kind == "lmdb":
-            file = tmp_path / "s" / "blocks.bin"
-            name, at = max((name, place) for name, place in places(tmp_path / "s").items() if name[:1] == b"r")
-            offset, size = at.offset, at.size
-        else:
-            name = max(name for name in store._engine._blocks if name[:1] == b"r")
-            key, size = list(store._engine._blocks[name].chunks(name))[1]
-            file, offset = tmp_path / "s" / key, 0
+        name = max(name for name in blocks_of(tmp_path / "s") if name[0] == ROWS)
+        file, offset, size = file_of(tmp_path / "s", name)
         if damage == "flipped":
             flip(file, offset + size // 3)
         elif damage == "short":
             os.truncate(file, offset + 100)
         elif kind == "lmdb":
-            del store._engine._places[name]
+            store.segments[-1].places[0][ROWS][name[-1]] = -1
         else:
             file.unlink()
         said, calls = [], list[int]()

@@ -78,16 +78,21 @@ def test_a_segment_record_of_other_checksums_is_refused() -> None:
     """One checksum for each piece and block, not more, not fewer."""
     values = {
         "id": 1,
-        "visit": 2,
+        "pass": 2,
         "within": False,
         "streams": [{"row_bytes": 4, "piece_rows": 2, "block_bytes": 16, "ranges": [[5, 3]]}],
     }
-    good = {"pieces/0": np.zeros(2, np.uint32), "keys/0": np.zeros(1, np.uint32)}
+    places = np.zeros(1, np.int64)
+    good = {
+        "pieces/0": np.zeros(2, np.uint32), "keys/0": np.zeros(1, np.uint32), "rows_at/0": places, "keys_at/0": places,
+    }  # fmt: skip
     assert Segment.from_bytes(encode("segment", values, good), "it").rows == 3
     for bad in (
         {**good, "pieces/0": np.zeros(3, np.uint32)},
         {**good, "keys/0": np.zeros(2, np.uint32)},
-        {"pieces/0": np.zeros(2, np.uint32)},
+        {name: array for name, array in good.items() if name != "keys/0"},
+        {**good, "rows_at/0": np.zeros(2, np.int64)},
+        {name: array for name, array in good.items() if name != "keys_at/0"},
     ):
         with pytest.raises(CorruptStoreError, match=r"^it "):
             Segment.from_bytes(encode("segment", values, bad), "it")
@@ -101,9 +106,14 @@ def test_a_commit_record_of_other_state_is_refused() -> None:
         id=1, cursor=Cursor(2, 3), schedule_digest="d", settings={}, environment={}, segment_ids=(1,),
         first_commits=(0,), next_segment=2, retention=1, abandoned=((3, 4),),
         state_bytes=5, state_chunk_bytes=4, state_checksums=np.zeros(2, np.uint32),
+        state_places=np.zeros(2, np.int64),
     )  # fmt: skip
     again = Commit.from_bytes(commit.to_bytes(), "it")
-    assert (again.cursor, again.segment_ids, list(again.state_blocks().values())) == (Cursor(2, 3), (1,), [4, 1])
+    assert (again.cursor, again.segment_ids, [block.size for block in again.state_blocks()]) == (
+        Cursor(2, 3),
+        (1,),
+        [4, 1],
+    )
     values, _ = decode("commit", commit.to_bytes(), "it")
     for change in (
         {"state_bytes": 9},

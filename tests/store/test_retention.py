@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.store.conftest import small_tables
+from tests.store.conftest import held_blocks, small_tables
+from tests.store.failing import FailingEngine
 from tests.store.test_settled import rewritten
+from tests.store.world import World
 from tiercache.store import CommitMissingError, CorruptStoreError, MemoryEngine, Store, StoreFullError, verify
-from tiercache.store.history import keep, release
-from tiercache.store.testing import FailingEngine
-from tiercache.store.testing.world import World
+from tiercache.store.blocks import STATE
+from tiercache.store.commit_writer import keep, release
 from tiercache.store.verification import Verification
 
 if TYPE_CHECKING:
@@ -61,12 +62,12 @@ def test_retention_is_kept_until_another_is_asked_for(tmp_path: Path) -> None:
         assert [commit.id for commit in store.commits] == [3, 4]
         committed(store, world, 1, past)
         assert [commit.id for commit in store.commits] == [5]
-        blocks = store._engine.contents().blocks
+        blocks = held_blocks(store)
     memory = MemoryEngine()
     alone = World(small_tables())
     with Store.open(None, tables=alone.tables, engine=memory) as other:
         alone.run(other, 6)
-    assert {name[1:] for name in blocks if name[:1] != b"s"} == {name[1:] for name in memory.blocks if name[:1] != b"s"}
+    assert {name for name in blocks if name[0] != STATE} == {name for name in memory.blocks if name[0] != STATE}
 
 
 def test_a_rollback_on_a_full_disk_leaves_the_store_where_it_was() -> None:
@@ -109,7 +110,7 @@ def test_a_commit_record_under_another_name_is_refused() -> None:
     world, engine = World(small_tables()), MemoryEngine()
     with Store.open(None, tables=world.tables, engine=engine) as store:
         world.run(store, 2)
-    engine.records["commit/7"] = engine.records.pop("commit/1")
+    engine.by_name["commit/7"] = engine.by_name.pop("commit/1")
     with pytest.raises(CorruptStoreError, match=r"the record of commit 7 .* is that of commit 1"):
         Store.open(None, tables=world.tables, engine=engine)
 
@@ -165,5 +166,5 @@ def test_commits_that_something_else_names_are_kept_until_it_names_others() -> N
         check(store, past[4])
         past[4].run(store, 1)
         assert [commit.id for commit in store.commits] == [4, 8]
-    needed = {name for one in store.commits for name in one.state_blocks()}
-    assert {name for name in engine.contents().blocks if name[:1] == b"s"} == needed
+        needed = {block[:4] for one in store.commits for block in one.state_blocks()}
+        assert {name for name in held_blocks(store) if name[0] == STATE} == needed

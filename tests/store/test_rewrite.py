@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from tests.apart import command
 from tests.store.conftest import small_tables
+from tests.store.failing import FailingEngine
+from tests.store.world import World, WorldUses
 from tiercache.store import NEVER, CorruptStoreError, MemoryEngine, Store, StoreError, StoreFullError, verify
 from tiercache.store.initial import initial_rows
 from tiercache.store.segment import Segment
-from tiercache.store.testing import FailingEngine
-from tiercache.store.testing.world import World, WorldUses
 
 if TYPE_CHECKING:
     from pathlib import Path

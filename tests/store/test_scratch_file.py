@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.store.conftest import small_tables
+from tests.store.world import World
 from tiercache.store import MemoryEngine, Store
 from tiercache.store.scratch_file import ScratchFile, scratch_of
-from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.store.conftest import small_tables
+from tests.store.world import World
 from tiercache.store import CommitMissingError, KeyMissingError, MemoryEngine, Store
 from tiercache.store.initial import initial_rows
-from tiercache.store.testing.world import World
 
 
 def test_keys_without_a_row_are_an_error_unless_asked_for() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.store.conftest import Home, small_tables
 from tests.store.test_rewrite import rows_of
 from tests.store.test_scan import check as check_scans
+from tests.store.world import World, scheduled
 from tiercache.store import (
     NEVER,
     CorruptStoreError,
@@ -26,7 +27,6 @@ from tiercache.store import (
 )
 from tiercache.store.commit import Commit
 from tiercache.store.record import decode, encode
-from tiercache.store.testing.world import World, scheduled
 from tiercache.store.verification import Verification
 
 if TYPE_CHECKING:
@@ -270,9 +270,9 @@ def test_a_settled_store_equals_the_same_rows_compacted(tmp_path: Path) -> None:
 def rewritten(store: Store, engine: MemoryEngine, change: Any) -> None:
     """Write the newest commit's record again, changed."""
     name = f"commit/{store.commit.id}"
-    values, arrays = decode("commit", engine.records[name], "it")
+    values, arrays = decode("commit", engine.by_name[name], "it")
     change(values)
-    engine.records[name] = encode("commit", values, arrays)
+    engine.by_name[name] = encode("commit", values, arrays)
 
 
 def bad_shapes() -> dict[str, Any]:
@@ -313,7 +313,7 @@ def test_a_segment_that_a_commit_inside_a_pass_wrote_is_not_settled(tmp_path: Pa
     store, _ = settled_store(home)
     id_ = store.commit.settled[0].segment_id
     segment = replace(next(segment for segment in store.segments if segment.id == id_), within=True)
-    home.engine.records[f"segment/{id_}"] = segment.to_bytes()
+    home.engine.by_name[f"segment/{id_}"] = segment.to_bytes()
     with pytest.raises(CorruptStoreError, match="was written inside a pass"):
         home.open()
 
@@ -356,7 +356,7 @@ def test_a_record_without_settled_segments_is_as_it_always_was() -> None:
     engine = MemoryEngine()
     with Store.open(None, tables=world.tables, engine=engine) as store:
         world.run(store, 1)
-        values, _ = decode("commit", engine.records["commit/0"], "it")
+        values, _ = decode("commit", engine.by_name["commit/0"], "it")
         assert "settled" not in values
-        assert Commit.from_bytes(engine.records["commit/0"], "it").settled == ()
-        assert replace(store.commit, settled=()).to_bytes() == engine.records["commit/0"]
+        assert Commit.from_bytes(engine.by_name["commit/0"], "it").settled == ()
+        assert replace(store.commit, settled=()).to_bytes() == engine.by_name["commit/0"]

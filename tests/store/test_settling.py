@@ -12,10 +12,10 @@ import pytest
 from tests.apart import ran
 from tests.store.conftest import small_tables
 from tests.store.test_settled import check
+from tests.store.world import World, WorldUses
 from tiercache.store import MemoryEngine, Range, Store, Stream, Table, Zeros, hash_keys
 from tiercache.store.optimizer import SGD
 from tiercache.store.scan import live_rows
-from tiercache.store.testing.world import World, WorldUses
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,7 +81,7 @@ import os, signal, sys
 from tests.store.conftest import small_tables
 from tiercache.store import Store
 from tiercache.store.scratch_file import ScratchFile
-from tiercache.store.testing.world import World
+from tests.store.world import World
 
 path, engine, stage = sys.argv[1:]
 write, left = ScratchFile.write, [60]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.apart import command, ran
-from tests.store.big import BIG, dump, load, places, publish
+from tests.store.big import BIG, blocks_of, dump, load, publish
 from tests.store.test_block_file import aligned
 from tiercache.store import Store, StoreFullError, info, verify
 from tiercache.store import block_file as module
@@ -159,8 +159,8 @@ def test_no_hole_is_where_a_commit_has_a_block(tmp_path: Path, monkeypatch: pyte
     holes = []
 
     def watching(handle: int, offset: int, num_bytes: int) -> bool:
-        for place in places(tmp_path / "s").values():
-            assert place.offset + place.size <= offset or offset + num_bytes <= place.offset
+        for block in blocks_of(tmp_path / "s").values():
+            assert block.place + block.size <= offset or offset + num_bytes <= block.place
         holes.append(num_bytes)
         return punch_hole(handle, offset, num_bytes)
 

@@ -10,14 +10,16 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.files import flipped
-from tests.store.big import places
-from tests.store.conftest import small_tables
+from tests.store.big import file_of
+from tests.store.conftest import held_blocks, small_tables
+from tests.store.world import World
 from tiercache.cli import app
 from tiercache.store import Store, info, verify
-from tiercache.store.testing.world import World
+from tiercache.store.blocks import ROWS, STATE
 from tiercache.store.verification import Verification
 
 if TYPE_CHECKING:
+    Name = tuple[bytes, int, int, int]
     from collections.abc import Iterator
     from pathlib import Path
 
@@ -40,21 +42,16 @@ def opened(path: Path, commit: int | None = None) -> Iterator[Store]:
         yield store
 
 
-def names(path: Path) -> list[bytes]:
+def names(path: Path) -> list[Name]:
     """Return the names of all blocks."""
     with opened(path) as store:
-        return sorted(store._engine.contents().blocks)
+        return sorted(held_blocks(store))
 
 
-def file_of(path: Path, name: bytes) -> tuple[Path, int]:
+def byte_of(path: Path, name: Name) -> tuple[Path, int]:
     """Return the file that holds a block, or a field of it, and where it has its second byte."""
-    if (path / "blocks.bin").exists():
-        return path / "blocks.bin", places(path)[name].offset + 1
-    if name[:1] == b"s":
-        return path / "blocks" / name.hex(), 1
-    segment, group, block = (int.from_bytes(name[a:b], "big") for a, b in ((1, 9), (9, 13), (13, 17)))
-    folder = path / "segments" / str(segment) / str(group)
-    return (folder / "keys" / f"c.{block}" if name[:1] == b"k" else folder / "vector" / f"c.{block}.0"), 1
+    file, at, _ = file_of(path, name)
+    return file, at + 1
 
 
 def touched(path: Path) -> list[int]:
@@ -79,7 +76,7 @@ def test_every_block_of_every_commit_is_read_once(path: Path) -> None:
     seen: list[tuple[int, int]] = []
     found = verify(path, progress=lambda done, total: seen.append((done, total)))
     assert (found["problems"], found["commit"], found["commits"]) == ([], 5, KEPT)
-    assert found["blocks"] == sum(name[:1] == b"r" for name in names(path))
+    assert found["blocks"] == sum(name[0] == ROWS for name in names(path))
     assert found["rows"] >= info(path)["rows"]
     assert seen[-1] == (found["bytes"], found["bytes"])
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
@@ -90,7 +87,7 @@ def test_damage_is_said_of_the_commits_that_it_touches(path: Path) -> None:
     """Of rows, keys and state: as reading each commit alone finds it; blocks that only older commits need count."""
     hit: set[tuple[int, ...]] = set()
     for name in names(path)[:: 5 if path.joinpath("data.mdb").exists() else 9]:
-        with flipped(*file_of(path, name)):
+        with flipped(*byte_of(path, name)):
             with opened(path) as store:
                 (problem,) = Verification(store).run()["problems"]
             assert said(problem) == touched(path) != []
@@ -101,8 +98,8 @@ def test_damage_is_said_of_the_commits_that_it_touches(path: Path) -> None:
 
 def test_the_command_line_names_the_commits_too(path: Path) -> None:
     """In the sentence of the block, with exit code 1."""
-    state = next(name for name in names(path) if name[:1] == b"s")
-    with flipped(*file_of(path, state)):
+    state = next(name for name in names(path) if name[0] == STATE)
+    with flipped(*byte_of(path, state)):
         result = CliRunner().invoke(app, ["verify", str(path)])
     assert result.exit_code == 1
     assert "error: in commit 3, block 0 of the dense state of commit 3 of the store" in result.stderr
@@ -112,9 +109,9 @@ def test_commits_that_do_not_open_are_named_and_the_others_are_read(path: Path) 
     """A block that is gone keeps its commits from opening; a bit elsewhere is found all the same."""
     if path.joinpath("blocks.bin").exists():
         pytest.skip("no block of one file goes missing alone")
-    oldest, newest = [name for name in names(path) if name[:1] == b"s"][:: len(KEPT) - 1]
+    oldest, newest = [name for name in names(path) if name[0] == STATE][:: len(KEPT) - 1]
     file_of(path, oldest)[0].unlink()
-    with flipped(*file_of(path, newest)):
+    with flipped(*byte_of(path, newest)):
         problems = verify(path)["problems"]
     assert len(problems) == 2
     assert problems[0].startswith("in commit 3, the dense state of commit 3 of the store")

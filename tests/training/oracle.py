@@ -22,7 +22,7 @@ LOW, MASK = 0xFFFF_FFFF, (1 << 64) - 1
 
 
 def mix(x: int) -> int:
-    """Return splitmix64's finalizer of x, as docs/format.md has it."""
+    """Return splitmix64's finalizer of x, as docs/format/bits.md has it."""
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
     x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
     return x ^ x >> 31

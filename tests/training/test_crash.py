@@ -13,7 +13,8 @@ import pytest
 
 import tiercache as tc
 from tests.files import flip
-from tests.store.big import places
+from tests.store.big import file_of
+from tests.store.failing import FailingEngine
 from tests.training.cases import (
     Case,
     Result,
@@ -27,10 +28,9 @@ from tests.training.cases import (
     train,
 )
 from tiercache.store import MemoryEngine
-from tiercache.store.blocks import ROWS, block_name
+from tiercache.store.blocks import ROWS
 from tiercache.store.errors import CorruptBlockError, CorruptStoreError, StoreFullError
 from tiercache.store.inspect import verify
-from tiercache.store.testing import FailingEngine
 
 CASE = Case(
     tables=(table("a", 128), table("b", 5, tc.optim.Adam(learning_rate=0.01))),
@@ -161,11 +161,11 @@ def test_an_error_of_any_call_to_the_engine_leaves_a_commit_to_go_on_from(
         assert_same_bits(result_of(store, passes, model), ended)
 
 
-def flip_in_the_middle(path: Path, name: bytes) -> int:
+def flip_in_the_middle(path: Path, name: tuple[bytes, int, int, int]) -> int:
     """Change one bit in the middle of a block; returns the place in the block."""
-    place = places(path)[name]
-    flip(path / "blocks.bin", place.offset + place.size // 2, 0x10)
-    return place.size // 2
+    file, at, size = file_of(path, name)
+    flip(file, at + size // 2, 0x10)
+    return size // 2
 
 
 def flip_in_rows(path: Path) -> int:
@@ -175,7 +175,7 @@ def flip_in_rows(path: Path) -> int:
         segment = store.segments[-1]
         stream = segment.streams[group]
     block = stream.num_blocks - 1
-    at = flip_in_the_middle(path, block_name(ROWS, segment.id, group, block))
+    at = flip_in_the_middle(path, (ROWS, segment.id, group, block))
     first = int(stream.block_piece_B[block])
     base = int(stream.piece_offset_P[first])
     piece = int(np.searchsorted(stream.piece_offset_P, base + at, side="right")) - 1
@@ -212,7 +212,7 @@ def test_a_flipped_byte_in_the_dense_state_is_found_and_refused(trained: Path, p
     """A damaged dense state is found by verify and never loaded into a model."""
     with tc.Store.open(trained, mode="r") as store:
         assert store.commit is not None
-        name = next(iter(store.commit.state_blocks()))
+        name = store.commit.state_blocks()[0][:4]
     flip_in_the_middle(trained, name)
     assert "dense state" in verify(trained)["problems"][0]
     with tc.Store.open(trained, tables=CASE.tables) as store, tiered(store, passes) as cache:

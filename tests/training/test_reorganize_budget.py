@@ -52,7 +52,7 @@ class Watched:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path, store: tc.Store) -> None:
         self.path, self.store, self.sizes, self.temporary = path, store, [0], [0]
-        engine = type(store._engine)
+        engine = type(store._opened.engine)
         for owner, name in ((ScratchFile, "write"), (ScratchFile, "map"), (engine, "write"), (engine, "commit")):
             monkeypatch.setattr(owner, name, self._then_measured(getattr(owner, name)))
         close = ScratchFile.close

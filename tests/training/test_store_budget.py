@@ -14,7 +14,7 @@ import tiercache as tc
 from tests.training.cases import Case, Spec, table, tiered, train
 from tiercache.backends.cpu import CpuBackend
 from tiercache.errors import BudgetError
-from tiercache.store import MemoryEngine, ZarrEngine, fill, info
+from tiercache.store import MemoryEngine, fill, info
 from tiercache.store.inspect import file_bytes_of
 from tiercache.training.dense_state import DenseState
 
@@ -49,8 +49,8 @@ def needed(store: tc.Store, passes: tc.PassDataset, **options: Any) -> int:
 
 def held(path: Path, store: tc.Store) -> int:
     """Return what the disk keeps for a store."""
-    if isinstance(store._engine, ZarrEngine):
-        store._engine._sweep.wait()
+    if not store.closed:
+        store._opened.engine.shrink()
     return file_bytes_of(path)
 
 
@@ -186,14 +186,14 @@ def test_the_live_rows_of_a_plan_are_those_of_the_store(tmp_path: Path, passes: 
             for batch in p.batches(512):
                 del batch
             cache.drain()
-            manifest = store._history._manifest
+            needed = store.history.needed
             total = 0
-            for segment in manifest.segments.values():
+            for segment in needed.segments.values():
                 for group, stream in zip(store.groups, segment.streams, strict=True):
                     rows = min(stream.block_rows, stream.rows)
                     size = (
                         sum(-(-4 * f.width * rows // 4096) * 4096 for f in group.fields) + -(-8 * rows // 4096) * 4096
                     )
-                    total += (stream.num_blocks - manifest.first_blocks[segment.id][group.index]) * size
+                    total += (stream.num_blocks - needed.first_blocks[segment.id][group.index]) * size
             live.append(total)
     assert max(live) == plan.live

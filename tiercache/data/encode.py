@@ -1,4 +1,4 @@
-"""Columns to keys: integers as they are, strings and crosses by XXH64 (docs/format.md)."""
+"""Columns to keys: integers as they are, strings and crosses by XXH64 (docs/format/bits.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The key of a text or of a cross: the same bits as an extraction gives it (docs/format.md)."""
+"""The key of a text or of a cross: the same bits as an extraction gives it (docs/format/bits.md)."""
 
 from __future__ import annotations
 

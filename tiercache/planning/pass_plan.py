@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tiercache.planning.positions import Positions
     from tiercache.planning.reuse_counts import ReuseCounts
     from tiercache.planning.schedule import Schedule
-    from tiercache.store.manifest import Manifest
+    from tiercache.store.history import History
     from tiercache.store.table import Group
 
 
@@ -164,7 +164,7 @@ class Planner:
             )  # fmt: skip
         return tuple(dumps)
 
-    def store_plan(self, stored: Manifest, *, commits: int, state_bytes: int) -> StorePlan:
+    def store_plan(self, stored: History, *, commits: int, state_bytes: int) -> StorePlan:
         """Say what a store that has this takes at its fullest, where it keeps so many commits of such a state."""
         first = self._schedule.epoch_of(self._start) * self._schedule.num_passes
         passes = range(first, first + self._schedule.num_passes)

@@ -12,14 +12,13 @@ from tiercache.planning.store_plan import RECORD_BYTES, block_bytes
 from tiercache.sizes import format_bytes
 from tiercache.store import external_sort, rewrite, settling
 from tiercache.store.changed import CHANGED_BYTES
-from tiercache.store.life import Life
 from tiercache.store.stream import Range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from tiercache.store.base_segment import Layout
-    from tiercache.store.manifest import Manifest
+    from tiercache.store.history import History
     from tiercache.store.table import Group, Table
 
 _KEY_BYTES = 8
@@ -46,7 +45,7 @@ class ReorganizePlan:
     def of(
         cls,
         groups: Sequence[Group],
-        stored: Manifest,
+        stored: History,
         used: Mapping[str, int],
         layout: Layout,
         *,
@@ -72,7 +71,7 @@ class ReorganizePlan:
             standing = _stored_bytes(groups, stored)
         marks = sum(paged(sum(one.live for one in tables if one.group == g.index)) for g in groups)
         keys, rows = _sorted_bytes(tables, idle)
-        commit = stored.newest
+        commit = stored.newest.commit
         return cls(
             standing=standing,
             sorting=marks + max(keys - ordered, rows, 0),
@@ -116,17 +115,13 @@ class _Rows:
     """Live rows of segments that a commit inside a pass wrote: they do not settle."""
 
     @classmethod
-    def of(
-        cls, groups: Sequence[Group], group: Group, table: Table, stored: Manifest, used: Mapping[str, int]
-    ) -> _Rows:
-        commit, place = stored.newest, group.place(table.name)
+    def of(cls, groups: Sequence[Group], group: Group, table: Table, stored: History, used: Mapping[str, int]) -> _Rows:
+        newest, place = stored.newest, group.place(table.name)
         live = within = stale = 0
-        if commit is not None:
-            segments = stored.named(commit)
-            life = Life.of(commit, segments)
-            stale = sum(one.stale_rows[group.index][place] for one in commit.settled)
-            for segment in segments:
-                ranges = segment.streams[group.index].ranges[life.first_range(segment, group.index) :]
+        if newest.commit is not None:
+            stale = sum(one.stale_rows[group.index][place] for one in newest.commit.settled)
+            for segment in newest.segments:
+                ranges = segment.streams[group.index].ranges[newest.first_range(segment, group.index) :]
                 rows = sum(rows.table_rows[place] for rows in ranges)
                 live, within = live + rows, within + rows * (segment.within and segment.pass_index >= 0)
         return cls(
@@ -134,14 +129,14 @@ class _Rows:
         )
 
 
-def _most_idle(tables: Sequence[_Rows], stored: Manifest) -> int:
+def _most_idle(tables: Sequence[_Rows], stored: History) -> int:
     """Return the most bytes of rows that move although nothing uses them (see ``Settling``).
 
     Fewer than are used or stale beside them, and no row of the store is both idle and used: so half at most.
     """
     live = sum(one.live * one.row_bytes for one in tables)
     within = sum(one.within * one.row_bytes for one in tables)
-    if stored.newest is not None and len(stored.newest.segment_ids) > settling.MOST_SETTLED:
+    if len(stored.newest.segments) > settling.MOST_SETTLED:
         return live
     beside = sum((one.used + one.stale) * one.row_bytes for one in tables)
     return min(live, beside + within, -(-(live + within) // 2))
@@ -175,11 +170,12 @@ def _block_row_bytes(group: Group, layout: Layout) -> tuple[float, int]:
     return block / rows, block
 
 
-def _stored_bytes(groups: Sequence[Group], stored: Manifest) -> int:
+def _stored_bytes(groups: Sequence[Group], stored: History) -> int:
     """Return the bytes of all blocks that a commit needs."""
+    needed = stored.needed
     return sum(
-        (stream.num_blocks - stored.first_blocks[id_][group.index])
+        (stream.num_blocks - needed.first_blocks[id_][group.index])
         * (block_bytes(group, min(stream.block_rows, stream.rows)) + paged(CHANGED_BYTES * stream.block_rows))
-        for id_, segment in stored.segments.items()
+        for id_, segment in needed.segments.items()
         for group, stream in zip(groups, segment.streams, strict=True)
     )

@@ -11,7 +11,7 @@ from tiercache.errors import BudgetError
 from tiercache.planning.budget import gap_bytes, paged
 from tiercache.sizes import format_bytes
 from tiercache.store.changed import CHANGED_BYTES
-from tiercache.store.manifest import Manifest
+from tiercache.store.history import History
 from tiercache.store.stream import NEVER
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class StorePlan:
         cls,
         groups: tuple[Group, ...],
         dumps: Mapping[int, tuple[SegmentRanges, ...]],
-        stored: Manifest,
+        stored: History,
         *,
         commits: int,
         commit_every: int,
@@ -103,32 +103,33 @@ def block_bytes(group: Group, rows: int) -> int:
     return sum(paged(4 * field.words * rows) for field in group.fields) + paged(_KEY_BYTES * rows)
 
 
-def _standing_bytes(groups: tuple[Group, ...], stored: Manifest) -> int:
+def _standing_bytes(groups: tuple[Group, ...], stored: History) -> int:
     """Return the bytes of the blocks that no pass frees, and of all last changes: dumps have none in their place."""
-    settled = frozenset[int]() if stored.newest is None else stored.newest.settled_ids
-    earlier = Manifest.of(_of_earlier_schedules(stored.commits), stored.segments).first_blocks
+    newest, needed = stored.newest.commit, stored.needed
+    settled = frozenset[int]() if newest is None else newest.settled_ids
+    earlier = History(stored.snapshots[: _of_earlier_schedules(stored.commits)]).needed.first_blocks
     total = 0
-    for id_, segment in stored.segments.items():
+    for id_, segment in needed.segments.items():
         for group, stream in zip(groups, segment.streams, strict=True):
             firsts = [stream.num_blocks]
             if id_ in earlier:
                 firsts.append(earlier[id_][group.index])
             if id_ in settled:
-                firsts.append(stored.first_blocks[id_][group.index])
+                firsts.append(needed.first_blocks[id_][group.index])
             for first_row, uses in zip(stream.range_first_row_R.tolist(), stream.ranges, strict=False):
                 if uses.next_use == NEVER and uses.rows:
                     firsts.append(first_row // stream.block_rows)
             total += (stream.num_blocks - min(firsts)) * block_bytes(group, min(stream.block_rows, stream.rows))
             if segment.changed and segment.changed[group.index].stored:
-                blocks = stream.num_blocks - stored.first_blocks[id_][group.index]
+                blocks = stream.num_blocks - needed.first_blocks[id_][group.index]
                 total += blocks * paged(CHANGED_BYTES * min(stream.block_rows, stream.rows))
     return total
 
 
-def _of_earlier_schedules(commits: Sequence[Commit]) -> Sequence[Commit]:
-    """Return the commits before the one that began the schedule of the newest: a cursor goes back only there."""
+def _of_earlier_schedules(commits: Sequence[Commit]) -> int:
+    """Return how many commits are before the one that began the schedule of the newest: a cursor goes back there."""
     for i in range(len(commits) - 2, -1, -1):
         before, after = commits[i], commits[i + 1]
         if before.schedule_digest != after.schedule_digest or before.cursor > after.cursor:
-            return commits[: i + 1]
-    return ()
+            return i + 1
+    return 0

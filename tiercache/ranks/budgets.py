@@ -17,7 +17,7 @@ from tiercache.planning.reuse_counts import ReuseCounts
 from tiercache.planning.schedule import Schedule
 from tiercache.ranks.shares import Share
 from tiercache.sizes import format_bytes, parse_bytes
-from tiercache.store.manifest import Manifest
+from tiercache.store.history import History
 from tiercache.store.scratch_file import ScratchFile, scratch_in
 from tiercache.store.table import group_tables
 from tiercache.tiers.device_memory_plan import DeviceMemoryPlan
@@ -132,7 +132,7 @@ class Budgets:
                 start=0 if schedule.repeats else start or 0, within=False, commit_every=self.commit_every, stored={},
             )  # fmt: skip
             if self.store_budget is not None and (schedule.repeats or start is not None):
-                plan = planner.store_plan(Manifest.of((), {}), commits=commits, state_bytes=state_bytes)
+                plan = planner.store_plan(History(), commits=commits, state_bytes=state_bytes)
                 plan.check(self.store_budget)
 
     def check_store(self, share: Share, store: Store, *, order: OrderRule) -> None:

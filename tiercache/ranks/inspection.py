@@ -174,8 +174,8 @@ def _strays(store: ShardedStore) -> Iterator[str]:
 def _within(part: Store, table: Table, low: int, high: int) -> bool:
     """Return whether all rows of a table have hashes in [low, high); reads the first and the last key of each run."""
     group, mine = find_table(part.groups, table.name, part.label)
-    standing = part.standing
-    for run in runs_of(part, standing, standing.named, group, mine):
+    snapshot = part.snapshot
+    for run in runs_of(part, snapshot, snapshot.committed, group, mine):
         stream = run.segment.streams[group.index]
         for row in (run.low, run.high - 1):
             block = row // stream.block_rows

@@ -79,12 +79,12 @@ class OldParts:
 def _scan(
     store: Store, table: Table, hashes: tuple[int, int] | None, scratch: Path | None, memory_bytes: int
 ) -> Iterator[Chunk]:
-    standing = store.standing
     choice = None if hashes is None else _InRange(store, table, hashes)
-    return scan_segments(
-        store, standing.named, table.name,
-        choice=choice, alone=False, memory_bytes=memory_bytes, scratch=scratch, standing=standing,
-    )  # fmt: skip
+    with store.pinned() as snapshot:
+        yield from scan_segments(
+            store, snapshot, snapshot.committed, table.name,
+            choice=choice, alone=False, memory_bytes=memory_bytes, scratch=scratch,
+        )  # fmt: skip
 
 
 class _InRange:

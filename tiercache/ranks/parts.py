@@ -39,8 +39,8 @@ from tiercache.ranks.shard_folder import Mark, delete_part, open_part
 from tiercache.ranks.sharded_folder import LOCK, check_place
 from tiercache.ranks.wanted import Wanted
 from tiercache.store import Cursor, StoreError
+from tiercache.store.commit_writer import keep, release
 from tiercache.store.directory import StoreDirectory, WriterLock
-from tiercache.store.history import keep, release
 
 if TYPE_CHECKING:
     import os

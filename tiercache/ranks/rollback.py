@@ -10,8 +10,8 @@ from tiercache.ranks.record import Record
 from tiercache.ranks.shard_folder import Mark, open_part
 from tiercache.ranks.sharded_folder import LOCK, check_there
 from tiercache.store import StoreError
+from tiercache.store.commit_writer import keep, release
 from tiercache.store.directory import WriterLock
-from tiercache.store.history import keep, release
 
 if TYPE_CHECKING:
     import os

@@ -225,8 +225,7 @@ class PassSwitcher:
                     yield g, b, data, keys
 
         def write() -> None:
-            room = self._budget.transaction - paged(self._budget.block)  # scratch is part of the share
-            self._store.append(plan.pass_index, streams, blocks(), within=True, transaction_bytes=room)
+            self._store.append(plan.pass_index, streams, blocks(), within=True)
             self._publish(Cursor(pass_index=plan.pass_index, sample=sample), state)
 
         try:
@@ -290,7 +289,6 @@ class PassSwitcher:
                 )
             ),
             stable=True,
-            transaction_bytes=self._budget.transaction,
         )
         self._segments[plan.pass_index] = segment
         if plan.commits:
@@ -317,7 +315,6 @@ class PassSwitcher:
             schedule_digest=self._digest,
             settings=settings,
             environment=self.environment,
-            transaction_bytes=self._budget.transaction,
         )
 
     # -- load ---------------------------------------------------------------------------------------------

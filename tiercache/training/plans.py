@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from tiercache.planning.pass_plan import PassPlan, Planner
 from tiercache.planning.reuse_counts import ReuseCounts
-from tiercache.store.history import manifest_of
 from tiercache.tiers.segments import segments_by_pass
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ class Plans:
 
     def store_plan(self, state_bytes: int) -> StorePlan:
         """Return what the store takes at its fullest, with so many bytes of dense state in a commit."""
-        planner, stored = self._planner(None), manifest_of(self._store)
+        planner, stored = self._planner(None), self._store.history
         return planner.store_plan(stored, commits=self._store.retention, state_bytes=state_bytes)
 
     def check_store(self, state_bytes: Callable[[], int]) -> None:

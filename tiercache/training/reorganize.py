@@ -20,7 +20,6 @@ from tiercache.planning.reorganize_plan import ReorganizePlan
 from tiercache.planning.schedule import Schedule
 from tiercache.sizes import format_bytes, parse_bytes
 from tiercache.store import Cursor
-from tiercache.store.history import manifest_of
 from tiercache.store.inspect import file_bytes_of
 from tiercache.store.scan import live_rows
 from tiercache.tiers.first_vectors import initial_vectors
@@ -118,7 +117,7 @@ def reorganize_plan(
     files = 1 if schedule.repeats else 2  # an epoch that is entered in its midst needs the next one's uses, too
     return ReorganizePlan.of(
         store.groups,
-        manifest_of(store),
+        store.history,
         count_keys(positions, positions.keys_of(passes)),
         _layout(positions),
         standing=file_bytes_of(store.path) if store.path is not None and store.path.is_dir() else None,

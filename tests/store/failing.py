@@ -1,9 +1,10 @@
-"""An engine that fails when it is told to, for tests of whatever uses a store."""
+"""Engines that pass calls on to another: one that fails when it is told to, and one that is slow."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,9 +13,7 @@ from tiercache.store.errors import StoreError, StoreFullError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from numpy.typing import NDArray
-
-    from tiercache.store.engine import Block, Contents, Engine, Form
+    from tiercache.store.engine import Block, Data, Engine, ReadRequest
 
 
 def disk_full() -> StoreError:
@@ -26,7 +25,31 @@ class KilledError(Exception):
     """Stands for the death of the process: nothing that the engine is asked for afterward happens."""
 
 
-class FailingEngine:
+class PassingEngine:
+    """Passes all calls to ``engine``."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def write(self, blocks: Iterable[Data], *, stable: bool = False) -> list[int]:
+        """Pass on."""
+        return self.engine.write(blocks, stable=stable)
+
+    def read(self, request: ReadRequest) -> None:
+        """Pass on."""
+        self.engine.read(request)
+
+    def commit(self, records: Mapping[str, bytes | None]) -> None:
+        """Pass on."""
+        self.engine.commit(records)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in {"locate", "fields_apart"}:
+            raise AttributeError(name)  # so that each read is passed on
+        return getattr(self.engine, name)
+
+
+class FailingEngine(PassingEngine):
     """Passes calls to ``engine`` until a chosen one, which raises instead and changes nothing.
 
     Calls of ``write``, ``read`` and ``commit`` count from 1 since ``fail_at`` was last set, in whatever thread.
@@ -45,14 +68,16 @@ class FailingEngine:
     ) -> None:
         """``verbs`` are the calls that count; with ``lasting``, every counted call after the chosen one fails too.
 
-        ``capacity_bytes`` bounds the blocks that ``engine`` holds, over all calls.
+        ``capacity_bytes`` bounds the blocks that are written by this one and not freed.
         """
-        self.engine, self.error, self.verbs, self.lasting = engine, error, verbs, lasting
+        super().__init__(engine)
+        self.error, self.verbs, self.lasting = error, verbs, lasting
         self.capacity_bytes = capacity_bytes
         self.calls = 0
         self.failed = 0
         self.fail_at = fail_at
         self.killed = False
+        self._sizes: dict[tuple[Any, ...], int] = {}
         self._tear: tuple[int, int] | None = None
         self._lock = threading.Lock()
 
@@ -68,7 +93,7 @@ class FailingEngine:
         """
         self._tear = blocks, num_bytes
 
-    def write(self, blocks: Iterable[Block], *, stable: bool = False) -> None:
+    def write(self, blocks: Iterable[Data], *, stable: bool = False) -> list[int]:
         """Take the blocks and, where it is time, fail as a disk does: at the end."""
         if self._due("write"):
             for _ in blocks:
@@ -78,44 +103,48 @@ class FailingEngine:
             self.engine.write(_torn(blocks, *self._tear))
             self.killed = True
             raise KilledError("the process died in the middle of a write")
-        self.engine.write(blocks if self.capacity_bytes is None else self._measured(blocks), stable=stable)
+        sizes = dict(self._sizes)
+        places = self.engine.write(self._measured(blocks, sizes), stable=stable)
+        self._sizes = sizes
+        return places
 
-    def read(self, name: bytes, offset: int, out: NDArray[np.uint8], form: Form | None = None) -> None:
+    def read(self, request: ReadRequest) -> None:
         """Read, or fail."""
         if self._due("read"):
             raise self.error()
-        self.engine.read(name, offset, out, form)
+        self.engine.read(request)
 
-    def commit(self, records: Mapping[str, bytes | None], dead: Iterable[bytes], *, shrink: bool = False) -> None:
+    def commit(self, records: Mapping[str, bytes | None]) -> None:
         """Commit, or fail."""
         if self._due("commit"):
             raise self.error()
-        self.engine.commit(records, dead, shrink=shrink)
+        self.engine.commit(records)
 
-    def contents(self) -> Contents:
+    def records(self) -> Mapping[str, bytes]:
         """Pass on."""
         self._check_alive()
-        return self.engine.contents()
+        return self.engine.records()
 
-    def close(self) -> None:
+    def free(self, blocks: Iterable[Block]) -> None:
         """Pass on."""
-        self.engine.close()
+        self._check_alive()
+        gone = list(blocks)
+        for block in gone:
+            self._sizes.pop(block[:4], None)
+        self.engine.free(gone)
 
-    def _measured(self, blocks: Iterable[Block]) -> Iterator[Block]:
+    def _measured(self, blocks: Iterable[Data], sizes: dict[tuple[Any, ...], int]) -> Iterator[Data]:
         """Yield blocks until the disk is full: then the engine's source fails, and it keeps none of them."""
-        assert self.capacity_bytes is not None
-        sizes = dict(self.engine.contents().blocks)
-        for name, data, form in blocks:
-            sizes.pop(name, None)
+        for block, data in blocks:
             held = sum(sizes.values())
-            if held + data.nbytes > self.capacity_bytes:
+            if self.capacity_bytes is not None and held + data.nbytes > self.capacity_bytes:
                 raise StoreFullError(
                     needed_bytes=data.nbytes,
                     limit=f"the disk of a test may hold {self.capacity_bytes:,} and holds {held:,}",
                     advice="raise capacity_bytes",
                 )
-            sizes[name] = data.nbytes
-            yield name, data, form
+            sizes[block[:4]] = data.nbytes
+            yield block, data
 
     def _due(self, verb: str) -> bool:
         self._check_alive()
@@ -135,10 +164,35 @@ class FailingEngine:
             raise KilledError("the process died before: open the engine again")
 
 
-def _torn(blocks: Iterable[Block], whole: int, num_bytes: int) -> Iterator[Block]:
+class SlowEngine(PassingEngine):
+    """Passes calls to ``engine`` after a delay, so that what depends on timing shows."""
+
+    def __init__(
+        self, engine: Engine, *, read_seconds: float = 0.0, write_seconds: float = 0.0, commit_seconds: float = 0.0
+    ) -> None:
+        super().__init__(engine)
+        self.read_seconds, self.write_seconds, self.commit_seconds = read_seconds, write_seconds, commit_seconds
+
+    def write(self, blocks: Iterable[Data], *, stable: bool = False) -> list[int]:
+        """Wait, then write."""
+        time.sleep(self.write_seconds)
+        return self.engine.write(blocks, stable=stable)
+
+    def read(self, request: ReadRequest) -> None:
+        """Wait, then read."""
+        time.sleep(self.read_seconds)
+        self.engine.read(request)
+
+    def commit(self, records: Mapping[str, bytes | None]) -> None:
+        """Wait, then commit."""
+        time.sleep(self.commit_seconds)
+        self.engine.commit(records)
+
+
+def _torn(blocks: Iterable[Data], whole: int, num_bytes: int) -> Iterator[Data]:
     """Yield ``whole`` blocks and a part of the next."""
-    for i, (name, data, form) in enumerate(blocks):
+    for i, (block, data) in enumerate(blocks):
         if i < whole:
-            yield name, data, form
-        elif i == whole and num_bytes:
-            yield name, data.reshape(-1).view(np.uint8)[:num_bytes], None
+            yield block, data
+        elif i == whole and num_bytes and block.layout is None:
+            yield block._replace(size=num_bytes), data.reshape(-1).view(np.uint8)[:num_bytes]

@@ -17,6 +17,8 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.store.failing import FailingEngine, KilledError
+from tests.store.world import World
 from tiercache.store.commit import Cursor
 from tiercache.store.errors import StoreError, StoreFullError
 from tiercache.store.initial import initial_rows
@@ -24,13 +26,11 @@ from tiercache.store.initializer import Uniform, Zeros
 from tiercache.store.optimizer import SGD, Adagrad, Adam
 from tiercache.store.store import Store
 from tiercache.store.table import Table
-from tiercache.store.testing.failing import FailingEngine, KilledError
-from tiercache.store.testing.world import World
 from tiercache.store.verification import Verification
 
 if TYPE_CHECKING:
+    from tests.store.engine_contract import EngineContract
     from tiercache.store.engine import Engine
-    from tiercache.store.testing.contract import EngineContract
 
 TABLES = (
     Table(name="user", dim=3, optimizer=Adagrad(learning_rate=0.1), initializer=Uniform(low=-0.1, high=0.1)),
@@ -115,10 +115,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.store = Store.open(None, tables=TABLES, engine=self.engine, retention=retention)
 
     @precondition(lambda self: self.scheduled)
-    @rule(transaction_bytes=st.sampled_from([1, 500, 1 << 20]))
-    def write(self, transaction_bytes: int) -> None:
+    @rule()
+    def write(self) -> None:
         """A pass is dumped."""
-        self._dump(transaction_bytes)
+        self._dump()
         self.world.pass_index += 1
 
     @precondition(lambda self: self._may_commit(0))
@@ -133,7 +133,7 @@ class StoreMachine(RuleBasedStateMachine):
     def commit_within(self, sample: int) -> None:
         """A commit inside the pass, with all its rows."""
         if self._may_commit(sample):
-            self._dump(100, within=True, part=sample)
+            self._dump(within=True, part=sample)
             self.world.publish(self._store(), sample=sample)
             self._keep(Cursor(self.world.pass_index, sample))
 
@@ -193,7 +193,7 @@ class StoreMachine(RuleBasedStateMachine):
         """The process dies in the middle of a write, and another opens the store."""
         self.engine.tear(blocks, num_bytes)
         try:
-            self._dump(1 << 20)
+            self._dump()
         except KilledError:
             self.crash()
         else:
@@ -205,7 +205,7 @@ class StoreMachine(RuleBasedStateMachine):
         """The disk is full at the next, or a later, call; training goes back to the commit."""
         self.engine.fail_in(call)
         try:
-            self._dump(300)
+            self._dump()
             self.world.pass_index += 1
             self.commit()
         except StoreFullError:
@@ -307,9 +307,9 @@ class StoreMachine(RuleBasedStateMachine):
         cursor = self._cursor()
         return cursor is not None and cursor.sample == 0
 
-    def _dump(self, transaction_bytes: int, *, within: bool = False, part: int = 0) -> None:
+    def _dump(self, *, within: bool = False, part: int = 0) -> None:
         self.world.train(part=part)
-        self.world.append(self._store(), within=within, transaction_bytes=transaction_bytes)
+        self.world.append(self._store(), within=within)
 
     def _keep(self, cursor: Cursor, *, id_: int | None = None) -> None:
         """Note a commit; from now on a crash leads here."""

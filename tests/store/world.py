@@ -141,7 +141,7 @@ class World:
         fields = zip(*(np.split(row, cuts) for row in rows), strict=True)
         return b"".join(np.concatenate(values).tobytes() for values in fields)
 
-    def append(self, store: Store, *, within: bool = False, transaction_bytes: int = 1 << 20) -> Segment:
+    def append(self, store: Store, *, within: bool = False) -> Segment:
         """Dump the present pass."""
         laid = [self.layout(group, within=within) for group in store.groups]
         blocks = (
@@ -150,7 +150,7 @@ class World:
             for block in self.blocks(stream, keys, group)
         )
         streams = [stream for stream, _ in laid]
-        return store.append(self.pass_index, streams, blocks, within=within, transaction_bytes=transaction_bytes)
+        return store.append(self.pass_index, streams, blocks, within=within)
 
     def compact(self, store: Store) -> None:
         """Compact; from now on no row has a next use, and only ``follow`` leads on."""

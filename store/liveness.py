@@ -1,4 +1,4 @@
-"""Which rows are still needed: derived from a cursor, and of settled segments from the commit."""
+"""Liveness: which rows a commit needs. It follows from the cursor, and of settled segments from the commit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
-    """The one rule of life: which ranges of which segments are needed at a cursor.
+class Liveness:
+    """The one rule of liveness: which ranges of which segments are needed at a cursor.
 
     A range with next use u is live at cursor (v, x) where u > v; and u == v, unless x > 0: then only in the newest
     segment that is within pass v, which holds the whole key set of v. Of settled segments, whose next
@@ -29,12 +29,12 @@ class Life:
     """By segment id."""
 
     @classmethod
-    def of(cls, commit: Commit, segments: Iterable[Segment]) -> Life:
+    def of(cls, commit: Commit, segments: Iterable[Segment]) -> Liveness:
         """Return the rule of a commit; ``segments`` has at least those that it names."""
         return cls.at(commit.cursor, segments, commit.settled)
 
     @classmethod
-    def at(cls, cursor: Cursor, segments: Iterable[Segment], settled: Collection[Settled]) -> Life:
+    def at(cls, cursor: Cursor, segments: Iterable[Segment], settled: Collection[Settled]) -> Liveness:
         """Return the rule at ``cursor``. Raises ValueError for a cursor inside a pass that wrote no segment."""
         by_id = {one.segment_id: one for one in settled}
         if cursor.sample == 0:

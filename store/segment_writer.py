@@ -1,4 +1,4 @@
-"""One dump on its way into an engine: checked, sealed with checksums, cut into bounded transactions."""
+"""A segment on its way into an engine: blocks are checked, get their checksums, and learn their places."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.store.blocks import CHANGED, KEYS, ROWS, block_name, segment_names
+from tiercache.store.blocks import CHANGED, KEYS, ROWS
 from tiercache.store.changed import CHANGED_BYTES, Changed
-from tiercache.store.engine import Form
 from tiercache.store.segment import Segment
 
 if TYPE_CHECKING:
@@ -19,8 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.blocks import Checksums
-    from tiercache.store.engine import Block as NamedBlock
-    from tiercache.store.engine import Engine
+    from tiercache.store.engine import Data, Engine
     from tiercache.store.stream import Stream
     from tiercache.store.table import Group
 
@@ -34,11 +32,10 @@ _SEAL_BYTES = 64 << 20
 """Of blocks whose checksums are computed by one call: few calls, and little that is left when all is written."""
 
 
-class Dump:
-    """The blocks of one segment on their way into an engine, in transactions of at most ``transaction_bytes``.
+class SegmentWriter:
+    """Writes the blocks of one segment.
 
-    ``stable`` ones, of which the engine takes no copies to keep, go by one transaction of any size; their checksums are
-    computed on a thread of their own meanwhile.
+    Checksums of ``stable`` ones are computed on a thread of their own while the engine writes.
     """
 
     def __init__(
@@ -46,57 +43,45 @@ class Dump:
         segment: Segment,
         groups: Sequence[Group],
         blocks: Iterable[Block] | Iterable[MovedBlock],
-        transaction_bytes: int,
         checksums: Checksums,
         *,
         stable: bool,
     ) -> None:
-        self.segment = segment
+        self.segment, self._groups = segment, groups
         self._stored = [bool(segment.changed) and segment.changed[g].stored for g in range(len(segment.streams))]
         """By group: whether last changes are written."""
         row_bytes = [s.row_bytes + 8 + CHANGED_BYTES * n for s, n in zip(segment.streams, self._stored, strict=True)]
-        self.bytes_left = sum(s.rows * n for s, n in zip(segment.streams, row_bytes, strict=True))
-        """What the engine did not take yet."""
-        self.transactions = self.rows = self.row_bytes = self.changed_bytes = 0
-        """What the engine took, counted block by block."""
+        self.num_bytes = sum(s.rows * n for s, n in zip(segment.streams, row_bytes, strict=True))
+        """Of all blocks."""
         self._source: Iterator[Block | MovedBlock] = iter(blocks)
-        self._forms = [Form(group, stream) for group, stream in zip(groups, segment.streams, strict=True)]
-        self._limit, self._checksums, self._stable = transaction_bytes, checksums, stable
+        self._checksums, self._stable = checksums, stable
         self._missing = {(g, b) for g, stream in enumerate(segment.streams) for b in range(stream.num_blocks)}
-        blocks_bytes = (min(s.block_rows, s.rows) * n for s, n in zip(segment.streams, row_bytes, strict=True))
-        self._largest = max(blocks_bytes, default=0)
-        self._written = 0
         self._unsealed: list[Taken] = []
         self._unsealed_bytes = 0
         self._sealer: ThreadPoolExecutor
         self._seals: list[Future[None]] = []
 
     def write(self, engine: Engine) -> None:
-        """Write all blocks; then the segment's checksums are whole too.
+        """Write all blocks; then the segment has its places, and all its checksums.
 
-        Raises what the engine raises, and ValueError for blocks that are not what the streams say.
+        Raises what the engine raises, and ValueError for blocks that are not what the streams say: nothing is left.
         """
+        order: list[tuple[int, bytes, int]] = []
         with ThreadPoolExecutor(1, thread_name_prefix="tiercache-checksums") as sealer:
             self._sealer = sealer
-            while self._missing:
-                self._written = 0
-                engine.write(self._transaction(), stable=self._stable)
-                self.bytes_left -= self._written
-                self.transactions += 1
-            for seal in self._seals:
-                seal.result()
+            places = engine.write(self._blocks(order), stable=self._stable)
+            for (group, kind, block), place in zip(order, places, strict=True):
+                self.segment.places[group][kind][block] = place
+            try:
+                for seal in self._seals:
+                    seal.result()
+            except BaseException:
+                engine.free(self.segment.block(kind, self._groups[group], block) for group, kind, block in order)
+                raise
 
-    def names(self) -> set[bytes]:
-        """Return the names of all blocks."""
-        return {
-            name
-            for group, stream in enumerate(self.segment.streams)
-            for name in segment_names(self.segment, group, 0, stream.num_blocks)
-        }
-
-    def _transaction(self) -> Iterator[NamedBlock]:
-        id_ = self.segment.id
-        while self._missing and (self._stable or not self._written or self._written + self._largest <= self._limit):
+    def _blocks(self, order: list[tuple[int, bytes, int]]) -> Iterator[Data]:
+        """Yield all blocks, and add to ``order`` which they are."""
+        while self._missing:
             taken = group, block, data, keys, changed = self._next()
             self._check(taken)
             self._unsealed.append(taken)
@@ -106,16 +91,12 @@ class Dump:
                 self._unsealed = []
             elif self._unsealed_bytes >= _SEAL_BYTES:
                 self._seal_meanwhile()
-            self._written += data.size + 8 * keys.size
-            self.rows += keys.size
-            self.row_bytes += data.size
-            form = self._forms[group]
-            yield block_name(ROWS, id_, group, block), data, form
-            yield block_name(KEYS, id_, group, block), keys.view(np.uint8), form
+            parts = [(ROWS, data), (KEYS, keys.view(np.uint8))]
             if changed is not None and self._stored[group]:
-                self._written += changed.nbytes
-                self.changed_bytes += changed.nbytes
-                yield block_name(CHANGED, id_, group, block), changed.view(np.uint8), form
+                parts.append((CHANGED, changed.view(np.uint8)))
+            for kind, part in parts:
+                order.append((group, kind, block))
+                yield self.segment.block(kind, self._groups[group], block), part
         if self._stable:
             self._seal_meanwhile()  # while the engine writes what it has
 
@@ -179,7 +160,8 @@ class Dump:
 def new_segment(
     id_: int, pass_index: int, streams: Sequence[Stream], *, within: bool, moved: Sequence[bool] = ()
 ) -> Segment:
-    """Return a segment whose checksums are still to come; ``moved`` says of which streams last changes are stored."""
+    """Return a segment whose checksums and places are to come; ``moved``: of which streams last changes are stored."""
+    kinds = [(ROWS, KEYS, CHANGED) if stored else (ROWS, KEYS) for stored in moved or [False] * len(streams)]
     return Segment(
         id=id_,
         pass_index=pass_index,
@@ -187,6 +169,10 @@ def new_segment(
         streams=tuple(streams),
         checksums=tuple(np.zeros(stream.num_pieces, np.uint32) for stream in streams),
         key_checksums=tuple(np.zeros(stream.num_blocks, np.uint32) for stream in streams),
+        places=tuple(
+            {kind: np.full(stream.num_blocks, -1, np.int64) for kind in of_group}
+            for stream, of_group in zip(streams, kinds, strict=True)
+        ),
         changed=tuple(
             Changed.to_come(stream, stored=stored) for stream, stored in zip(streams, moved, strict=bool(moved))
         ),

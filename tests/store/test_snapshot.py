@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from tests.store.between import Between, engine_of
-from tests.store.conftest import small_tables
-from tiercache.store import CommitMissingError, CorruptBlockError, Store, StoreError
+from tests.store.conftest import held_blocks, small_tables
+from tests.store.world import World
+from tiercache.store import CommitMissingError, CorruptBlockError, Store, StoreClosedError, StoreError
 from tiercache.store.lookup import read_found
 from tiercache.store.serving import changed_rows
-from tiercache.store.standing import TRIES
-from tiercache.store.testing.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,27 +79,17 @@ def test_a_lookup_is_of_one_moment_whatever_commits_come_between_its_reads(train
     assert nth > 10
 
 
-def test_a_lookup_that_meets_a_commit_half_made_waits_for_it(trained: Trained) -> None:
-    """Blocks are gone and the store does not know it yet: the lookup is one of the commit that comes."""
-    found: list[Rows | Exception] = []
+def test_a_lookup_beside_a_commit_half_made_waits_for_nothing(trained: Trained) -> None:
+    """The engine has committed and the store does not know it yet: the lookup has the rows that were appended."""
+    found: list[Rows] = []
 
     def look() -> None:
-        try:
-            found.append(trained.lookup())
-        except StoreError as error:
-            found.append(error)
-
-    reader = threading.Thread(target=look)
-
-    def meanwhile() -> None:
-        trained.engine.read_failed.clear()
+        reader = threading.Thread(target=lambda: found.append(trained.lookup()))
         reader.start()
-        assert trained.engine.read_failed.wait(60)
-        reader.join(0.05)
+        reader.join(60)
 
-    trained.engine.after_commit = meanwhile
+    trained.engine.after_commit = look
     trained.run(1)
-    reader.join(60)
     assert found == [trained.seen[-1]]
 
 
@@ -126,32 +115,22 @@ def test_lookups_beside_a_training_are_each_of_one_moment(trained: Trained) -> N
     assert all(rows in trained.seen for rows in found)
 
 
-def test_a_lookup_that_commits_do_not_let_end_holds_them_off(kind: str, tmp_path: Path) -> None:
-    """It was disturbed often enough: the next commit waits until it has ended, and is made then."""
-    trained = Trained(kind, tmp_path / "s")
-    made = 0
-    waiting: list[threading.Thread] = []
-    before: list[Rows] = []
-
-    def again() -> None:
-        nonlocal made
-        if waiting:
-            return
-        before[:] = trained.seen[-1:]
-        trainer = threading.Thread(target=trained.run, args=(4,))
-        trainer.start()
-        trainer.join(5 if made < TRIES else 1)
-        if trainer.is_alive():
-            waiting.append(trainer)
-        made += 1
-        trained.engine.in_reads(2, again)
-
-    trained.engine.in_reads(2, again)
-    assert [trained.lookup()] == before
-    assert made > TRIES
-    waiting[0].join(60)
-    assert len(trained.seen) == 6 + 4 * made
-    assert trained.lookup() == trained.seen[-1]
+def test_what_a_reading_holds_is_freed_after_it(kind: str, tmp_path: Path) -> None:
+    """Commits go on meanwhile; the next one after it frees what only the reading needed."""
+    trained, quiet = Trained(kind, tmp_path / "s"), Trained(kind, tmp_path / "t")
+    for one in (trained, quiet):
+        scan = one.store.scan(NAME, chunk_rows=1)
+        if one is trained:
+            next(scan)
+        one.run(5)
+        assert (len(held_blocks(one.store)) > len(held_blocks(quiet.store))) == (one is trained)
+        found = {}
+        if one is trained:
+            rest = [*scan]
+            assert len(rest) == trained.store.live_rows(NAME) - 1
+        one.run(1)
+        del scan, found
+    assert held_blocks(trained.store) == held_blocks(quiet.store)
 
 
 def test_damage_is_still_damage(tmp_path: Path) -> None:
@@ -175,26 +154,23 @@ def test_rows_that_were_located_before_a_commit_are_not_zeros_after_it(trained: 
 
 
 @pytest.mark.parametrize("since", [-1, 4])
-def test_changes_end_with_a_commit_that_is_made_meanwhile(trained: Trained, since: int) -> None:
-    """Whichever read it comes before: what was given is right, and the error is no damage."""
+def test_changes_are_of_one_commit_whatever_is_made_meanwhile(trained: Trained, since: int) -> None:
+    """Whichever read it comes before: every row is that of the commit with which it began."""
     for nth in trained.places:
         trained.engine.in_reads(nth, lambda: trained.run(2))
-        before, given = trained.seen[-1], 0
-        try:
-            for keys, fields in trained.store.changes(NAME, since=since):
-                given += keys.size
-                for i, key in enumerate(keys.tolist()):
-                    assert b"".join(values[i].tobytes() for values in fields.values()) == before[key]
-        except StoreError as error:
-            assert f"made a commit while changes of table {NAME!r} were read" in str(error)  # noqa: PT017 - often
-        else:
+        before, expected = trained.seen[-1], changed_rows(trained.store, NAME, since)
+        given = 0
+        for keys, fields in trained.store.changes(NAME, since=since):
+            given += keys.size
+            for i, key in enumerate(keys.tolist()):
+                assert b"".join(values[i].tobytes() for values in fields.values()) == before[key]
+        assert given == expected > 0
+        if not trained.engine.reached:
             break
-    assert not trained.engine.reached
-    assert given > 0
     assert nth > 3
 
 
-def test_changes_of_settled_segments_end_in_the_same_way(tmp_path: Path) -> None:
+def test_changes_of_settled_segments_are_of_one_commit(tmp_path: Path) -> None:
     """They are scanned; and how many there are is known without reading a row."""
     trained = Trained("memory", tmp_path)
     trained.world.keys_per_pass = 2
@@ -204,30 +180,31 @@ def test_changes_of_settled_segments_end_in_the_same_way(tmp_path: Path) -> None
         reads = trained.store.counters.row_bytes_read
         expected = changed_rows(trained.store, NAME, since)
         assert trained.store.counters.row_bytes_read == reads
+        trained.engine.in_reads(2, lambda: trained.run(1))
         assert sum(keys.size for keys, _ in trained.store.changes(NAME, since=since)) == expected
-    trained.engine.in_reads(2, lambda: trained.run(4))
-    with pytest.raises(StoreError, match=f"made a commit while table {NAME!r} was scanned"):
-        list(trained.store.changes(NAME, since=-1))
 
 
-def test_an_older_commit_that_is_given_up_meanwhile_is_missing_and_not_damaged(kind: str, tmp_path: Path) -> None:
-    """While it is kept its rows are what they were, whatever is committed; then every reading says what happened."""
+def test_an_older_commit_that_is_given_up_is_read_for_as_long_as_it_is_open(kind: str, tmp_path: Path) -> None:
+    """Its rows are what they were, whatever is committed; it is not found a second time."""
     trained = Trained(kind, tmp_path / "s", retention=3)
     id_, rows, state = trained.store.commits[0].id, trained.seen[-3], trained.store.at(trained.store.commits[0].id)
     with trained.store, state as older, older.at(id_) as same:
-        assert trained.lookup(older) == trained.lookup(same) == rows
-        dense = older.state()
         trained.run(5)
-        assert dense == b"state at 4, 0"
         for store in (older, same):
-            for read in (
-                lambda store=store: trained.lookup(store),
-                lambda store=store: list(store.changes(NAME, since=-1)),
-                store.state,
-                lambda store=store: store.locate(NAME, trained.keys, after=id_),
-            ):
-                with pytest.raises(CommitMissingError, match=f"does not keep commit {id_} any more"):
-                    read()
+            assert trained.lookup(store) == rows
+            assert store.state() == b"state at 4, 0"
+            assert sum(keys.size for keys, _ in store.changes(NAME, since=-1)) == len(rows)
+        with pytest.raises(CommitMissingError, match=f"has no commit {id_}: give one of"):
+            trained.store.at(id_)
+
+
+def test_a_closed_store_ends_its_older_commits(kind: str, tmp_path: Path) -> None:
+    """They are read through its engine."""
+    trained = Trained(kind, tmp_path / "s", retention=3)
+    older = trained.store.at(trained.store.commits[0].id)
+    trained.store.close()
+    with older, pytest.raises(StoreClosedError, match="is closed: open it again"):
+        trained.lookup(older)
 
 
 def test_an_older_commit_is_opened_beside_a_training(trained: Trained) -> None:

@@ -1,0 +1,110 @@
+"""The one commit that a store for reading stays at, and what keeps its blocks from being freed meanwhile."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from tiercache.store.errors import CommitMissingError, CorruptStoreError, StoreError
+from tiercache.store.history import COMMIT, History
+from tiercache.store.leases import Lease
+from tiercache.store.recovery import check_blocks, recover
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from tiercache.store.commit import Commit
+    from tiercache.store.commit_writer import CommitWriter
+    from tiercache.store.engine import Engine
+    from tiercache.store.snapshot import Snapshot
+    from tiercache.store.table import Group
+
+_TRIES, _PAUSE_SECONDS = 100, 0.01
+"""How often commits may give up the one that is about to be read."""
+
+
+class CommitReader:
+    """A commit, leased from a writer in another process or held in this one, until it is closed."""
+
+    def __init__(self, engine: Engine, label: str, history: History, snapshot: Snapshot) -> None:
+        """Only the class methods call this."""
+        self._engine, self._label = engine, label
+        self.history, self.snapshot = history, snapshot
+        self._holds = ExitStack()
+
+    @classmethod
+    def leased(cls, engine: Engine, groups: Sequence[Group], label: str, at: int | None = None) -> CommitReader:
+        """Take a lease of commit ``at``, the newest where not said, as far as leases can be taken.
+
+        Raises CommitMissingError and CorruptStoreError.
+        """
+        for _ in range(_TRIES):
+            found = recover(engine.records(), groups, label, at=at)
+            reader = cls(engine, label, found.history, found.history.newest)
+            try:
+                if not reader._take(engine):
+                    continue  # a commit gave it up meanwhile
+                check_blocks(engine, reader.snapshot, groups, label)
+            except CorruptStoreError:
+                reader.close()
+                if reader._is_there():
+                    raise
+            except BaseException:
+                reader.close()
+                raise
+            else:
+                return reader
+            time.sleep(_PAUSE_SECONDS)
+        raise CommitMissingError(f"commits of {label} are given up faster than they can be read: keep more (retention)")
+
+    @classmethod
+    def pinned_in(cls, writer: CommitWriter, engine: Engine, label: str, at: int) -> CommitReader:
+        """Hold a commit of a writer in this process. Raises CommitMissingError."""
+        holds = ExitStack()
+        snapshot = holds.enter_context(writer.pinned(at))
+        reader = cls(engine, label, History((snapshot,)), snapshot)
+        reader._holds = holds
+        return reader
+
+    @property
+    def commit(self) -> Commit | None:
+        """It."""
+        return self.snapshot.commit
+
+    @contextmanager
+    def pinned(self) -> Iterator[Snapshot]:
+        """Yield the snapshot; it is held anyway."""
+        yield self.snapshot
+
+    def explain(self, error: CorruptStoreError) -> StoreError:
+        """Return what to raise for damage that was seen: where the commit is gone, nothing is damaged."""
+        if self._is_there() or self.commit is None:
+            return error
+        return CommitMissingError(
+            f"{self._label} was opened at commit {self.commit.id}, which its writer has given up since, as no lease "
+            "could be taken: open the store again, or let readers write to its folder"
+        )
+
+    def close(self) -> None:
+        """Give the commit up; a second time does nothing."""
+        self._holds.close()
+
+    def _take(self, engine: Engine) -> bool:
+        """Take a lease, where the engine has a folder for it; False where the commit is gone."""
+        if self.commit is None or engine.lease_folder is None:
+            return True
+        lease = Lease.take(engine.lease_folder, self.commit.id)
+        if lease is None:
+            return True
+        self._holds.callback(lease.release)
+        return self._is_there()
+
+    def _is_there(self) -> bool:
+        """Whether the newest records still have the commit."""
+        if self.commit is None:
+            return True
+        try:
+            return f"{COMMIT}{self.commit.id}" in self._engine.records()
+        except StoreError:
+            return True

@@ -1,0 +1,170 @@
+"""Which blocks a writer holds and which were freed, and so which objects and pages of files nobody needs."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.store.blocks import STATE
+from tiercache.store.direct_file import PAGE_BYTES, paged
+from tiercache.store.zarr_layout import NODE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from numpy.typing import NDArray
+
+    from tiercache.store.engine import Block
+    from tiercache.store.zarr_layout import Array, Arrays
+
+    Marks = NDArray[np.uint8]
+    Holes = dict[str, list[tuple[int, int]]]
+    """By name of an object: where the runs of its bytes begin that nobody needs, and where they end."""
+
+_ABSENT, _HELD, _FREED = 0, 1, 2
+"""What a block is to the writer."""
+
+
+class _Stream:
+    """The blocks of one segment stream, a byte for each."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.arrays = arrays
+        self.marks: dict[bytes, Marks] = {
+            kind: np.zeros(arrays.layout.stream.num_blocks, np.uint8) for kind in arrays.by_kind
+        }
+        self.held = 0
+
+
+class Holdings:
+    """What a writer holds. For one thread at a time."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        """Of all blocks."""
+        self.nodes: set[str] = set()
+        """The objects that describe groups and arrays, of what is held."""
+        self._state: set[tuple[int, int]] = set()
+        self._streams: dict[tuple[int, int], _Stream] = {}
+        self._segments: Counter[int] = Counter()
+
+    def arrays(self, name: tuple[int, int]) -> Arrays | None:
+        """Return the arrays of a stream, by segment and group; None where nothing of it is held."""
+        stream = self._streams.get(name)
+        return None if stream is None else stream.arrays
+
+    def undescribed(self, arrays: Arrays, kind: bytes) -> dict[str, bytes]:
+        """Return the objects that must describe the arrays of a kind and are not there."""
+        if f"{arrays.by_kind[kind][-1].folder}/{NODE}" in self.nodes:
+            return {}
+        return {key: data for key, data in arrays.nodes(kind).items() if key not in self.nodes}
+
+    def hold(self, block: Block, arrays: Arrays | None) -> None:
+        """Note a block; of all but dense state with its arrays."""
+        if block.kind == STATE or arrays is None:
+            name = block.owner, block.index
+            self.bytes += 0 if name in self._state else block.size
+            self._state.add(name)
+            return
+        stream = self._streams.get((block.owner, block.group))
+        if stream is None:
+            stream = self._streams[block.owner, block.group] = _Stream(arrays)
+            self._segments[block.owner] += 1
+        marks = stream.marks[block.kind]
+        if marks[block.index] != _HELD:
+            marks[block.index] = _HELD
+            stream.held += 1
+            self.bytes += block.size
+
+    def everything(self) -> tuple[set[str], Holes]:
+        """Return all objects that have something of what is held, and what else is in them: all the rest is free."""
+        needed = {f"state/{owner}.{index}" for owner, index in self._state}
+        holes: Holes = {}
+        for stream in self._streams.values():
+            self.nodes |= _nodes(stream.arrays)
+            for kind, marks in stream.marks.items():
+                marks[marks != _HELD] = _FREED
+                for array in stream.arrays.by_kind[kind]:
+                    for chunk in range(-(-marks.size // array.chunk_blocks)):
+                        low = chunk * array.chunk_blocks
+                        mine = marks[low : low + array.chunk_blocks]
+                        if np.any(mine == _HELD):
+                            needed.add(array.key(chunk))
+                            if runs := list(_runs(array, low, mine, mine == _FREED)):
+                                holes[array.key(chunk)] = runs
+        return needed, holes
+
+    def free(self, blocks: Iterable[Block]) -> tuple[set[str], Holes, list[str]]:
+        """Let blocks go: return the objects and the folders that nobody needs, and what nobody needs in others."""
+        keys: set[str] = set()
+        freed: dict[tuple[int, int], dict[bytes, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for block in blocks:
+            if block.kind == STATE:
+                if (block.owner, block.index) in self._state:
+                    self._state.remove((block.owner, block.index))
+                    self.bytes -= block.size
+                    keys.add(f"state/{block.owner}.{block.index}")
+                continue
+            name = block.owner, block.group
+            stream = self._streams.get(name)
+            if stream is not None and stream.marks[block.kind][block.index] == _HELD:
+                stream.marks[block.kind][block.index] = _FREED
+                stream.held -= 1
+                self.bytes -= block.size
+                freed[name][block.kind].append(block.index)
+        holes: Holes = {}
+        folders: list[str] = []
+        for name, by_kind in freed.items():
+            stream = self._streams[name]
+            for kind, indices in by_kind.items():
+                for array in stream.arrays.by_kind[kind]:
+                    _free_in(array, stream.marks[kind], indices, keys, holes)
+            if not stream.held:
+                folders.append(self._forget(name))
+        return keys, holes, folders
+
+    def _forget(self, name: tuple[int, int]) -> str:
+        """Forget a stream of which nothing is held, and return the folder that is to be deleted."""
+        arrays = self._streams.pop(name).arrays
+        self._segments[name[0]] -= 1
+        self.nodes -= _nodes(arrays) - {f"{arrays.segment_folder}/{NODE}"}
+        if self._segments[name[0]]:
+            return arrays.folder
+        del self._segments[name[0]]
+        self.nodes.discard(f"{arrays.segment_folder}/{NODE}")
+        return arrays.segment_folder
+
+
+def _free_in(array: Array, marks: Marks, indices: list[int], keys: set[str], holes: Holes) -> None:
+    """Note which chunks of an array nobody needs, now that blocks were freed, and what in others."""
+    new = np.zeros(marks.size, bool)
+    new[indices] = True
+    for chunk in sorted({index // array.chunk_blocks for index in indices}):
+        low = chunk * array.chunk_blocks
+        mine = marks[low : low + array.chunk_blocks]
+        if not np.any(mine == _HELD):
+            keys.add(array.key(chunk))
+        elif runs := list(_runs(array, low, mine, new[low : low + array.chunk_blocks])):
+            holes[array.key(chunk)] = runs
+
+
+def _runs(array: Array, low: int, marks: Marks, new: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """Yield beginning and end of the pages of a chunk that only freed blocks have, of runs with some of the new ones.
+
+    ``low`` is the first block of the chunk.
+    """
+    edges = np.flatnonzero(np.diff(marks == _FREED, prepend=False, append=False)).tolist()
+    for first, last in zip(edges[::2], edges[1::2], strict=True):
+        if np.any(new[first:last]):
+            end = array.place(low + last - 1)
+            begin, stop = paged(array.place(low + first).begin), end.begin + end.size
+            stop = paged(stop) if stop == end.used_bytes else stop // PAGE_BYTES * PAGE_BYTES
+            if begin < stop:
+                yield begin, stop
+
+
+def _nodes(arrays: Arrays) -> set[str]:
+    folders = {array.folder for parts in arrays.by_kind.values() for array in parts}
+    return {f"{folder}/{NODE}" for folder in (arrays.segment_folder, arrays.folder, *folders)}

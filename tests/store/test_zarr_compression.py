@@ -1,0 +1,159 @@
+"""Compressed chunks of the Zarr engine: read by ranges, smaller, damage is found before anything is decompressed."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.files import flip
+from tests.store.engine_contract import bytes_of, check, layout_of, put, segment_blocks
+from tiercache.store.blocks import ROWS
+from tiercache.store.engine import Block, ReadRequest
+from tiercache.store.errors import BlockReadError
+from tiercache.store.stream import Range, Stream
+from tiercache.store.zarr_codec import Codec, Shards, cut, sealed
+from tiercache.store.zarr_engine import ZarrEngine
+from tiercache.store.zarr_objects import Objects
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tiercache.store.zarr_objects import Span
+
+KINDS = ("zstd", "blosc")
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 400), page_rows=st.integers(1, 30), block_rows=st.integers(1, 90))
+def test_inner_chunks_divide_chunks_and_are_about_pages(rows: int, page_rows: int, block_rows: int) -> None:
+    """Chunks hold the rows of blocks, or all rows; a block of whole pages that are small has them as inner chunks."""
+    ranges = (Range(next_use=1, table_rows=(rows,)),)
+    stream = Stream(row_bytes=4, piece_rows=page_rows, block_bytes=4 * block_rows, ranges=ranges)
+    chunk_rows, inner_rows = cut(stream)
+    assert chunk_rows % inner_rows == 0
+    assert chunk_rows >= rows if stream.num_blocks == 1 else chunk_rows == stream.block_rows
+    assert 4 * inner_rows >= min(page_rows, block_rows, rows)
+    if block_rows % page_rows == 0:
+        assert inner_rows == min(page_rows, rows)
+
+
+def test_a_range_is_read_and_not_the_block_that_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pages of 64: the index, and eight inner chunks, are what is asked of the disk."""
+    layout = layout_of((16_384,), page_rows=256, block_rows=16_384, dim=63, compression="zstd")
+    (rows,) = (data for data in segment_blocks(layout) if data[0].kind == ROWS)
+    read = 0
+    ranges, end = Objects.ranges, Objects.end
+
+    def counted_ranges(self: Objects, spans: list[Span]) -> list[np.ndarray]:
+        nonlocal read
+        read += sum(span.stop - span.start for span in spans)
+        return ranges(self, spans)
+
+    def counted_end(self: Objects, key: str, num_bytes: int) -> np.ndarray:
+        nonlocal read
+        read += num_bytes
+        return end(self, key, num_bytes)
+
+    engine = ZarrEngine(tmp_path, create=True)
+    (block,) = put(engine, [rows])
+    monkeypatch.setattr(Objects, "ranges", counted_ranges)
+    monkeypatch.setattr(Objects, "end", counted_end)
+    out = np.empty(2 * 65_536, np.uint8)
+    engine.read(ReadRequest(block, 30 * 65_536, out))
+    assert out.tobytes() == rows[1][30 * 65_536 : 32 * 65_536].tobytes()
+    assert out.size < read < 1.2 * out.size
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_repeat_themselves_take_less(tmp_path: Path, kind: str) -> None:
+    """A tenth, here."""
+    sizes = {}
+    for compression in (None, kind):
+        layout = layout_of((1000,), page_rows=100, block_rows=500, compression=compression)
+        engine = ZarrEngine(tmp_path / str(compression), create=True)
+        check(engine, put(engine, [(block, np.full_like(data, 7)) for block, data in segment_blocks(layout)]))
+        engine.close()
+        sizes[compression] = sum(file.stat().st_size for file in (tmp_path / str(compression)).rglob("c.*"))
+    assert sizes[kind] < sizes[None] / 10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.integers(0, 1 << 20), bit=st.integers(0, 7), which=st.integers(0, 50))
+def test_a_changed_bit_is_found_before_anything_is_decompressed(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, place: int, bit: int, which: int
+) -> None:
+    """In any chunk, at any place: rows, keys or index."""
+    path = tmp_path_factory.mktemp("s")
+    engine = ZarrEngine(path, create=True)
+    written = put(engine, segment_blocks(layout_of((9, 12), block_rows=6, compression=kind)))
+    chunks = sorted(path.glob("segments/*/*/*/c.*"))
+    chunk = chunks[which % len(chunks)]
+    flip(chunk, place % chunk.stat().st_size, 1 << bit)
+    wrong = []
+    for block, data in written.items():
+        try:
+            assert bytes_of(engine, block) == data
+        except BlockReadError as error:
+            wrong.append(str(error))
+    assert len(wrong) == 1
+    assert re.search(r"has checksum .* over its compressed bytes", wrong[0])
+    engine.close()
+
+
+def test_what_points_beyond_a_chunk_is_an_error() -> None:
+    """An index with a right checksum and wrong places, and compressed bytes of another length."""
+    shards = Shards(codec=Codec("blosc", 4), row_bytes=8, chunk_rows=8, inner_rows=4)
+    rows = np.arange(64, dtype=np.uint8)
+    shard = np.frombuffer(shards.encode(rows), np.uint8)
+    index = shards.index_of(shard[-shards.index_bytes :])
+    assert shards.decode(index, shard, 0, 8).tobytes() == rows.tobytes()
+    assert shards.decode(index[:1], shard, 1, 3).tobytes() == rows[8:24].tobytes()
+    for wrong in ([0, 1 << 40], [1 << 40, 1], [-2, 5], [shards.most_bytes, 1]):
+        entries = np.array([[0, 8], wrong], "<i8").tobytes()
+        with pytest.raises(BlockReadError, match="points beyond its end"):
+            shards.index_of(np.frombuffer(sealed(entries), np.uint8))
+    for kind in KINDS:
+        codec = Codec(kind, 4)
+        other = np.frombuffer(codec.encode(rows), np.uint8)
+        for size in (0, 32, 128):
+            with pytest.raises(BlockReadError, match="cannot be decompressed"):
+                codec.decode(other, np.empty(size, np.uint8))
+        for size in (4, 64, 252, 256, 260, 65_536, 70_000, 1 << 20):
+            out, data = np.empty(size, np.uint8), np.arange(size, dtype=np.uint8)
+            codec.decode(np.frombuffer(codec.encode(data), np.uint8), out)
+            assert out.tobytes() == data.tobytes()
+        noise = np.frombuffer(sealed(bytes(range(40))), np.uint8)
+        with pytest.raises(BlockReadError, match="cannot be decompressed"):
+            codec.decode(noise, np.empty(64, np.uint8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 64), row_bytes=st.sampled_from([4, 8, 260]), seed=st.integers(0, 100))
+def test_no_shard_is_longer_than_the_most_that_one_has(kind: str, rows: int, row_bytes: int, seed: int) -> None:
+    """Also of noise, which does not become shorter."""
+    shards = Shards(codec=Codec(kind, 4), row_bytes=row_bytes, chunk_rows=rows, inner_rows=rows)
+    noise = np.random.default_rng(seed).integers(0, 256, rows * row_bytes, dtype=np.uint8)
+    assert len(shards.encode(noise)) <= shards.most_bytes
+
+
+def test_a_block_that_is_none_of_its_stream_is_an_error(tmp_path: Path) -> None:
+    """Of another size, or with an index beyond the last."""
+    engine = ZarrEngine(tmp_path, create=True)
+    for compression in (None, "zstd"):
+        layout = layout_of((9,), block_rows=6, compression=compression)
+        block: Block = segment_blocks(layout, 1)[0][0]
+        for wrong in (block._replace(size=block.size + 4), block._replace(index=2), block._replace(index=-1)):
+            assert engine.problem(wrong) == "is none of its stream"
+            with pytest.raises(BlockReadError, match="is none of its stream"):
+                engine.read(ReadRequest(wrong, 0, np.empty(wrong.size, np.uint8)))
+            with pytest.raises(ValueError, match="is none of its stream"):
+                engine.write([(wrong, np.zeros(wrong.size, np.uint8))])
+    engine.close()
