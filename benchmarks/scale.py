@@ -2,7 +2,7 @@
 
 A dataset is planned by `tiercache plan` with budgets below the limit. A child process trains it over the tiers, for two
 epochs, under the limit; a second one does the same on another store and is killed by SIGKILL in the midst of a pass of
-the second epoch; a third one resumes that store, under the same limit. `tiercache diff` then compares both stores,
+the second epoch; a third one resumes that store, under the same limit. Then both stores are compared,
 every row bit by bit, and digests compare the dense parts. A smaller model of the same shape is trained in memory,
 before and, in the full size, after. It needs somewhat more than twice the bytes of the rows on disk, all deleted.
 
@@ -27,7 +27,6 @@ rows_different = rows that are not the same bit by bit in both stores; bits_equa
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import signal
 import subprocess
@@ -182,14 +181,14 @@ class Benchmark:
         return child
 
     def different_rows(self) -> int:
-        """Compare both stores by `tiercache diff`."""
-        _say("tiercache diff")
-        said = _command("diff", self.folder / "whole.tc", self.folder / "killed.tc", "--json", allowed=(0, 1))
-        (table,) = json.loads(said)["tables"]
-        held = table["same"] + table["different"] + table["only_first"]
+        """Compare both stores."""
+        from benchmarks.scale_case import compared
+
+        _say("comparison of both stores")
+        held, different = compared(self.folder / "whole.tc", self.folder / "killed.tc")
         if held != self.size.rows:
             raise RuntimeError(f"the store has {held:,} rows, not {self.size.rows:,}")
-        return int(table["different"] + table["only_first"] + table["only_second"])
+        return different
 
     def predicted(self, whole: Child) -> dict[str, Any]:
         """Return seconds of the second epoch, predicted and measured, and whether rows and bytes are those planned."""

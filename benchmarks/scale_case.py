@@ -18,7 +18,9 @@ from benchmarks.drawn_passes import permuted_power_law
 from tiercache.data.raw_batch import RawBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
+
+    from tiercache.store.segment import Segment
 
 TABLE = "items"
 WATCHED = ("RssAnon", "RssShmem", "RssFile", "VmData")
@@ -123,3 +125,32 @@ def _status(path: Path) -> dict[str, int]:
         return {}
     pairs = (line.split(":") for line in lines)
     return {name: 1024 * int(value.split()[0]) for name, value in pairs if name in WATCHED}
+
+
+def compared(first: Path, second: Path) -> tuple[int, int]:
+    """Return the rows of a store, and how many are in pages that another one of the same training has otherwise.
+
+    Segment by segment, as passes wrote them, so that nothing is sorted: a disk has no room for these rows once more.
+    Raises RuntimeError for stores that do not have the same segments.
+    """
+    with tc.Store.open(first, mode="r") as one, tc.Store.open(second, mode="r") as other:
+        mine, theirs = one.snapshot, other.snapshot
+        pairs = list(zip(_by_pass(mine.segments), _by_pass(theirs.segments), strict=False))
+        if len(mine.segments) != len(theirs.segments) or any(a.streams != b.streams for a, b in pairs):
+            raise RuntimeError(f"{one.label} and {other.label} have not the same segments")
+        different = 0
+        for a, b in pairs:
+            for group, stream in enumerate(a.streams):
+                rooms = np.zeros((2, int(stream.block_bytes_B.max(initial=0))), np.uint8)
+                for block in range(mine.first_blocks[a.id][group], stream.num_blocks):
+                    low, high = stream.block_piece_B[block : block + 2].tolist()
+                    for store, segment, room in ((one, a, rooms[0]), (other, b, rooms[1])):
+                        store.read(segment, group, low, high, room[: int(stream.block_bytes_B[block])])
+                    keys = np.array_equal(one.read_keys(a, group, block), other.read_keys(b, group, block))
+                    if not keys or not np.array_equal(rooms[0], rooms[1]):
+                        different += int(stream.piece_rows_P[low:high].sum())
+        return one.live_rows(TABLE), different
+
+
+def _by_pass(segments: Iterable[Segment]) -> list[Segment]:
+    return sorted(segments, key=lambda segment: segment.pass_index)
