@@ -69,6 +69,7 @@ def test_out_of_core_keeps_its_plan_reads_hardly_a_row_too_many_and_ends_with_th
     assert found["store_bytes_read"] == found["rows_read"] * found["row_bytes"]
 
 
+@pytest.mark.long
 def test_a_store_under_a_limit_of_memory_is_killed_resumed_and_has_the_same_bits(tmp_path: Path) -> None:
     """The smallest run has all its keys, the kernel enforced the limit, and rows and bytes are those planned."""
     found = figures("benchmarks.scale", tmp_path, "--folder", str(tmp_path / "data"))
