@@ -139,5 +139,5 @@ def test_rows_that_a_commit_freed_are_zeros_or_gone_to_plain_zarr(tmp_path: Path
         assert after[256:].tobytes() == before[256:].tobytes()
         dump(store, 2, {3: 10})
         publish(store, 3)
-    assert np.isnan(zarr.open(str(tmp_path / "s"), mode="r")["segments/1/0/vector"][:]).sum() == 0
+    assert zarr.open(str(tmp_path / "s"), mode="r")["segments/1/0/vector"].shape == (10, 256)
     assert not (tmp_path / "s" / "segments" / "0").exists()
