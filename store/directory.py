@@ -8,9 +8,11 @@ import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from tiercache.store.direct_file import open_file, read_whole
 from tiercache.store.errors import (
     FormatVersionError,
     NotAStoreError,
+    StoreError,
     StoreInUseError,
     StoreMissingError,
 )
@@ -38,7 +40,7 @@ class StoreDirectory:
 
         Raises NotAStoreError and FormatVersionError.
         """
-        if not self.path.exists():
+        if not self.is_there():
             return False
         if not self.path.is_dir():
             raise NotAStoreError(f"{self.path} is a file, not a store: give the path of a store, or one that is free")
@@ -52,6 +54,17 @@ class StoreDirectory:
                 "give the path of a store, or one that is free"
             )
         return False
+
+    def is_there(self) -> bool:
+        """Return whether there is anything at the path. Raises NotAStoreError for what can be no path."""
+        try:
+            if "\0" in str(self.path):
+                raise ValueError("a NUL ends the name of a file")
+            return self.path.exists()
+        except (OSError, ValueError) as error:
+            raise NotAStoreError(
+                f"{str(self.path)[:200]!r} is no path of a store ({_reason(error)}): give another"
+            ) from error
 
     def missing(self) -> StoreMissingError:
         """Return the error of a store that is not here and may not be made."""
@@ -77,7 +90,7 @@ class StoreDirectory:
 
         Raises FormatVersionError where it is none of ``known``, and ValueError where another one is ``wanted``.
         """
-        engine = json.loads((self.path / MARKER).read_bytes()[:65536]).get("engine")
+        engine = json.loads(self._marker()).get("engine")
         if engine not in known:
             raise FormatVersionError(
                 f"the store at {self.path} was made with engine {engine!r} and this tiercache has "
@@ -106,6 +119,14 @@ class StoreDirectory:
         draft.replace(self.path / MARKER)
         _sync(self.path)
 
+    def _marker(self) -> bytes:
+        """Return the bytes of the marker. Raises NotAStoreError."""
+        path = self.path / MARKER
+        try:
+            return read_whole(str(path))[:65536]
+        except OSError as error:
+            raise NotAStoreError(f"{path} cannot be read ({_reason(error)}): restore the store from a copy") from error
+
     def _above(self) -> Path:
         """Return the nearest directory that is there: this one, or one above it."""
         place = self.path.absolute()
@@ -114,7 +135,7 @@ class StoreDirectory:
     def _check_marker(self) -> None:
         path = self.path / MARKER
         try:
-            marker: Any = json.loads(path.read_bytes()[:65536])
+            marker: Any = json.loads(self._marker())
         except (ValueError, RecursionError) as error:
             raise NotAStoreError(f"{path} is not JSON ({error}): restore the store from a copy") from error
         if not isinstance(marker, dict) or marker.get("format") != FORMAT:
@@ -135,7 +156,15 @@ class WriterLock:
         """``name`` is the file's: another one is for what is no store itself, and is made of stores."""
         path = directory / name
         with room_for(_EMPTY_BYTES, path, f"the lock of the store at {directory}"):
-            self._handle: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                self._handle: int | None = open_file(path, os.O_RDWR | os.O_CREAT)
+            except OSError as error:
+                if error.errno in FULL:
+                    raise
+                raise StoreError(
+                    f"the lock of the store at {directory} cannot be opened ({_reason(error)}): mend {path}, or open "
+                    "the store with mode='r'"
+                ) from error
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -164,6 +193,11 @@ class WriterLock:
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
+
+
+def _reason(error: Exception) -> str:
+    """Return what is wrong, without the path again."""
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 
 def _sync(directory: Path) -> None:

@@ -76,6 +76,7 @@ def open_engine(
         return _open_instance(engine, wanted, mode, label_of(path))
     if path is None:
         raise ValueError(f"engine {engine or 'lmdb'!r} needs a path")
+    StoreDirectory(path).is_there()  # what can be no path is refused first
     if mode == "a" and not part:
         refuse_part(path)
     return _open_path(path, wanted, engine, mode, max_bytes)

@@ -69,6 +69,22 @@ def test_out_of_core_keeps_its_plan_reads_hardly_a_row_too_many_and_ends_with_th
     assert found["store_bytes_read"] == found["rows_read"] * found["row_bytes"]
 
 
+@pytest.mark.long
+def test_a_store_under_a_limit_of_memory_is_killed_resumed_and_has_the_same_bits(tmp_path: Path) -> None:
+    """The smallest run has all its keys, the kernel enforced the limit, and rows and bytes are those planned."""
+    found = figures("benchmarks.scale", tmp_path, "--folder", str(tmp_path / "data"))
+    assert_has(found, (*SAID, "throughput_ratio", "predicted_seconds", "measured_seconds", "beyond_bytes"))
+    assert found["epochs"] * found["passes"] > found["killed_in_pass"] > found["passes"] >= 3
+    assert found["data_bytes"] <= found["limit_bytes"]
+    assert found["peak_bytes"] <= found["limit_bytes"]
+    assert found["device_bytes"] <= found["device_budget_bytes"]
+    assert found["host_bytes_peak"] <= found["host_budget_bytes"]
+    assert found["planned_equals_measured"] is True
+    assert found["rows_different"] == 0
+    assert found["bits_equal"] is True
+    assert not (tmp_path / "data").exists()
+
+
 def test_extraction_finds_the_keys_that_its_peers_find(tmp_path: Path) -> None:
     """Numbers of unique keys are compared within the benchmark, against DuckDB, and Polars where it is installed."""
     found = figures("benchmarks.extract", tmp_path)

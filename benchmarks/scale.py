@@ -1,0 +1,279 @@
+"""A store of ten times a memory limit, trained under it, killed and resumed: python -m benchmarks.scale [--quick].
+
+A dataset is planned by `tiercache plan` with budgets below the limit. A child process trains it over the tiers, for two
+epochs, under the limit; a second one does the same on another store and is killed by SIGKILL in the midst of a pass of
+the second epoch; a third one resumes that store, under the same limit. Then both stores are compared,
+every row bit by bit, and digests compare the dense parts. A smaller model of the same shape is trained in memory,
+before and, in the full size, after. It needs somewhat more than twice the bytes of the rows on disk, all deleted.
+
+The limit is RLIMIT_DATA: the kernel refuses a child all private memory beyond it, used or not. Pages of files count
+for no limit, so the child drops those of the store and of the dataset from the page cache after each pass.
+
+limit_bytes = the limit; rows, row_bytes, table_bytes = of the store; table_over_limit = table_bytes / limit_bytes
+constant_bytes = what counts for the limit in a child that trains a few rows, less these: Python, torch, kernels
+budgets_bytes = device_budget_bytes + host_budget_bytes, which the plan has
+data_bytes = the most memory that counted for the limit in a child of the store; data_over_limit = it / limit_bytes
+peak_bytes = the most resident memory of these children that is no file's; peak_over_limit = it / limit_bytes
+peak_file_bytes = the most pages of files that they had mapped
+beyond_bytes = data_bytes - constant_bytes - budgets_bytes: above 0 where something grows outside the budgets
+planned_equals_measured = rows and bytes of each pass of the first training, read and written, are those of its plan,
+and of the file that `tiercache plan` wrote
+predicted_seconds, measured_seconds = of the second epoch's passes, by the plan and by the reports, and predicted_passes
+and measured_passes of each one; `tiercache plan` measures the disk, and is told the samples/s of the training in memory
+samples_per_s = of the second epoch over the tiers; throughput_ratio = it / in_memory_samples_per_s
+rows_different = rows that are not the same bit by bit in both stores; bits_equal = none, and the dense parts are equal
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from benchmarks.machine import Goal, console, environment, file_system, files_below, report
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from benchmarks.scale_case import Child, Size
+
+GOALS = (
+    Goal(key="table_over_limit", goal=10),
+    Goal(key="data_over_limit", goal=1, below=True),
+    Goal(key="peak_over_limit", goal=1, below=True),
+    Goal(key="beyond_bytes", goal=0, below=True),
+    Goal(key="planned_equals_measured", goal=1),
+    Goal(key="bits_equal", goal=1),
+    Goal(key="throughput_ratio", goal=0.95, least=0.8),
+)
+SMALL_GOALS = GOALS[1:3] + GOALS[4:-1]
+"""What few rows beside a large constant can show."""
+MARGIN = 0.125
+"""Of what a limit leaves beside the constant, that no budget is given: what the allocator keeps."""
+LEAST = 24 << 20
+"""Bytes that a limit of small sizes leaves beside the constant, though a tenth of their rows is less."""
+EXACT = ("rows_read", "bytes_read", "rows_written", "bytes_written")
+
+
+class Benchmark:
+    """One size in a folder."""
+
+    def __init__(self, size: Size, folder: Path) -> None:
+        self.size, self.folder = size, folder
+        self.limit = size.limit_bytes or 0
+        self.plan = folder / "plan.toml"
+
+    def run(self) -> dict[str, Any]:
+        """Do all of it and return the figures."""
+        from benchmarks.drawn_passes import write_drawn
+        from benchmarks.scale_case import Walk
+
+        _command("warmup")
+        constant = self.constant()
+        in_memory = [self.in_memory()]
+        _say(f"dataset of {self.size.rows:,} rows")
+        dataset = write_drawn(self.folder / "dataset", Walk(self.size))
+        row_bytes = 8 * self.size.dim
+        self.limit = self.limit or constant + max(self.size.rows * row_bytes // 10, LEAST)
+        device, host = self.make_plan(constant, in_memory[0])
+        whole = self.train("whole.tc")
+        store_bytes = sum(path.stat().st_blocks * 512 for path in files_below(self.folder / "whole.tc"))
+        killed_in = self.size.passes + self.size.passes // 2
+        killed = self.train("killed.tc", die_in_pass=killed_in)
+        resumed = self.train("killed.tc")
+        different = self.different_rows()
+        if self.size.limit_bytes:  # of small sizes it would take longer than the training
+            in_memory.append(self.in_memory())
+        children = (whole, killed, resumed)
+        data, peak, of_files = (max(c.peaks[name] for c in children) for name in ("VmData", "Resident", "RssFile"))
+        return {
+            "rows": self.size.rows, "row_bytes": row_bytes, "table_bytes": self.size.rows * row_bytes,
+            "passes": len(dataset), "epochs": self.size.epochs, "killed_in_pass": killed_in, "store_bytes": store_bytes,
+            "limit_bytes": self.limit, "limit_by": "RLIMIT_DATA", "constant_bytes": constant,
+            "device_budget_bytes": device, "host_budget_bytes": host, "budgets_bytes": device + host,
+            "device_bytes": whole.found["device_bytes"], "host_bytes_peak": whole.found["host_bytes_peak"],
+            "data_bytes": data, "peak_bytes": peak, "peak_file_bytes": of_files,
+            "beyond_bytes": data - constant - device - host,
+            "table_over_limit": self.size.rows * row_bytes / self.limit,
+            "data_over_limit": data / self.limit, "peak_over_limit": peak / self.limit,
+            **self.predicted(whole),
+            "samples_per_s": whole.found["samples_per_second"],
+            "in_memory_samples_per_s": sum(in_memory) / len(in_memory),
+            "in_memory_samples_per_s_before": in_memory[0], "in_memory_samples_per_s_after": in_memory[-1],
+            "throughput_ratio": len(in_memory) * whole.found["samples_per_second"] / sum(in_memory),
+            "rows_different": different,
+            "dense_equal": whole.found["dense_digest"] == resumed.found["dense_digest"],
+            "bits_equal": different == 0 and whole.found["dense_digest"] == resumed.found["dense_digest"],
+        }  # fmt: skip
+
+    def constant(self) -> int:
+        """Train a few rows and return the private memory of the child, less its budgets."""
+        from benchmarks.drawn_passes import write_drawn
+        from benchmarks.scale_case import Walk, watched
+
+        _say("what a process takes without rows")
+        few = Benchmark(replace(self.size, passes=4, samples=self.size.batch), self.folder / "few")
+        write_drawn(few.folder / "dataset", Walk(few.size))
+        _command("plan", few.folder / "dataset", "-o", few.plan, "--optimize", "memory", "--quiet")
+        child = watched(few.work("few.tc"), few.folder / "few.json")
+        _check(child, 0)
+        shutil.rmtree(few.folder)
+        return child.peaks["VmData"] - int(child.found["device_bytes"] + child.found["host_bytes_peak"])
+
+    def in_memory(self) -> float:
+        """Train a few passes in memory and return samples per second of the second epoch."""
+        from benchmarks.drawn_passes import write_drawn
+        from benchmarks.scale_case import Walk, watched
+
+        _say("a smaller model in memory")
+        folder, size = self.folder / "small", replace(self.size, passes=self.size.memory_passes)
+        write_drawn(folder, Walk(size))
+        child = watched(
+            {"dataset": str(folder), "batch": size.batch, "width": size.width, "epochs": size.epochs},
+            self.folder / "small.json",
+        )
+        _check(child, 0)
+        shutil.rmtree(folder)
+        return float(child.found["samples_per_second"])
+
+    def make_plan(self, constant: int, samples_per_second: float) -> tuple[int, int]:
+        """Plan with what the limit leaves, and return device and host budget."""
+        from benchmarks.window import device_need
+        from tiercache.data.dataset import PassDataset
+
+        device = device_need(PassDataset.open(self.folder / "dataset"))
+        host = int((1 - MARGIN) * (self.limit - constant)) - device
+        _say(f"plan: device {device:,}, host at most {host:,} of {self.limit:,} bytes, of which {constant:,} are taken")
+        _command(
+            "plan", self.folder / "dataset", "--store", self.folder / "whole.tc", "-o", self.plan,
+            "--measure", "--quiet", "--device-budget", device, "--host-budget", host,
+            "--samples-per-second", f"{samples_per_second:.0f}",
+        )  # fmt: skip
+        from tiercache.planning.plan import TrainingPlan
+
+        budgets = TrainingPlan.from_toml(self.plan.read_text(), self.plan.name).budgets
+        return budgets.device, budgets.host
+
+    def work(self, store: str, **more: Any) -> dict[str, Any]:
+        """Return what a child of a store is told."""
+        return {
+            "dataset": str(self.folder / "dataset"), "store": str(self.folder / store), "plan": str(self.plan),
+            "batch": self.size.batch, "width": self.size.width, "epochs": self.size.epochs, **more,
+        }  # fmt: skip
+
+    def train(self, store: str, **more: Any) -> Child:
+        """Train a store in a child under the limit, to its end or until it is killed."""
+        from benchmarks.scale_case import watched
+
+        _say(f"training of {store}" + (", to be killed" if more else ""))
+        child = watched(self.work(store, limit=self.limit, **more), self.folder / "child.json")
+        _check(child, -signal.SIGKILL if more else 0)
+        return child
+
+    def different_rows(self) -> int:
+        """Compare both stores."""
+        from benchmarks.scale_case import compared
+
+        _say("comparison of both stores")
+        held, different = compared(self.folder / "whole.tc", self.folder / "killed.tc")
+        if held != self.size.rows:
+            raise RuntimeError(f"the store has {held:,} rows, not {self.size.rows:,}")
+        return different
+
+    def predicted(self, whole: Child) -> dict[str, Any]:
+        """Return seconds of the second epoch, predicted and measured, and whether rows and bytes are those planned."""
+        reports = whole.found["reports"]
+        planned = {one["index"]: one for one in tomllib.loads(self.plan.read_text())["passes"]}
+        later = [r for r in reports if r["epoch"] == 1 and r["pass_index"] in planned]
+        exact = all(
+            r["planned_equals_measured"]
+            and all(r[key] == planned[r["pass_index"]][key] for key in EXACT if r["pass_index"] in planned)
+            for r in reports
+        )
+        seconds = [planned[r["pass_index"]]["seconds"] for r in later], [r["seconds"] for r in later]
+        return {
+            "planned_equals_measured": exact and len(planned) == len(reports),
+            **{key: sum(r[key] for r in reports) for key in EXACT},
+            **{f"{key}_predicted": sum(one[key] for one in planned.values()) for key in EXACT},
+            "predicted_seconds": sum(seconds[0]),
+            "measured_seconds": sum(seconds[1]),
+            "seconds_over_predicted": sum(seconds[1]) / sum(seconds[0]),
+            "predicted_passes": " ".join(f"{s:.3f}" for s in seconds[0]),
+            "measured_passes": " ".join(f"{s:.3f}" for s in seconds[1]),
+            "waited_seconds": sum(sum(r["wait_seconds"].values()) for r in later),
+            "switched_seconds": sum(sum(r["work_seconds"].values()) for r in later),
+        }
+
+
+def _command(*words: object, allowed: Sequence[int] = (0,)) -> str:
+    command = [sys.executable, "-W", "ignore", "-m", "tiercache.cli", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode not in allowed or (done.returncode and not done.stdout):  # 1 is of an error too
+        raise RuntimeError(f"tiercache {words[0]} ended with {done.returncode}: {done.stderr}{done.stdout}")
+    return done.stdout
+
+
+def _check(child: Child, expected: int) -> None:
+    if child.returned != expected:
+        raise RuntimeError(f"the child ended with {child.returned}, not {expected}, after {child.peaks}:\n{child.said}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run it from the command line."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="80 MB of rows, under 45 seconds")
+    parser.add_argument("--tiny", action="store_true", help="so small that it shows only that it runs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; it must not exist, and is deleted")
+    options = parser.parse_args(given)
+
+    from benchmarks.scale_case import FULL, QUICK, TINY
+
+    size = TINY if options.tiny else QUICK if options.quick else FULL
+    record = environment("benchmarks.scale", given, ("torch", "numpy", "numba", "lmdb", "tiercache"))
+    if options.folder is not None:
+        options.folder.mkdir(parents=True)
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="scale-", dir=Path.cwd()))
+    begun = time.perf_counter()
+    try:
+        record |= {"size": size.name, "file_system": file_system(folder)} | Benchmark(size, folder.resolve()).run()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    record["benchmark_seconds"] = time.perf_counter() - begun
+    console.print(_table(record))
+    report(record, GOALS if size is FULL else SMALL_GOALS, title="what was promised", path=options.json)
+
+
+def _table(record: dict[str, Any]) -> Table:
+    from tiercache.sizes import format_bytes
+
+    table = Table("", record["size"], title=f"scale, {record['file_system']}", title_justify="left")
+    facts = list(record)[list(record).index("rows") :]
+    for name in facts:
+        value = record[name]
+        if name.endswith("_bytes") and isinstance(value, int) and value >= 0:
+            shown = format_bytes(value)
+        else:
+            shown = f"{value:,.3f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
+        if not name.endswith("_passes"):
+            table.add_row(name, str(shown))
+    return table
+
+
+def _say(what: str) -> None:
+    console.print(f"[dim]{time.strftime('%H:%M:%S')} {what}[/dim]")
+
+
+if __name__ == "__main__":
+    main()

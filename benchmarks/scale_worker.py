@@ -1,0 +1,90 @@
+"""The child process of `benchmarks.scale`: trains a store, or in memory, under a limit; kills itself where told so.
+
+It takes one argument, a JSON object: `dataset`, `out`, `batch`, `width`, `epochs`; `store` and `plan`, or neither for
+training in memory; `limit`, bytes of RLIMIT_DATA; `die_in_pass`, in the middle of which it kills itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def main(work: dict[str, Any]) -> dict[str, Any]:
+    """Train, and return what was measured."""
+    limit = work.get("limit")
+    if limit is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))  # before anything is loaded
+    import torch
+
+    import tiercache as tc
+    from benchmarks.disk_case import Step
+    from benchmarks.machine import drop_cache, files_below
+
+    torch.set_num_threads(1)
+    store, dataset = work.get("store"), tc.PassDataset.open(work["dataset"])
+    cache: Any = (
+        tc.InMemoryCache(dataset)
+        if store is None
+        else tc.TierCache(store, dataset, plan=work["plan"], device=work.get("device", "cpu"), progress=False)
+    )
+
+    def forget() -> None:
+        """Let the page cache have nothing of what is on disk: it is no memory that was allowed."""
+        for folder in (work["store"], work["dataset"]):
+            for path in files_below(Path(folder)):
+                if path.stat().st_size > 1 << 16:
+                    drop_cache(path)
+
+    step = Step(cache, work["width"], light=False, track=True)
+    begun: dict[int, float] = {}
+    samples: dict[int, int] = {}
+    with ThreadPoolExecutor(1) as dropper:
+        for p in cache.passes(epochs=work["epochs"]):
+            begun.setdefault(p.epoch, time.perf_counter())
+            for batch in p.batches(work["batch"], shuffle=True):
+                step(batch)
+                samples[p.epoch] = samples.get(p.epoch, 0) + len(batch)
+                if p.index == work.get("die_in_pass") and p.samples_done >= p.num_samples // 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            if store is not None:
+                dropper.submit(forget)
+        ended = time.perf_counter()
+    last = max(begun)
+    found = {
+        "samples_per_second": samples[last] / (ended - begun[last]),
+        "dense_digest": digest(step.net.state_dict()),
+    }
+    if store is not None:
+        found |= {
+            "reports": [report.record() for report in cache.reports],
+            "host_bytes_peak": cache.host_bytes_peak,
+            "device_bytes": cache.device_bytes,
+        }
+        cache.close()
+    return found
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> str:
+    """Return one of the bits of all tensors, and of their names."""
+    whole = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        whole.update(name.encode())
+        whole.update(tensor.detach().contiguous().numpy().tobytes())
+    return whole.hexdigest()
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    Path(given["out"]).write_text(json.dumps(main(given)))
