@@ -56,8 +56,6 @@ class LmdbEngine:
         Raises CorruptStoreError, StoreInUseError and StoreError.
         """
         self.path, self.label = path, f"the store at {path}"
-        if "\0" in str(path):
-            raise StoreError(f"{str(path)!r} has a NUL, which no file's name has: give another path")
         self._readonly, self._unsynced, self._written = readonly, False, False
         self._env: lmdb.Environment | None = None
         self._file: BlockFile | None = None

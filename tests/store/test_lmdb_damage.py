@@ -91,13 +91,6 @@ def test_a_file_that_this_user_may_not_open_is_no_damage(
     assert_sentence(caught.value)
 
 
-@pytest.mark.parametrize("readonly", [True, False])
-def test_a_name_with_a_nul_is_refused(tmp_path: Path, *, readonly: bool) -> None:
-    """The system would raise ValueError, which is no sentence of the store."""
-    with pytest.raises(StoreError, match=r"has a NUL.*: give another path"):
-        LmdbEngine(tmp_path / "a\0b", create=False, readonly=readonly)
-
-
 # -- other bytes -----------------------------------------------------------------------------------------
 
 
