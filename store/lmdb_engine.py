@@ -20,7 +20,7 @@ import lmdb
 from tiercache.store.block_file import BlockFile, Place
 from tiercache.store.direct_file import PAGE_BYTES, sync_folder
 from tiercache.store.directory import WriterLock
-from tiercache.store.errors import BlockReadError, CorruptStoreError, StoreError, StoreInUseError
+from tiercache.store.errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError, StoreInUseError
 from tiercache.store.full_disk import FULL, ROOM_FOR_RECORDS, check_limit, check_room, full_disk
 from tiercache.store.lmdb_file import LmdbFile
 from tiercache.store.lmdb_head import HEAD, Head
@@ -163,12 +163,14 @@ class LmdbEngine:
     def retain(self, blocks: Iterable[Block]) -> None:
         """Make everything else free; what is free at the end leaves the file."""
         self._writable()
-        places = sorted(Place(block.place, block.size) for block in blocks if block.size)
-        end = 0
-        for place in places:
-            if place.offset < end or place.offset % PAGE_BYTES:
+        places, end = list[Place](), 0
+        for block in sorted((block for block in blocks if block.size), key=lambda block: block.place):
+            if wrong := self.problem(block):
+                raise CorruptStoreError(f"a block of {self.label} {wrong}: restore the store from a copy")
+            if block.place < end:
                 raise CorruptStoreError(f"blocks of {self.label} overlap: restore the store from a copy")
-            end = place.offset + place.pages
+            places.append(Place(block.place, block.size))
+            end = block.place + places[-1].pages
         self._blocks().occupy(places)
 
     def free(self, blocks: Iterable[Block]) -> None:
@@ -233,7 +235,7 @@ class LmdbEngine:
                     env.close()
             (fresh / DATA).replace(self.path / DATA)
             sync_folder(str(self.path))
-        except (StoreError, OSError) as error:
+        except (StoreFullError, OSError) as error:
             if isinstance(error, OSError) and error.errno not in FULL:
                 raise StoreError(f"{self.path} cannot be written ({error}): mend that and open it again") from error
             if not (self.path / DATA).exists():

@@ -1,0 +1,282 @@
+"""An LMDB engine whose files are damaged, cut short or something else: its records, or a sentence."""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from tests.store.damage import assert_sentence
+from tiercache.store import lmdb_head
+from tiercache.store.blocks import STATE
+from tiercache.store.engine import Block
+from tiercache.store.errors import CorruptStoreError, StoreError, StoreFullError
+from tiercache.store.lmdb_engine import LmdbEngine
+from tiercache.store.lmdb_file import LmdbFile, Meta, Value
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+PAGE_BYTES = 4096
+FILES = ("HEAD", "data.mdb", "blocks.bin")
+STEPS, LARGE = 6, 9000
+
+
+def made(path: Path, *, size: int = 200) -> dict[str, bytes]:
+    """Make an engine with a few commits of records of ``size`` bytes and a large one; return its records."""
+    engine = LmdbEngine(path, create=True)
+    engine.write([(Block(STATE, 0, 0, 0, 5000), np.ones(5000, np.uint8))])
+    for step in range(STEPS):
+        engine.commit({f"r{i}": bytes([step + i]) * size for i in range(4)} | {"large": bytes([step]) * LARGE})
+    found = engine.records()
+    engine.close()
+    return found
+
+
+def read(path: Path) -> dict[str, bytes] | None:
+    """Return the records; None where they are refused in a sentence."""
+    try:
+        engine = LmdbEngine(path, create=False, readonly=True)
+    except CorruptStoreError as error:
+        assert_sentence(error)
+        return None
+    try:
+        return engine.records()
+    finally:
+        engine.close()
+
+
+def free_lists(file: LmdbFile, meta: Meta) -> list[Value]:
+    """Return where the lists of free pages stand."""
+    return list(file.values(meta._replace(main=meta.free)))
+
+
+# -- files that are something else -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("readonly", [True, False])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_no_file_is_refused(tmp_path: Path, name: str, make: Callable[[Path], None], *, readonly: bool) -> None:
+    """A FIFO that nobody writes to would be waited for without end."""
+    made(tmp_path)
+    (tmp_path / name).unlink()
+    make(tmp_path / name)
+    with pytest.raises(CorruptStoreError, match=rf"{name} cannot be read .*: restore the store from a copy") as caught:
+        LmdbEngine(tmp_path, create=False, readonly=readonly)
+    assert_sentence(caught.value)
+
+
+@pytest.mark.parametrize("readonly", [True, False])
+def test_a_file_that_this_user_may_not_open_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, readonly: bool
+) -> None:
+    """The advice is to give the right to read."""
+    made(tmp_path)
+
+    def denied(*_: Any) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(lmdb_head, "open_file", denied)
+    with pytest.raises(StoreError, match=r"HEAD cannot be opened .*: give this user the right") as caught:
+        LmdbEngine(tmp_path, create=False, readonly=readonly)
+    assert not isinstance(caught.value, CorruptStoreError)
+    assert_sentence(caught.value)
+
+
+# -- other bytes -----------------------------------------------------------------------------------------
+
+
+def test_records_cut_short_at_any_length_are_refused_or_whole(tmp_path: Path) -> None:
+    """They are whole where only pages that are free were cut off."""
+    records = made(tmp_path)
+    whole = (tmp_path / "data.mdb").read_bytes()
+    found = []
+    for size in range(0, len(whole), 509):
+        (tmp_path / "data.mdb").write_bytes(whole[:size])
+        found.append(read(tmp_path))
+        assert found[-1] in (None, records), size
+    assert found[0] is None
+    assert found.count(None) > len(found) // 2
+
+
+@pytest.mark.parametrize("name", ["data.mdb", "HEAD"])
+def test_no_flipped_bit_shows_other_records(tmp_path: Path, name: str) -> None:
+    """Any bit of headers, nodes and keys; of values, which one digest guards, some."""
+    records = made(tmp_path)
+    path = tmp_path / name
+    whole, skipped = path.read_bytes(), set[int]()
+    if name == "data.mdb":
+        file = LmdbFile(str(path))
+        for value in file.values(file.metas()[0]):
+            skipped |= set(range(value.offset, value.offset + value.size)) - {
+                value.offset,
+                value.offset + value.size - 1,
+            }
+        file.close()
+    used = [at for at in range(len(whole)) if at not in skipped and (whole[at] or at % PAGE_BYTES < 160)]
+    refused = 0
+    with path.open("r+b", buffering=0) as file_:
+        for at in used:
+            for bit in range(8) if at % PAGE_BYTES < 160 else (at % 8,):
+                os.pwrite(file_.fileno(), bytes([whole[at] ^ 1 << bit]), at)
+                found = read(tmp_path)
+                assert found in (None, records), (at, bit)
+                refused += found is None
+            os.pwrite(file_.fileno(), whole[at : at + 1], at)
+    assert refused > 40 if name == "data.mdb" else refused == 0
+    assert read(tmp_path) == records
+
+
+def test_needed_blocks_beyond_the_end_are_refused_and_the_file_stays(tmp_path: Path) -> None:
+    """It does not grow to where a place that lies points, nor is a file that was cut short made whole with zeros."""
+    made(tmp_path)
+    size = (tmp_path / "blocks.bin").stat().st_size
+    engine = LmdbEngine(tmp_path, create=False)
+    for place, words in ((size, "cut short"), (1 << 40, "cut short"), (-PAGE_BYTES, "no page"), (8, "no page")):
+        block = Block(STATE, 0, 0, 0, 5000, place=place)
+        with pytest.raises(CorruptStoreError, match=f"a block of .*{words}.*: restore the store from a copy"):
+            engine.retain([block])
+        assert engine.problem(block)
+        assert (tmp_path / "blocks.bin").stat().st_size == size
+    with pytest.raises(CorruptStoreError, match="overlap"):
+        engine.retain([Block(STATE, i, 0, 0, 10, place=0) for i in range(2)])
+    engine.close()
+
+
+# -- a disk without room for a copy of the records -------------------------------------------------------
+
+
+def full_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave no room for a fresh environment."""
+    usual = LmdbEngine._environment
+
+    def environment(self: LmdbEngine, folder: Path) -> Any:
+        if folder.name == "fresh":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return usual(self, folder)
+
+    monkeypatch.setattr(LmdbEngine, "_environment", environment)
+
+
+def list_a_live_page(file: LmdbFile, meta: Meta, data: bytearray) -> None:
+    """Put a page of a record into the list of free ones."""
+    entry, live = free_lists(file, meta)[0], max(v.offset // PAGE_BYTES for v in file.values(meta))
+    pages = struct.unpack_from("<Q", data, entry.offset)[0]
+    free = sorted({live, *struct.unpack_from(f"<{pages - 1}Q", data, entry.offset + 8)}, reverse=True)
+    struct.pack_into(f"<{len(free) + 1}Q", data, entry.offset, len(free), *free)
+
+
+def list_more_than_there_are(file: LmdbFile, meta: Meta, data: bytearray) -> None:
+    """Let a list of free pages be longer than its value."""
+    struct.pack_into("<Q", data, free_lists(file, meta)[0].offset, 1 << 40)
+
+
+def list_out_of_order(file: LmdbFile, meta: Meta, data: bytearray) -> None:
+    """Swap two pages of a list of free ones."""
+    at = free_lists(file, meta)[0].offset + 8
+    data[at : at + 16] = data[at + 8 : at + 16] + data[at : at + 8]
+
+
+def forget_the_last_page(_file: LmdbFile, meta: Meta, data: bytearray) -> None:
+    """Let the root say that fewer pages were used: LMDB would write its next ones over live ones."""
+    struct.pack_into("<Q", data, meta.transaction % 2 * PAGE_BYTES + 136, 3)
+
+
+def lengthen_a_large_value(file: LmdbFile, meta: Meta, data: bytearray) -> None:
+    """Let the first page of a large value say that it has more pages: LMDB would free all of them with it."""
+    (large,) = (value for value in file.values(meta) if value.size == LARGE)
+    struct.pack_into("<I", data, large.offset - 4, 7)
+
+
+DAMAGES = [
+    list_a_live_page,
+    list_more_than_there_are,
+    list_out_of_order,
+    forget_the_last_page,
+    lengthen_a_large_value,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_pages_that_are_not_accounted_for_are_not_written_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[LmdbFile, Meta, bytearray], None]
+) -> None:
+    """The records are whole, and LMDB would write over them: a full disk is said; with room the copy heals it."""
+    records = made(tmp_path, size=3000)
+    path = tmp_path / "data.mdb"
+    file = LmdbFile(str(path))
+    data = bytearray(path.read_bytes())
+    file.check(file.metas()[0])
+    damage(file, file.metas()[0], data)
+    file.close()
+    path.write_bytes(data)
+    assert read(tmp_path) == records
+    with monkeypatch.context() as patched:
+        full_for_copies(patched)
+        engine = LmdbEngine(tmp_path, create=False)
+        with pytest.raises(StoreFullError):
+            engine.commit({"more": b"1"})
+        engine.close()
+    assert path.read_bytes() == data
+    engine = LmdbEngine(tmp_path, create=False)
+    for step in range(STEPS):
+        engine.commit({"more": bytes([step]) * LARGE})
+    engine.close()
+    assert read(tmp_path) == records | {"more": bytes([STEPS - 1]) * LARGE}
+
+
+def test_whole_pages_are_written_on_where_there_is_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Again and again, whatever LMDB's list of free pages has come to."""
+    records = made(tmp_path, size=3000)
+    full_for_copies(monkeypatch)
+    for step in range(12):
+        engine = LmdbEngine(tmp_path, create=False)
+        engine.commit({f"more{step % 5}": bytes(700 * step), f"more{(step + 2) % 5}": None})
+        records = engine.records()
+        engine.close()
+        assert read(tmp_path) == records
+
+
+# -- a reader beside the writer --------------------------------------------------------------------------
+
+COMMIT_ON = """
+import sys
+from pathlib import Path
+from tiercache.store.lmdb_engine import LmdbEngine
+
+for opened in range(4):
+    engine = LmdbEngine(Path(sys.argv[1]), create=False)
+    for i in range(opened * 100, opened * 100 + 100):
+        engine.commit({f"r{j}": f"{i} ".encode() * (900 + i % 7 * 300) for j in range(4)})
+    engine.close()
+"""
+
+
+def test_a_reader_in_another_process_sees_whole_commits_in_order(tmp_path: Path) -> None:
+    """Pages are used again while it walks, and the file is put in place anew: it looks again."""
+    made(tmp_path)
+    writer = subprocess.Popen([sys.executable, "-c", COMMIT_ON, str(tmp_path)])
+    last, running = -1, True
+    while running:
+        running = writer.poll() is None
+        reader = LmdbEngine(tmp_path, create=False, readonly=True)
+        for _ in range(20):
+            records = reader.records()
+            values = {records[f"r{j}"] for j in range(4)}
+            if all(len(value) >= 1800 for value in values):
+                (value,) = values
+                number = int(value.split()[0])
+                assert value == f"{number} ".encode() * (900 + number % 7 * 300)
+                assert number >= last
+                last = number
+        reader.close()
+    assert writer.returncode == 0
+    assert last == 399
