@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tiercache.store.errors import CommitMissingError, CorruptStoreError, StoreError
 from tiercache.store.history import COMMIT, History
 from tiercache.store.leases import Lease
-from tiercache.store.recovery import check_blocks, recover
+from tiercache.store.recovery import check_blocks, kept_ids, recover
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -43,18 +43,17 @@ class CommitReader:
             found = recover(engine.records(), groups, label, at=at)
             reader = cls(engine, label, found.history, found.history.newest)
             try:
-                if not reader._take(engine):
-                    continue  # a commit gave it up meanwhile
-                check_blocks(engine, reader.snapshot, groups, label)
+                if reader._take():
+                    check_blocks(engine, reader.snapshot, groups, label)
+                    return reader
             except CorruptStoreError:
-                reader.close()
                 if reader._is_there():
+                    reader.close()
                     raise
             except BaseException:
                 reader.close()
                 raise
-            else:
-                return reader
+            reader.close()  # a commit gave it up meanwhile
             time.sleep(_PAUSE_SECONDS)
         raise CommitMissingError(f"commits of {label} are given up faster than they can be read: keep more (retention)")
 
@@ -90,15 +89,18 @@ class CommitReader:
         """Give the commit up; a second time does nothing."""
         self._holds.close()
 
-    def _take(self, engine: Engine) -> bool:
-        """Take a lease, where the engine has a folder for it; False where the commit is gone."""
-        if self.commit is None or engine.lease_folder is None:
+    def _take(self) -> bool:
+        """Take a lease, where the engine has a folder for it; False where it came too late.
+
+        A commit that is not kept any more may lack blocks, though its record is there while others read it.
+        """
+        if self.commit is None or self._engine.lease_folder is None:
             return True
-        lease = Lease.take(engine.lease_folder, self.commit.id)
+        lease = Lease.take(self._engine.lease_folder, self.commit.id)
         if lease is None:
             return True
         self._holds.callback(lease.release)
-        return self._is_there()
+        return self.commit.id in kept_ids(self._engine.records(), self._label)
 
     def _is_there(self) -> bool:
         """Whether the newest records still have the commit."""

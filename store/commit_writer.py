@@ -59,7 +59,7 @@ class CommitWriter:
         self._engine, self._groups, self._label, self._counters = engine, groups, label, counters
         self._lock = threading.RLock()
         """Held from the begin of a step to its end."""
-        self._looking = threading.Lock()
+        self._snapshot_lock = threading.Lock()
         """Held for a moment, where ``snapshot`` and the pins change."""
         self.history = found.history
         self.snapshot = found.history.newest
@@ -70,8 +70,8 @@ class CommitWriter:
         leased = self._leased()
         self._given_up = [s for s in found.others if s.commit is not None and s.commit.id in leased]
         """Commits that are not kept, and that were leased when that was looked at last."""
-        self._held = Needed.of([*self.history.snapshots, *self._given_up])
-        engine.retain(self._held.blocks(groups))
+        self._allocated = Needed.of([*self.history.snapshots, *self._given_up])
+        engine.retain(self._allocated.blocks(groups))
         self._next_id = 0 if self.commit is None else self.commit.next_segment
         self.retention = retention or (1 if self.commit is None else self.commit.retention)
         """How many of the newest commits are kept."""
@@ -94,13 +94,13 @@ class CommitWriter:
 
         Raises CommitMissingError.
         """
-        with self._looking:
+        with self._snapshot_lock:
             snapshot = self.snapshot if commit is None else find(self.history, commit, self._label)
             self._pins[snapshot] += 1
         try:
             yield snapshot
         finally:
-            with self._looking:
+            with self._snapshot_lock:
                 self._pins[snapshot] -= 1
 
     # -- segments ----------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class CommitWriter:
                 writer.write(self._engine)
             except StoreFullError as error:
                 what = f"the dump of pass {pass_index} to" if pass_index >= 0 else "a new segment with the rows of"
-                raise self._full(error, f"{what} {self._label}", writer.num_bytes) from error
+                raise self._full_error(error, f"{what} {self._label}", writer.num_bytes) from error
             self._counters.add(
                 transactions=1,
                 rows_written=segment.rows,
@@ -135,14 +135,14 @@ class CommitWriter:
                 key_bytes_written=8 * segment.rows,
                 changed_bytes_written=segment.changed_bytes,
             )
-            self._hold(Needed.of([Snapshot(None, [segment])]))
-            self._stand(Snapshot(self.commit, (*self.segments, segment)))
+            self._allocate(Needed.of([Snapshot(None, [segment])]))
+            self._set_snapshot(Snapshot(self.commit, (*self.segments, segment)))
         return segment
 
     def forget(self) -> None:
         """Drop the segments appended since the newest commit."""
         with self._lock:
-            self._stand(self.history.newest)
+            self._set_snapshot(self.history.newest)
             self._free()
 
     # -- commits -----------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ class CommitWriter:
                 raise
         except StoreFullError as error:
             needed = max(error.needed_bytes, commit.state_bytes)
-            raise self._full(error, f"commit {commit.id} of {self._label}", needed) from error
+            raise self._full_error(error, f"commit {commit.id} of {self._label}", needed) from error
         self._counters.add(commits=1, state_bytes_written=commit.state_bytes)
         return commit
 
@@ -294,7 +294,8 @@ class CommitWriter:
         leased = self._leased() if given_up else set()
         wanted: dict[str, Commit | Segment] = {}
         for snapshot in (*after.snapshots, *(s for s in given_up if _id(s) in leased)):
-            wanted[f"{COMMIT}{_id(snapshot)}"] = snapshot.commit  # type: ignore[assignment]  # all have one
+            if snapshot.commit is not None:
+                wanted[f"{COMMIT}{_id(snapshot)}"] = snapshot.commit
             wanted |= {f"{SEGMENT}{segment.id}": segment for segment in snapshot.committed}
         records = {name: one.to_bytes() for name, one in wanted.items() if name not in self._names}
         records[KEPT] = encode("kept", {"commits": sorted(kept)}, {})
@@ -305,17 +306,17 @@ class CommitWriter:
             done = True
         finally:
             # An error or an interrupt may come when all of it is durable, or when nothing is.
-            if done or self._stands(records, gone):
+            if done or self._is_durable(records, gone):
                 self._names = {TABLES, KEPT, *wanted}
                 self.history, self._given_up = after, given_up
                 newest = after.newest
                 if newest.commit is not None:
-                    self._hold(Needed({}, {}, {newest.commit.id: newest.commit}))
-                self._stand(newest)
+                    self._allocate(Needed({}, {}, {newest.commit.id: newest.commit}))
+                self._set_snapshot(newest)
                 self._counters.add(transactions=1)
         self._free()
 
-    def _stands(self, records: Mapping[str, bytes], gone: Collection[str]) -> bool:
+    def _is_durable(self, records: Mapping[str, bytes], gone: Collection[str]) -> bool:
         """Whether the engine has set ``records`` and removed those that are ``gone``, although it raised."""
         try:
             there = self._engine.records()
@@ -323,17 +324,17 @@ class CommitWriter:
             return False  # what is there cannot be known: opening the store again finds it out
         return all(there.get(name) == data for name, data in records.items()) and there.keys().isdisjoint(gone)
 
-    def _stand(self, snapshot: Snapshot) -> None:
-        with self._looking:
+    def _set_snapshot(self, snapshot: Snapshot) -> None:
+        with self._snapshot_lock:
             self.snapshot = snapshot
 
-    def _hold(self, more: Needed) -> None:
+    def _allocate(self, more: Needed) -> None:
         """Note what the engine keeps from now on."""
-        held = self._held
-        self._held = Needed(
-            {**held.segments, **more.segments},
-            {**more.first_blocks, **held.first_blocks},
-            {**held.states, **more.states},
+        before = self._allocated
+        self._allocated = Needed(
+            {**before.segments, **more.segments},
+            {**more.first_blocks, **before.first_blocks},
+            {**before.states, **more.states},
         )
 
     def _leased(self) -> set[int]:
@@ -342,7 +343,7 @@ class CommitWriter:
         return set() if folder is None else leased_commits(folder)
 
     def _pinned(self) -> list[Snapshot]:
-        with self._looking:
+        with self._snapshot_lock:
             self._pins = +self._pins
             return [*self._pins]
 
@@ -351,13 +352,13 @@ class CommitWriter:
         leased = self._leased() if self._given_up else set()
         self._given_up = [snapshot for snapshot in self._given_up if _id(snapshot) in leased]
         needed = Needed.of([*self.history.snapshots, *self._given_up, *self._pinned(), self.snapshot])
-        blocks = list(self._held.blocks(self._groups, but=needed))
+        blocks = list(self._allocated.blocks(self._groups, but=needed))
         if blocks:
-            self._held = needed
+            self._allocated = needed
             self._engine.free(blocks)
             self._counters.add(blocks_freed=len(blocks))
 
-    def _full(self, error: StoreFullError, what: str, needed_bytes: int) -> StoreFullError:
+    def _full_error(self, error: StoreFullError, what: str, needed_bytes: int) -> StoreFullError:
         """Return the error of a whole step, which says what readers hold."""
         mine = Needed.of([*self.history.snapshots, self.snapshot])
         read = Needed.of([*self._given_up, *self._pinned()]).num_bytes(self._groups, but=mine)

@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any
 import lmdb
 
 from tiercache.store.block_file import BlockFile, Place
-from tiercache.store.direct_file import PAGE_BYTES, sync_folder
+from tiercache.store.direct_file import PAGE_BYTES, sync_file, sync_folder
 from tiercache.store.directory import WriterLock
 from tiercache.store.errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError, StoreInUseError
 from tiercache.store.full_disk import FULL, ROOM_FOR_RECORDS, check_limit, check_room, full_disk
-from tiercache.store.lmdb_file import LmdbFile
 from tiercache.store.lmdb_head import HEAD, Head
 from tiercache.store.lmdb_records import DATA, MANIFEST, LmdbRecords, read_head, unreadable
-from tiercache.store.record_chain import Manifest
+from tiercache.store.record_chain import Manifest, update
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -92,12 +91,14 @@ class LmdbEngine:
 
     def commit(self, records: Mapping[str, bytes | None]) -> None:
         """Sync the file of blocks; then set records in one transaction; then have HEAD name its manifest."""
-        env = self._writable()
+        self._check_writable()
         if MANIFEST in records:
             raise ValueError(f"a record of {self.label} cannot be named {MANIFEST!r}: name it otherwise")
         self._name_manifest()
         self._sync()
-        manifest, number = self._manifest.after(records), -1
+        if self._env is None:
+            self._env = self._open_records()
+        env, manifest, number = self._env, self._manifest.after(records), -1
         try:
             with self._translated(), env.begin(write=True) as txn:
                 number = txn.id()
@@ -111,17 +112,14 @@ class LmdbEngine:
             # An interrupt may come when the transaction is done, or when nothing of it is.
             if number >= 0 and int(env.info()["last_txnid"]) >= number:
                 self._manifest = manifest
-                for name, data in records.items():
-                    self._records.pop(name, None)
-                    if data is not None:
-                        self._records[name] = bytes(data)
+                update(self._records, records)
         self._name_manifest()
 
     # -- blocks ------------------------------------------------------------------------------------------
 
     def write(self, blocks: Iterable[Data], *, stable: bool = False) -> list[int]:
         """Write all blocks where the file is free."""
-        self._writable()
+        self._check_writable()
         file, places = self._blocks(), list[Place]()
         self._written = True
         try:
@@ -161,8 +159,11 @@ class LmdbEngine:
         return f"is cut short, as {BLOCKS} has {size:,} bytes of {end:,}" if block.size and end > size else ""
 
     def retain(self, blocks: Iterable[Block]) -> None:
-        """Make everything else free; what is free at the end leaves the file."""
-        self._writable()
+        """Make everything else free; what is free at the end leaves the file.
+
+        The records that say so are durable then, and HEAD names them: a killed process may have left them otherwise.
+        """
+        self._check_writable()
         places, end = list[Place](), 0
         for block in sorted((block for block in blocks if block.size), key=lambda block: block.place):
             if wrong := self.problem(block):
@@ -171,16 +172,23 @@ class LmdbEngine:
                 raise CorruptStoreError(f"blocks of {self.label} overlap: restore the store from a copy")
             places.append(Place(block.place, block.size))
             end = block.place + places[-1].pages
+        if self._manifest.number:
+            try:
+                sync_file(str(self.path / DATA))
+                sync_folder(str(self.path))
+            except OSError as error:
+                raise self._unwritable(self.path / DATA, error) from error
+            self._name_manifest()
         self._blocks().occupy(places)
 
     def free(self, blocks: Iterable[Block]) -> None:
         """Let their room be used."""
-        self._writable()
+        self._check_writable()
         self._blocks().give(Place(block.place, block.size) for block in blocks)
 
     def shrink(self) -> None:
         """Make the file shorter, and holes where it is free."""
-        self._writable()
+        self._check_writable()
         self._blocks().shrink()
 
     def close(self) -> None:
@@ -204,7 +212,10 @@ class LmdbEngine:
                 f"{self.path} has blocks and no {HEAD} that tells which commit is the newest: restore the store from a "
                 "copy"
             )
-        data.unlink(missing_ok=True)
+        try:
+            data.unlink(missing_ok=True)
+        except OSError as error:
+            raise self._unwritable(data, error) from error
 
     def _open_blocks(self, *, create: bool, max_bytes: int | None) -> None:
         path = self.path / BLOCKS
@@ -219,45 +230,38 @@ class LmdbEngine:
 
     def _open_records(self) -> lmdb.Environment:
         """Put the records into a fresh environment in place of the old one, and open it."""
+        try:
+            self._copy_records()
+        except StoreFullError:
+            self._blocks().shrink()  # what is free among the blocks may be the room
+            self._copy_records()
+        return self._environment(self.path)
+
+    def _copy_records(self) -> None:
         fresh = self.path / FRESH
         try:
             shutil.rmtree(fresh, ignore_errors=True)
             fresh.mkdir()
-            with self._translated():
-                env = self._environment(fresh)
-                try:
-                    with env.begin(write=True) as txn:
-                        for name, data in self._records.items():
-                            txn.put(name.encode(), data)
-                        if self._manifest.number:
-                            txn.put(MANIFEST.encode(), self._manifest.to_bytes())
-                finally:
-                    env.close()
+            env = self._environment(fresh)
+            try:
+                with self._translated(), env.begin(write=True) as txn:
+                    for name, data in self._records.items():
+                        txn.put(name.encode(), data)
+                    if self._manifest.number:
+                        txn.put(MANIFEST.encode(), self._manifest.to_bytes())
+            finally:
+                env.close()
             (fresh / DATA).replace(self.path / DATA)
             sync_folder(str(self.path))
-        except (StoreFullError, OSError) as error:
-            if isinstance(error, OSError) and error.errno not in FULL:
-                raise StoreError(f"{self.path} cannot be written ({error}): mend that and open it again") from error
-            if not (self.path / DATA).exists():
-                raise self._no_room(error) from error
-            self._check_pages(error)
+        except OSError as error:
+            raise self._unwritable(self.path, error) from error
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
-        with self._translated():
-            return self._environment(self.path)
 
-    def _check_pages(self, full: Exception) -> None:
-        """Where there is no room for a copy: go on with the pages that there are, if all of them are accounted for."""
-        file = LmdbFile(str(self.path / DATA))
-        try:
-            file.check(file.metas()[0])
-        except CorruptStoreError as error:
-            raise self._no_room(full) from error
-        finally:
-            file.close()
-
-    def _no_room(self, error: Exception) -> Exception:
-        return full_disk(self.path, error, ROOM_FOR_RECORDS) if isinstance(error, OSError) else error
+    def _unwritable(self, path: Path, error: OSError) -> StoreError:
+        if error.errno in FULL:
+            return full_disk(self.path, error, ROOM_FOR_RECORDS)
+        return StoreError(f"{path} cannot be written ({error}): mend that and open the store again")
 
     def _environment(self, folder: Path) -> lmdb.Environment:
         system = os.statvfs(folder)
@@ -277,7 +281,7 @@ class LmdbEngine:
                     f"{self.label} is already open in this process ({os.getpid()}): use that one, or close it first",
                     pid=os.getpid(),
                 ) from error
-            raise
+            raise self._translate(error) from error
 
     # -- inside ------------------------------------------------------------------------------------------
 
@@ -292,11 +296,7 @@ class LmdbEngine:
             else:
                 newest.create(self.path)
         except OSError as error:
-            if error.errno in FULL:
-                raise full_disk(self.path, error, ROOM_FOR_RECORDS) from error
-            raise StoreError(
-                f"{self.path / HEAD} cannot be written ({error}): mend that and open the store again"
-            ) from error
+            raise self._unwritable(self.path / HEAD, error) from error
         self._head = newest
 
     def _sync(self) -> None:
@@ -312,14 +312,9 @@ class LmdbEngine:
         assert self._file is not None, "it is closed"
         return self._file
 
-    def _writable(self) -> lmdb.Environment:
-        """Return the environment, which is put there when it is needed first: what only looks changes nothing."""
+    def _check_writable(self) -> None:
         if self._readonly:
             raise ValueError(f"{self.label} is open for reading: open it with mode='a' to write")
-        if self._env is None:
-            self._env = self._open_records()
-            self._name_manifest()
-        return self._env
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

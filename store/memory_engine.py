@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.store.errors import BlockReadError, StoreFullError
+from tiercache.store.record_chain import update
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -45,11 +46,7 @@ class MemoryEngine:
     def commit(self, records: Mapping[str, bytes | None]) -> None:
         """Set and remove under one lock."""
         with self._lock:
-            for name, data in records.items():
-                if data is None:
-                    self.by_name.pop(name, None)
-                else:
-                    self.by_name[name] = bytes(data)
+            update(self.by_name, records)
 
     def write(self, blocks: Iterable[Data], *, stable: bool = False) -> list[int]:
         """Keep copies of all blocks, or of none."""

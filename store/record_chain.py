@@ -89,6 +89,14 @@ class Manifest:
         return found
 
 
+def update(records: dict[str, bytes], changes: Mapping[str, bytes | None]) -> None:
+    """Set and remove records (None) as a commit does."""
+    for name, data in changes.items():
+        records.pop(name, None)
+        if data is not None:
+            records[name] = bytes(data)
+
+
 def link(number: int, data: bytes) -> Link:
     """Return how manifest ``number`` names a record that is written with it."""
     return Link(number, len(data), digest(data))

@@ -45,8 +45,9 @@ def recover(records: Mapping[str, bytes], groups: Sequence[Group], store: str, *
         raise CorruptStoreError(f"{store} has a record named {unknown[0]!r}: restore it from a copy")
     ids = commit_ids(records)
     if at is not None:
-        if at not in ids:
-            raise CommitMissingError(f"{store} has no commit {at}: {kept_commits(ids)}")
+        kept = sorted(kept_ids(records, store))
+        if at not in kept:
+            raise CommitMissingError(f"{store} has no commit {at}: {kept_commits(kept)}")
         ids = [at]
     commits = [_read_commit(records, store, id_) for id_ in ids]
     segments: dict[int, Segment] = {}
@@ -62,10 +63,10 @@ def recover(records: Mapping[str, bytes], groups: Sequence[Group], store: str, *
                 newest = max((int(one.newest_B.max(initial=0)) for one in segments[id_].changed), default=0)
                 if newest > first:
                     raise ValueError(f"commit {newest} changed rows of segment {id_}, which commit {first} named")
-        kept = _kept(records, store, ids) if at is None else {at}
+        of_history = kept_ids(records, store) if at is None else {at}
         return Recovery(
-            history=History.of([commit for commit in commits if commit.id in kept], segments),
-            others=History.of([commit for commit in commits if commit.id not in kept], segments).snapshots,
+            history=History.of([commit for commit in commits if commit.id in of_history], segments),
+            others=History.of([commit for commit in commits if commit.id not in of_history], segments).snapshots,
             names=frozenset(records),
         )
     except ValueError as error:
@@ -104,8 +105,12 @@ def kept_commits(ids: Sequence[int]) -> str:
     return f"give one of {', '.join(map(str, ids))}" if ids else "it has none yet"
 
 
-def _kept(records: Mapping[str, bytes], store: str, ids: Sequence[int]) -> set[int]:
-    """Return which of the commits are kept: the newest is."""
+def kept_ids(records: Mapping[str, bytes], store: str) -> set[int]:
+    """Return the commits that are kept: the newest is, and none that is there only as somebody reads it.
+
+    Raises CorruptStoreError.
+    """
+    ids = commit_ids(records)
     if not ids:
         return set()
     name = f"the record of the commits that {store} keeps"
@@ -113,7 +118,7 @@ def _kept(records: Mapping[str, bytes], store: str, ids: Sequence[int]) -> set[i
         raise CorruptStoreError(f"{name} is missing: restore the store from a copy")
     values, _ = decode("kept", records[KEPT], name)
     try:
-        return {ids[-1], *(whole(id_, "a commit") for id_ in values["commits"])}
+        return {ids[-1], *(whole(id_, "a commit") for id_ in values["commits"])} & {*ids}
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
 

@@ -128,10 +128,10 @@ class Store:
         if not self._closed and os.getpid() == self._pid:
             self._closed = True
             self._reader.close()
-            if isinstance(self._commits, CommitReader):
-                self._commits.close()
             if self._of is None:
                 self._opened.close()
+            if isinstance(self._commits, CommitReader):
+                self._commits.close()  # when nothing reads it any more
 
     def __enter__(self) -> Self:
         return self

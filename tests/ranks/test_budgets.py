@@ -14,7 +14,6 @@ from tests.ranks.trainings import trained as trained_by_step
 from tests.training.cases import Case
 from tiercache.data.row_budget import device_bytes
 from tiercache.ranks.record import Record
-from tiercache.store.lmdb_records import LmdbRecords
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
@@ -66,18 +65,10 @@ def sharded(kind: str) -> dict[str, str]:
     return dict.fromkeys([one.name for one in ONE.tables], kind)
 
 
-def files_of(folder: Path) -> dict[str, object]:
-    """Return the bytes of all files but the locks, which say who opened them last; of LMDB's its records.
-
-    Whoever opens a store for writing makes a new environment of the records that there are.
-    """
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of all files but the locks, which say who opened them last."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != "writer.lock"]
-    return {
-        str(path.relative_to(folder)): LmdbRecords.read(path.parent, "it").records
-        if path.name == "data.mdb"
-        else path.read_bytes()
-        for path in files
-    }
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def trained(ranks_pool: RanksPool, folder: Path) -> None:

@@ -44,7 +44,7 @@ def narrow_tables() -> list[Table]:
 
 def held_blocks(store: Store) -> dict[tuple[bytes, int, int, int], int]:
     """Return the bytes of each block that a store keeps, by kind, owner, group and index."""
-    needed = store.commit_writer._held if store.mode == "a" else store.history.needed
+    needed = store.commit_writer._allocated if store.mode == "a" else store.history.needed
     return {block[:4]: block.size for block in needed.blocks(store.groups)}
 
 

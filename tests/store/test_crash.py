@@ -17,6 +17,7 @@ from tests.apart import command, ran
 from tests.crash.image import Camera
 from tests.crash.store import QUICK
 from tests.crash.store_steps import STEPS, TABLES, go_on, problems, quiet, stands, take
+from tests.store.big import BIG, dump, load, publish
 from tiercache.store import Store, StoreFullError, verify
 
 if TYPE_CHECKING:
@@ -183,6 +184,23 @@ def test_a_disk_that_is_really_full_leaves_a_store_that_opens_and_goes_on(disk: 
             assert problems(store) == []
     ballast.unlink()
     finish(path)
+
+
+def test_what_is_free_in_a_store_is_room_for_its_records(disk: Path) -> None:
+    """A writer that opens it on a full disk commits all the same, as the file of blocks gives up what is free."""
+    path = disk / "store.tc"
+    with Store.open(path, tables=[BIG]) as store:
+        dump(store, 0, {1: 500, 2: 500})
+        stored = dump(store, 1, {9: 100})
+        publish(store, 2)
+        publish(store, 3)  # the first dump is dead, and stands before the second
+    fill(disk / "ballast")
+    with Store.open(path) as store:
+        for _ in range(3):
+            publish(store, 3)
+        assert load(store, 9) == {1: stored[9]}
+    with Store.open(path) as store:
+        assert load(store, 9) == {1: stored[9]}
 
 
 @pytest.mark.parametrize("engine", ENGINES)

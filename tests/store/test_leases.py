@@ -5,18 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import subprocess
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.apart import command
 from tests.store.big import BIG, dump, load, publish
 from tests.store.conftest import held_blocks
-from tiercache.store import Store, StoreFullError
+from tiercache.store import CommitMissingError, Store, StoreFullError
 from tiercache.store.leases import Lease, leased_commits
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture(params=["lmdb", "zarr"])
@@ -54,6 +51,23 @@ def test_what_a_reader_sees_stays_until_it_is_closed(store: Store) -> None:
         go_on(again, range(6, 7))
         assert len(held_blocks(again)) < more
         assert leased_commits(store.path / "leases") == set()
+
+
+def test_a_commit_that_only_its_readers_keep_is_opened_by_no_other(store: Store) -> None:
+    """Its record is there for as long as they read; its blocks go when they end, before the next commit."""
+    assert store.path is not None
+    reader = Store.open(store.path, mode="r")
+    go_on(store, range(1, 3))
+    for _ in range(2):
+        with pytest.raises(CommitMissingError, match="has no commit 0: give one of 2"):
+            Store.open(store.path, mode="r", commit=0)
+        reader.close()
+        dump(store, 3 + len(store.segments), {9: 200})  # over the blocks of that commit
+    before = len([*Path("/proc/self/fd").iterdir()])
+    for _ in range(20):
+        Store.open(store.path, mode="r").close()
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+    store.close()
 
 
 def test_a_reader_that_was_killed_holds_nothing(store: Store) -> None:
@@ -104,7 +118,8 @@ def test_a_lease_that_comes_when_its_commit_goes_is_seen_or_refused(tmp_path: Pa
     """The file of one that the writer just deleted is made again; what is no lease is let alone."""
     folder = tmp_path / "leases"
     first, second = Lease.take(folder, 3), Lease.take(folder, 3)
-    assert first is not None and second is not None  # noqa: PT018
+    assert first is not None
+    assert second is not None
     (folder / "note.txt").touch()
     os.mkfifo(folder / "7")
     first.release()

@@ -31,9 +31,9 @@ FREED_EARLY = """
 from tiercache.store.snapshot import Needed
 def planted(self, after):
     needed = Needed.of([*after.snapshots, *self._given_up, *self._pinned()])
-    early = list(self._held.blocks(self._groups, but=needed))
+    early = list(self._allocated.blocks(self._groups, but=needed))
     if not self._leased():  # a reader would find it without a kill
-        self._held = needed
+        self._allocated = needed
         self._engine.free(early)
         self._engine.shrink()
     whole(self, after)
