@@ -85,6 +85,7 @@ class StoreRun:
         self.store = Store.open(path, tables=[case.table], engine=engine)
         if has_crc32c():
             self.store.checksums = crc32c
+        self.store.write_within(case.budget.transaction)
         if has_reads():
             self.store.read_with(read_checked, read_fields)
         self.bytes_read = self.bytes_useful = 0

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     """A block, and its contiguous bytes."""
 
 
+MEMORY_BYTES = 64 << 20
+"""Of copies of blocks on their way, where nobody says less."""
+
+
 class BlockLayout(NamedTuple):
     """What the bytes of a segment's block are, for an engine that keeps the fields of rows apart: others ignore it."""
 
@@ -66,6 +70,8 @@ class Engine(Protocol):
 
     label: str
     """The store in the words of a message."""
+    memory_bytes: int
+    """The most that copies of blocks being written may take, or one block that is larger; who plans memory sets it."""
 
     @property
     def lease_folder(self) -> Path | None:

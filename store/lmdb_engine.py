@@ -20,6 +20,7 @@ import lmdb
 from tiercache.store.block_file import BlockFile, Place
 from tiercache.store.direct_file import PAGE_BYTES, sync_file, sync_folder
 from tiercache.store.directory import WriterLock
+from tiercache.store.engine import MEMORY_BYTES
 from tiercache.store.errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError, StoreInUseError
 from tiercache.store.full_disk import FULL, ROOM_FOR_RECORDS, check_limit, check_room, full_disk
 from tiercache.store.lmdb_head import HEAD, Head
@@ -39,6 +40,7 @@ class LmdbEngine:
     """An environment and a file in a directory. One in a process for each directory; never used across a fork."""
 
     fields_apart = False
+    memory_bytes = MEMORY_BYTES  # it copies 3 MiB, whatever is said
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tiercache.store.engine import MEMORY_BYTES
 from tiercache.store.errors import BlockReadError, StoreFullError
 from tiercache.store.record_chain import update
 
@@ -27,6 +28,7 @@ class MemoryEngine:
     """
 
     lease_folder = None
+    memory_bytes = MEMORY_BYTES
 
     def __init__(self, *, capacity_bytes: int | None = None) -> None:
         """``capacity_bytes`` bounds the blocks, as a disk would; None bounds nothing."""

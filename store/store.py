@@ -152,6 +152,10 @@ class Store:
     def checksums(self, checksums: Checksums) -> None:
         self._reader.checksums = checksums
 
+    def write_within(self, memory_bytes: int) -> None:
+        """Have copies of blocks that are being written take so many bytes at most, or one block that is larger."""
+        self._opened.engine.memory_bytes = memory_bytes
+
     def read_with(self, reads: Reads | None, field_reads: FieldReads | None = None) -> None:
         """Have many pieces filled and checked by one call, where the engine keeps them, or their fields, in files."""
         self._reader.read_with(reads, field_reads)

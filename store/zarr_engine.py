@@ -84,6 +84,15 @@ class ZarrEngine:
             raise
 
     @property
+    def memory_bytes(self) -> int:
+        """What the writer keeps to."""
+        return self._writer.memory_bytes
+
+    @memory_bytes.setter
+    def memory_bytes(self, memory_bytes: int) -> None:
+        self._writer.memory_bytes = memory_bytes
+
+    @property
     def lease_folder(self) -> Path | None:
         """On a local disk, a folder of the store."""
         return None if self._objects.root is None else self._objects.root / "leases"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tiercache.store.direct_file import PAGE_BYTES, paged, write_at
+from tiercache.store.engine import MEMORY_BYTES
 from tiercache.store.errors import StoreError, StoreFullError
 from tiercache.store.full_disk import FULL, ROOM_FOR_RECORDS, check_room, full_disk
 from tiercache.store.huge_pages import huge_pages
@@ -30,17 +31,15 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
     Fill = Callable[[Bytes], None]
 
-MOST_BYTES = 64 << 20
-"""What a writer holds of blocks in memory: one field of one block may have more, alone. Elsewhere than on a local disk
-it gathers chunks in twice as much beside."""
 _THREADS = 4
 _OPEN_FILES = 64
 
 
 class Buffers:
-    """Memory in whole pages that is used again, ``MOST_BYTES`` in all or one buffer that is larger."""
+    """Memory in whole pages that is used again, ``most_bytes`` in all or one buffer that is larger."""
 
     def __init__(self) -> None:
+        self.most_bytes = MEMORY_BYTES
         self._free: list[Bytes] = []
         self._used = 0
         self._changed = threading.Condition()
@@ -53,8 +52,8 @@ class Buffers:
                 if fit:
                     buffer = self._free.pop(min(fit, key=lambda i: self._free[i].size))
                     break
-                if not self._used or self._used + num_bytes <= MOST_BYTES:
-                    while self._free and self._used + num_bytes + sum(b.size for b in self._free) > MOST_BYTES:
+                if not self._used or self._used + num_bytes <= self.most_bytes:
+                    while self._free and self._used + num_bytes + sum(b.size for b in self._free) > self.most_bytes:
                         self._free.pop(0)
                     buffer = huge_pages(num_bytes)
                     break
@@ -81,6 +80,18 @@ class ChunkWriter:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tiercache-chunks")
         self._jobs: list[Future[None]] = []
         self._buffers = Buffers()
+
+    @property
+    def memory_bytes(self) -> int:
+        """What is held of blocks in memory: one field of one block may have more, alone.
+
+        Elsewhere than on a local disk chunks are gathered in twice as much beside.
+        """
+        return self._buffers.most_bytes
+
+    @memory_bytes.setter
+    def memory_bytes(self, memory_bytes: int) -> None:
+        self._buffers.most_bytes = memory_bytes
 
     def put(self, place: Place, fill: Fill) -> bool:
         """Write a block where it belongs; ``fill`` puts it into memory before this returns.
@@ -306,7 +317,7 @@ class RemoteWriter(ChunkWriter):
             self._chunks[place.key] = chunk, left - 1
         if left <= 1:
             self._write(place.key)
-        while len(self._chunks) > 1 and sum(one.size for one, _ in self._chunks.values()) > 2 * MOST_BYTES:
+        while len(self._chunks) > 1 and sum(one.size for one, _ in self._chunks.values()) > 2 * self.memory_bytes:
             self._write(next(iter(self._chunks)))
         return made
 

@@ -19,7 +19,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -47,12 +46,9 @@ SURVIVORS_SECONDS = 5.0
 """Which the ranks that were not killed have to end by themselves; then they are killed, as by torchrun."""
 
 
-def be_rank(rank: int, size: int, port: int, folder: Path, passes: int | None) -> None:
+def be_rank(rank: int, size: int, meeting: Path, folder: Path, passes: int | None) -> None:
     """Train the case to its end, or into a pass; what comes out wrong stands in a file."""
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-    }  # fmt: skip
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     import torch
 
     from tests.ranks.trainings import stored, train, train_and_stop
@@ -60,7 +56,9 @@ def be_rank(rank: int, size: int, port: int, folder: Path, passes: int | None) -
 
     torch.set_num_threads(1)
     try:
-        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=JOIN_SECONDS))
+        torch.distributed.init_process_group(
+            "gloo", f"file://{meeting}", timeout=timedelta(seconds=JOIN_SECONDS), rank=rank, world_size=size
+        )
         ranks = communicator_of()
         (folder / f"begun-{rank}").touch()
         if passes is not None:
@@ -111,7 +109,7 @@ class Trainings:
         self._context.set_forkserver_preload(["tests.crash.warm", "tests.ranks.warm"])
         self._expected: dict[int, tuple[dict[str, Any], float]] = {}
         self._begun: Path | None = None
-        self._least, self._trainings = (-1, -1), 0
+        self._least, self._trainings, self._starts = (-1, -1), 0, 0
         if before is not None:
             begun = self._prepare("begun")
             self._end(begun, self._start(begun, before, passes=PASSES))
@@ -216,11 +214,10 @@ class Trainings:
     def _start(self, folder: Path, size: int, passes: int | None = None) -> list[BaseProcess]:
         for left in [*folder.glob("begun-*"), *folder.glob("error-*")]:
             left.unlink()
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            port = probe.getsockname()[1]
+        self._starts += 1
+        meeting = folder / f"meeting-{self._starts}"  # a port that is free now may be taken before rank 0 listens
         processes = [
-            self._context.Process(target=be_rank, args=(rank, size, port, folder, passes)) for rank in range(size)
+            self._context.Process(target=be_rank, args=(rank, size, meeting, folder, passes)) for rank in range(size)
         ]
         for process in processes:
             process.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,14 +24,15 @@ from tests.store.engine_contract import (
     some_bytes,
     state_block,
 )
-from tiercache.store import zarr_layout
+from tiercache.store import zarr_layout, zarr_writer
 from tiercache.store.blocks import CHANGED, KEYS, ROWS
 from tiercache.store.direct_file import PAGE_BYTES, write_at
+from tiercache.store.engine import MEMORY_BYTES
 from tiercache.store.errors import BlockReadError, CorruptStoreError, StoreInUseError
 from tiercache.store.huge_pages import huge_pages
 from tiercache.store.zarr_engine import ZarrEngine
 from tiercache.store.zarr_layout import split
-from tiercache.store.zarr_writer import MOST_BYTES, Buffers
+from tiercache.store.zarr_writer import Buffers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -391,7 +393,7 @@ def test_a_writer_holds_bounded_memory() -> None:
     """Buffers are used again, and one more is not given before one came back; a large one comes alone."""
     buffers = Buffers()
     held = [buffers.take(16 << 20) for _ in range(4)]
-    assert sum(buffer.size for buffer in held) <= MOST_BYTES
+    assert sum(buffer.size for buffer in held) <= MEMORY_BYTES
     import threading
 
     got: list[np.ndarray] = []
@@ -404,5 +406,29 @@ def test_a_writer_holds_bounded_memory() -> None:
     assert got[0] is first
     for buffer in (*held, *got):
         buffers.give(buffer)
-    large = buffers.take(2 * MOST_BYTES)
-    assert large.size >= 2 * MOST_BYTES
+    large = buffers.take(2 * MEMORY_BYTES)
+    assert large.size >= 2 * MEMORY_BYTES
+
+
+def test_copies_of_blocks_keep_to_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 blocks of 16 KiB, 64 KiB at a time; the rows are all there."""
+    taken: list[weakref.ref[np.ndarray]] = []
+    most = 0
+
+    def take(num_bytes: int) -> np.ndarray:
+        nonlocal most
+        buffer = huge_pages(num_bytes)
+        taken.append(weakref.ref(buffer))
+        most = max(most, sum(one.nbytes for one in (ref() for ref in taken) if one is not None))
+        return buffer
+
+    monkeypatch.setattr(zarr_writer, "huge_pages", take)
+    layout = layout_of((65536,), block_rows=1024)
+    blocks = segment_blocks(layout, 1)
+    engine = ZarrEngine(tmp_path / "store", create=True)
+    engine.memory_bytes = 64 << 10
+    written = put(engine, blocks)
+    engine.commit({"r": b"1"})
+    assert 0 < most <= 64 << 10
+    check(engine, written)
+    engine.close()

@@ -78,6 +78,7 @@ class PassSwitcher:
         self._unpacker = Unpacker(device, backend, self.host, positions, keys_of)
         if has_crc32c():
             store.checksums = crc32c
+        store.write_within(budget.transaction)
         if has_reads():
             store.read_with(read_checked, read_fields)
         self._reader, self._writer = nicer_thread("reader", backend), nicer_thread("writer", backend)
