@@ -28,7 +28,7 @@ class CommitReader:
     """A commit, leased from a writer in another process or held in this one, until it is closed."""
 
     def __init__(self, engine: Engine, label: str, history: History, snapshot: Snapshot) -> None:
-        """Only the class methods call this."""
+        """``snapshot`` is held by who calls this, or by what the class methods add."""
         self._engine, self._label = engine, label
         self.history, self.snapshot = history, snapshot
         self._holds = ExitStack()

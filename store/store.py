@@ -56,8 +56,12 @@ class Store:
         at: int | None,
         retention: int | None,
         of: Store | None = None,
+        held: CommitReader | None = None,
     ) -> None:
-        """Only ``Store.open`` and ``at`` call this; ``of`` is the store whose engine it is and which closes it."""
+        """Only ``Store.open`` and ``at`` call this; ``of`` is the store whose engine it is and which closes it.
+
+        ``held`` holds the commit for longer than this is open.
+        """
         self.path = path
         """Where it is; None for an engine without a place."""
         self.tables = opened.tables
@@ -68,7 +72,9 @@ class Store:
         self._pid, self._closed = os.getpid(), False
         engine, label = opened.engine, self.label
         self._commits: CommitWriter | CommitReader
-        if of is not None and at is not None and isinstance(of._commits, CommitWriter):
+        if held is not None:
+            self._commits = CommitReader(engine, label, held.history, held.snapshot)
+        elif of is not None and at is not None and isinstance(of._commits, CommitWriter):
             self._commits = CommitReader.pinned_in(of._commits, engine, label, at)
         elif mode == "r":
             self._commits = CommitReader.leased(engine, self.groups, label, at)
@@ -121,7 +127,9 @@ class Store:
         What the commit needs stays until then. Raises CommitMissingError.
         """
         self._check_open()
-        return Store(self._opened, self.path, "r", commit, None, self._of or self)
+        mine = self._commits if self.commit is not None and self.commit.id == commit else None
+        held = mine if isinstance(mine, CommitReader) else None
+        return Store(self._opened, self.path, "r", commit, None, self._of or self, held)
 
     def close(self) -> None:
         """Give up the store; what no commit names is lost. A second time does nothing."""

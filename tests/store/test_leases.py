@@ -61,6 +61,8 @@ def test_a_commit_that_only_its_readers_keep_is_opened_by_no_other(store: Store)
     for _ in range(2):
         with pytest.raises(CommitMissingError, match="has no commit 0: give one of 2"):
             Store.open(store.path, mode="r", commit=0)
+        if not reader.closed:
+            assert list(reader.at(0).scan("big"))  # who reads it opens it again
         reader.close()
         dump(store, 3 + len(store.segments), {9: 200})  # over the blocks of that commit
     before = len([*Path("/proc/self/fd").iterdir()])
