@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from tiercache.planning.pass_plan import PassPlan
-    from tiercache.store.stream import Stream
+    from tiercache.store.segment_layout import SegmentLayout
 
 PAGE_BYTES = 4096
 KEY_BYTES = 8
@@ -82,32 +82,32 @@ def paged(num_bytes: int) -> int:
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _block_rows(stream: Stream) -> list[int]:
-    return [int(n) for n in np.diff(stream.block_first_row_B)]
+def _block_rows(stream: SegmentLayout) -> list[int]:
+    return [stream.bytes_of_block(b) // stream.row_bytes for b in range(stream.num_blocks)]
 
 
-def slot_bytes(streams: Sequence[Stream]) -> int:
+def slot_bytes(streams: Sequence[SegmentLayout]) -> int:
     """Return the bytes of the file that a dump takes."""
     return sum(
         paged(rows * stream.row_bytes) + paged(rows * KEY_BYTES) for stream in streams for rows in _block_rows(stream)
     )
 
 
-def reads_of(stream: Stream, at: int, low: int, high: int) -> list[Span]:
+def reads_of(stream: SegmentLayout, at: int, low: int, high: int) -> list[Span]:
     """Cut pieces [low, high) where blocks end; the first block stands at ``at``, its keys after it."""
     begins = np.cumsum([0] + [paged(n * stream.row_bytes) + paged(n * KEY_BYTES) for n in _block_rows(stream)])
     spans = []
     while low < high:
-        block = int(stream.piece_block_P[low])
-        last = min(high, int(stream.block_piece_B[block + 1]))
-        first = int(stream.piece_offset_P[low])
-        inside = first - int(stream.piece_offset_P[stream.block_piece_B[block]])
-        spans.append(Span(at + int(begins[block]) + inside, int(stream.piece_offset_P[last]) - first))
+        block = stream.block_of_page(low)
+        last = min(high, stream.pages_of_block(block)[1])
+        first = stream.byte_of_page(low)
+        inside = first - stream.byte_of_block(block)
+        spans.append(Span(at + int(begins[block]) + inside, stream.byte_of_page(last) - first))
         low = last
     return spans
 
 
-def blocks_of(streams: Sequence[Stream], at: int) -> list[Span]:
+def blocks_of(streams: Sequence[SegmentLayout], at: int) -> list[Span]:
     """Return the blocks of a dump, each followed by its keys."""
     spans = []
     for stream in streams:

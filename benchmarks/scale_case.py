@@ -141,14 +141,14 @@ def compared(first: Path, second: Path) -> tuple[int, int]:
         different = 0
         for a, b in pairs:
             for group, stream in enumerate(a.streams):
-                rooms = np.zeros((2, int(stream.block_bytes_B.max(initial=0))), np.uint8)
+                rooms = np.zeros((2, stream.bytes_of_block(0)), np.uint8)
                 for block in range(mine.first_blocks[a.id][group], stream.num_blocks):
-                    low, high = stream.block_piece_B[block : block + 2].tolist()
+                    low, high = stream.pages_of_block(block)
                     for store, segment, room in ((one, a, rooms[0]), (other, b, rooms[1])):
-                        store.read(segment, group, low, high, room[: int(stream.block_bytes_B[block])])
+                        store.read(segment, group, low, high, room[: stream.bytes_of_block(block)])
                     keys = np.array_equal(one.read_keys(a, group, block), other.read_keys(b, group, block))
                     if not keys or not np.array_equal(rooms[0], rooms[1]):
-                        different += int(stream.piece_rows_P[low:high].sum())
+                        different += stream.row_of_page(high) - stream.row_of_page(low)
         return one.live_rows(TABLE), different
 
 

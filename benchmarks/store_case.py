@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.disk_raw import blocks_of, reads_of, slot_bytes
 from tiercache.planning.budget import HostBudget
-from tiercache.store import Range, RowWiseAdagrad, Stream, Table, Zeros, hash_keys
+from tiercache.store import Range, RowWiseAdagrad, SegmentLayout, Table, Zeros, hash_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -108,11 +108,11 @@ class Case:
         """Bytes of a row."""
         return self.table.row_bytes
 
-    def stream(self, rows_by_use: Sequence[tuple[int, int]]) -> Stream:
+    def stream(self, rows_by_use: Sequence[tuple[int, int]]) -> SegmentLayout:
         """Return the layout of a dump: so many rows for each next use."""
-        return Stream(
+        return SegmentLayout.of(
             row_bytes=self.row_bytes,
-            piece_rows=max(1, self.budget.piece // self.row_bytes),
+            page_rows=max(1, self.budget.piece // self.row_bytes),
             block_bytes=self.budget.block,
             ranges=tuple(Range(next_use=use, table_rows=(rows,)) for use, rows in rows_by_use),
         )
@@ -128,7 +128,7 @@ class Dump:
     """What one pass dumps."""
 
     pass_index: int
-    stream: Stream
+    stream: SegmentLayout
     keys: NDArray[np.int64]
     """(rows,), in the order of the stream."""
 
@@ -150,7 +150,7 @@ class Dump:
             span
             for index, rows in enumerate(self.stream.ranges)
             if rows.next_use == next_use
-            for span in reads_of(self.stream, begin, *self.stream.pieces_of(index))
+            for span in reads_of(self.stream, begin, *self.stream.pages_of_range(index))
         ]
 
 

@@ -102,7 +102,7 @@ def measure_heap(engine: str, case: Case, num_bytes: int, folder: Path) -> dict[
     run = StoreRun(engine, case, folder / f"{engine}-heap.tc")
     blocks = (
         (0, block, source.data[: int(size)], keys[: int(size) // case.row_bytes])
-        for block, size in enumerate(stream.block_bytes_B)
+        for block, size in ((b, stream.bytes_of_block(b)) for b in range(stream.num_blocks))
     )
     with PeakMemory() as peak:
         begun = time.perf_counter()

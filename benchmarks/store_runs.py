@@ -141,7 +141,7 @@ class StoreRun:
     def _pieces(self, pass_index: int) -> list[tuple[Segment, int, int]]:
         """Return what a plan knows before a load begins: the pieces with next use ``pass_index``, by segment."""
         return [
-            (segment, *stream.pieces_of(index))
+            (segment, *stream.pages_of_range(index))
             for segment in self.store.segments
             for stream in segment.streams
             for index, rows in enumerate(stream.ranges)
@@ -163,7 +163,7 @@ def _blocks(dump: Dump, source: NDArray[np.uint8]) -> Iterator[tuple[int, int, N
     stream = dump.stream
     room = paged(stream.block_bytes)
     for block in range(stream.num_blocks):
-        low, high = stream.block_first_row_B[block : block + 2].tolist()
+        low, high = stream.rows_of_block(block)
         yield 0, block, source[block * room :][: (high - low) * stream.row_bytes], dump.keys[low:high]
 
 
@@ -212,16 +212,15 @@ def raw_load(disk: BareDisk, spans: list[Span], room: HostPages) -> float:
 def _want(segment: Segment, low: int, high: int, room: NDArray[np.uint8], at: int, wanted: list[Pieces]) -> int:
     """Lay pieces out as staging does: large runs begin in their page of memory as they do in that of the file."""
     stream = segment.streams[0]
-    offset = stream.piece_offset_P
     while low < high:
         last = high
         if stream.block_bytes >= ALIGNED_BYTES:
-            block = int(stream.piece_block_P[low])
-            last = min(high, int(stream.block_piece_B[block + 1]))
-            if offset[last] - offset[low] >= ALIGNED_BYTES:
-                inside = int(offset[low] - offset[stream.block_piece_B[block]])
+            block = stream.block_of_page(low)
+            last = min(high, stream.pages_of_block(block)[1])
+            if stream.byte_of_page(last) - stream.byte_of_page(low) >= ALIGNED_BYTES:
+                inside = stream.byte_of_page(low) - stream.byte_of_block(block)
                 at += (inside - at) % PAGE_BYTES
-        size = int(offset[last] - offset[low])
+        size = stream.byte_of_page(last) - stream.byte_of_page(low)
         wanted.append(Pieces(segment, 0, low, last, room[at : at + size]))
         at, low = at + size, last
     return at

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from tiercache.store.memory_engine import MemoryEngine
     from tiercache.store.optimizer import SGD, Adagrad, Adam, Field, RowWiseAdagrad
     from tiercache.store.segment import Segment
+    from tiercache.store.segment_layout import NEVER, Range, SegmentLayout
     from tiercache.store.store import Store
-    from tiercache.store.stream import NEVER, Range, Stream
     from tiercache.store.table import Group, Table, group_tables
     from tiercache.store.zarr_engine import ZarrEngine
 
@@ -78,9 +78,9 @@ _HOME = {
     "RowWiseAdagrad": "optimizer",
     "Segment": "segment",
     "Store": "store",
-    "NEVER": "stream",
-    "Range": "stream",
-    "Stream": "stream",
+    "NEVER": "segment_layout",
+    "Range": "segment_layout",
+    "SegmentLayout": "segment_layout",
     "Group": "table",
     "Table": "table",
     "group_tables": "table",
@@ -113,13 +113,13 @@ __all__ = [
     "Range",
     "RowWiseAdagrad",
     "Segment",
+    "SegmentLayout",
     "Store",
     "StoreClosedError",
     "StoreError",
     "StoreFullError",
     "StoreInUseError",
     "StoreMissingError",
-    "Stream",
     "Table",
     "TableMismatchError",
     "Uniform",

@@ -8,36 +8,38 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.store.row_codec import pack
-from tiercache.store.stream import Stream, compressed_rows
+from tiercache.store.segment_layout import SegmentLayout, compressed_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
+    from tiercache.store.segment_layout import Range
     from tiercache.store.segment_writer import Block, MovedBlock
-    from tiercache.store.stream import Range
     from tiercache.store.table import Group
 
     Int64s = NDArray[np.int64]
     Floats = NDArray[np.float32]
 
-Layout = Callable[["Group", Iterable["Range"]], Stream]
+Layout = Callable[["Group", Iterable["Range"]], SegmentLayout]
 """How ranges of a group's rows are cut into pieces and blocks."""
 _PIECE_BYTES, _BLOCK_BYTES = 64 << 10, 4 << 20
 
 
-def base_stream(group: Group, ranges: Iterable[Range]) -> Stream:
+def base_stream(group: Group, ranges: Iterable[Range]) -> SegmentLayout:
     """Return the layout of rows that no pass waits for: pieces of 64 KiB, blocks of 4 MiB."""
-    piece_rows = max(1, _PIECE_BYTES // group.row_bytes)
-    block_bytes = max(_BLOCK_BYTES, piece_rows * group.row_bytes)
+    page_rows = max(1, _PIECE_BYTES // group.row_bytes)
+    block_bytes = max(_BLOCK_BYTES, page_rows * group.row_bytes)
     if group.compression is not None:
-        block_bytes -= block_bytes % (group.row_bytes * compressed_rows(group.row_bytes, piece_rows))
-    return Stream(row_bytes=group.row_bytes, piece_rows=piece_rows, block_bytes=block_bytes, ranges=tuple(ranges))
+        block_bytes -= block_bytes % (group.row_bytes * compressed_rows(group.row_bytes, page_rows))
+    return SegmentLayout.of(
+        row_bytes=group.row_bytes, page_rows=page_rows, block_bytes=block_bytes, ranges=tuple(ranges)
+    )
 
 
 def blocks_of(
-    group: Group, stream: Stream, chunks: Iterable[tuple[NDArray[np.int64], NDArray[np.float32]]]
+    group: Group, stream: SegmentLayout, chunks: Iterable[tuple[NDArray[np.int64], NDArray[np.float32]]]
 ) -> Iterator[Block]:
     """Yield the blocks of a stream from its rows (n, W), every field of a row side by side, and their keys, in order.
 
@@ -48,7 +50,7 @@ def blocks_of(
 
 
 def moved_blocks_of(
-    group: Group, stream: Stream, chunks: Iterable[tuple[NDArray[np.int64], NDArray[np.float32]]]
+    group: Group, stream: SegmentLayout, chunks: Iterable[tuple[NDArray[np.int64], NDArray[np.float32]]]
 ) -> Iterator[MovedBlock]:
     """Do what ``blocks_of`` does with rows (n, W + 1): the last word of each is its last change."""
     for block, packed, keys, rows in _blocks_of(group, stream, chunks, stream.row_bytes // 4 + 1):
@@ -56,7 +58,7 @@ def moved_blocks_of(
 
 
 def _blocks_of(
-    group: Group, stream: Stream, chunks: Iterable[tuple[Int64s, Floats]], words: int
+    group: Group, stream: SegmentLayout, chunks: Iterable[tuple[Int64s, Floats]], words: int
 ) -> Iterator[tuple[int, NDArray[np.uint8], Int64s, Floats]]:
     """Yield block, rows as they are stored, keys, and rows (n, ``words``)."""
     rows = np.empty((min(stream.block_rows, stream.rows), words), dtype=np.float32)
@@ -69,9 +71,9 @@ def _blocks_of(
             keys[filled : filled + count] = some_keys[taken : taken + count]
             rows[filled : filled + count] = some_rows[taken : taken + count]
             filled, taken = filled + count, taken + count
-            first, last = stream.block_first_row_B[block : block + 2].tolist()
+            first, last = stream.rows_of_block(block)
             if filled == last - first:
-                page, last_page = stream.block_piece_B[block : block + 2].tolist()
-                pages = pack(group, stream.piece_rows_P[page:last_page].tolist(), rows[:filled], packed)
+                page, last_page = stream.pages_of_block(block)
+                pages = pack(group, stream.page_sizes(page, last_page).tolist(), rows[:filled], packed)
                 yield block, pages, keys[:filled], rows[:filled]
                 block, filled = block + 1, 0

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from tiercache.store.run import RowFilter
     from tiercache.store.segment import Segment
+    from tiercache.store.segment_layout import SegmentLayout
     from tiercache.store.store import Store
-    from tiercache.store.stream import Stream
 
     Uint32s = NDArray[np.uint32]
 
@@ -39,7 +39,7 @@ class Changed:
     stored."""
 
     @classmethod
-    def to_come(cls, stream: Stream, *, stored: bool) -> Changed:
+    def to_come(cls, stream: SegmentLayout, *, stored: bool) -> Changed:
         """Return what is still to be filled in."""
         oldest, newest, sums = (np.zeros(n, np.uint32) for n in [stream.num_blocks] * 2 + [stream.num_blocks * stored])
         return cls(oldest_B=oldest, newest_B=newest, checksums_B=sums)
@@ -49,7 +49,7 @@ class Changed:
         """Whether there is a block of last changes beside each of rows."""
         return self.checksums_B.size > 0
 
-    def check(self, stream: Stream) -> None:
+    def check(self, stream: SegmentLayout) -> None:
         """Raise ValueError where it is not of ``stream``, or contradicts itself."""
         blocks = stream.num_blocks
         if not self.oldest_B.size == self.newest_B.size == blocks or self.checksums_B.size not in {0, blocks}:
@@ -112,7 +112,7 @@ class LastChanges:
         return self._last[1]
 
 
-def _blocks(stream: Stream, low: int, high: int) -> Iterator[tuple[int, int, int]]:
+def _blocks(stream: SegmentLayout, low: int, high: int) -> Iterator[tuple[int, int, int]]:
     """Yield the blocks that rows [low, high) touch, and which of these rows each has."""
     while low < high:
         block = low // stream.block_rows

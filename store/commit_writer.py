@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from tiercache.store.recovery import Recovery
     from tiercache.store.rewrite import Rewrite
     from tiercache.store.segment import Segment
+    from tiercache.store.segment_layout import SegmentLayout
     from tiercache.store.segment_writer import Block, MovedBlock
     from tiercache.store.store import Store
-    from tiercache.store.stream import Stream
     from tiercache.store.table import Group
 
 
@@ -108,7 +108,7 @@ class CommitWriter:
     def append(
         self,
         pass_index: int,
-        streams: Sequence[Stream],
+        streams: Sequence[SegmentLayout],
         blocks: Iterable[Block] | Iterable[MovedBlock],
         checksums: Checksums,
         *,

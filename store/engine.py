@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.store.stream import Stream
+    from tiercache.store.segment_layout import SegmentLayout
     from tiercache.store.table import Group
 
     Data = tuple["Block", NDArray[Any]]
@@ -29,7 +29,7 @@ class BlockLayout(NamedTuple):
 
     group: Group
     """Whose rows: fields and tables."""
-    stream: Stream
+    stream: SegmentLayout
     """Which rows are in which block and page."""
 
 

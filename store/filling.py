@@ -12,7 +12,7 @@ from tiercache.store.external_sort import ExternalSorter, flush_largest
 from tiercache.store.hashing import hash_keys, keys_of
 from tiercache.store.scratch_file import scratch_of
 from tiercache.store.segment import BASE_PASS
-from tiercache.store.stream import NEVER, Range
+from tiercache.store.segment_layout import NEVER, Range
 from tiercache.store.vectors import to_words
 
 if TYPE_CHECKING:

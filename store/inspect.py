@@ -43,12 +43,12 @@ def describe(store: Store, path: str | os.PathLike[str]) -> dict[str, Any]:
         live_ranges, live_rows, ranges, stale_rows = 0, 0, 0, 0
         for group, stream in zip(store.groups, segment.streams, strict=True):
             first = store.first_range(segment, group.index)
-            ranges += len(stream.ranges)
-            live_ranges += len(stream.ranges) - first
-            for rows in stream.ranges[first:]:
-                live_rows += rows.rows
-                for table, count in zip(group.tables, rows.table_rows, strict=True):
-                    live[table.name] += count
+            ranges += stream.num_ranges
+            live_ranges += stream.num_ranges - first
+            for place, table in enumerate(group.tables):
+                count = stream.rows_of_table(place, first)
+                live_rows += count
+                live[table.name] += count
             stale = settled[segment.id].stale_rows[group.index] if segment.id in settled else ()
             for table, count in zip(group.tables, stale, strict=False):
                 live[table.name] -= count

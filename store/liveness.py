@@ -54,21 +54,20 @@ class Liveness:
         pass_index = self.cursor.pass_index
         if self.within_id is not None and segment.id != self.within_id:
             pass_index += 1
-        uses = [rows.next_use for rows in segment.streams[group].ranges]
-        return next((i for i, use in enumerate(uses) if use >= pass_index), len(uses))
+        return int(segment.streams[group].next_use_R.searchsorted(pass_index))
 
     def first_piece(self, segment: Segment, group: int) -> int:
         """Return the first live piece of a segment stream; the number of pieces where none is."""
         stream, index = segment.streams[group], self.first_range(segment, group)
-        return stream.pieces_of(index)[0] if index < len(stream.ranges) else stream.num_pieces
+        return stream.pages_of_range(index)[0] if index < stream.num_ranges else stream.num_pages
 
     def first_block(self, segment: Segment, group: int) -> int:
         """Return the first block of a segment stream that holds a live piece; the number of blocks where none does."""
         stream, piece = segment.streams[group], self.first_piece(segment, group)
-        return int(stream.piece_block_P[piece]) if piece < stream.num_pieces else stream.num_blocks
+        return stream.block_of_page(piece) if piece < stream.num_pages else stream.num_blocks
 
     def keeps(self, segment: Segment) -> bool:
         """Return whether any row of ``segment`` is live, or it is the one that the cursor's pass wrote."""
         return segment.id == self.within_id or any(
-            self.first_piece(segment, group) < stream.num_pieces for group, stream in enumerate(segment.streams)
+            self.first_piece(segment, group) < stream.num_pages for group, stream in enumerate(segment.streams)
         )

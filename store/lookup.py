@@ -14,6 +14,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from tiercache.store.errors import StoreError
 from tiercache.store.hashing import hash_keys
 from tiercache.store.huge_pages import huge_pages
+from tiercache.store.live_keys import READERS, live_keys
 from tiercache.store.read_ahead import read_ahead
 from tiercache.store.reading import Pieces
 from tiercache.store.vectors import from_words
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from tiercache.store.segment import Segment
     from tiercache.store.snapshot import Snapshot
     from tiercache.store.store import Store
-    from tiercache.store.stream import Stream
     from tiercache.store.table import Group
 
     Found = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 BATCH_BYTES = 4 << 20
 """Of the pieces of a batch, about; while its rows are taken, each of the ``READERS`` reads or holds another batch."""
-READERS = 2
-"""Threads that read keys or rows: the disk has some to read while others are checked."""
 _PAGE_BYTES = 4096
 _NO_ROOM: NDArray[np.uint8] = np.empty(0, np.uint8)
 
@@ -70,7 +68,8 @@ def locate_at(
     with ThreadPoolExecutor(READERS) as readers:
         for group in store.groups:
             tables = {group.place(name): w for name, w in wanted.items() if groups[name] is group and w.hashes.size}
-            for segment, place, stored, rows in live_keys(store, snapshot, group, tables, readers, after=least):
+            hashes = {place: one.hashes for place, one in tables.items()}
+            for segment, place, stored, rows in live_keys(store, snapshot, group, hashes, readers, after=least):
                 tables[place].match(segment.id, stored, rows)
                 if progress is not None:
                     progress(stored.size)
@@ -111,68 +110,9 @@ class _Wanted:
             mine = np.nonzero(self.segment_ids == segment.id)[0]
             if mine.size and segment.id not in settled:
                 stream = segment.streams[group]
-                uses = np.array([rows.next_use for rows in stream.ranges], dtype=np.int64)
-                ranges = np.searchsorted(stream.range_first_row_R, self.rows[mine], side="right") - 1
-                gone = mine[uses[ranges] <= after]
+                ranges = np.searchsorted(stream.first_row_R, self.rows[mine], side="right") - 1
+                gone = mine[stream.next_use_R[ranges] <= after]
                 self.segment_ids[gone] = self.rows[gone] = -1
-
-
-def live_keys(
-    store: Store,
-    snapshot: Snapshot,
-    group: Group,
-    tables: Collection[int],
-    readers: ThreadPoolExecutor,
-    *,
-    after: int,
-) -> Iterator[tuple[Segment, int, NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield (segment, place of the table, keys, rows) of all live rows of ``tables``, each block of keys read once.
-
-    ``tables`` are places in the group. Segments come by id, so that the newest of several rows comes last. Only
-    rows with a next use after pass ``after``.
-    """
-    sweep = (block for segment in snapshot.segments for block in _live_blocks(snapshot, segment, group, tables, after))
-    for (segment, _, block, runs), stored in read_ahead(readers, partial(_read_keys, store), sweep, most=2 * READERS):
-        low = int(segment.streams[group.index].block_first_row_B[block])
-        for place, rows in runs.items():
-            yield segment, place, stored[rows - low], rows
-
-
-def _live_blocks(
-    snapshot: Snapshot, segment: Segment, group: Group, tables: Iterable[int], after: int
-) -> Iterator[tuple[Segment, int, int, dict[int, NDArray[np.int64]]]]:
-    """Yield the blocks of a segment stream that hold rows of ``tables`` with next use after ``after``: which rows."""
-    stream = segment.streams[group.index]
-    live = snapshot.first_range(segment, group.index)
-    runs = {place: _runs(stream, live, place, after) for place in tables}
-    for block in range(stream.num_blocks):
-        low, high = int(stream.block_first_row_B[block]), int(stream.block_first_row_B[block + 1])
-        found = {}
-        for place, (starts, ends) in runs.items():
-            first, last = np.searchsorted(ends, low, side="right"), np.searchsorted(starts, high)
-            if first < last:
-                found[place] = np.concatenate(
-                    [
-                        np.arange(max(a, low), min(b, high))
-                        for a, b in zip(starts[first:last].tolist(), ends[first:last].tolist(), strict=True)
-                    ]
-                )
-        if found:
-            yield segment, group.index, block, found
-
-
-def _read_keys(store: Store, segment: Segment, group: int, block: int, _rows: object) -> NDArray[np.int64]:
-    return store.read_keys(segment, group, block)
-
-
-def _runs(stream: Stream, live: int, place: int, after: int) -> Found:
-    """Return first rows and last rows + 1 of one table in ranges from ``live`` on with next use after ``after``."""
-    starts, ends = [], []
-    for rows, first in zip(stream.ranges[live:], stream.range_first_row_R[live:].tolist(), strict=False):
-        if rows.next_use > after and rows.table_rows[place]:
-            starts.append(first + sum(rows.table_rows[:place]))
-            ends.append(starts[-1] + rows.table_rows[place])
-    return np.array(starts, dtype=np.int64), np.array(ends, dtype=np.int64)
 
 
 def read_rows(store: Store, segment: Segment, group: int, rows: NDArray[np.int64], cached: Cached | None) -> Fields:
@@ -225,10 +165,10 @@ def _read(
     batches = (batch for segment, places in parts for batch in _batches(segment, group, places, rows, cached, rooms))
     with ThreadPoolExecutor(READERS) as readers:
         for (batch,), data in read_ahead(readers, partial(_Batch.read, store=store), batches, most=READERS):
-            start, piece_rows = batch.starts[batch.which] // 4, batch.piece_rows[batch.which]
+            start, page_rows = batch.starts[batch.which] // 4, batch.page_rows[batch.which]
             for field, values in zip(fields, out, strict=True):
                 values[batch.places] = sliding_window_view(data, field.words)[start + batch.local * field.words]
-                start = start + piece_rows * field.words
+                start = start + page_rows * field.words
             rooms.append(batch.room)
             if progress is not None:
                 progress(batch.places.size)
@@ -246,8 +186,8 @@ def _batches(
     """Cut rows in their order into batches whose pieces take about ``BATCH_BYTES``; a piece is never cut."""
     stream = segment.streams[group]
     places = places[np.argsort(rows[places], kind="stable")]
-    pieces = np.searchsorted(stream.piece_first_row_P, rows[places], side="right") - 1
-    most = max(1, BATCH_BYTES // (stream.piece_rows * stream.row_bytes))
+    pieces = stream.pages_of_rows(rows[places])
+    most = max(1, BATCH_BYTES // (stream.page_rows * stream.row_bytes))
     fresh = np.nonzero(np.diff(pieces, prepend=-1))[0]
     for first, last in pairwise([*fresh[::most].tolist(), pieces.size]):
         yield (_Batch(segment, group, places[first:last], rows, pieces[first:last], cached, rooms),)
@@ -272,20 +212,20 @@ class _Batch:
         self._segment, self._group, self.places = segment, group, places
         stream = segment.streams[group]
         pieces, self.which = np.unique(pieces_of_rows, return_inverse=True)
-        self.local = rows[places] - stream.piece_first_row_P[pieces_of_rows]
-        self.piece_rows = stream.piece_rows_P[pieces]
-        offset, blocks = stream.piece_offset_P, stream.piece_block_P[pieces]
+        self.local = rows[places] - stream.rows_of_pages(pieces_of_rows)
+        begin_rows, end_rows = stream.rows_of_pages(pieces), stream.rows_of_pages(pieces + 1)
+        self.page_rows, blocks = end_rows - begin_rows, begin_rows // stream.block_rows
         held = [None if cached is None else cached(segment.id, group, piece) for piece in pieces.tolist()]
         fresh = np.array([data is None for data in held], dtype=bool)
         # A run is read at once: neighbors of one block that no one holds; each held piece is a run of its own.
         cuts = (np.diff(pieces) > 1) | (np.diff(blocks) > 0) | ~(fresh[1:] & fresh[:-1])
         first = np.append(0, np.nonzero(cuts)[0] + 1)
         last = np.append(first[1:], pieces.size)
-        begins, ends = offset[pieces[first]], offset[pieces[last - 1] + 1]
-        inside = (begins - offset[stream.block_piece_B[blocks[first]]]) % _PAGE_BYTES
+        begins, ends = begin_rows[first] * stream.row_bytes, end_rows[last - 1] * stream.row_bytes
+        inside = (begins - blocks[first] * stream.block_rows * stream.row_bytes) % _PAGE_BYTES
         room = -(-(inside + ends - begins) // _PAGE_BYTES) * _PAGE_BYTES
         at = np.cumsum(room) - room + inside
-        self.starts = np.repeat(at - begins, last - first) + offset[pieces]
+        self.starts = np.repeat(at - begins, last - first) + begin_rows * stream.row_bytes
         """(pieces,): the byte of ``room`` at which each piece begins."""
         self.room = rooms.popleft() if rooms else _NO_ROOM
         if self.room.size < room.sum():

@@ -11,6 +11,7 @@ import numpy as np
 from tiercache.store.blocks import CHANGED, KEYS, ROWS, checksum, corrupt_block, piece_checksums
 from tiercache.store.engine import LocatingEngine, ReadRequest
 from tiercache.store.errors import BlockReadError, CorruptStoreError
+from tiercache.store.segment_layout import key_page_bounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -157,11 +158,9 @@ class BlockReader:
     def _expect(self, pieces: Pieces) -> None:
         segment, group, low, high, out = pieces
         stream = segment.streams[group]
-        if not 0 <= low <= high <= stream.num_pieces:
-            raise ValueError(
-                f"pieces {low} to {high} of segment {segment.id} are not there: it has {stream.num_pieces}"
-            )
-        size = int(stream.piece_offset_P[high] - stream.piece_offset_P[low])
+        if not 0 <= low <= high <= stream.num_pages:
+            raise ValueError(f"pieces {low} to {high} of segment {segment.id} are not there: it has {stream.num_pages}")
+        size = stream.byte_of_page(high) - stream.byte_of_page(low)
         if out.dtype != np.uint8 or out.size != size or not out.flags.c_contiguous:
             raise ValueError(f"out is {out.size:,} of {out.dtype}: it must be {size:,} contiguous bytes")
 
@@ -169,15 +168,15 @@ class BlockReader:
         """Cut pieces where blocks end."""
         segment, group, low, high, out = pieces
         stream = segment.streams[group]
-        offset, at = stream.piece_offset_P, 0
+        at = 0
         while low < high:
-            block = int(stream.piece_block_P[low])
-            first, last = stream.block_piece_B[block : block + 2].tolist()
+            block = stream.block_of_page(low)
+            first, last = stream.pages_of_block(block)
             last = min(high, last)
-            bounds = offset[low : last + 1] - offset[low]
+            bounds = stream.page_bounds(low, last)
             end = at + int(bounds[-1])
             named = segment.block(ROWS, self._groups[group], block)
-            request = ReadRequest(named, int(offset[low] - offset[first]), out[at:end])
+            request = ReadRequest(named, stream.byte_of_page(low) - stream.byte_of_page(first), out[at:end])
             yield _Span(request, bounds, segment, group, block, low, last)
             low, at = last, end
 
@@ -222,23 +221,32 @@ class BlockReader:
                 )
             at -= span.high - span.low
 
-    def keys(self, segment: Segment, group: int, block: int) -> NDArray[np.int64]:
-        """Return the keys of the rows of one block. Raises CorruptBlockError."""
+    def keys(
+        self, segment: Segment, group: int, block: int, first: int = 0, last: int | None = None
+    ) -> NDArray[np.int64]:
+        """Return the keys of the rows of one block, or of its key pages [first, last). Raises CorruptBlockError."""
         stream = segment.streams[group]
-        keys = np.empty(int(stream.block_bytes_B[block]) // stream.row_bytes, dtype=np.int64)
-        data = keys.view(np.uint8)
-        self._read(ReadRequest(segment.block(KEYS, self._groups[group], block), 0, data), segment)
-        seen, expected = checksum(data), int(segment.key_checksums[group][block])
-        if seen != expected:
-            words = f"has checksum {seen:08x} over its keys"
+        low, high = stream.rows_of_block(block)
+        bounds = key_page_bounds(high - low)[first : None if last is None else last + 1]
+        data = np.empty(int(bounds[-1] - bounds[0]), dtype=np.uint8)
+        self._read(ReadRequest(segment.block(KEYS, self._groups[group], block), int(bounds[0]), data), segment)
+        sums, keys = self.checksums([(data, bounds - bounds[0])]), data.view(np.int64)
+        page = stream.key_pages_of_block(block)[0] + first
+        wrong = np.nonzero(sums != segment.key_checksums[group][page : page + sums.size])[0]
+        if wrong.size:
+            at = int(wrong[0])
+            words, expected = f"has checksum {sums[at]:08x} over its keys", segment.key_checksums[group].item(page + at)
             raise self._explain(corrupt_block(self._label, segment, self._groups[group], block, words, expected))
+        if np.any(keys[(bounds[:-1] - bounds[0]) // 8] != segment.first_keys[group][page : page + sums.size]):
+            words = "has other first keys than its record says"
+            raise self._explain(corrupt_block(self._label, segment, self._groups[group], block, words))
         self._counters.add(key_bytes_read=data.size, reads=1)
         return keys
 
     def changed(self, segment: Segment, group: int, block: int) -> NDArray[np.uint32]:
         """Return the last change of each row of a block that has them stored. Raises CorruptBlockError."""
         stream, known = segment.streams[group], segment.changed[group]
-        numbers = np.empty(int(stream.block_bytes_B[block]) // stream.row_bytes, dtype=np.uint32)
+        numbers = np.empty(stream.bytes_of_block(block) // stream.row_bytes, dtype=np.uint32)
         data = numbers.view(np.uint8)
         self._read(ReadRequest(segment.block(CHANGED, self._groups[group], block), 0, data), segment)
         seen, expected = checksum(data), int(known.checksums_B[block])

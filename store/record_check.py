@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -39,5 +41,8 @@ def record_problems(commits: Iterable[Commit], segments: Iterable[Segment], labe
 def _over_at_once(segment: Segment) -> int | None:
     """Return a next use that was over when the rows were dumped; None where there is none, and for a base."""
     soonest = segment.pass_index + (not segment.within)
-    uses = (rows.next_use for stream in segment.streams for rows in stream.ranges if rows.rows)
-    return next((use for use in uses if use < soonest), None) if segment.pass_index >= 0 else None
+    if segment.pass_index < 0:
+        return None
+    uses = (stream.next_use_R[np.diff(stream.first_row_R) > 0] for stream in segment.streams)
+    first = [int(of_stream[0]) for of_stream in uses if of_stream.size]
+    return next((use for use in first if use < soonest), None)

@@ -19,8 +19,8 @@ from tiercache.store.initial import initial_rows
 from tiercache.store.merge import SortedCursor, hashed, merged
 from tiercache.store.scan import live_rows, scan_segments
 from tiercache.store.scratch_file import ScratchFile, scratch_of
+from tiercache.store.segment_layout import NEVER, Range
 from tiercache.store.settling import Settling
-from tiercache.store.stream import NEVER, Range
 from tiercache.store.vectors import row_words
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.run import RowFilter
+    from tiercache.store.segment_layout import SegmentLayout
     from tiercache.store.segment_writer import MovedBlock
     from tiercache.store.settled import Settled
     from tiercache.store.store import Store
-    from tiercache.store.stream import Stream
     from tiercache.store.table import Group, Table
 
     Int64s = NDArray[np.int64]
@@ -103,7 +103,7 @@ class Rewrite:
         for group in self._groups:
             group.close()
 
-    def read(self) -> tuple[Stream, ...]:
+    def read(self) -> tuple[SegmentLayout, ...]:
         """Read rows into their order, make those that are missing, and return the layout of the new segment.
 
         Raises StoreFullError, before a row is read where it is known by then.
@@ -129,7 +129,7 @@ class Rewrite:
         """Return of which groups the last changes are to be stored: those that have several. Known after ``read``."""
         return [ordered.oldest < ordered.newest for ordered in self._groups]
 
-    def blocks(self, streams: Sequence[Stream]) -> Iterator[MovedBlock]:
+    def blocks(self, streams: Sequence[SegmentLayout]) -> Iterator[MovedBlock]:
         """Yield the blocks of the new segment, rows and keys of all in the same two arrays."""
         for ordered, stream in zip(self._groups, streams, strict=True):
             for block in moved_blocks_of(ordered.group, stream, ordered.chunks(stream.block_rows)):
@@ -235,7 +235,7 @@ class _Sorted:
             self._rows.write(rows[mine], self._row_bytes * row)
             begin = end
 
-    def stream(self) -> Stream:
+    def stream(self) -> SegmentLayout:
         """Return the layout of all rows. Raises StoreError where others came than were counted."""
         row = 0
         for place, count in self._counts.items():

@@ -66,13 +66,13 @@ class SortedRun:
     @property
     def piece_bytes(self) -> int:
         """The most bytes of a piece."""
-        return min(self._stream.piece_rows, self.block_rows) * self._stream.row_bytes
+        return min(self._stream.page_rows, self.block_rows) * self._stream.row_bytes
 
     @property
     def key_bytes(self) -> int:
         """Bytes of the blocks of keys that it touches."""
         first, last = self.low // self.block_rows, (self.high - 1) // self.block_rows
-        return 8 * int(self._stream.block_first_row_B[last + 1] - self._stream.block_first_row_B[first])
+        return 8 * (self._stream.rows_of_block(last)[1] - self._stream.rows_of_block(first)[0])
 
     def join(self, after: SortedRun) -> None:
         """Take up the rows of the run that lies right behind this one."""
@@ -86,13 +86,13 @@ class SortedRun:
 
     def _read(self, rows: int) -> Rows:
         stream = self._stream
-        first = int(np.searchsorted(stream.piece_first_row_P, self.low, side="right")) - 1
-        last = int(np.searchsorted(stream.piece_first_row_P, min(self.high, self.low + rows)))
-        start, end = int(stream.piece_first_row_P[first]), min(self.high, int(stream.piece_first_row_P[last]))
-        data = np.empty(int(stream.piece_offset_P[last] - stream.piece_offset_P[first]), dtype=np.uint8)
+        first = stream.page_of_row(self.low)
+        last = stream.page_of_row(min(self.high, self.low + rows) - 1) + 1
+        start, end = stream.row_of_page(first), min(self.high, stream.row_of_page(last))
+        data = np.empty(stream.byte_of_page(last) - stream.byte_of_page(first), dtype=np.uint8)
         self._store.read(self.segment, self._group.index, first, last, data)
-        out = np.empty((int(stream.piece_first_row_P[last]) - start, self.words), dtype=np.float32)
-        unpack(self._group, stream.piece_rows_P[first:last].tolist(), data, out)
+        out = np.empty((stream.row_of_page(last) - start, self.words), dtype=np.float32)
+        unpack(self._group, stream.page_sizes(first, last).tolist(), data, out)
         keys = self._next_keys(end - self.low)
         out = out[self.low - start : end - start]
         if self.changed is not None:
@@ -102,16 +102,17 @@ class SortedRun:
 
     def _read_chosen(self, choice: RowFilter, rows: int) -> Rows:
         """Read on, so many rows at a time, until as many chosen ones came."""
-        first_row_P = self._stream.piece_first_row_P
+        stream = self._stream
         parts: list[Rows] = []
         taken = 0
         while taken < min(rows, self.left):
             begin, end = self.low, min(self.high, self.low + min(rows - taken, _CHOICE_ROWS))
-            end = min(self.high, int(first_row_P[np.searchsorted(first_row_P, end)]))
+            end = min(self.high, stream.row_of_page(stream.page_of_row(end - 1) + 1))
             chosen = choice(self.segment, self._group.index, begin, end)
-            pieces = np.unique(np.searchsorted(first_row_P, begin + np.nonzero(chosen)[0], side="right") - 1)
+            pieces = np.unique(stream.pages_of_rows(begin + np.nonzero(chosen)[0]))
             for near in np.split(pieces, np.nonzero(np.diff(pieces) > 1)[0] + 1) if pieces.size else []:
-                low, high = max(begin, int(first_row_P[near[0]])), min(end, int(first_row_P[near[-1] + 1]))
+                low = max(begin, stream.row_of_page(int(near[0])))
+                high = min(end, stream.row_of_page(int(near[-1]) + 1))
                 self._pass_over(low)
                 keys, values = self._read(high - low)
                 mine = chosen[low - begin : high - begin]
@@ -136,7 +137,7 @@ class SortedRun:
         while needed:
             if not self._keys.size:
                 block = row // self.block_rows
-                start = int(self._stream.block_first_row_B[block])
+                start = self._stream.rows_of_block(block)[0]
                 self._keys = self.keys_of(self.segment, self._group.index, block)[
                     row - start : self.high - start
                 ].copy()
@@ -177,11 +178,9 @@ def runs_of(
     place, runs = group.place(table.name), []
     for segment in segments:
         stream, live = segment.streams[group.index], snapshot.first_range(segment, group.index)
-        for ranges, first in zip(stream.ranges[live:], stream.range_first_row_R[live:].tolist(), strict=False):
-            if ranges.table_rows[place]:
-                low = first + sum(ranges.table_rows[:place])
-                last = None if changed is None else changed()
-                runs.append(SortedRun(store, segment, group, low, low + ranges.table_rows[place], choice, last))
+        for low, high in zip(*(bounds.tolist() for bounds in stream.runs_of_table(place, live)), strict=True):
+            last = None if changed is None else changed()
+            runs.append(SortedRun(store, segment, group, low, high, choice, last))
     return [run for run in runs if run.left]
 
 

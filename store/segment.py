@@ -10,7 +10,7 @@ from tiercache.store.changed import CHANGED_BYTES, Changed
 from tiercache.store.engine import Block, BlockLayout
 from tiercache.store.errors import CorruptStoreError
 from tiercache.store.record import decode, encode, whole
-from tiercache.store.stream import Stream
+from tiercache.store.segment_layout import SegmentLayout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group
 
 BASE_PASS = -1
-_PLACES = {ROWS: "rows_at", KEYS: "keys_at", CHANGED: "changed_at"}
 """The pass of a segment whose rows no pass dumped: a schedule begins with it."""
+_PLACES = {ROWS: "rows_at", KEYS: "keys_at", CHANGED: "changed_at"}
 
 
 def base_pass(first_pass: int) -> int:
@@ -41,12 +41,14 @@ class Segment:
     within: bool
     """Whether a commit inside the pass wrote it: then it holds the whole key set, with next use ``pass_index``. A base
     may stand for that too, where a schedule is entered inside its first pass."""
-    streams: tuple[Stream, ...]
+    streams: tuple[SegmentLayout, ...]
     """By group; a group that dumped nothing has an empty one."""
     checksums: tuple[NDArray[np.uint32], ...]
-    """By group: CRC32C of each piece."""
+    """By group: CRC32C of each page."""
     key_checksums: tuple[NDArray[np.uint32], ...]
-    """By group: CRC32C of the keys of each block."""
+    """By group: CRC32C of each key page."""
+    first_keys: tuple[NDArray[np.int64], ...]
+    """By group: the first key of each key page. A lookup reads only the key pages that may have its keys."""
     places: tuple[dict[bytes, NDArray[np.int64]], ...]
     """By group, for each kind of block that there is: where the engine keeps each block."""
     changed: tuple[Changed, ...] = ()
@@ -78,7 +80,7 @@ class Segment:
     def block(self, kind: bytes, group: Group, index: int) -> Block:
         """Return a block as the engine knows it."""
         stream = self.streams[group.index]
-        first, last = stream.block_first_row_B[index : index + 2].tolist()
+        first, last = stream.rows_of_block(index)
         row_bytes = {ROWS: stream.row_bytes, KEYS: 8, CHANGED: CHANGED_BYTES}[kind]
         place = int(self.places[group.index][kind][index])
         return Block(kind, self.id, group.index, index, (last - first) * row_bytes, place, BlockLayout(group, stream))
@@ -94,13 +96,17 @@ class Segment:
         arrays: dict[str, NDArray[Any]] = {}
         for group, places in enumerate(self.places):
             arrays |= {f"{_PLACES[kind]}/{group}": places_B for kind, places_B in places.items()}
-        for group, (pieces, keys) in enumerate(zip(self.checksums, self.key_checksums, strict=True)):
-            arrays[f"pieces/{group}"], arrays[f"keys/{group}"] = pieces, keys
+        layouts = []
+        for group, stream in enumerate(self.streams):
+            layout, of_layout = stream.to_record()
+            layouts.append(layout)
+            arrays |= {f"{name}/{group}": array for name, array in of_layout.items()}
+            arrays[f"pages/{group}"], arrays[f"key_pages/{group}"] = self.checksums[group], self.key_checksums[group]
+            arrays[f"first_keys/{group}"] = self.first_keys[group]
         for group, changed in enumerate(self.changed):
             arrays[f"oldest/{group}"], arrays[f"newest/{group}"] = changed.oldest_B, changed.newest_B
             arrays[f"changed/{group}"] = changed.checksums_B
-        streams = [stream.to_record() for stream in self.streams]
-        values = {"id": self.id, "pass": self.pass_index, "within": self.within, "streams": streams}
+        values = {"id": self.id, "pass": self.pass_index, "within": self.within, "layouts": layouts}
         return encode("segment", values, arrays)
 
     @classmethod
@@ -108,12 +114,17 @@ class Segment:
         """Read a record. Raises CorruptStoreError that calls it ``name``."""
         values, arrays = decode("segment", data, name)
         try:
-            checksums = tuple(arrays[f"pieces/{g}"] for g in range(len(values["streams"])))
-            key_checksums = tuple(arrays[f"keys/{g}"] for g in range(len(values["streams"])))
-            streams = tuple(
-                Stream.from_record(record, most_pieces=pieces.size)
-                for record, pieces in zip(values["streams"], checksums, strict=True)
+            groups = range(len(values["layouts"]))
+            checksums, key_checksums, first_keys = (
+                tuple(arrays[f"{name}/{g}"] for g in groups) for name in ("pages", "key_pages", "first_keys")
             )
+            streams = tuple(
+                SegmentLayout.from_record(
+                    record, {name: arrays[f"{name}/{g}"] for name in ("next_use", "table_rows")},
+                    most_pages=checksums[g].size,
+                )
+                for g, record in enumerate(values["layouts"])
+            )  # fmt: skip
             changed: tuple[Changed, ...] = ()
             if "oldest/0" in arrays:
                 changed = tuple(
@@ -127,7 +138,8 @@ class Segment:
             pass_index = ~whole(~first, "pass") if isinstance(first, int) and first < 0 else whole(first, "pass")
             segment = cls(
                 id=whole(values["id"], "id"), pass_index=pass_index, within=bool(values["within"]),
-                streams=streams, checksums=checksums, key_checksums=key_checksums, changed=changed,
+                streams=streams, checksums=checksums, key_checksums=key_checksums,
+                first_keys=first_keys, changed=changed,
                 places=tuple(
                     {
                         kind: arrays[f"{name}/{g}"]
@@ -144,10 +156,11 @@ class Segment:
                 one.check(stream)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
-        for stream, pieces, keys in zip(streams, checksums, key_checksums, strict=True):
-            if (stream.num_pieces, stream.num_blocks) != (pieces.size, keys.size):
+        for stream, *of_group in zip(streams, checksums, key_checksums, first_keys, strict=True):
+            sizes = [array.size for array in of_group]
+            if sizes != [stream.num_pages, stream.num_key_pages, stream.num_key_pages]:
                 raise CorruptStoreError(
-                    f"{name} has {pieces.size} piece and {keys.size} key checksums for {stream.num_pieces} pieces "
-                    f"in {stream.num_blocks} blocks: restore the store from a copy"
+                    f"{name} has {sizes[0]} page and {sizes[1]} key checksums and {sizes[2]} first keys for "
+                    f"{stream.num_pages} pages and {stream.num_key_pages} key pages: restore the store from a copy"
                 )
         return segment

@@ -10,6 +10,7 @@ import numpy as np
 from tiercache.store.blocks import CHANGED, KEYS, ROWS
 from tiercache.store.changed import CHANGED_BYTES, Changed
 from tiercache.store.segment import Segment
+from tiercache.store.segment_layout import key_page_bounds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from tiercache.store.blocks import Checksums
     from tiercache.store.engine import Data, Engine
-    from tiercache.store.stream import Stream
+    from tiercache.store.segment_layout import SegmentLayout
     from tiercache.store.table import Group
 
     Block = tuple[int, int, NDArray[np.uint8], NDArray[np.int64]]
@@ -115,7 +116,7 @@ class SegmentWriter:
     def _check(self, taken: Taken) -> None:
         group, block, data, keys, changed = taken
         stream = self.segment.streams[group]
-        size = int(stream.block_bytes_B[block])
+        size = stream.bytes_of_block(block)
         if data.dtype != np.uint8 or data.size != size or not data.flags.c_contiguous:
             raise ValueError(
                 f"block {block} of group {group} has {data.size:,} of {data.dtype}: "
@@ -140,11 +141,14 @@ class SegmentWriter:
         parts, targets = [], []
         for group, block, data, keys, changed in unsealed:
             stream = self.segment.streams[group]
-            low, high = int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])
-            parts.append((data, stream.piece_offset_P[low : high + 1] - stream.piece_offset_P[low]))
+            low, high = stream.pages_of_block(block)
+            parts.append((data, stream.page_bounds(low, high)))
             targets.append(self.segment.checksums[group][low:high])
-            parts.append((keys.view(np.uint8), np.array([0, keys.nbytes])))
-            targets.append(self.segment.key_checksums[group][block : block + 1])
+            first, last = stream.key_pages_of_block(block)
+            bounds = key_page_bounds(keys.size)
+            parts.append((keys.view(np.uint8), bounds))
+            targets.append(self.segment.key_checksums[group][first:last])
+            self.segment.first_keys[group][first:last] = keys[bounds[:-1] // 8]
             if changed is not None and self.segment.changed:
                 known = self.segment.changed[group]
                 known.oldest_B[block], known.newest_B[block] = changed.min(), changed.max()
@@ -158,7 +162,7 @@ class SegmentWriter:
 
 
 def new_segment(
-    id_: int, pass_index: int, streams: Sequence[Stream], *, within: bool, moved: Sequence[bool] = ()
+    id_: int, pass_index: int, streams: Sequence[SegmentLayout], *, within: bool, moved: Sequence[bool] = ()
 ) -> Segment:
     """Return a segment whose checksums and places are to come; ``moved``: of which streams last changes are stored."""
     kinds = [(ROWS, KEYS, CHANGED) if stored else (ROWS, KEYS) for stored in moved or [False] * len(streams)]
@@ -167,8 +171,9 @@ def new_segment(
         pass_index=pass_index,
         within=within,
         streams=tuple(streams),
-        checksums=tuple(np.zeros(stream.num_pieces, np.uint32) for stream in streams),
-        key_checksums=tuple(np.zeros(stream.num_blocks, np.uint32) for stream in streams),
+        checksums=tuple(np.zeros(stream.num_pages, np.uint32) for stream in streams),
+        key_checksums=tuple(np.zeros(stream.num_key_pages, np.uint32) for stream in streams),
+        first_keys=tuple(np.zeros(stream.num_key_pages, np.int64) for stream in streams),
         places=tuple(
             {kind: np.full(stream.num_blocks, -1, np.int64) for kind in of_group}
             for stream, of_group in zip(streams, kinds, strict=True)
@@ -179,7 +184,7 @@ def new_segment(
     )
 
 
-def check_streams(streams: Sequence[Stream], groups: Sequence[Group]) -> None:
+def check_streams(streams: Sequence[SegmentLayout], groups: Sequence[Group]) -> None:
     """Raise ValueError where streams are not layouts of the groups' rows."""
     if len(streams) != len(groups):
         raise ValueError(f"there are {len(streams)} streams for {len(groups)} groups: give one for each")
@@ -188,5 +193,5 @@ def check_streams(streams: Sequence[Stream], groups: Sequence[Group]) -> None:
             raise ValueError(
                 f"the stream of group {group.index} has rows of {stream.row_bytes} bytes, not {group.row_bytes}"
             )
-        if any(len(rows.table_rows) != len(group.tables) for rows in stream.ranges):
+        if stream.num_ranges and stream.table_rows_RT.shape[1] != len(group.tables):
             raise ValueError(f"a range of group {group.index} does not count rows of {len(group.tables)} tables")

@@ -81,8 +81,10 @@ def _find(
     progress: Progress,
 ) -> tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]:
     """Return which of the keys, all different, have no row, and the fields of all, zeros for those, where it stood."""
-    swept = _counted("keys", _rows_in(snapshot, snapshot.segments, group, table), progress)
+    stored = _rows_in(snapshot, snapshot.segments, group, table)
+    swept = _counted("keys", stored, progress)
     ids, rows = locate_at(store, snapshot, {table.name: asked}, after=-1, progress=swept)[table.name]
+    progress("keys", stored, stored)  # the others are in pages that cannot have the keys
     absent = np.nonzero(ids < 0)[0]
     if absent.size and missing == "error":
         gone = np.sort(asked[absent])
@@ -162,7 +164,7 @@ def _count_keys(store: Store, runs: Iterable[SortedRun], group: Group, table: Ta
             low = run.low
             while low < run.high:
                 block = low // stream.block_rows
-                start, end = stream.block_first_row_B[block : block + 2].tolist()
+                start, end = stream.rows_of_block(block)
                 end = min(run.high, end)
                 chosen = choice(run.segment, group.index, low, end)
                 if np.any(chosen):
@@ -175,11 +177,8 @@ def _count_keys(store: Store, runs: Iterable[SortedRun], group: Group, table: Ta
 def _rows_in(snapshot: Snapshot, segments: Iterable[Segment], group: Group, table: Table) -> int:
     """Return how many rows of a table are in live ranges of ``segments``, the stale ones included."""
     place = group.place(table.name)
-    return sum(
-        rows.table_rows[place]
-        for segment in segments
-        for rows in segment.streams[group.index].ranges[snapshot.first_range(segment, group.index) :]
-    )
+    first = snapshot.first_range
+    return sum(s.streams[group.index].rows_of_table(place, first(s, group.index)) for s in segments)
 
 
 def _changed(store: Store, snapshot: Snapshot, group: Group, since: int) -> tuple[list[Segment], RowFilter | None]:
@@ -215,7 +214,7 @@ def _changed(store: Store, snapshot: Snapshot, group: Group, since: int) -> tupl
 def _first_block(snapshot: Snapshot, segment: Segment, group: Group) -> int:
     """Return the first block of a segment stream that has a live row; the number of blocks where none has."""
     stream, live = segment.streams[group.index], snapshot.first_range(segment, group.index)
-    first = int(stream.range_first_row_R[live])
+    first = stream.first_row_R.item(live)
     return first // stream.block_rows if first < stream.rows else stream.num_blocks
 
 
@@ -225,13 +224,12 @@ def _live_rows(
     """Yield the live rows of a table in one segment, about ``_CHUNK_BYTES`` at a time, never beyond a block."""
     stream, place = segment.streams[group.index], group.place(table.name)
     step = max(1, _CHUNK_BYTES // given_bytes(table))
-    for index in range(snapshot.first_range(segment, group.index), len(stream.ranges)):
-        counts = stream.ranges[index].table_rows
-        low = int(stream.range_first_row_R[index]) + sum(counts[:place])
-        high = low + counts[place]
+    lows, highs = stream.runs_of_table(place, snapshot.first_range(segment, group.index))
+    for row, high in zip(lows.tolist(), highs.tolist(), strict=True):
+        low = row
         while low < high:
             block = low // stream.block_rows
-            start, end = stream.block_first_row_B[block : block + 2].tolist()
+            start, end = stream.rows_of_block(block)
             upto = min(high, end, low + step)
             rows = np.arange(low, upto)
             if choice is not None:

@@ -54,12 +54,16 @@ class Settled:
             raise ValueError(f"settled segment {segment.id} has {len(self.first_ranges)} groups of {len(groups)}")
         needed = 0
         for group, first, stale in zip(groups, self.first_ranges, self.stale_rows, strict=True):
-            ranges = segment.streams[group.index].ranges
-            live = [sum(rows.table_rows[place] for rows in ranges[first:]) for place in range(len(group.tables))]
-            if first > len(ranges) or len(stale) != len(live) or any(a > b for a, b in zip(stale, live, strict=True)):
+            stream = segment.streams[group.index]
+            live = [stream.rows_of_table(place, first) for place in range(len(group.tables))]
+            if (
+                first > stream.num_ranges
+                or len(stale) != len(live)
+                or any(a > b for a, b in zip(stale, live, strict=True))
+            ):
                 raise ValueError(
                     f"settled segment {segment.id} has {live} live rows of group {group.index} from range {first} "
-                    f"of {len(ranges)} on, and {list(stale)} of them are said to be stale"
+                    f"of {stream.num_ranges} on, and {list(stale)} of them are said to be stale"
                 )
             needed += sum(live) - sum(stale)
         if not needed:

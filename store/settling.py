@@ -10,7 +10,7 @@ import numpy as np
 
 from tiercache.store.external_sort import ExternalSorter, flush_largest
 from tiercache.store.hashing import hash_keys
-from tiercache.store.lookup import READERS, live_keys
+from tiercache.store.live_keys import READERS, live_keys
 from tiercache.store.merge import SortedCursor, hashed, merged
 from tiercache.store.scratch_file import ScratchFile, scratch_of
 from tiercache.store.settled import Settled
@@ -115,9 +115,8 @@ class _GroupRows:
         counts, self._dead = [], {}
         for segment in store.segments:
             stream, first = segment.streams[group.index], store.first_range(segment, group.index)
-            live = [rows.table_rows for rows in stream.ranges[first:]]
-            counts.append(np.array(live, dtype=np.int64).reshape(len(live), len(group.tables)).sum(axis=0))
-            self._dead[segment.id] = int(stream.range_first_row_R[first])
+            counts.append([stream.rows_of_table(place, first) for place in range(len(group.tables))])
+            self._dead[segment.id] = stream.first_row_R.item(first)
         self.live_ST = np.array(counts, dtype=np.int64).reshape(len(counts), len(group.tables))
         """(S, T): live rows."""
         self.needed_ST = np.zeros_like(self.live_ST)
@@ -156,7 +155,7 @@ class _GroupRows:
             ]  # fmt: skip
             readers = stack.enter_context(ThreadPoolExecutor(READERS))
             for segment, place, keys, rows in live_keys(
-                store, store.snapshot, self.group, range(len(sorters)), readers, after=-1
+                store, store.snapshot, self.group, dict.fromkeys(range(len(sorters))), readers, after=-1
             ):
                 start = int(self._starts_S[self._index[segment.id]]) - self._dead[segment.id]
                 sorters[place].add(hash_keys(keys, self.group.tables[place].table_id), start + rows)

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from tiercache.store.lookup import Found
     from tiercache.store.scan import Chunk
     from tiercache.store.segment import Segment
+    from tiercache.store.segment_layout import SegmentLayout
     from tiercache.store.segment_writer import Block
     from tiercache.store.serving import Fields
     from tiercache.store.snapshot import Snapshot
-    from tiercache.store.stream import Stream
 
 
 class Store:
@@ -225,7 +225,7 @@ class Store:
     def append(
         self,
         pass_index: int,
-        streams: Sequence[Stream],
+        streams: Sequence[SegmentLayout],
         blocks: Iterable[Block],
         *,
         within: bool = False,
@@ -380,10 +380,12 @@ class Store:
         self._check_open()
         self._reader.load(wanted, at_once)
 
-    def read_keys(self, segment: Segment, group: int, block: int) -> NDArray[np.int64]:
+    def read_keys(
+        self, segment: Segment, group: int, block: int, first: int = 0, last: int | None = None
+    ) -> NDArray[np.int64]:
         """Return the keys of the rows of one block, checked. Raises CorruptBlockError."""
         self._check_open()
-        return self._reader.keys(segment, group, block)
+        return self._reader.keys(segment, group, block, first, last)
 
     def first_range(self, segment: Segment, group: int) -> int:
         """Return the first range of a segment stream that is not dead at the newest commit."""

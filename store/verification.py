@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from tiercache.store.segment import Segment
-    from tiercache.store.stream import Stream
+    from tiercache.store.segment_layout import SegmentLayout
 
 READERS = 4
 """Threads that read blocks of rows: the disk has one to read while another is checked."""
@@ -52,7 +52,7 @@ class Verification:
         for one in self._stores:
             self._add_blocks(one)
         self.total = sum(
-            int(segment.streams[group].block_bytes_B[block]) for (_, group, block), (segment, _) in self._blocks.items()
+            segment.streams[group].bytes_of_block(block) for (_, group, block), (segment, _) in self._blocks.items()
         )
 
     def run(self) -> dict[str, Any]:
@@ -105,16 +105,17 @@ class Verification:
     def _read(self, segment: Segment, group: int, block: int) -> list[str]:
         """Read a block into the page-aligned memory of this thread, which goes past the page cache."""
         stream = segment.streams[group]
-        size = int(stream.block_bytes_B[block])
+        size = stream.bytes_of_block(block)
         if getattr(self._room, "size", 0) < size:
             self._room.size, self._room.data = size, huge_pages(size)
-        low, high = int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])
+        low, high = stream.pages_of_block(block)
         return _problem(self.store.read, segment, group, low, high, self._room.data[:size])
 
-    def _count(self, stream: Stream, block: int) -> None:
-        size = int(stream.block_bytes_B[block])
+    def _count(self, stream: SegmentLayout, block: int) -> None:
+        size = stream.bytes_of_block(block)
+        first, last = stream.pages_of_block(block)
         self.counts["blocks"] += 1
-        self.counts["pieces"] += int(stream.block_piece_B[block + 1] - stream.block_piece_B[block])
+        self.counts["pieces"] += last - first
         self.counts["rows"] += size // stream.row_bytes
         self.counts["bytes"] += size
         _say(kind="progress", done=self.counts["bytes"], total=self.total)

@@ -16,14 +16,14 @@ import numcodecs
 import numpy as np
 
 from tiercache.store.errors import BlockReadError
-from tiercache.store.stream import compressed_rows
+from tiercache.store.segment_layout import compressed_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from tiercache.store.stream import Stream
+    from tiercache.store.segment_layout import SegmentLayout
 
     Bytes = NDArray[np.uint8]
 
@@ -193,13 +193,13 @@ class Shards:
         return index
 
 
-def cut(stream: Stream) -> tuple[int, int]:
+def cut(stream: SegmentLayout) -> tuple[int, int]:
     """Return the rows of a chunk and of an inner chunk for the blocks of a stream.
 
     An inner chunk has ``compressed_rows`` where those of a block are a multiple of them. Else it has less, down to a
     quarter, or more.
     """
-    wanted = compressed_rows(stream.row_bytes, min(stream.piece_rows, stream.block_rows, max(1, stream.rows)))
+    wanted = compressed_rows(stream.row_bytes, min(stream.page_rows, stream.block_rows, max(1, stream.rows)))
     if stream.num_blocks <= 1:  # nothing follows, so the chunk may be larger than the block
         return -(-max(1, stream.rows) // wanted) * wanted, wanted
     rows = stream.block_rows

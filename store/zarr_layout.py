@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.engine import Block, BlockLayout
-    from tiercache.store.stream import Stream
+    from tiercache.store.segment_layout import SegmentLayout
 
 NODE = "zarr.json"
 """The name of an object that describes an array or a group of arrays."""
@@ -133,7 +133,7 @@ class Arrays:
         names = [table.name for table in layout.group.tables]
         about = {
             "tables": names,
-            "piece_rows": layout.stream.piece_rows,
+            "page_rows": layout.stream.page_rows,
             "ranges": [
                 {"next_use": rows.next_use, "rows": dict(zip(names, rows.table_rows, strict=True))}
                 for rows in layout.stream.ranges
@@ -166,7 +166,7 @@ class Arrays:
         return Array(folder, suffix, stream.rows, row_bytes, stream.block_rows, chunk_rows, blocks, None)
 
 
-def split(stream: Stream, block: int, data: NDArray[np.uint8], field_at: int, out: NDArray[np.uint8]) -> None:
+def split(stream: SegmentLayout, block: int, data: NDArray[np.uint8], field_at: int, out: NDArray[np.uint8]) -> None:
     """Gather one field of the rows of a block, which stand page by page in ``data``, in ``out``.
 
     ``field_at`` is the byte of a row at which the field begins; ``out`` has the field's bytes of all rows.
@@ -177,7 +177,7 @@ def split(stream: Stream, block: int, data: NDArray[np.uint8], field_at: int, ou
         there[:] = here
 
 
-def merge(stream: Stream, first: int, data: NDArray[np.uint8], fields: Sequence[NDArray[np.uint8]]) -> None:
+def merge(stream: SegmentLayout, first: int, data: NDArray[np.uint8], fields: Sequence[NDArray[np.uint8]]) -> None:
     """Put all fields of the rows from row ``first`` of a stream on, where a page begins, where they stand in ``data``.
 
     The opposite of ``split``: ``data`` has the bytes of whole pages.
@@ -190,11 +190,11 @@ def merge(stream: Stream, first: int, data: NDArray[np.uint8], fields: Sequence[
             at += field.size * stream.row_bytes // data.size
 
 
-def _alike(stream: Stream, first: int, data: NDArray[np.uint8]) -> Iterator[tuple[int, int, int]]:
+def _alike(stream: SegmentLayout, first: int, data: NDArray[np.uint8]) -> Iterator[tuple[int, int, int]]:
     """Yield (row in ``data``, pages, rows of each) of all neighbors of equal length."""
     rows, begin = data.size // stream.row_bytes, 0
-    low, high = stream.piece_first_row_P.searchsorted((first, first + rows)).tolist()
-    for length, same in groupby(stream.piece_rows_P[low:high].tolist()):
+    low, high = stream.page_of_row(first), stream.page_of_row(first + rows)
+    for length, same in groupby(stream.page_sizes(low, high).tolist()):
         count = sum(1 for _ in same)
         yield begin, count, length
         begin += count * length

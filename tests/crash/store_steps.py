@@ -17,10 +17,10 @@ from tiercache.store import (
     Adagrad,
     Cursor,
     Range,
+    SegmentLayout,
     Store,
     StoreError,
     StoreFullError,
-    Stream,
     Table,
     Zeros,
     group_tables,
@@ -250,7 +250,7 @@ def problems(store: Store) -> list[str]:
                 if bits.tobytes() != row_bits(table, mine, versions[number][mine]).tobytes():
                     found.append(f"rows of table {table.name!r} at commit {number} have other bits")
                 stream = segment.streams[group.index]
-                ranges = np.searchsorted(stream.range_first_row_R, rows[mine], side="right") - 1
+                ranges = np.searchsorted(stream.first_row_R, rows[mine], side="right") - 1
                 if not np.array_equal([stream.ranges[i].next_use for i in ranges], uses[number][mine]):
                     found.append(f"rows of table {table.name!r} at commit {number} wait for other passes")
     return found
@@ -325,7 +325,7 @@ def _dump(store: Store, step: Step, pass_index: int, *, broken: bool = False) ->
                 left -= 1
                 if broken and not left:
                     raise BrokenSourceError
-                low, high = stream.block_first_row_B[block : block + 2].tolist()
+                low, high = stream.rows_of_block(block)
                 yield group.index, block, _pack(stream, group, block, rows), keys[low:high]
 
     streams = [stream for stream, _, _ in laid]
@@ -349,7 +349,9 @@ def prepare() -> None:
 
 
 @cache
-def _lay_out(group: Group, pass_index: int, sample: int) -> tuple[Stream, NDArray[np.int64], NDArray[np.float32]]:
+def _lay_out(
+    group: Group, pass_index: int, sample: int
+) -> tuple[SegmentLayout, NDArray[np.int64], NDArray[np.float32]]:
     """Return stream, keys and rows of a group's dump, in the stream's order: next use, table, hash."""
     keys_T = [_keys(table, pass_index) for table in group.tables]
     uses_T = [
@@ -365,20 +367,20 @@ def _lay_out(group: Group, pass_index: int, sample: int) -> tuple[Stream, NDArra
         Range(next_use=use, table_rows=tuple(int(np.count_nonzero(uses == use)) for uses in uses_T))
         for use in np.unique(np.concatenate(uses_T)).tolist()
     )
-    stream = Stream(
-        row_bytes=group.row_bytes, piece_rows=PIECE_ROWS, block_bytes=BLOCK_BYTES[group.row_bytes], ranges=ranges
+    stream = SegmentLayout.of(
+        row_bytes=group.row_bytes, page_rows=PIECE_ROWS, block_bytes=BLOCK_BYTES[group.row_bytes], ranges=ranges
     )
     return stream, np.concatenate(keys_T)[order], np.concatenate(rows_T)[order]
 
 
-def _pack(stream: Stream, group: Group, block: int, rows: NDArray[np.float32]) -> NDArray[np.uint8]:
+def _pack(stream: SegmentLayout, group: Group, block: int, rows: NDArray[np.float32]) -> NDArray[np.uint8]:
     """Return the bytes of a block, from a page of memory on."""
-    size = int(stream.block_bytes_B[block])
+    size = stream.bytes_of_block(block)
     room = np.empty(size + 4096, dtype=np.uint8)
     out = room[-room.ctypes.data % 4096 :][:size]
     cuts, at = np.cumsum([field.width for field in group.fields])[:-1], 0
-    for piece in range(int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1])):
-        low, high = stream.piece_first_row_P[piece : piece + 2].tolist()
+    for piece in range(*stream.pages_of_block(block)):
+        low, high = stream.row_of_page(piece), stream.row_of_page(piece + 1)
         for part in np.split(rows[low:high], cuts, axis=1):
             packed = np.frombuffer(part.tobytes(), np.uint8)
             out[at : at + packed.size] = packed

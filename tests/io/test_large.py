@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tiercache as tc
-from tiercache.store import Cursor, Range, Store, Stream, hash_keys, info, verify
+from tiercache.store import Cursor, Range, SegmentLayout, Store, hash_keys, info, verify
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,18 +23,18 @@ SEGMENTS, ROWS = 20, 1_000_000
 TABLE = tc.Table(
     name="items", dim=64, optimizer=tc.optim.RowWiseAdagrad(learning_rate=0.05), initializer=tc.init.Zeros()
 )
-STREAM = Stream(
-    row_bytes=260, piece_rows=252, block_bytes=4 << 20, ranges=(Range(next_use=1 << 40, table_rows=(ROWS,)),)
+STREAM = SegmentLayout.of(
+    row_bytes=260, page_rows=252, block_bytes=4 << 20, ranges=(Range(next_use=1 << 40, table_rows=(ROWS,)),)
 )
 
 
 def blocks(keys: NDArray[np.int64]) -> Iterator[Block]:
     """Yield the blocks of a segment: in the row of key k, number i of the vector is (k + i) % 97, the state k % 89."""
     for block in range(STREAM.num_blocks):
-        low, high = STREAM.block_first_row_B[block : block + 2].tolist()
+        low, high = STREAM.rows_of_block(block)
         out = np.empty(65 * (high - low), np.float32)
-        for begin in range(low, high, STREAM.piece_rows):
-            mine = keys[begin : min(high, begin + STREAM.piece_rows)]
+        for begin in range(low, high, STREAM.page_rows):
+            mine = keys[begin : min(high, begin + STREAM.page_rows)]
             piece = out[65 * (begin - low) :][: 65 * mine.size]
             piece[: 64 * mine.size] = ((mine[:, None] + np.arange(64)) % 97).reshape(-1)
             piece[64 * mine.size :] = mine % 89

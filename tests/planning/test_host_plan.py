@@ -8,32 +8,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiercache.planning.budget import PAGE_BYTES, paged
-from tiercache.planning.host_plan import Held, HostContent, _fit
-from tiercache.planning.segment_ranges import SegmentRanges
-from tiercache.store.stream import Range, Stream
+from tiercache.planning.host_plan import Held, HostContent, _fit, bytes_held
+from tiercache.store.segment_layout import Range, SegmentLayout
 
 ROW = PAGE_BYTES  # rows of one page: then rows and bytes say the same
 
 
-def stream(*ranges: tuple[int, int], row_bytes: int = ROW, block_rows: int = 1 << 20) -> Stream:
+def stream(*ranges: tuple[int, int], row_bytes: int = ROW, block_rows: int = 1 << 20) -> SegmentLayout:
     """Lay out (next use, rows) with one row a piece."""
-    return Stream(
+    return SegmentLayout.of(
         row_bytes=row_bytes,
-        piece_rows=1,
+        page_rows=1,
         block_bytes=block_rows * row_bytes,
         ranges=tuple(Range(next_use=use, table_rows=(rows,)) for use, rows in ranges),
     )
 
 
-def ranges(*given: tuple[int, int]) -> SegmentRanges:
-    """Return the ranges of such a stream."""
-    return SegmentRanges.of(stream(*given))
-
-
 def test_the_farthest_next_use_leaves_first() -> None:
     """Of rows for passes 3, 5 and 9, those for 9 go first, then part of those for 5."""
     content = HostContent()
-    content.enter(0, 0, ranges((3, 2), (5, 3), (9, 4)))
+    content.enter(0, 0, stream((3, 2), (5, 3), (9, 4)))
     content.keep(after=1, capacity=5 * ROW)  # one page more is charged for each end that may share a page
     assert content.find(0, 0) == Held(0, 4)
     content.keep(after=1, capacity=3 * ROW)
@@ -43,7 +37,7 @@ def test_the_farthest_next_use_leaves_first() -> None:
 def test_rows_that_were_used_leave() -> None:
     """After pass 3 its range is gone, and the rest begins where it ended."""
     content = HostContent()
-    content.enter(0, 0, ranges((3, 2), (5, 3)))
+    content.enter(0, 0, stream((3, 2), (5, 3)))
     content.keep(after=3, capacity=100 * ROW)
     assert content.find(0, 0) == Held(2, 5)
 
@@ -60,31 +54,30 @@ def test_the_bytes_charged_are_never_less_than_the_pages_held(
 ) -> None:
     """Pages are counted block by block from their real starts; the charge is at least that."""
     layout = stream(*sorted(uses), row_bytes=row_bytes, block_rows=block_rows)
-    planned = SegmentRanges.of(layout)
-    first = data.draw(st.integers(0, layout.num_pieces))
-    last = data.draw(st.integers(first, layout.num_pieces))
+    first = data.draw(st.integers(0, layout.num_pages))
+    last = data.draw(st.integers(first, layout.num_pages))
     pages: set[tuple[int, int]] = set()
     for piece in range(first, last):
-        block = int(layout.piece_block_P[piece])
-        low = int(layout.piece_offset_P[piece] - layout.piece_offset_P[layout.block_piece_B[block]])
+        block = layout.block_of_page(piece)
+        low = layout.byte_of_page(piece) - layout.byte_of_block(block)
         pages |= {(block, page) for page in range(low // PAGE_BYTES, -(-(low + row_bytes) // PAGE_BYTES))}
-    assert len(pages) * PAGE_BYTES <= planned.bytes_held(first, last)
-    fitted = _fit(planned, Held(first, last), first, room * PAGE_BYTES)
-    assert fitted == first or planned.bytes_held(first, fitted) <= room * PAGE_BYTES
-    assert fitted == last or planned.bytes_held(first, fitted + 1) > room * PAGE_BYTES
+    assert len(pages) * PAGE_BYTES <= bytes_held(layout, Held(first, last))
+    fitted = _fit(layout, Held(first, last), first, room * PAGE_BYTES)
+    assert fitted == first or bytes_held(layout, Held(first, fitted)) <= room * PAGE_BYTES
+    assert fitted == last or bytes_held(layout, Held(first, fitted + 1)) > room * PAGE_BYTES
 
 
 class SortingContent:
     """The slow obvious choice: all ranges in the order of their next use at every pass, as many as fit."""
 
     def __init__(self) -> None:
-        self.streams: dict[tuple[int, int], Stream] = {}
+        self.streams: dict[tuple[int, int], SegmentLayout] = {}
         self.held: dict[tuple[int, int], Held] = {}
 
-    def enter(self, pass_index: int, group: int, entering: Stream) -> None:
+    def enter(self, pass_index: int, group: int, entering: SegmentLayout) -> None:
         """Take in a whole dump."""
         self.streams[pass_index, group] = entering
-        self.held[pass_index, group] = Held(0, entering.num_pieces)
+        self.held[pass_index, group] = Held(0, entering.num_pages)
 
     def keep(self, *, after: int, capacity: int) -> int:
         """Choose anew among all that is held, piece by piece."""
@@ -92,7 +85,7 @@ class SortingContent:
         for (pass_index, group), held in self.held.items():
             layout = self.streams[pass_index, group]
             for piece in range(*held):
-                use = layout.ranges[int(layout.piece_range_P[piece])].next_use
+                use = int(layout.next_use_R[layout.range_of_page(piece)])
                 if use > after:
                     pieces.append((use, pass_index, group, piece))
         self.held, held_bytes = {}, dict[tuple[int, int], int]()
@@ -106,12 +99,12 @@ class SortingContent:
         return sum(held_bytes.values())
 
 
-def bytes_of(layout: Stream, first: int, last: int) -> int:
+def bytes_of(layout: SegmentLayout, first: int, last: int) -> int:
     """Return the pages that hold pieces [first, last): one more at either end, one more where a block ends."""
     if first >= last:
         return 0
-    span = int(layout.piece_offset_P[last] - layout.piece_offset_P[first])
-    return paged(span) + PAGE_BYTES * (1 + int(layout.piece_block_P[last - 1] - layout.piece_block_P[first]))
+    span = layout.byte_of_page(last) - layout.byte_of_page(first)
+    return paged(span) + PAGE_BYTES * (1 + layout.block_of_page(last - 1) - layout.block_of_page(first))
 
 
 USES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), max_size=6, unique_by=lambda r: r[0]).map(sorted)
@@ -134,7 +127,7 @@ def test_what_is_kept_is_what_sorting_all_ranges_keeps(
                 *((pass_index + gap, rows) for gap, rows in gaps), row_bytes=row_bytes, block_rows=block_rows
             )
             obvious.enter(pass_index, group, entering)
-            content.enter(pass_index, group, SegmentRanges.of(entering))
+            content.enter(pass_index, group, entering)
         options = {"after": pass_index + 1, "capacity": pages * PAGE_BYTES}
         assert content.keep(**options) == obvious.keep(**options)
         assert content.held == obvious.held
@@ -143,18 +136,18 @@ def test_what_is_kept_is_what_sorting_all_ranges_keeps(
 def simulate(dumps: list[dict[int, int]], capacity: int) -> int:
     """Count rows read from the store when the host keeps the soonest used, with rows of one page and no slack."""
     content = HostContent()
-    streams: list[Stream] = []
+    streams: list[SegmentLayout] = []
     read = 0
     for pass_index, ranges in enumerate([*dumps, {}, {}]):
         for source in range(max(0, pass_index - 1)):
             for index, rows in enumerate(streams[source].ranges):
                 if rows.next_use == pass_index:
-                    low, high = streams[source].pieces_of(index)
-                    held = content.find(source, 0) if source != pass_index - 2 else Held(0, streams[source].num_pieces)
+                    low, high = streams[source].pages_of_range(index)
+                    held = content.find(source, 0) if source != pass_index - 2 else Held(0, streams[source].num_pages)
                     inside = max(0, min(high, held.last) - low) if held.first <= low else 0
                     read += rows.rows - inside
         if pass_index >= 2:
-            content.enter(pass_index - 2, 0, SegmentRanges.of(streams[pass_index - 2]))
+            content.enter(pass_index - 2, 0, streams[pass_index - 2])
         # the charge is a page for the run and one for each block: allow for it, so that rows alone decide
         kept = len(content.held)
         content.keep(after=pass_index, capacity=(capacity + kept) * ROW)

@@ -31,7 +31,7 @@ def plan_of(store: Store, world: World) -> ReorganizePlan:
 )
 def test_no_more_rows_move_than_were_said(seed: int, days: list[tuple[int, int, int]], most: int) -> None:
     """Day after day, of keys that are used again, new or left: rows in their new order, and the blocks they take."""
-    world = World(small_tables(), seed=seed, keys_per_pass=9, universe=40, piece_rows=3, block_rows=7)
+    world = World(small_tables(), seed=seed, keys_per_pass=9, universe=40, page_rows=3, block_rows=7)
     with pytest.MonkeyPatch.context() as patch, Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
         patch.setattr(settling, "MOST_SETTLED", most)
         world.run(store, 3)

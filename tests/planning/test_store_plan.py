@@ -13,9 +13,8 @@ from tests.store.conftest import held_blocks, small_tables
 from tests.store.world import World
 from tiercache.errors import BudgetError
 from tiercache.planning.budget import gap_bytes
-from tiercache.planning.segment_ranges import SegmentRanges
 from tiercache.planning.store_plan import RECORD_BYTES, StorePlan
-from tiercache.store import Adagrad, MemoryEngine, Range, Store, Stream, Table, Zeros
+from tiercache.store import Adagrad, MemoryEngine, Range, SegmentLayout, Store, Table, Zeros
 from tiercache.store.blocks import CHANGED
 from tiercache.store.history import History
 from tiercache.store.table import group_tables
@@ -24,10 +23,10 @@ GROUPS = group_tables([Table(name="t", dim=4, optimizer=Adagrad(learning_rate=0.
 NOTHING = History()
 
 
-def stream_of(pass_index: int, counts: list[int], block_rows: int) -> Stream:
+def stream_of(pass_index: int, counts: list[int], block_rows: int) -> SegmentLayout:
     """Return a dump with so many rows for each pass after it."""
     ranges = tuple(Range(next_use=pass_index + gap, table_rows=(n,)) for gap, n in enumerate(counts, 1) if n)
-    return Stream(row_bytes=32, piece_rows=2, block_bytes=32 * block_rows, ranges=ranges)
+    return SegmentLayout.of(row_bytes=32, page_rows=2, block_bytes=32 * block_rows, ranges=ranges)
 
 
 @settings(max_examples=60, deadline=None)
@@ -41,7 +40,7 @@ def stream_of(pass_index: int, counts: list[int], block_rows: int) -> Stream:
 def test_live_blocks_are_those_that_some_later_pass_needs(counts: list[list[int]], block_rows: int, epoch: int) -> None:
     """At each commit of an epoch like all others: every block with a row whose next use is not over yet."""
     n = len(counts)
-    dumps = {epoch * n + i: (SegmentRanges.of(stream_of(epoch * n + i, counts[i], block_rows)),) for i in range(n)}
+    dumps = {epoch * n + i: (stream_of(epoch * n + i, counts[i], block_rows),) for i in range(n)}
     plan = StorePlan.of(GROUPS, dumps, NOTHING, commits=1, commit_every=1, state_bytes=0, use_files=1)
     taken = []
     for cursor in range(2 * n, 3 * n):
@@ -62,7 +61,7 @@ def test_passes_beside_the_live_rows_follow_from_the_commits(commits: int, commi
     """Two at the least, one more for each pass that a commit is behind and each further commit that is kept."""
     plan = StorePlan.of(
         GROUPS,
-        {0: (SegmentRanges.of(stream_of(0, [9], 4)),)},
+        {0: (stream_of(0, [9], 4),)},
         NOTHING,
         commits=commits,
         commit_every=commit_every,

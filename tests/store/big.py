@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.store import Adagrad, Cursor, Range, Store, Stream, Table, Zeros, hash_keys
+from tiercache.store import Adagrad, Cursor, Range, SegmentLayout, Store, Table, Zeros, hash_keys
 from tiercache.store.lmdb_file import LmdbFile, Value
 from tiercache.store.zarr_layout import Arrays, state_key
 
@@ -21,17 +21,17 @@ BIG = Table(name="big", dim=256, optimizer=Adagrad(learning_rate=0.1), initializ
 
 def dump(store: Store, pass_index: int, rows: dict[int, int], *, block_bytes: int = 1 << 17) -> dict[int, bytes]:
     """Append rows of made-up bits, counted by next use; return the bytes of each range."""
-    stream = Stream(
+    stream = SegmentLayout.of(
         row_bytes=BIG.row_bytes,
-        piece_rows=8,
+        page_rows=8,
         block_bytes=block_bytes,
         ranges=tuple(Range(next_use=use, table_rows=(n,)) for use, n in sorted(rows.items())),
     )
     data = np.random.default_rng(pass_index).integers(0, 256, stream.rows * BIG.row_bytes, dtype=np.uint8)
     keys = np.arange(stream.rows, dtype=np.int64) + 100_000 * pass_index
-    for low, high in pairwise(stream.range_first_row_R.tolist()):
+    for low, high in pairwise(stream.first_row_R.tolist()):
         keys[low:high] = keys[low:high][np.argsort(hash_keys(keys[low:high], BIG.table_id))]
-    cuts = [int(n) for n in stream.block_first_row_B]
+    cuts = [*range(0, stream.rows, stream.block_rows), stream.rows]
     store.append(
         pass_index,
         [stream],
@@ -40,7 +40,7 @@ def dump(store: Store, pass_index: int, rows: dict[int, int], *, block_bytes: in
             for b in range(stream.num_blocks)
         ),
     )
-    first = stream.range_first_row_R * BIG.row_bytes
+    first = stream.first_row_R * BIG.row_bytes
     return {r.next_use: data[first[i] : first[i + 1]].tobytes() for i, r in enumerate(stream.ranges)}
 
 
@@ -54,10 +54,10 @@ def load(store: Store, pass_index: int) -> dict[int, bytes]:
     loaded = {}
     for segment in store.segments:
         stream = segment.streams[0]
-        for index in range(store.first_range(segment, 0), len(stream.ranges)):
+        for index in range(store.first_range(segment, 0), stream.num_ranges):
             if stream.ranges[index].next_use == pass_index:
-                low, high = stream.pieces_of(index)
-                out = np.empty(int(stream.piece_offset_P[high] - stream.piece_offset_P[low]), np.uint8)
+                low, high = stream.pages_of_range(index)
+                out = np.empty(stream.byte_of_page(high) - stream.byte_of_page(low), np.uint8)
                 store.read(segment, 0, low, high, out)
                 loaded[segment.pass_index] = out.tobytes()
     return loaded

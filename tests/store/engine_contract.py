@@ -19,7 +19,7 @@ from tiercache.store.engine import Block, BlockLayout, FieldSource, LocatingEngi
 from tiercache.store.errors import BlockReadError, StoreFullError
 from tiercache.store.initializer import Zeros
 from tiercache.store.optimizer import SGD, Adam, RowWiseAdagrad
-from tiercache.store.stream import Range, Stream
+from tiercache.store.segment_layout import Range, SegmentLayout
 from tiercache.store.table import Table, group_tables
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ def layout_of(rows: tuple[int, ...], *, page_rows: int = 3, block_rows: int = 7,
     usual: dict[str, Any] = {"name": "t", "dim": 3, "optimizer": OPTIMIZERS[1], "initializer": Zeros()}
     group = group_tables([Table(**usual | of_table)])[0]
     ranges = tuple(Range(next_use=use, table_rows=(n,)) for use, n in enumerate(rows, start=1))
-    stream = Stream(
-        row_bytes=group.row_bytes, piece_rows=page_rows, block_bytes=group.row_bytes * block_rows, ranges=ranges
+    stream = SegmentLayout.of(
+        row_bytes=group.row_bytes, page_rows=page_rows, block_bytes=group.row_bytes * block_rows, ranges=ranges
     )
     return BlockLayout(group, stream)
 
@@ -55,7 +55,7 @@ def layout_of(rows: tuple[int, ...], *, page_rows: int = 3, block_rows: int = 7,
 def segment_blocks(layout: BlockLayout, segment: int = 0, seed: int = 0) -> list[Data]:
     """Return made-up blocks of rows, keys and last changes of a whole segment stream."""
     blocks: list[Data] = []
-    for index, size in enumerate(layout.stream.block_bytes_B.tolist()):
+    for index, size in enumerate(map(layout.stream.bytes_of_block, range(layout.stream.num_blocks))):
         rows = size // layout.stream.row_bytes
         for at, (kind, num) in enumerate([(ROWS, size), (KEYS, 8 * rows), (CHANGED, 4 * rows)]):
             block = Block(kind, segment, layout.group.index, index, num, layout=layout)
@@ -175,10 +175,10 @@ class EngineContract:
         check(engine, written)
         for block, data in written.items():
             if block.kind == ROWS:
-                first, last = stream.block_piece_B[block.index : block.index + 2].tolist()
+                first, last = stream.pages_of_block(block.index)
                 low = min(first + cuts[0], last - 1)
                 high = min(low + cuts[1], last)
-                begin, end = (stream.piece_offset_P[[low, high]] - stream.piece_offset_P[first]).tolist()
+                begin, end = (stream.byte_of_page(page) - stream.byte_of_page(first) for page in (low, high))
                 out = np.ones(end - begin, np.uint8)
                 engine.read(ReadRequest(block, begin, out))
                 assert out.tobytes() == data[begin:end]
@@ -433,8 +433,8 @@ def _fields_of(source: FieldSource, layout: BlockLayout, block: Block) -> bytes:
         assert len(whole) == one.file_bytes
         files.append(whole[one.begin :])
     stream, found, row = layout.stream, b"", 0
-    first, last = stream.block_piece_B[block.index : block.index + 2].tolist()
-    for rows in stream.piece_rows_P[first:last].tolist():
+    first, last = stream.pages_of_block(block.index)
+    for rows in stream.page_sizes(first, last).tolist():
         for data, file in zip(files, source.files, strict=True):
             found += data[row * file.row_bytes : (row + rows) * file.row_bytes]
         row += rows

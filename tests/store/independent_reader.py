@@ -35,6 +35,11 @@ def read_record(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return header["values"], arrays
 
 
+def rows_of_ranges(layout: dict[str, Any], arrays: dict[str, np.ndarray], group: int) -> np.ndarray:
+    """Return the rows of each table in each range."""
+    return arrays[f"table_rows/{group}"].reshape(-1, layout["tables"])
+
+
 def check_record(manifest: dict[str, Any], name: str, data: bytes) -> bytes:
     """Return a record that is what its manifest says."""
     _, _, size, digest = next(one for one in manifest["records"] if one[0] == name)
@@ -61,13 +66,13 @@ class LmdbFiles:
         self, segment: int, group: int, stream: dict[str, Any], arrays: dict[str, np.ndarray], form: Form, block: int
     ) -> list[np.ndarray]:
         """Return the fields of the rows of a block."""
-        counts = [sum(rows) for _, *rows in stream["ranges"]]
+        counts = rows_of_ranges(stream, arrays, group).sum(axis=1)
         block_rows = stream["block_bytes"] // stream["row_bytes"]
         ends, row, last = np.cumsum(counts), block * block_rows, min((block + 1) * block_rows, sum(counts))
         fields: list[list[np.ndarray]] = [[] for _ in form]
         at = int(arrays[f"rows_at/{group}"][block])
         while row < last:  # page after page, each field after field
-            count = min(row + stream["piece_rows"], ends[np.searchsorted(ends, row, side="right")], last) - row
+            count = min(row + stream["page_rows"], ends[np.searchsorted(ends, row, side="right")], last) - row
             for field, (_, width, dtype) in zip(fields, form, strict=True):
                 numbers = padded(width, dtype)
                 found = np.frombuffer(self.blocks, dtype, count * numbers, at)
@@ -97,10 +102,11 @@ class ZarrFiles:
         }
 
     def rows(
-        self, segment: int, group: int, stream: dict[str, Any], _: dict[str, np.ndarray], form: Form, block: int
+        self, segment: int, group: int, stream: dict[str, Any], arrays: dict[str, np.ndarray], form: Form, block: int
     ) -> list[np.ndarray]:
         """Return the fields of the rows of a block."""
-        total, rows = sum(sum(rows) for _, *rows in stream["ranges"]), stream["block_bytes"] // stream["row_bytes"]
+        total = int(rows_of_ranges(stream, arrays, group).sum())
+        rows = stream["block_bytes"] // stream["row_bytes"]
         found = []
         for name, width, dtype in form:
             numbers = padded(width, dtype)
@@ -113,12 +119,9 @@ class ZarrFiles:
         self, name: str, dtype: str, segment: int, group: int, arrays: dict[str, np.ndarray], block: int, rows: int
     ) -> np.ndarray:
         """Return the keys or the last changes of the rows of a block."""
-        values, _ = read_record(self.records[f"segment/{segment}"])
-        stream = values["streams"][group]
-        total, block_rows = (
-            sum(sum(rows) for _, *rows in stream["ranges"]),
-            stream["block_bytes"] // stream["row_bytes"],
-        )
+        stream = read_record(self.records[f"segment/{segment}"])[0]["layouts"][group]
+        total = int(rows_of_ranges(stream, arrays, group).sum())
+        block_rows = stream["block_bytes"] // stream["row_bytes"]
         data = self.bytes(segment, group, name, "", np.dtype(dtype).itemsize, block_rows, total, block, rows)
         return np.frombuffer(data, dtype)
 
@@ -162,12 +165,10 @@ def read_table(path: Path, groups: list[list[str]], form: Form, table: str) -> d
     settled = {id_: groups_[group][0] for id_, *groups_ in commit.get("settled", [])}
     for segment, first in commit["segments"]:  # the newest last, so that its rows replace stale ones
         values, arrays = read_record(files.records[f"segment/{segment}"])
-        stream, row = values["streams"][group], 0
-        total, block_rows = (
-            sum(sum(rows) for _, *rows in stream["ranges"]),
-            stream["block_bytes"] // stream["row_bytes"],
-        )
-        for index, (use, *rows) in enumerate(stream["ranges"]):
+        stream, row = values["layouts"][group], 0
+        counts, block_rows = rows_of_ranges(stream, arrays, group), stream["block_bytes"] // stream["row_bytes"]
+        total = int(counts.sum())
+        for index, (use, rows) in enumerate(zip(arrays[f"next_use/{group}"], counts.tolist(), strict=True)):
             low, row = row + sum(rows[:place]), row + sum(rows)
             live = index >= settled[segment] if segment in settled else use >= commit["cursor"][0]
             for at in range(low, low + rows[place]) if live else ():

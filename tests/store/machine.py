@@ -90,11 +90,11 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize(
         seed=st.integers(0, 50),
         num_passes=st.integers(1, 4),
-        piece_rows=st.integers(1, 5),
+        page_rows=st.integers(1, 5),
         block_rows=st.integers(1, 9),
         retention=st.integers(1, 3),
     )
-    def begin(self, seed: int, num_passes: int, piece_rows: int, block_rows: int, retention: int) -> None:
+    def begin(self, seed: int, num_passes: int, page_rows: int, block_rows: int, retention: int) -> None:
         """Make a store."""
         self.world = World(
             TABLES,
@@ -102,7 +102,7 @@ class StoreMachine(RuleBasedStateMachine):
             num_passes=num_passes,
             keys_per_pass=6,
             universe=12,
-            piece_rows=piece_rows,
+            page_rows=page_rows,
             block_rows=block_rows,
         )
         self.fresh = copy.deepcopy(self.world)

@@ -12,7 +12,17 @@ import pytest
 from tests.store.conftest import Home, held_blocks, small_tables
 from tests.store.test_rewrite import rows_of
 from tests.store.world import World
-from tiercache.store import CorruptBlockError, CorruptStoreError, MemoryEngine, Range, Store, Stream, fill, info, verify
+from tiercache.store import (
+    CorruptBlockError,
+    CorruptStoreError,
+    MemoryEngine,
+    Range,
+    SegmentLayout,
+    Store,
+    fill,
+    info,
+    verify,
+)
 from tiercache.store.blocks import CHANGED
 from tiercache.store.changed import CHANGED_BYTES
 from tiercache.store.rewrite import NoUses
@@ -32,9 +42,11 @@ def check_all(store: Store, world: World, *, least: int = -1) -> None:
         world.check_changes(store, since)
 
 
-def small_pieces(group: Group, ranges: Iterable[Range]) -> Stream:
+def small_pieces(group: Group, ranges: Iterable[Range]) -> SegmentLayout:
     """Return a layout with pieces of 2 rows and blocks of 8."""
-    return Stream(row_bytes=group.row_bytes, piece_rows=2, block_bytes=8 * group.row_bytes, ranges=tuple(ranges))
+    return SegmentLayout.of(
+        row_bytes=group.row_bytes, page_rows=2, block_bytes=8 * group.row_bytes, ranges=tuple(ranges)
+    )
 
 
 def mixed(store: Store, world: World) -> None:
@@ -63,7 +75,7 @@ def test_what_changed_is_the_same_on_every_engine(home: Home) -> None:
 
 def test_only_what_may_have_changed_is_read() -> None:
     """Of blocks that are older than a commit or newer as a whole no last changes; of rows, only those that changed."""
-    world = World(small_tables(), keys_per_pass=30, universe=60, block_rows=8, piece_rows=2)
+    world = World(small_tables(), keys_per_pass=30, universe=60, block_rows=8, page_rows=2)
     with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
         mixed(store, world)
         store.rewrite(NoUses(), schedule_digest="", settle=False, layout=small_pieces)

@@ -86,7 +86,7 @@ def test_blocks_of_compressed_rows_are_cut_evenly(kind: str) -> None:
         (group,) = group_tables([plain(dim=dim, compression=kind)])
         stream = base_stream(group, [])
         rows = Range(next_use=1, table_rows=(3 * stream.block_rows,))
-        chunk_rows, inner_rows = cut(dataclasses.replace(stream, ranges=(rows,)))
+        chunk_rows, inner_rows = cut(base_stream(group, [rows]))
         assert chunk_rows == stream.block_rows
         assert inner_rows == max(1, (16 << 10) // group.row_bytes)
         (group,) = group_tables([plain(dim=dim)])

@@ -31,14 +31,14 @@ def test_a_flipped_byte_is_refused_on_load_and_found_by_verify(big: Store, kind:
         segment = store.segments[0]
         stream = segment.streams[0]
         if kind == ROWS:
-            out = np.empty(int(stream.piece_offset_P[-1]), np.uint8)
+            out = np.empty(stream.byte_of_page(stream.num_pages), np.uint8)
             words = r"block 0 of segment 0 \(pass 0; tables 'big'\) of the store at .* has checksum"
             with pytest.raises(CorruptBlockError, match=words) as caught:
-                store.read(segment, 0, 0, stream.num_pieces, out)
+                store.read(segment, 0, 0, stream.num_pages, out)
             assert (caught.value.segment, caught.value.block, caught.value.tables) == (0, 0, ("big",))
         elif kind == KEYS:
             with pytest.raises(CorruptBlockError, match="over its keys where"):
-                store.locate("big", np.arange(3), after=0)
+                store.locate("big", np.arange(500), after=0)
         else:
             with pytest.raises(CorruptStoreError, match=r"block 0 of the dense state of commit 0 .* has checksum"):
                 store.state()

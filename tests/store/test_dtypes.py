@@ -26,7 +26,7 @@ DTYPES = ("bfloat16", "float16")
 def test_passes_loads_other_schedules_and_compacting_keep_every_bit(home: Home) -> None:
     """The same walk that float32 tables take, with the rows of the definition as the oracle."""
     tables = narrow_tables()
-    world = World(tables, piece_rows=3, block_rows=11)
+    world = World(tables, page_rows=3, block_rows=11)
     with home.open(tables) as store:
         world.run(store, 4)
         world.check(store, after=world.pass_index - 1)

@@ -48,7 +48,7 @@ def test_a_reader_that_knows_only_the_format_reads_every_live_row(engine: str, k
     Of rows that passes dumped, of those that were moved, once or more, and of those that left a stale one behind.
     """
     tables = KINDS[kind]
-    world = World(tables, keys_per_pass=9, universe=30, piece_rows=3, block_rows=7)
+    world = World(tables, keys_per_pass=9, universe=30, page_rows=3, block_rows=7)
     with Store.open(tmp_path / "s", tables=tables, engine=engine) as store:
         mixed(store, world)
         world.keys_per_pass = 2
@@ -86,7 +86,7 @@ def check_arrays(root: Any, world: World, segment: Segment, groups: Sequence[Gro
         assert keys.dtype == np.int64
         assert str(fields[0].dtype) == {"bfloat16": "uint16"}.get(group.dtype, group.dtype)
         assert dict(node["vector"].attrs) == ({"dtype": "bfloat16"} if group.dtype == "bfloat16" else {})
-        assert node.attrs["piece_rows"] == stream.piece_rows
+        assert node.attrs["page_rows"] == stream.page_rows
         for name in ("keys", *(field.name for field in group.fields)) if group.compression else ():
             (sharding,) = node[name].metadata.to_dict()["codecs"]
             codecs = [codec["name"] for codec in sharding["configuration"]["codecs"]]

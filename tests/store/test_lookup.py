@@ -28,7 +28,7 @@ def trained(seed: int, passes: int, *, commit: bool = True) -> tuple[Store, Worl
     """Return a store in memory after some passes."""
     tables = small_tables()
     store = Store.open(None, tables=tables, engine=MemoryEngine())
-    world = World(tables, seed=seed, num_passes=1 + seed % 4, piece_rows=1 + seed % 7, block_rows=1 + seed % 23)
+    world = World(tables, seed=seed, num_passes=1 + seed % 4, page_rows=1 + seed % 7, block_rows=1 + seed % 23)
     for _ in range(passes):
         world.train()
         world.append(store)
@@ -83,15 +83,15 @@ def test_pieces_in_memory_are_not_read(home: Home, tables: list[Table]) -> None:
         asked.append(piece)
         if piece % 2:
             return None
-        size = int(stream.piece_offset_P[piece + 1] - stream.piece_offset_P[piece])
+        size = stream.byte_of_page(piece + 1) - stream.byte_of_page(piece)
         return np.full(size // 4, piece, np.float32).view(np.uint8)
 
     rows = np.arange(stream.rows)
     plain = store.read_rows(segment, group, rows)
     before = store.counters.row_bytes_read
     mixed = store.read_rows(segment, group, rows, cached=cached)
-    assert asked == list(range(stream.num_pieces))
-    pieces = np.searchsorted(stream.piece_first_row_P, rows, side="right") - 1
+    assert asked == list(range(stream.num_pages))
+    pieces = stream.pages_of_rows(rows)
     odd = pieces % 2 == 1
     assert store.counters.row_bytes_read - before == int(odd.sum()) * stream.row_bytes
     for a, b in zip(plain, mixed, strict=True):

@@ -23,10 +23,10 @@ def test_an_interrupted_load_leaves_nothing_that_is_being_read(interruptions: in
     with Store.open(None, tables=small_tables(), engine=engine) as store:
         World(store.tables, keys_per_pass=80).run(store, 1)
         segment = store.segments[0]
-        offset = segment.streams[0].piece_offset_P
+        byte = segment.streams[0].byte_of_page
         wanted = [
-            Pieces(segment, 0, i, i + 1, np.zeros(int(offset[i + 1] - offset[i]), np.uint8))
-            for i in range(segment.streams[0].num_pieces)
+            Pieces(segment, 0, i, i + 1, np.zeros(byte(i + 1) - byte(i), np.uint8))
+            for i in range(segment.streams[0].num_pages)
         ]
 
         def interrupt() -> None:
@@ -42,5 +42,5 @@ def test_an_interrupted_load_leaves_nothing_that_is_being_read(interruptions: in
         store.load(wanted)
         data = np.concatenate([pieces.out for pieces in wanted])
         whole = np.empty_like(data)
-        store.read(segment, 0, 0, segment.streams[0].num_pieces, whole)
+        store.read(segment, 0, 0, segment.streams[0].num_pages, whole)
         assert np.array_equal(data, whole)

@@ -46,9 +46,9 @@ def live(store: Store) -> list[Pieces]:
     wanted = []
     for segment in store.segments:
         for group, stream in enumerate(segment.streams):
-            for index in range(store.first_range(segment, group), len(stream.ranges)):
-                low, high = stream.pieces_of(index)
-                size = int(stream.piece_offset_P[high] - stream.piece_offset_P[low])
+            for index in range(store.first_range(segment, group), stream.num_ranges):
+                low, high = stream.pages_of_range(index)
+                size = stream.byte_of_page(high) - stream.byte_of_page(low)
                 wanted.append(Pieces(segment, group, low, high, np.zeros(size, np.uint8)))
     return wanted
 

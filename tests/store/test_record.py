@@ -80,24 +80,30 @@ def test_a_segment_record_of_other_checksums_is_refused() -> None:
         "id": 1,
         "pass": 2,
         "within": False,
-        "streams": [{"row_bytes": 4, "piece_rows": 2, "block_bytes": 16, "ranges": [[5, 3]]}],
+        "layouts": [{"row_bytes": 4, "page_rows": 2, "block_bytes": 16, "tables": 1}],
     }
     places = np.zeros(1, np.int64)
     good = {
-        "pieces/0": np.zeros(2, np.uint32), "keys/0": np.zeros(1, np.uint32), "rows_at/0": places, "keys_at/0": places,
+        "next_use/0": np.array([5]), "table_rows/0": np.array([3]), "pages/0": np.zeros(2, np.uint32),
+        "key_pages/0": np.zeros(1, np.uint32), "first_keys/0": np.zeros(1, np.int64),
+        "rows_at/0": places, "keys_at/0": places,
     }  # fmt: skip
     assert Segment.from_bytes(encode("segment", values, good), "it").rows == 3
     for bad in (
-        {**good, "pieces/0": np.zeros(3, np.uint32)},
-        {**good, "keys/0": np.zeros(2, np.uint32)},
-        {name: array for name, array in good.items() if name != "keys/0"},
+        {**good, "pages/0": np.zeros(3, np.uint32)},
+        {**good, "key_pages/0": np.zeros(2, np.uint32)},
+        {**good, "first_keys/0": np.zeros(2, np.int64)},
+        {**good, "table_rows/0": np.array([3, 1])},
+        {**good, "table_rows/0": np.array([-3])},
+        {name: array for name, array in good.items() if name != "key_pages/0"},
+        {name: array for name, array in good.items() if name != "next_use/0"},
         {**good, "rows_at/0": np.zeros(2, np.int64)},
         {name: array for name, array in good.items() if name != "keys_at/0"},
     ):
         with pytest.raises(CorruptStoreError, match=r"^it "):
             Segment.from_bytes(encode("segment", values, bad), "it")
     with pytest.raises(CorruptStoreError, match=r"^it "):
-        Segment.from_bytes(encode("segment", {**values, "streams": None}, good), "it")
+        Segment.from_bytes(encode("segment", {**values, "layouts": None}, good), "it")
 
 
 def test_a_commit_record_of_other_state_is_refused() -> None:

@@ -108,7 +108,7 @@ def test_a_compacted_store_has_one_range_for_each_table_in_hash_order(tmp_path: 
             assert after == before
         assert told == {"read": 3 * len(world.rows), "write": 3 * len(world.rows)}
         assert rows_of(store) == world.rows
-        assert [len(stream.ranges) for stream in store.segments[0].streams] == [1] * len(store.groups)
+        assert [stream.num_ranges for stream in store.segments[0].streams] == [1] * len(store.groups)
         assert {rows.next_use for stream in store.segments[0].streams for rows in stream.ranges} == {NEVER}
     assert verify(tmp_path / "s.tc")["problems"] == []
     assert not list(tmp_path.glob("s.tc/tmp*"))

@@ -67,7 +67,7 @@ def test_a_scan_gives_every_live_row_once_in_hash_order(
 ) -> None:
     """At and inside passes, for any layout, chunk and memory, the rows are those of a dict."""
     tables = small_tables()
-    world = World(tables, seed=seed, num_passes=passes, piece_rows=layout[0], block_rows=layout[1])
+    world = World(tables, seed=seed, num_passes=passes, page_rows=layout[0], block_rows=layout[1])
     with Store.open(None, tables=tables, engine=MemoryEngine()) as store:
         world.run(store, trained)
         if within:

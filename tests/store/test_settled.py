@@ -43,9 +43,9 @@ def live_keys(store: Store) -> Iterator[tuple[int, int, int, Key]]:
     for segment in store.segments:
         for group in store.groups:
             stream = segment.streams[group.index]
-            first = int(stream.range_first_row_R[store.first_range(segment, group.index)])
+            first = stream.first_row_R.item(store.first_range(segment, group.index))
             counts = [count for rows in stream.ranges for count in rows.table_rows]
-            places = np.repeat(np.tile(np.arange(len(group.tables)), len(stream.ranges)), counts).tolist()
+            places = np.repeat(np.tile(np.arange(len(group.tables)), stream.num_ranges), counts).tolist()
             for block in range(first // stream.block_rows, stream.num_blocks) if first < stream.rows else ():
                 keys = store.read_keys(segment, group.index, block).tolist()
                 for row, key in enumerate(keys, block * stream.block_rows):
@@ -124,7 +124,7 @@ def test_schedule_after_schedule_reads_the_newest_row_of_every_key(
 
     No key's newest row is ever dead while an older one in a settled segment is live: it would be read.
     """
-    world = World(small_tables(), seed=seed, keys_per_pass=9, universe=30, piece_rows=layout[0], block_rows=layout[1])
+    world = World(small_tables(), seed=seed, keys_per_pass=9, universe=30, page_rows=layout[0], block_rows=layout[1])
     kept = settling.MOST_SETTLED
     settling.MOST_SETTLED = most
     try:

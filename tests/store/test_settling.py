@@ -13,7 +13,7 @@ from tests.apart import ran
 from tests.store.conftest import small_tables
 from tests.store.test_settled import check
 from tests.store.world import World, WorldUses
-from tiercache.store import MemoryEngine, Range, Store, Stream, Table, Zeros, hash_keys
+from tiercache.store import MemoryEngine, Range, SegmentLayout, Store, Table, Zeros, hash_keys
 from tiercache.store.optimizer import SGD
 from tiercache.store.scan import live_rows
 
@@ -28,14 +28,14 @@ def days(store: Store, passes: int, rows: int) -> None:
     for pass_index in range(passes):
         keys = np.arange(pass_index * rows, (pass_index + 1) * rows)
         keys = keys[np.argsort(hash_keys(keys, WIDE.table_id))]
-        stream = Stream(
+        stream = SegmentLayout.of(
             row_bytes=256,
-            piece_rows=8,
+            page_rows=8,
             block_bytes=256 * 64,
             ranges=(Range(next_use=pass_index + passes, table_rows=(rows,)),),
         )
         data = np.repeat(keys.astype(np.float32), 64).view(np.uint8)
-        cuts = [int(row) for row in stream.block_first_row_B]
+        cuts = [*range(0, stream.rows, stream.block_rows), stream.rows]
         blocks = [
             (0, b, data[256 * low : 256 * cuts[b + 1]], keys[low : cuts[b + 1]]) for b, low in enumerate(cuts[:-1])
         ]

@@ -35,7 +35,7 @@ class Trained:
 
     def __init__(self, kind: str, path: Path, *, retention: int = 1) -> None:
         self.engine = Between(engine_of(kind, path))
-        self.world = World(small_tables(), num_passes=3, keys_per_pass=12, universe=24, block_rows=3, piece_rows=2)
+        self.world = World(small_tables(), num_passes=3, keys_per_pass=12, universe=24, block_rows=3, page_rows=2)
         self.store = Store.open(None, tables=self.world.tables, engine=self.engine, retention=retention)
         self.seen: list[Rows] = []
         self.places = count(1, 1 if kind == "memory" else 5)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.store.conftest import held_blocks
 from tests.store.world import World
-from tiercache.store import CorruptBlockError, Cursor, StoreClosedError, Stream
+from tiercache.store import CorruptBlockError, Cursor, SegmentLayout, StoreClosedError
 
 if TYPE_CHECKING:
     from tests.store.conftest import Home
@@ -58,11 +58,11 @@ def test_blocks_without_live_rows_are_freed_by_the_commit(home: Home, tables: li
         blocks = held_blocks(store)
         expected = len(store.commit.state_blocks())
         for segment in store.segments:
-            assert any(store.first_range(segment, g) < len(stream.ranges) for g, stream in enumerate(segment.streams))
+            assert any(store.first_range(segment, g) < stream.num_ranges for g, stream in enumerate(segment.streams))
             for g, stream in enumerate(segment.streams):
                 first = store.first_range(segment, g)
-                piece = stream.pieces_of(first)[0] if first < len(stream.ranges) else stream.num_pieces
-                block = int(stream.piece_block_P[piece]) if piece < stream.num_pieces else stream.num_blocks
+                piece = stream.pages_of_range(first)[0] if first < stream.num_ranges else stream.num_pages
+                block = stream.block_of_page(piece) if piece < stream.num_pages else stream.num_blocks
                 expected += 2 * (stream.num_blocks - block)
         assert len(blocks) == expected
 
@@ -83,7 +83,7 @@ def test_a_commit_inside_a_pass_needs_its_rows(home: Home, tables: list[Table]) 
 def test_a_commit_inside_a_pass_without_rows_is_a_commit(home: Home, tables: list[Table]) -> None:
     """The segment that says so is kept, though it is empty."""
     store = home.open(tables)
-    streams = [Stream(row_bytes=g.row_bytes, piece_rows=1, block_bytes=1000, ranges=()) for g in store.groups]
+    streams = [SegmentLayout.of(row_bytes=g.row_bytes, page_rows=1, block_bytes=1000, ranges=()) for g in store.groups]
     store.append(0, streams, [], within=True)
     store.publish(Cursor(0, 7), **PLAIN)
     store = home.open()
@@ -201,7 +201,7 @@ def test_reading_pieces_that_are_not_there_is_a_value_error(home: Home, tables: 
     world.run(store, 1)
     segment = store.segments[0]
     with pytest.raises(ValueError, match="are not there"):
-        store.read(segment, 0, 0, segment.streams[0].num_pieces + 1, np.empty(0, np.uint8))
+        store.read(segment, 0, 0, segment.streams[0].num_pages + 1, np.empty(0, np.uint8))
     with pytest.raises(ValueError, match="contiguous bytes"):
         store.read(segment, 0, 0, 1, np.empty(1, np.uint8))
     with pytest.raises(ValueError, match="are not all in segment"):
@@ -215,7 +215,7 @@ def test_reading_freed_blocks_is_refused(home: Home, tables: list[Table]) -> Non
     old = store.segments[0]
     world.run(store, 4)
     with pytest.raises(CorruptBlockError, match=r"block 0 of segment 0 .* (is missing|has checksum)"):
-        store.read(old, 0, 0, 1, np.empty(int(old.streams[0].piece_offset_P[1]), np.uint8))
+        store.read(old, 0, 0, 1, np.empty(old.streams[0].byte_of_page(1), np.uint8))
 
 
 def test_a_closed_store_says_so(home: Home, tables: list[Table]) -> None:

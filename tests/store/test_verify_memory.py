@@ -30,7 +30,7 @@ def make(path: Path) -> None:
         for index in range(PASSES):
             keys = np.arange(index * PASS_ROWS, (index + 1) * PASS_ROWS)
             keys = keys[np.argsort(hash_keys(keys, ONE.table_id))]
-            cuts = [(b, *stream.block_first_row_B[b : b + 2].tolist()) for b in range(stream.num_blocks)]
+            cuts = [(b, *stream.rows_of_block(b)) for b in range(stream.num_blocks)]
             blocks = ((0, b, rows[: (high - low) * ONE.row_bytes], keys[low:high]) for b, low, high in cuts)
             store.append(index, [stream], blocks)
             store.publish(Cursor(index + 1, 0), state=b"", schedule_digest="", settings={}, environment={})

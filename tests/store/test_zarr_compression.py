@@ -15,7 +15,7 @@ from tests.store.engine_contract import bytes_of, check, layout_of, put, segment
 from tiercache.store.blocks import ROWS
 from tiercache.store.engine import Block, ReadRequest
 from tiercache.store.errors import BlockReadError
-from tiercache.store.stream import Range, Stream
+from tiercache.store.segment_layout import Range, SegmentLayout
 from tiercache.store.zarr_codec import Codec, Shards, cut, sealed
 from tiercache.store.zarr_engine import ZarrEngine
 from tiercache.store.zarr_objects import Objects
@@ -33,7 +33,7 @@ KINDS = ("zstd", "blosc")
 def test_inner_chunks_divide_chunks_and_are_about_pages(rows: int, page_rows: int, block_rows: int) -> None:
     """Chunks hold the rows of blocks, or all rows; a block of whole pages that are small has them as inner chunks."""
     ranges = (Range(next_use=1, table_rows=(rows,)),)
-    stream = Stream(row_bytes=4, piece_rows=page_rows, block_bytes=4 * block_rows, ranges=ranges)
+    stream = SegmentLayout.of(row_bytes=4, page_rows=page_rows, block_bytes=4 * block_rows, ranges=ranges)
     chunk_rows, inner_rows = cut(stream)
     assert chunk_rows % inner_rows == 0
     assert chunk_rows >= rows if stream.num_blocks == 1 else chunk_rows == stream.block_rows

@@ -14,8 +14,8 @@ from tiercache.store.commit import Cursor
 from tiercache.store.hashing import hash_keys
 from tiercache.store.initial import initial_rows
 from tiercache.store.lookup import locate
+from tiercache.store.segment_layout import NEVER, Range, SegmentLayout
 from tiercache.store.serving import changed_rows
-from tiercache.store.stream import NEVER, Range, Stream
 from tiercache.store.vectors import row_words
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class World:
     keys_per_pass: int = 40
     universe: int = 100
     seed: int = 0
-    piece_rows: int = 4
+    page_rows: int = 4
     block_rows: int = 10
     pass_index: int = 0
     schedule: int = 0
@@ -99,7 +99,7 @@ class World:
                 self.rows[table.name, key] = row.tobytes()
                 self.trained.add((table.name, key))
 
-    def layout(self, group: Group, *, within: bool) -> tuple[Stream, list[Key]]:
+    def layout(self, group: Group, *, within: bool) -> tuple[SegmentLayout, list[Key]]:
         """Return the stream of the present pass's dump, and its keys in order; note their next uses."""
         uses: dict[int, list[list[Key]]] = {}
         for place, table in enumerate(group.tables):
@@ -111,31 +111,31 @@ class World:
                 uses.setdefault(use, [[] for _ in group.tables])[place].append(pair)
         ordered = sorted(uses.items())
         ranges = tuple(Range(next_use=use, table_rows=tuple(map(len, keys))) for use, keys in ordered)
-        stream = Stream(
+        stream = SegmentLayout.of(
             row_bytes=group.row_bytes,
-            piece_rows=self.piece_rows,
+            page_rows=self.page_rows,
             block_bytes=group.row_bytes * self.block_rows,
             ranges=ranges,
         )
         return stream, [key for _, tables in ordered for keys in tables for key in keys]
 
     def blocks(
-        self, stream: Stream, keys: list[Key], group: Group
+        self, stream: SegmentLayout, keys: list[Key], group: Group
     ) -> Iterator[tuple[int, int, NDArray[np.uint8], NDArray[np.int64]]]:
         """Yield the blocks of a stream, all in the same two arrays."""
         data = np.empty(stream.block_rows * stream.row_bytes, dtype=np.uint8)
         numbers = np.empty(stream.block_rows, dtype=np.int64)
         for block in range(stream.num_blocks):
-            pieces = range(int(stream.block_piece_B[block]), int(stream.block_piece_B[block + 1]))
+            pieces = range(*stream.pages_of_block(block))
             packed = b"".join(self.pack_piece(stream, keys, group, piece) for piece in pieces)
-            first, last = stream.block_first_row_B[block : block + 2].tolist()
+            first, last = stream.rows_of_block(block)
             data[: len(packed)] = np.frombuffer(packed, np.uint8)
             numbers[: last - first] = [key for _, key in keys[first:last]]
             yield group.index, block, data[: len(packed)], numbers[: last - first]
 
-    def pack_piece(self, stream: Stream, keys: list[Key], group: Group, piece: int) -> bytes:
+    def pack_piece(self, stream: SegmentLayout, keys: list[Key], group: Group, piece: int) -> bytes:
         """Return the bytes of a piece: field after field, in each row after row."""
-        first, last = stream.piece_first_row_P[piece : piece + 2].tolist()
+        first, last = stream.row_of_page(piece), stream.row_of_page(piece + 1)
         rows = [np.frombuffer(self.rows[key], np.float32) for key in keys[first:last]]
         cuts = np.cumsum([f.words for f in group.fields])[:-1]
         fields = zip(*(np.split(row, cuts) for row in rows), strict=True)
@@ -271,11 +271,11 @@ class World:
     def load_range(self, store: Store, segment: Segment, group: Group, pass_index: int) -> dict[Key, bytes]:
         """Read the live range with next use ``pass_index`` of a segment stream, row by row."""
         stream, loaded = segment.streams[group.index], {}
-        for index in range(store.first_range(segment, group.index), len(stream.ranges)):
+        for index in range(store.first_range(segment, group.index), stream.num_ranges):
             if stream.ranges[index].next_use != pass_index:
                 continue
-            low, high = stream.pieces_of(index)
-            out = np.empty(int(stream.piece_offset_P[high] - stream.piece_offset_P[low]), np.uint8)
+            low, high = stream.pages_of_range(index)
+            out = np.empty(stream.byte_of_page(high) - stream.byte_of_page(low), np.uint8)
             store.read(segment, group.index, low, high, out)
             names = [
                 table.name
@@ -284,17 +284,17 @@ class World:
             ]
             at = 0
             for piece in range(low, high):
-                count = int(stream.piece_rows_P[piece])
-                first = int(stream.piece_first_row_P[piece])
+                count = stream.row_of_page(piece + 1) - stream.row_of_page(piece)
+                first = stream.row_of_page(piece)
                 numbers = out[at : at + count * stream.row_bytes].view(np.float32)
                 at += count * stream.row_bytes
                 cuts = np.cumsum([f.words * count for f in group.fields])[:-1]
                 fields = [part.reshape(count, -1) for part in np.split(numbers, cuts)]
-                block = int(stream.piece_block_P[piece])
+                block = stream.block_of_page(piece)
                 keys = store.read_keys(segment, group.index, block)
                 for i in range(count):
-                    key = int(keys[first + i - int(stream.block_first_row_B[block])])
-                    name = names[first + i - int(stream.range_first_row_R[index])]
+                    key = int(keys[first + i - stream.rows_of_block(block)[0]])
+                    name = names[first + i - stream.first_row_R.item(index)]
                     loaded[name, key] = b"".join(values[i].tobytes() for values in fields)
         return loaded
 

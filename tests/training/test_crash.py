@@ -8,7 +8,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import tiercache as tc
@@ -176,10 +175,10 @@ def flip_in_rows(path: Path) -> int:
         stream = segment.streams[group]
     block = stream.num_blocks - 1
     at = flip_in_the_middle(path, (ROWS, segment.id, group, block))
-    first = int(stream.block_piece_B[block])
-    base = int(stream.piece_offset_P[first])
-    piece = int(np.searchsorted(stream.piece_offset_P, base + at, side="right")) - 1
-    return int(stream.ranges[int(stream.piece_range_P[piece])].next_use)
+    first = stream.pages_of_block(block)[0]
+    base = stream.byte_of_page(first)
+    page = stream.page_of_row((base + at) // stream.row_bytes)
+    return int(stream.next_use_R[stream.range_of_page(page)])
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tests.training.shim_gpu import ShimRuntime
 from tiercache.backends.cpu import CpuBackend
 from tiercache.backends.cuda import CudaBackend
 from tiercache.planning.budget import PAGE_BYTES, HostBudget, paged
-from tiercache.store.stream import Range, Stream
+from tiercache.store.segment_layout import Range, SegmentLayout
 from tiercache.tiers.pinned_arena import PinnedArena
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def test_of_an_order_a_block_brings_what_it_has(tmp_path: Path) -> None:
         found = []
         for together in ([range(num)], [range(3), range(3, num)], [range(b, b + 1) for b in range(num)]):
             before = gpu.copied
-            data = [cache._backend.scratch(int(size)) for size in stream.block_bytes_B]
+            data = [cache._backend.scratch(stream.bytes_of_block(b)) for b in range(stream.num_blocks)]
             for blocks in together:
                 packer.pack(0, order, packer.target(stream, blocks[0], [data[b] for b in blocks]))
                 cache._backend.streams.dumped().wait()
@@ -168,12 +168,12 @@ def test_a_full_block_of_rows_of_a_page_at_most_has_the_pages_of_a_region(words:
     row_bytes = 4 * words
     budget = HostBudget.plan(total, evaluation=None, largest_row=row_bytes, largest_pass=largest)
     rows = budget.block // row_bytes
-    stream = Stream(
-        row_bytes=row_bytes, piece_rows=max(1, budget.piece // row_bytes), block_bytes=budget.block,
+    stream = SegmentLayout.of(
+        row_bytes=row_bytes, page_rows=max(1, budget.piece // row_bytes), block_bytes=budget.block,
         ranges=(Range(next_use=1, table_rows=(rows,)),),
     )  # fmt: skip
     assert stream.num_blocks == 1
-    assert paged(int(stream.block_bytes_B[0])) == budget.region == paged(budget.block)
+    assert paged(stream.bytes_of_block(0)) == budget.region == paged(budget.block)
     unrounded = max(min(largest // 32, 16 << 20), row_bytes, PAGE_BYTES)
     assert budget.region == paged(unrounded)
 

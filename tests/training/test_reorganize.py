@@ -334,10 +334,10 @@ def test_a_reorganized_store_trains_at_the_smallest_host_budget(
         (base,) = segments_by_pass(store).values()
         smallest = smallest_host_budget(store, passes, device_budget="64MiB", order_seed=5)
         with tiered(store, passes, order_seed=5, host_budget=smallest) as cache:
-            first = base.streams[0].pieces_of(0)
-            offset = base.streams[0].piece_offset_P
-            assert offset[first[1]] - offset[first[0]] > max(64 << 10, cache._rows.budget.block)
-            assert (base.streams[0].piece_rows * base.streams[0].row_bytes > cache._rows.budget.piece) == large_pieces
+            first = base.streams[0].pages_of_range(0)
+            low, high = map(base.streams[0].byte_of_page, first)
+            assert high - low > max(64 << 10, cache._rows.budget.block)
+            assert (base.streams[0].page_rows * base.streams[0].row_bytes > cache._rows.budget.piece) == large_pieces
             train(cache, case)
             assert 0 < cache.host_bytes_peak <= cache._rows.budget.rows
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from tiercache.planning.positions import Positions
-    from tiercache.store.stream import Stream
+    from tiercache.store.segment_layout import SegmentLayout
 
 PAGE_BYTES = 4096
 ALIGNED_BYTES = 64 << 10
@@ -94,7 +94,7 @@ class HostBudget:
         positions: Positions,
         total: int,
         evaluation: int | None,
-        stored: Iterable[Stream] = (),
+        stored: Iterable[SegmentLayout] = (),
         *,
         seeded: bool = False,
     ) -> HostBudget:
@@ -107,9 +107,7 @@ class HostBudget:
             evaluation=evaluation,
             largest_row=max(group.row_bytes for group in positions.groups),
             largest_pass=max(positions.row_bytes(p) for p in range(positions.num_passes)),
-            stored_piece=max(
-                (int(stream.piece_rows_P.max(initial=0)) * stream.row_bytes for stream in stored), default=0
-            ),
+            stored_piece=max((stream.most_page_rows * stream.row_bytes for stream in stored), default=0),
         )
         return replace(budget, planning=_planning_bytes(positions, budget, seeded=seeded), seeded=seeded)
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 from heapq import heappop, heappush, heapreplace
 from typing import TYPE_CHECKING, NamedTuple
 
+from tiercache.planning.budget import PAGE_BYTES, paged
+
 if TYPE_CHECKING:
-    from tiercache.planning.segment_ranges import SegmentRanges
+    from tiercache.store.segment_layout import SegmentLayout
 
 
 class Held(NamedTuple):
@@ -18,6 +20,18 @@ class Held(NamedTuple):
 
     first: int
     last: int
+
+
+def bytes_held(layout: SegmentLayout, held: Held) -> int:
+    """Return the pages of memory that hold pages of a layout, at most.
+
+    One page more at either end, as the run may begin and end inside one, and one more where a block ends.
+    """
+    if held.first >= held.last:
+        return 0
+    low, high = layout.row_of_page(held.first), layout.row_of_page(held.last)
+    blocks = layout.block_of_page(held.last - 1) - low // layout.block_rows
+    return paged((high - low) * layout.row_bytes) + PAGE_BYTES * (1 + blocks)
 
 
 class HostContent:
@@ -29,7 +43,7 @@ class HostContent:
     def __init__(self) -> None:
         self.held: dict[tuple[int, int], Held] = {}
         """The pieces held, of segments that have any."""
-        self._ranges: dict[tuple[int, int], SegmentRanges] = {}
+        self._ranges: dict[tuple[int, int], SegmentLayout] = {}
         self._bytes: dict[tuple[int, int], int] = {}
         self._total = 0
         self._soonest: list[tuple[int, int, int]] = []
@@ -37,11 +51,11 @@ class HostContent:
         self._farthest: list[tuple[int, int, int]] = []
         """A heap of negated numbers: the next use of its last range, not sooner than that of its last piece held."""
 
-    def enter(self, pass_index: int, group: int, ranges: SegmentRanges) -> None:
+    def enter(self, pass_index: int, group: int, ranges: SegmentLayout) -> None:
         """Take in a whole dump."""
-        if ranges.num_pieces:
+        if ranges.num_pages:
             self._ranges[pass_index, group] = ranges
-            self._hold((pass_index, group), Held(0, ranges.num_pieces))
+            self._hold((pass_index, group), Held(0, ranges.num_pages))
             heappush(self._soonest, (ranges.next_use_R.item(0), pass_index, group))
             heappush(self._farthest, (-ranges.next_use_R.item(-1), -pass_index, -group))
 
@@ -65,7 +79,7 @@ class HostContent:
         if key in self.held:
             ranges = self._ranges[key]
             index = int(ranges.next_use_R.searchsorted(after, side="right"))
-            self._hold(key, Held(ranges.first_piece_R.item(index), self.held[key].last))
+            self._hold(key, Held(ranges.first_page_R.item(index), self.held[key].last))
             if key in self.held:
                 heappush(self._soonest, (ranges.next_use_R.item(index), *key))
 
@@ -77,15 +91,15 @@ class HostContent:
             heappop(self._farthest)
             return
         ranges, held = self._ranges[key], self.held[key]
-        index = ranges.range_of(held.last - 1)
+        index = ranges.range_of_page(held.last - 1)
         if ranges.next_use_R.item(index) < -next_use:  # its end was dropped, and others may be farther now
             heapreplace(self._farthest, (-ranges.next_use_R.item(index), pass_index, group))
             return
-        low = max(held.first, ranges.first_piece_R.item(index))
+        low = max(held.first, ranges.first_page_R.item(index))
         self._hold(key, Held(held.first, _fit(ranges, held, low, capacity - self._total + self._bytes[key])))
 
     def _hold(self, key: tuple[int, int], held: Held) -> None:
-        num_bytes = self._ranges[key].bytes_held(*held)
+        num_bytes = bytes_held(self._ranges[key], held)
         self._total += num_bytes - self._bytes.get(key, 0)
         if num_bytes:
             self.held[key], self._bytes[key] = held, num_bytes
@@ -95,7 +109,7 @@ class HostContent:
             self._bytes.pop(key, None)
 
 
-def _fit(ranges: SegmentRanges, held: Held, low: int, room: int) -> int:
+def _fit(ranges: SegmentLayout, held: Held, low: int, room: int) -> int:
     """Return the largest ``last`` in [low, held.last] for which [held.first, last) takes at most ``room`` bytes.
 
     That is ``low`` where none does.
@@ -103,7 +117,7 @@ def _fit(ranges: SegmentRanges, held: Held, low: int, room: int) -> int:
     high = held.last
     while low < high:
         middle = (low + high + 1) // 2
-        if ranges.bytes_held(held.first, middle) <= room:
+        if bytes_held(ranges, Held(held.first, middle)) <= room:
             low = middle
         else:
             high = middle - 1

@@ -11,11 +11,10 @@ import numpy as np
 from tiercache.errors import BudgetError, DatasetError
 from tiercache.planning.budget import ALIGNED_BYTES, PAGE_BYTES, HostBudget, paged
 from tiercache.planning.host_plan import Held, HostContent
-from tiercache.planning.segment_ranges import SegmentRanges
 from tiercache.planning.store_plan import StorePlan
 from tiercache.sizes import format_bytes
 from tiercache.store.segment import base_pass
-from tiercache.store.stream import Range, Stream, compressed_rows
+from tiercache.store.segment_layout import Range, SegmentLayout, compressed_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -65,7 +64,7 @@ class PassPlan:
     generated_G: tuple[int, ...]
     loads: tuple[Load, ...]
     """By group, then by gap, rows of first uses last: the order of ``stable_order_by_gap`` over the previous gaps."""
-    dump_ranges: tuple[SegmentRanges, ...]
+    dump_ranges: tuple[SegmentLayout, ...]
     """By group: what is packed and written when the pass ends."""
     retained: Mapping[tuple[int, int], Held]
     """What the host holds of earlier dumps from the moment this pass's rows are wanted."""
@@ -76,9 +75,9 @@ class PassPlan:
     row_bytes_G: tuple[int, ...]
 
     @cached_property
-    def dumps(self) -> tuple[Stream, ...]:
+    def dumps(self) -> tuple[SegmentLayout, ...]:
         """The streams of ``dump_ranges``: made when they are first asked for."""
-        return tuple(ranges.stream() for ranges in self.dump_ranges)
+        return self.dump_ranges
 
     @property
     def rows_read(self) -> int:
@@ -127,7 +126,7 @@ class Planner:
         within: bool,
         commit_every: int,
         end: int | None = None,
-        stored: Mapping[int, tuple[Stream, ...]],
+        stored: Mapping[int, tuple[SegmentLayout, ...]],
     ) -> None:
         """Begin at pass ``start``; ``stored`` holds the streams of the store's segments by pass.
 
@@ -137,7 +136,7 @@ class Planner:
         self._end = end
         self._schedule, self._positions, self._budget = schedule, positions, budget
         self._start, self._within, self._commit_every = start, within, commit_every
-        self._ranges = {pass_index: tuple(map(SegmentRanges.of, streams)) for pass_index, streams in stored.items()}
+        self._ranges = dict(stored)
         self._base = min([0, *self._ranges])  # below 0: the pass of the rows that the schedule was entered with
         self._content = HostContent()
         self._counts = counts
@@ -150,16 +149,16 @@ class Planner:
         """The pass that `plan_next` plans."""
         return self._next
 
-    def dump_ranges(self, pass_index: int, *, with_kept: bool) -> tuple[SegmentRanges, ...]:
+    def dump_ranges(self, pass_index: int, *, with_kept: bool) -> tuple[SegmentLayout, ...]:
         """Lay out the dump of ``pass_index``: ranges by next use, kept rows first where they are written too."""
         dumps = []
         for group, (gap_N, rows_NT) in zip(self._positions.groups, self._counts.of(pass_index).next_G, strict=True):
             first = 0 if with_kept else int(gap_N.searchsorted(2))
-            piece_rows, block_bytes = self._cut(group, self._budget)
+            page_rows, block_bytes = self._cut(group, self._budget)
             dumps.append(
-                SegmentRanges.cut(
-                    gap_N[first:].astype(np.int64) + pass_index, rows_NT[first:],
-                    row_bytes=group.row_bytes, piece_rows=piece_rows, block_bytes=block_bytes,
+                SegmentLayout(
+                    next_use_R=gap_N[first:].astype(np.int64) + pass_index, table_rows_RT=rows_NT[first:],
+                    row_bytes=group.row_bytes, page_rows=page_rows, block_bytes=block_bytes,
                 )
             )  # fmt: skip
         return tuple(dumps)
@@ -179,20 +178,22 @@ class Planner:
         )
 
     @staticmethod
-    def layout(group: Group, ranges: Iterable[Range], budget: HostBudget) -> Stream:
+    def layout(group: Group, ranges: Iterable[Range], budget: HostBudget) -> SegmentLayout:
         """Cut ranges into pieces and blocks as the budget says; blocks have whole parts where these are compressed."""
-        piece_rows, block_bytes = Planner._cut(group, budget)
-        return Stream(row_bytes=group.row_bytes, piece_rows=piece_rows, block_bytes=block_bytes, ranges=tuple(ranges))
+        page_rows, block_bytes = Planner._cut(group, budget)
+        return SegmentLayout.of(
+            row_bytes=group.row_bytes, page_rows=page_rows, block_bytes=block_bytes, ranges=tuple(ranges)
+        )
 
     @staticmethod
     def _cut(group: Group, budget: HostBudget) -> tuple[int, int]:
         """Return the rows of a piece and the bytes of a block."""
         row_bytes = group.row_bytes
-        piece_rows = max(1, budget.piece // row_bytes)
-        block_bytes = max(budget.block, piece_rows * row_bytes)
+        page_rows = max(1, budget.piece // row_bytes)
+        block_bytes = max(budget.block, page_rows * row_bytes)
         if group.compression is not None:
-            block_bytes -= block_bytes % (row_bytes * compressed_rows(row_bytes, piece_rows))
-        return piece_rows, block_bytes
+            block_bytes -= block_bytes % (row_bytes * compressed_rows(row_bytes, page_rows))
+        return page_rows, block_bytes
 
     def plan_next(self) -> PassPlan:
         """Plan the next pass."""
@@ -240,18 +241,22 @@ class Planner:
 
     def _load(self, source: int, group: int, pass_index: int, rows: int) -> Load:
         ranges = self._ranges[source][group] if source in self._ranges else None
-        index = ranges.find(pass_index) if ranges else None
-        if ranges is None or index is None or ranges.rows_in(index) != rows:
+        index = ranges.range_of_use(pass_index) if ranges else None
+        if (
+            ranges is None
+            or index is None
+            or ranges.first_row_R.item(index + 1) - ranges.first_row_R.item(index) != rows
+        ):
             raise DatasetError(
                 f"pass {pass_index} needs {rows:,} rows that pass {source} should have dumped for it, and the store "
                 "has no such range: the dataset or its order is not the one the store was trained with"
             )
-        low, high = ranges.first_piece_R.item(index), ranges.first_piece_R.item(index + 1)
+        low, high = ranges.pages_of_range(index)
         held = self._content.find(source, group)
         if source == pass_index - 2 and source >= self._start:
-            held = Held(0, ranges.num_pieces)  # the dump itself, not yet thinned out
+            held = Held(0, ranges.num_pages)  # the dump itself, not yet thinned out
         middle = min(max(held.last, low), high) if held.first <= low < held.last else low
-        store_rows = rows if middle == low else ranges.row_of(high) - ranges.row_of(middle)
+        store_rows = rows if middle == low else ranges.row_of_page(high) - ranges.row_of_page(middle)
         return Load(
             pass_index=source, group=group, rows=rows, host=Held(low, middle), store=Held(middle, high),
             store_rows=store_rows, store_bytes=store_rows * ranges.row_bytes,

@@ -12,7 +12,7 @@ from tiercache.planning.store_plan import RECORD_BYTES, block_bytes
 from tiercache.sizes import format_bytes
 from tiercache.store import external_sort, rewrite, settling
 from tiercache.store.changed import CHANGED_BYTES
-from tiercache.store.stream import Range
+from tiercache.store.segment_layout import Range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -121,8 +121,7 @@ class _Rows:
         if newest.commit is not None:
             stale = sum(one.stale_rows[group.index][place] for one in newest.commit.settled)
             for segment in newest.segments:
-                ranges = segment.streams[group.index].ranges[newest.first_range(segment, group.index) :]
-                rows = sum(rows.table_rows[place] for rows in ranges)
+                rows = segment.streams[group.index].rows_of_table(place, newest.first_range(segment, group.index))
                 live, within = live + rows, within + rows * (segment.within and segment.pass_index >= 0)
         return cls(
             group=group.index, row_bytes=group.row_bytes, used=used[table.name], live=live, stale=stale, within=within

@@ -12,13 +12,13 @@ from tiercache.planning.budget import gap_bytes, paged
 from tiercache.sizes import format_bytes
 from tiercache.store.changed import CHANGED_BYTES
 from tiercache.store.history import History
-from tiercache.store.stream import NEVER
+from tiercache.store.segment_layout import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tiercache.planning.segment_ranges import SegmentRanges
     from tiercache.store import Commit
+    from tiercache.store.segment_layout import SegmentLayout
     from tiercache.store.table import Group
 
 RECORD_BYTES = 1 << 20
@@ -47,7 +47,7 @@ class StorePlan:
     def of(
         cls,
         groups: tuple[Group, ...],
-        dumps: Mapping[int, tuple[SegmentRanges, ...]],
+        dumps: Mapping[int, tuple[SegmentLayout, ...]],
         stored: History,
         *,
         commits: int,
@@ -116,9 +116,8 @@ def _standing_bytes(groups: tuple[Group, ...], stored: History) -> int:
                 firsts.append(earlier[id_][group.index])
             if id_ in settled:
                 firsts.append(needed.first_blocks[id_][group.index])
-            for first_row, uses in zip(stream.range_first_row_R.tolist(), stream.ranges, strict=False):
-                if uses.next_use == NEVER and uses.rows:
-                    firsts.append(first_row // stream.block_rows)
+            if (never := stream.range_of_use(NEVER)) is not None and stream.first_row_R.item(never) < stream.rows:
+                firsts.append(stream.first_row_R.item(never) // stream.block_rows)
             total += (stream.num_blocks - min(firsts)) * block_bytes(group, min(stream.block_rows, stream.rows))
             if segment.changed and segment.changed[group.index].stored:
                 blocks = stream.num_blocks - needed.first_blocks[id_][group.index]

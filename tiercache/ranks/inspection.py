@@ -179,7 +179,7 @@ def _within(part: Store, table: Table, low: int, high: int) -> bool:
         stream = run.segment.streams[group.index]
         for row in (run.low, run.high - 1):
             block = row // stream.block_rows
-            key = part.read_keys(run.segment, group.index, block)[row - int(stream.block_first_row_B[block])]
+            key = part.read_keys(run.segment, group.index, block)[row - stream.rows_of_block(block)[0]]
             if not low <= int(hash_keys(np.array([key]), table.table_id)[0]) < high:
                 return False
     return True

@@ -97,10 +97,10 @@ class _InRange:
     def __call__(self, segment: Segment, group: int, low: int, high: int) -> NDArray[np.bool_]:
         """Return which of the rows [low, high) of a segment stream are wanted."""
         stream, chosen = segment.streams[group], np.empty(high - low, dtype=np.bool_)
-        starts = stream.block_first_row_B
         for block in range(low // stream.block_rows, -(-high // stream.block_rows)):
-            first, last = max(low, int(starts[block])), min(high, int(starts[block + 1]))
-            keys = self._keys(segment, group, block)[first - int(starts[block]) : last - int(starts[block])]
+            start, end = stream.rows_of_block(block)
+            first, last = max(low, start), min(high, end)
+            keys = self._keys(segment, group, block)[first - start : last - start]
             hashes = hash_keys(keys, self._table_id)
             chosen[first - low : last - low] = (hashes >= self._first) & (hashes <= self._last)
         return chosen

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.planning.pass_plan import PassPlan
-    from tiercache.store.stream import Stream
+    from tiercache.store.segment_layout import SegmentLayout
     from tiercache.tiers.device_tier import SlotAssignment
     from tiercache.tiers.host_tier import HostTier
     from tiercache.tiers.packing import Packer, Part, Unpacker
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class DumpRoom(NamedTuple):
     """For the rows of one group."""
 
-    stream: Stream
+    stream: SegmentLayout
     order: NDArray[np.int32]
     """Their positions."""
     regions: list[PinnedRegion]

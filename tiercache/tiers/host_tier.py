@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.planning.host_plan import Held
-    from tiercache.store.stream import Stream
+    from tiercache.store.segment_layout import SegmentLayout
     from tiercache.tiers.pinned_arena import PinnedArena
     from tiercache.tiers.pinned_region import PinnedRegion
 
@@ -35,11 +35,11 @@ class HostTier:
         self.memory = memory
         self._blocks: dict[tuple[int, int], dict[int, PinnedRegion]] = {}
         """By number, without those that were freed."""
-        self._streams: dict[tuple[int, int], Stream] = {}
+        self._streams: dict[tuple[int, int], SegmentLayout] = {}
 
-    def enter(self, pass_index: int, group: int, stream: Stream) -> list[PinnedRegion]:
+    def enter(self, pass_index: int, group: int, stream: SegmentLayout) -> list[PinnedRegion]:
         """Make room for a dump and return its blocks, to be filled."""
-        blocks = [self.memory.take(int(n)) for n in stream.block_bytes_B]
+        blocks = [self.memory.take(stream.bytes_of_block(block)) for block in range(stream.num_blocks)]
         if blocks:
             self._blocks[pass_index, group] = dict(enumerate(blocks))
             self._streams[pass_index, group] = stream
@@ -59,7 +59,7 @@ class HostTier:
         for key in list(self._blocks):
             self._drop(key)
 
-    def stream(self, pass_index: int, group: int) -> Stream:
+    def stream(self, pass_index: int, group: int) -> SegmentLayout:
         """Return how the blocks of a dump are laid out."""
         return self._streams[pass_index, group]
 
@@ -69,14 +69,14 @@ class HostTier:
         stream = self._streams[key]
         piece = held.first
         while piece < held.last:
-            block = int(stream.piece_block_P[piece])
-            last = min(held.last, int(stream.block_piece_B[block + 1]))
-            base = int(stream.piece_offset_P[stream.block_piece_B[block]])
+            block = stream.block_of_page(piece)
+            last = min(held.last, stream.pages_of_block(block)[1])
+            base = stream.byte_of_block(block)
             data = self._blocks[key][block].data
             yield Run(
                 piece,
                 last,
-                data[int(stream.piece_offset_P[piece]) - base : int(stream.piece_offset_P[last]) - base],
+                data[stream.byte_of_page(piece) - base : stream.byte_of_page(last) - base],
             )
             piece = last
 
@@ -86,12 +86,12 @@ class HostTier:
         if blocks is None:
             return None
         stream = self._streams[pass_index, group]
-        block = int(stream.piece_block_P[piece])
+        block = stream.block_of_page(piece)
         region = blocks.get(block)
         if region is None:
             return None
-        base = int(stream.piece_offset_P[stream.block_piece_B[block]])
-        low, high = int(stream.piece_offset_P[piece]) - base, int(stream.piece_offset_P[piece + 1]) - base
+        base = stream.byte_of_block(block)
+        low, high = stream.byte_of_page(piece) - base, stream.byte_of_page(piece + 1) - base
         return region.data[low:high] if region.holds(low, high) else None
 
     def _drop(self, key: tuple[int, int]) -> None:
@@ -101,9 +101,9 @@ class HostTier:
 
     def _shrink(self, key: tuple[int, int], held: Held) -> None:
         stream, blocks = self._streams[key], self._blocks[key]
-        low, high = int(stream.piece_offset_P[held.first]), int(stream.piece_offset_P[held.last])
+        low, high = stream.byte_of_page(held.first), stream.byte_of_page(held.last)
         for block, region in list(blocks.items()):
-            base = int(stream.piece_offset_P[stream.block_piece_B[block]])
+            base = stream.byte_of_block(block)
             end = base + region.data.size
             if end <= low or base >= high:
                 self.memory.give_back(blocks.pop(block))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from tiercache.backends.jagged import Array
     from tiercache.planning.pass_plan import PassPlan
     from tiercache.planning.positions import Positions
-    from tiercache.store.stream import Stream
+    from tiercache.store.segment_layout import SegmentLayout
     from tiercache.tiers.device_tier import DeviceTier, SlotAssignment
     from tiercache.tiers.host_tier import HostTier
     from tiercache.tiers.row_prefetcher import Staged
@@ -69,11 +68,10 @@ class Packer:
     ) -> None:
         self._device, self._backend, self._positions, self._keys_of = device, backend, positions, keys_of
 
-    def target(self, stream: Stream, first_block: int, blocks: Sequence[NDArray[np.uint8]]) -> list[Part]:
+    def target(self, stream: SegmentLayout, first_block: int, blocks: Sequence[NDArray[np.uint8]]) -> list[Part]:
         """Lay out the pieces of neighboring blocks, given by their bytes. Any thread."""
-        cuts = stream.block_piece_B[first_block:][: len(blocks) + 1]
-        first_row = stream.piece_first_row_P[cuts].tolist()
-        of_blocks = zip(first_row, pairwise(cuts.tolist()), blocks, strict=False)
+        numbers = range(first_block, first_block + len(blocks))
+        of_blocks = ((stream.rows_of_block(n)[0], stream.pages_of_block(n), blocks[n - first_block]) for n in numbers)
         return _parts(
             self._backend,
             stream.row_bytes // 4,
@@ -98,15 +96,15 @@ class Packer:
         return departed
 
     def keys(
-        self, sub_dataset: int, group: int, order: NDArray[np.int32] | None, stream: Stream
+        self, sub_dataset: int, group: int, order: NDArray[np.int32] | None, stream: SegmentLayout
     ) -> Iterator[NDArray[np.int64]]:
         """Yield the keys of each block in the order of its rows, as of `pack`; of many they are looked up together."""
         starts, first_table = self._positions.table_starts(sub_dataset, group), self._positions.first_table(group)
         keys_T = [np.asarray(self._keys_of(sub_dataset, first_table + i)) for i in range(len(starts) - 1)]
-        first_row, at_once = stream.block_first_row_B.tolist(), max(1, _KEY_ROWS // stream.block_rows)
+        at_once = max(1, _KEY_ROWS // stream.block_rows)
         for block in range(0, stream.num_blocks, at_once):
-            cuts = first_row[block : block + at_once + 1]
-            here = slice(cuts[0], cuts[-1])
+            blocks = [stream.rows_of_block(b) for b in range(block, min(block + at_once, stream.num_blocks))]
+            here = slice(blocks[0][0], blocks[-1][1])
             positions = np.arange(here.start, here.stop, dtype=np.int32) if order is None else order[here]
             if len(keys_T) == 1:
                 keys = keys_T[0][positions]
@@ -116,8 +114,8 @@ class Packer:
                 for i in np.unique(tables):
                     mine = tables == i
                     keys[mine] = keys_T[i][positions[mine] - starts[i]]
-            for first, last in pairwise(cuts):
-                yield keys[first - cuts[0] : last - cuts[0]]
+            for first, last in blocks:
+                yield keys[first - here.start : last - here.start]
 
 
 class Unpacker:
@@ -144,7 +142,7 @@ class Unpacker:
                     first, stream = next_G[load.group], self._host.stream(load.pass_index, load.group)
                     for low, high, data in self._host.runs(load.pass_index, load.group, load.host):
                         runs_G[load.group].append(_Run(first, stream, low, high, data))
-                        first += int(stream.piece_first_row_P[high] - stream.piece_first_row_P[low])
+                        first += stream.row_of_page(high) - stream.row_of_page(low)
                 next_G[load.group] += load.rows
         return self._laid_out(runs_G)
 
@@ -212,7 +210,7 @@ class _Run(NamedTuple):
     """Pieces [low, high) of a stream, together in memory, whose rows stand from ``first`` on in the order of moving."""
 
     first: int
-    stream: Stream
+    stream: SegmentLayout
     low: int
     high: int
     data: NDArray[np.uint8]
@@ -220,8 +218,7 @@ class _Run(NamedTuple):
     @property
     def last(self) -> int:
         """The place behind its rows."""
-        rows = self.stream.piece_first_row_P
-        return self.first + int(rows[self.high] - rows[self.low])
+        return self.first + self.stream.row_of_page(self.high) - self.stream.row_of_page(self.low)
 
 
 def _last_row(of: Part | Departed) -> int:
@@ -248,7 +245,7 @@ def _parts(backend: Backend, row_floats: int, runs: Sequence[_Run], *, apart: bo
 
 def _add_runs(pieces: Pieces, runs: Sequence[_Run], before: int) -> None:
     """Add all at once: a pass has many, and each call takes the interpreter from the training."""
-    rows = np.concatenate([run.stream.piece_rows_P[run.low : run.high] for run in runs])
+    rows = np.concatenate([run.stream.page_sizes(run.low, run.high) for run in runs])
     cuts, begin = np.zeros(len(runs) + 1, np.int64), np.zeros(rows.size, np.int64)
     np.cumsum([run.high - run.low for run in runs], out=cuts[1:])
     np.cumsum(rows[:-1], out=begin[1:])

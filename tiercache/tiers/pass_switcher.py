@@ -15,7 +15,7 @@ from tiercache.kernels.cpu.file_io import has_reads, read_checked
 from tiercache.planning.budget import paged
 from tiercache.planning.next_use import longest_gap
 from tiercache.store import Cursor
-from tiercache.store.stream import Range
+from tiercache.store.segment_layout import Range
 from tiercache.tiers.dump_room import Room, make_room
 from tiercache.tiers.host_tier import HostTier
 from tiercache.tiers.packing import Packer, Unpacker
@@ -220,7 +220,7 @@ class PassSwitcher:
             scratch = self._backend.scratch(paged(self._budget.block))
             for g, stream in enumerate(streams):
                 for b, keys in enumerate(self._packer.keys(plan.sub_dataset, g, None, stream)):
-                    data = scratch[: int(stream.block_bytes_B[b])]
+                    data = scratch[: stream.bytes_of_block(b)]
                     self._packer.pack(g, None, self._packer.target(stream, b, [data]))
                     self._backend.streams.dumped().wait()
                     yield g, b, data, keys

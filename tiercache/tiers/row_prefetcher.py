@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tiercache.planning.pass_plan import PassPlan
     from tiercache.planning.positions import Positions
     from tiercache.store import Segment, Store
-    from tiercache.store.stream import Stream
+    from tiercache.store.segment_layout import SegmentLayout
     from tiercache.store.table import Table
     from tiercache.tiers.device_tier import SlotAssignment
     from tiercache.tiers.pinned_arena import PinnedArena
@@ -39,7 +39,7 @@ class StagedPieces:
 
     group: int
     first_row: int
-    stream: Stream
+    stream: SegmentLayout
     held: Held
     data: NDArray[np.uint8]
 
@@ -150,29 +150,32 @@ class RowPrefetcher:
             return
         segment = self._segments[pass_index]
         stream = segment.streams[group]
-        offset = stream.piece_offset_P
-        piece = held.first
+        piece, begin, held_end = held.first, stream.byte_of_page(held.first), stream.byte_of_page(held.last)
+        first_byte = begin
         while piece < held.last:
-            end, first_bytes = held.last, int(offset[piece + 1] - offset[piece])
+            end, end_byte, first_bytes = held.last, held_end, stream.byte_of_page(piece + 1) - begin
             if stream.block_bytes >= ALIGNED_BYTES:
-                block = int(stream.piece_block_P[piece])
-                end = min(end, int(stream.block_piece_B[block + 1]))
-            if stream.block_bytes >= ALIGNED_BYTES and offset[end] - offset[piece] >= ALIGNED_BYTES:
-                inside = int(offset[piece] - offset[stream.block_piece_B[block]])
+                block = begin // (stream.block_rows * stream.row_bytes)
+                low, high = stream.rows_of_block(block)
+                if high * stream.row_bytes < end_byte:
+                    end, end_byte = stream.page_of_row(high), high * stream.row_bytes
+            if stream.block_bytes >= ALIGNED_BYTES and end_byte - begin >= ALIGNED_BYTES:
+                inside = begin - low * stream.row_bytes
                 room = self._take(staged, first_bytes, inside)
             else:
                 room = self._take(staged, first_bytes)
-            last = end
-            if offset[end] - offset[piece] > room.size:
-                last = int(np.searchsorted(offset, offset[piece] + room.size, side="right")) - 1
-            num_bytes = int(offset[last] - offset[piece])
+            last, last_byte = end, end_byte
+            if end_byte - begin > room.size:
+                last = stream.page_of_row((begin + room.size) // stream.row_bytes)
+                last_byte = stream.byte_of_page(last)
+            num_bytes = last_byte - begin
             data, self._room = room[:num_bytes], room[num_bytes:]
             self._wanted.append(Pieces(segment, group, piece, last, data))
-            rows = int(stream.piece_first_row_P[piece] - stream.piece_first_row_P[held.first])
+            rows = (begin - first_byte) // stream.row_bytes
             staged.pieces.append(StagedPieces(group, first_row + rows, stream, type(held)(piece, last), data))
             staged.rows_read += num_bytes // stream.row_bytes
             staged.bytes_read += num_bytes
-            piece = last
+            piece, begin = last, last_byte
 
     def _generate(self, staged: Staged, group: int, first_row: int) -> None:
         plan, spec = staged.plan, self._positions.groups[group]

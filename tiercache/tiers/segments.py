@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tiercache.store import Segment, Store
-    from tiercache.store.stream import Stream
+    from tiercache.store.segment_layout import SegmentLayout
 
 
 def segments_by_pass(store: Store) -> dict[int, Segment]:
@@ -24,6 +24,6 @@ def segments_by_pass(store: Store) -> dict[int, Segment]:
     return found
 
 
-def waiting_streams(store: Store) -> list[Stream]:
+def waiting_streams(store: Store) -> list[SegmentLayout]:
     """Return the streams of these segments."""
     return [stream for segment in segments_by_pass(store).values() for stream in segment.streams]
