@@ -48,5 +48,12 @@ def _parameter(name: str, hint: Any) -> Parameter:
     if isinstance(kind, type):
         return Parameter(name, [np.dtype(marks[0] if marks else kind)], 0, written=False)
     kinds = get_args(kind) if get_origin(kind) in {types.UnionType, Union} else (kind,)
-    dtypes = [np.dtype(get_args(get_args(one)[1])[0]) for one in kinds]  # of NDArray[T], that is ndarray[..., dtype[T]]
-    return Parameter(name, dtypes, 2 if _TWO_AXES in marks else 1, written=_WRITTEN in marks)
+    return Parameter(name, [_dtype_of(one) for one in kinds], 2 if _TWO_AXES in marks else 1, written=_WRITTEN in marks)
+
+
+def _dtype_of(array: Any) -> "np.dtype[Any]":
+    """Return T of NDArray[T], which is ndarray[..., dtype[T]] before NumPy 2.5 and an alias with one argument since."""
+    while arguments := get_args(array):
+        array = arguments[-1]
+    dtype: np.dtype[Any] = np.dtype(array)
+    return dtype

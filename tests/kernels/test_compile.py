@@ -116,3 +116,18 @@ def test_parallel_kernels_run_on_threads_that_sleep() -> None:
     """OpenMP's spin, and those of the last resort abort when two threads of a process run parallel kernels at once."""
     code = "from tiercache.kernels.cpu.compile import prepare; import numba; prepare(); print(numba.threading_layer())"
     assert run(code, **{k: os.environ[k] for k in ("HOME", "NUMBA_CACHE_DIR") if k in os.environ}) == "tbb"
+
+
+def test_annotations_are_read_where_an_array_type_is_an_alias() -> None:
+    """As NumPy's NDArray is since 2.5: the kernels have the same parameters."""
+    alias = (
+        "import typing, numpy, numpy.typing, typing_extensions\n"
+        "T = typing.TypeVar('T')\n"
+        "array = numpy.ndarray[tuple[typing.Any, ...], numpy.dtype[T]]\n"
+        "numpy.typing.NDArray = typing_extensions.TypeAliasType('NDArray', array, type_params=(T,))\n"
+    )
+    show = (
+        "import tiercache.kernels.cpu.compile; from tiercache.kernels.cpu.jit import KERNELS\n"
+        "print([(k.name, [(p.name, p.dtypes, p.ndim, p.written) for p in k.parameters]) for k in KERNELS])"
+    )
+    assert run(alias + show) == run(show)
