@@ -221,9 +221,8 @@ class CudaDevice:
         self._cupy, self._device, self._host = cupy, cupy.cuda.Device(index), host
         self.empty, self.put, self.read, self.sort = host.empty, host.put, host.read, host.sort
         self.stream = host.stream
-        attributes = self._device.attributes
-        self.num_sms = int(attributes["MultiProcessorCount"])
-        capability = (int(attributes["ComputeCapabilityMajor"]), int(attributes["ComputeCapabilityMinor"]))
+        self.num_sms = int(self._device.attributes["MultiProcessorCount"])
+        capability = divmod(int(self._device.compute_capability), 10)  # such as "90"; the attributes lack it
         if capability < _OLDEST:
             raise CudaError(
                 f"GPU {index} has compute capability {capability[0]}.{capability[1]}: at least "

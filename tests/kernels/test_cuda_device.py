@@ -99,15 +99,13 @@ class Cupy:
     def __init__(self, capability: tuple[int, int] = (9, 0)) -> None:
         self.shim, self.nvrtc = ShimDevice("random"), Nvrtc()
         self.loaded, self.refuses = list[bytes](), False
-        attributes = {
-            "MultiProcessorCount": 1, "ComputeCapabilityMajor": capability[0], "ComputeCapabilityMinor": capability[1],
-        }  # fmt: skip
+        shown = {"attributes": {"MultiProcessorCount": 1}, "compute_capability": f"{capability[0]}{capability[1]}"}
         runtime = SimpleNamespace(
             runtimeGetVersion=lambda: 13020, driverGetVersion=lambda: 13000, getDeviceCount=lambda: 1,
             CUDARuntimeError=RuntimeError,
         )  # fmt: skip
         self.cuda = SimpleNamespace(
-            runtime=runtime, Device=lambda index: SimpleNamespace(id=index, attributes=attributes),
+            runtime=runtime, Device=lambda index: SimpleNamespace(id=index, **shown),
             Stream=SimpleNamespace(from_external=lambda stream: stream.__cuda_stream__()),
             Module=lambda: Module(self), driver=SimpleNamespace(CUDADriverError=DriverError),
         )  # fmt: skip
