@@ -170,7 +170,7 @@ class Cuda(Machine):
         self, vectors: Vectors, slots: Any, offsets: Any, modes: Any, cols: Any, gradient: Any, out: Any
     ) -> None:
         """Write the gradient of each entry's weight."""
-        bases, local = np.zeros(cols.size, np.int64), self.place(np.zeros(1, np.int32))
+        bases, local = np.zeros(cols.size, np.int64), self.device.empty(1, np.int32)  # which nobody reads
         aligned = self.device.describe(gradient).address % 16 == 0
         features = Features(vectors, local, bases, cols, modes)
         plan = PoolPlan(self.device, [features], gradient.shape[1], aligned=aligned)

@@ -25,7 +25,10 @@ def pieces_of(sizes: list[int], width: int, gap: int) -> tuple[np.ndarray, np.nd
 
 def mapped(m: Any, array: Any, *, writable: bool = True) -> Any:
     """Give an array to a device by its address, as pinned host memory is given."""
-    return Memory(m.device.describe(array).address, array.size, array, writable) if m.kind == "cuda" else array
+    if m.kind != "cuda":
+        return array
+    seen = m.device.describe(array)
+    return Memory(seen.address, seen.size, array, writable)
 
 
 def frozen(m: Any, array: Any) -> Any:

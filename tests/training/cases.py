@@ -267,7 +267,7 @@ def assert_close(ours: Result, theirs: Result) -> None:
         for mine, other in zip(fields, theirs.rows[name][1], strict=True):
             np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5, err_msg=name)
     for name, weight in ours.dense.items():
-        torch.testing.assert_close(weight.cpu(), theirs.dense[name], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(weight.cpu(), theirs.dense[name].cpu(), rtol=1e-5, atol=1e-5)
 
 
 def open_store(path: Path, case: Case, engine: str) -> tc.Store:

@@ -76,3 +76,18 @@ def test_a_scheduler_that_was_not_registered_is_named(passes: tc.PassDataset, wh
                 warnings.simplefilter("error")
                 with pytest.raises(StateError, match="register the same objects"):
                     cache.restore()
+
+
+def test_a_restored_optimizer_has_the_state_of_all_its_parameters(passes: tc.PassDataset) -> None:
+    """Commits do not keep that of handles: what the optimizer made for them at its begin stays."""
+    with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as store:
+        sums = []
+        for epochs in (1, 2):
+            model = Net(passes, CASE)
+            optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+            with tc.TierCache(store, passes, model=model, optimizer=optimizer, **BUDGETS) as cache:
+                cache.restore()
+                assert all("sum" in optimizer.state[one] for one in model.parameters())
+                sums.append(optimizer.state[model.top.weight]["sum"].sum().item())
+                train(cache, model, optimizer, epochs)
+        assert sums[0] == 0 < sums[1]

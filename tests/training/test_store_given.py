@@ -22,6 +22,7 @@ from tests.training.cases import (
     tiered,
     train,
 )
+from tests.training.devices import device_of_tests
 from tiercache.errors import BudgetError, DatasetError, StateError
 
 if TYPE_CHECKING:
@@ -37,10 +38,10 @@ def test_a_store_at_a_path_is_made_trained_and_closed_with_the_cache(tmp_path: P
     """To the bits of one that was opened before; another cache at the path goes on."""
     with open_store(tmp_path / "given", CASE, "memory") as store, tiered(store, passes) as cache:
         expected = result_of(store, passes, train(cache, CASE))
-    with tc.TierCache(tmp_path / "model.tc", passes, **BUDGETS) as cache:
+    with tc.TierCache(tmp_path / "model.tc", passes, device=device_of_tests(), **BUDGETS) as cache:
         train(cache, CASE, epochs=1)
         assert cache.sharding is None
-    with tc.TierCache(tmp_path / "model.tc", passes, retention=2, **BUDGETS) as cache:
+    with tc.TierCache(tmp_path / "model.tc", passes, device=device_of_tests(), retention=2, **BUDGETS) as cache:
         model = train(cache, CASE, seed=9)
     with tc.Store.open(tmp_path / "model.tc") as store:
         assert len(store.commits) == 2

@@ -42,19 +42,22 @@ def _many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_PART_BYTES", 1)
 
 
-def bits(case: Case, folder: Path, device: Any) -> None:
-    """Train over tiers and in memory, and compare."""
+def bits(case: Case, folder: Path, device: Any, *, in_memory: str | None = None) -> None:
+    """Train over tiers and in memory, and compare; ``in_memory``: where, if not on the device of the tests."""
     passes = case.cut(folder / "passes")
     with open_store(folder / "x", case, "memory") as store:
         with tiered(store, passes, device=device) as cache:
             model = train(cache, case)
-        assert_same_bits(result_of(store, passes, model), resident_result(case, passes))
+        assert_same_bits(result_of(store, passes, model), resident_result(case, passes, device=in_memory))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_rows_that_move_in_many_parts_have_the_bits_of_a_training_in_memory(tmp_path: Path, device: str) -> None:
     """Where the next pass has more rows than the last, as many, and fewer."""
-    bits(CASE, tmp_path, cuda_device() if device == "cuda" else device)
+    if device == "cuda":
+        bits(CASE, tmp_path, cuda_device())
+    else:
+        bits(CASE, tmp_path, device, in_memory=device)
 
 
 def test_a_load_that_does_not_wait_for_the_rows_before_it_to_leave_is_caught(
@@ -126,7 +129,7 @@ class NotingBackend(CpuStreams, CpuBackend):
 def test_loads_come_behind_one_part_of_the_dump_after_the_other(tmp_path: Path) -> None:
     """What finds spare slots behind none, most behind some, and hardly anything behind all."""
     case, backend = replace(CASE, tables=(table("a", 16),), specs=(Spec(name="f", table="a"),)), NotingBackend()
-    bits(case, tmp_path, backend)
+    bits(case, tmp_path, backend, in_memory="cpu")
     behind = [(awaited, packed) for awaited, packed in backend.loads if packed]
     assert sum(awaited == 0 for awaited, _ in behind) > 0
     assert sum(0 < awaited < packed for awaited, packed in behind) > len(behind) // 2

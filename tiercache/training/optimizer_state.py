@@ -26,20 +26,26 @@ def state_without(optimizer: torch.optim.Optimizer, handles: Collection[int]) ->
 
 
 def with_handles(optimizer: torch.optim.Optimizer, handles: Collection[int], state: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``optimizer`` loads of a ``state`` that `state_without` returned; new numbers have no state."""
+    """Return what ``optimizer`` loads of a ``state`` that `state_without` returned; handles keep what they have.
+
+    Some optimizers, such as Adagrad before torch 2.13, make the state of all parameters at the begin, and none later.
+    """
     kept = _kept(optimizer, handles)
     if [len(group["params"]) for group in state["param_groups"]] != [sum(some) for some in kept]:
         return state  # of other parameters: loading it says so
     last = max((number for group in state["param_groups"] for number in group["params"]), default=-1)
-    groups = []
-    for group, some in zip(state["param_groups"], kept, strict=True):
+    present = optimizer.state_dict()
+    groups, all_state = [], dict(state["state"])
+    for group, now, some in zip(state["param_groups"], present["param_groups"], kept, strict=True):
         mine = iter(group["params"])
         numbers = []
-        for keep in some:
+        for number, keep in zip(now["params"], some, strict=True):
             last += not keep
             numbers.append(next(mine) if keep else last)
+            if not keep and number in present["state"]:
+                all_state[last] = present["state"][number]
         groups.append(group | {"params": numbers})
-    return state | {"param_groups": groups}
+    return state | {"state": all_state, "param_groups": groups}
 
 
 def _kept(optimizer: torch.optim.Optimizer, handles: Collection[int]) -> list[list[bool]]:
