@@ -47,11 +47,11 @@ from benchmarks.kernel_launches import launches
 from benchmarks.kernel_link import over_link
 from benchmarks.kernel_machines import CpuMachine, CudaMachine, Machine, ShimMachine
 from benchmarks.kernel_steps import our_step
-from benchmarks.machine import Elsewhere, Goal, console, environment, report
+from benchmarks.machine import Elsewhere, Goal, console, environment, report, write_figures
 from tiercache.kernels.cuda import device as cuda
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 GOALS = (
     Goal(key="share_gather", goal=0.85),
@@ -87,8 +87,8 @@ def measure(machine: Machine, case: Case, tail: str, copied: float, samples: int
     }
 
 
-def measure_all(machine: Machine, size: Size) -> dict[str, Any]:
-    """Return the figures of every operation, and the least of those with a goal."""
+def measure_all(machine: Machine, size: Size, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Return the figures of every operation, and the least of those with a goal; ``keep`` gets those so far."""
     batch, record = Batch(size, machine), dict[str, Any]()
     record["distinct_rows"] = batch.distinct
     copied = machine.copy_bytes_per_second(size.samples)
@@ -104,6 +104,7 @@ def measure_all(machine: Machine, size: Size) -> dict[str, Any]:
         if isinstance(machine, CudaMachine):
             record |= over_link(machine, batch, dim)
             record |= _against_torch(machine, batch, dim)
+        keep(record)
     for key, names in LEAST_OVER.items():
         for tail in DTYPES.values():
             record[key + tail] = min(record[f"share_{name}{tail}_{dim}"] for name in names for dim in size.dims)
@@ -198,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         machine = open_machine(options.device)
         record |= {"device": machine.name, "num_samples": size.num_samples, "rows_of_a_table": size.rows}
-        record |= measure_all(machine, size)
+        record |= measure_all(machine, size, lambda so_far: write_figures(record | so_far, options.json))
         console.print(_table(record, size))
     record["benchmark_seconds"] = time.perf_counter() - begun
     judged = size is FULL and "H200" in record["device"]

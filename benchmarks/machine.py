@@ -118,10 +118,16 @@ def report(record: dict[str, Any], goals: Sequence[Goal], *, title: str, path: P
     names = ("cpu", "cores", "kernel", "huge_pages", "python", *(k for k in record if k.startswith("version_")))
     console.print(", ".join(f"{name.removeprefix('version_')} {record[name]}" for name in names if name in record))
     console.print(f"{record['command']}  ({record['date']}, load before {record['load_before']})")
+    write_figures(record, path)
+    if path is not None:
+        console.print(f"figures written to {path}")
+
+
+def write_figures(record: dict[str, Any], path: Path | None) -> None:
+    """Write the figures of a record, so far or all of them, as one flat object."""
     if path is not None:
         flat = {key: value for key, value in record.items() if not isinstance(value, dict | list | tuple)}
         path.write_text(json.dumps(flat, indent=1) + "\n")
-        console.print(f"figures written to {path}")
 
 
 def middle(values: Iterable[float]) -> float:
