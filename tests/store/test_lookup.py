@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 from tests.store.big import dump, publish
 from tests.store.conftest import small_tables
 from tests.store.world import World
-from tiercache.store import CorruptBlockError, MemoryEngine, Store
+from tiercache.store import (
+    NEVER,
+    Adagrad,
+    CorruptBlockError,
+    MemoryEngine,
+    Range,
+    Store,
+    Table,
+    Zeros,
+    hash_keys,
+)  # fmt: skip
+from tiercache.store.base_segment import base_stream, blocks_of
 from tiercache.store.block_file import BlockFile
 from tiercache.store.lookup import locate, read_found
 from tiercache.store.write_queue import PAGE_BYTES
@@ -21,7 +32,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tests.store.conftest import Home
-    from tiercache.store import Table
 
 
 def trained(seed: int, passes: int, *, commit: bool = True) -> tuple[Store, World]:
@@ -157,3 +167,50 @@ def test_large_runs_of_a_lookup_pass_the_page_cache(big: Store, monkeypatch: pyt
     assert {shift for _, shift in asked} == {0}
     alone = big.read_rows(segment, 0, wanted[7:8])
     assert found[0][7].tobytes() == alone[0][0].tobytes()
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 1000), st.integers(1, 6), st.sampled_from([1, 3, 1 << 20]))
+def test_key_pages_of_any_size_find_the_same_rows(seed: int, passes: int, page_keys: int) -> None:
+    """Whatever first keys a record has, and wherever its ranges and tables begin among them."""
+    asked = np.random.default_rng(seed).permutation(np.arange(-70, 70))[: 1 + seed % 140]
+
+    def found() -> list[NDArray[np.int64]]:
+        store, _ = trained(seed, passes)
+        tables = (table.name for group in store.groups for table in group.tables)
+        return [part for name in tables for part in store.locate(name, asked, after=passes - 1)]
+
+    expected = found()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tiercache.store.segment_layout.KEY_PAGE_ROWS", page_keys)
+        for mine, other in zip(found(), expected, strict=True):
+            assert np.array_equal(mine, other)
+
+
+def test_one_key_costs_a_page_of_keys_and_one_of_rows() -> None:
+    """Of a table whose rows stand in one run, as compaction leaves them; a key without a row costs no page of rows."""
+    table = Table(name="t", dim=8, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros())
+    store = Store.open(None, tables=[table], engine=MemoryEngine())
+    (group,), rows = store.groups, 200_000
+    keys = np.arange(rows, dtype=np.int64) * 3
+    keys = keys[np.argsort(hash_keys(keys, table.table_id))]
+    values = np.repeat(keys[:, None], table.row_bytes // 4, axis=1).astype(np.float32)
+    stream = base_stream(group, [Range(NEVER, (rows,))])
+    store.append(0, [stream], blocks_of(group, stream, [(keys, values)]))
+    publish(store, 1)
+    for key, count in ((3 * 77, 1), (int(keys[0]), 1), (int(keys[-1]), 1), (3 * 78 + 1, 0)):
+        before = store.counters.key_bytes_read, store.counters.row_bytes_read
+        found = store.lookup("t", np.array([key]), missing="zeros")["vector"]
+        assert (found == (key if count else 0)).all()
+        assert store.counters.key_bytes_read - before[0] <= 8 << 10
+        assert store.counters.row_bytes_read - before[1] <= count * 40 << 10
+
+
+def test_keys_that_do_not_begin_as_their_record_says_are_refused() -> None:
+    """A record of other rows has other first keys, where a lookup would look in the wrong page."""
+    store, _ = trained(3, 2)
+    segment = store.segments[-1]
+    store.read_keys(segment, 0, 0)
+    segment.first_keys[0][0] += 1
+    with pytest.raises(CorruptBlockError, match="other first keys"):
+        store.read_keys(segment, 0, 0)
