@@ -67,11 +67,11 @@ class Replay:
         reads, commits = [], []
         for plan in plans:
             for load in plan.loads:
-                stream = plans[load.pass_index % num_passes].dumps[load.group]
+                layout = plans[load.pass_index % num_passes].dumps[load.group]
                 at = load.pass_index % num_passes * slot + slot_bytes(
                     plans[load.pass_index % num_passes].dumps[: load.group]
                 )
-                reads += reads_of(stream, at, load.store.first, load.store.last)
+                reads += reads_of(layout, at, load.store.first, load.store.last)
             at = plan.pass_index % num_passes * slot
             commits.append([*blocks_of(plan.dumps, at), Span(at + slot_bytes(plan.dumps), state_bytes)])
         return cls(reads, commits, slot * num_passes)
@@ -82,37 +82,37 @@ def paged(num_bytes: int) -> int:
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _block_rows(stream: SegmentLayout) -> list[int]:
-    return [stream.bytes_of_block(b) // stream.row_bytes for b in range(stream.num_blocks)]
+def _block_rows(layout: SegmentLayout) -> list[int]:
+    return [layout.bytes_of_block(b) // layout.row_bytes for b in range(layout.num_blocks)]
 
 
-def slot_bytes(streams: Sequence[SegmentLayout]) -> int:
+def slot_bytes(layouts: Sequence[SegmentLayout]) -> int:
     """Return the bytes of the file that a dump takes."""
     return sum(
-        paged(rows * stream.row_bytes) + paged(rows * KEY_BYTES) for stream in streams for rows in _block_rows(stream)
+        paged(rows * layout.row_bytes) + paged(rows * KEY_BYTES) for layout in layouts for rows in _block_rows(layout)
     )
 
 
-def reads_of(stream: SegmentLayout, at: int, low: int, high: int) -> list[Span]:
-    """Cut pieces [low, high) where blocks end; the first block stands at ``at``, its keys after it."""
-    begins = np.cumsum([0] + [paged(n * stream.row_bytes) + paged(n * KEY_BYTES) for n in _block_rows(stream)])
+def reads_of(layout: SegmentLayout, at: int, low: int, high: int) -> list[Span]:
+    """Cut pages [low, high) where blocks end; the first block stands at ``at``, its keys after it."""
+    begins = np.cumsum([0] + [paged(n * layout.row_bytes) + paged(n * KEY_BYTES) for n in _block_rows(layout)])
     spans = []
     while low < high:
-        block = stream.block_of_page(low)
-        last = min(high, stream.pages_of_block(block)[1])
-        first = stream.byte_of_page(low)
-        inside = first - stream.byte_of_block(block)
-        spans.append(Span(at + int(begins[block]) + inside, stream.byte_of_page(last) - first))
+        block = layout.block_of_page(low)
+        last = min(high, layout.pages_of_block(block)[1])
+        first = layout.byte_of_page(low)
+        inside = first - layout.byte_of_block(block)
+        spans.append(Span(at + int(begins[block]) + inside, layout.byte_of_page(last) - first))
         low = last
     return spans
 
 
-def blocks_of(streams: Sequence[SegmentLayout], at: int) -> list[Span]:
+def blocks_of(layouts: Sequence[SegmentLayout], at: int) -> list[Span]:
     """Return the blocks of a dump, each followed by its keys."""
     spans = []
-    for stream in streams:
-        for rows in _block_rows(stream):
-            for size in (rows * stream.row_bytes, rows * KEY_BYTES):
+    for layout in layouts:
+        for rows in _block_rows(layout):
+            for size in (rows * layout.row_bytes, rows * KEY_BYTES):
                 spans.append(Span(at, size))
                 at += paged(size)
     return spans

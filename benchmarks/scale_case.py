@@ -136,19 +136,19 @@ def compared(first: Path, second: Path) -> tuple[int, int]:
     with tc.Store.open(first, mode="r") as one, tc.Store.open(second, mode="r") as other:
         mine, theirs = one.snapshot, other.snapshot
         pairs = list(zip(_by_pass(mine.segments), _by_pass(theirs.segments), strict=False))
-        if len(mine.segments) != len(theirs.segments) or any(a.streams != b.streams for a, b in pairs):
+        if len(mine.segments) != len(theirs.segments) or any(a.layouts != b.layouts for a, b in pairs):
             raise RuntimeError(f"{one.label} and {other.label} have not the same segments")
         different = 0
         for a, b in pairs:
-            for group, stream in enumerate(a.streams):
-                rooms = np.zeros((2, stream.bytes_of_block(0)), np.uint8)
-                for block in range(mine.first_blocks[a.id][group], stream.num_blocks):
-                    low, high = stream.pages_of_block(block)
+            for group, layout in enumerate(a.layouts):
+                rooms = np.zeros((2, layout.bytes_of_block(0)), np.uint8)
+                for block in range(mine.first_blocks[a.id][group], layout.num_blocks):
+                    low, high = layout.pages_of_block(block)
                     for store, segment, room in ((one, a, rooms[0]), (other, b, rooms[1])):
-                        store.read(segment, group, low, high, room[: stream.bytes_of_block(block)])
+                        store.read(segment, group, low, high, room[: layout.bytes_of_block(block)])
                     keys = np.array_equal(one.read_keys(a, group, block), other.read_keys(b, group, block))
                     if not keys or not np.array_equal(rooms[0], rooms[1]):
-                        different += stream.row_of_page(high) - stream.row_of_page(low)
+                        different += layout.row_of_page(high) - layout.row_of_page(low)
         return one.live_rows(TABLE), different
 
 

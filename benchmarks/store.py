@@ -1,6 +1,6 @@
 """The store against the bare disk and against one key per row: python -m benchmarks.store [--quick] [--json FILE].
 
-Dumps and loads are those of training: rows of 260 bytes (a vector of 64 and the row-wise Adagrad state), pieces and
+Dumps and loads are those of training: rows of 260 bytes (a vector of 64 and the row-wise Adagrad state), pages and
 blocks as the planner cuts them, checksums by the kernel; but that a load reads two to eight runs at a time, where
 staging, beside a training, reads one. The bare disk moves the same bytes and ranges
 with plain pread and pwrite, one request at a time, from and to the same memory; its commit is an fdatasync and

@@ -108,11 +108,11 @@ class Case:
         """Bytes of a row."""
         return self.table.row_bytes
 
-    def stream(self, rows_by_use: Sequence[tuple[int, int]]) -> SegmentLayout:
+    def layout(self, rows_by_use: Sequence[tuple[int, int]]) -> SegmentLayout:
         """Return the layout of a dump: so many rows for each next use."""
         return SegmentLayout.of(
             row_bytes=self.row_bytes,
-            page_rows=max(1, self.budget.piece // self.row_bytes),
+            page_rows=max(1, self.budget.page // self.row_bytes),
             block_bytes=self.budget.block,
             ranges=tuple(Range(next_use=use, table_rows=(rows,)) for use, rows in rows_by_use),
         )
@@ -128,29 +128,29 @@ class Dump:
     """What one pass dumps."""
 
     pass_index: int
-    stream: SegmentLayout
+    layout: SegmentLayout
     keys: NDArray[np.int64]
-    """(rows,), in the order of the stream."""
+    """(rows,), in the order of the layout."""
 
     @classmethod
     def of(cls, case: Case, pass_index: int, keys_by_use: Sequence[tuple[int, NDArray[np.int64]]]) -> Dump:
         """Lay rows out by next use, then hash."""
         ordered = [keys[np.argsort(hash_keys(keys, case.table.table_id))] for _, keys in keys_by_use]
-        stream = case.stream([(use, keys.size) for use, keys in keys_by_use])
-        return cls(pass_index=pass_index, stream=stream, keys=np.concatenate(ordered))
+        layout = case.layout([(use, keys.size) for use, keys in keys_by_use])
+        return cls(pass_index=pass_index, layout=layout, keys=np.concatenate(ordered))
 
     def writes(self) -> list[Span]:
         """Return its blocks on the bare disk."""
-        return blocks_of([self.stream], self.pass_index % RAW_SLOTS * slot_bytes([self.stream]))
+        return blocks_of([self.layout], self.pass_index % RAW_SLOTS * slot_bytes([self.layout]))
 
     def reads(self, next_use: int, at: int | None = None) -> list[Span]:
         """Return its rows with a next use on the bare disk, where the dump stands at byte ``at`` or in its slot."""
-        begin = self.pass_index % RAW_SLOTS * slot_bytes([self.stream]) if at is None else at
+        begin = self.pass_index % RAW_SLOTS * slot_bytes([self.layout]) if at is None else at
         return [
             span
-            for index, rows in enumerate(self.stream.ranges)
+            for index, rows in enumerate(self.layout.ranges)
             if rows.next_use == next_use
-            for span in reads_of(self.stream, begin, *self.stream.pages_of_range(index))
+            for span in reads_of(self.layout, begin, *self.layout.pages_of_range(index))
         ]
 
 

@@ -45,7 +45,7 @@ def measure_cycle(case: Case, turns: int, engine: str, folder: Path, *, verifica
         dumps.append(cycle.next())
         run.dump(dumps[-1], source)
     loads, writes = Seconds(), Seconds()
-    with BareDisk(folder, RAW_SLOTS * slot_bytes([dumps[0].stream])) as disk:
+    with BareDisk(folder, RAW_SLOTS * slot_bytes([dumps[0].layout])) as disk:
         for _ in range(turns):
             reads = [span for dump in dumps for span in dump.reads(cycle.pass_index)]
             _loads(disk, run, cycle.pass_index, reads, room, loads)
@@ -79,7 +79,7 @@ def measure_wide(case: Case, passes: int, engine: str, folder: Path) -> dict[str
     for dump in wide(case, passes):
         for pass_index in reads:
             reads[pass_index] += dump.reads(pass_index, at)
-        at += slot_bytes([dump.stream])
+        at += slot_bytes([dump.layout])
         run.append(dump, source)
     run.publish(SEGMENTS)
     loads = Seconds()
@@ -98,15 +98,15 @@ def measure_heap(engine: str, case: Case, num_bytes: int, folder: Path) -> dict[
     """Return how far memory rises while one dump is appended, all its blocks from the same buffer."""
     rows, source = num_bytes // case.row_bytes, HostPages(case.budget.block)
     keys = np.arange(max(1, case.budget.block // case.row_bytes), dtype=np.int64)
-    stream = case.stream([(1, rows)])
+    layout = case.layout([(1, rows)])
     run = StoreRun(engine, case, folder / f"{engine}-heap.tc")
     blocks = (
         (0, block, source.data[: int(size)], keys[: int(size) // case.row_bytes])
-        for block, size in ((b, stream.bytes_of_block(b)) for b in range(stream.num_blocks))
+        for block, size in ((b, layout.bytes_of_block(b)) for b in range(layout.num_blocks))
     )
     with PeakMemory() as peak:
         begun = time.perf_counter()
-        run.store.append(0, [stream], blocks, stable=True)
+        run.store.append(0, [layout], blocks, stable=True)
         run.publish(1)
         seconds = time.perf_counter() - begun
     run.close()

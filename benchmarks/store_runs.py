@@ -18,7 +18,7 @@ from tiercache.kernels.cpu.field_io import read_fields
 from tiercache.kernels.cpu.file_io import has_reads, read_checked
 from tiercache.planning.budget import ALIGNED_BYTES, PAGE_BYTES
 from tiercache.store import Cursor, Store
-from tiercache.store.reading import Pieces
+from tiercache.store.reading import Pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -109,7 +109,7 @@ class StoreRun:
         """Append the dump of a pass, each of its blocks from a page of ``source`` on."""
         self.store.append(
             dump.pass_index,
-            [dump.stream],
+            [dump.layout],
             _blocks(dump, source.data),
             stable=True,
         )
@@ -120,13 +120,13 @@ class StoreRun:
 
     def load(self, pass_index: int, room: HostPages) -> float:
         """Bring the rows with next use ``pass_index`` into ``room``, cold, and check them; returns the seconds."""
-        pieces = self._pieces(pass_index)
+        pages = self._pages(pass_index)
         drop_store(self.path)
         useful, read = self.store.counters.row_bytes_read, process_bytes_read()
         begun = time.perf_counter()
-        wanted: list[Pieces] = []
+        wanted: list[Pages] = []
         at = 0
-        for segment, low, high in pieces:
+        for segment, low, high in pages:
             at = _want(segment, low, high, room.data, at, wanted)
         self.store.load(wanted)
         seconds = time.perf_counter() - begun
@@ -138,13 +138,13 @@ class StoreRun:
         """Close the store."""
         self.store.close()
 
-    def _pieces(self, pass_index: int) -> list[tuple[Segment, int, int]]:
-        """Return what a plan knows before a load begins: the pieces with next use ``pass_index``, by segment."""
+    def _pages(self, pass_index: int) -> list[tuple[Segment, int, int]]:
+        """Return what a plan knows before a load begins: the pages with next use ``pass_index``, by segment."""
         return [
-            (segment, *stream.pages_of_range(index))
+            (segment, *layout.pages_of_range(index))
             for segment in self.store.segments
-            for stream in segment.streams
-            for index, rows in enumerate(stream.ranges)
+            for layout in segment.layouts
+            for index, rows in enumerate(layout.ranges)
             if rows.next_use == pass_index
         ]
 
@@ -160,11 +160,11 @@ def source_for(case: Case) -> HostPages:
 
 
 def _blocks(dump: Dump, source: NDArray[np.uint8]) -> Iterator[tuple[int, int, NDArray[np.uint8], NDArray[np.int64]]]:
-    stream = dump.stream
-    room = paged(stream.block_bytes)
-    for block in range(stream.num_blocks):
-        low, high = stream.rows_of_block(block)
-        yield 0, block, source[block * room :][: (high - low) * stream.row_bytes], dump.keys[low:high]
+    layout = dump.layout
+    room = paged(layout.block_bytes)
+    for block in range(layout.num_blocks):
+        low, high = layout.rows_of_block(block)
+        yield 0, block, source[block * room :][: (high - low) * layout.row_bytes], dump.keys[low:high]
 
 
 class Seconds:
@@ -209,18 +209,18 @@ def raw_load(disk: BareDisk, spans: list[Span], room: HostPages) -> float:
     return disk.seconds(Replay(spans, [], 0), memory=room.view)
 
 
-def _want(segment: Segment, low: int, high: int, room: NDArray[np.uint8], at: int, wanted: list[Pieces]) -> int:
-    """Lay pieces out as staging does: large runs begin in their page of memory as they do in that of the file."""
-    stream = segment.streams[0]
+def _want(segment: Segment, low: int, high: int, room: NDArray[np.uint8], at: int, wanted: list[Pages]) -> int:
+    """Lay pages out as staging does: large runs begin in their page of memory as they do in that of the file."""
+    layout = segment.layouts[0]
     while low < high:
         last = high
-        if stream.block_bytes >= ALIGNED_BYTES:
-            block = stream.block_of_page(low)
-            last = min(high, stream.pages_of_block(block)[1])
-            if stream.byte_of_page(last) - stream.byte_of_page(low) >= ALIGNED_BYTES:
-                inside = stream.byte_of_page(low) - stream.byte_of_block(block)
+        if layout.block_bytes >= ALIGNED_BYTES:
+            block = layout.block_of_page(low)
+            last = min(high, layout.pages_of_block(block)[1])
+            if layout.byte_of_page(last) - layout.byte_of_page(low) >= ALIGNED_BYTES:
+                inside = layout.byte_of_page(low) - layout.byte_of_block(block)
                 at += (inside - at) % PAGE_BYTES
-        size = stream.byte_of_page(last) - stream.byte_of_page(low)
-        wanted.append(Pieces(segment, 0, low, last, room[at : at + size]))
+        size = layout.byte_of_page(last) - layout.byte_of_page(low)
+        wanted.append(Pages(segment, 0, low, last, room[at : at + size]))
         at, low = at + size, last
     return at

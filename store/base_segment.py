@@ -27,7 +27,7 @@ Layout = Callable[["Group", Iterable["Range"]], SegmentLayout]
 _PAGE_BYTES, _BLOCK_BYTES = 40 << 10, 4 << 20
 
 
-def base_stream(group: Group, ranges: Iterable[Range]) -> SegmentLayout:
+def base_layout(group: Group, ranges: Iterable[Range]) -> SegmentLayout:
     """Return the layout of rows that no pass waits for: pages of 40 KiB, blocks of 4 MiB."""
     page_rows = max(1, _PAGE_BYTES // group.row_bytes)
     block_bytes = max(_BLOCK_BYTES, page_rows * group.row_bytes)
@@ -39,30 +39,30 @@ def base_stream(group: Group, ranges: Iterable[Range]) -> SegmentLayout:
 
 
 def blocks_of(
-    group: Group, stream: SegmentLayout, chunks: Iterable[tuple[NDArray[np.int64], NDArray[np.float32]]]
+    group: Group, layout: SegmentLayout, chunks: Iterable[tuple[NDArray[np.int64], NDArray[np.float32]]]
 ) -> Iterator[Block]:
-    """Yield the blocks of a stream from its rows (n, W), every field of a row side by side, and their keys, in order.
+    """Yield the blocks of a layout from its rows (n, W), every field of a row side by side, and their keys, in order.
 
     Rows are words. All blocks stand in the same two arrays.
     """
-    for block, packed, keys, _ in _blocks_of(group, stream, chunks, stream.row_bytes // 4):
+    for block, packed, keys, _ in _blocks_of(group, layout, chunks, layout.row_bytes // 4):
         yield group.index, block, packed, keys
 
 
 def moved_blocks_of(
-    group: Group, stream: SegmentLayout, chunks: Iterable[tuple[NDArray[np.int64], NDArray[np.float32]]]
+    group: Group, layout: SegmentLayout, chunks: Iterable[tuple[NDArray[np.int64], NDArray[np.float32]]]
 ) -> Iterator[MovedBlock]:
     """Do what ``blocks_of`` does with rows (n, W + 1): the last word of each is its last change."""
-    for block, packed, keys, rows in _blocks_of(group, stream, chunks, stream.row_bytes // 4 + 1):
+    for block, packed, keys, rows in _blocks_of(group, layout, chunks, layout.row_bytes // 4 + 1):
         yield group.index, block, packed, keys, rows[:, -1].view(np.uint32)
 
 
 def _blocks_of(
-    group: Group, stream: SegmentLayout, chunks: Iterable[tuple[Int64s, Floats]], words: int
+    group: Group, layout: SegmentLayout, chunks: Iterable[tuple[Int64s, Floats]], words: int
 ) -> Iterator[tuple[int, NDArray[np.uint8], Int64s, Floats]]:
     """Yield block, rows as they are stored, keys, and rows (n, ``words``)."""
-    rows = np.empty((min(stream.block_rows, stream.rows), words), dtype=np.float32)
-    keys, packed = np.empty(rows.shape[0], np.int64), np.empty(rows.shape[0] * stream.row_bytes, np.uint8)
+    rows = np.empty((min(layout.block_rows, layout.rows), words), dtype=np.float32)
+    keys, packed = np.empty(rows.shape[0], np.int64), np.empty(rows.shape[0] * layout.row_bytes, np.uint8)
     block = filled = 0
     for some_keys, some_rows in chunks:
         taken = 0
@@ -71,9 +71,9 @@ def _blocks_of(
             keys[filled : filled + count] = some_keys[taken : taken + count]
             rows[filled : filled + count] = some_rows[taken : taken + count]
             filled, taken = filled + count, taken + count
-            first, last = stream.rows_of_block(block)
+            first, last = layout.rows_of_block(block)
             if filled == last - first:
-                page, last_page = stream.pages_of_block(block)
-                pages = pack(group, stream.page_sizes(page, last_page).tolist(), rows[:filled], packed)
+                page, last_page = layout.pages_of_block(block)
+                pages = pack(group, layout.page_sizes(page, last_page).tolist(), rows[:filled], packed)
                 yield block, pages, keys[:filled], rows[:filled]
                 block, filled = block + 1, 0

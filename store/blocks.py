@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     Part = tuple[NDArray[np.uint8], NDArray[np.int64]]
     """Bytes, and bounds (R + 1, rising) of runs of them."""
     Checksums = Callable[[Sequence[Part]], NDArray[np.uint32]]
-    """What computes the checksums of pieces: ``piece_checksums``, or what does the same faster."""
+    """What computes the checksums of pages: ``page_checksums``, or what does the same faster."""
     Read = tuple[NDArray[np.int64], NDArray[np.uint32]]
     """Bytes read of each part, or -errno, and the checksums of all runs."""
     Reads = Callable[[Sequence[Source], Sequence[Part]], Read]
     """What fills each part from its source at once."""
     FieldReads = Callable[[Sequence[FieldSource], Sequence[Part]], Read]
-    """The same for rows whose fields stand apart; the runs of a part are its pieces."""
+    """The same for rows whose fields stand apart; the runs of a part are its pages."""
 
 ROWS, KEYS, CHANGED, STATE = b"r", b"k", b"c", b"s"
 """A segment's rows, their keys and last changes, and a commit's dense state."""
@@ -42,7 +42,7 @@ def checksum(data: NDArray[Any]) -> int:
     return int(google_crc32c.value(view))
 
 
-def piece_checksums(parts: Sequence[Part]) -> NDArray[np.uint32]:
+def page_checksums(parts: Sequence[Part]) -> NDArray[np.uint32]:
     """Return the CRC32C of each run of bytes between neighboring bounds, part after part."""
     sums = []
     for data, bounds in parts:

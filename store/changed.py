@@ -25,7 +25,7 @@ CHANGED_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Changed:
-    """The last changes of the rows of one stream, which a rewrite wrote. Shapes: B blocks of it.
+    """The last changes of the rows of one layout, which a rewrite wrote. Shapes: B blocks of it.
 
     What a pass dumped or a fill took has none: all its rows last changed with the first commit that named it.
     """
@@ -35,13 +35,13 @@ class Changed:
     newest_B: Uint32s
     """(B,): the greatest."""
     checksums_B: Uint32s
-    """(B,): CRC32C of the last changes of each block; (0,) where those of the whole stream are one number, and none is
+    """(B,): CRC32C of the last changes of each block; (0,) where those of the whole layout are one number, and none is
     stored."""
 
     @classmethod
-    def to_come(cls, stream: SegmentLayout, *, stored: bool) -> Changed:
+    def to_come(cls, layout: SegmentLayout, *, stored: bool) -> Changed:
         """Return what is still to be filled in."""
-        oldest, newest, sums = (np.zeros(n, np.uint32) for n in [stream.num_blocks] * 2 + [stream.num_blocks * stored])
+        oldest, newest, sums = (np.zeros(n, np.uint32) for n in [layout.num_blocks] * 2 + [layout.num_blocks * stored])
         return cls(oldest_B=oldest, newest_B=newest, checksums_B=sums)
 
     @property
@@ -49,9 +49,9 @@ class Changed:
         """Whether there is a block of last changes beside each of rows."""
         return self.checksums_B.size > 0
 
-    def check(self, stream: SegmentLayout) -> None:
-        """Raise ValueError where it is not of ``stream``, or contradicts itself."""
-        blocks = stream.num_blocks
+    def check(self, layout: SegmentLayout) -> None:
+        """Raise ValueError where it is not of ``layout``, or contradicts itself."""
+        blocks = layout.num_blocks
         if not self.oldest_B.size == self.newest_B.size == blocks or self.checksums_B.size not in {0, blocks}:
             raise ValueError(
                 f"{self.oldest_B.size}, {self.newest_B.size} and {self.checksums_B.size} numbers say which commits "
@@ -64,7 +64,7 @@ class Changed:
 
 
 class LastChanges:
-    """Says which commit last changed rows of segment streams; remembers the last block that it read.
+    """Says which commit last changed rows of layouts; remembers the last block that it read.
 
     ``firsts`` has for each segment the first commit that named it. Raises CorruptBlockError.
     """
@@ -76,9 +76,9 @@ class LastChanges:
     def __call__(self, segment: Segment, group: int, low: int, high: int) -> Uint32s:
         """Return the last changes of rows [low, high): (high - low,)."""
         found = np.empty(high - low, np.uint32)
-        for block, begin, end in _blocks(segment.streams[group], low, high):
+        for block, begin, end in _blocks(segment.layouts[group], low, high):
             oldest, newest = self.bounds(segment, group, block)
-            start = block * segment.streams[group].block_rows
+            start = block * segment.layouts[group].block_rows
             found[begin - low : end - low] = (
                 oldest if oldest == newest else self._block(segment, group, block)[begin - start : end - start]
             )
@@ -89,7 +89,7 @@ class LastChanges:
 
         def chosen(segment: Segment, group: int, low: int, high: int) -> NDArray[np.bool_]:
             found = np.empty(high - low, np.bool_)
-            for block, begin, end in _blocks(segment.streams[group], low, high):
+            for block, begin, end in _blocks(segment.layouts[group], low, high):
                 oldest, newest = self.bounds(segment, group, block)
                 found[begin - low : end - low] = (
                     self(segment, group, begin, end) > since if oldest <= since < newest else newest > since
@@ -112,10 +112,10 @@ class LastChanges:
         return self._last[1]
 
 
-def _blocks(stream: SegmentLayout, low: int, high: int) -> Iterator[tuple[int, int, int]]:
+def _blocks(layout: SegmentLayout, low: int, high: int) -> Iterator[tuple[int, int, int]]:
     """Yield the blocks that rows [low, high) touch, and which of these rows each has."""
     while low < high:
-        block = low // stream.block_rows
-        end = min(high, (block + 1) * stream.block_rows)
+        block = low // layout.block_rows
+        end = min(high, (block + 1) * layout.block_rows)
         yield block, low, end
         low = end

@@ -18,7 +18,7 @@ from tiercache.store.liveness import Liveness
 from tiercache.store.record import encode
 from tiercache.store.recovery import kept_commits
 from tiercache.store.segment import base_pass
-from tiercache.store.segment_writer import SegmentWriter, check_streams, new_segment
+from tiercache.store.segment_writer import SegmentWriter, check_layouts, new_segment
 from tiercache.store.snapshot import Needed, Snapshot
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class CommitWriter:
     def append(
         self,
         pass_index: int,
-        streams: Sequence[SegmentLayout],
+        layouts: Sequence[SegmentLayout],
         blocks: Iterable[Block] | Iterable[MovedBlock],
         checksums: Checksums,
         *,
@@ -117,10 +117,10 @@ class CommitWriter:
         moved: Sequence[bool] = (),
     ) -> Segment:
         """Write a segment that no commit names yet; see ``new_segment`` for ``moved``."""
-        check_streams(streams, self._groups)
+        check_layouts(layouts, self._groups)
         with self._lock:
             self._free()
-            segment = new_segment(self._next_id, pass_index, streams, within=within, moved=moved)
+            segment = new_segment(self._next_id, pass_index, layouts, within=within, moved=moved)
             writer = SegmentWriter(segment, self._groups, blocks, checksums, stable=stable)
             self._next_id += 1
             try:
@@ -211,15 +211,15 @@ class CommitWriter:
     ) -> Commit:
         """Make a commit at ``start`` of a schedule, with one segment in place of all that do not settle."""
         with self._lock:
-            before, streams = self.history.newest.commit, rewrite.read()
+            before, layouts = self.history.newest.commit, rewrite.read()
             assert before is not None, "an empty store has nothing to put in another order"
             ids = [one.segment_id for one in rewrite.settled]
             chunks, state_checksums = state_chunks(state)
             try:
                 segment = self.append(
                     base_pass(start.pass_index),
-                    streams,
-                    rewrite.blocks(streams),
+                    layouts,
+                    rewrite.blocks(layouts),
                     checksums,
                     within=start.sample > 0,
                     stable=False,

@@ -16,12 +16,12 @@ class Counters:
         self.state_bytes_written = 0
         self.rows_written = 0
         self.row_bytes_read = 0
-        """By ``read`` and ``read_rows``, whole pieces."""
+        """By ``read`` and ``read_rows``, whole pages."""
         self.key_bytes_read = 0
         self.changed_bytes_read = 0
         self.state_bytes_read = 0
         self.rows_read = 0
-        """By ``read``: rows of the pieces; by ``read_rows``: rows returned."""
+        """By ``read``: rows of the pages; by ``read_rows``: rows returned."""
         self.reads = 0
         """Calls of the engine."""
         self.transactions = 0

@@ -29,7 +29,7 @@ class BlockLayout(NamedTuple):
 
     group: Group
     """Whose rows: fields and tables."""
-    stream: SegmentLayout
+    segment_layout: SegmentLayout
     """Which rows are in which block and page."""
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.store.base_segment import Layout, base_stream
+from tiercache.store.base_segment import Layout, base_layout
 from tiercache.store.commit import Cursor
 from tiercache.store.rewrite import FirstUses, NoUses, Rewrite
 from tiercache.store.segment import base_pass
@@ -34,7 +34,7 @@ def enter(
     start: tuple[int, int] = (0, 0),
     schedule_digest: str = "",
     first_rows: Callable[[Table, NDArray[np.int64]], Sequence[NDArray[np.float32]]] | None = None,
-    layout: Layout = base_stream,
+    layout: Layout = base_layout,
     state: bytes = b"",
     settings: Mapping[str, Any] | None = None,
     environment: Mapping[str, Any] | None = None,
@@ -70,9 +70,9 @@ def enter(
             settle=False,
             stored=words,
         ) as rewrite:
-            streams = rewrite.read()
-            blocks = (block[:4] for block in rewrite.blocks(streams))
-            store.append(base_pass(begin.pass_index), streams, blocks, within=begin.sample > 0)
+            layouts = rewrite.read()
+            blocks = (block[:4] for block in rewrite.blocks(layouts))
+            store.append(base_pass(begin.pass_index), layouts, blocks, within=begin.sample > 0)
         return store.publish(
             begin, state=state, schedule_digest=schedule_digest, settings=settings or {}, environment=environment or {}
         )

@@ -30,7 +30,7 @@ class FieldCheck:
         self._reader = RangeReader()
 
     def __call__(self, sources: Sequence[FieldSource], parts: Sequence[Part]) -> Read:
-        """Return the bytes read for each part (N,), 0 where a file is not whole, and the CRC32C of each piece (R,)."""
+        """Return the bytes read for each part (N,), 0 where a file is not whole, and the CRC32C of each page (R,)."""
         done, sums = [], []
         for source, (out, bounds) in zip(sources, parts, strict=True):
             try:
@@ -42,7 +42,7 @@ class FieldCheck:
         return np.array(done, np.int64), np.array(sums, np.uint32)
 
     def _sums(self, files: Sequence[FieldFile], bounds: NDArray[np.int64]) -> list[int]:
-        """Return the checksums of pieces, of which all of the first field come first, then all of the next."""
+        """Return the checksums of pages, of which all of the first field come first, then all of the next."""
         rows = (bounds // sum(file.row_bytes for file in files)).tolist()
         ranges = [(file.path, file.begin, file.begin + rows[-1] * file.row_bytes, file.file_bytes) for file in files]
         fields = self._reader.read(ranges)

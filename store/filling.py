@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.store.base_segment import base_stream, blocks_of
+from tiercache.store.base_segment import base_layout, blocks_of
 from tiercache.store.commit import Cursor
 from tiercache.store.external_sort import ExternalSorter, flush_largest
 from tiercache.store.hashing import hash_keys, keys_of
@@ -122,16 +122,16 @@ class _Filling:
     def write(self) -> None:
         """Append all rows as one segment."""
         counts = {name: sorter.rows for name, sorter in self._sorters.items()}
-        streams = []
+        layouts = []
         for group in self._store.groups:
             rows = tuple(counts[table.name] for table in group.tables)
-            streams.append(base_stream(group, [Range(next_use=NEVER, table_rows=rows)] if sum(rows) else []))
+            layouts.append(base_layout(group, [Range(next_use=NEVER, table_rows=rows)] if sum(rows) else []))
         blocks = (
             block
-            for group, stream in zip(self._store.groups, streams, strict=True)
-            for block in blocks_of(group, stream, self._rows(group, stream.block_rows))
+            for group, layout in zip(self._store.groups, layouts, strict=True)
+            for block in blocks_of(group, layout, self._rows(group, layout.block_rows))
         )
-        self._store.append(BASE_PASS, streams, blocks)
+        self._store.append(BASE_PASS, layouts, blocks)
 
     def _rows(self, group: Group, chunk_rows: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         """Yield the rows of all tables of a group in their order."""

@@ -41,12 +41,12 @@ def describe(store: Store, path: str | os.PathLike[str]) -> dict[str, Any]:
     segments, stale_bytes = [], 0
     for segment in store.segments:
         live_ranges, live_rows, ranges, stale_rows = 0, 0, 0, 0
-        for group, stream in zip(store.groups, segment.streams, strict=True):
+        for group, layout in zip(store.groups, segment.layouts, strict=True):
             first = store.first_range(segment, group.index)
-            ranges += stream.num_ranges
-            live_ranges += stream.num_ranges - first
+            ranges += layout.num_ranges
+            live_ranges += layout.num_ranges - first
             for place, table in enumerate(group.tables):
-                count = stream.rows_of_table(place, first)
+                count = layout.rows_of_table(place, first)
                 live_rows += count
                 live[table.name] += count
             stale = settled[segment.id].stale_rows[group.index] if segment.id in settled else ()

@@ -35,7 +35,7 @@ class KeyCounts:
         self._group, self._label, self._ids = group, stores[0].label, [segment.id for segment in segments]
         self._commits = [-1 if store.commit is None else store.commit.id for store in stores]
         self._before = [_before([store.commit for store in stores[: c + 1]]) for c in range(len(stores))]
-        counts = np.array([segment.streams[group.index].num_ranges for segment in segments], np.int64)
+        counts = np.array([segment.layouts[group.index].num_ranges for segment in segments], np.int64)
         self.first_range_S = np.cumsum(counts) - counts
         """(S,): the number of each segment's first range, among those of all."""
         self._segment_N = np.repeat(np.arange(counts.size), counts)

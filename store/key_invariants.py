@@ -100,7 +100,7 @@ class KeyInvariantChecker:
         """Return how many rows of each table are live at a commit."""
         counts = np.zeros(len(self._group.tables), np.int64)
         for segment in self._segments:
-            layout, first = segment.streams[self._group.index], min(self._first_ranges(segment.id))
+            layout, first = segment.layouts[self._group.index], min(self._first_ranges(segment.id))
             counts += [layout.rows_of_table(place, first) for place in range(counts.size)]
         return [int(count) for count in counts]
 
@@ -129,16 +129,16 @@ class KeyInvariantChecker:
 
     def _runs(self, segment: Segment) -> Iterator[tuple[int, UInt64s, LastChanges]]:
         """Yield the keys of each table of each live range, cut where blocks end: run, hashes and last changes."""
-        stream, num_tables = segment.streams[self._group.index], len(self._group.tables)
-        counts = stream.table_rows_RT.reshape(-1)
+        layout, num_tables = segment.layouts[self._group.index], len(self._group.tables)
+        counts = layout.table_rows_RT.reshape(-1)
         bounds = np.append(0, np.cumsum(counts))
         first = int(bounds[min(self._first_ranges(segment.id)) * num_tables])
-        if first == stream.rows:
+        if first == layout.rows:
             return  # all is dead, and freed, while other groups keep the segment
-        blocks = [(segment, block) for block in range(first // stream.block_rows, stream.num_blocks)]
-        most = max(0, min(READERS, AHEAD_BYTES // (12 * stream.block_rows) - 1))
+        blocks = [(segment, block) for block in range(first // layout.block_rows, layout.num_blocks)]
+        most = max(0, min(READERS, AHEAD_BYTES // (12 * layout.block_rows) - 1))
         for (_, block), (keys, changed, problems) in read_ahead(self._readers, self._read, blocks, most=most):
-            start, end = stream.rows_of_block(block)
+            start, end = layout.rows_of_block(block)
             for problem in problems:
                 last = int(np.searchsorted(bounds, end - 1, side="right") - 1) // num_tables
                 self._note(problem, self._commits_of(segment, last))

@@ -75,7 +75,7 @@ def _readings(
     snapshot: Snapshot, segment: Segment, group: Group, tables: Mapping[int, Wanted], after: int
 ) -> Iterator[tuple[_Reading]]:
     """Yield what is read of the keys of a segment, in the order of its rows."""
-    layout = segment.streams[group.index]
+    layout = segment.layouts[group.index]
     live = max(snapshot.first_range(segment, group.index), int(layout.next_use_R.searchsorted(after, side="right")))
     runs = {place: layout.runs_of_table(place, live) for place in tables}
     step = max(1, _PAGES // layout.key_pages)

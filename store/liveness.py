@@ -48,26 +48,26 @@ class Liveness:
         return cls(cursor, max(written), by_id)
 
     def first_range(self, segment: Segment, group: int) -> int:
-        """Return the first live range of a segment stream: those before are dead, those after are live."""
+        """Return the first live range of a layout: those before are dead, those after are live."""
         if segment.id in self.settled:
             return self.settled[segment.id].first_ranges[group]
         pass_index = self.cursor.pass_index
         if self.within_id is not None and segment.id != self.within_id:
             pass_index += 1
-        return int(segment.streams[group].next_use_R.searchsorted(pass_index))
+        return int(segment.layouts[group].next_use_R.searchsorted(pass_index))
 
-    def first_piece(self, segment: Segment, group: int) -> int:
-        """Return the first live piece of a segment stream; the number of pieces where none is."""
-        stream, index = segment.streams[group], self.first_range(segment, group)
-        return stream.pages_of_range(index)[0] if index < stream.num_ranges else stream.num_pages
+    def first_page(self, segment: Segment, group: int) -> int:
+        """Return the first live page of a layout; the number of pages where none is."""
+        layout, index = segment.layouts[group], self.first_range(segment, group)
+        return layout.pages_of_range(index)[0] if index < layout.num_ranges else layout.num_pages
 
     def first_block(self, segment: Segment, group: int) -> int:
-        """Return the first block of a segment stream that holds a live piece; the number of blocks where none does."""
-        stream, piece = segment.streams[group], self.first_piece(segment, group)
-        return stream.block_of_page(piece) if piece < stream.num_pages else stream.num_blocks
+        """Return the first block of a layout that holds a live page; the number of blocks where none does."""
+        layout, page = segment.layouts[group], self.first_page(segment, group)
+        return layout.block_of_page(page) if page < layout.num_pages else layout.num_blocks
 
     def keeps(self, segment: Segment) -> bool:
         """Return whether any row of ``segment`` is live, or it is the one that the cursor's pass wrote."""
         return segment.id == self.within_id or any(
-            self.first_piece(segment, group) < stream.num_pages for group, stream in enumerate(segment.streams)
+            self.first_page(segment, group) < layout.num_pages for group, layout in enumerate(segment.layouts)
         )

@@ -1,4 +1,4 @@
-"""Finding rows by key, and reading rows from anywhere in a segment stream."""
+"""Finding rows by key, and reading rows from anywhere in a layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiercache.store.hashing import hash_keys
 from tiercache.store.huge_pages import huge_pages
 from tiercache.store.live_keys import READERS, live_keys
 from tiercache.store.read_ahead import read_ahead
-from tiercache.store.reading import Pieces
+from tiercache.store.reading import Pages
 from tiercache.store.vectors import from_words
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     Cached = Callable[[int, int, int], NDArray[np.uint8] | None]
 
 BATCH_BYTES = 4 << 20
-"""Of the pieces of a batch, about; while its rows are taken, each of the ``READERS`` reads or holds another batch."""
+"""Of the pages of a batch, about; while its rows are taken, each of the ``READERS`` reads or holds another batch."""
 _PAGE_BYTES = 4096
 _NO_ROOM: NDArray[np.uint8] = np.empty(0, np.uint8)
 
@@ -109,18 +109,18 @@ class _Wanted:
         for segment in segments:
             mine = np.nonzero(self.segment_ids == segment.id)[0]
             if mine.size and segment.id not in settled:
-                stream = segment.streams[group]
-                ranges = np.searchsorted(stream.first_row_R, self.rows[mine], side="right") - 1
-                gone = mine[stream.next_use_R[ranges] <= after]
+                layout = segment.layouts[group]
+                ranges = np.searchsorted(layout.first_row_R, self.rows[mine], side="right") - 1
+                gone = mine[layout.next_use_R[ranges] <= after]
                 self.segment_ids[gone] = self.rows[gone] = -1
 
 
 def read_rows(store: Store, segment: Segment, group: int, rows: NDArray[np.int64], cached: Cached | None) -> Fields:
-    """Return rows of a segment stream by index, field by field (see ``Store.read_rows``)."""
-    stream = segment.streams[group]
+    """Return rows of a layout by index, field by field (see ``Store.read_rows``)."""
+    layout = segment.layouts[group]
     rows = np.asarray(rows, dtype=np.int64)
-    if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < stream.rows:
-        raise ValueError(f"rows {rows.min()} to {rows.max()} are not all in segment {segment.id} of {stream.rows} rows")
+    if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < layout.rows:
+        raise ValueError(f"rows {rows.min()} to {rows.max()} are not all in segment {segment.id} of {layout.rows} rows")
     return _read(store, group, [(segment, np.arange(rows.size))], rows, cached)
 
 
@@ -183,18 +183,18 @@ def _batches(
     cached: Cached | None,
     rooms: deque[NDArray[np.uint8]],
 ) -> Iterator[tuple[_Batch]]:
-    """Cut rows in their order into batches whose pieces take about ``BATCH_BYTES``; a piece is never cut."""
-    stream = segment.streams[group]
+    """Cut rows in their order into batches whose pages take about ``BATCH_BYTES``; a page is never cut."""
+    layout = segment.layouts[group]
     places = places[np.argsort(rows[places], kind="stable")]
-    pieces = stream.pages_of_rows(rows[places])
-    most = max(1, BATCH_BYTES // (stream.page_rows * stream.row_bytes))
-    fresh = np.nonzero(np.diff(pieces, prepend=-1))[0]
-    for first, last in pairwise([*fresh[::most].tolist(), pieces.size]):
-        yield (_Batch(segment, group, places[first:last], rows, pieces[first:last], cached, rooms),)
+    pages = layout.pages_of_rows(rows[places])
+    most = max(1, BATCH_BYTES // (layout.page_rows * layout.row_bytes))
+    fresh = np.nonzero(np.diff(pages, prepend=-1))[0]
+    for first, last in pairwise([*fresh[::most].tolist(), pages.size]):
+        yield (_Batch(segment, group, places[first:last], rows, pages[first:last], cached, rooms),)
 
 
 class _Batch:
-    """Pieces of a segment stream on their way into memory.
+    """Pages of a layout on their way into memory.
 
     What is read at once begins in its page of memory as it does in that of the file: so it can pass the page cache.
     """
@@ -205,33 +205,33 @@ class _Batch:
         group: int,
         places: NDArray[np.int64],
         rows: NDArray[np.int64],
-        pieces_of_rows: NDArray[np.int64],
+        pages_of_rows: NDArray[np.int64],
         cached: Cached | None,
         rooms: deque[NDArray[np.uint8]],
     ) -> None:
         self._segment, self._group, self.places = segment, group, places
-        stream = segment.streams[group]
-        pieces, self.which = np.unique(pieces_of_rows, return_inverse=True)
-        self.local = rows[places] - stream.rows_of_pages(pieces_of_rows)
-        begin_rows, end_rows = stream.rows_of_pages(pieces), stream.rows_of_pages(pieces + 1)
-        self.page_rows, blocks = end_rows - begin_rows, begin_rows // stream.block_rows
-        held = [None if cached is None else cached(segment.id, group, piece) for piece in pieces.tolist()]
+        layout = segment.layouts[group]
+        pages, self.which = np.unique(pages_of_rows, return_inverse=True)
+        self.local = rows[places] - layout.rows_of_pages(pages_of_rows)
+        begin_rows, end_rows = layout.rows_of_pages(pages), layout.rows_of_pages(pages + 1)
+        self.page_rows, blocks = end_rows - begin_rows, begin_rows // layout.block_rows
+        held = [None if cached is None else cached(segment.id, group, page) for page in pages.tolist()]
         fresh = np.array([data is None for data in held], dtype=bool)
-        # A run is read at once: neighbors of one block that no one holds; each held piece is a run of its own.
-        cuts = (np.diff(pieces) > 1) | (np.diff(blocks) > 0) | ~(fresh[1:] & fresh[:-1])
+        # A run is read at once: neighbors of one block that no one holds; each held page is a run of its own.
+        cuts = (np.diff(pages) > 1) | (np.diff(blocks) > 0) | ~(fresh[1:] & fresh[:-1])
         first = np.append(0, np.nonzero(cuts)[0] + 1)
-        last = np.append(first[1:], pieces.size)
-        begins, ends = begin_rows[first] * stream.row_bytes, end_rows[last - 1] * stream.row_bytes
-        inside = (begins - blocks[first] * stream.block_rows * stream.row_bytes) % _PAGE_BYTES
+        last = np.append(first[1:], pages.size)
+        begins, ends = begin_rows[first] * layout.row_bytes, end_rows[last - 1] * layout.row_bytes
+        inside = (begins - blocks[first] * layout.block_rows * layout.row_bytes) % _PAGE_BYTES
         room = -(-(inside + ends - begins) // _PAGE_BYTES) * _PAGE_BYTES
         at = np.cumsum(room) - room + inside
-        self.starts = np.repeat(at - begins, last - first) + begin_rows * stream.row_bytes
-        """(pieces,): the byte of ``room`` at which each piece begins."""
+        self.starts = np.repeat(at - begins, last - first) + begin_rows * layout.row_bytes
+        """(pages,): the byte of ``room`` at which each page begins."""
         self.room = rooms.popleft() if rooms else _NO_ROOM
         if self.room.size < room.sum():
             self.room = huge_pages(int(room.sum()))
         self._runs = [
-            (int(pieces[a]), int(pieces[b - 1]) + 1, self.room[low : low + size])
+            (int(pages[a]), int(pages[b - 1]) + 1, self.room[low : low + size])
             for a, b, low, size in zip(
                 first.tolist(), last.tolist(), at.tolist(), (ends - begins).tolist(), strict=True
             )
@@ -243,5 +243,5 @@ class _Batch:
 
     def read(self, store: Store) -> NDArray[np.float32]:
         """Read and check what no one holds; returns all of the memory."""
-        store.load([Pieces(self._segment, self._group, *run) for run in self._runs], at_once=1)
+        store.load([Pages(self._segment, self._group, *run) for run in self._runs], at_once=1)
         return self.room.view(np.float32)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tiercache.store.blocks import CHANGED, KEYS, ROWS, checksum, corrupt_block, piece_checksums
+from tiercache.store.blocks import CHANGED, KEYS, ROWS, checksum, corrupt_block, page_checksums
 from tiercache.store.engine import LocatingEngine, ReadRequest
 from tiercache.store.errors import BlockReadError, CorruptStoreError
 from tiercache.store.segment_layout import key_page_bounds
@@ -40,8 +40,8 @@ _BATCH_BYTES, _SHARES = 16 << 20, 4
 """The most that is read by one call, which cannot be interrupted; calls of each of several threads where less is."""
 
 
-class Pieces(NamedTuple):
-    """Pieces [low, high) of a segment stream, and the bytes that they are to fill."""
+class Pages(NamedTuple):
+    """Pages [low, high) of a layout, and the bytes that they are to fill."""
 
     segment: Segment
     group: int
@@ -51,11 +51,11 @@ class Pieces(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Pieces [low, high) of one block: what one read of the engine fills."""
+    """Pages [low, high) of one block: what one read of the engine fills."""
 
     request: ReadRequest
     bounds: NDArray[np.int64]
-    """(high - low + 1,): where each piece begins in ``out``, and its end."""
+    """(high - low + 1,): where each page begins in ``out``, and its end."""
     segment: Segment
     group: int
     block: int
@@ -69,7 +69,7 @@ class _Span(NamedTuple):
 
 
 class BlockReader:
-    """Reads pieces, keys and dense state from an engine; from any thread."""
+    """Reads pages, keys and dense state from an engine; from any thread."""
 
     def __init__(
         self,
@@ -86,11 +86,11 @@ class BlockReader:
         self._locating = engine if isinstance(engine, LocatingEngine) else None
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
-        self.checksums: Checksums = piece_checksums
+        self.checksums: Checksums = page_checksums
         self._reads: Callable[[Sequence[Any], Sequence[Part]], Read] | None = None
 
     def read_with(self, reads: Reads | None, field_reads: FieldReads | None) -> None:
-        """Read many pieces by one call of what the engine can do with; None: one by one."""
+        """Read many pages by one call of what the engine can do with; None: one by one."""
         if self._locating is not None:
             self._reads = field_reads if self._locating.fields_apart else reads
 
@@ -101,16 +101,16 @@ class BlockReader:
         if threads is not None:
             threads.shutdown()
 
-    def load(self, wanted: Sequence[Pieces], at_once: int | None) -> None:
+    def load(self, wanted: Sequence[Pages], at_once: int | None) -> None:
         """Read and check all of ``wanted``: see ``Store.load``."""
-        for pieces in wanted:
-            self._expect(pieces)
-        num_bytes = sum(pieces.out.size for pieces in wanted)
+        for pages in wanted:
+            self._expect(pages)
+        num_bytes = sum(pages.out.size for pages in wanted)
         together = self._reads is not None
         if at_once is None:
             one_by_one = _LONG_READS if num_bytes >= _LONG_BYTES * len(wanted) else _SHORT_READS
             at_once = _CALLS if together else one_by_one
-        batches = [[pieces] for pieces in wanted]
+        batches = [[pages] for pages in wanted]
         if together:
             share = num_bytes // (_SHARES * at_once) if at_once > 1 else _BATCH_BYTES
             batches = _batches(wanted, min(share, _BATCH_BYTES))
@@ -133,12 +133,12 @@ class BlockReader:
         with left:
             self._work(left)
 
-    def _work(self, batches: Iterator[Sequence[Pieces]]) -> None:
+    def _work(self, batches: Iterator[Sequence[Pages]]) -> None:
         """Read what comes next until nothing does, and check it."""
         read, size = list[_Span](), 0
         try:
             for batch in batches:
-                spans = [span for pieces in batch for span in self._spans(pieces)]
+                spans = [span for pages in batch for span in self._spans(pages)]
                 if self._read_at_once(spans):
                     continue
                 for span in spans:
@@ -155,28 +155,28 @@ class BlockReader:
                 pass  # the others need not read what is of no use now
             raise
 
-    def _expect(self, pieces: Pieces) -> None:
-        segment, group, low, high, out = pieces
-        stream = segment.streams[group]
-        if not 0 <= low <= high <= stream.num_pages:
-            raise ValueError(f"pieces {low} to {high} of segment {segment.id} are not there: it has {stream.num_pages}")
-        size = stream.byte_of_page(high) - stream.byte_of_page(low)
+    def _expect(self, pages: Pages) -> None:
+        segment, group, low, high, out = pages
+        layout = segment.layouts[group]
+        if not 0 <= low <= high <= layout.num_pages:
+            raise ValueError(f"pages {low} to {high} of segment {segment.id} are not there: it has {layout.num_pages}")
+        size = layout.byte_of_page(high) - layout.byte_of_page(low)
         if out.dtype != np.uint8 or out.size != size or not out.flags.c_contiguous:
             raise ValueError(f"out is {out.size:,} of {out.dtype}: it must be {size:,} contiguous bytes")
 
-    def _spans(self, pieces: Pieces) -> Iterator[_Span]:
-        """Cut pieces where blocks end."""
-        segment, group, low, high, out = pieces
-        stream = segment.streams[group]
+    def _spans(self, pages: Pages) -> Iterator[_Span]:
+        """Cut pages where blocks end."""
+        segment, group, low, high, out = pages
+        layout = segment.layouts[group]
         at = 0
         while low < high:
-            block = stream.block_of_page(low)
-            first, last = stream.pages_of_block(block)
+            block = layout.block_of_page(low)
+            first, last = layout.pages_of_block(block)
             last = min(high, last)
-            bounds = stream.page_bounds(low, last)
+            bounds = layout.page_bounds(low, last)
             end = at + int(bounds[-1])
             named = segment.block(ROWS, self._groups[group], block)
-            request = ReadRequest(named, stream.byte_of_page(low) - stream.byte_of_page(first), out[at:end])
+            request = ReadRequest(named, layout.byte_of_page(low) - layout.byte_of_page(first), out[at:end])
             yield _Span(request, bounds, segment, group, block, low, last)
             low, at = last, end
 
@@ -198,7 +198,7 @@ class BlockReader:
     def _count(self, spans: Sequence[_Span]) -> None:
         num_bytes = [span.request.out.size for span in spans]
         rows = sum(
-            size // span.segment.streams[span.group].row_bytes for size, span in zip(num_bytes, spans, strict=True)
+            size // span.segment.layouts[span.group].row_bytes for size, span in zip(num_bytes, spans, strict=True)
         )
         self._counters.add(row_bytes_read=sum(num_bytes), rows_read=rows, reads=len(spans))
 
@@ -215,7 +215,7 @@ class BlockReader:
         words, wanted = f"has checksum {sums[at]:08x}", int(expected[at])
         for span in spans:
             if at < span.high - span.low:
-                words += f" in piece {span.low + at}"
+                words += f" in page {span.low + at}"
                 raise self._explain(
                     corrupt_block(self._label, span.segment, self._groups[span.group], span.block, words, wanted)
                 )
@@ -225,13 +225,13 @@ class BlockReader:
         self, segment: Segment, group: int, block: int, first: int = 0, last: int | None = None
     ) -> NDArray[np.int64]:
         """Return the keys of the rows of one block, or of its key pages [first, last). Raises CorruptBlockError."""
-        stream = segment.streams[group]
-        low, high = stream.rows_of_block(block)
+        layout = segment.layouts[group]
+        low, high = layout.rows_of_block(block)
         bounds = key_page_bounds(high - low)[first : None if last is None else last + 1]
         data = np.empty(int(bounds[-1] - bounds[0]), dtype=np.uint8)
         self._read(ReadRequest(segment.block(KEYS, self._groups[group], block), int(bounds[0]), data), segment)
         sums, keys = self.checksums([(data, bounds - bounds[0])]), data.view(np.int64)
-        page = stream.key_pages_of_block(block)[0] + first
+        page = layout.key_pages_of_block(block)[0] + first
         wrong = np.nonzero(sums != segment.key_checksums[group][page : page + sums.size])[0]
         if wrong.size:
             at = int(wrong[0])
@@ -245,8 +245,8 @@ class BlockReader:
 
     def changed(self, segment: Segment, group: int, block: int) -> NDArray[np.uint32]:
         """Return the last change of each row of a block that has them stored. Raises CorruptBlockError."""
-        stream, known = segment.streams[group], segment.changed[group]
-        numbers = np.empty(stream.bytes_of_block(block) // stream.row_bytes, dtype=np.uint32)
+        layout, known = segment.layouts[group], segment.changed[group]
+        numbers = np.empty(layout.bytes_of_block(block) // layout.row_bytes, dtype=np.uint32)
         data = numbers.view(np.uint8)
         self._read(ReadRequest(segment.block(CHANGED, self._groups[group], block), 0, data), segment)
         seen, expected = checksum(data), int(known.checksums_B[block])
@@ -293,7 +293,7 @@ class BlockReader:
 class _Shared:
     """What several threads take from, one after another; each is at work within it."""
 
-    def __init__(self, batches: Sequence[Sequence[Pieces]]) -> None:
+    def __init__(self, batches: Sequence[Sequence[Pages]]) -> None:
         self._left = iter(batches)
         self._at_work = 0
         self._changed = threading.Condition()
@@ -301,7 +301,7 @@ class _Shared:
     def __iter__(self) -> _Shared:
         return self
 
-    def __next__(self) -> Sequence[Pieces]:
+    def __next__(self) -> Sequence[Pages]:
         with self._changed:
             return next(self._left)
 
@@ -329,13 +329,13 @@ class _Shared:
             raise interruption
 
 
-def _batches(wanted: Sequence[Pieces], most_bytes: int) -> list[list[Pieces]]:
+def _batches(wanted: Sequence[Pages], most_bytes: int) -> list[list[Pages]]:
     """Cut into batches of more than ``most_bytes`` each, but for the last."""
-    batches, size = [list[Pieces]()], 0
-    for pieces in wanted:
+    batches, size = [list[Pages]()], 0
+    for pages in wanted:
         if size > most_bytes:
             batches.append([])
             size = 0
-        batches[-1].append(pieces)
-        size += pieces.out.size
+        batches[-1].append(pages)
+        size += pages.out.size
     return batches

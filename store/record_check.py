@@ -43,6 +43,6 @@ def _over_at_once(segment: Segment) -> int | None:
     soonest = segment.pass_index + (not segment.within)
     if segment.pass_index < 0:
         return None
-    uses = (stream.next_use_R[np.diff(stream.first_row_R) > 0] for stream in segment.streams)
-    first = [int(of_stream[0]) for of_stream in uses if of_stream.size]
+    uses = (layout.next_use_R[np.diff(layout.first_row_R) > 0] for layout in segment.layouts)
+    first = [int(mine[0]) for mine in uses if mine.size]
     return next((use for use in first if use < soonest), None)

@@ -12,7 +12,7 @@ from tiercache.store.errors import CommitMissingError, CorruptStoreError
 from tiercache.store.history import COMMIT, KEPT, SEGMENT, TABLES, History
 from tiercache.store.record import decode, whole
 from tiercache.store.segment import Segment
-from tiercache.store.segment_writer import check_streams
+from tiercache.store.segment_writer import check_layouts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -88,7 +88,7 @@ def check_blocks(engine: Engine, snapshot: Snapshot, groups: Sequence[Group], st
             )
     for segment in snapshot.committed:
         for group in groups:
-            last = segment.streams[group.index].num_blocks
+            last = segment.layouts[group.index].num_blocks
             for block in segment.blocks(group, snapshot.first_blocks[segment.id][group.index], last):
                 if wrong := engine.problem(block):
                     raise corrupt_block(store, segment, group, block.index, wrong)
@@ -141,7 +141,7 @@ def _read_segment(
     try:
         if segment.id != id_:
             raise ValueError(f"it is of segment {segment.id}")
-        check_streams(segment.streams, groups)
+        check_layouts(segment.layouts, groups)
     except ValueError as error:
         raise CorruptStoreError(f"{name} does not fit the store ({error}): restore the store from a copy") from error
     return segment

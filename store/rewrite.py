@@ -123,16 +123,16 @@ class Rewrite:
                     for keys, rows, uses in self._merged(table, moves):
                         ordered.put(place, keys, rows, uses)
                         self._progress("read", keys.size)
-        return tuple(ordered.stream() for ordered in self._groups)
+        return tuple(ordered.layout() for ordered in self._groups)
 
     def moved(self) -> list[bool]:
         """Return of which groups the last changes are to be stored: those that have several. Known after ``read``."""
         return [ordered.oldest < ordered.newest for ordered in self._groups]
 
-    def blocks(self, streams: Sequence[SegmentLayout]) -> Iterator[MovedBlock]:
+    def blocks(self, layouts: Sequence[SegmentLayout]) -> Iterator[MovedBlock]:
         """Yield the blocks of the new segment, rows and keys of all in the same two arrays."""
-        for ordered, stream in zip(self._groups, streams, strict=True):
-            for block in moved_blocks_of(ordered.group, stream, ordered.chunks(stream.block_rows)):
+        for ordered, layout in zip(self._groups, layouts, strict=True):
+            for block in moved_blocks_of(ordered.group, layout, ordered.chunks(layout.block_rows)):
                 self._progress("write", block[3].size)
                 yield block
 
@@ -235,7 +235,7 @@ class _Sorted:
             self._rows.write(rows[mine], self._row_bytes * row)
             begin = end
 
-    def stream(self) -> SegmentLayout:
+    def layout(self) -> SegmentLayout:
         """Return the layout of all rows. Raises StoreError where others came than were counted."""
         row = 0
         for place, count in self._counts.items():

@@ -29,9 +29,9 @@ _CHOICE_ROWS = 1 << 20
 
 
 class SortedRun:
-    """Rows [low, high) of a segment stream, all of one table, read from the front.
+    """Rows [low, high) of a layout, all of one table, read from the front.
 
-    With ``choice`` only the rows that it says are read, and of the pieces only those with such a row. With
+    With ``choice`` only the rows that it says are read, and of the pages only those with such a row. With
     ``changed`` the last word of each row is its last change.
     """
 
@@ -47,7 +47,7 @@ class SortedRun:
     ) -> None:
         self.segment, self.low, self.high = segment, low, high
         self.keys_of: Callable[[Segment, int, int], NDArray[np.int64]] = store.read_keys
-        self._store, self._group, self._stream = store, group, segment.streams[group.index]
+        self._store, self._group, self._layout = store, group, segment.layouts[group.index]
         self._keys: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self._choice, self.changed = choice, changed
         self.left = high - low if choice is None else self._count_chosen(choice)
@@ -56,43 +56,43 @@ class SortedRun:
     @property
     def words(self) -> int:
         """Words of a row, its last change included."""
-        return self._stream.row_bytes // 4 + (self.changed is not None)
+        return self._layout.row_bytes // 4 + (self.changed is not None)
 
     @property
     def block_rows(self) -> int:
-        """Rows of a block of the stream."""
-        return self._stream.block_rows
+        """Rows of a block of the layout."""
+        return self._layout.block_rows
 
     @property
-    def piece_bytes(self) -> int:
-        """The most bytes of a piece."""
-        return min(self._stream.page_rows, self.block_rows) * self._stream.row_bytes
+    def page_bytes(self) -> int:
+        """The most bytes of a page."""
+        return min(self._layout.page_rows, self.block_rows) * self._layout.row_bytes
 
     @property
     def key_bytes(self) -> int:
         """Bytes of the blocks of keys that it touches."""
         first, last = self.low // self.block_rows, (self.high - 1) // self.block_rows
-        return 8 * (self._stream.rows_of_block(last)[1] - self._stream.rows_of_block(first)[0])
+        return 8 * (self._layout.rows_of_block(last)[1] - self._layout.rows_of_block(first)[0])
 
     def join(self, after: SortedRun) -> None:
         """Take up the rows of the run that lies right behind this one."""
         self.high, self.left = after.high, self.left + after.left
 
     def read(self, rows: int) -> Rows:
-        """Read the next ``rows`` rows, rounded up to whole pieces."""
+        """Read the next ``rows`` rows, rounded up to whole pages."""
         keys, values = self._read(rows) if self._choice is None else self._read_chosen(self._choice, rows)
         self.left -= keys.size
         return keys, values
 
     def _read(self, rows: int) -> Rows:
-        stream = self._stream
-        first = stream.page_of_row(self.low)
-        last = stream.page_of_row(min(self.high, self.low + rows) - 1) + 1
-        start, end = stream.row_of_page(first), min(self.high, stream.row_of_page(last))
-        data = np.empty(stream.byte_of_page(last) - stream.byte_of_page(first), dtype=np.uint8)
+        layout = self._layout
+        first = layout.page_of_row(self.low)
+        last = layout.page_of_row(min(self.high, self.low + rows) - 1) + 1
+        start, end = layout.row_of_page(first), min(self.high, layout.row_of_page(last))
+        data = np.empty(layout.byte_of_page(last) - layout.byte_of_page(first), dtype=np.uint8)
         self._store.read(self.segment, self._group.index, first, last, data)
-        out = np.empty((stream.row_of_page(last) - start, self.words), dtype=np.float32)
-        unpack(self._group, stream.page_sizes(first, last).tolist(), data, out)
+        out = np.empty((layout.row_of_page(last) - start, self.words), dtype=np.float32)
+        unpack(self._group, layout.page_sizes(first, last).tolist(), data, out)
         keys = self._next_keys(end - self.low)
         out = out[self.low - start : end - start]
         if self.changed is not None:
@@ -102,17 +102,17 @@ class SortedRun:
 
     def _read_chosen(self, choice: RowFilter, rows: int) -> Rows:
         """Read on, so many rows at a time, until as many chosen ones came."""
-        stream = self._stream
+        layout = self._layout
         parts: list[Rows] = []
         taken = 0
         while taken < min(rows, self.left):
             begin, end = self.low, min(self.high, self.low + min(rows - taken, _CHOICE_ROWS))
-            end = min(self.high, stream.row_of_page(stream.page_of_row(end - 1) + 1))
+            end = min(self.high, layout.row_of_page(layout.page_of_row(end - 1) + 1))
             chosen = choice(self.segment, self._group.index, begin, end)
-            pieces = np.unique(stream.pages_of_rows(begin + np.nonzero(chosen)[0]))
-            for near in np.split(pieces, np.nonzero(np.diff(pieces) > 1)[0] + 1) if pieces.size else []:
-                low = max(begin, stream.row_of_page(int(near[0])))
-                high = min(end, stream.row_of_page(int(near[-1]) + 1))
+            pages = np.unique(layout.pages_of_rows(begin + np.nonzero(chosen)[0]))
+            for near in np.split(pages, np.nonzero(np.diff(pages) > 1)[0] + 1) if pages.size else []:
+                low = max(begin, layout.row_of_page(int(near[0])))
+                high = min(end, layout.row_of_page(int(near[-1]) + 1))
                 self._pass_over(low)
                 keys, values = self._read(high - low)
                 mine = chosen[low - begin : high - begin]
@@ -137,7 +137,7 @@ class SortedRun:
         while needed:
             if not self._keys.size:
                 block = row // self.block_rows
-                start = self._stream.rows_of_block(block)[0]
+                start = self._layout.rows_of_block(block)[0]
                 self._keys = self.keys_of(self.segment, self._group.index, block)[
                     row - start : self.high - start
                 ].copy()
@@ -177,8 +177,8 @@ def runs_of(
     """
     place, runs = group.place(table.name), []
     for segment in segments:
-        stream, live = segment.streams[group.index], snapshot.first_range(segment, group.index)
-        for low, high in zip(*(bounds.tolist() for bounds in stream.runs_of_table(place, live)), strict=True):
+        layout, live = segment.layouts[group.index], snapshot.first_range(segment, group.index)
+        for low, high in zip(*(bounds.tolist() for bounds in layout.runs_of_table(place, live)), strict=True):
             last = None if changed is None else changed()
             runs.append(SortedRun(store, segment, group, low, high, choice, last))
     return [run for run in runs if run.left]

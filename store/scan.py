@@ -1,7 +1,7 @@
 """All rows of one table in hash order, as they stand at the newest commit.
 
 The rows of a table lie in runs, one for each live range of each segment, and each run is in hash order. A few runs
-are merged as they are read; many short ones, which no memory could merge without reading their pieces again and
+are merged as they are read; many short ones, which no memory could merge without reading their pages again and
 again, are sorted (``ExternalSorter``). Of several rows of a key, which settled segments leave, the newest is given:
 runs come in the order of segments, and sorting keeps the order of equal keys.
 """
@@ -63,11 +63,11 @@ def scan(
     """Yield all rows of a table at the newest commit in hash order: keys (n,), and each field (n, width).
 
     Chunks have at most ``chunk_rows`` rows (about 4 MiB where not said). Beside the caller's chunk at most
-    ``memory_bytes`` are taken, or what four pieces and the keys of a block take. Every live piece is read once and
+    ``memory_bytes`` are taken, or what four pages and the keys of a block take. Every live page is read once and
     its keys about once (at most a quarter of the rows' bytes more). Where a table lies in too many runs to merge
     them in that memory, its rows are written to a temporary file without a name in ``scratch`` (the store's folder
     where not said, or the system's where that cannot be written to) and read again, once for each factor of 256 by
-    which they exceed it. A piece is read whole: where ranges are shorter than pieces, rows of the group's other tables
+    which they exceed it. A page is read whole: where ranges are shorter than pages, rows of the group's other tables
     are read with them. The commit is the newest when the first chunk is asked for, whatever is committed meanwhile.
 
     Raises ValueError for no table and without a commit, StoreFullError and CorruptStoreError.
@@ -101,7 +101,7 @@ def scan_segments(
     """Do what ``scan`` does with segments of a snapshot that the caller holds, or with the rows of a ``choice``.
 
     Of the segments, none may be left out that has a newer row of a key than one that is there. ``choice`` says of rows
-    of a segment stream which are wanted; pieces without one are not read. Where it may have several of a key, not
+    of a layout which are wanted; pages without one are not read. Where it may have several of a key, not
     ``alone``, the newest of all must be one of them, and is given. ``as_words``: fields are given as they are kept,
     (n, words); then with ``changed`` the
     last one, (n, 1), has the last changes.
@@ -202,9 +202,9 @@ def _chunks(
 
 
 def _can_merge(runs: Sequence[SortedRun], table: Table, memory_bytes: int) -> bool:
-    """Whether every run can have pieces and keys in memory, and blocks of keys are read about once."""
+    """Whether every run can have pages and keys in memory, and blocks of keys are read about once."""
     beside = [8 if run.changed is None else 8 + CHANGED_BYTES for run in runs]
-    held = sum(run.piece_bytes + size * min(run.left, run.block_rows) for run, size in zip(runs, beside, strict=True))
+    held = sum(run.page_bytes + size * min(run.left, run.block_rows) for run, size in zip(runs, beside, strict=True))
     key_bytes = sum(run.key_bytes for run in runs)
     useful = sum(run.left for run in runs) * (table.row_bytes + 8)
     return held <= memory_bytes // 4 and key_bytes <= useful // _KEY_SHARE + 8 * sum(run.left for run in runs)

@@ -32,7 +32,7 @@ def base_pass(first_pass: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Segment:
-    """The rows that one pass dumped: one stream for each group of the store; immutable."""
+    """The rows that one pass dumped: one layout for each group of the store; immutable."""
 
     id: int
     """Grows with every segment of a store: of two live rows of one key, that of the larger id is newer."""
@@ -41,7 +41,7 @@ class Segment:
     within: bool
     """Whether a commit inside the pass wrote it: then it holds the whole key set, with next use ``pass_index``. A base
     may stand for that too, where a schedule is entered inside its first pass."""
-    streams: tuple[SegmentLayout, ...]
+    layouts: tuple[SegmentLayout, ...]
     """By group; a group that dumped nothing has an empty one."""
     checksums: tuple[NDArray[np.uint32], ...]
     """By group: CRC32C of each page."""
@@ -64,29 +64,29 @@ class Segment:
     @property
     def rows(self) -> int:
         """Rows of all groups."""
-        return sum(stream.rows for stream in self.streams)
+        return sum(layout.rows for layout in self.layouts)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of rows of all groups."""
-        return sum(stream.rows * stream.row_bytes for stream in self.streams)
+        return sum(layout.rows * layout.row_bytes for layout in self.layouts)
 
     @property
     def changed_bytes(self) -> int:
         """Bytes of the last changes that are stored beside them."""
-        groups = zip(self.streams, self.changed, strict=False)
-        return sum(CHANGED_BYTES * stream.rows for stream, changed in groups if changed.stored)
+        groups = zip(self.layouts, self.changed, strict=False)
+        return sum(CHANGED_BYTES * layout.rows for layout, changed in groups if changed.stored)
 
     def block(self, kind: bytes, group: Group, index: int) -> Block:
         """Return a block as the engine knows it."""
-        stream = self.streams[group.index]
-        first, last = stream.rows_of_block(index)
-        row_bytes = {ROWS: stream.row_bytes, KEYS: 8, CHANGED: CHANGED_BYTES}[kind]
+        layout = self.layouts[group.index]
+        first, last = layout.rows_of_block(index)
+        row_bytes = {ROWS: layout.row_bytes, KEYS: 8, CHANGED: CHANGED_BYTES}[kind]
         place = int(self.places[group.index][kind][index])
-        return Block(kind, self.id, group.index, index, (last - first) * row_bytes, place, BlockLayout(group, stream))
+        return Block(kind, self.id, group.index, index, (last - first) * row_bytes, place, BlockLayout(group, layout))
 
     def blocks(self, group: Group, first: int, last: int) -> Iterator[Block]:
-        """Yield rows, keys and, where they are stored, last changes of blocks [first, last) of a stream."""
+        """Yield rows, keys and, where they are stored, last changes of blocks [first, last) of a layout."""
         for index in range(first, last):
             for kind in self.places[group.index]:
                 yield self.block(kind, group, index)
@@ -97,9 +97,9 @@ class Segment:
         for group, places in enumerate(self.places):
             arrays |= {f"{_PLACES[kind]}/{group}": places_B for kind, places_B in places.items()}
         layouts = []
-        for group, stream in enumerate(self.streams):
-            layout, of_layout = stream.to_record()
-            layouts.append(layout)
+        for group, layout in enumerate(self.layouts):
+            numbers, of_layout = layout.to_record()
+            layouts.append(numbers)
             arrays |= {f"{name}/{group}": array for name, array in of_layout.items()}
             arrays[f"pages/{group}"], arrays[f"key_pages/{group}"] = self.checksums[group], self.key_checksums[group]
             arrays[f"first_keys/{group}"] = self.first_keys[group]
@@ -118,7 +118,7 @@ class Segment:
             checksums, key_checksums, first_keys = (
                 tuple(arrays[f"{name}/{g}"] for g in groups) for name in ("pages", "key_pages", "first_keys")
             )
-            streams = tuple(
+            layouts = tuple(
                 SegmentLayout.from_record(
                     record, {name: arrays[f"{name}/{g}"] for name in ("next_use", "table_rows")},
                     most_pages=checksums[g].size,
@@ -132,13 +132,13 @@ class Segment:
                         oldest_B=arrays[f"oldest/{g}"], newest_B=arrays[f"newest/{g}"],
                         checksums_B=arrays[f"changed/{g}"],
                     )
-                    for g in range(len(streams))
+                    for g in range(len(layouts))
                 )  # fmt: skip
             first = values["pass"]  # of a base, as Python counts from the end
             pass_index = ~whole(~first, "pass") if isinstance(first, int) and first < 0 else whole(first, "pass")
             segment = cls(
                 id=whole(values["id"], "id"), pass_index=pass_index, within=bool(values["within"]),
-                streams=streams, checksums=checksums, key_checksums=key_checksums,
+                layouts=layouts, checksums=checksums, key_checksums=key_checksums,
                 first_keys=first_keys, changed=changed,
                 places=tuple(
                     {
@@ -146,21 +146,21 @@ class Segment:
                         for kind, name in _PLACES.items()
                         if kind != CHANGED or (changed and changed[g].stored)
                     }
-                    for g in range(len(streams))
+                    for g in range(len(layouts))
                 ),
             )  # fmt: skip
-            for stream, places in zip(streams, segment.places, strict=True):
-                if any(places_B.size != stream.num_blocks for places_B in places.values()):
-                    raise ValueError(f"it has other places than those of {stream.num_blocks} blocks")
-            for stream, one in zip(streams, changed, strict=False):
-                one.check(stream)
+            for layout, places in zip(layouts, segment.places, strict=True):
+                if any(places_B.size != layout.num_blocks for places_B in places.values()):
+                    raise ValueError(f"it has other places than those of {layout.num_blocks} blocks")
+            for layout, one in zip(layouts, changed, strict=False):
+                one.check(layout)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
-        for stream, *of_group in zip(streams, checksums, key_checksums, first_keys, strict=True):
+        for layout, *of_group in zip(layouts, checksums, key_checksums, first_keys, strict=True):
             sizes = [array.size for array in of_group]
-            if sizes != [stream.num_pages, stream.num_key_pages, stream.num_key_pages]:
+            if sizes != [layout.num_pages, layout.num_key_pages, layout.num_key_pages]:
                 raise CorruptStoreError(
                     f"{name} has {sizes[0]} page and {sizes[1]} key checksums and {sizes[2]} first keys for "
-                    f"{stream.num_pages} pages and {stream.num_key_pages} key pages: restore the store from a copy"
+                    f"{layout.num_pages} pages and {layout.num_key_pages} key pages: restore the store from a copy"
                 )
         return segment

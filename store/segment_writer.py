@@ -49,14 +49,14 @@ class SegmentWriter:
         stable: bool,
     ) -> None:
         self.segment, self._groups = segment, groups
-        self._stored = [bool(segment.changed) and segment.changed[g].stored for g in range(len(segment.streams))]
+        self._stored = [bool(segment.changed) and segment.changed[g].stored for g in range(len(segment.layouts))]
         """By group: whether last changes are written."""
-        row_bytes = [s.row_bytes + 8 + CHANGED_BYTES * n for s, n in zip(segment.streams, self._stored, strict=True)]
-        self.num_bytes = sum(s.rows * n for s, n in zip(segment.streams, row_bytes, strict=True))
+        row_bytes = [s.row_bytes + 8 + CHANGED_BYTES * n for s, n in zip(segment.layouts, self._stored, strict=True)]
+        self.num_bytes = sum(s.rows * n for s, n in zip(segment.layouts, row_bytes, strict=True))
         """Of all blocks."""
         self._source: Iterator[Block | MovedBlock] = iter(blocks)
         self._checksums, self._stable = checksums, stable
-        self._missing = {(g, b) for g, stream in enumerate(segment.streams) for b in range(stream.num_blocks)}
+        self._missing = {(g, b) for g, layout in enumerate(segment.layouts) for b in range(layout.num_blocks)}
         self._unsealed: list[Taken] = []
         self._unsealed_bytes = 0
         self._sealer: ThreadPoolExecutor
@@ -65,7 +65,7 @@ class SegmentWriter:
     def write(self, engine: Engine) -> None:
         """Write all blocks; then the segment has its places, and all its checksums.
 
-        Raises what the engine raises, and ValueError for blocks that are not what the streams say: nothing is left.
+        Raises what the engine raises, and ValueError for blocks that are not what the layouts say: nothing is left.
         """
         order: list[tuple[int, bytes, int]] = []
         with ThreadPoolExecutor(1, thread_name_prefix="tiercache-checksums") as sealer:
@@ -115,17 +115,17 @@ class SegmentWriter:
 
     def _check(self, taken: Taken) -> None:
         group, block, data, keys, changed = taken
-        stream = self.segment.streams[group]
-        size = stream.bytes_of_block(block)
+        layout = self.segment.layouts[group]
+        size = layout.bytes_of_block(block)
         if data.dtype != np.uint8 or data.size != size or not data.flags.c_contiguous:
             raise ValueError(
                 f"block {block} of group {group} has {data.size:,} of {data.dtype}: "
                 f"it must be {size:,} contiguous bytes"
             )
-        if keys.dtype != np.int64 or keys.size != size // stream.row_bytes:
+        if keys.dtype != np.int64 or keys.size != size // layout.row_bytes:
             raise ValueError(
                 f"block {block} of group {group} came with {keys.size:,} keys of {keys.dtype}: "
-                f"it has {size // stream.row_bytes:,} rows, each with an int64 key"
+                f"it has {size // layout.row_bytes:,} rows, each with an int64 key"
             )
         if self.segment.changed and (changed is None or changed.dtype != np.uint32 or changed.size != keys.size):
             raise ValueError(f"block {block} of group {group} came without the uint32 last change of each of its rows")
@@ -140,11 +140,11 @@ class SegmentWriter:
         """Compute the checksums of blocks, their keys and last changes, by one computation."""
         parts, targets = [], []
         for group, block, data, keys, changed in unsealed:
-            stream = self.segment.streams[group]
-            low, high = stream.pages_of_block(block)
-            parts.append((data, stream.page_bounds(low, high)))
+            layout = self.segment.layouts[group]
+            low, high = layout.pages_of_block(block)
+            parts.append((data, layout.page_bounds(low, high)))
             targets.append(self.segment.checksums[group][low:high])
-            first, last = stream.key_pages_of_block(block)
+            first, last = layout.key_pages_of_block(block)
             bounds = key_page_bounds(keys.size)
             parts.append((keys.view(np.uint8), bounds))
             targets.append(self.segment.key_checksums[group][first:last])
@@ -162,36 +162,36 @@ class SegmentWriter:
 
 
 def new_segment(
-    id_: int, pass_index: int, streams: Sequence[SegmentLayout], *, within: bool, moved: Sequence[bool] = ()
+    id_: int, pass_index: int, layouts: Sequence[SegmentLayout], *, within: bool, moved: Sequence[bool] = ()
 ) -> Segment:
-    """Return a segment whose checksums and places are to come; ``moved``: of which streams last changes are stored."""
-    kinds = [(ROWS, KEYS, CHANGED) if stored else (ROWS, KEYS) for stored in moved or [False] * len(streams)]
+    """Return a segment whose checksums and places are to come; ``moved``: of which layouts last changes are stored."""
+    kinds = [(ROWS, KEYS, CHANGED) if stored else (ROWS, KEYS) for stored in moved or [False] * len(layouts)]
     return Segment(
         id=id_,
         pass_index=pass_index,
         within=within,
-        streams=tuple(streams),
-        checksums=tuple(np.zeros(stream.num_pages, np.uint32) for stream in streams),
-        key_checksums=tuple(np.zeros(stream.num_key_pages, np.uint32) for stream in streams),
-        first_keys=tuple(np.zeros(stream.num_key_pages, np.int64) for stream in streams),
+        layouts=tuple(layouts),
+        checksums=tuple(np.zeros(layout.num_pages, np.uint32) for layout in layouts),
+        key_checksums=tuple(np.zeros(layout.num_key_pages, np.uint32) for layout in layouts),
+        first_keys=tuple(np.zeros(layout.num_key_pages, np.int64) for layout in layouts),
         places=tuple(
-            {kind: np.full(stream.num_blocks, -1, np.int64) for kind in of_group}
-            for stream, of_group in zip(streams, kinds, strict=True)
+            {kind: np.full(layout.num_blocks, -1, np.int64) for kind in of_group}
+            for layout, of_group in zip(layouts, kinds, strict=True)
         ),
         changed=tuple(
-            Changed.to_come(stream, stored=stored) for stream, stored in zip(streams, moved, strict=bool(moved))
+            Changed.to_come(layout, stored=stored) for layout, stored in zip(layouts, moved, strict=bool(moved))
         ),
     )
 
 
-def check_streams(streams: Sequence[SegmentLayout], groups: Sequence[Group]) -> None:
-    """Raise ValueError where streams are not layouts of the groups' rows."""
-    if len(streams) != len(groups):
-        raise ValueError(f"there are {len(streams)} streams for {len(groups)} groups: give one for each")
-    for group, stream in zip(groups, streams, strict=True):
-        if stream.row_bytes != group.row_bytes:
+def check_layouts(layouts: Sequence[SegmentLayout], groups: Sequence[Group]) -> None:
+    """Raise ValueError where layouts are not of the groups' rows."""
+    if len(layouts) != len(groups):
+        raise ValueError(f"there are {len(layouts)} layouts for {len(groups)} groups: give one for each")
+    for group, layout in zip(groups, layouts, strict=True):
+        if layout.row_bytes != group.row_bytes:
             raise ValueError(
-                f"the stream of group {group.index} has rows of {stream.row_bytes} bytes, not {group.row_bytes}"
+                f"the layout of group {group.index} has rows of {layout.row_bytes} bytes, not {group.row_bytes}"
             )
-        if stream.num_ranges and stream.table_rows_RT.shape[1] != len(group.tables):
+        if layout.num_ranges and layout.table_rows_RT.shape[1] != len(group.tables):
             raise ValueError(f"a range of group {group.index} does not count rows of {len(group.tables)} tables")

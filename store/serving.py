@@ -160,11 +160,11 @@ def _count_keys(store: Store, runs: Iterable[SortedRun], group: Group, table: Ta
     what = f"counting the changed keys of table {table.name!r}"
     with ExternalSorter([], scratch_of(store), what, _COUNT_BYTES, store.counters) as sorter:
         for run in runs:
-            stream = run.segment.streams[group.index]
+            layout = run.segment.layouts[group.index]
             low = run.low
             while low < run.high:
-                block = low // stream.block_rows
-                start, end = stream.rows_of_block(block)
+                block = low // layout.block_rows
+                start, end = layout.rows_of_block(block)
                 end = min(run.high, end)
                 chosen = choice(run.segment, group.index, low, end)
                 if np.any(chosen):
@@ -178,7 +178,7 @@ def _rows_in(snapshot: Snapshot, segments: Iterable[Segment], group: Group, tabl
     """Return how many rows of a table are in live ranges of ``segments``, the stale ones included."""
     place = group.place(table.name)
     first = snapshot.first_range
-    return sum(s.streams[group.index].rows_of_table(place, first(s, group.index)) for s in segments)
+    return sum(s.layouts[group.index].rows_of_table(place, first(s, group.index)) for s in segments)
 
 
 def _changed(store: Store, snapshot: Snapshot, group: Group, since: int) -> tuple[list[Segment], RowFilter | None]:
@@ -202,7 +202,7 @@ def _changed(store: Store, snapshot: Snapshot, group: Group, since: int) -> tupl
     changed: list[Segment] = []
     changes, choice = LastChanges(store, commit.named), None
     for segment in segments:
-        blocks = range(_first_block(snapshot, segment, group), segment.streams[group.index].num_blocks)
+        blocks = range(_first_block(snapshot, segment, group), segment.layouts[group.index].num_blocks)
         bounds = [changes.bounds(segment, group.index, block) for block in blocks]
         if any(newest > since for _, newest in bounds):
             changed.append(segment)
@@ -212,24 +212,24 @@ def _changed(store: Store, snapshot: Snapshot, group: Group, since: int) -> tupl
 
 
 def _first_block(snapshot: Snapshot, segment: Segment, group: Group) -> int:
-    """Return the first block of a segment stream that has a live row; the number of blocks where none has."""
-    stream, live = segment.streams[group.index], snapshot.first_range(segment, group.index)
-    first = stream.first_row_R.item(live)
-    return first // stream.block_rows if first < stream.rows else stream.num_blocks
+    """Return the first block of a layout that has a live row; the number of blocks where none has."""
+    layout, live = segment.layouts[group.index], snapshot.first_range(segment, group.index)
+    first = layout.first_row_R.item(live)
+    return first // layout.block_rows if first < layout.rows else layout.num_blocks
 
 
 def _live_rows(
     store: Store, snapshot: Snapshot, segment: Segment, group: Group, table: Table, choice: RowFilter | None
 ) -> Iterator[Chunk]:
     """Yield the live rows of a table in one segment, about ``_CHUNK_BYTES`` at a time, never beyond a block."""
-    stream, place = segment.streams[group.index], group.place(table.name)
+    layout, place = segment.layouts[group.index], group.place(table.name)
     step = max(1, _CHUNK_BYTES // given_bytes(table))
-    lows, highs = stream.runs_of_table(place, snapshot.first_range(segment, group.index))
+    lows, highs = layout.runs_of_table(place, snapshot.first_range(segment, group.index))
     for row, high in zip(lows.tolist(), highs.tolist(), strict=True):
         low = row
         while low < high:
-            block = low // stream.block_rows
-            start, end = stream.rows_of_block(block)
+            block = low // layout.block_rows
+            start, end = layout.rows_of_block(block)
             upto = min(high, end, low + step)
             rows = np.arange(low, upto)
             if choice is not None:

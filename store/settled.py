@@ -25,7 +25,7 @@ class Settled:
 
     segment_id: int
     first_ranges: tuple[int, ...]
-    """By group: the first live range of its stream."""
+    """By group: the first live range of its layout."""
     stale_rows: tuple[tuple[int, ...], ...]
     """By group, for each table: how many of its live rows are stale."""
 
@@ -54,16 +54,16 @@ class Settled:
             raise ValueError(f"settled segment {segment.id} has {len(self.first_ranges)} groups of {len(groups)}")
         needed = 0
         for group, first, stale in zip(groups, self.first_ranges, self.stale_rows, strict=True):
-            stream = segment.streams[group.index]
-            live = [stream.rows_of_table(place, first) for place in range(len(group.tables))]
+            layout = segment.layouts[group.index]
+            live = [layout.rows_of_table(place, first) for place in range(len(group.tables))]
             if (
-                first > stream.num_ranges
+                first > layout.num_ranges
                 or len(stale) != len(live)
                 or any(a > b for a, b in zip(stale, live, strict=True))
             ):
                 raise ValueError(
                     f"settled segment {segment.id} has {live} live rows of group {group.index} from range {first} "
-                    f"of {stream.num_ranges} on, and {list(stale)} of them are said to be stale"
+                    f"of {layout.num_ranges} on, and {list(stale)} of them are said to be stale"
                 )
             needed += sum(live) - sum(stale)
         if not needed:

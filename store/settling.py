@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group, Table
 
 MOST_SETTLED = 256
-"""The most segments that are left: a scan holds a piece of each of their ranges, a lookup reads keys of each."""
+"""The most segments that are left: a scan holds a page of each of their ranges, a lookup reads keys of each."""
 MEMORY_BYTES = 128 << 20
 NUMBER_BYTES = 8
 """Of what stands beside a key while keys are sorted: the number of its row."""
@@ -97,7 +97,7 @@ class Settling:
         return self._groups[group].idle_rows(but=self._settled_ids)
 
     def moves(self, segment: Segment, group: int, low: int, high: int) -> NDArray[np.bool_]:
-        """Return which of the live rows [low, high) of a segment stream move: (high - low,)."""
+        """Return which of the live rows [low, high) of a layout move: (high - low,)."""
         marks = self._groups[group].marks_of(segment, low, high)
         moved: NDArray[np.bool_] = marks == _USED if segment.id in self._settled_ids else marks != _STALE
         return moved
@@ -114,9 +114,9 @@ class _GroupRows:
         self.group = group
         counts, self._dead = [], {}
         for segment in store.segments:
-            stream, first = segment.streams[group.index], store.first_range(segment, group.index)
-            counts.append([stream.rows_of_table(place, first) for place in range(len(group.tables))])
-            self._dead[segment.id] = stream.first_row_R.item(first)
+            layout, first = segment.layouts[group.index], store.first_range(segment, group.index)
+            counts.append([layout.rows_of_table(place, first) for place in range(len(group.tables))])
+            self._dead[segment.id] = layout.first_row_R.item(first)
         self.live_ST = np.array(counts, dtype=np.int64).reshape(len(counts), len(group.tables))
         """(S, T): live rows."""
         self.needed_ST = np.zeros_like(self.live_ST)
@@ -133,7 +133,7 @@ class _GroupRows:
         self._marks = np.empty(0, dtype=np.uint8)
 
     def marks_of(self, segment: Segment, low: int, high: int) -> NDArray[np.uint8]:
-        """Return the marks of live rows [low, high) of a segment stream."""
+        """Return the marks of live rows [low, high) of a layout."""
         start = int(self._starts_S[self._index[segment.id]]) - self._dead[segment.id]
         return self._marks[start + low : start + high]
 

@@ -41,7 +41,7 @@ class Snapshot:
         return tuple(segment for segment in self.segments if segment.id in self._committed)
 
     def first_range(self, segment: Segment, group: int) -> int:
-        """Return the first live range of a segment stream: those before are dead, those after are live."""
+        """Return the first live range of a layout: those before are dead, those after are live."""
         if self._liveness is None or segment.id not in self._committed:
             return 0
         return self._liveness.first_range(segment, group)
@@ -51,7 +51,7 @@ class Snapshot:
         """By segment id, for each group: the first block that it needs; the number of blocks where it needs none."""
         liveness, found = self._liveness, {}
         for segment in self.segments:
-            groups = range(len(segment.streams))
+            groups = range(len(segment.layouts))
             live = liveness is not None and segment.id in self._committed
             found[segment.id] = tuple(liveness.first_block(segment, g) if live and liveness else 0 for g in groups)
         return found
@@ -90,7 +90,7 @@ class Needed:
             if but is None or id_ not in but.states:
                 yield from commit.state_blocks()
         for id_, segment in self.segments.items():
-            ends = tuple(stream.num_blocks for stream in segment.streams)
+            ends = tuple(layout.num_blocks for layout in segment.layouts)
             if but is not None and id_ in but.segments:
                 ends = but.first_blocks[id_]
             first = self.first_blocks[id_]

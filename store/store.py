@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from tiercache.store.base_segment import Layout, base_stream
+from tiercache.store.base_segment import Layout, base_layout
 from tiercache.store.commit import Cursor
 from tiercache.store.commit_reader import CommitReader
 from tiercache.store.commit_writer import CommitWriter, find
@@ -15,7 +15,7 @@ from tiercache.store.counters import Counters
 from tiercache.store.errors import StoreClosedError
 from tiercache.store.lookup import locate, read_rows
 from tiercache.store.opening import Opened, check_options, label_of, open_engine
-from tiercache.store.reading import BlockReader, Pieces
+from tiercache.store.reading import BlockReader, Pages
 from tiercache.store.recovery import check_blocks, recover
 from tiercache.store.rewrite import FirstUses, NoUses, Rewrite
 from tiercache.store.scan import SCAN_BYTES, live_rows, scan
@@ -153,7 +153,7 @@ class Store:
 
     @property
     def checksums(self) -> Checksums:
-        """What computes the CRC32C of pieces; a training sets what does so beside it without the GIL."""
+        """What computes the CRC32C of pages; a training sets what does so beside it without the GIL."""
         return self._reader.checksums
 
     @checksums.setter
@@ -165,7 +165,7 @@ class Store:
         self._opened.engine.memory_bytes = memory_bytes
 
     def read_with(self, reads: Reads | None, field_reads: FieldReads | None = None) -> None:
-        """Have many pieces filled and checked by one call, where the engine keeps them, or their fields, in files."""
+        """Have many pages filled and checked by one call, where the engine keeps them, or their fields, in files."""
         self._reader.read_with(reads, field_reads)
 
     @property
@@ -225,7 +225,7 @@ class Store:
     def append(
         self,
         pass_index: int,
-        streams: Sequence[SegmentLayout],
+        layouts: Sequence[SegmentLayout],
         blocks: Iterable[Block],
         *,
         within: bool = False,
@@ -234,7 +234,7 @@ class Store:
         """Write what ``pass_index`` dumped and return it; no commit names it yet, and a crash before the next one loses
         it.
 
-        ``streams`` has one layout for each group. ``blocks`` yields (group, block, uint8 rows, int64 keys of the
+        ``layouts`` has one layout for each group. ``blocks`` yields (group, block, uint8 rows, int64 keys of the
         rows) for every block once, in any order; its arrays are copied before the next block is asked for.
         ``within``: a commit inside the pass follows, and this is its whole key set. ``stable``: no array changes
         before append returns: checksums are computed meanwhile then.
@@ -243,7 +243,7 @@ class Store:
         """
         writer = self.commit_writer
         with self._opened.uses.using():
-            return writer.append(pass_index, streams, blocks, self.checksums, within=within, stable=stable)
+            return writer.append(pass_index, layouts, blocks, self.checksums, within=within, stable=stable)
 
     def publish(
         self,
@@ -292,14 +292,14 @@ class Store:
         first_rows: Callable[[Table, NDArray[np.int64]], Sequence[NDArray[np.float32]]] | None = None,
         progress: Callable[[str, int], None] | None = None,
         settle: bool = True,
-        layout: Layout = base_stream,
+        layout: Layout = base_layout,
         start: Cursor | None = None,
     ) -> Commit:
         """Make a commit that begins a schedule: its rows as one segment in the order (first use, table, hash).
 
         ``start``: where it is entered, (0, 0) where not said; first uses are those at or after that pass. Keys that
         ``uses`` has and the store does not start with their first row, which ``first_rows(table, keys)`` makes faster;
-        ``layout`` cuts the segment into pieces. Rows of other keys stay where they are, in segments of which they are
+        ``layout`` cuts the segment into pages. Rows of other keys stay where they are, in segments of which they are
         at least half, the used ones' stale copies beside them; the rest, all without ``settle``, stand last, with next
         use ``NEVER``. Dense state and settings stay. One atomic, durable step; what it frees goes back, but for what
         readers see. Takes 256 MiB, a slice of ``uses``, temporary files as large as what is written.
@@ -366,13 +366,13 @@ class Store:
             return self._reader.state(snapshot.commit).tobytes()
 
     def read(self, segment: Segment, group: int, low: int, high: int, out: NDArray[np.uint8]) -> None:
-        """Read pieces [low, high) of a segment stream into ``out``, as they stand in the stream, and check each.
+        """Read pages [low, high) of a layout into ``out``, as they stand in the layout, and check each.
 
-        One read of the engine for each block. Raises CorruptBlockError; ValueError for pieces that are not there.
+        One read of the engine for each block. Raises CorruptBlockError; ValueError for pages that are not there.
         """
-        self.load([Pieces(segment, group, low, high, out)])
+        self.load([Pages(segment, group, low, high, out)])
 
-    def load(self, wanted: Sequence[Pieces], *, at_once: int | None = None) -> None:
+    def load(self, wanted: Sequence[Pages], *, at_once: int | None = None) -> None:
         """``read`` for many: ``at_once`` of them at a time (None: 2 to 8), on threads as nice as the first caller.
 
         When this returns or raises, nothing is being read into any ``out`` any more. Raises as ``read`` does.
@@ -388,7 +388,7 @@ class Store:
         return self._reader.keys(segment, group, block, first, last)
 
     def first_range(self, segment: Segment, group: int) -> int:
-        """Return the first range of a segment stream that is not dead at the newest commit."""
+        """Return the first range of a layout that is not dead at the newest commit."""
         return self.snapshot.first_range(segment, group)
 
     def read_changed(self, segment: Segment, group: int, block: int) -> NDArray[np.uint32]:
@@ -399,7 +399,7 @@ class Store:
     def locate(self, table_name: str, keys: NDArray[np.int64], *, after: int) -> Found:
         """Find the rows of distinct ``keys`` (n,): returns segment ids (n,), -1 where there is none, and rows (n,).
 
-        A row is an index into the group's stream of the segment. Only rows with a next use after pass ``after``, or
+        A row is an index into the group's layout of the segment. Only rows with a next use after pass ``after``, or
         in a settled segment, count; of several the newest. Sweeps their stored keys: ask for many keys at once.
         """
         return locate(self, {table_name: keys}, after=after)[table_name]
@@ -412,10 +412,10 @@ class Store:
         *,
         cached: Callable[[int, int, int], NDArray[np.uint8] | None] | None = None,
     ) -> tuple[NDArray[np.float32], ...]:
-        """Return the rows at ``rows`` (n,) of a segment stream: (n, width) for each field.
+        """Return the rows at ``rows`` (n,) of a layout: (n, width) for each field.
 
-        Reads whole pieces, neighbors together, 4 MiB ahead of 4 MiB. ``cached(segment id, group, piece)`` may
-        give the bytes of a piece that is in memory anyway. Raises CorruptBlockError.
+        Reads whole pages, neighbors together, 4 MiB ahead of 4 MiB. ``cached(segment id, group, page)`` may
+        give the bytes of a page that is in memory anyway. Raises CorruptBlockError.
         """
         return read_rows(self, segment, group, rows, cached)
 
@@ -425,7 +425,7 @@ class Store:
         Rows are those of the newest commit, or newer where ``append`` was called since. A key without a row gets
         its first row with ``missing`` "initial", zeros with "zeros"; with "error" KeyMissingError is raised.
 
-        Sweeps the table's stored keys, then reads whole pieces, neighbors together: ask for many keys at once.
+        Sweeps the table's stored keys, then reads whole pages, neighbors together: ask for many keys at once.
         Raises ValueError and CorruptBlockError.
         """
         self._check_open()

@@ -43,7 +43,7 @@ class Verification:
         self.store = store
         self.problems: dict[str, dict[int, None]] = {}
         """Sentences, with the commits that each thing touches."""
-        self.counts = {"segments": 0, "blocks": 0, "pieces": 0, "rows": 0, "bytes": 0}
+        self.counts = {"segments": 0, "blocks": 0, "pages": 0, "rows": 0, "bytes": 0}
         self._commits = [commit.id for commit in store.commits]
         self._stores = [store.at(id_) for id_ in self._commits] if len(self._commits) > 1 else [store]
         self._room = threading.local()
@@ -52,7 +52,7 @@ class Verification:
         for one in self._stores:
             self._add_blocks(one)
         self.total = sum(
-            segment.streams[group].bytes_of_block(block) for (_, group, block), (segment, _) in self._blocks.items()
+            segment.layouts[group].bytes_of_block(block) for (_, group, block), (segment, _) in self._blocks.items()
         )
 
     def run(self) -> dict[str, Any]:
@@ -89,8 +89,8 @@ class Verification:
             return
         life = Liveness.of(store.commit, store.segments)
         for segment in store.segments:
-            for group, stream in enumerate(segment.streams):
-                for block in range(life.first_block(segment, group), stream.num_blocks):
+            for group, layout in enumerate(segment.layouts):
+                for block in range(life.first_block(segment, group), layout.num_blocks):
                     _, commits = self._blocks.setdefault((segment.id, group, block), (segment, []))
                     commits.append(store.commit.id)
 
@@ -100,23 +100,23 @@ class Verification:
         with ThreadPoolExecutor(READERS) as readers:
             for (segment, group, block), problems in read_ahead(readers, self._read, blocks, most=2 * READERS):
                 self._report(problems, self._blocks[segment.id, group, block][1])
-                self._count(segment.streams[group], block)
+                self._count(segment.layouts[group], block)
 
     def _read(self, segment: Segment, group: int, block: int) -> list[str]:
         """Read a block into the page-aligned memory of this thread, which goes past the page cache."""
-        stream = segment.streams[group]
-        size = stream.bytes_of_block(block)
+        layout = segment.layouts[group]
+        size = layout.bytes_of_block(block)
         if getattr(self._room, "size", 0) < size:
             self._room.size, self._room.data = size, huge_pages(size)
-        low, high = stream.pages_of_block(block)
+        low, high = layout.pages_of_block(block)
         return _problem(self.store.read, segment, group, low, high, self._room.data[:size])
 
-    def _count(self, stream: SegmentLayout, block: int) -> None:
-        size = stream.bytes_of_block(block)
-        first, last = stream.pages_of_block(block)
+    def _count(self, layout: SegmentLayout, block: int) -> None:
+        size = layout.bytes_of_block(block)
+        first, last = layout.pages_of_block(block)
         self.counts["blocks"] += 1
-        self.counts["pieces"] += last - first
-        self.counts["rows"] += size // stream.row_bytes
+        self.counts["pages"] += last - first
+        self.counts["rows"] += size // layout.row_bytes
         self.counts["bytes"] += size
         _say(kind="progress", done=self.counts["bytes"], total=self.total)
 

@@ -193,15 +193,15 @@ class Shards:
         return index
 
 
-def cut(stream: SegmentLayout) -> tuple[int, int]:
-    """Return the rows of a chunk and of an inner chunk for the blocks of a stream.
+def cut(layout: SegmentLayout) -> tuple[int, int]:
+    """Return the rows of a chunk and of an inner chunk for the blocks of a layout.
 
     An inner chunk has ``compressed_rows`` where those of a block are a multiple of them. Else it has less, down to a
     quarter, or more.
     """
-    wanted = compressed_rows(stream.row_bytes, min(stream.page_rows, stream.block_rows, max(1, stream.rows)))
-    if stream.num_blocks <= 1:  # nothing follows, so the chunk may be larger than the block
-        return -(-max(1, stream.rows) // wanted) * wanted, wanted
-    rows = stream.block_rows
+    wanted = compressed_rows(layout.row_bytes, min(layout.page_rows, layout.block_rows, max(1, layout.rows)))
+    if layout.num_blocks <= 1:  # nothing follows, so the chunk may be larger than the block
+        return -(-max(1, layout.rows) // wanted) * wanted, wanted
+    rows = layout.block_rows
     less = next(n for n in range(wanted, 0, -1) if rows % n == 0)
     return rows, less if 4 * less >= wanted else next(n for n in range(wanted, rows + 1) if rows % n == 0)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tiercache.store.zarr_layout import Array
 
 _ARRAYS = 4096
-"""The most streams whose arrays are remembered."""
+"""The most layouts whose arrays are remembered."""
 
 
 class ZarrEngine:
@@ -194,7 +194,7 @@ class ZarrEngine:
             return self._reader.missing(self._listed, state_key(block), block.size)
         arrays = self._arrays(block)
         if arrays.block_bytes(block.kind, block.index) != block.size:
-            return "is none of its stream"
+            return "is none of its layout"
         for array in arrays.by_kind[block.kind]:
             key, _, _, size, *_ = array.place(block.index)
             least = None if array.shards is None else array.shards.index_bytes
@@ -277,7 +277,7 @@ class ZarrEngine:
             self._delete_now(made)
 
     def _arrays(self, block: Block) -> Arrays:
-        """Return the arrays of a block's stream, mostly those that are known."""
+        """Return the arrays of a block's layout, mostly those that are known."""
         layout: BlockLayout | None = block.layout
         assert layout is not None, block
         name = block.owner, block.group
@@ -289,7 +289,7 @@ class ZarrEngine:
         return arrays
 
     def _fits(self, arrays: Arrays, block: Block) -> bool:
-        """Whether a block is what its layout says, which is that of all blocks of the stream."""
+        """Whether a block is what its layout says, which is that of all blocks of the layout."""
         held = self._holdings.arrays((block.owner, block.group))
         return (held is None or held.layout == arrays.layout) and (
             arrays.block_bytes(block.kind, block.index) == block.size
@@ -302,7 +302,7 @@ class ZarrEngine:
             return
         arrays = self._arrays(block)
         if data.size != block.size or not self._fits(arrays, block):
-            raise ValueError(f"block {block.index} of segment {block.owner} is none of its stream")
+            raise ValueError(f"block {block.index} of segment {block.owner} is none of its layout")
         for key, node in self._holdings.undescribed(arrays, block.kind).items():
             self._wait_for(key)
             made.add(key)
@@ -392,4 +392,4 @@ def _filler(
     """Return what fills memory with one field of a block."""
     if fields == 1:
         return lambda out: np.copyto(out, data)
-    return lambda out: split(arrays.layout.stream, index, data, at, out)
+    return lambda out: split(arrays.layout.segment_layout, index, data, at, out)

@@ -27,13 +27,13 @@ _ABSENT, _HELD, _FREED = 0, 1, 2
 """What a block is to the writer."""
 
 
-class _Stream:
-    """The blocks of one segment stream, a byte for each."""
+class _HeldBlocks:
+    """The blocks of a group of a segment, a byte for each."""
 
     def __init__(self, arrays: Arrays) -> None:
         self.arrays = arrays
         self.marks: dict[bytes, Marks] = {
-            kind: np.zeros(arrays.layout.stream.num_blocks, np.uint8) for kind in arrays.by_kind
+            kind: np.zeros(arrays.layout.segment_layout.num_blocks, np.uint8) for kind in arrays.by_kind
         }
         self.held = 0
 
@@ -47,13 +47,13 @@ class Holdings:
         self.nodes: set[str] = set()
         """The objects that describe groups and arrays, of what is held."""
         self._state: set[tuple[int, int]] = set()
-        self._streams: dict[tuple[int, int], _Stream] = {}
+        self._by_group: dict[tuple[int, int], _HeldBlocks] = {}
         self._segments: Counter[int] = Counter()
 
     def arrays(self, name: tuple[int, int]) -> Arrays | None:
-        """Return the arrays of a stream, by segment and group; None where nothing of it is held."""
-        stream = self._streams.get(name)
-        return None if stream is None else stream.arrays
+        """Return the arrays of a group, by segment and group; None where nothing of it is held."""
+        held = self._by_group.get(name)
+        return None if held is None else held.arrays
 
     def undescribed(self, arrays: Arrays, kind: bytes) -> dict[str, bytes]:
         """Return the objects that must describe the arrays of a kind and are not there."""
@@ -68,25 +68,25 @@ class Holdings:
             self.bytes += 0 if name in self._state else block.size
             self._state.add(name)
             return
-        stream = self._streams.get((block.owner, block.group))
-        if stream is None:
-            stream = self._streams[block.owner, block.group] = _Stream(arrays)
+        held = self._by_group.get((block.owner, block.group))
+        if held is None:
+            held = self._by_group[block.owner, block.group] = _HeldBlocks(arrays)
             self._segments[block.owner] += 1
-        marks = stream.marks[block.kind]
+        marks = held.marks[block.kind]
         if marks[block.index] != _HELD:
             marks[block.index] = _HELD
-            stream.held += 1
+            held.held += 1
             self.bytes += block.size
 
     def everything(self) -> tuple[set[str], Holes]:
         """Return all objects that have something of what is held, and what else is in them: all the rest is free."""
         needed = {f"state/{owner}.{index}" for owner, index in self._state}
         holes: Holes = {}
-        for stream in self._streams.values():
-            self.nodes |= _nodes(stream.arrays)
-            for kind, marks in stream.marks.items():
+        for held in self._by_group.values():
+            self.nodes |= _nodes(held.arrays)
+            for kind, marks in held.marks.items():
                 marks[marks != _HELD] = _FREED
-                for array in stream.arrays.by_kind[kind]:
+                for array in held.arrays.by_kind[kind]:
                     for chunk in range(-(-marks.size // array.chunk_blocks)):
                         low = chunk * array.chunk_blocks
                         mine = marks[low : low + array.chunk_blocks]
@@ -108,26 +108,26 @@ class Holdings:
                     keys.add(f"state/{block.owner}.{block.index}")
                 continue
             name = block.owner, block.group
-            stream = self._streams.get(name)
-            if stream is not None and stream.marks[block.kind][block.index] == _HELD:
-                stream.marks[block.kind][block.index] = _FREED
-                stream.held -= 1
+            held = self._by_group.get(name)
+            if held is not None and held.marks[block.kind][block.index] == _HELD:
+                held.marks[block.kind][block.index] = _FREED
+                held.held -= 1
                 self.bytes -= block.size
                 freed[name][block.kind].append(block.index)
         holes: Holes = {}
         folders: list[str] = []
         for name, by_kind in freed.items():
-            stream = self._streams[name]
+            held = self._by_group[name]
             for kind, indices in by_kind.items():
-                for array in stream.arrays.by_kind[kind]:
-                    _free_in(array, stream.marks[kind], indices, keys, holes)
-            if not stream.held:
+                for array in held.arrays.by_kind[kind]:
+                    _free_in(array, held.marks[kind], indices, keys, holes)
+            if not held.held:
                 folders.append(self._forget(name))
         return keys, holes, folders
 
     def _forget(self, name: tuple[int, int]) -> str:
-        """Forget a stream of which nothing is held, and return the folder that is to be deleted."""
-        arrays = self._streams.pop(name).arrays
+        """Forget a group of which nothing is held, and return the folder that is to be deleted."""
+        arrays = self._by_group.pop(name).arrays
         self._segments[name[0]] -= 1
         self.nodes -= _nodes(arrays) - {f"{arrays.segment_folder}/{NODE}"}
         if self._segments[name[0]]:

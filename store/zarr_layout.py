@@ -1,8 +1,8 @@
-"""How the rows of a segment stream stand in Zarr arrays: which chunk holds what, decided without touching any.
+"""How the rows of a layout stand in Zarr arrays: which chunk holds what, decided without touching any.
 
-A stream has an array for its keys, one for each field of its rows, and where a rewrite wrote it one for their last
+A layout has an array for its keys, one for each field of its rows, and where a rewrite wrote it one for their last
 changes. Shapes: the array of a field has (rows, width), for 16-bit dtypes with an even width, those of keys and last
-changes (rows,). The rows stand in the order of the stream, so that pages are one run of bytes in each array. A chunk
+changes (rows,). The rows stand in the order of the layout, so that pages are one run of bytes in each array. A chunk
 has the rows of a whole number of blocks, as many as ``CHUNK_BYTES`` take; of compressed tables, of one block.
 """
 
@@ -69,7 +69,7 @@ class Place(NamedTuple):
 
 
 class Array(NamedTuple):
-    """One array of a stream."""
+    """One array of a layout."""
 
     folder: str
     suffix: str
@@ -102,7 +102,7 @@ class Array(NamedTuple):
 
 
 class Arrays:
-    """The arrays of one segment stream."""
+    """The arrays of one layout."""
 
     def __init__(self, segment: int, layout: BlockLayout) -> None:
         self.layout = layout
@@ -121,11 +121,11 @@ class Arrays:
         return sum(array.row_bytes for array in self.by_kind[kind])
 
     def block_bytes(self, kind: bytes, index: int) -> int:
-        """Return the bytes of a block; -1 where the stream has none of this kind and index."""
-        stream = self.layout.stream
-        if kind not in self.by_kind or not 0 <= index < stream.num_blocks:
+        """Return the bytes of a block; -1 where the layout has none of this kind and index."""
+        layout = self.layout.segment_layout
+        if kind not in self.by_kind or not 0 <= index < layout.num_blocks:
             return -1
-        return min(stream.block_rows, stream.rows - index * stream.block_rows) * self.row_bytes(kind)
+        return min(layout.block_rows, layout.rows - index * layout.block_rows) * self.row_bytes(kind)
 
     def nodes(self, kind: bytes) -> dict[str, bytes]:
         """Return the objects that describe the arrays of a kind, and their groups, to any reader of Zarr."""
@@ -133,10 +133,10 @@ class Arrays:
         names = [table.name for table in layout.group.tables]
         about = {
             "tables": names,
-            "page_rows": layout.stream.page_rows,
+            "page_rows": layout.segment_layout.page_rows,
             "ranges": [
                 {"next_use": rows.next_use, "rows": dict(zip(names, rows.table_rows, strict=True))}
-                for rows in layout.stream.ranges
+                for rows in layout.segment_layout.ranges
             ],
         }
         found = {f"{self.segment_folder}/{NODE}": group_node(), f"{self.folder}/{NODE}": group_node(about)}
@@ -152,49 +152,49 @@ class Arrays:
         return found
 
     def _array(self, name: str, row_bytes: int, kind: bytes, item_bytes: int) -> Array:
-        group, stream = self.layout
+        group, layout = self.layout
         folder, suffix = f"{self.folder}/{name}", "" if kind in NUMBERS else ".0"
         if group.compression is not None:
-            chunk_rows, inner_rows = cut(stream)
+            chunk_rows, inner_rows = cut(layout)
             shards = Shards(
                 codec=Codec(group.compression, item_bytes if kind in NUMBERS else 4), row_bytes=row_bytes,
                 chunk_rows=chunk_rows, inner_rows=chunk_rows if kind in NUMBERS else inner_rows,
             )  # fmt: skip
-            return Array(folder, suffix, stream.rows, row_bytes, stream.block_rows, chunk_rows, 1, shards)
-        blocks = max(1, CHUNK_BYTES // (stream.block_rows * row_bytes))
-        chunk_rows = min(blocks * stream.block_rows, stream.rows)
-        return Array(folder, suffix, stream.rows, row_bytes, stream.block_rows, chunk_rows, blocks, None)
+            return Array(folder, suffix, layout.rows, row_bytes, layout.block_rows, chunk_rows, 1, shards)
+        blocks = max(1, CHUNK_BYTES // (layout.block_rows * row_bytes))
+        chunk_rows = min(blocks * layout.block_rows, layout.rows)
+        return Array(folder, suffix, layout.rows, row_bytes, layout.block_rows, chunk_rows, blocks, None)
 
 
-def split(stream: SegmentLayout, block: int, data: NDArray[np.uint8], field_at: int, out: NDArray[np.uint8]) -> None:
+def split(layout: SegmentLayout, block: int, data: NDArray[np.uint8], field_at: int, out: NDArray[np.uint8]) -> None:
     """Gather one field of the rows of a block, which stand page by page in ``data``, in ``out``.
 
     ``field_at`` is the byte of a row at which the field begins; ``out`` has the field's bytes of all rows.
     """
-    first = block * stream.block_rows
-    for begin, count, length in _alike(stream, first, data):
-        here, there = _places(begin, count, length, stream.row_bytes, data, field_at, out)
+    first = block * layout.block_rows
+    for begin, count, length in _alike(layout, first, data):
+        here, there = _places(begin, count, length, layout.row_bytes, data, field_at, out)
         there[:] = here
 
 
-def merge(stream: SegmentLayout, first: int, data: NDArray[np.uint8], fields: Sequence[NDArray[np.uint8]]) -> None:
-    """Put all fields of the rows from row ``first`` of a stream on, where a page begins, where they stand in ``data``.
+def merge(layout: SegmentLayout, first: int, data: NDArray[np.uint8], fields: Sequence[NDArray[np.uint8]]) -> None:
+    """Put all fields of the rows from row ``first`` of a layout on, where a page begins, where they stand in ``data``.
 
     The opposite of ``split``: ``data`` has the bytes of whole pages.
     """
-    for begin, count, length in _alike(stream, first, data):
+    for begin, count, length in _alike(layout, first, data):
         at = 0
         for field in fields:
-            here, there = _places(begin, count, length, stream.row_bytes, data, at, field)
+            here, there = _places(begin, count, length, layout.row_bytes, data, at, field)
             here[:] = there
-            at += field.size * stream.row_bytes // data.size
+            at += field.size * layout.row_bytes // data.size
 
 
-def _alike(stream: SegmentLayout, first: int, data: NDArray[np.uint8]) -> Iterator[tuple[int, int, int]]:
+def _alike(layout: SegmentLayout, first: int, data: NDArray[np.uint8]) -> Iterator[tuple[int, int, int]]:
     """Yield (row in ``data``, pages, rows of each) of all neighbors of equal length."""
-    rows, begin = data.size // stream.row_bytes, 0
-    low, high = stream.page_of_row(first), stream.page_of_row(first + rows)
-    for length, same in groupby(stream.page_sizes(low, high).tolist()):
+    rows, begin = data.size // layout.row_bytes, 0
+    low, high = layout.page_of_row(first), layout.page_of_row(first + rows)
+    for length, same in groupby(layout.page_sizes(low, high).tolist()):
         count = sum(1 for _ in same)
         yield begin, count, length
         begin += count * length

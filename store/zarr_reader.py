@@ -37,15 +37,15 @@ class BlockReader:
     def read_rows(self, arrays: Arrays, block: Block, offset: int, out: Bytes) -> None:
         """Read bytes of a block from ``offset`` on: of rows, whole pages."""
         if arrays.block_bytes(block.kind, block.index) != block.size:
-            raise BlockReadError("is none of its stream")  # sizes and memory go by what that says
+            raise BlockReadError("is none of its layout")  # sizes and memory go by what that says
         row_bytes = arrays.row_bytes(block.kind)
         first, last = offset // row_bytes, (offset + out.size) // row_bytes
         found = self._rows(arrays.by_kind[block.kind], block.index, first, last)
         if len(found) == 1:
             out[:] = found[0]
         else:
-            stream = arrays.layout.stream
-            merge(stream, first + block.index * stream.block_rows, out, found)
+            layout = arrays.layout.segment_layout
+            merge(layout, first + block.index * layout.block_rows, out, found)
 
     def locate(self, arrays: Arrays, request: ReadRequest) -> FieldSource | None:
         """Say where rows lie on a local disk; None where they are compressed, or not as their layout says."""

@@ -48,7 +48,7 @@ PASS_KEYS = (150, 40, 90)
 """Keys of each table in each pass: so many more and fewer that the file grows, shrinks and has holes."""
 BLOCK_BYTES = {2048: 256 << 10, 24: 24 * 64}
 """By bytes of a row: blocks of items are written and read past the page cache, those of the others are gathered."""
-PIECE_ROWS = 8
+PAGE_ROWS = 8
 _STEPS_IN_PASS = 16
 """More than any step's sample."""
 
@@ -249,9 +249,9 @@ def problems(store: Store) -> list[str]:
                 bits = np.concatenate(store.read_rows(segment, group.index, rows[mine]), axis=1)
                 if bits.tobytes() != row_bits(table, mine, versions[number][mine]).tobytes():
                     found.append(f"rows of table {table.name!r} at commit {number} have other bits")
-                stream = segment.streams[group.index]
-                ranges = np.searchsorted(stream.first_row_R, rows[mine], side="right") - 1
-                if not np.array_equal([stream.ranges[i].next_use for i in ranges], uses[number][mine]):
+                layout = segment.layouts[group.index]
+                ranges = np.searchsorted(layout.first_row_R, rows[mine], side="right") - 1
+                if not np.array_equal([layout.ranges[i].next_use for i in ranges], uses[number][mine]):
                     found.append(f"rows of table {table.name!r} at commit {number} wait for other passes")
     return found
 
@@ -319,19 +319,19 @@ def _dump(store: Store, step: Step, pass_index: int, *, broken: bool = False) ->
     laid = [_lay_out(group, pass_index, step.sample) for group in store.groups]
 
     def blocks() -> Iterator[tuple[int, int, NDArray[np.uint8], NDArray[np.int64]]]:
-        left = sum(stream.num_blocks for stream, _, _ in laid)
-        for group, (stream, keys, rows) in zip(store.groups, laid, strict=True):
-            for block in range(stream.num_blocks):
+        left = sum(layout.num_blocks for layout, _, _ in laid)
+        for group, (layout, keys, rows) in zip(store.groups, laid, strict=True):
+            for block in range(layout.num_blocks):
                 left -= 1
                 if broken and not left:
                     raise BrokenSourceError
-                low, high = stream.rows_of_block(block)
-                yield group.index, block, _pack(stream, group, block, rows), keys[low:high]
+                low, high = layout.rows_of_block(block)
+                yield group.index, block, _pack(layout, group, block, rows), keys[low:high]
 
-    streams = [stream for stream, _, _ in laid]
+    layouts = [layout for layout, _, _ in laid]
     store.append(
         pass_index,
-        streams,
+        layouts,
         blocks(),
         within=step.sample > 0,
         stable=step.stable,
@@ -352,7 +352,7 @@ def prepare() -> None:
 def _lay_out(
     group: Group, pass_index: int, sample: int
 ) -> tuple[SegmentLayout, NDArray[np.int64], NDArray[np.float32]]:
-    """Return stream, keys and rows of a group's dump, in the stream's order: next use, table, hash."""
+    """Return layout, keys and rows of a group's dump, in the layout's order: next use, table, hash."""
     keys_T = [_keys(table, pass_index) for table in group.tables]
     uses_T = [
         np.full(keys.size, pass_index) if sample else _next_uses(table, pass_index, keys)
@@ -367,20 +367,20 @@ def _lay_out(
         Range(next_use=use, table_rows=tuple(int(np.count_nonzero(uses == use)) for uses in uses_T))
         for use in np.unique(np.concatenate(uses_T)).tolist()
     )
-    stream = SegmentLayout.of(
-        row_bytes=group.row_bytes, page_rows=PIECE_ROWS, block_bytes=BLOCK_BYTES[group.row_bytes], ranges=ranges
+    layout = SegmentLayout.of(
+        row_bytes=group.row_bytes, page_rows=PAGE_ROWS, block_bytes=BLOCK_BYTES[group.row_bytes], ranges=ranges
     )
-    return stream, np.concatenate(keys_T)[order], np.concatenate(rows_T)[order]
+    return layout, np.concatenate(keys_T)[order], np.concatenate(rows_T)[order]
 
 
-def _pack(stream: SegmentLayout, group: Group, block: int, rows: NDArray[np.float32]) -> NDArray[np.uint8]:
+def _pack(layout: SegmentLayout, group: Group, block: int, rows: NDArray[np.float32]) -> NDArray[np.uint8]:
     """Return the bytes of a block, from a page of memory on."""
-    size = stream.bytes_of_block(block)
+    size = layout.bytes_of_block(block)
     room = np.empty(size + 4096, dtype=np.uint8)
     out = room[-room.ctypes.data % 4096 :][:size]
     cuts, at = np.cumsum([field.width for field in group.fields])[:-1], 0
-    for piece in range(*stream.pages_of_block(block)):
-        low, high = stream.row_of_page(piece), stream.row_of_page(piece + 1)
+    for page in range(*layout.pages_of_block(block)):
+        low, high = layout.row_of_page(page), layout.row_of_page(page + 1)
         for part in np.split(rows[low:high], cuts, axis=1):
             packed = np.frombuffer(part.tobytes(), np.uint8)
             out[at : at + packed.size] = packed

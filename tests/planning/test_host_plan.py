@@ -14,8 +14,8 @@ from tiercache.store.segment_layout import Range, SegmentLayout
 ROW = PAGE_BYTES  # rows of one page: then rows and bytes say the same
 
 
-def stream(*ranges: tuple[int, int], row_bytes: int = ROW, block_rows: int = 1 << 20) -> SegmentLayout:
-    """Lay out (next use, rows) with one row a piece."""
+def layout_of(*ranges: tuple[int, int], row_bytes: int = ROW, block_rows: int = 1 << 20) -> SegmentLayout:
+    """Lay out (next use, rows) with one row a page."""
     return SegmentLayout.of(
         row_bytes=row_bytes,
         page_rows=1,
@@ -27,7 +27,7 @@ def stream(*ranges: tuple[int, int], row_bytes: int = ROW, block_rows: int = 1 <
 def test_the_farthest_next_use_leaves_first() -> None:
     """Of rows for passes 3, 5 and 9, those for 9 go first, then part of those for 5."""
     content = HostContent()
-    content.enter(0, 0, stream((3, 2), (5, 3), (9, 4)))
+    content.enter(0, 0, layout_of((3, 2), (5, 3), (9, 4)))
     content.keep(after=1, capacity=5 * ROW)  # one page more is charged for each end that may share a page
     assert content.find(0, 0) == Held(0, 4)
     content.keep(after=1, capacity=3 * ROW)
@@ -37,7 +37,7 @@ def test_the_farthest_next_use_leaves_first() -> None:
 def test_rows_that_were_used_leave() -> None:
     """After pass 3 its range is gone, and the rest begins where it ended."""
     content = HostContent()
-    content.enter(0, 0, stream((3, 2), (5, 3)))
+    content.enter(0, 0, layout_of((3, 2), (5, 3)))
     content.keep(after=3, capacity=100 * ROW)
     assert content.find(0, 0) == Held(2, 5)
 
@@ -53,14 +53,14 @@ def test_the_bytes_charged_are_never_less_than_the_pages_held(
     uses: list[tuple[int, int]], block_rows: int, room: int, row_bytes: int, data: st.DataObject
 ) -> None:
     """Pages are counted block by block from their real starts; the charge is at least that."""
-    layout = stream(*sorted(uses), row_bytes=row_bytes, block_rows=block_rows)
+    layout = layout_of(*sorted(uses), row_bytes=row_bytes, block_rows=block_rows)
     first = data.draw(st.integers(0, layout.num_pages))
     last = data.draw(st.integers(first, layout.num_pages))
     pages: set[tuple[int, int]] = set()
-    for piece in range(first, last):
-        block = layout.block_of_page(piece)
-        low = layout.byte_of_page(piece) - layout.byte_of_block(block)
-        pages |= {(block, page) for page in range(low // PAGE_BYTES, -(-(low + row_bytes) // PAGE_BYTES))}
+    for page in range(first, last):
+        block = layout.block_of_page(page)
+        low = layout.byte_of_page(page) - layout.byte_of_block(block)
+        pages |= {(block, at) for at in range(low // PAGE_BYTES, -(-(low + row_bytes) // PAGE_BYTES))}
     assert len(pages) * PAGE_BYTES <= bytes_held(layout, Held(first, last))
     fitted = _fit(layout, Held(first, last), first, room * PAGE_BYTES)
     assert fitted == first or bytes_held(layout, Held(first, fitted)) <= room * PAGE_BYTES
@@ -71,28 +71,28 @@ class SortingContent:
     """The slow obvious choice: all ranges in the order of their next use at every pass, as many as fit."""
 
     def __init__(self) -> None:
-        self.streams: dict[tuple[int, int], SegmentLayout] = {}
+        self.layouts: dict[tuple[int, int], SegmentLayout] = {}
         self.held: dict[tuple[int, int], Held] = {}
 
     def enter(self, pass_index: int, group: int, entering: SegmentLayout) -> None:
         """Take in a whole dump."""
-        self.streams[pass_index, group] = entering
+        self.layouts[pass_index, group] = entering
         self.held[pass_index, group] = Held(0, entering.num_pages)
 
     def keep(self, *, after: int, capacity: int) -> int:
-        """Choose anew among all that is held, piece by piece."""
-        pieces = []
+        """Choose anew among all that is held, page by page."""
+        pages = []
         for (pass_index, group), held in self.held.items():
-            layout = self.streams[pass_index, group]
-            for piece in range(*held):
-                use = int(layout.next_use_R[layout.range_of_page(piece)])
+            layout = self.layouts[pass_index, group]
+            for page in range(*held):
+                use = int(layout.next_use_R[layout.range_of_page(page)])
                 if use > after:
-                    pieces.append((use, pass_index, group, piece))
+                    pages.append((use, pass_index, group, page))
         self.held, held_bytes = {}, dict[tuple[int, int], int]()
-        for _, pass_index, group, piece in sorted(pieces):
+        for _, pass_index, group, page in sorted(pages):
             key = pass_index, group
-            longer = Held(self.held.get(key, Held(piece, piece)).first, piece + 1)
-            num_bytes = bytes_of(self.streams[key], *longer)
+            longer = Held(self.held.get(key, Held(page, page)).first, page + 1)
+            num_bytes = bytes_of(self.layouts[key], *longer)
             if sum(held_bytes.values()) - held_bytes.get(key, 0) + num_bytes > capacity:
                 break
             self.held[key], held_bytes[key] = longer, num_bytes
@@ -100,7 +100,7 @@ class SortingContent:
 
 
 def bytes_of(layout: SegmentLayout, first: int, last: int) -> int:
-    """Return the pages that hold pieces [first, last): one more at either end, one more where a block ends."""
+    """Return the pages that hold pages [first, last): one more at either end, one more where a block ends."""
     if first >= last:
         return 0
     span = layout.byte_of_page(last) - layout.byte_of_page(first)
@@ -119,11 +119,11 @@ USES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), max_size=6, un
 def test_what_is_kept_is_what_sorting_all_ranges_keeps(
     passes: list[tuple[list[list[tuple[int, int]]], int]], block_rows: int, row_bytes: int
 ) -> None:
-    """Pass after pass with two groups and capacities that grow and shrink: the same pieces and bytes."""
+    """Pass after pass with two groups and capacities that grow and shrink: the same pages and bytes."""
     content, obvious = HostContent(), SortingContent()
     for pass_index, (groups, pages) in enumerate(passes):
         for group, gaps in enumerate(groups):
-            entering = stream(
+            entering = layout_of(
                 *((pass_index + gap, rows) for gap, rows in gaps), row_bytes=row_bytes, block_rows=block_rows
             )
             obvious.enter(pass_index, group, entering)
@@ -136,22 +136,22 @@ def test_what_is_kept_is_what_sorting_all_ranges_keeps(
 def simulate(dumps: list[dict[int, int]], capacity: int) -> int:
     """Count rows read from the store when the host keeps the soonest used, with rows of one page and no slack."""
     content = HostContent()
-    streams: list[SegmentLayout] = []
+    layouts: list[SegmentLayout] = []
     read = 0
     for pass_index, ranges in enumerate([*dumps, {}, {}]):
         for source in range(max(0, pass_index - 1)):
-            for index, rows in enumerate(streams[source].ranges):
+            for index, rows in enumerate(layouts[source].ranges):
                 if rows.next_use == pass_index:
-                    low, high = streams[source].pages_of_range(index)
-                    held = content.find(source, 0) if source != pass_index - 2 else Held(0, streams[source].num_pages)
+                    low, high = layouts[source].pages_of_range(index)
+                    held = content.find(source, 0) if source != pass_index - 2 else Held(0, layouts[source].num_pages)
                     inside = max(0, min(high, held.last) - low) if held.first <= low else 0
                     read += rows.rows - inside
         if pass_index >= 2:
-            content.enter(pass_index - 2, 0, streams[pass_index - 2])
+            content.enter(pass_index - 2, 0, layouts[pass_index - 2])
         # the charge is a page for the run and one for each block: allow for it, so that rows alone decide
         kept = len(content.held)
         content.keep(after=pass_index, capacity=(capacity + kept) * ROW)
-        streams.append(stream(*sorted(ranges.items())))
+        layouts.append(layout_of(*sorted(ranges.items())))
     return read
 
 

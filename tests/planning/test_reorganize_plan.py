@@ -12,7 +12,7 @@ from tiercache.errors import BudgetError
 from tiercache.planning.budget import paged
 from tiercache.planning.reorganize_plan import ReorganizePlan
 from tiercache.store import MemoryEngine, Store, settling
-from tiercache.store.base_segment import base_stream
+from tiercache.store.base_segment import base_layout
 
 
 def plan_of(store: Store, world: World) -> ReorganizePlan:
@@ -20,7 +20,7 @@ def plan_of(store: Store, world: World) -> ReorganizePlan:
     used = {
         table.name: len({key for keys in world.passes for key in keys[table.name].tolist()}) for table in world.tables
     }
-    return ReorganizePlan.of(store.groups, store.history, used, base_stream, standing=None, use_bytes=0)
+    return ReorganizePlan.of(store.groups, store.history, used, base_layout, standing=None, use_bytes=0)
 
 
 @settings(max_examples=40, deadline=None)
@@ -42,7 +42,7 @@ def test_no_more_rows_move_than_were_said(seed: int, days: list[tuple[int, int, 
             assert plan.standing >= sum(paged(size) for size in held.values()) - paged(store.commit.state_bytes)
             world.follow(store, world.passes)
             new = store.segments[-1]
-            assert sum(stream.rows * (stream.row_bytes + 12) for stream in new.streams) <= plan.ordered
+            assert sum(layout.rows * (layout.row_bytes + 12) for layout in new.layouts) <= plan.ordered
             blocks = held_blocks(store).keys() - held.keys()
             assert sum(paged(held_blocks(store)[name]) for name in blocks) <= plan.segment
             world.run(store, 1)

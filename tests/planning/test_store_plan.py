@@ -23,7 +23,7 @@ GROUPS = group_tables([Table(name="t", dim=4, optimizer=Adagrad(learning_rate=0.
 NOTHING = History()
 
 
-def stream_of(pass_index: int, counts: list[int], block_rows: int) -> SegmentLayout:
+def layout_of(pass_index: int, counts: list[int], block_rows: int) -> SegmentLayout:
     """Return a dump with so many rows for each pass after it."""
     ranges = tuple(Range(next_use=pass_index + gap, table_rows=(n,)) for gap, n in enumerate(counts, 1) if n)
     return SegmentLayout.of(row_bytes=32, page_rows=2, block_bytes=32 * block_rows, ranges=ranges)
@@ -40,16 +40,16 @@ def stream_of(pass_index: int, counts: list[int], block_rows: int) -> SegmentLay
 def test_live_blocks_are_those_that_some_later_pass_needs(counts: list[list[int]], block_rows: int, epoch: int) -> None:
     """At each commit of an epoch like all others: every block with a row whose next use is not over yet."""
     n = len(counts)
-    dumps = {epoch * n + i: (stream_of(epoch * n + i, counts[i], block_rows),) for i in range(n)}
+    dumps = {epoch * n + i: (layout_of(epoch * n + i, counts[i], block_rows),) for i in range(n)}
     plan = StorePlan.of(GROUPS, dumps, NOTHING, commits=1, commit_every=1, state_bytes=0, use_files=1)
     taken = []
     for cursor in range(2 * n, 3 * n):
         total = 0
         for pass_index in range(cursor - n, cursor):
-            stream = stream_of(pass_index, counts[pass_index % n], block_rows)
-            uses = np.repeat([r.next_use for r in stream.ranges], [r.rows for r in stream.ranges])
+            layout = layout_of(pass_index, counts[pass_index % n], block_rows)
+            uses = np.repeat([r.next_use for r in layout.ranges], [r.rows for r in layout.ranges])
             blocks = {row // block_rows for row, use in enumerate(uses) if use >= cursor}
-            rows = min(block_rows, stream.rows)
+            rows = min(block_rows, layout.rows)
             total += len(blocks) * (2 * -(-16 * rows // 4096) + -(-8 * rows // 4096)) * 4096
         taken.append(total)
     assert plan.live == max(taken)
@@ -61,7 +61,7 @@ def test_passes_beside_the_live_rows_follow_from_the_commits(commits: int, commi
     """Two at the least, one more for each pass that a commit is behind and each further commit that is kept."""
     plan = StorePlan.of(
         GROUPS,
-        {0: (stream_of(0, [9], 4),)},
+        {0: (layout_of(0, [9], 4),)},
         NOTHING,
         commits=commits,
         commit_every=commit_every,

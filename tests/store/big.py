@@ -21,27 +21,27 @@ BIG = Table(name="big", dim=256, optimizer=Adagrad(learning_rate=0.1), initializ
 
 def dump(store: Store, pass_index: int, rows: dict[int, int], *, block_bytes: int = 1 << 17) -> dict[int, bytes]:
     """Append rows of made-up bits, counted by next use; return the bytes of each range."""
-    stream = SegmentLayout.of(
+    layout = SegmentLayout.of(
         row_bytes=BIG.row_bytes,
         page_rows=8,
         block_bytes=block_bytes,
         ranges=tuple(Range(next_use=use, table_rows=(n,)) for use, n in sorted(rows.items())),
     )
-    data = np.random.default_rng(pass_index).integers(0, 256, stream.rows * BIG.row_bytes, dtype=np.uint8)
-    keys = np.arange(stream.rows, dtype=np.int64) + 100_000 * pass_index
-    for low, high in pairwise(stream.first_row_R.tolist()):
+    data = np.random.default_rng(pass_index).integers(0, 256, layout.rows * BIG.row_bytes, dtype=np.uint8)
+    keys = np.arange(layout.rows, dtype=np.int64) + 100_000 * pass_index
+    for low, high in pairwise(layout.first_row_R.tolist()):
         keys[low:high] = keys[low:high][np.argsort(hash_keys(keys[low:high], BIG.table_id))]
-    cuts = [*range(0, stream.rows, stream.block_rows), stream.rows]
+    cuts = [*range(0, layout.rows, layout.block_rows), layout.rows]
     store.append(
         pass_index,
-        [stream],
+        [layout],
         (
             (0, b, data[cuts[b] * BIG.row_bytes : cuts[b + 1] * BIG.row_bytes], keys[cuts[b] : cuts[b + 1]])
-            for b in range(stream.num_blocks)
+            for b in range(layout.num_blocks)
         ),
     )
-    first = stream.first_row_R * BIG.row_bytes
-    return {r.next_use: data[first[i] : first[i + 1]].tobytes() for i, r in enumerate(stream.ranges)}
+    first = layout.first_row_R * BIG.row_bytes
+    return {r.next_use: data[first[i] : first[i + 1]].tobytes() for i, r in enumerate(layout.ranges)}
 
 
 def publish(store: Store, pass_index: int, state: bytes = b"") -> None:
@@ -53,11 +53,11 @@ def load(store: Store, pass_index: int) -> dict[int, bytes]:
     """Read every live range with next use ``pass_index``, by segment id."""
     loaded = {}
     for segment in store.segments:
-        stream = segment.streams[0]
-        for index in range(store.first_range(segment, 0), stream.num_ranges):
-            if stream.ranges[index].next_use == pass_index:
-                low, high = stream.pages_of_range(index)
-                out = np.empty(stream.byte_of_page(high) - stream.byte_of_page(low), np.uint8)
+        layout = segment.layouts[0]
+        for index in range(store.first_range(segment, 0), layout.num_ranges):
+            if layout.ranges[index].next_use == pass_index:
+                low, high = layout.pages_of_range(index)
+                out = np.empty(layout.byte_of_page(high) - layout.byte_of_page(low), np.uint8)
                 store.read(segment, 0, low, high, out)
                 loaded[segment.pass_index] = out.tobytes()
     return loaded

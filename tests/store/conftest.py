@@ -53,9 +53,9 @@ class Careless(World):
 
     def layout(self, group, *, within):  # type: ignore[no-untyped-def]
         """Lay out two rows more, of one key."""
-        stream, keys = super().layout(group, within=within)
+        layout, keys = super().layout(group, within=within)
         self.rows |= {("day", key): b"\0" * 4 for key in (7, 8)}
-        return stream, [("day", 7) if key[0] == "day" else key for key in keys]
+        return layout, [("day", 7) if key[0] == "day" else key for key in keys]
 
 
 class Home:

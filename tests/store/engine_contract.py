@@ -42,21 +42,21 @@ def some_bytes(size: int, seed: int = 0) -> Bytes:
 
 
 def layout_of(rows: tuple[int, ...], *, page_rows: int = 3, block_rows: int = 7, **of_table: Any) -> BlockLayout:
-    """Return the layout of a stream of one table with so many rows in each range."""
+    """Return the layout of a layout of one table with so many rows in each range."""
     usual: dict[str, Any] = {"name": "t", "dim": 3, "optimizer": OPTIMIZERS[1], "initializer": Zeros()}
     group = group_tables([Table(**usual | of_table)])[0]
     ranges = tuple(Range(next_use=use, table_rows=(n,)) for use, n in enumerate(rows, start=1))
-    stream = SegmentLayout.of(
+    layout = SegmentLayout.of(
         row_bytes=group.row_bytes, page_rows=page_rows, block_bytes=group.row_bytes * block_rows, ranges=ranges
     )
-    return BlockLayout(group, stream)
+    return BlockLayout(group, layout)
 
 
 def segment_blocks(layout: BlockLayout, segment: int = 0, seed: int = 0) -> list[Data]:
-    """Return made-up blocks of rows, keys and last changes of a whole segment stream."""
+    """Return made-up blocks of rows, keys and last changes of a whole layout."""
     blocks: list[Data] = []
-    for index, size in enumerate(map(layout.stream.bytes_of_block, range(layout.stream.num_blocks))):
-        rows = size // layout.stream.row_bytes
+    for index, size in enumerate(map(layout.segment_layout.bytes_of_block, range(layout.segment_layout.num_blocks))):
+        rows = size // layout.segment_layout.row_bytes
         for at, (kind, num) in enumerate([(ROWS, size), (KEYS, 8 * rows), (CHANGED, 4 * rows)]):
             block = Block(kind, segment, layout.group.index, index, num, layout=layout)
             blocks.append((block, some_bytes(num, seed=1000 * segment + 100_000 * seed + 3 * index + at)))
@@ -163,9 +163,9 @@ class EngineContract:
         cuts: tuple[int, int],
         order: Any,
     ) -> None:
-        """Any run of pages of any block of any stream is what was written, in whatever order blocks came."""
-        layout = self.layout(tuple(rows), page_rows=page_rows, block_rows=block_rows, optimizer=optimizer)
-        stream, blocks = layout.stream, segment_blocks(layout, segment=5)
+        """Any run of pages of any block of any layout is what was written, in whatever order blocks came."""
+        of_blocks = self.layout(tuple(rows), page_rows=page_rows, block_rows=block_rows, optimizer=optimizer)
+        layout, blocks = of_blocks.segment_layout, segment_blocks(of_blocks, segment=5)
         order.shuffle(blocks)
         engine = self.make(tmp_path_factory.mktemp("engine"))
         half = len(blocks) // 2
@@ -175,10 +175,10 @@ class EngineContract:
         check(engine, written)
         for block, data in written.items():
             if block.kind == ROWS:
-                first, last = stream.pages_of_block(block.index)
+                first, last = layout.pages_of_block(block.index)
                 low = min(first + cuts[0], last - 1)
                 high = min(low + cuts[1], last)
-                begin, end = (stream.byte_of_page(page) - stream.byte_of_page(first) for page in (low, high))
+                begin, end = (layout.byte_of_page(page) - layout.byte_of_page(first) for page in (low, high))
                 out = np.ones(end - begin, np.uint8)
                 engine.read(ReadRequest(block, begin, out))
                 assert out.tobytes() == data[begin:end]
@@ -234,7 +234,7 @@ class EngineContract:
         engine.close()
 
     def test_a_block_that_was_freed_may_be_written_again(self, engine: Engine, tmp_path: Path) -> None:
-        """Even at once, whether some of its stream stays or nothing, and through a crash."""
+        """Even at once, whether some of its layout stays or nothing, and through a crash."""
         layout = self.layout((10, 20))
         for i in range(4):
             written = put(engine, segment_blocks(layout, seed=i))
@@ -325,7 +325,7 @@ class EngineContract:
         engine.close()
 
     def test_what_is_retained_stays(self, engine: Engine, tmp_path: Path) -> None:
-        """Of a stream some blocks, of others all or none; again at the next opening."""
+        """Of a layout some blocks, of others all or none; again at the next opening."""
         layout = self.layout((10, 20))
         written = put(engine, [data for segment in range(3) for data in segment_blocks(layout, segment)])
         written |= put(engine, [state_block(some_bytes(5000, i), commit=i) for i in range(3)])
@@ -432,9 +432,9 @@ def _fields_of(source: FieldSource, layout: BlockLayout, block: Block) -> bytes:
         whole = Path(one.path).read_bytes()
         assert len(whole) == one.file_bytes
         files.append(whole[one.begin :])
-    stream, found, row = layout.stream, b"", 0
-    first, last = stream.pages_of_block(block.index)
-    for rows in stream.page_sizes(first, last).tolist():
+    cut, found, row = layout.segment_layout, b"", 0
+    first, last = cut.pages_of_block(block.index)
+    for rows in cut.page_sizes(first, last).tolist():
         for data, file in zip(files, source.files, strict=True):
             found += data[row * file.row_bytes : (row + rows) * file.row_bytes]
         row += rows

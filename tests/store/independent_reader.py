@@ -63,16 +63,16 @@ class LmdbFiles:
         self.blocks = (path / "blocks.bin").read_bytes()
 
     def rows(
-        self, segment: int, group: int, stream: dict[str, Any], arrays: dict[str, np.ndarray], form: Form, block: int
+        self, segment: int, group: int, layout: dict[str, Any], arrays: dict[str, np.ndarray], form: Form, block: int
     ) -> list[np.ndarray]:
         """Return the fields of the rows of a block."""
-        counts = rows_of_ranges(stream, arrays, group).sum(axis=1)
-        block_rows = stream["block_bytes"] // stream["row_bytes"]
+        counts = rows_of_ranges(layout, arrays, group).sum(axis=1)
+        block_rows = layout["block_bytes"] // layout["row_bytes"]
         ends, row, last = np.cumsum(counts), block * block_rows, min((block + 1) * block_rows, sum(counts))
         fields: list[list[np.ndarray]] = [[] for _ in form]
         at = int(arrays[f"rows_at/{group}"][block])
         while row < last:  # page after page, each field after field
-            count = min(row + stream["page_rows"], ends[np.searchsorted(ends, row, side="right")], last) - row
+            count = min(row + layout["page_rows"], ends[np.searchsorted(ends, row, side="right")], last) - row
             for field, (_, width, dtype) in zip(fields, form, strict=True):
                 numbers = padded(width, dtype)
                 found = np.frombuffer(self.blocks, dtype, count * numbers, at)
@@ -102,11 +102,11 @@ class ZarrFiles:
         }
 
     def rows(
-        self, segment: int, group: int, stream: dict[str, Any], arrays: dict[str, np.ndarray], form: Form, block: int
+        self, segment: int, group: int, layout: dict[str, Any], arrays: dict[str, np.ndarray], form: Form, block: int
     ) -> list[np.ndarray]:
         """Return the fields of the rows of a block."""
-        total = int(rows_of_ranges(stream, arrays, group).sum())
-        rows = stream["block_bytes"] // stream["row_bytes"]
+        total = int(rows_of_ranges(layout, arrays, group).sum())
+        rows = layout["block_bytes"] // layout["row_bytes"]
         found = []
         for name, width, dtype in form:
             numbers = padded(width, dtype)
@@ -119,9 +119,9 @@ class ZarrFiles:
         self, name: str, dtype: str, segment: int, group: int, arrays: dict[str, np.ndarray], block: int, rows: int
     ) -> np.ndarray:
         """Return the keys or the last changes of the rows of a block."""
-        stream = read_record(self.records[f"segment/{segment}"])[0]["layouts"][group]
-        total = int(rows_of_ranges(stream, arrays, group).sum())
-        block_rows = stream["block_bytes"] // stream["row_bytes"]
+        layout = read_record(self.records[f"segment/{segment}"])[0]["layouts"][group]
+        total = int(rows_of_ranges(layout, arrays, group).sum())
+        block_rows = layout["block_bytes"] // layout["row_bytes"]
         data = self.bytes(segment, group, name, "", np.dtype(dtype).itemsize, block_rows, total, block, rows)
         return np.frombuffer(data, dtype)
 
@@ -165,8 +165,8 @@ def read_table(path: Path, groups: list[list[str]], form: Form, table: str) -> d
     settled = {id_: groups_[group][0] for id_, *groups_ in commit.get("settled", [])}
     for segment, first in commit["segments"]:  # the newest last, so that its rows replace stale ones
         values, arrays = read_record(files.records[f"segment/{segment}"])
-        stream, row = values["layouts"][group], 0
-        counts, block_rows = rows_of_ranges(stream, arrays, group), stream["block_bytes"] // stream["row_bytes"]
+        layout, row = values["layouts"][group], 0
+        counts, block_rows = rows_of_ranges(layout, arrays, group), layout["block_bytes"] // layout["row_bytes"]
         total = int(counts.sum())
         for index, (use, rows) in enumerate(zip(arrays[f"next_use/{group}"], counts.tolist(), strict=True)):
             low, row = row + sum(rows[:place]), row + sum(rows)
@@ -175,7 +175,7 @@ def read_table(path: Path, groups: list[list[str]], form: Form, table: str) -> d
                 block, i = divmod(at, block_rows)
                 count = min(block_rows, total - block * block_rows)
                 keys = files.numbers("keys", "<i8", segment, group, arrays, block, count)
-                fields = files.rows(segment, group, stream, arrays, form, block)
+                fields = files.rows(segment, group, layout, arrays, form, block)
                 changed = last_change(files, segment, group, arrays, block, i, count, first)
                 found[int(keys[i])] = [field[i].tobytes() for field in fields], changed
     return found

@@ -42,8 +42,8 @@ def check_all(store: Store, world: World, *, least: int = -1) -> None:
         world.check_changes(store, since)
 
 
-def small_pieces(group: Group, ranges: Iterable[Range]) -> SegmentLayout:
-    """Return a layout with pieces of 2 rows and blocks of 8."""
+def small_pages(group: Group, ranges: Iterable[Range]) -> SegmentLayout:
+    """Return a layout with pages of 2 rows and blocks of 8."""
     return SegmentLayout.of(
         row_bytes=group.row_bytes, page_rows=2, block_bytes=8 * group.row_bytes, ranges=tuple(ranges)
     )
@@ -78,7 +78,7 @@ def test_only_what_may_have_changed_is_read() -> None:
     world = World(small_tables(), keys_per_pass=30, universe=60, block_rows=8, page_rows=2)
     with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
         mixed(store, world)
-        store.rewrite(NoUses(), schedule_digest="", settle=False, layout=small_pieces)
+        store.rewrite(NoUses(), schedule_digest="", settle=False, layout=small_pages)
         segment, last = store.segments[0], store.commit.id
 
         def read(since: int) -> tuple[int, int, int]:
@@ -94,7 +94,7 @@ def test_only_what_may_have_changed_is_read() -> None:
         newest = last - 2  # the last pass: what followed changed nothing
         asked, rows, _ = read(newest - 1)
         # Twice, given and counted; a block in which one table ends and another begins is read for both.
-        stored = CHANGED_BYTES * sum(stream.rows for stream in segment.streams)
+        stored = CHANGED_BYTES * sum(layout.rows for layout in segment.layouts)
         assert 0 < asked <= 2 * (stored + 8 * CHANGED_BYTES * len(store.tables))
         assert 0 < rows < segment.row_bytes
         before = store.counters.row_bytes_read
@@ -122,10 +122,10 @@ def test_last_changes_are_counted_and_freed_with_their_segment(engine: str, tmp_
     world = World(small_tables(), keys_per_pass=20, universe=40)
     with Store.open(tmp_path / "s", tables=world.tables, engine=engine) as store:
         mixed(store, world)
-        rows = sum(stream.rows for stream in store.segments[0].streams)
+        rows = sum(layout.rows for layout in store.segments[0].layouts)
         assert store.counters.changed_bytes_written >= CHANGED_BYTES * rows
         kept = {name for name in held_blocks(store) if name[0] == CHANGED}
-        assert len(kept) == sum(stream.num_blocks for stream in store.segments[0].streams)
+        assert len(kept) == sum(layout.num_blocks for layout in store.segments[0].layouts)
     assert info(tmp_path / "s")["changed_bytes"] == CHANGED_BYTES * rows
     with Store.open(tmp_path / "s") as store:
         assert store.segments[0].changed_bytes == CHANGED_BYTES * rows

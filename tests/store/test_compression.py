@@ -24,7 +24,7 @@ from tiercache.store import (
     info,
     verify,
 )
-from tiercache.store.base_segment import base_stream
+from tiercache.store.base_segment import base_layout
 from tiercache.store.zarr_codec import cut
 
 if TYPE_CHECKING:
@@ -84,16 +84,16 @@ def test_blocks_of_compressed_rows_are_cut_evenly(kind: str) -> None:
     """Into inner chunks of 16 KiB, or of a row that is larger; plain blocks are as they were."""
     for dim in (1, 3, 65, 500, 40_000):
         (group,) = group_tables([plain(dim=dim, compression=kind)])
-        stream = base_stream(group, [])
-        rows = Range(next_use=1, table_rows=(3 * stream.block_rows,))
-        chunk_rows, inner_rows = cut(base_stream(group, [rows]))
-        assert chunk_rows == stream.block_rows
+        layout = base_layout(group, [])
+        rows = Range(next_use=1, table_rows=(3 * layout.block_rows,))
+        chunk_rows, inner_rows = cut(base_layout(group, [rows]))
+        assert chunk_rows == layout.block_rows
         assert inner_rows == max(1, (16 << 10) // group.row_bytes)
         (group,) = group_tables([plain(dim=dim)])
-        assert base_stream(group, []).block_bytes == max(4 << 20, group.row_bytes)
+        assert base_layout(group, []).block_bytes == max(4 << 20, group.row_bytes)
 
 
-def test_tables_of_different_compression_share_no_stream() -> None:
+def test_tables_of_different_compression_share_no_layout() -> None:
     """And without any, records and groups are what they were."""
     one, two = plain(), plain(name="u")
     assert len(group_tables([one, two])) == 1

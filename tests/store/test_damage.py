@@ -29,12 +29,12 @@ def test_a_flipped_byte_is_refused_on_load_and_found_by_verify(big: Store, kind:
     flip(big.path / "blocks.bin", at + 1234 % size, 0x10)
     with Store.open(big.path) as store:
         segment = store.segments[0]
-        stream = segment.streams[0]
+        layout = segment.layouts[0]
         if kind == ROWS:
-            out = np.empty(stream.byte_of_page(stream.num_pages), np.uint8)
+            out = np.empty(layout.byte_of_page(layout.num_pages), np.uint8)
             words = r"block 0 of segment 0 \(pass 0; tables 'big'\) of the store at .* has checksum"
             with pytest.raises(CorruptBlockError, match=words) as caught:
-                store.read(segment, 0, 0, stream.num_pages, out)
+                store.read(segment, 0, 0, layout.num_pages, out)
             assert (caught.value.segment, caught.value.block, caught.value.tables) == (0, 0, ("big",))
         elif kind == KEYS:
             with pytest.raises(CorruptBlockError, match="over its keys where"):

@@ -79,7 +79,7 @@ def test_a_filled_store_holds_the_rows_that_were_given(
     with Store.open(None, engine=engine, mode="r") as store:
         assert store.commit is not None
         assert store.commit.cursor == (0, 0)
-        assert {r.next_use for s in store.segments for stream in s.streams for r in stream.ranges} <= {NEVER}
+        assert {r.next_use for s in store.segments for layout in s.layouts for r in layout.ranges} <= {NEVER}
         for t in tables:
             expected = {
                 key: b"".join(f[i].tobytes() for f in rows[t.name]) for i, key in enumerate(keys[t.name].tolist())

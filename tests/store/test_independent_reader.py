@@ -80,13 +80,13 @@ def test_the_independent_reader_is_independent() -> None:
 
 def check_arrays(root: Any, world: World, segment: Segment, groups: Sequence[Group]) -> None:
     """Compare the arrays of a segment, as in a notebook, with the rows of a world: ranges stand as attributes."""
-    for group, stream in zip(groups, segment.streams, strict=True):
+    for group, layout in zip(groups, segment.layouts, strict=True):
         node = root[f"segments/{segment.id}/{group.index}"]
         keys, fields = node["keys"][:], [node[field.name][:] for field in group.fields]
         assert keys.dtype == np.int64
         assert str(fields[0].dtype) == {"bfloat16": "uint16"}.get(group.dtype, group.dtype)
         assert dict(node["vector"].attrs) == ({"dtype": "bfloat16"} if group.dtype == "bfloat16" else {})
-        assert node.attrs["page_rows"] == stream.page_rows
+        assert node.attrs["page_rows"] == layout.page_rows
         for name in ("keys", *(field.name for field in group.fields)) if group.compression else ():
             (sharding,) = node[name].metadata.to_dict()["codecs"]
             codecs = [codec["name"] for codec in sharding["configuration"]["codecs"]]
@@ -98,7 +98,7 @@ def check_arrays(root: Any, world: World, segment: Segment, groups: Sequence[Gro
             for _ in range(rows["rows"][name])
         ]
         pairs = [(name, int(key)) for (name, _), key in zip(waiting, keys, strict=True)]
-        assert len(pairs) == stream.rows == len(fields[0])
+        assert len(pairs) == layout.rows == len(fields[0])
         for row, pair in enumerate(pairs):
             assert world.uses[pair] == waiting[row][1]
             assert b"".join(field[row].tobytes() for field in fields) == world.rows[pair]
@@ -113,7 +113,7 @@ def check_arrays(root: Any, world: World, segment: Segment, groups: Sequence[Gro
     [("float32", 7), ("16 bits", 7), ("zstd", 7), ("zstd", 8), ("blosc", 8), ("blosc", 50), ("16 bits, zstd", 8)],
 )
 def test_plain_zarr_reads_keys_vectors_and_last_changes(tmp_path: Path, kind: str, block_rows: int) -> None:
-    """Of a pass's dump and of rows that moved: where pieces divide a block, where not, and where it has all rows."""
+    """Of a pass's dump and of rows that moved: where pages divide a block, where not, and where it has all rows."""
     tables = KINDS[kind]
     world = World(tables, num_passes=2, keys_per_pass=40, block_rows=block_rows)
     with Store.open(tmp_path / "s", tables=tables, engine="zarr") as store:

@@ -30,7 +30,7 @@ def stale_place(store: Store, table: str, *, some: bool = True) -> tuple[int, in
     place = group.place(table)
     segments = {segment.id: segment for segment in store.segments}
     for i, one in enumerate(store.commit.settled):
-        ranges = segments[one.segment_id].streams[group.index].ranges[one.first_ranges[group.index] :]
+        ranges = segments[one.segment_id].layouts[group.index].ranges[one.first_ranges[group.index] :]
         stale, live = one.stale_rows[group.index][place], sum(rows.table_rows[place] for rows in ranges)
         if (stale > 0) == some and live - stale >= 4:
             return i, group.index, place

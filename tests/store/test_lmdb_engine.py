@@ -55,9 +55,9 @@ import numpy as np
 from tiercache.store import Store
 
 store = Store.open(sys.argv[1], mode="r")
-stream = store.segments[0].streams[0]
-out = np.ones(stream.byte_of_page(stream.num_pages), np.uint8)
-store.read(store.segments[0], 0, 0, stream.num_pages, out)
+layout = store.segments[0].layouts[0]
+out = np.ones(layout.byte_of_page(layout.num_pages), np.uint8)
+store.read(store.segments[0], 0, 0, layout.num_pages, out)
 print("data.mdb" in open("/proc/self/maps").read())
 """
 
@@ -85,9 +85,9 @@ def test_a_reader_beside_the_writer_sees_whole_blocks(big: Store, *, at_once: bo
         try:
             while not done.is_set():
                 for segment in kept:
-                    stream = segment.streams[0]
-                    low, high = stream.pages_of_range(stream.num_ranges - 1)
-                    out = np.empty(stream.byte_of_page(high) - stream.byte_of_page(low), np.uint8)
+                    layout = segment.layouts[0]
+                    low, high = layout.pages_of_range(layout.num_ranges - 1)
+                    out = np.empty(layout.byte_of_page(high) - layout.byte_of_page(low), np.uint8)
                     big.read(segment, 0, low, high, out)
                     assert out.tobytes() == stored[segment.pass_index][40 + segment.pass_index]
         except BaseException as error:  # shown in the main thread

@@ -23,7 +23,7 @@ from tiercache.store import (
     Zeros,
     hash_keys,
 )  # fmt: skip
-from tiercache.store.base_segment import base_stream, blocks_of
+from tiercache.store.base_segment import base_layout, blocks_of
 from tiercache.store.block_file import BlockFile
 from tiercache.store.lookup import locate, read_found
 from tiercache.store.write_queue import PAGE_BYTES
@@ -65,13 +65,13 @@ def test_a_lookup_of_one_table_is_that_of_many(home: Home, tables: list[Table]) 
 
 
 def test_rows_come_in_the_order_asked_for_and_twice_where_asked_twice(home: Home, tables: list[Table]) -> None:
-    """Reading rows is indexing into the stream."""
+    """Reading rows is indexing into the layout."""
     store, world = home.open(tables), World(tables)
     world.run(store, 1)
     segment = store.segments[0]
     for group in store.groups:
-        everything = store.read_rows(segment, group.index, np.arange(segment.streams[group.index].rows))
-        some = np.random.default_rng(1).integers(0, segment.streams[group.index].rows, 60)
+        everything = store.read_rows(segment, group.index, np.arange(segment.layouts[group.index].rows))
+        some = np.random.default_rng(1).integers(0, segment.layouts[group.index].rows, 60)
         for field, all_rows, values in zip(
             group.fields, everything, store.read_rows(segment, group.index, some), strict=True
         ):
@@ -80,43 +80,43 @@ def test_rows_come_in_the_order_asked_for_and_twice_where_asked_twice(home: Home
     assert store.read_rows(segment, 0, np.empty(0, np.int64))[0].shape == (0, store.groups[0].dim)
 
 
-def test_pieces_in_memory_are_not_read(home: Home, tables: list[Table]) -> None:
-    """What ``cached`` gives is taken as it is; only the other pieces are read, neighbors at once."""
+def test_pages_in_memory_are_not_read(home: Home, tables: list[Table]) -> None:
+    """What ``cached`` gives is taken as it is; only the other pages are read, neighbors at once."""
     store, world = home.open(tables), World(tables, keys_per_pass=80)
     world.run(store, 1)
     segment, group = store.segments[0], 0
-    stream = segment.streams[group]
+    layout = segment.layouts[group]
     asked: list[int] = []
 
-    def cached(segment_id: int, group_index: int, piece: int) -> NDArray[np.uint8] | None:
+    def cached(segment_id: int, group_index: int, page: int) -> NDArray[np.uint8] | None:
         assert (segment_id, group_index) == (segment.id, group)
-        asked.append(piece)
-        if piece % 2:
+        asked.append(page)
+        if page % 2:
             return None
-        size = stream.byte_of_page(piece + 1) - stream.byte_of_page(piece)
-        return np.full(size // 4, piece, np.float32).view(np.uint8)
+        size = layout.byte_of_page(page + 1) - layout.byte_of_page(page)
+        return np.full(size // 4, page, np.float32).view(np.uint8)
 
-    rows = np.arange(stream.rows)
+    rows = np.arange(layout.rows)
     plain = store.read_rows(segment, group, rows)
     before = store.counters.row_bytes_read
     mixed = store.read_rows(segment, group, rows, cached=cached)
-    assert asked == list(range(stream.num_pages))
-    pieces = stream.pages_of_rows(rows)
-    odd = pieces % 2 == 1
-    assert store.counters.row_bytes_read - before == int(odd.sum()) * stream.row_bytes
+    assert asked == list(range(layout.num_pages))
+    pages = layout.pages_of_rows(rows)
+    odd = pages % 2 == 1
+    assert store.counters.row_bytes_read - before == int(odd.sum()) * layout.row_bytes
     for a, b in zip(plain, mixed, strict=True):
         assert np.array_equal(a[odd], b[odd])
-        assert np.array_equal(b[~odd], np.broadcast_to(pieces[~odd, None], b[~odd].shape))
+        assert np.array_equal(b[~odd], np.broadcast_to(pages[~odd, None], b[~odd].shape))
 
 
-def test_contiguous_pieces_are_read_at_once(home: Home, tables: list[Table]) -> None:
-    """All rows of a stream take one read of the engine for each block."""
+def test_contiguous_pages_are_read_at_once(home: Home, tables: list[Table]) -> None:
+    """All rows of a layout take one read of the engine for each block."""
     store, world = home.open(tables), World(tables)
     world.run(store, 1)
     segment = store.segments[0]
     before = store.counters.reads
-    store.read_rows(segment, 0, np.arange(segment.streams[0].rows))
-    assert store.counters.reads - before == segment.streams[0].num_blocks
+    store.read_rows(segment, 0, np.arange(segment.layouts[0].rows))
+    assert store.counters.reads - before == segment.layouts[0].num_blocks
 
 
 @settings(max_examples=20, deadline=None)
@@ -138,13 +138,13 @@ def test_what_was_found_is_read_as_each_segment_alone_would_be(seed: int, passes
                     assert np.array_equal(values[mine], expected)
 
 
-def test_a_damaged_piece_ends_a_lookup_with_its_error() -> None:
+def test_a_damaged_page_ends_a_lookup_with_its_error() -> None:
     """Although it is read ahead, on another thread."""
     store, world = trained(0, 2)
     segment = store.segments[0]
     segment.checksums[0][:] ^= 1
     with pytest.raises(CorruptBlockError, match="restore the store from a copy"):
-        store.read_rows(segment, 0, np.arange(segment.streams[0].rows))
+        store.read_rows(segment, 0, np.arange(segment.layouts[0].rows))
     assert world.pass_index == 2
 
 
@@ -160,8 +160,8 @@ def test_large_runs_of_a_lookup_pass_the_page_cache(big: Store, monkeypatch: pyt
         plain(file, offset, out)
 
     monkeypatch.setattr(BlockFile, "read", read)
-    stream = segment.streams[0]
-    wanted = np.concatenate([np.arange(3, 9), np.arange(21, stream.rows - 5)])
+    layout = segment.layouts[0]
+    wanted = np.concatenate([np.arange(3, 9), np.arange(21, layout.rows - 5)])
     found = big.read_rows(segment, 0, wanted)
     assert max(size for size, _ in asked) > 256 << 10
     assert {shift for _, shift in asked} == {0}
@@ -195,8 +195,8 @@ def test_one_key_costs_a_page_of_keys_and_one_of_rows() -> None:
     keys = np.arange(rows, dtype=np.int64) * 3
     keys = keys[np.argsort(hash_keys(keys, table.table_id))]
     values = np.repeat(keys[:, None], table.row_bytes // 4, axis=1).astype(np.float32)
-    stream = base_stream(group, [Range(NEVER, (rows,))])
-    store.append(0, [stream], blocks_of(group, stream, [(keys, values)]))
+    layout = base_layout(group, [Range(NEVER, (rows,))])
+    store.append(0, [layout], blocks_of(group, layout, [(keys, values)]))
     publish(store, 1)
     for key, count in ((3 * 77, 1), (int(keys[0]), 1), (int(keys[-1]), 1), (3 * 78 + 1, 0)):
         before = store.counters.key_bytes_read, store.counters.row_bytes_read

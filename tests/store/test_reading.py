@@ -1,4 +1,4 @@
-"""Reading many pieces at once."""
+"""Reading many pages at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.store.between import Between
 from tests.store.conftest import small_tables
 from tests.store.world import World
 from tiercache.store import MemoryEngine, Store
-from tiercache.store.reading import Pieces
+from tiercache.store.reading import Pages
 
 
 @pytest.mark.parametrize("interruptions", [1, 2])
@@ -23,10 +23,10 @@ def test_an_interrupted_load_leaves_nothing_that_is_being_read(interruptions: in
     with Store.open(None, tables=small_tables(), engine=engine) as store:
         World(store.tables, keys_per_pass=80).run(store, 1)
         segment = store.segments[0]
-        byte = segment.streams[0].byte_of_page
+        byte = segment.layouts[0].byte_of_page
         wanted = [
-            Pieces(segment, 0, i, i + 1, np.zeros(byte(i + 1) - byte(i), np.uint8))
-            for i in range(segment.streams[0].num_pages)
+            Pages(segment, 0, i, i + 1, np.zeros(byte(i + 1) - byte(i), np.uint8))
+            for i in range(segment.layouts[0].num_pages)
         ]
 
         def interrupt() -> None:
@@ -40,7 +40,7 @@ def test_an_interrupted_load_leaves_nothing_that_is_being_read(interruptions: in
         assert engine.reading == 0
         assert engine.reached
         store.load(wanted)
-        data = np.concatenate([pieces.out for pieces in wanted])
+        data = np.concatenate([pages.out for pages in wanted])
         whole = np.empty_like(data)
-        store.read(segment, 0, 0, segment.streams[0].num_pages, whole)
+        store.read(segment, 0, 0, segment.layouts[0].num_pages, whole)
         assert np.array_equal(data, whole)

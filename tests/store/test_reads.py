@@ -22,7 +22,7 @@ from tiercache.kernels.cpu.file_io import has_reads, read_checked
 from tiercache.store import CorruptBlockError, Store
 from tiercache.store.blocks import ROWS
 from tiercache.store.field_check import FieldCheck
-from tiercache.store.reading import Pieces
+from tiercache.store.reading import Pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,15 +41,15 @@ pytestmark = [
 COUNTED = ("row_bytes_read", "rows_read", "reads")
 
 
-def live(store: Store) -> list[Pieces]:
+def live(store: Store) -> list[Pages]:
     """Return what a load of all live ranges asks for."""
     wanted = []
     for segment in store.segments:
-        for group, stream in enumerate(segment.streams):
-            for index in range(store.first_range(segment, group), stream.num_ranges):
-                low, high = stream.pages_of_range(index)
-                size = stream.byte_of_page(high) - stream.byte_of_page(low)
-                wanted.append(Pieces(segment, group, low, high, np.zeros(size, np.uint8)))
+        for group, layout in enumerate(segment.layouts):
+            for index in range(store.first_range(segment, group), layout.num_ranges):
+                low, high = layout.pages_of_range(index)
+                size = layout.byte_of_page(high) - layout.byte_of_page(low)
+                wanted.append(Pages(segment, group, low, high, np.zeros(size, np.uint8)))
     return wanted
 
 
@@ -82,7 +82,7 @@ def test_a_load_by_one_call_is_the_load_one_by_one(home: Home, tables: list[Tabl
         wanted = live(store)
         store.load(wanted, at_once=at_once)
         counted = [getattr(store.counters, name) - b for name, b in zip(COUNTED, before, strict=True)]
-        found.append((counted, [pieces.out.tobytes() for pieces in wanted]))
+        found.append((counted, [pages.out.tobytes() for pages in wanted]))
     assert found[0] == found[1]
     assert any(found[0][1])
     assert (sum(calls) > 0) == (home.kind != "memory")
@@ -97,8 +97,8 @@ def test_compressed_rows_are_read_one_by_one_beside_others_by_calls(tmp_path: Pa
         store.load(one_by_one)
         calls = counting(store)
         store.load(by_calls, at_once=1)
-        store.load([pieces for pieces in live(store) if store.groups[pieces.group].compression is None], at_once=1)
-    assert [pieces.out.tobytes() for pieces in one_by_one] == [pieces.out.tobytes() for pieces in by_calls]
+        store.load([pages for pages in live(store) if store.groups[pages.group].compression is None], at_once=1)
+    assert [pages.out.tobytes() for pages in one_by_one] == [pages.out.tobytes() for pages in by_calls]
     assert sum(calls) > 0
 
 
@@ -151,7 +151,7 @@ def test_rows_that_are_only_checked_are_not_brought_together(tmp_path: Path) -> 
         wanted = live(store)
         store.load(wanted)
         assert sum(checked) == sum(map(len, stored.values()))
-        assert not any(pieces.out.any() for pieces in wanted)
+        assert not any(pages.out.any() for pages in wanted)
 
 
 @pytest.mark.parametrize("seen", [-errno.EIO, -errno.EINVAL, 0, 17])
@@ -174,7 +174,7 @@ def test_what_one_call_cannot_read_is_read_one_by_one(tmp_path: Path, kind: str,
         wanted = live(store)
         store.load(wanted)
     assert calls
-    assert [pieces.out.tobytes() for pieces in wanted] == [stored[use] for use in sorted(stored)]
+    assert [pages.out.tobytes() for pages in wanted] == [stored[use] for use in sorted(stored)]
 
 
 def test_an_interrupted_load_leaves_no_call_that_reads(big: Store) -> None:
@@ -211,4 +211,4 @@ def test_a_reading_store_reads_by_one_call_too(big: Store, tmp_path: Path) -> No
         store.read_with(read_checked)
         wanted = live(store)
         store.load(wanted)
-    assert [pieces.out.tobytes() for pieces in wanted] == [stored[use] for use in sorted(stored)]
+    assert [pages.out.tobytes() for pages in wanted] == [stored[use] for use in sorted(stored)]

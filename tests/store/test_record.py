@@ -75,7 +75,7 @@ def test_values_that_json_has_no_word_for_are_refused(values: dict[str, Any]) ->
 
 
 def test_a_segment_record_of_other_checksums_is_refused() -> None:
-    """One checksum for each piece and block, not more, not fewer."""
+    """One checksum for each page and block, not more, not fewer."""
     values = {
         "id": 1,
         "pass": 2,

@@ -85,8 +85,8 @@ def test_every_row_stands_once_in_the_range_of_its_first_use(
         assert rows_of(store) == expected
         (segment,) = store.segments
         for group in store.groups:
-            stream = segment.streams[group.index]
-            for index, rows in enumerate(stream.ranges):
+            layout = segment.layouts[group.index]
+            for index, rows in enumerate(layout.ranges):
                 found = World.load_range(world, store, segment, group, rows.next_use)
                 of_group = {table.name for table in group.tables}
                 assert found.keys() == {
@@ -108,8 +108,8 @@ def test_a_compacted_store_has_one_range_for_each_table_in_hash_order(tmp_path: 
             assert after == before
         assert told == {"read": 3 * len(world.rows), "write": 3 * len(world.rows)}
         assert rows_of(store) == world.rows
-        assert [stream.num_ranges for stream in store.segments[0].streams] == [1] * len(store.groups)
-        assert {rows.next_use for stream in store.segments[0].streams for rows in stream.ranges} == {NEVER}
+        assert [layout.num_ranges for layout in store.segments[0].layouts] == [1] * len(store.groups)
+        assert {rows.next_use for layout in store.segments[0].layouts for rows in layout.ranges} == {NEVER}
     assert verify(tmp_path / "s.tc")["problems"] == []
     assert not list(tmp_path.glob("s.tc/tmp*"))
 

@@ -124,7 +124,7 @@ def test_a_key_with_two_live_rows_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("num_ranges", [1, 8, 300])
-def test_memory_is_bounded_and_pieces_are_read_once(tmp_path: Path, num_ranges: int) -> None:
+def test_memory_is_bounded_and_pages_are_read_once(tmp_path: Path, num_ranges: int) -> None:
     """A store of several times the memory: few ranges are merged, many are sorted, in a file that no folder shows."""
     memory, rows = 8 << 20, 24_000
     with Store.open(tmp_path / "s", tables=[BIG]) as store:

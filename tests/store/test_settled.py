@@ -42,13 +42,13 @@ def live_keys(store: Store) -> Iterator[tuple[int, int, int, Key]]:
     """Yield segment id, group, place of the table and key of every row that is live at the commit, stale or not."""
     for segment in store.segments:
         for group in store.groups:
-            stream = segment.streams[group.index]
-            first = stream.first_row_R.item(store.first_range(segment, group.index))
-            counts = [count for rows in stream.ranges for count in rows.table_rows]
-            places = np.repeat(np.tile(np.arange(len(group.tables)), stream.num_ranges), counts).tolist()
-            for block in range(first // stream.block_rows, stream.num_blocks) if first < stream.rows else ():
+            layout = segment.layouts[group.index]
+            first = layout.first_row_R.item(store.first_range(segment, group.index))
+            counts = [count for rows in layout.ranges for count in rows.table_rows]
+            places = np.repeat(np.tile(np.arange(len(group.tables)), layout.num_ranges), counts).tolist()
+            for block in range(first // layout.block_rows, layout.num_blocks) if first < layout.rows else ():
                 keys = store.read_keys(segment, group.index, block).tolist()
-                for row, key in enumerate(keys, block * stream.block_rows):
+                for row, key in enumerate(keys, block * layout.block_rows):
                     if row >= first:
                         yield segment.id, group.index, places[row], (group.tables[places[row]].name, key)
 
@@ -80,7 +80,7 @@ def check_halves(store: Store) -> None:
     for one in store.commit.settled:
         live = stale = 0
         for group, first, rows in zip(store.groups, one.first_ranges, one.stale_rows, strict=True):
-            live += sum(r.rows for r in segments[one.segment_id].streams[group.index].ranges[first:]) * group.row_bytes
+            live += sum(r.rows for r in segments[one.segment_id].layouts[group.index].ranges[first:]) * group.row_bytes
             stale += sum(rows) * group.row_bytes
         assert 0 < live <= 2 * (live - stale)
 
@@ -98,8 +98,8 @@ def check_moved(store: Store, before: dict[int, int]) -> None:
     gone = sum(size for id_, size in before.items() if id_ not in store.commit.settled_ids)
     unused = 0
     for segment in scheduled(store):
-        for stream in segment.streams:
-            unused += sum(rows.rows * stream.row_bytes for rows in stream.ranges if rows.next_use == NEVER)
+        for layout in segment.layouts:
+            unused += sum(rows.rows * layout.row_bytes for rows in layout.ranges if rows.next_use == NEVER)
     assert unused == 0 or 2 * unused < gone
 
 

@@ -24,22 +24,22 @@ WIDE = Table(name="wide", dim=64, optimizer=SGD(learning_rate=0.1), initializer=
 
 
 def days(store: Store, passes: int, rows: int) -> None:
-    """Commit passes that dump ``rows`` rows each of keys of their own, in pieces of 8 rows."""
+    """Commit passes that dump ``rows`` rows each of keys of their own, in pages of 8 rows."""
     for pass_index in range(passes):
         keys = np.arange(pass_index * rows, (pass_index + 1) * rows)
         keys = keys[np.argsort(hash_keys(keys, WIDE.table_id))]
-        stream = SegmentLayout.of(
+        layout = SegmentLayout.of(
             row_bytes=256,
             page_rows=8,
             block_bytes=256 * 64,
             ranges=(Range(next_use=pass_index + passes, table_rows=(rows,)),),
         )
         data = np.repeat(keys.astype(np.float32), 64).view(np.uint8)
-        cuts = [*range(0, stream.rows, stream.block_rows), stream.rows]
+        cuts = [*range(0, layout.rows, layout.block_rows), layout.rows]
         blocks = [
             (0, b, data[256 * low : 256 * cuts[b + 1]], keys[low : cuts[b + 1]]) for b, low in enumerate(cuts[:-1])
         ]
-        store.append(pass_index, [stream], blocks)
+        store.append(pass_index, [layout], blocks)
     store.publish((passes, 0), state=b"", schedule_digest="old", settings={}, environment={})
 
 
@@ -47,25 +47,25 @@ def days(store: Store, passes: int, rows: int) -> None:
 def test_what_a_schedule_moves_is_in_proportion_to_what_it_uses(spread: bool) -> None:
     """Of 20 passes' rows 5 % are used, those of one pass or as many of each: they are written, and no other.
 
-    Read are the pieces that have a used row, once; all keys once, and again those of blocks with a used row.
+    Read are the pages that have a used row, once; all keys once, and again those of blocks with a used row.
     """
     passes, rows = 20, 1024
     with Store.open(None, tables=[WIDE], engine=MemoryEngine()) as store:
         days(store, passes, rows)
         keys = range(0, passes * rows, passes) if spread else range(3 * rows, 4 * rows)
         used = {("wide", key): 0 for key in [*keys, *range(10**6, 10**6 + 50)]}
-        pieces, blocks = set(), set()
+        pages, blocks = set(), set()
         for segment in store.segments:
-            stored = np.concatenate([store.read_keys(segment, 0, b) for b in range(segment.streams[0].num_blocks)])
+            stored = np.concatenate([store.read_keys(segment, 0, b) for b in range(segment.layouts[0].num_blocks)])
             mine = np.nonzero([("wide", key) in used for key in stored.tolist()])[0]
-            pieces |= {(segment.id, row // 8) for row in mine.tolist()}
+            pages |= {(segment.id, row // 8) for row in mine.tolist()}
             blocks |= {(segment.id, row // 64) for row in mine.tolist()}
         before = copy.copy(store.counters.__dict__)
         commit = store.rewrite(WorldUses(store.tables, used, slice_keys=500), schedule_digest="new")
         done = {name: value - before[name] for name, value in store.counters.__dict__.items() if name != "_lock"}
         assert len(commit.settled) == (passes if spread else passes - 1)
         assert done["rows_written"] == rows + 50
-        assert done["row_bytes_read"] == len(pieces) * 8 * 256
+        assert done["row_bytes_read"] == len(pages) * 8 * 256
         assert done["key_bytes_read"] == 8 * passes * rows + 8 * 64 * len(blocks)
         assert done["spill_bytes_written"] == 0
         assert live_rows(store, "wide") == passes * rows + 50

@@ -50,7 +50,7 @@ def test_a_commit_survives_a_reopen(home: Home, tables: list[Table]) -> None:
 
 
 def test_blocks_without_live_rows_are_freed_by_the_commit(home: Home, tables: list[Table]) -> None:
-    """The engine holds exactly the blocks from each stream's first live one on, and the newest state."""
+    """The engine holds exactly the blocks from each layout's first live one on, and the newest state."""
     store, world = home.open(tables), World(tables)
     for _ in range(7):
         world.run(store, 1)
@@ -58,12 +58,12 @@ def test_blocks_without_live_rows_are_freed_by_the_commit(home: Home, tables: li
         blocks = held_blocks(store)
         expected = len(store.commit.state_blocks())
         for segment in store.segments:
-            assert any(store.first_range(segment, g) < stream.num_ranges for g, stream in enumerate(segment.streams))
-            for g, stream in enumerate(segment.streams):
+            assert any(store.first_range(segment, g) < layout.num_ranges for g, layout in enumerate(segment.layouts))
+            for g, layout in enumerate(segment.layouts):
                 first = store.first_range(segment, g)
-                piece = stream.pages_of_range(first)[0] if first < stream.num_ranges else stream.num_pages
-                block = stream.block_of_page(piece) if piece < stream.num_pages else stream.num_blocks
-                expected += 2 * (stream.num_blocks - block)
+                page = layout.pages_of_range(first)[0] if first < layout.num_ranges else layout.num_pages
+                block = layout.block_of_page(page) if page < layout.num_pages else layout.num_blocks
+                expected += 2 * (layout.num_blocks - block)
         assert len(blocks) == expected
 
 
@@ -83,8 +83,8 @@ def test_a_commit_inside_a_pass_needs_its_rows(home: Home, tables: list[Table]) 
 def test_a_commit_inside_a_pass_without_rows_is_a_commit(home: Home, tables: list[Table]) -> None:
     """The segment that says so is kept, though it is empty."""
     store = home.open(tables)
-    streams = [SegmentLayout.of(row_bytes=g.row_bytes, page_rows=1, block_bytes=1000, ranges=()) for g in store.groups]
-    store.append(0, streams, [], within=True)
+    layouts = [SegmentLayout.of(row_bytes=g.row_bytes, page_rows=1, block_bytes=1000, ranges=()) for g in store.groups]
+    store.append(0, layouts, [], within=True)
     store.publish(Cursor(0, 7), **PLAIN)
     store = home.open()
     assert store.commit is not None
@@ -144,13 +144,13 @@ def test_append_refuses_blocks_that_are_not_what_was_announced(home: Home, table
     store, world = home.open(tables), World(tables)
     world.train()
     laid = [world.layout(group, within=False) for group in store.groups]
-    streams = [stream for stream, _ in laid]
+    layouts = [layout for layout, _ in laid]
 
     def blocks() -> list[Any]:
         return [
             (g, b, data.copy(), keys.copy())
-            for (stream, names), group in zip(laid, store.groups, strict=True)
-            for g, b, data, keys in world.blocks(stream, names, group)
+            for (layout, names), group in zip(laid, store.groups, strict=True)
+            for g, b, data, keys in world.blocks(layout, names, group)
         ]
 
     whole = blocks()
@@ -164,11 +164,11 @@ def test_append_refuses_blocks_that_are_not_what_was_announced(home: Home, table
     }
     for words, given in bad.items():
         with pytest.raises(ValueError, match=words):
-            store.append(0, streams, given)
-    with pytest.raises(ValueError, match="streams for"):
-        store.append(0, streams[:1], whole)
+            store.append(0, layouts, given)
+    with pytest.raises(ValueError, match="layouts for"):
+        store.append(0, layouts[:1], whole)
     assert store.segments == ()
-    store.append(0, streams, whole, stable=True)
+    store.append(0, layouts, whole, stable=True)
     store.publish(Cursor(1, 0), **PLAIN)
     world.pass_index = 1
     world.check(store, after=0)
@@ -195,17 +195,17 @@ def test_counters_count_rows_and_bytes(home: Home, tables: list[Table]) -> None:
     assert counters.row_bytes_read == loaded
 
 
-def test_reading_pieces_that_are_not_there_is_a_value_error(home: Home, tables: list[Table]) -> None:
-    """So are an array of another size and rows beyond the stream."""
+def test_reading_pages_that_are_not_there_is_a_value_error(home: Home, tables: list[Table]) -> None:
+    """So are an array of another size and rows beyond the layout."""
     store, world = home.open(tables), World(tables)
     world.run(store, 1)
     segment = store.segments[0]
     with pytest.raises(ValueError, match="are not there"):
-        store.read(segment, 0, 0, segment.streams[0].num_pages + 1, np.empty(0, np.uint8))
+        store.read(segment, 0, 0, segment.layouts[0].num_pages + 1, np.empty(0, np.uint8))
     with pytest.raises(ValueError, match="contiguous bytes"):
         store.read(segment, 0, 0, 1, np.empty(1, np.uint8))
     with pytest.raises(ValueError, match="are not all in segment"):
-        store.read_rows(segment, 0, np.array([segment.streams[0].rows]))
+        store.read_rows(segment, 0, np.array([segment.layouts[0].rows]))
 
 
 def test_reading_freed_blocks_is_refused(home: Home, tables: list[Table]) -> None:
@@ -215,7 +215,7 @@ def test_reading_freed_blocks_is_refused(home: Home, tables: list[Table]) -> Non
     old = store.segments[0]
     world.run(store, 4)
     with pytest.raises(CorruptBlockError, match=r"block 0 of segment 0 .* (is missing|has checksum)"):
-        store.read(old, 0, 0, 1, np.empty(old.streams[0].byte_of_page(1), np.uint8))
+        store.read(old, 0, 0, 1, np.empty(old.layouts[0].byte_of_page(1), np.uint8))
 
 
 def test_a_closed_store_says_so(home: Home, tables: list[Table]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.memory import Peak, run_alone
 from tiercache.store import SGD, Cursor, Range, Store, Table, Zeros, hash_keys
-from tiercache.store.base_segment import base_stream
+from tiercache.store.base_segment import base_layout
 from tiercache.store.key_invariants import SORT_BYTES, VERIFY_BYTES
 from tiercache.store.verification import Verification
 
@@ -25,14 +25,14 @@ PASSES, PASS_ROWS = 3, 6_000_000
 def make(path: Path) -> None:
     """Dump pass after pass, each with other keys."""
     with Store.open(path, tables=[ONE]) as store:
-        stream = base_stream(store.groups[0], [Range(next_use=9, table_rows=(PASS_ROWS,))])
-        rows = np.zeros(stream.block_rows * ONE.row_bytes, np.uint8)
+        layout = base_layout(store.groups[0], [Range(next_use=9, table_rows=(PASS_ROWS,))])
+        rows = np.zeros(layout.block_rows * ONE.row_bytes, np.uint8)
         for index in range(PASSES):
             keys = np.arange(index * PASS_ROWS, (index + 1) * PASS_ROWS)
             keys = keys[np.argsort(hash_keys(keys, ONE.table_id))]
-            cuts = [(b, *stream.rows_of_block(b)) for b in range(stream.num_blocks)]
+            cuts = [(b, *layout.rows_of_block(b)) for b in range(layout.num_blocks)]
             blocks = ((0, b, rows[: (high - low) * ONE.row_bytes], keys[low:high]) for b, low, high in cuts)
-            store.append(index, [stream], blocks)
+            store.append(index, [layout], blocks)
             store.publish(Cursor(index + 1, 0), state=b"", schedule_digest="", settings={}, environment={})
 
 

@@ -33,10 +33,10 @@ KINDS = ("zstd", "blosc")
 def test_inner_chunks_divide_chunks_and_are_about_pages(rows: int, page_rows: int, block_rows: int) -> None:
     """Chunks hold the rows of blocks, or all rows; a block of whole pages that are small has them as inner chunks."""
     ranges = (Range(next_use=1, table_rows=(rows,)),)
-    stream = SegmentLayout.of(row_bytes=4, page_rows=page_rows, block_bytes=4 * block_rows, ranges=ranges)
-    chunk_rows, inner_rows = cut(stream)
+    layout = SegmentLayout.of(row_bytes=4, page_rows=page_rows, block_bytes=4 * block_rows, ranges=ranges)
+    chunk_rows, inner_rows = cut(layout)
     assert chunk_rows % inner_rows == 0
-    assert chunk_rows >= rows if stream.num_blocks == 1 else chunk_rows == stream.block_rows
+    assert chunk_rows >= rows if layout.num_blocks == 1 else chunk_rows == layout.block_rows
     assert 4 * inner_rows >= min(page_rows, block_rows, rows)
     if block_rows % page_rows == 0:
         assert inner_rows == min(page_rows, rows)
@@ -151,9 +151,9 @@ def test_a_block_that_is_none_of_its_stream_is_an_error(tmp_path: Path) -> None:
         layout = layout_of((9,), block_rows=6, compression=compression)
         block: Block = segment_blocks(layout, 1)[0][0]
         for wrong in (block._replace(size=block.size + 4), block._replace(index=2), block._replace(index=-1)):
-            assert engine.problem(wrong) == "is none of its stream"
-            with pytest.raises(BlockReadError, match="is none of its stream"):
+            assert engine.problem(wrong) == "is none of its layout"
+            with pytest.raises(BlockReadError, match="is none of its layout"):
                 engine.read(ReadRequest(wrong, 0, np.empty(wrong.size, np.uint8)))
-            with pytest.raises(ValueError, match="is none of its stream"):
+            with pytest.raises(ValueError, match="is none of its layout"):
                 engine.write([(wrong, np.zeros(wrong.size, np.uint8))])
     engine.close()

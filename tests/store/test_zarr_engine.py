@@ -61,8 +61,8 @@ def field_of(layout: BlockLayout, written: dict[Block, bytes], at: int, row_byte
     found = b""
     for block, data in sorted(written.items(), key=lambda pair: pair[0].index):
         if block.kind == ROWS:
-            out = np.empty(len(data) // layout.stream.row_bytes * row_bytes, np.uint8)
-            split(layout.stream, block.index, np.frombuffer(data, np.uint8), at, out)
+            out = np.empty(len(data) // layout.segment_layout.row_bytes * row_bytes, np.uint8)
+            split(layout.segment_layout, block.index, np.frombuffer(data, np.uint8), at, out)
             found += out.tobytes()
     return found
 
@@ -76,7 +76,7 @@ def joined(written: dict[Block, bytes], kind: bytes) -> bytes:
 @pytest.mark.parametrize("place", ["disk", "elsewhere"])
 @pytest.mark.parametrize("compression", [None, "zstd", "blosc"])
 def test_plain_zarr_reads_the_arrays(tmp_path: Path, compression: str | None, place: str) -> None:
-    """Keys, last changes and each field, in the order of the stream, however many chunks they have."""
+    """Keys, last changes and each field, in the order of the layout, however many chunks they have."""
     for rows in ((10, 47), (3,), (7,), (21,), (30,)):
         store: Any = tmp_path / str(rows) if place == "disk" else MemoryStore()
         engine = ZarrEngine(store, create=True)
@@ -95,7 +95,7 @@ def test_plain_zarr_reads_the_arrays(tmp_path: Path, compression: str | None, pl
 
 @pytest.mark.usefixtures("small_chunks")
 def test_chunks_are_few_and_have_their_whole_length(tmp_path: Path) -> None:
-    """Three blocks of vectors in each, nine of state; a stream with one chunk has no padding."""
+    """Three blocks of vectors in each, nine of state; a layout with one chunk has no padding."""
     engine = ZarrEngine(tmp_path, create=True)
     put(engine, [*segment_blocks(layout_of((10, 47)), 1), *segment_blocks(layout_of((10,)), 2)])
     engine.close()
@@ -302,7 +302,7 @@ class TestRoom:
         engine.close()
 
     def test_files_and_folders_go_with_their_blocks(self, tmp_path: Path) -> None:
-        """A chunk with its last block, the folder of a stream with its last chunk."""
+        """A chunk with its last block, the folder of a layout with its last chunk."""
         engine = ZarrEngine(tmp_path, create=True)
         written = put(engine, [*segment_blocks(self.layout(), 1), *segment_blocks(layout_of((10,)), 2)])
         written |= put(engine, [state_block(some_bytes(5000), 3, commit=7)])

@@ -100,7 +100,7 @@ class World:
                 self.trained.add((table.name, key))
 
     def layout(self, group: Group, *, within: bool) -> tuple[SegmentLayout, list[Key]]:
-        """Return the stream of the present pass's dump, and its keys in order; note their next uses."""
+        """Return the layout of the present pass's dump, and its keys in order; note their next uses."""
         uses: dict[int, list[list[Key]]] = {}
         for place, table in enumerate(group.tables):
             keys = np.sort(self.passes[self.pass_index % self.num_passes][table.name])
@@ -111,31 +111,31 @@ class World:
                 uses.setdefault(use, [[] for _ in group.tables])[place].append(pair)
         ordered = sorted(uses.items())
         ranges = tuple(Range(next_use=use, table_rows=tuple(map(len, keys))) for use, keys in ordered)
-        stream = SegmentLayout.of(
+        layout = SegmentLayout.of(
             row_bytes=group.row_bytes,
             page_rows=self.page_rows,
             block_bytes=group.row_bytes * self.block_rows,
             ranges=ranges,
         )
-        return stream, [key for _, tables in ordered for keys in tables for key in keys]
+        return layout, [key for _, tables in ordered for keys in tables for key in keys]
 
     def blocks(
-        self, stream: SegmentLayout, keys: list[Key], group: Group
+        self, layout: SegmentLayout, keys: list[Key], group: Group
     ) -> Iterator[tuple[int, int, NDArray[np.uint8], NDArray[np.int64]]]:
-        """Yield the blocks of a stream, all in the same two arrays."""
-        data = np.empty(stream.block_rows * stream.row_bytes, dtype=np.uint8)
-        numbers = np.empty(stream.block_rows, dtype=np.int64)
-        for block in range(stream.num_blocks):
-            pieces = range(*stream.pages_of_block(block))
-            packed = b"".join(self.pack_piece(stream, keys, group, piece) for piece in pieces)
-            first, last = stream.rows_of_block(block)
+        """Yield the blocks of a layout, all in the same two arrays."""
+        data = np.empty(layout.block_rows * layout.row_bytes, dtype=np.uint8)
+        numbers = np.empty(layout.block_rows, dtype=np.int64)
+        for block in range(layout.num_blocks):
+            pages = range(*layout.pages_of_block(block))
+            packed = b"".join(self.pack_page(layout, keys, group, page) for page in pages)
+            first, last = layout.rows_of_block(block)
             data[: len(packed)] = np.frombuffer(packed, np.uint8)
             numbers[: last - first] = [key for _, key in keys[first:last]]
             yield group.index, block, data[: len(packed)], numbers[: last - first]
 
-    def pack_piece(self, stream: SegmentLayout, keys: list[Key], group: Group, piece: int) -> bytes:
-        """Return the bytes of a piece: field after field, in each row after row."""
-        first, last = stream.row_of_page(piece), stream.row_of_page(piece + 1)
+    def pack_page(self, layout: SegmentLayout, keys: list[Key], group: Group, page: int) -> bytes:
+        """Return the bytes of a page: field after field, in each row after row."""
+        first, last = layout.row_of_page(page), layout.row_of_page(page + 1)
         rows = [np.frombuffer(self.rows[key], np.float32) for key in keys[first:last]]
         cuts = np.cumsum([f.words for f in group.fields])[:-1]
         fields = zip(*(np.split(row, cuts) for row in rows), strict=True)
@@ -146,11 +146,11 @@ class World:
         laid = [self.layout(group, within=within) for group in store.groups]
         blocks = (
             block
-            for (stream, keys), group in zip(laid, store.groups, strict=True)
-            for block in self.blocks(stream, keys, group)
+            for (layout, keys), group in zip(laid, store.groups, strict=True)
+            for block in self.blocks(layout, keys, group)
         )
-        streams = [stream for stream, _ in laid]
-        return store.append(self.pass_index, streams, blocks, within=within)
+        layouts = [layout for layout, _ in laid]
+        return store.append(self.pass_index, layouts, blocks, within=within)
 
     def compact(self, store: Store) -> None:
         """Compact; from now on no row has a next use, and only ``follow`` leads on."""
@@ -269,32 +269,32 @@ class World:
             assert store.segments[-1].id == ids[0]
 
     def load_range(self, store: Store, segment: Segment, group: Group, pass_index: int) -> dict[Key, bytes]:
-        """Read the live range with next use ``pass_index`` of a segment stream, row by row."""
-        stream, loaded = segment.streams[group.index], {}
-        for index in range(store.first_range(segment, group.index), stream.num_ranges):
-            if stream.ranges[index].next_use != pass_index:
+        """Read the live range with next use ``pass_index`` of a layout, row by row."""
+        layout, loaded = segment.layouts[group.index], {}
+        for index in range(store.first_range(segment, group.index), layout.num_ranges):
+            if layout.ranges[index].next_use != pass_index:
                 continue
-            low, high = stream.pages_of_range(index)
-            out = np.empty(stream.byte_of_page(high) - stream.byte_of_page(low), np.uint8)
+            low, high = layout.pages_of_range(index)
+            out = np.empty(layout.byte_of_page(high) - layout.byte_of_page(low), np.uint8)
             store.read(segment, group.index, low, high, out)
             names = [
                 table.name
-                for table, count in zip(group.tables, stream.ranges[index].table_rows, strict=True)
+                for table, count in zip(group.tables, layout.ranges[index].table_rows, strict=True)
                 for _ in range(count)
             ]
             at = 0
-            for piece in range(low, high):
-                count = stream.row_of_page(piece + 1) - stream.row_of_page(piece)
-                first = stream.row_of_page(piece)
-                numbers = out[at : at + count * stream.row_bytes].view(np.float32)
-                at += count * stream.row_bytes
+            for page in range(low, high):
+                count = layout.row_of_page(page + 1) - layout.row_of_page(page)
+                first = layout.row_of_page(page)
+                numbers = out[at : at + count * layout.row_bytes].view(np.float32)
+                at += count * layout.row_bytes
                 cuts = np.cumsum([f.words * count for f in group.fields])[:-1]
                 fields = [part.reshape(count, -1) for part in np.split(numbers, cuts)]
-                block = stream.block_of_page(piece)
+                block = layout.block_of_page(page)
                 keys = store.read_keys(segment, group.index, block)
                 for i in range(count):
-                    key = int(keys[first + i - stream.rows_of_block(block)[0]])
-                    name = names[first + i - stream.first_row_R.item(index)]
+                    key = int(keys[first + i - layout.rows_of_block(block)[0]])
+                    name = names[first + i - layout.first_row_R.item(index)]
                     loaded[name, key] = b"".join(values[i].tobytes() for values in fields)
         return loaded
 

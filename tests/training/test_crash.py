@@ -172,13 +172,13 @@ def flip_in_rows(path: Path) -> int:
     with tc.Store.open(path, mode="r") as store:
         group = next(g.index for g in store.groups if g.tables[0].name == "a")
         segment = store.segments[-1]
-        stream = segment.streams[group]
-    block = stream.num_blocks - 1
+        layout = segment.layouts[group]
+    block = layout.num_blocks - 1
     at = flip_in_the_middle(path, (ROWS, segment.id, group, block))
-    first = stream.pages_of_block(block)[0]
-    base = stream.byte_of_page(first)
-    page = stream.page_of_row((base + at) // stream.row_bytes)
-    return int(stream.next_use_R[stream.range_of_page(page)])
+    first = layout.pages_of_block(block)[0]
+    base = layout.byte_of_page(first)
+    page = layout.page_of_row((base + at) // layout.row_bytes)
+    return int(layout.next_use_R[layout.range_of_page(page)])
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def test_a_commit_inside_a_pass_brings_nothing_to_the_device(tmp_path: Path) -> 
             cache.drain()  # the reader copies keys of new rows
             before = 0 if gpu is None else gpu.copied
             cache.commit()
-            blocks = next(s for s in store.segments if s.within).streams[0].num_blocks
+            blocks = next(s for s in store.segments if s.within).layouts[0].num_blocks
             assert blocks > 10
             seen.append(0 if gpu is None else gpu.copied - before)
 
@@ -125,17 +125,17 @@ def test_of_an_order_a_block_brings_what_it_has(tmp_path: Path) -> None:
         next(loop := cache.passes(epochs=1))
         packer, plan = cache._rows.transfer._packer, cache._rows.transfer.plan
         assert plan is not None
-        stream, order = plan.dumps[0], cache._rows.transfer.assignments[0].dump_order_K
-        num = stream.num_blocks
+        layout, order = plan.dumps[0], cache._rows.transfer.assignments[0].dump_order_K
+        num = layout.num_blocks
         assert num > 10
         found = []
         for together in ([range(num)], [range(3), range(3, num)], [range(b, b + 1) for b in range(num)]):
             before = gpu.copied
-            data = [cache._backend.scratch(stream.bytes_of_block(b)) for b in range(stream.num_blocks)]
+            data = [cache._backend.scratch(layout.bytes_of_block(b)) for b in range(layout.num_blocks)]
             for blocks in together:
-                packer.pack(0, order, packer.target(stream, blocks[0], [data[b] for b in blocks]))
+                packer.pack(0, order, packer.target(layout, blocks[0], [data[b] for b in blocks]))
                 cache._backend.streams.dumped().wait()
-            assert gpu.copied - before == 4 * stream.rows
+            assert gpu.copied - before == 4 * layout.rows
             found.append(np.concatenate(data))
         assert np.array_equal(found[0], found[1])
         assert np.array_equal(found[0], found[2])
@@ -168,12 +168,12 @@ def test_a_full_block_of_rows_of_a_page_at_most_has_the_pages_of_a_region(words:
     row_bytes = 4 * words
     budget = HostBudget.plan(total, evaluation=None, largest_row=row_bytes, largest_pass=largest)
     rows = budget.block // row_bytes
-    stream = SegmentLayout.of(
-        row_bytes=row_bytes, page_rows=max(1, budget.piece // row_bytes), block_bytes=budget.block,
+    layout = SegmentLayout.of(
+        row_bytes=row_bytes, page_rows=max(1, budget.page // row_bytes), block_bytes=budget.block,
         ranges=(Range(next_use=1, table_rows=(rows,)),),
     )  # fmt: skip
-    assert stream.num_blocks == 1
-    assert paged(stream.bytes_of_block(0)) == budget.region == paged(budget.block)
+    assert layout.num_blocks == 1
+    assert paged(layout.bytes_of_block(0)) == budget.region == paged(budget.block)
     unrounded = max(min(largest // 32, 16 << 20), row_bytes, PAGE_BYTES)
     assert budget.region == paged(unrounded)
 

@@ -30,7 +30,7 @@ from tests.training.cases import (
 from tiercache.data.from_arrays import write_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.store import MemoryEngine, fill, verify
-from tiercache.store.base_segment import base_stream
+from tiercache.store.base_segment import base_layout
 from tiercache.store.segment import BASE_PASS
 from tiercache.tiers.segments import segments_by_pass
 
@@ -310,13 +310,13 @@ def test_rows_from_outside_are_what_training_goes_on_from(tmp_path: Path, engine
 
 
 @pytest.mark.parametrize("pass_rows", [256, 2048])
-@pytest.mark.parametrize("large_pieces", [False, True])
+@pytest.mark.parametrize("large_pages", [False, True])
 def test_a_reorganized_store_trains_at_the_smallest_host_budget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pass_rows: int, large_pieces: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pass_rows: int, large_pages: bool
 ) -> None:
     """Ranges of first uses are longer than a region of host memory, whose peak stays within the plan.
 
-    So it is also where the store was put in order with pieces of 64 KiB, whatever the passes.
+    So it is also where the store was put in order with pages of 40 KiB, whatever the passes.
     """
     tables = (table("user", 24), table("item", 24))
     specs = (Spec(name="u", table="user"), Spec(name="i", table="item", hotness="multi_hot"))
@@ -328,22 +328,22 @@ def test_a_reorganized_store_trains_at_the_smallest_host_budget(
     with open_store(tmp_path / "s", case, "memory") as store:
         with tiered(store, passes) as cache:
             train(cache, case)
-        if large_pieces:
-            monkeypatch.setattr("tiercache.training.reorganize.partial", lambda *_, **__: base_stream)
+        if large_pages:
+            monkeypatch.setattr("tiercache.training.reorganize.partial", lambda *_, **__: base_layout)
         tc.reorganize(store, passes, order_seed=5, progress=False)
         (base,) = segments_by_pass(store).values()
         smallest = smallest_host_budget(store, passes, device_budget="64MiB", order_seed=5)
         with tiered(store, passes, order_seed=5, host_budget=smallest) as cache:
-            first = base.streams[0].pages_of_range(0)
-            low, high = map(base.streams[0].byte_of_page, first)
+            first = base.layouts[0].pages_of_range(0)
+            low, high = map(base.layouts[0].byte_of_page, first)
             assert high - low > max(64 << 10, cache._rows.budget.block)
-            assert (base.streams[0].page_rows * base.streams[0].row_bytes > cache._rows.budget.piece) == large_pieces
+            assert (base.layouts[0].page_rows * base.layouts[0].row_bytes > cache._rows.budget.page) == large_pages
             train(cache, case)
             assert 0 < cache.host_bytes_peak <= cache._rows.budget.rows
 
 
-def test_a_piece_that_no_region_holds_is_said(tmp_path: Path) -> None:
-    """A plan that does not know of the store's pieces ends in a sentence, not in a loop."""
+def test_a_page_that_no_region_holds_is_said(tmp_path: Path) -> None:
+    """A plan that does not know of the store's pages ends in a sentence, not in a loop."""
     case, one, two = two_days(tmp_path, num_samples=4 * 4096, pass_rows=4096, num_keys=9000)
     with open_store(tmp_path / "s", case, "memory") as store:
         with tiered(store, one) as cache:
@@ -351,5 +351,5 @@ def test_a_piece_that_no_region_holds_is_said(tmp_path: Path) -> None:
         tc.reorganize(store, two, progress=False)
         with tiered(store, two) as cache:
             cache._rows.memory.region_bytes = 1024
-            with pytest.raises(tc.TierCacheError, match=r"reads a piece of [\d,]+ bytes into regions of 1,024"):
+            with pytest.raises(tc.TierCacheError, match=r"reads a page of [\d,]+ bytes into regions of 1,024"):
                 train(cache, case)

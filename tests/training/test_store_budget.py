@@ -189,11 +189,11 @@ def test_the_live_rows_of_a_plan_are_those_of_the_store(tmp_path: Path, passes: 
             needed = store.history.needed
             total = 0
             for segment in needed.segments.values():
-                for group, stream in zip(store.groups, segment.streams, strict=True):
-                    rows = min(stream.block_rows, stream.rows)
+                for group, layout in zip(store.groups, segment.layouts, strict=True):
+                    rows = min(layout.block_rows, layout.rows)
                     size = (
                         sum(-(-4 * f.width * rows // 4096) * 4096 for f in group.fields) + -(-8 * rows // 4096) * 4096
                     )
-                    total += (stream.num_blocks - needed.first_blocks[segment.id][group.index]) * size
+                    total += (layout.num_blocks - needed.first_blocks[segment.id][group.index]) * size
             live.append(total)
     assert max(live) == plan.live

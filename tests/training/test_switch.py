@@ -292,7 +292,7 @@ def test_no_two_threads_are_in_the_host_tier_at_once(tmp_path: Path, monkeypatch
 
         return call
 
-    for name in ("enter", "keep", "clear", "piece"):
+    for name in ("enter", "keep", "clear", "page"):
         monkeypatch.setattr(HostTier, name, alone(name))
     keys = np.asarray(passes.passes[-1].keys("a"))
     with open_store(tmp_path / "x", CASE, "lmdb") as store, tiered(store, passes) as cache:

@@ -47,7 +47,7 @@ def verified(report: dict[str, Any]) -> str:
     shards = f"{report['ranks']} shards that belong together at " if "ranks" in report else ""
     return (
         f"{report['path']} is whole: {shards}{commits} commit{'s' if commits != 1 else ''}, {report['segments']} "
-        f"segments, {report['pieces']:,} pieces and {report['rows']:,} rows ({format_bytes(report['bytes'])}) are what "
+        f"segments, {report['pages']:,} pages and {report['rows']:,} rows ({format_bytes(report['bytes'])}) are what "
         "was written"
     )
 

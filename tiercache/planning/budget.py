@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 PAGE_BYTES = 4096
 ALIGNED_BYTES = 64 << 10
 """Reads of at least so many bytes are staged as they lie in their pages of the file, and then need no copy."""
-MAX_PIECE_BYTES = 64 << 10
+MAX_PAGE_BYTES = 64 << 10
 CHECKED_BYTES = 4 << 20
 """Bytes of a file of next uses for each checksum in it."""
 MAX_BLOCK_BYTES = 16 << 20
@@ -27,8 +27,8 @@ SWEPT_KEY_BYTES = 128
 """The most bytes that finding the uses of a key takes while its hash range is gone through."""
 _RANGE_BYTES, _RANGE_TABLE_BYTES = 288, 48
 """Of a range, and of each table in it: its counts, where it lies, and what the store keeps of it while it is live."""
-_PIECE_BYTES = 56
-"""Of a piece: where it lies, and its checksum."""
+_PAGE_RECORD_BYTES = 56
+"""Of a page: where it lies, and its checksum."""
 _PASS_BYTES = 8 << 10
 """Of a pass and of each of its groups: its key set, its report, and the arrays of its segment."""
 _INDEX_BYTES = 48
@@ -51,40 +51,40 @@ class HostBudget:
     """Reserved for rows of evaluation passes."""
     transaction: int
     """What the engine is given at once, and what a commit inside a pass packs at a time."""
-    piece: int
-    """The most bytes of a piece: the unit of checksums and of eviction."""
+    page: int
+    """The most bytes of a page: the unit of checksums and of eviction."""
     block: int
     """The most bytes of a block: the unit of writing and freeing."""
-    staged_piece: int
-    """The most bytes of a piece that is read: one of a store that was put in order otherwise may be larger."""
+    staged_page: int
+    """The most bytes of a page that is read: one of a store that was put in order otherwise may be larger."""
     evaluation_given: bool = False
     """Whether the user said how much evaluation may have."""
     planning: int = 0
-    """What planner and store keep of ranges, pieces and passes, and the slots and orders of rows."""
+    """What planner and store keep of ranges, pages and passes, and the slots and orders of rows."""
     seeded: bool = False
     """Whether each epoch has its own order, so that uses are found while others are trained."""
 
     @classmethod
     def plan(
-        cls, total: int, *, evaluation: int | None, largest_row: int, largest_pass: int, stored_piece: int = 0
+        cls, total: int, *, evaluation: int | None, largest_row: int, largest_pass: int, stored_page: int = 0
     ) -> HostBudget:
         """Share out ``total``: blocks of a 32nd of the largest sub-dataset, transactions of a 16th of the budget.
 
-        Blocks lie between one row (a page) and 16 MiB, transactions between two blocks and 64 MiB. ``stored_piece``
-        bytes have the largest piece in the store that a pass waits for.
+        Blocks lie between one row (a page of memory) and 16 MiB, transactions between two blocks and 64 MiB. ``stored_page``
+        bytes have the largest page in the store that a pass waits for.
 
-        Blocks are whole pages, which they take in memory anyway: so one with as many rows as it holds, of a page at
-        most, has the pages of a region, and a region that was staging becomes a block with not a page locked anew.
+        Blocks are whole pages of memory, which they take anyway: so one with as many rows as it holds, each of such a
+        page at most, has those of a region, and a region that was staging becomes a block with none locked anew.
         """
         block = _clamp(paged(largest_pass // 32), max(largest_row, PAGE_BYTES), max(largest_row, MAX_BLOCK_BYTES))
-        piece = _clamp(block // 8, largest_row, max(largest_row, MAX_PIECE_BYTES))
+        page = _clamp(block // 8, largest_row, max(largest_row, MAX_PAGE_BYTES))
         return cls(
             total=total,
             evaluation=total // 16 if evaluation is None else evaluation,
             transaction=_clamp(total // 16, 2 * paged(block), MAX_TRANSACTION_BYTES),
-            piece=piece,
+            page=page,
             block=block,
-            staged_piece=max(piece, stored_piece),
+            staged_page=max(page, stored_page),
             evaluation_given=evaluation is not None,
         )
 
@@ -98,7 +98,7 @@ class HostBudget:
         *,
         seeded: bool = False,
     ) -> HostBudget:
-        """Share out ``total`` for these passes, of which rows wait in the segment streams ``stored``.
+        """Share out ``total`` for these passes, of which rows wait in the layouts ``stored``.
 
         ``seeded``: whether each epoch has its own order.
         """
@@ -107,7 +107,7 @@ class HostBudget:
             evaluation=evaluation,
             largest_row=max(group.row_bytes for group in positions.groups),
             largest_pass=max(positions.row_bytes(p) for p in range(positions.num_passes)),
-            stored_piece=max((stream.most_page_rows * stream.row_bytes for stream in stored), default=0),
+            stored_page=max((layout.most_page_rows * layout.row_bytes for layout in stored), default=0),
         )
         return replace(budget, planning=_planning_bytes(positions, budget, seeded=seeded), seeded=seeded)
 
@@ -142,9 +142,9 @@ class HostBudget:
 
     @property
     def region(self) -> int:
-        """Bytes of a region of host memory: whole pages of a block, or of two pieces that are read and are larger."""
-        pieces = 2 * self.staged_piece + PAGE_BYTES if self.staged_piece > self.piece else 0
-        return paged(max(self.block, pieces))
+        """Bytes of a region of host memory, in whole pages of it: a block, or two pages of rows read that are larger."""
+        pages = 2 * self.staged_page + PAGE_BYTES if self.staged_page > self.page else 0
+        return paged(max(self.block, pages))
 
     @property
     def rows(self) -> int:
@@ -162,9 +162,9 @@ def _planning_bytes(positions: Positions, budget: HostBudget, *, seeded: bool) -
     for g, group in enumerate(positions.groups):
         rows_P = np.array([positions.num_rows(p, g) for p in range(positions.num_passes)])
         ranges_P = np.minimum(rows_P, epochs * positions.num_passes)
-        cuts_P = rows_P // max(1, budget.piece // group.row_bytes) + rows_P // max(1, budget.block // group.row_bytes)
+        cuts_P = rows_P // max(1, budget.page // group.row_bytes) + rows_P // max(1, budget.block // group.row_bytes)
         total += int(ranges_P.sum()) * (_RANGE_BYTES + _RANGE_TABLE_BYTES * len(group.tables))
-        total += int((ranges_P + cuts_P).sum()) * _PIECE_BYTES
+        total += int((ranges_P + cuts_P).sum()) * _PAGE_RECORD_BYTES
     total += positions.num_passes * (1 + len(positions.groups)) * _PASS_BYTES
     return epochs * total + _INDEX_BYTES * max(positions.num_rows(p) for p in range(positions.num_passes))
 

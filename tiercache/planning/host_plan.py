@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Held(NamedTuple):
-    """Pieces ``[first, last)`` of one segment stream that the host holds."""
+    """Pages ``[first, last)`` of one layout that the host holds."""
 
     first: int
     last: int
@@ -35,21 +35,21 @@ def bytes_held(layout: SegmentLayout, held: Held) -> int:
 
 
 class HostContent:
-    """What the host holds beside dump and staging: for (pass dumped, group) a run of pieces in next-use order.
+    """What the host holds beside dump and staging: for (pass dumped, group) a run of pages in next-use order.
 
     Every range enters and leaves once, in the logarithm of the number of segments.
     """
 
     def __init__(self) -> None:
         self.held: dict[tuple[int, int], Held] = {}
-        """The pieces held, of segments that have any."""
+        """The pages held, of segments that have any."""
         self._ranges: dict[tuple[int, int], SegmentLayout] = {}
         self._bytes: dict[tuple[int, int], int] = {}
         self._total = 0
         self._soonest: list[tuple[int, int, int]] = []
-        """A heap: for each segment the next use of its first range, not later than that of its first piece held."""
+        """A heap: for each segment the next use of its first range, not later than that of its first page held."""
         self._farthest: list[tuple[int, int, int]] = []
-        """A heap of negated numbers: the next use of its last range, not sooner than that of its last piece held."""
+        """A heap of negated numbers: the next use of its last range, not sooner than that of its last page held."""
 
     def enter(self, pass_index: int, group: int, ranges: SegmentLayout) -> None:
         """Take in a whole dump."""
@@ -60,7 +60,7 @@ class HostContent:
             heappush(self._farthest, (-ranges.next_use_R.item(-1), -pass_index, -group))
 
     def find(self, pass_index: int, group: int) -> Held:
-        """Return the pieces held of a segment stream; an empty run where none is."""
+        """Return the pages held of a layout; an empty run where none is."""
         return self.held.get((pass_index, group), Held(0, 0))
 
     def keep(self, *, after: int, capacity: int) -> int:
@@ -84,7 +84,7 @@ class HostContent:
                 heappush(self._soonest, (ranges.next_use_R.item(index), *key))
 
     def _drop_farthest(self, capacity: int) -> None:
-        """Drop pieces from the end of the range with the farthest next use: as few as it takes, or all of it."""
+        """Drop pages from the end of the range with the farthest next use: as few as it takes, or all of it."""
         next_use, pass_index, group = self._farthest[0]
         key = -pass_index, -group
         if key not in self.held:

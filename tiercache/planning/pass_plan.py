@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """Rows that come from one earlier segment stream: first those in host memory, the rest from the store."""
+    """Rows that come from one earlier layout: first those in host memory, the rest from the store."""
 
     pass_index: int
     """The pass that dumped the segment; below 0: the base with which the schedule was entered."""
     group: int
     rows: int
     host: Held
-    """Pieces in host memory; they end where those of the store begin."""
+    """Pages in host memory; they end where those of the store begin."""
     store: Held
     store_rows: int
     store_bytes: int
@@ -76,7 +76,7 @@ class PassPlan:
 
     @cached_property
     def dumps(self) -> tuple[SegmentLayout, ...]:
-        """The streams of ``dump_ranges``: made when they are first asked for."""
+        """The layouts of ``dump_ranges``: made when they are first asked for."""
         return self.dump_ranges
 
     @property
@@ -128,7 +128,7 @@ class Planner:
         end: int | None = None,
         stored: Mapping[int, tuple[SegmentLayout, ...]],
     ) -> None:
-        """Begin at pass ``start``; ``stored`` holds the streams of the store's segments by pass.
+        """Begin at pass ``start``; ``stored`` holds the layouts of the store's segments by pass.
 
         Every ``commit_every``-th pass ends with a commit, and so does the one before ``end``. Planners can share
         ``counts``. Raises BudgetError where a pass's reserve exceeds the host budget.
@@ -179,7 +179,7 @@ class Planner:
 
     @staticmethod
     def layout(group: Group, ranges: Iterable[Range], budget: HostBudget) -> SegmentLayout:
-        """Cut ranges into pieces and blocks as the budget says; blocks have whole parts where these are compressed."""
+        """Cut ranges into pages and blocks as the budget says; blocks have whole parts where these are compressed."""
         page_rows, block_bytes = Planner._cut(group, budget)
         return SegmentLayout.of(
             row_bytes=group.row_bytes, page_rows=page_rows, block_bytes=block_bytes, ranges=tuple(ranges)
@@ -187,9 +187,9 @@ class Planner:
 
     @staticmethod
     def _cut(group: Group, budget: HostBudget) -> tuple[int, int]:
-        """Return the rows of a piece and the bytes of a block."""
+        """Return the rows of a page and the bytes of a block."""
         row_bytes = group.row_bytes
-        page_rows = max(1, budget.piece // row_bytes)
+        page_rows = max(1, budget.page // row_bytes)
         block_bytes = max(budget.block, page_rows * row_bytes)
         if group.compression is not None:
             block_bytes -= block_bytes % (row_bytes * compressed_rows(row_bytes, page_rows))
@@ -320,15 +320,15 @@ class Planner:
             total, blocks = total + int(sizes.sum()), blocks + int((sizes // self._budget.block).sum())
         # what is read at once from a block begins in its page where it does in the file: a page more for each
         shifts = 0
-        if max(self._budget.block, self._budget.staged_piece) >= ALIGNED_BYTES:
+        if max(self._budget.block, self._budget.staged_page) >= ALIGNED_BYTES:
             shifts = min(2 * sum(num_runs_G) + blocks, total // ALIGNED_BYTES)
         total, shift = total + shifts * PAGE_BYTES, PAGE_BYTES if shifts else 0
-        # staging is filled region by region; a region ends before the piece that does not fit, the last may be empty
-        regions = -(-total // max(1, self._budget.region - self._budget.staged_piece - shift))
+        # staging is filled region by region; a region ends before the page that does not fit, the last may be empty
+        regions = -(-total // max(1, self._budget.region - self._budget.staged_page - shift))
         # what waits in an earlier dump instead takes whole pages: more at both ends of each run and where a block ends
         ends = 3 * sum(num_runs_G) + blocks
         return (
-            total + regions * (self._budget.staged_piece + PAGE_BYTES + shift) + self._budget.region + ends * PAGE_BYTES
+            total + regions * (self._budget.staged_page + PAGE_BYTES + shift) + self._budget.region + ends * PAGE_BYTES
         )
 
     def _check_budget(self) -> None:

@@ -121,7 +121,7 @@ class _Rows:
         if newest.commit is not None:
             stale = sum(one.stale_rows[group.index][place] for one in newest.commit.settled)
             for segment in newest.segments:
-                rows = segment.streams[group.index].rows_of_table(place, newest.first_range(segment, group.index))
+                rows = segment.layouts[group.index].rows_of_table(place, newest.first_range(segment, group.index))
                 live, within = live + rows, within + rows * (segment.within and segment.pass_index >= 0)
         return cls(
             group=group.index, row_bytes=group.row_bytes, used=used[table.name], live=live, stale=stale, within=within
@@ -173,8 +173,8 @@ def _stored_bytes(groups: Sequence[Group], stored: History) -> int:
     """Return the bytes of all blocks that a commit needs."""
     needed = stored.needed
     return sum(
-        (stream.num_blocks - needed.first_blocks[id_][group.index])
-        * (block_bytes(group, min(stream.block_rows, stream.rows)) + paged(CHANGED_BYTES * stream.block_rows))
+        (layout.num_blocks - needed.first_blocks[id_][group.index])
+        * (block_bytes(group, min(layout.block_rows, layout.rows)) + paged(CHANGED_BYTES * layout.block_rows))
         for id_, segment in needed.segments.items()
-        for group, stream in zip(groups, segment.streams, strict=True)
+        for group, layout in zip(groups, segment.layouts, strict=True)
     )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group
 
 RECORD_BYTES = 1 << 20
-"""Records and what describes arrays: 4 bytes for each piece, and little else."""
+"""Records and what describes arrays: 4 bytes for each page, and little else."""
 _KEY_BYTES = 8
 
 
@@ -110,18 +110,18 @@ def _standing_bytes(groups: tuple[Group, ...], stored: History) -> int:
     earlier = History(stored.snapshots[: _of_earlier_schedules(stored.commits)]).needed.first_blocks
     total = 0
     for id_, segment in needed.segments.items():
-        for group, stream in zip(groups, segment.streams, strict=True):
-            firsts = [stream.num_blocks]
+        for group, layout in zip(groups, segment.layouts, strict=True):
+            firsts = [layout.num_blocks]
             if id_ in earlier:
                 firsts.append(earlier[id_][group.index])
             if id_ in settled:
                 firsts.append(needed.first_blocks[id_][group.index])
-            if (never := stream.range_of_use(NEVER)) is not None and stream.first_row_R.item(never) < stream.rows:
-                firsts.append(stream.first_row_R.item(never) // stream.block_rows)
-            total += (stream.num_blocks - min(firsts)) * block_bytes(group, min(stream.block_rows, stream.rows))
+            if (never := layout.range_of_use(NEVER)) is not None and layout.first_row_R.item(never) < layout.rows:
+                firsts.append(layout.first_row_R.item(never) // layout.block_rows)
+            total += (layout.num_blocks - min(firsts)) * block_bytes(group, min(layout.block_rows, layout.rows))
             if segment.changed and segment.changed[group.index].stored:
-                blocks = stream.num_blocks - needed.first_blocks[id_][group.index]
-                total += blocks * paged(CHANGED_BYTES * min(stream.block_rows, stream.rows))
+                blocks = layout.num_blocks - needed.first_blocks[id_][group.index]
+                total += blocks * paged(CHANGED_BYTES * min(layout.block_rows, layout.rows))
     return total
 
 

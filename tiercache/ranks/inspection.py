@@ -132,7 +132,7 @@ def verify_sharded(
         before += last[1]
         report["parts"].append(part)
         problems += [f"part {rank}: {problem}" for problem in part["problems"]]
-    for name in ("segments", "blocks", "pieces", "rows", "bytes"):
+    for name in ("segments", "blocks", "pages", "rows", "bytes"):
         report[name] = sum(part.get(name, 0) for part in report["parts"])
     if record.cursor is not None and not problems:
         try:
@@ -176,10 +176,10 @@ def _within(part: Store, table: Table, low: int, high: int) -> bool:
     group, mine = find_table(part.groups, table.name, part.label)
     snapshot = part.snapshot
     for run in runs_of(part, snapshot, snapshot.committed, group, mine):
-        stream = run.segment.streams[group.index]
+        layout = run.segment.layouts[group.index]
         for row in (run.low, run.high - 1):
-            block = row // stream.block_rows
-            key = part.read_keys(run.segment, group.index, block)[row - stream.rows_of_block(block)[0]]
+            block = row // layout.block_rows
+            key = part.read_keys(run.segment, group.index, block)[row - layout.rows_of_block(block)[0]]
             if not low <= int(hash_keys(np.array([key]), table.table_id)[0]) < high:
                 return False
     return True

@@ -95,10 +95,10 @@ class _InRange:
         self._first, self._last = np.uint64(hashes[0]), np.uint64(hashes[1] - 1)
 
     def __call__(self, segment: Segment, group: int, low: int, high: int) -> NDArray[np.bool_]:
-        """Return which of the rows [low, high) of a segment stream are wanted."""
-        stream, chosen = segment.streams[group], np.empty(high - low, dtype=np.bool_)
-        for block in range(low // stream.block_rows, -(-high // stream.block_rows)):
-            start, end = stream.rows_of_block(block)
+        """Return which of the rows [low, high) of a layout are wanted."""
+        layout, chosen = segment.layouts[group], np.empty(high - low, dtype=np.bool_)
+        for block in range(low // layout.block_rows, -(-high // layout.block_rows)):
+            start, end = layout.rows_of_block(block)
             first, last = max(low, start), min(high, end)
             keys = self._keys(segment, group, block)[first - start : last - start]
             hashes = hash_keys(keys, self._table_id)

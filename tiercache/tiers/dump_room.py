@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class DumpRoom(NamedTuple):
     """For the rows of one group."""
 
-    stream: SegmentLayout
+    layout: SegmentLayout
     order: NDArray[np.int32]
     """Their positions."""
     regions: list[PinnedRegion]
@@ -47,12 +47,12 @@ def make_room(
     """Make room for the dump of ``plan``; of the dumps before it the host keeps what the pass after it wants."""
     host.keep({} if upcoming is None else _wanted(upcoming), not_before=plan.pass_index)
     dumps = []
-    for g, stream in enumerate(plan.dumps):
+    for g, layout in enumerate(plan.dumps):
         order = assignments[g].dump_order_K
-        order = order[order.size - stream.rows :]  # without the kept rows where they are not written
-        regions = host.enter(plan.pass_index, g, stream)
-        target = packer.target(stream, 0, [region.data for region in regions])
-        dumps.append(DumpRoom(stream, order, regions, target))
+        order = order[order.size - layout.rows :]  # without the kept rows where they are not written
+        regions = host.enter(plan.pass_index, g, layout)
+        target = packer.target(layout, 0, [region.data for region in regions])
+        dumps.append(DumpRoom(layout, order, regions, target))
     return Room(dumps, unpacker.lay_out_held(upcoming))
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Run(NamedTuple):
-    """Pieces [first, last) of a stream, together in memory."""
+    """Pages [first, last) of a layout, together in memory."""
 
     first: int
     last: int
@@ -35,14 +35,14 @@ class HostTier:
         self.memory = memory
         self._blocks: dict[tuple[int, int], dict[int, PinnedRegion]] = {}
         """By number, without those that were freed."""
-        self._streams: dict[tuple[int, int], SegmentLayout] = {}
+        self._layouts: dict[tuple[int, int], SegmentLayout] = {}
 
-    def enter(self, pass_index: int, group: int, stream: SegmentLayout) -> list[PinnedRegion]:
+    def enter(self, pass_index: int, group: int, layout: SegmentLayout) -> list[PinnedRegion]:
         """Make room for a dump and return its blocks, to be filled."""
-        blocks = [self.memory.take(stream.bytes_of_block(block)) for block in range(stream.num_blocks)]
+        blocks = [self.memory.take(layout.bytes_of_block(block)) for block in range(layout.num_blocks)]
         if blocks:
             self._blocks[pass_index, group] = dict(enumerate(blocks))
-            self._streams[pass_index, group] = stream
+            self._layouts[pass_index, group] = layout
         return blocks
 
     def keep(self, retained: Mapping[tuple[int, int], Held], *, not_before: int) -> None:
@@ -59,51 +59,51 @@ class HostTier:
         for key in list(self._blocks):
             self._drop(key)
 
-    def stream(self, pass_index: int, group: int) -> SegmentLayout:
+    def layout(self, pass_index: int, group: int) -> SegmentLayout:
         """Return how the blocks of a dump are laid out."""
-        return self._streams[pass_index, group]
+        return self._layouts[pass_index, group]
 
     def runs(self, pass_index: int, group: int, held: Held) -> Iterator[Run]:
-        """Yield the pieces of ``held``, block after block."""
+        """Yield the pages of ``held``, block after block."""
         key = pass_index, group
-        stream = self._streams[key]
-        piece = held.first
-        while piece < held.last:
-            block = stream.block_of_page(piece)
-            last = min(held.last, stream.pages_of_block(block)[1])
-            base = stream.byte_of_block(block)
+        layout = self._layouts[key]
+        page = held.first
+        while page < held.last:
+            block = layout.block_of_page(page)
+            last = min(held.last, layout.pages_of_block(block)[1])
+            base = layout.byte_of_block(block)
             data = self._blocks[key][block].data
             yield Run(
-                piece,
+                page,
                 last,
-                data[stream.byte_of_page(piece) - base : stream.byte_of_page(last) - base],
+                data[layout.byte_of_page(page) - base : layout.byte_of_page(last) - base],
             )
-            piece = last
+            page = last
 
-    def piece(self, pass_index: int, group: int, piece: int) -> NDArray[np.uint8] | None:
-        """Return the bytes of one piece, or None where they are not here."""
+    def page(self, pass_index: int, group: int, page: int) -> NDArray[np.uint8] | None:
+        """Return the bytes of one page, or None where they are not here."""
         blocks = self._blocks.get((pass_index, group))
         if blocks is None:
             return None
-        stream = self._streams[pass_index, group]
-        block = stream.block_of_page(piece)
+        layout = self._layouts[pass_index, group]
+        block = layout.block_of_page(page)
         region = blocks.get(block)
         if region is None:
             return None
-        base = stream.byte_of_block(block)
-        low, high = stream.byte_of_page(piece) - base, stream.byte_of_page(piece + 1) - base
+        base = layout.byte_of_block(block)
+        low, high = layout.byte_of_page(page) - base, layout.byte_of_page(page + 1) - base
         return region.data[low:high] if region.holds(low, high) else None
 
     def _drop(self, key: tuple[int, int]) -> None:
         for region in self._blocks.pop(key).values():
             self.memory.give_back(region)
-        del self._streams[key]
+        del self._layouts[key]
 
     def _shrink(self, key: tuple[int, int], held: Held) -> None:
-        stream, blocks = self._streams[key], self._blocks[key]
-        low, high = stream.byte_of_page(held.first), stream.byte_of_page(held.last)
+        layout, blocks = self._layouts[key], self._blocks[key]
+        low, high = layout.byte_of_page(held.first), layout.byte_of_page(held.last)
         for block, region in list(blocks.items()):
-            base = stream.byte_of_block(block)
+            base = layout.byte_of_block(block)
             end = base + region.data.size
             if end <= low or base >= high:
                 self.memory.give_back(blocks.pop(block))

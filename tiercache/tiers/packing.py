@@ -68,18 +68,18 @@ class Packer:
     ) -> None:
         self._device, self._backend, self._positions, self._keys_of = device, backend, positions, keys_of
 
-    def target(self, stream: SegmentLayout, first_block: int, blocks: Sequence[NDArray[np.uint8]]) -> list[Part]:
+    def target(self, layout: SegmentLayout, first_block: int, blocks: Sequence[NDArray[np.uint8]]) -> list[Part]:
         """Lay out the pieces of neighboring blocks, given by their bytes. Any thread."""
         numbers = range(first_block, first_block + len(blocks))
-        of_blocks = ((stream.rows_of_block(n)[0], stream.pages_of_block(n), blocks[n - first_block]) for n in numbers)
+        of_blocks = ((layout.rows_of_block(n)[0], layout.pages_of_block(n), blocks[n - first_block]) for n in numbers)
         return _parts(
             self._backend,
-            stream.row_bytes // 4,
-            [_Run(row, stream, low, high, data) for row, (low, high), data in of_blocks],
+            layout.row_bytes // 4,
+            [_Run(row, layout, low, high, data) for row, (low, high), data in of_blocks],
         )
 
     def pack(self, group: int, order: NDArray[np.int32] | None, target: Sequence[Part]) -> list[Departed]:
-        """Fill blocks; ``order`` has the positions of the stream's rows.
+        """Fill blocks; ``order`` has the positions of the layout's rows.
 
         None: rows stand in the order of their positions. Of an order what these blocks have comes to the device, and
         no more. The bytes are there when the last mark has passed.
@@ -96,14 +96,14 @@ class Packer:
         return departed
 
     def keys(
-        self, sub_dataset: int, group: int, order: NDArray[np.int32] | None, stream: SegmentLayout
+        self, sub_dataset: int, group: int, order: NDArray[np.int32] | None, layout: SegmentLayout
     ) -> Iterator[NDArray[np.int64]]:
         """Yield the keys of each block in the order of its rows, as of `pack`; of many they are looked up together."""
         starts, first_table = self._positions.table_starts(sub_dataset, group), self._positions.first_table(group)
         keys_T = [np.asarray(self._keys_of(sub_dataset, first_table + i)) for i in range(len(starts) - 1)]
-        at_once = max(1, _KEY_ROWS // stream.block_rows)
-        for block in range(0, stream.num_blocks, at_once):
-            blocks = [stream.rows_of_block(b) for b in range(block, min(block + at_once, stream.num_blocks))]
+        at_once = max(1, _KEY_ROWS // layout.block_rows)
+        for block in range(0, layout.num_blocks, at_once):
+            blocks = [layout.rows_of_block(b) for b in range(block, min(block + at_once, layout.num_blocks))]
             here = slice(blocks[0][0], blocks[-1][1])
             positions = np.arange(here.start, here.stop, dtype=np.int32) if order is None else order[here]
             if len(keys_T) == 1:
@@ -139,18 +139,18 @@ class Unpacker:
             next_G = list(plan.kept_G)
             for load in plan.loads:
                 if load.host.first < load.host.last:
-                    first, stream = next_G[load.group], self._host.stream(load.pass_index, load.group)
+                    first, layout = next_G[load.group], self._host.layout(load.pass_index, load.group)
                     for low, high, data in self._host.runs(load.pass_index, load.group, load.host):
-                        runs_G[load.group].append(_Run(first, stream, low, high, data))
-                        first += stream.row_of_page(high) - stream.row_of_page(low)
+                        runs_G[load.group].append(_Run(first, layout, low, high, data))
+                        first += layout.row_of_page(high) - layout.row_of_page(low)
                 next_G[load.group] += load.rows
         return self._laid_out(runs_G)
 
     def lay_out_staged(self, staged: Staged) -> StagedLayout:
         """Lay out what was staged. Any thread."""
         runs_G: list[list[_Run]] = [[] for _ in self._positions.groups]
-        for pieces in staged.pieces:
-            runs_G[pieces.group].append(_Run(pieces.first_row, pieces.stream, *pieces.held, pieces.data))
+        for pages in staged.pages:
+            runs_G[pages.group].append(_Run(pages.first_row, pages.layout, *pages.held, pages.data))
         vectors_G = [self._backend.pieces(group.fields[0].words) for group in self._positions.groups]
         for new in staged.rows:
             one_piece = np.array([new.words_RW.shape[0]]), np.zeros(1, dtype=np.int64)
@@ -207,10 +207,10 @@ class Unpacker:
 
 
 class _Run(NamedTuple):
-    """Pieces [low, high) of a stream, together in memory, whose rows stand from ``first`` on in the order of moving."""
+    """Pages [low, high) of a layout, together in memory, whose rows stand from ``first`` on in the order of moving."""
 
     first: int
-    stream: SegmentLayout
+    layout: SegmentLayout
     low: int
     high: int
     data: NDArray[np.uint8]
@@ -218,7 +218,7 @@ class _Run(NamedTuple):
     @property
     def last(self) -> int:
         """The place behind its rows."""
-        return self.first + self.stream.row_of_page(self.high) - self.stream.row_of_page(self.low)
+        return self.first + self.layout.row_of_page(self.high) - self.layout.row_of_page(self.low)
 
 
 def _last_row(of: Part | Departed) -> int:
@@ -245,11 +245,11 @@ def _parts(backend: Backend, row_floats: int, runs: Sequence[_Run], *, apart: bo
 
 def _add_runs(pieces: Pieces, runs: Sequence[_Run], before: int) -> None:
     """Add all at once: a pass has many, and each call takes the interpreter from the training."""
-    rows = np.concatenate([run.stream.page_sizes(run.low, run.high) for run in runs])
+    rows = np.concatenate([run.layout.page_sizes(run.low, run.high) for run in runs])
     cuts, begin = np.zeros(len(runs) + 1, np.int64), np.zeros(rows.size, np.int64)
     np.cumsum([run.high - run.low for run in runs], out=cuts[1:])
     np.cumsum(rows[:-1], out=begin[1:])
     begin -= begin[cuts[:-1]].repeat(cuts[1:] - cuts[:-1])
     data = [run.data.view(np.float32) for run in runs]
-    row_floats = runs[0].stream.row_bytes // 4
+    row_floats = runs[0].layout.row_bytes // 4
     pieces.add_each(np.array([run.first - before for run in runs]), rows, begin * row_floats, data, cuts)

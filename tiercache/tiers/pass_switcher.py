@@ -205,7 +205,7 @@ class PassSwitcher:
         """
         plan = self._plan_now()
         self._await_writer()
-        streams = tuple(
+        layouts = tuple(
             self._planner_now().layout(
                 group,
                 [Range(next_use=plan.pass_index, table_rows=tuple(
@@ -218,15 +218,15 @@ class PassSwitcher:
 
         def blocks() -> Iterator[tuple[int, int, NDArray[np.uint8], NDArray[np.int64]]]:
             scratch = self._backend.scratch(paged(self._budget.block))
-            for g, stream in enumerate(streams):
-                for b, keys in enumerate(self._packer.keys(plan.sub_dataset, g, None, stream)):
-                    data = scratch[: stream.bytes_of_block(b)]
-                    self._packer.pack(g, None, self._packer.target(stream, b, [data]))
+            for g, layout in enumerate(layouts):
+                for b, keys in enumerate(self._packer.keys(plan.sub_dataset, g, None, layout)):
+                    data = scratch[: layout.bytes_of_block(b)]
+                    self._packer.pack(g, None, self._packer.target(layout, b, [data]))
                     self._backend.streams.dumped().wait()
                     yield g, b, data, keys
 
         def write() -> None:
-            self._store.append(plan.pass_index, streams, blocks(), within=True)
+            self._store.append(plan.pass_index, layouts, blocks(), within=True)
             self._publish(Cursor(pass_index=plan.pass_index, sample=sample), state)
 
         try:
@@ -284,9 +284,9 @@ class PassSwitcher:
             plan.dumps,
             (
                 (g, b, region.data, keys)
-                for g, (stream, order, regions, _) in enumerate(dumps)
+                for g, (layout, order, regions, _) in enumerate(dumps)
                 for b, (region, keys) in enumerate(
-                    zip(regions, self._packer.keys(plan.sub_dataset, g, order, stream), strict=True)
+                    zip(regions, self._packer.keys(plan.sub_dataset, g, order, layout), strict=True)
                 )
             ),
             stable=True,
@@ -364,11 +364,11 @@ class PassSwitcher:
             assignment.load_K = assignment.load_K[:0].copy()
         self.plan, self.assignments = plan, staged.assignments
 
-    def cached_piece(self, segment_id: int, group: int, piece: int) -> NDArray[np.uint8] | None:
-        """Return the bytes of a piece that the host holds, or None."""
+    def cached_page(self, segment_id: int, group: int, page: int) -> NDArray[np.uint8] | None:
+        """Return the bytes of a page that the host holds, or None."""
         for pass_index, segment in self._segments.items():
             if segment.id == segment_id and not segment.within:
-                return self.host.piece(pass_index, group, piece)
+                return self.host.page(pass_index, group, page)
         return None
 
     # -- small things -------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy as np
 
 from tiercache.errors import StateError
 from tiercache.planning.budget import ALIGNED_BYTES, PAGE_BYTES
-from tiercache.store.reading import Pieces
+from tiercache.store.reading import Pages
 from tiercache.tiers.first_vectors import first_vectors
 
 if TYPE_CHECKING:
@@ -34,12 +34,12 @@ _KEY_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class StagedPieces:
-    """Pieces read from the store, and the first place of their rows in the order of loading."""
+class StagedPages:
+    """Pages read from the store, and the first place of their rows in the order of loading."""
 
     group: int
     first_row: int
-    stream: SegmentLayout
+    layout: SegmentLayout
     held: Held
     data: NDArray[np.uint8]
 
@@ -70,7 +70,7 @@ class Staged:
 
     plan: PassPlan
     assignments: list[SlotAssignment]
-    pieces: list[StagedPieces] = field(default_factory=list)
+    pages: list[StagedPages] = field(default_factory=list)
     rows: list[StagedRows] = field(default_factory=list)
     keys: list[StagedKeys] = field(default_factory=list)
     regions: list[PinnedRegion] = field(default_factory=list)
@@ -96,7 +96,7 @@ class RowPrefetcher:
         self._store, self._backend, self._memory, self._segments = store, backend, memory, segments
         self._positions, self._keys_of = positions, keys_of
         self._room: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
-        self._wanted: list[Pieces] = []
+        self._wanted: list[Pages] = []
 
     def stage(self, plan: PassPlan, assignments: list[SlotAssignment]) -> Staged:
         """Bring the rows of ``plan`` that neither device nor host holds into staging."""
@@ -139,43 +139,43 @@ class RowPrefetcher:
             room = _from(region.data, in_page)
             if room.size < wanted:
                 raise StateError(
-                    f"pass {staged.plan.pass_index} reads a piece of {wanted:,} bytes into regions of "
+                    f"pass {staged.plan.pass_index} reads a page of {wanted:,} bytes into regions of "
                     f"{self._memory.region_bytes:,}: open the training again, so that its plan knows all of the store"
                 )
         return room
 
     def _want(self, staged: Staged, pass_index: int, group: int, held: Held, first_row: int) -> None:
-        """Find room for pieces that are to be read."""
+        """Find room for pages that are to be read."""
         if held.first >= held.last:
             return
         segment = self._segments[pass_index]
-        stream = segment.streams[group]
-        piece, begin, held_end = held.first, stream.byte_of_page(held.first), stream.byte_of_page(held.last)
+        layout = segment.layouts[group]
+        page, begin, held_end = held.first, layout.byte_of_page(held.first), layout.byte_of_page(held.last)
         first_byte = begin
-        while piece < held.last:
-            end, end_byte, first_bytes = held.last, held_end, stream.byte_of_page(piece + 1) - begin
-            if stream.block_bytes >= ALIGNED_BYTES:
-                block = begin // (stream.block_rows * stream.row_bytes)
-                low, high = stream.rows_of_block(block)
-                if high * stream.row_bytes < end_byte:
-                    end, end_byte = stream.page_of_row(high), high * stream.row_bytes
-            if stream.block_bytes >= ALIGNED_BYTES and end_byte - begin >= ALIGNED_BYTES:
-                inside = begin - low * stream.row_bytes
+        while page < held.last:
+            end, end_byte, first_bytes = held.last, held_end, layout.byte_of_page(page + 1) - begin
+            if layout.block_bytes >= ALIGNED_BYTES:
+                block = begin // (layout.block_rows * layout.row_bytes)
+                low, high = layout.rows_of_block(block)
+                if high * layout.row_bytes < end_byte:
+                    end, end_byte = layout.page_of_row(high), high * layout.row_bytes
+            if layout.block_bytes >= ALIGNED_BYTES and end_byte - begin >= ALIGNED_BYTES:
+                inside = begin - low * layout.row_bytes
                 room = self._take(staged, first_bytes, inside)
             else:
                 room = self._take(staged, first_bytes)
             last, last_byte = end, end_byte
             if end_byte - begin > room.size:
-                last = stream.page_of_row((begin + room.size) // stream.row_bytes)
-                last_byte = stream.byte_of_page(last)
+                last = layout.page_of_row((begin + room.size) // layout.row_bytes)
+                last_byte = layout.byte_of_page(last)
             num_bytes = last_byte - begin
             data, self._room = room[:num_bytes], room[num_bytes:]
-            self._wanted.append(Pieces(segment, group, piece, last, data))
-            rows = (begin - first_byte) // stream.row_bytes
-            staged.pieces.append(StagedPieces(group, first_row + rows, stream, type(held)(piece, last), data))
-            staged.rows_read += num_bytes // stream.row_bytes
+            self._wanted.append(Pages(segment, group, page, last, data))
+            rows = (begin - first_byte) // layout.row_bytes
+            staged.pages.append(StagedPages(group, first_row + rows, layout, type(held)(page, last), data))
+            staged.rows_read += num_bytes // layout.row_bytes
             staged.bytes_read += num_bytes
-            piece, begin = last, last_byte
+            page, begin = last, last_byte
 
     def _generate(self, staged: Staged, group: int, first_row: int) -> None:
         plan, spec = staged.plan, self._positions.groups[group]

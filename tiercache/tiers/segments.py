@@ -25,5 +25,5 @@ def segments_by_pass(store: Store) -> dict[int, Segment]:
 
 
 def waiting_streams(store: Store) -> list[SegmentLayout]:
-    """Return the streams of these segments."""
-    return [stream for segment in segments_by_pass(store).values() for stream in segment.streams]
+    """Return the layouts of these segments."""
+    return [layout for segment in segments_by_pass(store).values() for layout in segment.layouts]

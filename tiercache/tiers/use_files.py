@@ -13,7 +13,7 @@ from tiercache.kernels.cpu.checksum import crc32c, has_crc32c
 from tiercache.planning.budget import CHECKED_BYTES, gap_bytes
 from tiercache.planning.next_use import KEYS_PER_RANGE, Uses, find_uses, views_of
 from tiercache.sizes import format_bytes
-from tiercache.store.blocks import piece_checksums
+from tiercache.store.blocks import page_checksums
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,4 +131,4 @@ def _is_whole(path: Path, total: int) -> bool:
 def _checksums(gaps: NDArray[np.uint8]) -> NDArray[np.uint32]:
     """Return the CRC32C of each ``CHECKED_BYTES`` of them."""
     bounds = np.minimum(np.arange(gap_bytes(gaps.size // 8)[1] // 4 + 1, dtype=np.int64) * CHECKED_BYTES, gaps.size)
-    return (crc32c if has_crc32c() else piece_checksums)([(np.asarray(gaps), bounds)])
+    return (crc32c if has_crc32c() else page_checksums)([(np.asarray(gaps), bounds)])

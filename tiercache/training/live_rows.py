@@ -105,7 +105,7 @@ class LiveRows:
         by_id = {segment.id: segment for segment in self._store.segments}
         for segment_id in np.unique(segment_ids[segment_ids >= 0]):
             mine = np.nonzero(segment_ids == segment_id)[0]
-            mine = mine[np.argsort(rows[mine])]  # so that a piece is read once
+            mine = mine[np.argsort(rows[mine])]  # so that a page is read once
             for chunk in _chunks(mine.size, self._positions.groups[group].row_bytes):
                 part = mine[chunk]
                 fields = self._store.read_rows(by_id[int(segment_id)], group, rows[part], cached=self._cached)

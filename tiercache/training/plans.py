@@ -64,7 +64,7 @@ class Plans:
 
     def _planner(self, end: int | None) -> Planner:
         pass_index, sample = self.cursor
-        stored = {v: segment.streams for v, segment in segments_by_pass(self._store).items()}
+        stored = {v: segment.layouts for v, segment in segments_by_pass(self._store).items()}
         return Planner(
             self._schedule, self._positions, self._counts, self._budget, start=pass_index, within=sample > 0,
             commit_every=self._commit_every, end=end, stored=stored,

@@ -137,7 +137,7 @@ class RankRows:
         return LiveRows(
             store=self.store, device=self.device if current else None, assignments=self.transfer.assignments,
             sub_dataset=current.sub_dataset if current else None, positions=self.positions, keys_of=self._keys_of,
-            after=current.index if current else self.plans.cursor[0] - 1, cached=self.transfer.cached_piece,
+            after=current.index if current else self.plans.cursor[0] - 1, cached=self.transfer.cached_page,
             trained=self.source, unknown=unknown,
         )  # fmt: skip
 

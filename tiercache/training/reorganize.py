@@ -139,13 +139,13 @@ def _continued(commit: Commit, passes: DatasetView, order: OrderRule) -> Cursor 
 
 
 def first_uses(store: Store, passes: DatasetView, schedule: Schedule, start: Cursor) -> tuple[FirstUses, Layout]:
-    """Return when each key is used first from ``start`` on, and how the rows that wait for it are cut into pieces."""
+    """Return when each key is used first from ``start`` on, and how the rows that wait for it are cut into pages."""
     positions = Positions.of(passes, store.groups)
     return FirstUses(schedule, positions, positions.keys_of(passes), start=start.pass_index), _layout(positions)
 
 
 def _layout(positions: Positions) -> Layout:
-    """Return how ranges are cut into pieces: that follows from the passes alone."""
+    """Return how ranges are cut into pages: that follows from the passes alone."""
     return partial(Planner.layout, budget=HostBudget.of(positions, 0, 0))
 
 
