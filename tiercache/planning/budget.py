@@ -70,8 +70,8 @@ class HostBudget:
     ) -> HostBudget:
         """Share out ``total``: blocks of a 32nd of the largest sub-dataset, transactions of a 16th of the budget.
 
-        Blocks lie between one row (a page of memory) and 16 MiB, transactions between two blocks and 64 MiB. ``stored_page``
-        bytes have the largest page in the store that a pass waits for.
+        Blocks lie between one row (a page of memory) and 16 MiB, transactions between two blocks and 64 MiB. The
+        largest page in the store that a pass waits for has ``stored_page`` bytes.
 
         Blocks are whole pages of memory, which they take anyway: so one with as many rows as it holds, each of such a
         page at most, has those of a region, and a region that was staging becomes a block with none locked anew.
@@ -142,7 +142,7 @@ class HostBudget:
 
     @property
     def region(self) -> int:
-        """Bytes of a region of host memory, in whole pages of it: a block, or two pages of rows read that are larger."""
+        """Bytes of a region of host memory, in whole pages of it: a block, or two pages read that are larger."""
         pages = 2 * self.staged_page + PAGE_BYTES if self.staged_page > self.page else 0
         return paged(max(self.block, pages))
 
