@@ -12,7 +12,7 @@ from tiercache.store.blocks import STATE, checksum
 from tiercache.store.engine import Block
 from tiercache.store.errors import CorruptStoreError
 from tiercache.store.record import decode, encode, whole
-from tiercache.store.settled import Settled
+from tiercache.store.retained_segment import RetainedSegment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,7 +61,7 @@ class Commit:
     """CRC32C of each block of the state."""
     state_places: NDArray[np.int64]
     """Where the engine keeps each block of the state."""
-    settled: tuple[Settled, ...] = ()
+    retained: tuple[RetainedSegment, ...] = ()
     """What is live in the first of its segments, which schedules before this one left where they are."""
 
     @property
@@ -70,9 +70,9 @@ class Commit:
         return dict(zip(self.segment_ids, self.first_commits, strict=True))
 
     @property
-    def settled_ids(self) -> frozenset[int]:
-        """The settled ones of its segments."""
-        return frozenset(settled.segment_id for settled in self.settled)
+    def retained_ids(self) -> frozenset[int]:
+        """The retained ones of its segments."""
+        return frozenset(retained.segment_id for retained in self.retained)
 
     def state_blocks(self) -> list[Block]:
         """Return the blocks of the dense state, in order."""
@@ -93,8 +93,8 @@ class Commit:
             "state_bytes": self.state_bytes,
             "state_chunk_bytes": self.state_chunk_bytes,
         }
-        if self.settled:
-            values["settled"] = [settled.to_record() for settled in self.settled]
+        if self.retained:
+            values["retained"] = [retained.to_record() for retained in self.retained]
         try:
             return encode("commit", values, {"state": self.state_checksums, "state_at": self.state_places})
         except (TypeError, ValueError) as error:
@@ -111,9 +111,9 @@ class Commit:
             next_segment, retention = (whole(values[name], name) for name in ("next_segment", "retention"))
             if any(b <= a for a, b in pairwise([*segment_ids, next_segment])):
                 raise ValueError("its segments do not stand in the order of their ids")
-            settled = tuple(Settled.from_record(record) for record in values.get("settled", []))
-            if tuple(one.segment_id for one in settled) != segment_ids[: len(settled)]:
-                raise ValueError("its settled segments are not the first ones")
+            retained = tuple(RetainedSegment.from_record(record) for record in values.get("retained", []))
+            if tuple(one.segment_id for one in retained) != segment_ids[: len(retained)]:
+                raise ValueError("its retained segments are not the first ones")
             if retention < 1:
                 raise ValueError("it keeps no commit")
             if chunk < 1 or -(-state_bytes // chunk) != arrays["state"].size:
@@ -135,7 +135,7 @@ class Commit:
                 state_chunk_bytes=chunk,
                 state_checksums=arrays["state"],
                 state_places=arrays["state_at"],
-                settled=settled,
+                retained=retained,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error

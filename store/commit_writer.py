@@ -160,8 +160,8 @@ class CommitWriter:
         with self._lock:
             self._check_cursor(cursor)
             before = self.commit
-            settled = () if before is None else before.settled
-            liveness = Liveness.at(cursor, self.segments, settled)
+            retained = () if before is None else before.retained
+            liveness = Liveness.at(cursor, self.segments, retained)
             ids = tuple(segment.id for segment in self.segments if liveness.keeps(segment))
             named = {} if before is None else before.named
             id_ = 0 if before is None else before.id + 1
@@ -181,7 +181,7 @@ class CommitWriter:
                 state_chunk_bytes=STATE_CHUNK_BYTES,
                 state_checksums=checksums,
                 state_places=np.empty(0, np.int64),
-                settled=settled,
+                retained=retained,
             )
             return self._advance(self.history.snapshots, commit, self.segments, chunks)
 
@@ -209,11 +209,11 @@ class CommitWriter:
     def rewrite(
         self, rewrite: Rewrite, checksums: Checksums, state: NDArray[np.uint8], schedule_digest: str, start: Cursor
     ) -> Commit:
-        """Make a commit at ``start`` of a schedule, with one segment in place of all that do not settle."""
+        """Make a commit at ``start`` of a schedule, with one segment in place of all that are not retained."""
         with self._lock:
             before, layouts = self.history.newest.commit, rewrite.read()
             assert before is not None, "an empty store has nothing to put in another order"
-            ids = [one.segment_id for one in rewrite.settled]
+            ids = [one.segment_id for one in rewrite.retained]
             chunks, state_checksums = state_chunks(state)
             try:
                 segment = self.append(
@@ -237,7 +237,7 @@ class CommitWriter:
                     retention=self.retention,
                     state_chunk_bytes=STATE_CHUNK_BYTES,
                     state_checksums=state_checksums,
-                    settled=rewrite.settled,
+                    retained=rewrite.retained,
                 )
                 commit = self._advance(self.history.snapshots, commit, self.segments, chunks)
             except BaseException:
@@ -377,9 +377,9 @@ class CommitWriter:
         if min(cursor) < 0 or (before is not None and cursor < before):
             raise ValueError(f"{self._label} stands at {before} and cannot go back to {cursor}")
         newest = -1 if self.commit is None else max(self.commit.segment_ids, default=-1)
-        settled = frozenset[int]() if self.commit is None else self.commit.settled_ids
+        retained = frozenset[int]() if self.commit is None else self.commit.retained_ids
         for segment in self.segments:
-            if segment.id not in settled and segment.pass_index > cursor.pass_index - (not segment.within):
+            if segment.id not in retained and segment.pass_index > cursor.pass_index - (not segment.within):
                 raise ValueError(f"a commit at {cursor} cannot name a dump of pass {segment.pass_index}")
         if cursor.sample and cursor != before and not any(
             s.within_pass == cursor.pass_index and s.id > newest for s in self.segments

@@ -67,7 +67,7 @@ def enter(
             first_rows,
             progress or (lambda *_: None),
             layout=layout,
-            settle=False,
+            retain_segments=False,
             stored=words,
         ) as rewrite:
             layouts = rewrite.read()

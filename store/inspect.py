@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def info(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return what the store at ``path`` holds at its newest commit, as plain values; reads no row.
 
-    "rows" and "live_rows" count each key once, "row_bytes" their bytes; "stale_rows" are those in settled segments
+    "rows" and "live_rows" count each key once, "row_bytes" their bytes; "stale_rows" are those in retained segments
     whose keys newer segments have too. "changed_bytes" are those of the last changes of moved rows, dead ones included.
     "space_amplification" is all bytes of files for each of "row_bytes".
 
@@ -37,7 +37,7 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
 def describe(store: Store, path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return what ``info`` does, of a store at ``path`` that is open, at the commit where it stands."""
     live = {table.name: 0 for table in store.tables}
-    settled = {} if store.commit is None else {one.segment_id: one for one in store.commit.settled}
+    retained = {} if store.commit is None else {one.segment_id: one for one in store.commit.retained}
     segments, stale_bytes = [], 0
     for segment in store.segments:
         live_ranges, live_rows, ranges, stale_rows = 0, 0, 0, 0
@@ -49,7 +49,7 @@ def describe(store: Store, path: str | os.PathLike[str]) -> dict[str, Any]:
                 count = layout.rows_of_table(place, first)
                 live_rows += count
                 live[table.name] += count
-            stale = settled[segment.id].stale_rows[group.index] if segment.id in settled else ()
+            stale = retained[segment.id].stale_rows[group.index] if segment.id in retained else ()
             for table, count in zip(group.tables, stale, strict=False):
                 live[table.name] -= count
             stale_rows += sum(stale)
@@ -59,7 +59,7 @@ def describe(store: Store, path: str | os.PathLike[str]) -> dict[str, Any]:
                 "id": segment.id,
                 "pass": segment.pass_index,
                 "within": segment.within,
-                "settled": segment.id in settled,
+                "retained": segment.id in retained,
                 "rows": segment.rows,
                 "live_rows": live_rows - stale_rows,
                 "stale_rows": stale_rows,

@@ -25,9 +25,9 @@ _ADVICE = "restore the store from a copy"
 class KeyCounts:
     """Counts the violations in the keys of one group. Shapes: C commits, T tables, S segments, N ranges of all.
 
-    At each commit a key has one live row. Where a commit has settled segments it may have stale ones beside it: each in
-    an older segment than the next, which is settled; in each segment as many as the commit says; and none that changed
-    after the next. A key that a commit has those after it have, too, but for rollbacks that gave it up.
+    At each commit a key has one live row. Where a commit has retained segments it may have stale ones beside it: each
+    in an older segment than the next, which is retained; in each segment as many as the commit says; and none that
+    changed after the next. A key that a commit has those after it have, too, but for rollbacks that gave it up.
     """
 
     def __init__(self, stores: Sequence[Store], group: Group, segments: Sequence[Segment]) -> None:
@@ -48,7 +48,7 @@ class KeyCounts:
             for segment in store.segments:
                 first, i = int(self.first_range_S[place[segment.id]]), place[segment.id]
                 self._live_CN[c, first + store.first_range(segment, group.index) : first + int(counts[i])] = True
-            for one in () if store.commit is None else store.commit.settled:
+            for one in () if store.commit is None else store.commit.retained:
                 self._stated_CTS[c, :, place[one.segment_id]] = one.stale_rows[group.index]
 
     def payload(self, table: int) -> list[DTypeLike]:

@@ -1,4 +1,4 @@
-"""Liveness: which rows a commit needs. It follows from the cursor, and of settled segments from the commit."""
+"""Liveness: which rows a commit needs. It follows from the cursor, and of retained segments from the commit."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from tiercache.store.commit import Commit, Cursor
+    from tiercache.store.retained_segment import RetainedSegment
     from tiercache.store.segment import Segment
-    from tiercache.store.settled import Settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,25 +18,25 @@ class Liveness:
     """The one rule of liveness: which ranges of which segments are needed at a cursor.
 
     A range with next use u is live at cursor (v, x) where u > v; and u == v, unless x > 0: then only in the newest
-    segment that is within pass v, which holds the whole key set of v. Of settled segments, whose next
+    segment that is within pass v, which holds the whole key set of v. Of retained segments, whose next
     uses are those of another schedule, the same ranges are live at every cursor: a commit names them.
     """
 
     cursor: Cursor
     within_id: int | None
     """The segment that alone is live for the pass of the cursor; None where the pass has not begun."""
-    settled: Mapping[int, Settled]
+    retained: Mapping[int, RetainedSegment]
     """By segment id."""
 
     @classmethod
     def of(cls, commit: Commit, segments: Iterable[Segment]) -> Liveness:
         """Return the rule of a commit; ``segments`` has at least those that it names."""
-        return cls.at(commit.cursor, segments, commit.settled)
+        return cls.at(commit.cursor, segments, commit.retained)
 
     @classmethod
-    def at(cls, cursor: Cursor, segments: Iterable[Segment], settled: Collection[Settled]) -> Liveness:
+    def at(cls, cursor: Cursor, segments: Iterable[Segment], retained: Collection[RetainedSegment]) -> Liveness:
         """Return the rule at ``cursor``. Raises ValueError for a cursor inside a pass that wrote no segment."""
-        by_id = {one.segment_id: one for one in settled}
+        by_id = {one.segment_id: one for one in retained}
         if cursor.sample == 0:
             return cls(cursor, None, by_id)
         written = [s.id for s in segments if s.within_pass == cursor.pass_index and s.id not in by_id]
@@ -49,8 +49,8 @@ class Liveness:
 
     def first_range(self, segment: Segment, group: int) -> int:
         """Return the first live range of a layout: those before are dead, those after are live."""
-        if segment.id in self.settled:
-            return self.settled[segment.id].first_ranges[group]
+        if segment.id in self.retained:
+            return self.retained[segment.id].first_ranges[group]
         pass_index = self.cursor.pass_index
         if self.within_id is not None and segment.id != self.within_id:
             pass_index += 1

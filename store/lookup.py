@@ -42,7 +42,7 @@ _NO_ROOM: NDArray[np.uint8] = np.empty(0, np.uint8)
 def locate(store: Store, keys: Mapping[str, NDArray[np.int64]], *, after: int) -> dict[str, Found]:
     """Return segment ids and rows of the keys of each table (see ``Store.locate``). Raises KeyError for no table.
 
-    Rows of settled segments count whatever their next use, which is a pass of another schedule.
+    Rows of retained segments count whatever their next use, which is a pass of another schedule.
     """
     with store.pinned() as snapshot:
         return locate_at(store, snapshot, keys, after=after)
@@ -60,9 +60,9 @@ def locate_at(
 
     ``progress`` is called with how many stored keys were looked at since the last call.
     """
-    settled = frozenset[int]() if snapshot.commit is None else snapshot.commit.settled_ids
-    # The newest row of a key may be one that does not count: it hides the stale one of a settled segment all the same.
-    least = -1 if settled else after
+    retained = frozenset[int]() if snapshot.commit is None else snapshot.commit.retained_ids
+    # The newest row of a key may be one that does not count: it hides the stale one of a retained segment all the same.
+    least = -1 if retained else after
     groups = {table.name: group for group in store.groups for table in group.tables}
     wanted = {name: _Wanted(groups[name], name, values) for name, values in keys.items()}
     with ThreadPoolExecutor(READERS) as readers:
@@ -73,8 +73,8 @@ def locate_at(
                 tables[place].match(segment.id, stored, rows)
                 if progress is not None:
                     progress(stored.size)
-    for name, one in wanted.items() if settled else ():
-        one.drop(snapshot.segments, settled, groups[name].index, after)
+    for name, one in wanted.items() if retained else ():
+        one.drop(snapshot.segments, retained, groups[name].index, after)
     return {name: (w.segment_ids, w.rows) for name, w in wanted.items()}
 
 
@@ -104,11 +104,11 @@ class _Wanted:
         self.segment_ids[places] = segment_id
         self.rows[places] = first_rows[hit]
 
-    def drop(self, segments: Iterable[Segment], settled: Collection[int], group: int, after: int) -> None:
-        """Forget rows whose next use is ``after`` or before; those of settled segments have none that counts."""
+    def drop(self, segments: Iterable[Segment], retained: Collection[int], group: int, after: int) -> None:
+        """Forget rows whose next use is ``after`` or before; those of retained segments have none that counts."""
         for segment in segments:
             mine = np.nonzero(self.segment_ids == segment.id)[0]
-            if mine.size and segment.id not in settled:
+            if mine.size and segment.id not in retained:
                 layout = segment.layouts[group]
                 ranges = np.searchsorted(layout.first_row_R, self.rows[mine], side="right") - 1
                 gone = mine[layout.next_use_R[ranges] <= after]

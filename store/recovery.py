@@ -57,8 +57,8 @@ def recover(records: Mapping[str, bytes], groups: Sequence[Group], store: str, *
                 segments[id_] = _read_segment(records, groups, store, commit, id_)
     try:
         for commit in commits:
-            for settled in commit.settled:
-                settled.check(segments[settled.segment_id], groups)
+            for retained in commit.retained:
+                retained.check(segments[retained.segment_id], groups)
             for id_, first in commit.named.items():
                 newest = max((int(one.newest_B.max(initial=0)) for one in segments[id_].changed), default=0)
                 if newest > first:

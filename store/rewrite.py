@@ -13,6 +13,7 @@ import numpy as np
 
 from tiercache.store.base_segment import Layout, moved_blocks_of
 from tiercache.store.changed import CHANGED_BYTES
+from tiercache.store.compaction_plan import CompactionPlan
 from tiercache.store.errors import StoreError
 from tiercache.store.full_disk import check_room, room_for
 from tiercache.store.initial import initial_rows
@@ -20,7 +21,6 @@ from tiercache.store.merge import SortedCursor, hashed, merged
 from tiercache.store.scan import live_rows, scan_segments
 from tiercache.store.scratch_file import ScratchFile, scratch_of
 from tiercache.store.segment_layout import NEVER, Range
-from tiercache.store.settling import Settling
 from tiercache.store.vectors import row_words
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.store.retained_segment import RetainedSegment
     from tiercache.store.run import RowFilter
     from tiercache.store.segment_layout import SegmentLayout
     from tiercache.store.segment_writer import MovedBlock
-    from tiercache.store.settled import Settled
     from tiercache.store.store import Store
     from tiercache.store.table import Group, Table
 
@@ -71,11 +71,11 @@ class NoUses:
 class Rewrite:
     """The rows of a store, and those that a schedule starts with, in the order (first use, table, hash).
 
-    With ``settle`` rows that the schedule does not use stay where they are, as ``Settling`` decides. The others lie in
-    temporary files without a name in the store's folder meanwhile: as many bytes as they, their keys and last changes
-    take. Memory: ``MEMORY_BYTES`` and a slice of ``uses``. Rows that were stored keep their last change; that of the
-    others is the commit that this becomes. ``stored`` gives the rows of a table that come from elsewhere, for a store
-    without a commit; None: its own.
+    With ``retain_segments`` rows that the schedule does not use stay where they are, as ``CompactionPlan`` decides. The
+    others lie in temporary files without a name in the store's folder meanwhile: as many bytes as they, their keys and
+    last changes take. Memory: ``MEMORY_BYTES`` and a slice of ``uses``. Rows that were stored keep their last change;
+    that of the others is the commit that this becomes. ``stored`` gives the rows of a table that come from elsewhere,
+    for a store without a commit; None: its own.
     """
 
     def __init__(
@@ -86,14 +86,15 @@ class Rewrite:
         progress: Progress,
         *,
         layout: Layout,
-        settle: bool,
+        retain_segments: bool,
         stored: Callable[[Table], Rows] | None = None,
     ) -> None:
-        self._store, self._uses, self._progress, self._settle = store, uses, progress, settle
+        self._store, self._uses, self._progress = store, uses, progress
+        self._retain_segments = retain_segments
         self._stored = stored
         self._first_rows = first_rows or initial_rows
         self._groups = [_Sorted(group, uses, layout, scratch_of(store)) for group in store.groups]
-        self.settled: tuple[Settled, ...] = ()
+        self.retained: tuple[RetainedSegment, ...] = ()
         """The segments that stay; known after ``read``."""
 
     def __enter__(self) -> Rewrite:
@@ -110,14 +111,14 @@ class Rewrite:
         """
         with ExitStack() as stack:
             moves: RowFilter | None = None
-            settling: Settling | None = None
-            if self._settle:
-                settling = stack.enter_context(
-                    Settling(self._store, self._uses, scratch_of(self._store), self._progress)
+            compaction: CompactionPlan | None = None
+            if self._retain_segments:
+                compaction = stack.enter_context(
+                    CompactionPlan(self._store, self._uses, scratch_of(self._store), self._progress)
                 )
-                settling.sort()
-                self.settled, moves = settling.settled, settling.moves
-            self._check_room(settling)
+                compaction.sort()
+                self.retained, moves = compaction.retained, compaction.moves
+            self._check_room(compaction)
             for ordered in self._groups:
                 for place, table in enumerate(ordered.group.tables):
                     for keys, rows, uses in self._merged(table, moves):
@@ -136,14 +137,14 @@ class Rewrite:
                 self._progress("write", block[3].size)
                 yield block
 
-    def _check_room(self, settling: Settling | None) -> None:
+    def _check_room(self, compaction: CompactionPlan | None) -> None:
         """Raise StoreFullError where there is less room than temporary files will take, as far as that is known."""
-        exact = settling is not None or (self._stored is None and not any(group.wanted for group in self._groups))
+        exact = compaction is not None or (self._stored is None and not any(group.wanted for group in self._groups))
         num_bytes = 0
         for ordered in self._groups:
             rows = ordered.wanted
-            if settling is not None:
-                rows += settling.idle_rows(ordered.group.index)
+            if compaction is not None:
+                rows += compaction.idle_rows(ordered.group.index)
             elif self._stored is None:  # of the rows that are used some are stored, nobody knows which
                 rows = max(rows, sum(live_rows(self._store, table.name) for table in ordered.group.tables))
             num_bytes += rows * ordered.entry_bytes

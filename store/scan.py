@@ -2,7 +2,7 @@
 
 The rows of a table lie in runs, one for each live range of each segment, and each run is in hash order. A few runs
 are merged as they are read; many short ones, which no memory could merge without reading their pages again and
-again, are sorted (``ExternalSorter``). Of several rows of a key, which settled segments leave, the newest is given:
+again, are sorted (``ExternalSorter``). Of several rows of a key, which retained segments leave, the newest is given:
 runs come in the order of segments, and sorting keeps the order of equal keys.
 """
 
@@ -140,8 +140,8 @@ def given_bytes(table: Table) -> int:
 def stale_rows(snapshot: Snapshot, segments: Iterable[Segment], group: Group, table: Table) -> int:
     """Return how many rows of a table in ``segments`` are stale."""
     ids, place = {segment.id for segment in segments}, group.place(table.name)
-    settled = () if snapshot.commit is None else snapshot.commit.settled
-    return sum(one.stale_rows[group.index][place] for one in settled if one.segment_id in ids)
+    retained = () if snapshot.commit is None else snapshot.commit.retained
+    return sum(one.stale_rows[group.index][place] for one in retained if one.segment_id in ids)
 
 
 def _newest(chunks: Iterator[Rows], stale: int, label: str, *, all_rows: bool) -> Iterator[Rows]:

@@ -79,17 +79,17 @@ class Segment:
 
     def block(self, kind: bytes, group: Group, index: int) -> Block:
         """Return a block as the engine knows it."""
-        layout = self.layouts[group.index]
-        first, last = layout.rows_of_block(index)
-        row_bytes = {ROWS: layout.row_bytes, KEYS: 8, CHANGED: CHANGED_BYTES}[kind]
-        place = int(self.places[group.index][kind][index])
-        return Block(kind, self.id, group.index, index, (last - first) * row_bytes, place, BlockLayout(group, layout))
+        return next(one for one in self.blocks(group, index, index + 1) if one.kind == kind)
 
     def blocks(self, group: Group, first: int, last: int) -> Iterator[Block]:
         """Yield rows, keys and, where they are stored, last changes of blocks [first, last) of a layout."""
-        for index in range(first, last):
-            for kind in self.places[group.index]:
-                yield self.block(kind, group, index)
+        layout, id_, number = self.layouts[group.index], self.id, group.index
+        of_blocks, of_row = BlockLayout(group, layout), {ROWS: layout.row_bytes, KEYS: 8, CHANGED: CHANGED_BYTES}
+        kinds = [(kind, of_row[kind], places_B[first:last].tolist()) for kind, places_B in self.places[number].items()]
+        for i, index in enumerate(range(first, last)):
+            rows = min(layout.block_rows, layout.rows - index * layout.block_rows)
+            for kind, row_bytes, places in kinds:
+                yield Block(kind, id_, number, index, rows * row_bytes, places[i], of_blocks)
 
     def to_bytes(self) -> bytes:
         """Return its record."""

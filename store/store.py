@@ -291,7 +291,7 @@ class Store:
         schedule_digest: str,
         first_rows: Callable[[Table, NDArray[np.int64]], Sequence[NDArray[np.float32]]] | None = None,
         progress: Callable[[str, int], None] | None = None,
-        settle: bool = True,
+        retain_segments: bool = True,
         layout: Layout = base_layout,
         start: Cursor | None = None,
     ) -> Commit:
@@ -300,9 +300,9 @@ class Store:
         ``start``: where it is entered, (0, 0) where not said; first uses are those at or after that pass. Keys that
         ``uses`` has and the store does not start with their first row, which ``first_rows(table, keys)`` makes faster;
         ``layout`` cuts the segment into pages. Rows of other keys stay where they are, in segments of which they are
-        at least half, the used ones' stale copies beside them; the rest, all without ``settle``, stand last, with next
-        use ``NEVER``. Dense state and settings stay. One atomic, durable step; what it frees goes back, but for what
-        readers see. Takes 256 MiB, a slice of ``uses``, temporary files as large as what is written.
+        at least half, the used ones' stale copies beside them; the rest, all without ``retain_segments``, stand last,
+        with next use ``NEVER``. Dense state and settings stay. One atomic, durable step; what it frees goes back, but
+        for what readers see. Takes 256 MiB, a slice of ``uses``, temporary files as large as what is written.
         ``progress(what, rows)``: "sort" (keys), "read", "write" and rows done since then. Raises ValueError without a
         commit and for one inside a pass without ``start``, StoreFullError and CorruptStoreError, after which the store
         stands where it stood; what was appended since is dropped.
@@ -313,7 +313,9 @@ class Store:
             raise ValueError(f"{self.label} {at}: train to the end of a pass before its rows are put in another order")
         self.forget()
         state, begin = self._reader.state(self.commit), Cursor(*(start or (0, 0)))
-        whole = Rewrite(self, uses, first_rows, progress or (lambda *_: None), layout=layout, settle=settle)
+        whole = Rewrite(
+            self, uses, first_rows, progress or (lambda *_: None), layout=layout, retain_segments=retain_segments
+        )
         with whole as rewrite, self._opened.uses.using():
             return writer.rewrite(rewrite, self.checksums, state, schedule_digest, begin)
 
@@ -323,7 +325,7 @@ class Store:
         For serving and for keeping: a training goes on from it only after it was reorganized. No row is stale.
         Readers keep their commits meanwhile. Otherwise as ``rewrite``.
         """
-        return self.rewrite(NoUses(), schedule_digest="", progress=progress, settle=False)
+        return self.rewrite(NoUses(), schedule_digest="", progress=progress, retain_segments=False)
 
     @property
     def closed(self) -> bool:
@@ -400,7 +402,7 @@ class Store:
         """Find the rows of distinct ``keys`` (n,): returns segment ids (n,), -1 where there is none, and rows (n,).
 
         A row is an index into the group's layout of the segment. Only rows with a next use after pass ``after``, or
-        in a settled segment, count; of several the newest. Sweeps their stored keys: ask for many keys at once.
+        in a retained segment, count; of several the newest. Sweeps their stored keys: ask for many keys at once.
         """
         return locate(self, {table_name: keys}, after=after)[table_name]
 

@@ -55,7 +55,7 @@ class Camera:
         self._numbers: dict[int, int] = {}
         """By inode."""
         self._next = ROOT + 1
-        self._settled: dict[int, tuple[int, ...]] = {}
+        self._retained: dict[int, tuple[int, ...]] = {}
         """By number of a file: its length and times, where it was read long enough after them."""
         self.image = Image()
         """The one taken last."""
@@ -84,7 +84,7 @@ class Camera:
             before = self.image.directories.get(directory)
             if before == names:
                 directories[directory] = before  # the same object, as a recording holds very many
-        self._settled = {number: seen for number, seen in self._settled.items() if number in files}
+        self._retained = {number: seen for number, seen in self._retained.items() if number in files}
         self._numbers, self.image = numbers, Image(directories, files)
         return self.image
 
@@ -99,12 +99,12 @@ class Camera:
         """Read a file, unless it is as it was."""
         status, before = entry.stat(follow_symlinks=False), self.image.files.get(number)
         seen = status.st_size, status.st_mtime_ns, status.st_ctime_ns
-        if before is not None and self._settled.get(number) == seen:
+        if before is not None and self._retained.get(number) == seen:
             return before
         if max(seen[1:]) < time.time_ns() - _CLOCK_NANOSECONDS:
-            self._settled[number] = seen
+            self._retained[number] = seen
         else:
-            self._settled.pop(number, None)
+            self._retained.pop(number, None)
         return _read(entry.path, before)
 
     def _fresh(self) -> int:

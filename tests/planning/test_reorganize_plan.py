@@ -11,7 +11,7 @@ from tests.store.world import World
 from tiercache.errors import BudgetError
 from tiercache.planning.budget import paged
 from tiercache.planning.reorganize_plan import ReorganizePlan
-from tiercache.store import MemoryEngine, Store, settling
+from tiercache.store import MemoryEngine, Store, compaction_plan
 from tiercache.store.base_segment import base_layout
 
 
@@ -33,7 +33,7 @@ def test_no_more_rows_move_than_were_said(seed: int, days: list[tuple[int, int, 
     """Day after day, of keys that are used again, new or left: rows in their new order, and the blocks they take."""
     world = World(small_tables(), seed=seed, keys_per_pass=9, universe=40, page_rows=3, block_rows=7)
     with pytest.MonkeyPatch.context() as patch, Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
-        patch.setattr(settling, "MOST_SETTLED", most)
+        patch.setattr(compaction_plan, "MOST_RETAINED", most)
         world.run(store, 3)
         for draw, passes, keys in days:
             world.num_passes, world.keys_per_pass = passes, keys

@@ -162,7 +162,7 @@ def read_table(path: Path, groups: list[list[str]], form: Form, table: str) -> d
     commit, _ = read_record(files.records[f"commit/{newest}"])
     group = next(i for i, names in enumerate(groups) if table in names)
     place, found = groups[group].index(table), dict[int, tuple[list[bytes], int]]()
-    settled = {id_: groups_[group][0] for id_, *groups_ in commit.get("settled", [])}
+    retained = {id_: groups_[group][0] for id_, *groups_ in commit.get("retained", [])}
     for segment, first in commit["segments"]:  # the newest last, so that its rows replace stale ones
         values, arrays = read_record(files.records[f"segment/{segment}"])
         layout, row = values["layouts"][group], 0
@@ -170,7 +170,7 @@ def read_table(path: Path, groups: list[list[str]], form: Form, table: str) -> d
         total = int(counts.sum())
         for index, (use, rows) in enumerate(zip(arrays[f"next_use/{group}"], counts.tolist(), strict=True)):
             low, row = row + sum(rows[:place]), row + sum(rows)
-            live = index >= settled[segment] if segment in settled else use >= commit["cursor"][0]
+            live = index >= retained[segment] if segment in retained else use >= commit["cursor"][0]
             for at in range(low, low + rows[place]) if live else ():
                 block, i = divmod(at, block_rows)
                 count = min(block_rows, total - block * block_rows)

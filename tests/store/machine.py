@@ -155,7 +155,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._between_passes())
     @rule(seed=st.integers(51, 99), keys=st.integers(1, 6))
     def reorganize(self, seed: int, keys: int) -> None:
-        """A schedule of other passes begins; segments settle where it does not use most of their rows."""
+        """A schedule of other passes begins; segments are retained where it does not use most of their rows."""
         self._step_back()
         self.world.keys_per_pass = keys
         self.world.follow(self._store(), self.world.draw(seed))

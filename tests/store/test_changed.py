@@ -78,7 +78,7 @@ def test_only_what_may_have_changed_is_read() -> None:
     world = World(small_tables(), keys_per_pass=30, universe=60, block_rows=8, page_rows=2)
     with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
         mixed(store, world)
-        store.rewrite(NoUses(), schedule_digest="", settle=False, layout=small_pages)
+        store.rewrite(NoUses(), schedule_digest="", retain_segments=False, layout=small_pages)
         segment, last = store.segments[0], store.commit.id
 
         def read(since: int) -> tuple[int, int, int]:

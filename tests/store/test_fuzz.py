@@ -50,14 +50,14 @@ def bounded_memory() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def written() -> tuple[World, MemoryEngine]:
-    """A store of two schedules: settled segments, and a commit inside a pass."""
+    """A store of two schedules: retained segments, and a commit inside a pass."""
     world, engine = World(small_tables(), num_passes=2, keys_per_pass=9, universe=14), MemoryEngine()
     with Store.open(None, tables=world.tables, engine=engine) as store:
         world.run(store, 3)
         world.keys_per_pass = 3
         world.follow(store, world.draw(5))
         world.run(store, 1)
-        assert store.commit.settled
+        assert store.commit.retained
         world.train(part=1)
         world.append(store, within=True)
         world.publish(store, sample=2)

@@ -54,7 +54,7 @@ def test_a_reader_that_knows_only_the_format_reads_every_live_row(engine: str, k
         world.keys_per_pass = 2
         world.follow(store, world.draw(3))
         world.run(store, 1)
-        assert any(sum(map(sum, one.stale_rows)) for one in store.commit.settled)
+        assert any(sum(map(sum, one.stale_rows)) for one in store.commit.retained)
         groups = [[table.name for table in group.tables] for group in store.groups]
     for table in tables:
         found = read_table(

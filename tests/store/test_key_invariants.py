@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.store.conftest import Home, held_blocks, small_tables
-from tests.store.test_settled import rewritten, settled_store
+from tests.store.test_retained_segments import retained_store, rewritten
 from tests.store.world import World
 from tiercache.store import CorruptStoreError, key_invariants
 from tiercache.store.blocks import CHANGED, KEYS
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 
 
 def stale_place(store: Store, table: str, *, some: bool = True) -> tuple[int, int, int]:
-    """Return a settled segment that has stale rows of a table, or other live ones alone: its index, group and place."""
+    """Return a retained segment that has stale rows of a table, or other live ones alone: index, group and place."""
     group = next(group for group in store.groups if table in [one.name for one in group.tables])
     place = group.place(table)
     segments = {segment.id: segment for segment in store.segments}
-    for i, one in enumerate(store.commit.settled):
+    for i, one in enumerate(store.commit.retained):
         ranges = segments[one.segment_id].layouts[group.index].ranges[one.first_ranges[group.index] :]
         stale, live = one.stale_rows[group.index][place], sum(rows.table_rows[place] for rows in ranges)
         if (stale > 0) == some and live - stale >= 4:
             return i, group.index, place
-    raise AssertionError(f"no settled segment is like that for {table}")
+    raise AssertionError(f"no retained segment is like that for {table}")
 
 
 def raised(store: Store, home: Home, i: int, group: int, place: int, more: int) -> None:
     """Have the newest commit say so many more stale rows."""
 
     def change(values: Any) -> None:
-        values["settled"][i][1 + group][1 + place] += more
+        values["retained"][i][1 + group][1 + place] += more
 
     rewritten(store, home.engine, change)
 
@@ -49,7 +49,7 @@ def raised(store: Store, home: Home, i: int, group: int, place: int, more: int) 
 def test_a_stale_row_that_is_missing_does_not_hide_a_key_that_is_there_twice(tmp_path: Path) -> None:
     """Two dumps of a pass, and as many stale rows said that are none: the sum is right, and both are found."""
     home = Home("memory", tmp_path)
-    store, world = settled_store(home)
+    store, world = retained_store(home)
     world.train()
     world.append(store)
     twice = world.append(store)
@@ -67,14 +67,14 @@ def test_a_stale_row_that_is_missing_does_not_hide_a_key_that_is_there_twice(tmp
 def test_stale_rows_are_counted_in_the_segment_where_they_are(tmp_path: Path) -> None:
     """One more in one and one less in another is as many in all; a scan cannot tell."""
     home = Home("memory", tmp_path)
-    store, _ = settled_store(home)
+    store, _ = retained_store(home)
     raised(store, home, *stale_place(store, "user"), -1)
     store = home.open()
     without = stale_place(store, "user", some=False)
     raised(store, home, *without, 1)
     store = home.open()
     assert sum(keys.size for keys, _ in store.scan("user")) > 0
-    segment = store.commit.settled[without[0]].segment_id
+    segment = store.commit.retained[without[0]].segment_id
     problems = Verification(store).run()["problems"]
     assert len(problems) == 2
     assert problems[0].startswith("1 keys of table 'user'")
@@ -85,7 +85,7 @@ def test_stale_rows_are_counted_in_the_segment_where_they_are(tmp_path: Path) ->
 
 def aged(home: Home) -> list[str]:
     """A stale row that the last commit is said to have changed: the newest, which moved, did not."""
-    store, _ = settled_store(home)
+    store, _ = retained_store(home)
     i = stale_place(store, "user")[0]
 
     def change(values: Any) -> None:
@@ -144,7 +144,7 @@ def test_what_no_checksum_sees_is_found_and_said_in_a_sentence(
 
 def test_keys_and_last_changes_are_read_once_where_rows_are_stale(tmp_path: Path) -> None:
     """Every block with a live row: 8 bytes a row of keys, and 4 where last changes are stored."""
-    store, _ = settled_store(Home("memory", tmp_path))
+    store, _ = retained_store(Home("memory", tmp_path))
     before = store.counters.key_bytes_read, store.counters.changed_bytes_read
     Verification(store).run()["problems"]
     kinds = {KEYS: 0, CHANGED: 0}
@@ -159,7 +159,7 @@ def test_keys_and_last_changes_are_read_once_where_rows_are_stale(tmp_path: Path
 def test_keys_that_cannot_be_read_are_all_that_is_said(tmp_path: Path) -> None:
     """Of a commit whose keys are not all known nobody can say that it has too few."""
     home = Home("memory", tmp_path)
-    store, _ = settled_store(home)
+    store, _ = retained_store(home)
     name = next(name for name in held_blocks(store) if name[0] == KEYS)
     home.engine.blocks[name] = np.zeros_like(home.engine.blocks[name])
     problems = Verification(store).run()["problems"]

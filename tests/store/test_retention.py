@@ -9,7 +9,7 @@ import pytest
 
 from tests.store.conftest import held_blocks, small_tables
 from tests.store.failing import FailingEngine
-from tests.store.test_settled import rewritten
+from tests.store.test_retained_segments import rewritten
 from tests.store.world import World
 from tiercache.store import CommitMissingError, CorruptStoreError, MemoryEngine, Store, StoreFullError, verify
 from tiercache.store.blocks import STATE

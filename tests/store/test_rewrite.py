@@ -66,7 +66,7 @@ def test_every_row_stands_once_in_the_range_of_its_first_use(
 ) -> None:
     """Stored rows keep their bits, wanted keys that are not stored get their first row, all others are never used.
 
-    So it is where nothing settles.
+    So it is where nothing is retained.
     """
     world = World(small_tables(), seed=seed, keys_per_pass=8, universe=16)
     with Store.open(None, tables=world.tables, engine=MemoryEngine(), retention=retention) as store:
@@ -80,7 +80,7 @@ def test_every_row_stands_once_in_the_range_of_its_first_use(
             first = initial_rows(table, np.array([key]))
             expected[name, key] = b"".join(values[0].tobytes() for values in first)
         uses = WorldUses(store.tables, wanted, slice_keys=slice_keys)
-        commit = store.rewrite(uses, schedule_digest="new", settle=False)
+        commit = store.rewrite(uses, schedule_digest="new", retain_segments=False)
         assert (commit.cursor, commit.schedule_digest, store.state()) == ((0, 0), "new", state)
         assert rows_of(store) == expected
         (segment,) = store.segments
@@ -114,8 +114,8 @@ def test_a_compacted_store_has_one_range_for_each_table_in_hash_order(tmp_path: 
     assert not list(tmp_path.glob("s.tc/tmp*"))
 
 
-@pytest.mark.parametrize("settle", [False, True])
-def test_after_any_failure_the_store_stands_where_it_stood(settle: bool) -> None:
+@pytest.mark.parametrize("retain_segments", [False, True])
+def test_after_any_failure_the_store_stands_where_it_stood(retain_segments: bool) -> None:
     """Whichever call of the engine fails: the commit, its rows and nothing else."""
     world = World(small_tables(), keys_per_pass=30)
     memory = MemoryEngine()
@@ -127,7 +127,7 @@ def test_after_any_failure_the_store_stands_where_it_stood(settle: bool) -> None
         for call in range(1, 200):
             engine.fail_in(call)
             try:
-                store.rewrite(uses, schedule_digest="", settle=settle)
+                store.rewrite(uses, schedule_digest="", retain_segments=retain_segments)
             except StoreError:
                 failures += 1
                 engine.fail_in(None)
@@ -138,7 +138,7 @@ def test_after_any_failure_the_store_stands_where_it_stood(settle: bool) -> None
                 break
         engine.fail_in(None)
         assert failures > 5
-        assert bool(store.commit.settled) == settle
+        assert bool(store.commit.retained) == retain_segments
         assert rows_of(store) == world.rows
 
 
@@ -191,7 +191,7 @@ def test_a_schedule_is_entered_at_any_pass_and_inside_one(
 ) -> None:
     """Every pass from there on finds its rows; a store that stood inside a pass may enter, and so may one after it.
 
-    What it kept through two such schedules, what settled and what changed since is what the world says.
+    What it kept through two such schedules, what retained and what changed since is what the world says.
     """
     world = World(small_tables(), seed=seed, num_passes=3, keys_per_pass=9, universe=universe)
     memory = MemoryEngine()

@@ -170,12 +170,12 @@ def test_changes_are_of_one_commit_whatever_is_made_meanwhile(trained: Trained, 
     assert nth > 3
 
 
-def test_changes_of_settled_segments_are_of_one_commit(tmp_path: Path) -> None:
+def test_changes_of_retained_segments_are_of_one_commit(tmp_path: Path) -> None:
     """They are scanned; and how many there are is known without reading a row."""
     trained = Trained("memory", tmp_path)
     trained.world.keys_per_pass = 2
     trained.world.follow(trained.store, trained.world.draw(7))
-    assert trained.store.commit.settled
+    assert trained.store.commit.retained
     for since in (-1, 3, trained.store.commit.id - 1):
         reads = trained.store.counters.row_bytes_read
         expected = changed_rows(trained.store, NAME, since)

@@ -300,9 +300,9 @@ class World:
 
 
 def scheduled(store: Store) -> list[Segment]:
-    """Return the segments whose next uses are passes of the schedule: those that are not settled."""
-    settled = store.commit.settled_ids if store.commit else ()
-    return [segment for segment in store.segments if segment.id not in settled]
+    """Return the segments whose next uses are passes of the schedule: those that are not retained."""
+    retained = store.commit.retained_ids if store.commit else ()
+    return [segment for segment in store.segments if segment.id not in retained]
 
 
 class WorldUses:

@@ -96,11 +96,11 @@ def test_ten_days_into_one_store_equal_one_training_in_memory(tmp_path: Path, en
     cuts = cuts_of(case, drift=7)
     whole = write_dataset(tmp_path / "whole", case.schema, cuts)
     with open_store(tmp_path / "s.tc", case, engine) as store:
-        settled = 0
+        retained = 0
         for _, model, _ in day_by_day(case, cuts, 10, tmp_path, store):
             last = model
-            settled += len(store.commit.settled)
-        assert settled > 0
+            retained += len(store.commit.retained)
+        assert retained > 0
         assert_same_bits(resident_result(case, whole), result_of(store, whole, last))
         assert store.commit.id == 10 * 2 + 9
         assert store.commit.settings["steps"] == sum(-(-cut.num_samples // case.batch) for cut in cuts)
@@ -162,21 +162,21 @@ def test_a_day_of_few_keys_leaves_the_rows_of_others_where_they_are(tmp_path: Pa
             part.keys[:] %= 7
     whole = write_dataset(tmp_path / "whole", case.schema, cuts)
     with open_store(tmp_path / "s.tc", case, engine) as store:
-        settled, written = [], []
+        retained, written = [], []
         for _, model, _ in day_by_day(case, cuts, 4, tmp_path, store):
             last = model
-            settled.append(len(store.commit.settled))
+            retained.append(len(store.commit.retained))
             written.append(store.counters.rows_written)
-        assert settled[0] == 0
-        assert settled[1] > 0
-        assert settled[3] > 0
+        assert retained[0] == 0
+        assert retained[1] > 0
+        assert retained[3] > 0
         assert written[1] - written[0] < written[0] / 2
         assert_same_bits(resident_result(case, whole), result_of(store, whole, last))
     if engine != "memory":
         assert verify(tmp_path / "s.tc")["problems"] == []
 
 
-def test_settled_segments_are_of_no_pass_of_the_new_schedule(tmp_path: Path) -> None:
+def test_retained_segments_are_of_no_pass_of_the_new_schedule(tmp_path: Path) -> None:
     """Their passes were those of another: a load of the same number is not from them."""
     case = one_case(num_samples=4 * 32, pass_rows=32, num_keys=300)
     cuts = cuts_of(case, drift=0)
@@ -185,7 +185,11 @@ def test_settled_segments_are_of_no_pass_of_the_new_schedule(tmp_path: Path) -> 
         with tiered(store, one) as cache:
             train(cache, case)
         tc.reorganize(store, two, progress=False)
-        assert {segment.pass_index for segment in store.segments if segment.id in store.commit.settled_ids} == {0, 1, 2}
+        assert {segment.pass_index for segment in store.segments if segment.id in store.commit.retained_ids} == {
+            0,
+            1,
+            2,
+        }
         assert segments_by_pass(store).keys() == {BASE_PASS}
         with tiered(store, two) as cache:
             train(cache, case)
@@ -202,13 +206,13 @@ def test_a_day_can_be_taken_back_to_before_the_store_was_reorganized(tmp_path: P
             last = model
             if day == 1:
                 end = store.commit.id
-        assert store.commit.settled
+        assert store.commit.retained
         store.rollback(end)
         passes = tc.PassDataset.open(tmp_path / "first" / "day2")
         tc.reorganize(store, passes, progress=False)
         with tiered(store, passes) as cache:
             last = train(cache, case, seed=77)
-        assert store.commit.settled
+        assert store.commit.retained
         assert_same_bits(resident_result(case, whole), result_of(store, whole, last))
     assert verify(tmp_path / "s.tc")["problems"] == []
 

@@ -16,7 +16,7 @@ from tests.training.test_store_budget import CASE, held
 from tiercache.errors import BudgetError
 from tiercache.planning.first_use import count_keys
 from tiercache.planning.positions import Positions
-from tiercache.store import MemoryEngine, rewrite, settling
+from tiercache.store import MemoryEngine, compaction_plan, rewrite
 from tiercache.store.scratch_file import ScratchFile
 from tiercache.training.reorganize import reorganize_plan
 
@@ -94,7 +94,7 @@ def test_a_reorganization_takes_no_more_than_was_said(
 ) -> None:
     """Files of the store and temporary ones, at their most; what is said is at most three times what it takes."""
     if memory is not None:
-        monkeypatch.setattr(settling, "MEMORY_BYTES", memory)
+        monkeypatch.setattr(compaction_plan, "MEMORY_BYTES", memory)
         monkeypatch.setattr(rewrite, "MEMORY_BYTES", memory)
     cut, path = dataclasses.replace(CASE, **DAYS[day]).cut(tmp_path / "day"), tmp_path / "s"
     with tc.Store.open(path, tables=CASE.tables, engine=engine, retention=retention) as store:

@@ -151,7 +151,7 @@ def test_rows_that_no_pass_uses_are_counted(passes: tc.PassDataset) -> None:
 def test_what_a_reorganization_leaves_is_counted(
     tmp_path: Path, passes: tc.PassDataset, engine: str, retention: int
 ) -> None:
-    """Settled segments stay, and so do the commits of the day before: the budget of a small day holds them.
+    """RetainedSegment segments stay, and so do the commits of the day before: the budget of a small day holds them.
 
     With that budget as bound of the engine the day is trained to its end.
     """
@@ -161,7 +161,7 @@ def test_what_a_reorganization_leaves_is_counted(
         with tiered(store, passes) as cache:
             train(cache, CASE, epochs=1)
         tc.reorganize(store, small, progress=False)
-        assert store.commit.settled
+        assert store.commit.retained
         with tiered(store, small) as cache:
             budget = cache.store_plan(STATE_BYTES).needed
         assert needed(store, small) <= budget

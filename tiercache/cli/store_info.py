@@ -112,7 +112,7 @@ def _segments(title: str, segments: list[dict[str, Any]]) -> Table:
         pass_index = f"{segment['pass']}{' (within)' if segment['within'] else ''}"
         shown.add_row(
             str(segment["id"]),
-            "retained" if segment["settled"] else pass_index,
+            "retained" if segment["retained"] else pass_index,
             *(f"{number:,}" for number in numbers),
         )
     return shown

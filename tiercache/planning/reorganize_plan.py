@@ -10,7 +10,7 @@ from tiercache.errors import BudgetError
 from tiercache.planning.budget import paged
 from tiercache.planning.store_plan import RECORD_BYTES, block_bytes
 from tiercache.sizes import format_bytes
-from tiercache.store import external_sort, rewrite, settling
+from tiercache.store import compaction_plan, external_sort, rewrite
 from tiercache.store.changed import CHANGED_BYTES
 from tiercache.store.segment_layout import Range
 
@@ -55,7 +55,7 @@ class ReorganizePlan:
         """Count what may move where passes use so many different keys of each table, with those that are new.
 
         ``layout`` cuts the new segment into blocks. The rows that are used are written, and unused ones that have
-        fewer bytes than those and the stale ones, unless segments are too many to settle. Which they are only their
+        fewer bytes than those and the stale ones, unless segments are too many to retain. Which they are only their
         keys say: they are taken to be those that cost most. ``standing`` where not said: the blocks of ``stored``.
         """
         tables = [_Rows.of(groups, group, table, stored, used) for group in groups for table in group.tables]
@@ -112,14 +112,14 @@ class _Rows:
     """Live rows of the store, stale ones among them."""
     stale: int
     within: int
-    """Live rows of segments that a commit inside a pass wrote: they do not settle."""
+    """Live rows of segments that a commit inside a pass wrote: they are not retained."""
 
     @classmethod
     def of(cls, groups: Sequence[Group], group: Group, table: Table, stored: History, used: Mapping[str, int]) -> _Rows:
         newest, place = stored.newest, group.place(table.name)
         live = within = stale = 0
         if newest.commit is not None:
-            stale = sum(one.stale_rows[group.index][place] for one in newest.commit.settled)
+            stale = sum(one.stale_rows[group.index][place] for one in newest.commit.retained)
             for segment in newest.segments:
                 rows = segment.layouts[group.index].rows_of_table(place, newest.first_range(segment, group.index))
                 live, within = live + rows, within + rows * (segment.within and segment.pass_index >= 0)
@@ -129,13 +129,13 @@ class _Rows:
 
 
 def _most_idle(tables: Sequence[_Rows], stored: History) -> int:
-    """Return the most bytes of rows that move although nothing uses them (see ``Settling``).
+    """Return the most bytes of rows that move although nothing uses them (see ``CompactionPlan``).
 
     Fewer than are used or stale beside them, and no row of the store is both idle and used: so half at most.
     """
     live = sum(one.live * one.row_bytes for one in tables)
     within = sum(one.within * one.row_bytes for one in tables)
-    if len(stored.newest.segments) > settling.MOST_SETTLED:
+    if len(stored.newest.segments) > compaction_plan.MOST_RETAINED:
         return live
     beside = sum((one.used + one.stale) * one.row_bytes for one in tables)
     return min(live, beside + within, -(-(live + within) // 2))
@@ -157,7 +157,10 @@ def _sorted_bytes(tables: Sequence[_Rows], idle: int) -> tuple[int, int]:
         keys[one.group] += one.live
     rows = [(min(one.live, one.used + -(-idle // one.row_bytes)), one.row_bytes + CHANGED_BYTES) for one in tables]
     return (
-        max(external_sort.file_bytes(n, settling.NUMBER_BYTES, settling.MEMORY_BYTES) for n in keys.values()),
+        max(
+            external_sort.file_bytes(n, compaction_plan.NUMBER_BYTES, compaction_plan.MEMORY_BYTES)
+            for n in keys.values()
+        ),
         max(external_sort.file_bytes(n, row_bytes, rewrite.MEMORY_BYTES) for n, row_bytes in rows),
     )
 

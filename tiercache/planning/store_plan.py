@@ -58,7 +58,7 @@ class StorePlan:
         """Count the blocks that are live at each commit of an epoch, where every epoch is like this one.
 
         ``dumps`` are those of its passes, kept rows too. ``stored`` is in the store: rows that no pass needs stay,
-        settled segments do, and so long as they are kept the commits of earlier schedules with all that they need.
+        retained segments do, and so long as they are kept the commits of earlier schedules with all that they need.
         ``commits`` are kept; ``use_files`` hold the next uses of an epoch each.
         """
         live, largest, rows = np.zeros(max(1, len(dumps)), dtype=np.int64), 0, 0
@@ -106,7 +106,7 @@ def block_bytes(group: Group, rows: int) -> int:
 def _standing_bytes(groups: tuple[Group, ...], stored: History) -> int:
     """Return the bytes of the blocks that no pass frees, and of all last changes: dumps have none in their place."""
     newest, needed = stored.newest.commit, stored.needed
-    settled = frozenset[int]() if newest is None else newest.settled_ids
+    retained = frozenset[int]() if newest is None else newest.retained_ids
     earlier = History(stored.snapshots[: _of_earlier_schedules(stored.commits)]).needed.first_blocks
     total = 0
     for id_, segment in needed.segments.items():
@@ -114,7 +114,7 @@ def _standing_bytes(groups: tuple[Group, ...], stored: History) -> int:
             firsts = [layout.num_blocks]
             if id_ in earlier:
                 firsts.append(earlier[id_][group.index])
-            if id_ in settled:
+            if id_ in retained:
                 firsts.append(needed.first_blocks[id_][group.index])
             if (never := layout.range_of_use(NEVER)) is not None and layout.first_row_R.item(never) < layout.rows:
                 firsts.append(layout.first_row_R.item(never) // layout.block_rows)

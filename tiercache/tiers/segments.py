@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 def segments_by_pass(store: Store) -> dict[int, Segment]:
     """Return the newest segment of each pass: for a pass cut by a commit, the one the commit wrote.
 
-    Settled segments are of passes of other schedules.
+    RetainedSegment segments are of passes of other schedules.
     """
     found: dict[int, Segment] = {}
-    settled = frozenset[int]() if store.commit is None else store.commit.settled_ids
+    retained = frozenset[int]() if store.commit is None else store.commit.retained_ids
     for segment in store.segments:
-        if segment.id in settled:
+        if segment.id in retained:
             continue
         if segment.pass_index not in found or segment.id > found[segment.pass_index].id:
             found[segment.pass_index] = segment

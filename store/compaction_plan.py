@@ -12,8 +12,8 @@ from tiercache.store.external_sort import ExternalSorter, flush_largest
 from tiercache.store.hashing import hash_keys
 from tiercache.store.live_keys import READERS, live_keys
 from tiercache.store.merge import SortedCursor, hashed, merged
+from tiercache.store.retained_segment import RetainedSegment
 from tiercache.store.scratch_file import ScratchFile, scratch_of
-from tiercache.store.settled import Settled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tiercache.store.store import Store
     from tiercache.store.table import Group, Table
 
-MOST_SETTLED = 256
+MOST_RETAINED = 256
 """The most segments that are left: a scan holds a page of each of their ranges, a lookup reads keys of each."""
 MEMORY_BYTES = 128 << 20
 NUMBER_BYTES = 8
@@ -36,13 +36,13 @@ _IDLE, _STALE, _USED = 0, 1, 2
 it does."""
 
 
-class Settling:
+class CompactionPlan:
     """Sorts all live rows by what a schedule does with them: from their keys and its first uses, no row is read.
 
-    A segment settles where rows that are neither used nor stale have at least half of its live bytes, so that it
-    never takes more than twice what is needed of it; of more than ``MOST_SETTLED`` such segments those with the most;
+    A segment is retained where rows that are neither used nor stale have at least half of its live bytes, so that it
+    never takes more than twice what is needed of it; of more than ``MOST_RETAINED`` such segments those with the most;
     never one that a commit inside a pass wrote.
-    Everything else moves: the used rows of settled segments, and of the others all rows that are not stale. So what
+    Everything else moves: the used rows of retained segments, and of the others all rows that are not stale. So what
     moves unused has fewer bytes than what is used or stale beside it, unless segments are too many.
 
     Takes ``MEMORY_BYTES`` and a slice of ``uses``. Temporary files: a byte for each live row, mapped into memory;
@@ -57,9 +57,9 @@ class Settling:
         except BaseException:
             self._files.close()
             raise
-        self.settled: tuple[Settled, ...] = ()
+        self.retained: tuple[RetainedSegment, ...] = ()
         """What is left where it is, by segment id; known after ``sort``."""
-        self._settled_ids = frozenset[int]()
+        self._retained_ids = frozenset[int]()
 
     def __enter__(self) -> Self:
         return self
@@ -79,9 +79,9 @@ class Settling:
             live_S += rows.group.row_bytes * rows.live_ST.sum(axis=1)
         may_S = np.array([not s.within or s.pass_index < 0 for s in self._store.segments], dtype=np.bool_)
         worth = np.nonzero((2 * needed_S >= live_S) & (needed_S > 0) & may_S)[0]
-        kept = np.sort(worth[np.argsort(-needed_S[worth], kind="stable")[:MOST_SETTLED]])
-        self.settled = tuple(
-            Settled(
+        kept = np.sort(worth[np.argsort(-needed_S[worth], kind="stable")[:MOST_RETAINED]])
+        self.retained = tuple(
+            RetainedSegment(
                 segment_id=self._store.segments[i].id,
                 first_ranges=tuple(
                     self._store.first_range(self._store.segments[i], rows.group.index) for rows in self._groups
@@ -90,16 +90,16 @@ class Settling:
             )
             for i in kept.tolist()
         )
-        self._settled_ids = frozenset(one.segment_id for one in self.settled)
+        self._retained_ids = frozenset(one.segment_id for one in self.retained)
 
     def idle_rows(self, group: int) -> int:
         """Return how many rows of a group move although the schedule does not use them."""
-        return self._groups[group].idle_rows(but=self._settled_ids)
+        return self._groups[group].idle_rows(but=self._retained_ids)
 
     def moves(self, segment: Segment, group: int, low: int, high: int) -> NDArray[np.bool_]:
         """Return which of the live rows [low, high) of a layout move: (high - low,)."""
         marks = self._groups[group].marks_of(segment, low, high)
-        moved: NDArray[np.bool_] = marks == _USED if segment.id in self._settled_ids else marks != _STALE
+        moved: NDArray[np.bool_] = marks == _USED if segment.id in self._retained_ids else marks != _STALE
         return moved
 
 

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settled:
+class RetainedSegment:
     """A segment of an earlier schedule, as a commit says what is live in it: the next uses of its ranges are void.
 
-    Settled segments are older than all others that a commit names. A row of theirs is stale where a newer segment
+    Retained segments are older than all others that a commit names. A row of theirs is stale where a newer segment
     has its key too. Rows become stale only at the commit that begins a schedule: no pass of it dumps a key whose
     row it left here.
     """
@@ -39,7 +39,7 @@ class Settled:
         """Build what ``to_record`` wrote. Raises ValueError and TypeError for anything else."""
         id_, *groups = record
         return cls(
-            segment_id=whole(id_, "the id of a settled segment"),
+            segment_id=whole(id_, "the id of a retained segment"),
             first_ranges=tuple(whole(first, "a first live range") for first, *_ in groups),
             stale_rows=tuple(tuple(whole(n, "stale rows") for n in rows) for _, *rows in groups),
         )
@@ -48,10 +48,10 @@ class Settled:
         """Raise ValueError where ``segment`` has no such ranges, or no more live rows than are said to be stale."""
         if segment.within and segment.pass_index >= 0:
             raise ValueError(
-                f"settled segment {segment.id} was written inside a pass: all its rows were needed by that"
+                f"retained segment {segment.id} was written inside a pass: all its rows were needed by that"
             )
         if len(self.first_ranges) != len(groups):
-            raise ValueError(f"settled segment {segment.id} has {len(self.first_ranges)} groups of {len(groups)}")
+            raise ValueError(f"retained segment {segment.id} has {len(self.first_ranges)} groups of {len(groups)}")
         needed = 0
         for group, first, stale in zip(groups, self.first_ranges, self.stale_rows, strict=True):
             layout = segment.layouts[group.index]
@@ -62,9 +62,9 @@ class Settled:
                 or any(a > b for a, b in zip(stale, live, strict=True))
             ):
                 raise ValueError(
-                    f"settled segment {segment.id} has {live} live rows of group {group.index} from range {first} "
+                    f"retained segment {segment.id} has {live} live rows of group {group.index} from range {first} "
                     f"of {layout.num_ranges} on, and {list(stale)} of them are said to be stale"
                 )
             needed += sum(live) - sum(stale)
         if not needed:
-            raise ValueError(f"settled segment {segment.id} has stale rows only")
+            raise ValueError(f"retained segment {segment.id} has stale rows only")

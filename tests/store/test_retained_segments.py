@@ -21,9 +21,9 @@ from tiercache.store import (
     CorruptStoreError,
     MemoryEngine,
     Store,
+    compaction_plan,
     differences,
     info,
-    settling,
 )
 from tiercache.store.commit import Commit
 from tiercache.store.record import decode, encode
@@ -68,16 +68,16 @@ def check(store: Store, world: World) -> None:
     live = list(live_keys(store))
     newest = {key: id_ for id_, _, _, key in live}
     stale = Counter((id_, group, place) for id_, group, place, key in live if newest[key] != id_)
-    for one in store.commit.settled:
+    for one in store.commit.retained:
         for group in store.groups:
             for place, count in enumerate(one.stale_rows[group.index]):
                 assert count == stale[one.segment_id, group.index, place]
 
 
 def check_halves(store: Store) -> None:
-    """Assert that no settled segment takes more than twice the bytes that are needed of it."""
+    """Assert that no retained segment takes more than twice the bytes that are needed of it."""
     segments = {segment.id: segment for segment in store.segments}
-    for one in store.commit.settled:
+    for one in store.commit.retained:
         live = stale = 0
         for group, first, rows in zip(store.groups, one.first_ranges, one.stale_rows, strict=True):
             live += sum(r.rows for r in segments[one.segment_id].layouts[group.index].ranges[first:]) * group.row_bytes
@@ -95,7 +95,7 @@ def live_bytes(store: Store) -> dict[int, int]:
 
 def check_moved(store: Store, before: dict[int, int]) -> None:
     """Assert that rows moved unused only where they had less than half of a segment's live bytes."""
-    gone = sum(size for id_, size in before.items() if id_ not in store.commit.settled_ids)
+    gone = sum(size for id_, size in before.items() if id_ not in store.commit.retained_ids)
     unused = 0
     for segment in scheduled(store):
         for layout in segment.layouts:
@@ -122,11 +122,11 @@ def test_schedule_after_schedule_reads_the_newest_row_of_every_key(
 ) -> None:
     """Whatever keys a schedule uses, at its beginning, in between and after it: lookups, scans, changes and loads.
 
-    No key's newest row is ever dead while an older one in a settled segment is live: it would be read.
+    No key's newest row is ever dead while an older one in a retained segment is live: it would be read.
     """
     world = World(small_tables(), seed=seed, keys_per_pass=9, universe=30, page_rows=layout[0], block_rows=layout[1])
-    kept = settling.MOST_SETTLED
-    settling.MOST_SETTLED = most
+    kept = compaction_plan.MOST_RETAINED
+    compaction_plan.MOST_RETAINED = most
     try:
         with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
             world.run(store, 3)
@@ -134,7 +134,7 @@ def test_schedule_after_schedule_reads_the_newest_row_of_every_key(
                 world.num_passes, world.keys_per_pass = passes, keys
                 before = live_bytes(store)
                 world.follow(store, world.draw(draw))
-                assert len(store.commit.settled) <= most
+                assert len(store.commit.retained) <= most
                 check_halves(store)
                 if most == 256:
                     check_moved(store, before)
@@ -154,7 +154,7 @@ def test_schedule_after_schedule_reads_the_newest_row_of_every_key(
                 check(store, world)
             check_scans(store, world, memory_bytes=900, chunk_rows=7)
     finally:
-        settling.MOST_SETTLED = kept
+        compaction_plan.MOST_RETAINED = kept
 
 
 def one_pass(world: World, keys: dict[str, list[int]]) -> list[dict[str, NDArray[np.int64]]]:
@@ -162,20 +162,20 @@ def one_pass(world: World, keys: dict[str, list[int]]) -> list[dict[str, NDArray
     return [{table.name: np.array(keys.get(table.name, []), np.int64) for table in world.tables}]
 
 
-def settled_store(home: Home, **options: Any) -> tuple[Store, World]:
+def retained_store(home: Home, **options: Any) -> tuple[Store, World]:
     """Return a store that follows a schedule of three of its keys and a new one."""
     world = World(small_tables(), num_passes=4, keys_per_pass=20)
     store = home.open(world.tables, **options)
     world.run(store, 5)
     known = [key for name, key in world.rows if name == "user"]
     world.follow(store, one_pass(world, {"user": [*known[:3], 900]}))
-    assert store.commit.settled
+    assert store.commit.retained
     return store, world
 
 
 def test_a_row_that_is_trained_is_newer_than_the_one_it_left_behind(home: Home) -> None:
     """For lookups, scans and changes; ``info`` counts each key once, and compaction leaves no stale row."""
-    store, world = settled_store(home)
+    store, world = retained_store(home)
     key = ("user", int(world.passes[0]["user"][0]))
     before = world.rows[key]
     world.run(store, 2)
@@ -183,23 +183,23 @@ def test_a_row_that_is_trained_is_newer_than_the_one_it_left_behind(home: Home) 
     assert [found for *_, found in live_keys(store)].count(key) == 2
     check(store, world)
     if home.kind != "memory":
-        stale, settled = [key for *_, key in live_keys(store)], sorted(store.commit.settled_ids)
+        stale, retained = [key for *_, key in live_keys(store)], sorted(store.commit.retained_ids)
         home.close()
         found = info(home.path)
         store = home.open()
         assert found["rows"] == len(world.rows) == sum(segment["live_rows"] for segment in found["segments"])
         assert found["stale_rows"] == len(stale) - len(set(stale)) == 3
         assert found["stale_bytes"] == 3 * world.tables[0].row_bytes
-        assert [segment["id"] for segment in found["segments"] if segment["settled"]] == settled
+        assert [segment["id"] for segment in found["segments"] if segment["retained"]] == retained
     store.compact()
-    assert store.commit.settled == ()
+    assert store.commit.retained == ()
     assert [segment.rows for segment in store.segments] == [len(world.rows)]
     assert rows_of(store) == world.rows
 
 
 def test_the_newest_row_hides_the_stale_one_where_it_does_not_count_itself(home: Home) -> None:
     """A key of the pass on the device is not found in the store: never with the row that it had before."""
-    store, world = settled_store(home)
+    store, world = retained_store(home)
     key, other = int(world.passes[0]["user"][0]), 900
     ids, _ = store.locate("user", np.array([key, other]), after=0)
     assert ids.tolist() == [-1, -1]
@@ -208,11 +208,11 @@ def test_the_newest_row_hides_the_stale_one_where_it_does_not_count_itself(home:
     assert ids.tolist() == [store.segments[-1].id] * 2
 
 
-def test_a_key_that_waited_in_a_settled_segment_is_found_by_the_schedule_that_uses_it(home: Home) -> None:
+def test_a_key_that_waited_in_a_retained_segment_is_found_by_the_schedule_that_uses_it(home: Home) -> None:
     """Unused by one schedule, used by the next: it starts with the row it was left with."""
-    store, world = settled_store(home)
+    store, world = retained_store(home)
     waited = next(
-        key for id_, _, _, key in live_keys(store) if id_ in store.commit.settled_ids and key not in world.keys(0)
+        key for id_, _, _, key in live_keys(store) if id_ in store.commit.retained_ids and key not in world.keys(0)
     )
     row = world.rows[waited]
     world.run(store, 1)
@@ -227,35 +227,35 @@ def test_a_key_that_waited_in_a_settled_segment_is_found_by_the_schedule_that_us
 
 
 def test_commits_before_and_after_a_schedule_can_be_gone_back_to(home: Home) -> None:
-    """A rollback to before the reorganization, and one to a commit after it, each with its own settled segments."""
-    store, world = settled_store(home, retention=4)
+    """A rollback to before the reorganization, and one to a commit after it, each with its own retained segments."""
+    store, world = retained_store(home, retention=4)
     begun, after = store.commit.id, copy.deepcopy(world)
     with store.at(begun - 1) as older:
-        assert older.commit.settled == ()
+        assert older.commit.retained == ()
         before = rows_of(older)
     world.run(store, 2)
     store.rollback(begun)
-    assert store.commit.settled == next(c for c in store.commits if c.id == begun).settled != ()
+    assert store.commit.retained == next(c for c in store.commits if c.id == begun).retained != ()
     check(store, after)
     store.rollback(begun - 1)
-    assert store.commit.settled == ()
+    assert store.commit.retained == ()
     assert rows_of(store) == before
     assert Verification(store).run()["problems"] == []
 
 
 def test_what_changed_since_a_commit_is_given_once_though_it_was_moved(home: Home) -> None:
     """Rows that stayed and rows that moved, with the schedule or later, changed when they were trained."""
-    store, world = settled_store(home, retention=9)
+    store, world = retained_store(home, retention=9)
     for since in range(-1, store.commit.id + 1):
         world.check_changes(store, since)
 
 
-def test_a_settled_store_equals_the_same_rows_compacted(tmp_path: Path) -> None:
+def test_a_retained_store_equals_the_same_rows_compacted(tmp_path: Path) -> None:
     """Comparisons scan: stale rows are no difference."""
     found = []
-    for name in ("settled", "compacted"):
+    for name in ("retained", "compacted"):
         (tmp_path / name).mkdir()
-        store, world = settled_store(Home("lmdb", tmp_path / name))
+        store, world = retained_store(Home("lmdb", tmp_path / name))
         world.run(store, 1)
         if name == "compacted":
             store.compact()
@@ -276,42 +276,42 @@ def rewritten(store: Store, engine: MemoryEngine, change: Any) -> None:
 
 
 def bad_shapes() -> dict[str, Any]:
-    """Return changes to the records of settled segments that make no sense."""
+    """Return changes to the records of retained segments that make no sense."""
 
     def put(place: int, value: Any) -> Any:
-        return lambda values: values["settled"][0].__setitem__(place, value)
+        return lambda values: values["retained"][0].__setitem__(place, value)
 
     return {
-        "no list": lambda values: values.update(settled=3),
-        "no record": lambda values: values.update(settled=[7]),
+        "no list": lambda values: values.update(retained=3),
+        "no record": lambda values: values.update(retained=[7]),
         "no number": put(0, "x"),
         "another segment": put(0, 10**6),
-        "twice": lambda values: values.update(settled=values["settled"][:1] * 2),
-        "the newest": lambda values: values.update(settled=[[values["segments"][-1][0], *values["settled"][0][1:]]]),
-        "a group less": lambda values: values["settled"][0].pop(),
+        "twice": lambda values: values.update(retained=values["retained"][:1] * 2),
+        "the newest": lambda values: values.update(retained=[[values["segments"][-1][0], *values["retained"][0][1:]]]),
+        "a group less": lambda values: values["retained"][0].pop(),
         "no first range": put(1, []),
-        "a range that is not there": lambda values: values["settled"][0][1].__setitem__(0, 99),
-        "a table less": lambda values: values["settled"][0][1].pop(),
-        "more stale rows than live ones": lambda values: values["settled"][0][1].__setitem__(1, 10**6),
-        "fewer than none": lambda values: values["settled"][0][1].__setitem__(1, -1),
+        "a range that is not there": lambda values: values["retained"][0][1].__setitem__(0, 99),
+        "a table less": lambda values: values["retained"][0][1].pop(),
+        "more stale rows than live ones": lambda values: values["retained"][0][1].__setitem__(1, 10**6),
+        "fewer than none": lambda values: values["retained"][0][1].__setitem__(1, -1),
     }
 
 
 @pytest.mark.parametrize("what", bad_shapes())
-def test_a_commit_that_says_impossible_things_of_settled_segments_is_refused(what: str, tmp_path: Path) -> None:
+def test_a_commit_that_says_impossible_things_of_retained_segments_is_refused(what: str, tmp_path: Path) -> None:
     """Sizes and places are checked when the store is opened."""
     home = Home("memory", tmp_path)
-    store, _ = settled_store(home)
+    store, _ = retained_store(home)
     rewritten(store, home.engine, bad_shapes()[what])
     with pytest.raises(CorruptStoreError, match="restore"):
         home.open()
 
 
-def test_a_segment_that_a_commit_inside_a_pass_wrote_is_not_settled(tmp_path: Path) -> None:
+def test_a_segment_that_a_commit_inside_a_pass_wrote_is_not_retained(tmp_path: Path) -> None:
     """All its rows have the pass as next use, so none is live when a schedule begins: a record that says so lies."""
     home = Home("memory", tmp_path)
-    store, _ = settled_store(home)
-    id_ = store.commit.settled[0].segment_id
+    store, _ = retained_store(home)
+    id_ = store.commit.retained[0].segment_id
     segment = replace(next(segment for segment in store.segments if segment.id == id_), within=True)
     home.engine.by_name[f"segment/{id_}"] = segment.to_bytes()
     with pytest.raises(CorruptStoreError, match="was written inside a pass"):
@@ -320,15 +320,15 @@ def test_a_segment_that_a_commit_inside_a_pass_wrote_is_not_settled(tmp_path: Pa
 
 @pytest.mark.parametrize("more", [-1, 1])
 def test_stale_rows_that_are_not_as_many_as_the_commit_says_are_found(more: int, tmp_path: Path) -> None:
-    """Two live rows of a key are damage, as without settled segments; so is a row that should be there twice."""
+    """Two live rows of a key are damage, as without retained segments; so is a row that should be there twice."""
     home = Home("memory", tmp_path)
-    store, _ = settled_store(home)
+    store, _ = retained_store(home)
     group = next(group for group in store.groups if "user" in [table.name for table in group.tables])
     place = group.place("user")
-    i = next(i for i, one in enumerate(store.commit.settled) if one.stale_rows[group.index][place])
+    i = next(i for i, one in enumerate(store.commit.retained) if one.stale_rows[group.index][place])
 
     def change(values: Any) -> None:
-        values["settled"][i][1 + group.index][1 + place] += more
+        values["retained"][i][1 + group.index][1 + place] += more
 
     rewritten(store, home.engine, change)
     store = home.open()
@@ -341,8 +341,8 @@ def test_stale_rows_that_are_not_as_many_as_the_commit_says_are_found(more: int,
 
 
 def test_segments_of_other_schedules_belong_to_no_pass(home: Home) -> None:
-    """A commit at a pass that a settled segment's number repeats is made, and its loads are the schedule's own."""
-    store, world = settled_store(home)
+    """A commit at a pass that a retained segment's number repeats is made, and its loads are the schedule's own."""
+    store, world = retained_store(home)
     assert {segment.pass_index for segment in store.segments} & {0, 1, 2, 3, 4}
     for _ in range(6):
         world.run(store, 1)
@@ -350,13 +350,13 @@ def test_segments_of_other_schedules_belong_to_no_pass(home: Home) -> None:
     assert all(segment.pass_index >= 4 for segment in scheduled(store))
 
 
-def test_a_record_without_settled_segments_is_as_it_always_was() -> None:
-    """Commits of stores that never settled anything keep their bytes."""
+def test_a_record_without_retained_segments_is_as_it_always_was() -> None:
+    """Commits of stores that never retained anything keep their bytes."""
     world = World(small_tables())
     engine = MemoryEngine()
     with Store.open(None, tables=world.tables, engine=engine) as store:
         world.run(store, 1)
         values, _ = decode("commit", engine.by_name["commit/0"], "it")
-        assert "settled" not in values
-        assert Commit.from_bytes(engine.by_name["commit/0"], "it").settled == ()
-        assert replace(store.commit, settled=()).to_bytes() == engine.by_name["commit/0"]
+        assert "retained" not in values
+        assert Commit.from_bytes(engine.by_name["commit/0"], "it").retained == ()
+        assert replace(store.commit, retained=()).to_bytes() == engine.by_name["commit/0"]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.apart import ran
 from tests.store.conftest import small_tables
-from tests.store.test_settled import check
+from tests.store.test_retained_segments import check
 from tests.store.world import World, WorldUses
 from tiercache.store import MemoryEngine, Range, SegmentLayout, Store, Table, Zeros, hash_keys
 from tiercache.store.optimizer import SGD
@@ -63,7 +63,7 @@ def test_what_a_schedule_moves_is_in_proportion_to_what_it_uses(spread: bool) ->
         before = copy.copy(store.counters.__dict__)
         commit = store.rewrite(WorldUses(store.tables, used, slice_keys=500), schedule_digest="new")
         done = {name: value - before[name] for name, value in store.counters.__dict__.items() if name != "_lock"}
-        assert len(commit.settled) == (passes if spread else passes - 1)
+        assert len(commit.retained) == (passes if spread else passes - 1)
         assert done["rows_written"] == rows + 50
         assert done["row_bytes_read"] == len(pages) * 8 * 256
         assert done["key_bytes_read"] == 8 * passes * rows + 8 * 64 * len(blocks)
@@ -120,12 +120,12 @@ def test_a_process_killed_while_it_reorganizes_leaves_the_commit_before(
     with Store.open(None, tables=world.tables, engine=MemoryEngine()) as memory:
         world.run(memory, 5)
     with Store.open(path) as store:
-        assert (store.commit.id, store.commit.settled) == (4, ())
+        assert (store.commit.id, store.commit.retained) == (4, ())
         check(store, world)
         assert not [*path.glob("tmp*"), *(tmp_path / "tmp").iterdir()]
         assert [entry.name for entry in tmp_path.iterdir() if entry.name != "tmp"] == ["s.tc"]
         world.keys_per_pass = 20
         world.follow(store, world.draw(1))
-        assert store.commit.settled
+        assert store.commit.retained
         world.run(store, 1)
         check(store, world)
