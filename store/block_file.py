@@ -50,13 +50,13 @@ class BlockFile:
     """The file and what of it is free. ``put``, ``flush``, ``sync`` and ``space`` are for one thread at a time."""
 
     def __init__(
-        self, path: Path, *, readonly: bool, max_bytes: int | None, is_read: Callable[[], bool] = bool
+        self, path: Path, *, readonly: bool, store_budget: int | None, is_read: Callable[[], bool] = bool
     ) -> None:
-        """Open it, or make it; ``max_bytes`` bounds it (None: the file system does). Raises OSError.
+        """Open it, or make it; ``store_budget`` bounds it (None: the file system does). Raises OSError.
 
         ``is_read`` tells whether it is being read, which writes leave room for.
         """
-        self.path, self._max_bytes = path, max_bytes
+        self.path, self._store_budget = path, store_budget
         self.space = FreeSpace()
         """Nothing is free until the owner says what is."""
         self._handle = open_file(path, os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT)
@@ -249,12 +249,12 @@ class BlockFile:
     def _grow(self, num_bytes: int) -> None:
         """Add at least so many bytes to the run at the end; more at once where the file is large."""
         least = num_bytes - self.space.tail_bytes
-        most = None if self._max_bytes is None else self._max_bytes // PAGE_BYTES * PAGE_BYTES - self.space.end
+        most = None if self._store_budget is None else self._store_budget // PAGE_BYTES * PAGE_BYTES - self.space.end
         if most is not None and most < least:
             raise StoreFullError(
                 needed_bytes=num_bytes,
-                limit=f"{self.path} may hold {self._max_bytes:,}",
-                advice="raise max_bytes",
+                limit=f"{self.path} may hold {self._store_budget:,}",
+                advice="raise store_budget",
             )
         ample = max(least, min(self.space.end // 32 // PAGE_BYTES * PAGE_BYTES, _MOST_GROWTH, most or _MOST_GROWTH))
         for growth in (ample, least):

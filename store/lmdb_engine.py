@@ -48,10 +48,10 @@ class LmdbEngine:
         *,
         create: bool,
         readonly: bool = False,
-        max_bytes: int | None = None,
+        store_budget: int | None = None,
         lock: WriterLock | None = None,
     ) -> None:
-        """Open it; ``max_bytes`` bounds the file of blocks (None: the file system does).
+        """Open it; ``store_budget`` bounds the file of blocks (None: the file system does).
 
         A writer holds the one right to write until it is closed: ``lock``, or one that it takes itself.
         Raises CorruptStoreError, StoreInUseError and StoreError.
@@ -72,7 +72,7 @@ class LmdbEngine:
             else:
                 found = LmdbRecords.read(path, self.label)
                 self._head, self._manifest, self._records = found.head, found.manifest, found.records
-            self._open_blocks(create=create, max_bytes=max_bytes)
+            self._open_blocks(create=create, store_budget=store_budget)
         except BaseException:
             self.close()
             raise
@@ -219,12 +219,14 @@ class LmdbEngine:
         except OSError as error:
             raise self._unwritable(data, error) from error
 
-    def _open_blocks(self, *, create: bool, max_bytes: int | None) -> None:
+    def _open_blocks(self, *, create: bool, store_budget: int | None) -> None:
         path = self.path / BLOCKS
         try:
             if not create and not path.exists():
                 raise FileNotFoundError(path)
-            self._file = BlockFile(path, readonly=self._readonly, max_bytes=max_bytes, is_read=lambda: self._reads > 0)
+            self._file = BlockFile(
+                path, readonly=self._readonly, store_budget=store_budget, is_read=lambda: self._reads > 0
+            )
         except OSError as error:
             if error.errno in FULL:
                 raise full_disk(self.path, error, ROOM_FOR_RECORDS) from error

@@ -61,7 +61,7 @@ def open_engine(
     tables: Iterable[Table] | None,
     engine: str | Engine | None,
     mode: str,
-    max_bytes: int | None,
+    store_budget: int | None,
     *,
     part: bool = False,
 ) -> Opened:
@@ -79,11 +79,11 @@ def open_engine(
     StoreDirectory(path).is_there()  # what can be no path is refused first
     if mode == "a" and not part:
         refuse_part(path)
-    return _open_path(path, wanted, engine, mode, max_bytes)
+    return _open_path(path, wanted, engine, mode, store_budget)
 
 
 def _open_path(
-    path: Path, tables: tuple[Table, ...] | None, engine: str | None, mode: str, max_bytes: int | None
+    path: Path, tables: tuple[Table, ...] | None, engine: str | None, mode: str, store_budget: int | None
 ) -> Opened:
     """Open or create the store at ``path``."""
     if engine is not None and engine not in ENGINES:
@@ -102,7 +102,7 @@ def _open_path(
         kind = directory.engine(tuple(ENGINES), engine) if found else engine or _default(tables)
         if not found:
             _check_alone(path, kind)
-        opened = _engine(kind)(path, create=not found, readonly=mode == "r", max_bytes=max_bytes, lock=lock)
+        opened = _engine(kind)(path, create=not found, readonly=mode == "r", store_budget=store_budget, lock=lock)
         records = opened.records()
         if not found and commit_ids(records):
             raise NotAStoreError(f"{path} holds commits but lost its marker: restore the store from a copy")

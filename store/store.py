@@ -96,7 +96,7 @@ class Store:
         tables: Iterable[Table] | None = None,
         engine: str | Engine | None = None,
         mode: str = "a",
-        max_bytes: int | None = None,
+        store_budget: int | None = None,
         commit: int | None = None,
         retention: int | None = None,
     ) -> Store:
@@ -105,7 +105,7 @@ class Store:
         Mode "a" takes the one right to write and deletes blocks that no commit names; mode "r" sees the newest
         commit as of now, or ``commit``, for as long as it is open. ``engine`` is "lmdb" or "zarr"; None takes the
         store's own, of a new store "lmdb", or "zarr" where a table is compressed. It may be an instance, which keeps
-        bytes as it does: then ``path`` only names the store in messages. ``max_bytes`` bounds the bytes of blocks;
+        bytes as it does: then ``path`` only names the store in messages. ``store_budget`` bounds the bytes of blocks;
         None means the size of the file system. Commits from now on keep the newest ``retention`` commits, themselves
         included; None means as many as before, or 1.
 
@@ -114,7 +114,7 @@ class Store:
         """
         check_options(mode, commit, retention)
         place = None if path is None else Path(path)
-        opened = open_engine(place, tables, engine, mode, max_bytes)
+        opened = open_engine(place, tables, engine, mode, store_budget)
         try:
             return cls(opened, place, mode, commit, retention)
         except BaseException:

@@ -48,15 +48,15 @@ class ZarrEngine:
         *,
         create: bool,
         readonly: bool = False,
-        max_bytes: int | None = None,
+        store_budget: int | None = None,
         lock: WriterLock | None = None,
     ) -> None:
         """Open it; ``store`` is a path or a store object of Zarr.
 
         A writer holds, on a local disk, the one right to write until it is closed: ``lock``, or one that it takes
-        itself. ``max_bytes`` bounds the bytes of blocks. Raises CorruptStoreError, and StoreInUseError.
+        itself. ``store_budget`` bounds the bytes of blocks. Raises CorruptStoreError, and StoreInUseError.
         """
-        self._objects, self._readonly, self._max_bytes = Objects(store), readonly, max_bytes
+        self._objects, self._readonly, self._store_budget = Objects(store), readonly, store_budget
         root = self._objects.root
         self.label = f"the store at {root}" if root is not None else f"the store in {self._objects.store}"
         if root is not None and create:
@@ -338,10 +338,10 @@ class ZarrEngine:
             made.add(place.key)
 
     def _check_bound(self, size: int, total: int) -> None:
-        if self._max_bytes is not None and total > self._max_bytes:
+        if self._store_budget is not None and total > self._store_budget:
             raise StoreFullError(
                 needed_bytes=size,
-                limit=f"the blocks of {self.label} take {total - size:,} and may hold {self._max_bytes:,}",
+                limit=f"the blocks of {self.label} take {total - size:,} and may hold {self._store_budget:,}",
                 advice="raise store_budget",
             )
 

@@ -143,7 +143,7 @@ def test_one_training_at_a_time(tmp_path: Path) -> None:
 
     assert meet(2, body) == [None, None]
     with open_part(
-        path / "part-0-1", part_tables(TABLES, sharding_on(2), 1), engine="lmdb", max_bytes=None, retention=2
+        path / "part-0-1", part_tables(TABLES, sharding_on(2), 1), engine="lmdb", store_budget=None, retention=2
     ):
         errors = train_parts(path, 2, 0)
         assert isinstance(errors[1], StoreInUseError)

@@ -103,8 +103,8 @@ class EngineContract:
         return layout_of(rows, compression=self.compression, **how)
 
     @classmethod
-    def make(cls, path: Path, *, max_bytes: int | None = None) -> Engine:
-        """Make an empty engine in a folder that is empty; ``max_bytes`` bounds its blocks."""
+    def make(cls, path: Path, *, store_budget: int | None = None) -> Engine:
+        """Make an empty engine in a folder that is empty; ``store_budget`` bounds its blocks."""
         raise NotImplementedError
 
     @classmethod
@@ -216,7 +216,7 @@ class EngineContract:
     def test_a_write_whose_source_fails_writes_nothing(self, tmp_path: Path) -> None:
         """The error is the source's own, what was there stays, no room is lost, and the write can be done again."""
         layout = self.layout((10,))
-        engine = self.make(tmp_path, max_bytes=1 << 20)
+        engine = self.make(tmp_path, store_budget=1 << 20)
         kept = put(engine, [state_block(some_bytes(9000)), *segment_blocks(layout, 1)])
 
         def failing() -> Iterator[Data]:
@@ -257,7 +257,7 @@ class EngineContract:
 
     def test_what_is_freed_is_room(self, tmp_path: Path) -> None:
         """And so is what is not retained."""
-        engine = self.make(tmp_path, max_bytes=1 << 20)
+        engine = self.make(tmp_path, store_budget=1 << 20)
         written: dict[Block, bytes] = {}
         for i in range(6):
             if i == 4:
@@ -272,7 +272,7 @@ class EngineContract:
 
     def test_a_full_engine_says_so_and_changes_nothing(self, tmp_path: Path) -> None:
         """With the bytes that were needed."""
-        engine = self.make(tmp_path, max_bytes=1 << 20)
+        engine = self.make(tmp_path, store_budget=1 << 20)
         kept = put(engine, [state_block(some_bytes(700_000))])
         engine.commit({"r": b"1"})
         with pytest.raises(StoreFullError, match=r"needs [0-9,]+ more bytes but .* may") as full:

@@ -68,7 +68,7 @@ SIZES = [0, 1, 4095, 4096, 4097, 100_000, 262_143, 262_144, 262_145, 3 * 4096 * 
 @pytest.mark.parametrize("stable", [True, False])
 def test_blocks_come_back_from_any_memory(tmp_path: Path, *, stable: bool, direct: bool) -> None:
     """Of all sizes, aligned or not, gathered or not, past the page cache or through it; ranges of them too."""
-    file = BlockFile(tmp_path / "blocks", readonly=False, max_bytes=None)
+    file = BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)
     if not direct:
         file._direct = None
     rng = np.random.default_rng(1)
@@ -94,7 +94,7 @@ def test_blocks_come_back_from_any_memory(tmp_path: Path, *, stable: bool, direc
                 file.read(place.offset + first, out)
                 assert out.tobytes() == data[first:last]
     file.close()
-    with closing(BlockFile(tmp_path / "blocks", readonly=True, max_bytes=None)) as again:
+    with closing(BlockFile(tmp_path / "blocks", readonly=True, store_budget=None)) as again:
         for place, data in blocks:
             out = np.empty(place.size, np.uint8)
             again.read(place.offset, out)
@@ -105,7 +105,7 @@ def test_a_file_system_that_refuses_to_pass_the_cache_is_written_through_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may take the flag and refuse the write; and it may write a part at a time."""
-    file = BlockFile(tmp_path / "blocks", readonly=False, max_bytes=None)
+    file = BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)
     refused, write = file._direct, os.pwritev
 
     def pwritev(handle: int, views: list[memoryview], offset: int) -> int:
@@ -126,7 +126,7 @@ def test_a_file_system_that_refuses_to_pass_the_cache_is_written_through_it(
 
 def test_a_failed_write_gives_its_room_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is as long as before, and what was queued is not written later."""
-    file = BlockFile(tmp_path / "blocks", readonly=False, max_bytes=None)
+    file = BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)
     first = file.put(np.full(10_000, 7, np.uint8), stable=False)
     file.flush()
     size = file.size
@@ -151,7 +151,7 @@ def test_a_failed_write_gives_its_room_back(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_short_file_is_an_error_on_reading(tmp_path: Path) -> None:
     """For ranges past the page cache and through it."""
-    file = BlockFile(tmp_path / "blocks", readonly=False, max_bytes=None)
+    file = BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)
     place = file.put(aligned(600_000), stable=True)
     file.flush()
     os.truncate(tmp_path / "blocks", 5000)

@@ -141,7 +141,7 @@ def test_a_store_at_its_max_bytes_says_what_it_needs_and_goes_on_with_more(
 ) -> None:
     """At whatever write the bound is met: the commit before stands, in this process and after a reopen."""
     path = tmp_path / "store.tc"
-    with Store.open(path, tables=TABLES, engine=engine, max_bytes=most) as store:
+    with Store.open(path, tables=TABLES, engine=engine, store_budget=most) as store:
         with pytest.raises(StoreFullError, match=rf"needs [\d,]+ more bytes but .* may hold {most:,}: raise") as full:
             take_all(store)
         assert full.value.needed_bytes > 0
@@ -150,7 +150,7 @@ def test_a_store_at_its_max_bytes_says_what_it_needs_and_goes_on_with_more(
         assert stands(store) == stood < len(STEPS) - 1
         assert problems(store) == []
     assert block_bytes(path) <= most
-    with Store.open(path, max_bytes=most) as store:
+    with Store.open(path, store_budget=most) as store:
         assert stands(store) == stood
     finish(path)
 

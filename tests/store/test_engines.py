@@ -23,9 +23,9 @@ class TestMemoryEngine(EngineContract):
     outlives = False
 
     @classmethod
-    def make(cls, path: Path, *, max_bytes: int | None = None) -> Engine:
+    def make(cls, path: Path, *, store_budget: int | None = None) -> Engine:
         """Make an empty one."""
-        return MemoryEngine(capacity_bytes=max_bytes)
+        return MemoryEngine(capacity_bytes=store_budget)
 
     @classmethod
     def open(cls, path: Path, engine: Engine) -> Engine:
@@ -37,9 +37,9 @@ class TestLmdbEngine(EngineContract):
     """A file of blocks, and records in LMDB."""
 
     @classmethod
-    def make(cls, path: Path, *, max_bytes: int | None = None) -> Engine:
+    def make(cls, path: Path, *, store_budget: int | None = None) -> Engine:
         """Make an empty one."""
-        return LmdbEngine(path, create=True, max_bytes=max_bytes)
+        return LmdbEngine(path, create=True, store_budget=store_budget)
 
     @classmethod
     def open(cls, path: Path, engine: Engine) -> Engine:
@@ -56,9 +56,9 @@ class TestZarrEngine(EngineContract):
     """Arrays on the local disk."""
 
     @classmethod
-    def make(cls, path: Path, *, max_bytes: int | None = None) -> Engine:
+    def make(cls, path: Path, *, store_budget: int | None = None) -> Engine:
         """Make an empty one."""
-        return ZarrEngine(path, create=True, max_bytes=max_bytes)
+        return ZarrEngine(path, create=True, store_budget=store_budget)
 
     @classmethod
     def open(cls, path: Path, engine: Engine) -> Engine:
@@ -89,12 +89,12 @@ class TestZarrEngineElsewhere(EngineContract):
     stores: ClassVar[dict[Path, object]] = {}
 
     @classmethod
-    def make(cls, path: Path, *, max_bytes: int | None = None) -> Engine:
+    def make(cls, path: Path, *, store_budget: int | None = None) -> Engine:
         """Make an empty one."""
         from zarr.storage import MemoryStore
 
         cls.stores[path] = MemoryStore()
-        return ZarrEngine(cls.stores[path], create=True, max_bytes=max_bytes)
+        return ZarrEngine(cls.stores[path], create=True, store_budget=store_budget)
 
     @classmethod
     def open(cls, path: Path, engine: Engine) -> Engine:

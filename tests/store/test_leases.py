@@ -136,7 +136,7 @@ def test_a_lease_that_comes_when_its_commit_goes_is_seen_or_refused(tmp_path: Pa
 
 def test_a_writer_that_readers_leave_no_room_says_so(tmp_path: Path) -> None:
     """With the bytes that they hold."""
-    with Store.open(tmp_path / "s", tables=[BIG], max_bytes=3 << 20) as store:
+    with Store.open(tmp_path / "s", tables=[BIG], store_budget=3 << 20) as store:
         dump(store, 0, {1: 500})
         publish(store, 1)
         with Store.open(tmp_path / "s", mode="r"):

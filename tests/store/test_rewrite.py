@@ -167,7 +167,7 @@ def test_a_full_disk_is_said_with_the_bytes_needed(tmp_path: Path) -> None:
     with Store.open(tmp_path / "s.tc", tables=world.tables) as store:
         world.run(store, 1)
         size = (tmp_path / "s.tc" / "blocks.bin").stat().st_size
-    with Store.open(tmp_path / "s.tc", max_bytes=size) as store:
+    with Store.open(tmp_path / "s.tc", store_budget=size) as store:
         with pytest.raises(
             StoreFullError, match=r"^a new segment with the rows of .* needs [\d,]+ more bytes but .*may hold"
         ):

@@ -183,7 +183,7 @@ def test_a_commit_of_training_keeps_its_room(tmp_path: Path) -> None:
 def test_a_file_system_without_holes_keeps_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end goes all the same, and nothing else changes."""
     monkeypatch.setattr(module, "punch_hole", lambda *_: False)
-    file = BlockFile(tmp_path / "blocks", readonly=False, max_bytes=None)
+    file = BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)
     blocks = [file.put(np.full(100_000, i, np.uint8), stable=False) for i in range(4)]
     file.flush()
     file.give([blocks[1], blocks[3]])
@@ -204,7 +204,7 @@ def test_a_disk_that_is_full_shows_before_a_hole_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """With the bytes that were needed; the place is free again, and room is left for records."""
-    with closing(BlockFile(tmp_path / "blocks", readonly=False, max_bytes=None)) as file:
+    with closing(BlockFile(tmp_path / "blocks", readonly=False, store_budget=None)) as file:
         first = file.put(aligned(600_000), stable=True)
         last = file.put(np.full(10_000, 7, np.uint8), stable=False)
         file.flush()

@@ -142,7 +142,7 @@ def test_a_full_disk_keeps_room_for_records(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.undo()
     assert not (tmp_path / "state/1.0").exists()
     engine.close()
-    engine = ZarrEngine(tmp_path, create=True, max_bytes=4999)
+    engine = ZarrEngine(tmp_path, create=True, store_budget=4999)
     with pytest.raises(StoreFullError, match=r"needs 5,000 more bytes but .* may hold 4,999: raise store_budget"):
         engine.write([state_block(some_bytes(5000))])
     engine.close()

@@ -107,11 +107,11 @@ def resume(path: Path, passes: tc.PassDataset) -> Result:
 def test_a_full_store_stops_training_with_its_cause_and_training_goes_on_where_there_is_more(
     tmp_path: Path, passes: tc.PassDataset, expected: Result
 ) -> None:
-    """A store at its max_bytes raises in the loop, commits nothing later, and ends with the same bits with more."""
-    error = fill_the_disk(tmp_path / "model.tc", passes, max_bytes=6_000_000)
+    """A store at its store_budget raises in the loop, commits nothing later, and ends with the same bits with more."""
+    error = fill_the_disk(tmp_path / "model.tc", passes, store_budget=6_000_000)
     assert_one_sentence(error)
     assert "blocks.bin may hold 6,000,000" in str(error)
-    assert "raise max_bytes" in str(error)
+    assert "raise store_budget" in str(error)
     assert error.needed_bytes > 0
     assert_same_bits(resume(tmp_path / "model.tc", passes), expected)
 

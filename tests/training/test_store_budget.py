@@ -84,7 +84,7 @@ def test_a_training_stays_within_the_predicted_bytes(
         budget = cache.store_plan(STATE_BYTES).needed
     sizes: list[int] = []
     path = tmp_path / "s"
-    with tc.Store.open(path, tables=tables, engine=engine, retention=retention, max_bytes=budget) as store:
+    with tc.Store.open(path, tables=tables, engine=engine, retention=retention, store_budget=budget) as store:
         with tiered(store, passes, store_budget=budget, **options) as cache:
             train(cache, CASE, each_batch=lambda *_: sizes.append(held(path, store)))
         sizes.append(held(path, store))
@@ -166,7 +166,7 @@ def test_what_a_reorganization_leaves_is_counted(
             budget = cache.store_plan(STATE_BYTES).needed
         assert needed(store, small) <= budget
         sizes = [held(path, store)]
-    with tc.Store.open(path, retention=retention, max_bytes=budget) as store:
+    with tc.Store.open(path, retention=retention, store_budget=budget) as store:
         with tiered(store, small, store_budget=budget) as cache:
             train(cache, day, each_batch=lambda *_: sizes.append(held(path, store)))
             left = cache.store_plan(STATE_BYTES).needed

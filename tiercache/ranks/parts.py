@@ -88,14 +88,14 @@ class Parts:
         engine: str | None = None,
         parts: Sequence[str | os.PathLike[str]] | None = None,
         retention: int | None = None,
-        max_bytes: int | None = None,
+        store_budget: int | None = None,
         drop: bool = True,
     ) -> Parts:
         """Open the sharded store at ``path`` for writing, all parts at the commit of its record, or make it.
 
         tables: whole ones; part_tables: of this rank's part; sharding: which rank has which rows, as plain JSON
         values. parts: for each rank the folder that its part is in, as ``part-G-R``; None: where the record has it,
-        of a new store its own. engine, max_bytes: of each part, as in ``Store.open``. retention: commits to be kept;
+        of a new store its own. engine, store_budget: of each part, as in ``Store.open``. retention: commits to be kept;
         None: as many as before, or 1; more than that are dropped now, or where not ``drop`` by ``drop_older``. Where
         nothing was ever committed, what is there is made anew.
 
@@ -105,7 +105,7 @@ class Parts:
         self = cls(Path(path), ranks)
         try:
             with self._ranks.raise_on_all(f"opening {self.label}"):
-                wanted = Wanted(tables, part_tables, sharding, ranks.size, engine, parts, retention, max_bytes)
+                wanted = Wanted(tables, part_tables, sharding, ranks.size, engine, parts, retention, store_budget)
             found = self._hold()
             if found is None or found.cursor is None:
                 self._create(found, wanted)
@@ -130,7 +130,7 @@ class Parts:
         engine: str | None = None,
         parts: Sequence[str | os.PathLike[str]] | None = None,
         retention: int | None = None,
-        max_bytes: int | None = None,
+        store_budget: int | None = None,
     ) -> Parts:
         """Begin parts for this number of ranks and this sharding, beside those of a store that has commits.
 
@@ -142,7 +142,7 @@ class Parts:
         self = cls(Path(path), ranks)
         try:
             with self._ranks.raise_on_all(f"opening {self.label}"):
-                wanted = Wanted(tables, part_tables, sharding, ranks.size, engine, parts, retention, max_bytes)
+                wanted = Wanted(tables, part_tables, sharding, ranks.size, engine, parts, retention, store_budget)
             found = self._hold()
             if found is None or found.cursor is None:
                 raise StateError(f"{self.label} has no commit yet: there is nothing to make parts of")
@@ -313,7 +313,7 @@ class Parts:
             Mark(store=record.id, generation=record.generation, rank=rank).make(folder)
             self._store = open_part(
                 folder, wanted.part_tables,
-                engine=record.engine, max_bytes=wanted.max_bytes, retention=record.retention + 1,
+                engine=record.engine, store_budget=wanted.store_budget, retention=record.retention + 1,
             )  # fmt: skip
 
     def _take_up(self, found: Record, wanted: Wanted) -> None:
@@ -329,7 +329,7 @@ class Parts:
             Mark(store=record.id, generation=record.generation, rank=rank).check(folder, self.label)
             self._store = open_part(
                 folder, wanted.part_tables,
-                engine=record.engine, max_bytes=wanted.max_bytes, retention=record.retention + 1,
+                engine=record.engine, store_budget=wanted.store_budget, retention=record.retention + 1,
             )  # fmt: skip
             record.check_part(self._store, rank, self.label)
             keep(self._store, record.of_part(rank))

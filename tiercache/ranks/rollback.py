@@ -56,7 +56,7 @@ def _opened(place: Path, record: Record, rank: int, label: str) -> Store:
     """Open a part for writing, which keeps what the record names. Raises where it is not what the record says."""
     folder = record.folder(place, rank)
     Mark(store=record.id, generation=record.generation, rank=rank).check(folder, label)
-    part = open_part(folder, None, engine=record.engine, max_bytes=None, retention=record.retention + 1)
+    part = open_part(folder, None, engine=record.engine, store_budget=None, retention=record.retention + 1)
     try:
         record.check_part(part, rank, label)
         keep(part, record.of_part(rank))

@@ -103,14 +103,14 @@ _KEYS = {"format", "version", "store", "generation", "rank"}
 
 
 def open_part(
-    folder: Path, tables: Iterable[Table] | None, *, engine: str, max_bytes: int | None, retention: int
+    folder: Path, tables: Iterable[Table] | None, *, engine: str, store_budget: int | None, retention: int
 ) -> Store:
     """Open the store in a marked folder for writing, or make it, as ``Store.open`` does: for whoever may write to it.
 
     Raises what ``Store.open`` raises.
     """
     check_options("a", None, retention)
-    opened = open_engine(folder, tables, engine, "a", max_bytes, part=True)
+    opened = open_engine(folder, tables, engine, "a", store_budget, part=True)
     try:
         return Store(opened, folder, "a", None, retention)
     except BaseException:

@@ -33,10 +33,10 @@ class Wanted:
         engine: str | None,
         parts: Sequence[str | os.PathLike[str]] | None,
         retention: int | None,
-        max_bytes: int | None,
+        store_budget: int | None,
     ) -> None:
         self.tables, self.part_tables = tuple(sorted(tables, key=lambda table: table.table_id)), tuple(part_tables)
-        self.sharding, self.max_bytes = dict(sharding), max_bytes
+        self.sharding, self.store_budget = dict(sharding), store_budget
         self.engine, self.retention, self._num_ranks = engine, retention, num_ranks
         group_tables(self.tables)
         if engine is not None and engine not in ENGINES:

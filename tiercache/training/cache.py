@@ -120,8 +120,8 @@ class TierCache(SteppedCache):
                 transaction and evaluation.
             eval_budget: the part of ``host_budget`` that is reserved for evaluation; default: a sixteenth.
             store_budget: the most bytes that the store may ever need. It is checked here and, with the dense state,
-                before training. It does not stop writes; for that, open a Store with ``max_bytes``. All budgets count
-                for each rank.
+                before training. It does not stop writes; that of ``Store.open`` does. All budgets count for each
+                rank.
             plan: the file that `tiercache plan` wrote. Budgets, order and commit_every that are not given here are
                 those of the plan, and the reports have its predicted seconds beside the measured ones.
             sharding: how tables are divided over ranks: a strategy ("auto", "basic", "memory_balanced",
