@@ -41,6 +41,10 @@ class Size:
     """Rows of the dump whose memory is measured."""
     lookup_pass_bytes: int
     """Rows of one pass in the store that keys are looked up in."""
+    one_key_rows: int
+    """Rows of the table in which one key is looked up."""
+    commit_blocks: int
+    """Blocks of each of the dumps whose commits are measured."""
     row_sizes: tuple[int, ...] = ()
     """Rows beside those of 260 bytes, in passes of ``row_size_pass_bytes``."""
     row_size_pass_bytes: int = 64 << 20
@@ -54,6 +58,8 @@ FULL = Size(
     wide_passes=11,
     heap_bytes=2 * 10**9,
     lookup_pass_bytes=64 << 20,
+    one_key_rows=50_000_000,
+    commit_blocks=5000,
     row_sizes=(32, 1540),
 )
 QUICK = Size(
@@ -64,6 +70,8 @@ QUICK = Size(
     wide_passes=2,
     heap_bytes=5 * 10**8,
     lookup_pass_bytes=8 << 20,
+    one_key_rows=1_000_000,
+    commit_blocks=1000,
 )
 TINY = replace(
     QUICK,
@@ -73,6 +81,8 @@ TINY = replace(
     wide_passes=1,
     heap_bytes=20 * 10**6,
     lookup_pass_bytes=1 << 20,
+    one_key_rows=20_000,
+    commit_blocks=48,
     row_sizes=(32,),
     row_size_pass_bytes=1 << 20,
 )

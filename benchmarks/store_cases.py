@@ -12,6 +12,7 @@ import numpy as np
 from benchmarks.disk_raw import BareDisk, slot_bytes
 from benchmarks.machine import PeakMemory, files_below
 from benchmarks.store_case import PASSES, RAW_SLOTS, SEGMENTS, Cycle, Dump, wide
+from benchmarks.store_reads import layout_bytes
 from benchmarks.store_runs import (
     RAW,
     HostPages,
@@ -59,6 +60,7 @@ def measure_cycle(case: Case, turns: int, engine: str, folder: Path, *, verifica
         figures[f"{engine}_bytes_read_per_useful_byte"] = run.bytes_read / run.bytes_useful
         run.close()  # and all that is dead is deleted
         figures[f"{engine}_file_bytes"] = sum(f.stat().st_size for f in files_below(run.path))
+        figures[f"{engine}_layout_bytes_per_gb"] = layout_bytes(run.path) / (PASSES * case.pass_bytes / 1e9)
         if verifications:
             figures |= _verification(disk, run, dumps, verifications)
     shutil.rmtree(run.path)

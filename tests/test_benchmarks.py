@@ -126,6 +126,10 @@ def test_the_store_benchmark_measures_every_engine_and_its_lookups_agree(tmp_pat
         for key in ("dump_ratio", "dump_ratio_32", "verify_ratio", "info_seconds", "heap_bytes", "file_bytes"):
             assert found[f"{engine}_{key}"] > 0
         assert found[f"lookup_rows_per_s_{engine}"] > 0
+        assert found[f"{engine}_commit_blocks"] >= 24 * 48
+        assert found[f"{engine}_commit_python_ms"] > 0
+        for key, most in (("one_key_bytes", 1 << 16), ("small_over_rows", 3)):
+            assert 0 < found[f"{engine}_{key}"] <= most
     assert found["load_bytes"] == (1 << 20) // 260 * 260
     assert found["lookup_keys"] == found["lookup_rows"] // 20
     assert found["lookup_rows_equal"] is True
