@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiercache.kernels.cpu.checksum import crc32c, has_crc32c
-from tiercache.store.blocks import piece_checksums
+from tiercache.store.blocks import page_checksums
 
 pytestmark = pytest.mark.skipif(not has_crc32c(), reason="this CPU has no instruction for CRC32C")
 
@@ -46,7 +46,7 @@ def test_runs_of_any_lengths_in_any_arrays_are_what_the_library_says(
         parts.append((data, bounds))
         expected += [google_crc32c.value(data[a:b].tobytes()) for a, b in pairwise(bounds.tolist())]
     assert crc32c(parts).tolist() == expected
-    assert piece_checksums(parts).tolist() == expected
+    assert page_checksums(parts).tolist() == expected
 
 
 @pytest.mark.parametrize("bounds", [[], [-1, 4], [0, 11], [4, 2], [5, 20, 9]])
