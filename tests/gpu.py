@@ -24,7 +24,7 @@ WITH_CUDA = (KERNELS, "-k", "cuda")
 TRAINING = [f"tests/training/test_{name}.py" for name in (
     "cuda_training", "parity", "oracle", "evaluation", "cuda_raw_keys", "raw_keys", "missing_keys",
     "prefetch", "fetch_ahead", "row_gradients", "adoption", "store_given", "single_modules",
-    "batch_memory", "closing", "locked_pages", "two_ways",
+    "batch_memory", "closing", "locked_pages", "two_ways", "real_gpu",
 )]  # fmt: skip
 # On a GPU alone: the shim guards each array with pages of its own, and a process has room for 20,000 of them.
 RECOVERY = [f"tests/training/test_{name}.py" for name in (

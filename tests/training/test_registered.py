@@ -79,7 +79,7 @@ def test_a_scheduler_that_was_not_registered_is_named(passes: tc.PassDataset, wh
 
 
 def test_a_restored_optimizer_has_the_state_of_all_its_parameters(passes: tc.PassDataset) -> None:
-    """Commits do not keep that of handles: what the optimizer made for them at its begin stays."""
+    """Commits do not keep that of handles: what the optimizer was constructed with stays."""
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as store:
         sums = []
         for epochs in (1, 2):

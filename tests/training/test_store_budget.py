@@ -48,9 +48,10 @@ def needed(store: tc.Store, passes: tc.PassDataset, **options: Any) -> int:
 
 
 def held(path: Path, store: tc.Store) -> int:
-    """Return what the disk keeps for a store."""
+    """Return what the disk keeps for a store, whose writer may be at work on a thread of its own."""
     if not store.closed:
-        store._opened.engine.shrink()
+        with store.commit_writer._lock:
+            store._opened.engine.shrink()
     return file_bytes_of(path)
 
 

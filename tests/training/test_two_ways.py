@@ -54,10 +54,8 @@ def bits(case: Case, folder: Path, device: Any, *, in_memory: str | None = None)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_rows_that_move_in_many_parts_have_the_bits_of_a_training_in_memory(tmp_path: Path, device: str) -> None:
     """Where the next pass has more rows than the last, as many, and fewer."""
-    if device == "cuda":
-        bits(CASE, tmp_path, cuda_device())
-    else:
-        bits(CASE, tmp_path, device, in_memory=device)
+    on_gpu = device == "cuda"
+    bits(CASE, tmp_path, cuda_device() if on_gpu else device, in_memory=None if on_gpu else device)
 
 
 def test_a_load_that_does_not_wait_for_the_rows_before_it_to_leave_is_caught(

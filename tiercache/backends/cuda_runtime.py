@@ -223,9 +223,9 @@ class TorchHost:
 
     def put(self, table: NDArray[Any]) -> torch.Tensor:
         """Return a copy of the bytes of a table, by way of pinned memory: nobody waits for it."""
-        num_bytes = torch.from_numpy(table.reshape(-1).view(np.uint8))
+        data = torch.from_numpy(table.reshape(-1).view(np.uint8))
         with torch.cuda.device(self._device):  # pinned memory has no device by which torch would know where to ask
-            return num_bytes.pin_memory().to(self._device, non_blocking=True)
+            return data.pin_memory().to(self._device, non_blocking=True)
 
     def read(self, array: torch.Tensor) -> NDArray[Any]:
         """Wait for the current stream and return a copy."""

@@ -28,7 +28,7 @@ def state_without(optimizer: torch.optim.Optimizer, handles: Collection[int]) ->
 def with_handles(optimizer: torch.optim.Optimizer, handles: Collection[int], state: dict[str, Any]) -> dict[str, Any]:
     """Return what ``optimizer`` loads of a ``state`` that `state_without` returned; handles keep what they have.
 
-    Some optimizers, such as Adagrad before torch 2.13, make the state of all parameters at the begin, and none later.
+    Some optimizers, such as Adagrad before torch 2.13, create all state when they are constructed, and none later.
     """
     kept = _kept(optimizer, handles)
     if [len(group["params"]) for group in state["param_groups"]] != [sum(some) for some in kept]:
