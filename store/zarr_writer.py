@@ -48,18 +48,19 @@ class Buffers:
         """Return at least so many bytes, when there are any."""
         with self._changed:
             while True:
-                fit = [i for i, one in enumerate(self._free) if num_bytes <= one.size <= 2 * num_bytes + (1 << 20)]
-                if fit:
-                    buffer = self._free.pop(min(fit, key=lambda i: self._free[i].size))
-                    break
+                # The last one that was given back: mostly all have the same size.
+                for i in range(len(self._free) - 1, -1, -1):
+                    if num_bytes <= self._free[i].size <= 2 * num_bytes + (1 << 20):
+                        buffer = self._free.pop(i)
+                        self._used += buffer.size
+                        return buffer
                 if not self._used or self._used + num_bytes <= self.most_bytes:
                     while self._free and self._used + num_bytes + sum(b.size for b in self._free) > self.most_bytes:
                         self._free.pop(0)
                     buffer = huge_pages(num_bytes)
-                    break
+                    self._used += buffer.size
+                    return buffer
                 self._changed.wait()
-            self._used += buffer.size
-        return buffer
 
     def give(self, buffer: Bytes) -> None:
         """Take a buffer back."""
