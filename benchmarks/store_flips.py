@@ -252,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         table.add_row(key, f"{value:,}")
     console.print(table)
     goals = (*GOALS, Goal(key="flips", goal=size.flips))
-    report(record, goals, title="What was promised of flipped bits", path=options.json)
+    report(record, goals, title="flipped bits: what was promised", path=options.json)
 
 
 if __name__ == "__main__":

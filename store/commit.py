@@ -63,6 +63,8 @@ class Commit:
     """Where the engine keeps each block of the state."""
     retained: tuple[RetainedSegment, ...] = ()
     """What is live in the first of its segments, which schedules before this one left where they are."""
+    overlaid: str = ""
+    """The digest of the schedule that an import interrupted: reorganized for it, the store goes on at the cursor."""
 
     @property
     def named(self) -> dict[int, int]:
@@ -95,6 +97,8 @@ class Commit:
         }
         if self.retained:
             values["retained"] = [retained.to_record() for retained in self.retained]
+        if self.overlaid:
+            values["overlaid"] = self.overlaid
         try:
             return encode("commit", values, {"state": self.state_checksums, "state_at": self.state_places})
         except (TypeError, ValueError) as error:
@@ -136,6 +140,7 @@ class Commit:
                 state_checksums=arrays["state"],
                 state_places=arrays["state_at"],
                 retained=retained,
+                overlaid=str(values.get("overlaid", "")),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tiercache.store.counters import Counters
     from tiercache.store.engine import Engine
     from tiercache.store.recovery import Recovery
+    from tiercache.store.retained_segment import RetainedSegment
     from tiercache.store.rewrite import Rewrite
     from tiercache.store.segment import Segment
     from tiercache.store.segment_layout import SegmentLayout
@@ -238,6 +239,7 @@ class CommitWriter:
                     state_chunk_bytes=STATE_CHUNK_BYTES,
                     state_checksums=state_checksums,
                     retained=rewrite.retained,
+                    overlaid="",
                 )
                 commit = self._advance(self.history.snapshots, commit, self.segments, chunks)
             except BaseException:
@@ -247,6 +249,32 @@ class CommitWriter:
             with suppress(StoreError):  # the commit stands; what stayed may go another time
                 self._engine.shrink()
         return commit
+
+    def overlay(
+        self, retained: tuple[RetainedSegment, ...], state: NDArray[np.uint8], settings: Mapping[str, Any]
+    ) -> Commit:
+        """Make a commit at the same cursor, of the retained segments and of what was appended since the newest."""
+        with self._lock:
+            before = self.history.newest.commit
+            assert before is not None, "an empty store has nothing to lay rows over"
+            ids = [one.segment_id for one in retained]
+            new = [segment.id for segment in self.segments if segment.id not in before.named and segment.rows]
+            chunks, checksums = state_chunks(state)
+            commit = replace(
+                before,
+                id=before.id + 1,
+                schedule_digest="",
+                settings={**settings, **before.settings},
+                segment_ids=(*ids, *new),
+                first_commits=(*(before.named[id_] for id_ in ids), *([before.id + 1] * len(new))),
+                next_segment=self._next_id,
+                retention=self.retention,
+                state_chunk_bytes=STATE_CHUNK_BYTES,
+                state_checksums=checksums,
+                retained=retained,
+                overlaid=before.overlaid or before.schedule_digest,
+            )
+            return self._advance(self.history.snapshots, commit, self.segments, chunks)
 
     def release(self) -> None:
         """Drop the commits that are kept no more, and what was appended since the newest; see ``release`` below."""

@@ -69,8 +69,11 @@ class CompactionPlan:
             rows.forget()
         self._files.close()
 
-    def sort(self) -> None:
-        """Read all keys and decide. Raises StoreFullError and CorruptStoreError."""
+    def sort(self, *, overlay: bool = False) -> None:
+        """Read all keys and decide. Raises StoreFullError and CorruptStoreError.
+
+        ``overlay``: what was appended since the newest commit hides rows of before, and no segment moves.
+        """
         for rows in self._groups:
             rows.sort(self._store, self._uses, self._progress)
         needed_S, live_S = (np.zeros(len(self._store.segments), dtype=np.int64) for _ in range(2))
@@ -80,6 +83,10 @@ class CompactionPlan:
         may_S = np.array([not s.within or s.pass_index < 0 for s in self._store.segments], dtype=np.bool_)
         worth = np.nonzero((2 * needed_S >= live_S) & (needed_S > 0) & may_S)[0]
         kept = np.sort(worth[np.argsort(-needed_S[worth], kind="stable")[:MOST_RETAINED]])
+        if overlay:
+            before = self._store.snapshot.commit
+            old_S = [before is not None and segment.id in before.named for segment in self._store.segments]
+            kept = np.nonzero((needed_S > 0) & np.array(old_S, dtype=np.bool_))[0]
         self.retained = tuple(
             RetainedSegment(
                 segment_id=self._store.segments[i].id,

@@ -1,4 +1,4 @@
-"""Filling an empty store with rows from outside."""
+"""Rows from outside: the first ones of a store, or laid over those that it has."""
 
 from __future__ import annotations
 
@@ -42,38 +42,42 @@ def fill(
     memory_bytes: int = FILL_BYTES,
     progress: Callable[[str, int], None] | None = None,
 ) -> Commit:
-    """Make commit 0 of an empty store from rows in any order of keys and tables, and return it.
+    """Make a commit of rows from outside, in any order of keys and tables, and return it.
+
+    In a store that has rows each takes the place of its key's row, and all else stays: see ``Store.overlay``.
 
     ``chunks`` yields (table name, (keys (n,), fields (n, width))), all float32; the fields of a row keep their bits,
-    NaN too, but vectors of 16-bit dtypes are rounded to the nearest. The cursor stands before pass 0 and no pass is
-    said to need the rows. Rows are sorted in temporary files without a name in its folder, so beside the caller's chunk
-    about ``memory_bytes`` are taken; each is written there, read, and written to the store. Rows that fit the memory
-    need no files.
+    NaN too, but vectors of 16-bit dtypes are rounded to the nearest. In an empty store the cursor stands before pass 0
+    and no pass is said to need the rows. Rows are sorted in temporary files without a name in its folder, so beside the
+    caller's chunk about ``memory_bytes`` are taken; each is written there, read, and written to the store. Rows that
+    fit the memory need no files.
 
     ``initial_state``: chunks with the vector alone are taken, and the optimizer state starts at its initial value.
     ``reserved_keys``: names of tables in which INT64_MIN and INT64_MIN + 1 are the out-of-vocabulary row and the null
     row, as in a store that was trained with them; in others these keys are refused.
-    ``settings``: plain values that the commit keeps.
+    ``settings``: plain values that the commit keeps; those that the store has already stay.
     ``progress(stage, rows)`` is called with the rows done since the last call: "sort", then "write".
 
-    Raises ValueError for rows that cannot be taken, a key given twice among them, and for a store that is not empty;
-    StoreFullError. After any error, and after a kill, the store has no commit.
+    Raises ValueError for rows that cannot be taken, a key given twice among them, and for a store that stands inside a
+    pass; StoreFullError. After any error, and after a kill, the store stands where it stood.
     """
-    if store.commit is not None:
+    before = store.commit
+    if before is not None and before.cursor.sample:
         raise ValueError(
-            f"{store.label} has commit {store.commit.id}, and rows from outside cannot be laid over a store yet: "
-            "import into a new store"
+            f"{store.label} stands inside pass {before.cursor.pass_index}: train to its end before rows are imported"
         )
-    if store.segments:
+    if len(store.segments) > len(store.snapshot.committed):
         raise ValueError(f"{store.label} has rows that no commit names: call forget() first")
     try:
         with _Filling(store, scratch_of(store), memory_bytes, progress or (lambda *_: None)) as filling:
             for name, chunk in chunks:
                 filling.add(name, chunk, initial_state=initial_state, reserved=name in reserved_keys)
             filling.write()
+        if before is not None:
+            return store.overlay(settings=settings)
         return store.publish(Cursor(0, 0), state=b"", schedule_digest="", settings=settings or {}, environment={})
     except BaseException:
-        if not store.closed and store.commit is None:
+        if not store.closed and store.commit is before:
             store.forget()
         raise
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,10 +12,11 @@ import numpy as np
 from tiercache.store.blocks import CHANGED, KEYS, ROWS, checksum, corrupt_block, page_checksums
 from tiercache.store.engine import LocatingEngine, ReadRequest
 from tiercache.store.errors import BlockReadError, CorruptStoreError
+from tiercache.store.field_check import FieldCheck
 from tiercache.store.segment_layout import key_page_bounds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
     from typing import Any
 
     from numpy.typing import NDArray
@@ -38,6 +40,9 @@ _CHECK_BYTES = 4 << 20
 """Bytes that are checked by one computation, while others are read."""
 _BATCH_BYTES, _SHARES = 16 << 20, 4
 """The most that is read by one call, which cannot be interrupted; calls of each of several threads where less is."""
+
+
+_ReadsAtOnce = Callable[[Sequence["Any"], Sequence["Part"]], "Read"]
 
 
 class Pages(NamedTuple):
@@ -87,7 +92,8 @@ class BlockReader:
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self.checksums: Checksums = page_checksums
-        self._reads: Callable[[Sequence[Any], Sequence[Part]], Read] | None = None
+        self._reads: _ReadsAtOnce | None = None
+        self._checks = FieldCheck() if self._locating is not None and self._locating.fields_apart else None
 
     def read_with(self, reads: Reads | None, field_reads: FieldReads | None) -> None:
         """Read many pages by one call of what the engine can do with; None: one by one."""
@@ -101,12 +107,13 @@ class BlockReader:
         if threads is not None:
             threads.shutdown()
 
-    def load(self, wanted: Sequence[Pages], at_once: int | None) -> None:
-        """Read and check all of ``wanted``: see ``Store.load``."""
+    def load(self, wanted: Sequence[Pages], at_once: int | None, *, only_check: bool = False) -> None:
+        """Read and check all of ``wanted``: see ``Store.load`` and ``Store.check``."""
+        reads = self._checks if only_check and self._checks is not None else self._reads
         for pages in wanted:
             self._expect(pages)
         num_bytes = sum(pages.out.size for pages in wanted)
-        together = self._reads is not None
+        together = reads is not None
         if at_once is None:
             one_by_one = _LONG_READS if num_bytes >= _LONG_BYTES * len(wanted) else _SHORT_READS
             at_once = _CALLS if together else one_by_one
@@ -115,31 +122,31 @@ class BlockReader:
             share = num_bytes // (_SHARES * at_once) if at_once > 1 else _BATCH_BYTES
             batches = _batches(wanted, min(share, _BATCH_BYTES))
         if min(at_once, len(batches)) < 2:
-            self._work(iter(batches))
+            self._work(iter(batches), reads)
             return
         left = _Shared(batches)
         try:
             with self._lock:
                 if self._threads is None:
                     self._threads = ThreadPoolExecutor(_CALLS, thread_name_prefix="tiercache-reads")
-                jobs = [self._threads.submit(self._share, left) for _ in range(min(at_once, len(batches)))]
+                jobs = [self._threads.submit(self._share, left, reads) for _ in range(min(at_once, len(batches)))]
             wait(jobs)
         finally:
             left.stop()  # whoever gave the memory may give it to others when this raises, interrupted or not
         for job in jobs:
             job.result()
 
-    def _share(self, left: _Shared) -> None:
+    def _share(self, left: _Shared, reads: _ReadsAtOnce | None) -> None:
         with left:
-            self._work(left)
+            self._work(left, reads)
 
-    def _work(self, batches: Iterator[Sequence[Pages]]) -> None:
+    def _work(self, batches: Iterator[Sequence[Pages]], reads: _ReadsAtOnce | None) -> None:
         """Read what comes next until nothing does, and check it."""
         read, size = list[_Span](), 0
         try:
             for batch in batches:
                 spans = [span for pages in batch for span in self._spans(pages)]
-                if self._read_at_once(spans):
+                if self._read_at_once(spans, reads):
                     continue
                 for span in spans:
                     self._read(span.request, span.segment)
@@ -180,15 +187,15 @@ class BlockReader:
             yield _Span(request, bounds, segment, group, block, low, last)
             low, at = last, end
 
-    def _read_at_once(self, spans: Sequence[_Span]) -> bool:
+    def _read_at_once(self, spans: Sequence[_Span], reads: _ReadsAtOnce | None) -> bool:
         """Read and check all by one call; False where that cannot be: reading one by one says what is wrong."""
-        if self._reads is None or self._locating is None or not spans:
+        if reads is None or self._locating is None or not spans:
             return False
         with self._uses.using(), self._locating.locate([span.request for span in spans]) as sources:
             located = [source for source in sources if source is not None]
             if len(located) < len(spans):
                 return False
-            done, sums = self._reads(located, [span.part for span in spans])
+            done, sums = reads(located, [span.part for span in spans])
         if done.tolist() != [span.request.out.size for span in spans]:
             return False
         self._count(spans)

@@ -11,6 +11,7 @@ from tiercache.store.base_segment import Layout, base_layout
 from tiercache.store.commit import Cursor
 from tiercache.store.commit_reader import CommitReader
 from tiercache.store.commit_writer import CommitWriter, find
+from tiercache.store.compaction_plan import CompactionPlan
 from tiercache.store.counters import Counters
 from tiercache.store.errors import StoreClosedError
 from tiercache.store.lookup import locate, read_rows
@@ -19,6 +20,7 @@ from tiercache.store.reading import BlockReader, Pages
 from tiercache.store.recovery import check_blocks, recover
 from tiercache.store.rewrite import FirstUses, NoUses, Rewrite
 from tiercache.store.scan import SCAN_BYTES, live_rows, scan
+from tiercache.store.scratch_file import scratch_of
 from tiercache.store.serving import changes, lookup
 from tiercache.store.table import Table, group_tables
 
@@ -319,6 +321,25 @@ class Store:
         with whole as rewrite, self._opened.uses.using():
             return writer.rewrite(rewrite, self.checksums, state, schedule_digest, begin)
 
+    def overlay(self, *, settings: Mapping[str, Any] | None = None) -> Commit:
+        """Make a commit of what was appended, whose rows hide those of the same keys wherever these stand.
+
+        The cursor, the dense state and the other rows stay; ``settings`` are added to those that it has. The commit
+        has no schedule: training goes on where it stood when the store was reorganized for the schedule that it had,
+        which folds the rows in. One sweep of all keys, in 128 MiB and temporary files of 16 bytes a key. Raises
+        StoreFullError and CorruptStoreError.
+        """
+        writer, commit = self.commit_writer, self.commit
+        if commit is None or commit.cursor.sample:
+            at = "has no commit" if commit is None else f"stands inside pass {commit.cursor.pass_index}"
+            raise ValueError(f"{self.label} {at}: train to the end of a pass before rows are laid over it")
+        with (
+            self._opened.uses.using(),
+            CompactionPlan(self, NoUses(), scratch_of(self), lambda *_: None) as compaction,
+        ):
+            compaction.sort(overlay=True)
+            return writer.overlay(compaction.retained, self._reader.state(commit), settings or {})
+
     def compact(self, *, progress: Callable[[str, int], None] | None = None) -> Commit:
         """Make a commit with one range for each table, in hash order: the fewest bytes, and lookups in one sweep.
 
@@ -373,6 +394,11 @@ class Store:
         One read of the engine for each block. Raises CorruptBlockError; ValueError for pages that are not there.
         """
         self.load([Pages(segment, group, low, high, out)])
+
+    def check(self, segment: Segment, group: int, low: int, high: int, room: NDArray[np.uint8]) -> None:
+        """Compare pages with their checksums, as ``read`` does; what is in ``room`` afterward is said nowhere."""
+        self._check_open()
+        self._reader.load([Pages(segment, group, low, high, room)], 1, only_check=True)
 
     def load(self, wanted: Sequence[Pages], *, at_once: int | None = None) -> None:
         """``read`` for many: ``at_once`` of them at a time (None: 2 to 8), on threads as nice as the first caller.

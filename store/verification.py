@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.store import key_invariants
 from tiercache.store.errors import CommitMissingError, CorruptStoreError, StoreError
-from tiercache.store.field_check import FieldCheck
 from tiercache.store.huge_pages import huge_pages
 from tiercache.store.liveness import Liveness
 from tiercache.store.opening import open_engine
@@ -109,7 +108,7 @@ class Verification:
         if getattr(self._room, "size", 0) < size:
             self._room.size, self._room.data = size, huge_pages(size)
         low, high = layout.pages_of_block(block)
-        return _problem(self.store.read, segment, group, low, high, self._room.data[:size])
+        return _problem(self.store.check, segment, group, low, high, self._room.data[:size])
 
     def _count(self, layout: SegmentLayout, block: int) -> None:
         size = layout.bytes_of_block(block)
@@ -149,7 +148,6 @@ def _each_alone(path: str, error: CorruptStoreError) -> dict[str, Any]:
         found: dict[str, dict[int, None]] = {}
         try:
             with Store.open(path, mode="r", commit=id_) as store:
-                store.read_with(None, FieldCheck())
                 verification = Verification(store)
                 verification.run()
                 found = verification.problems
@@ -181,7 +179,6 @@ def main(path: str) -> None:
     try:
         try:
             with Store.open(path, mode="r") as store:
-                store.read_with(None, FieldCheck())
                 report = Verification(store).run()
         except CorruptStoreError as error:
             report = _each_alone(path, error)

@@ -16,8 +16,10 @@ from benchmarks import out_of_core
 from benchmarks.disk_case import QUICK
 from benchmarks.disk_optimal import fewest_rows_read
 from benchmarks.drawn_passes import permuted_power_law
+from benchmarks.flip_places import TRAINED, Training
 from benchmarks.machine import Goal
 from benchmarks.out_of_core import means
+from benchmarks.store_flips import outcome, outcomes
 from benchmarks.synthetic_case import MODELS, TINY, Data
 
 if TYPE_CHECKING:
@@ -83,6 +85,29 @@ def test_a_store_under_a_limit_of_memory_is_killed_resumed_and_has_the_same_bits
     assert found["rows_different"] == 0
     assert found["bits_equal"] is True
     assert not (tmp_path / "data").exists()
+
+
+def test_a_flipped_bit_of_a_store_is_without_effect_or_refused(tmp_path: Path) -> None:
+    """The smallest run has some of each kind of bytes, and each is one of the outcomes that it names."""
+    found = figures("benchmarks.store_flips", tmp_path)
+    assert_has(found, (*SAID, "lmdb_head_flips", "lmdb_free_list_flips", "zarr_manifests_flips", "zarr_chunks_flips"))
+    assert found["flips"] == found["right"] + found["refused"] >= 30
+    assert found["right"] > 0
+    assert found["refused"] > 0
+    assert found["silent"] == found["tracebacks"] == found["crashes"] == 0
+
+
+def test_a_flip_that_shows_another_row_is_silent_and_one_that_ends_the_process_a_crash(tmp_path: Path) -> None:
+    """A row of the training that the store does not have, a tail of a file that nobody reads, a file that is none."""
+    training = Training()
+    training.make(tmp_path / "lmdb", "lmdb")
+    flip = ("head", "HEAD", 4000, 1)
+    assert outcome(training, tmp_path / "lmdb", tmp_path / "copy", flip) == "right"
+    training.known[TRAINED]["items"][1][5, 2] += 1
+    assert outcome(training, tmp_path / "lmdb", tmp_path / "copy", flip) == "silent: other rows were read"
+    (tmp_path / "lmdb.json").write_text(json.dumps([flip, ("head", "no file", 0, 0), flip]))
+    found = [said.partition(":")[0] for said in outcomes(tmp_path, "lmdb", 3, 0, 1)]
+    assert found == ["right", "crashes", "right"]
 
 
 def test_extraction_finds_the_keys_that_its_peers_find(tmp_path: Path) -> None:

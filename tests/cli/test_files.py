@@ -92,6 +92,13 @@ def test_the_state_dict_of_a_model_is_imported_by_the_names_of_its_tensors(tmp_p
     with Store.open(tmp_path / "s.tc", mode="r") as store:
         for table, name, rows in (("t", "emb.t.weight", 4), ("u", "towers.0.weight", 5)):
             assert np.array_equal(store.lookup(table, np.arange(rows))["vector"], state[name].numpy())
+    torch.save({"t": torch.full((6, 2), 7.0)}, tmp_path / "newer.pt")
+    again = ["import", tmp_path / "newer.pt", tmp_path / "s.tc", "--initial-state"]
+    assert "the store has no table 'x': it has" in error_of(*again, "--table", "x")
+    assert told(*again, "--table", "t")["rows"] == 6
+    with Store.open(tmp_path / "s.tc", mode="r") as store:
+        assert (store.lookup("t", np.arange(6))["vector"] == 7).all()
+        assert np.array_equal(store.lookup("u", np.arange(5))["vector"], state["towers.0.weight"].numpy())
 
 
 def test_the_key_sets_of_a_dataset_leave_as_files_of_hugectr(tmp_path: Path) -> None:

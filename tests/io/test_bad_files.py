@@ -305,7 +305,7 @@ def test_an_import_of_no_tables_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_asked_for_is_refused(tmp_path: Path, exports: Path) -> None:
-    """Unknown tables and formats, taken places, stores that are not empty."""
+    """Unknown tables and formats, taken places."""
     with filled(tmp_path / "full.tc", [ITEM], ROWS) as store:
         for options, sentence in (
             ({"format": "excel"}, "format 'excel' is unknown"),
@@ -316,8 +316,8 @@ def test_what_cannot_be_asked_for_is_refused(tmp_path: Path, exports: Path) -> N
                 tc.export_store(store, tmp_path / "new", **options)
         with pytest.raises(ImportExportError, match="exists: give the export a path that is free"):
             tc.export_store(store, tmp_path, format="numpy")
-        with pytest.raises(ImportExportError, match="rows from outside cannot be laid over a store yet"):
-            tc.import_store(exports / "numpy", store)
+        with pytest.raises(ImportExportError, match=r"table 'item' is none of .*, or described otherwise there"):
+            tc.import_store(exports / "numpy", store, tables=[table("item", 7, "sgd")])
     with Store.open(tmp_path / "empty.tc", tables=[table("user", 2, "sgd")]) as store:
         with pytest.raises(ImportExportError, match="has no commit, so no rows to export"):
             tc.export_store(store, tmp_path / "new", format="numpy")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.store.commit import Cursor
+from tiercache.store.filling import fill
 from tiercache.store.hashing import hash_keys
 from tiercache.store.initial import initial_rows
 from tiercache.store.lookup import locate
@@ -183,6 +184,25 @@ class World:
             start=None if start is None else Cursor(*start),
         )  # fmt: skip
         self._note(commit)
+        return commit
+
+    def lay_over(self, store: Store, keys: dict[str, list[int]]) -> Commit:
+        """Import made-up rows of keys; from now on no row has a next use, and only ``follow`` leads on."""
+        chunks = []
+        for table in self.tables:
+            if not keys.get(table.name):
+                continue
+            draw = np.random.default_rng([self.pass_index, len(self.changed), table.table_id & 0xFFFF])
+            mine = np.array(keys[table.name], np.int64)
+            fields = tuple(draw.random((mine.size, field.width), dtype=np.float32) for field in table.fields)
+            words = row_words(table.fields, fields)
+            for i, key in enumerate(mine.tolist()):
+                self.rows[table.name, key] = words[i].tobytes()
+                self.trained.add((table.name, key))
+            chunks.append((table.name, (mine, fields)))
+        commit = fill(store, chunks)
+        self._note(commit)
+        self.uses = dict.fromkeys(self.rows, NEVER)
         return commit
 
     def run(self, store: Store, passes: int) -> None:

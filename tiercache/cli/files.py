@@ -67,12 +67,19 @@ def _export_keys(path: Path, out: Path, format: str, output: Output) -> None:  #
 
 def import_(
     source: Annotated[Path, typer.Argument(help="The folder with the files of the tables, or a state dict (.pt).")],
-    path: Annotated[Path, typer.Argument(help="The directory of the store; it must be new, or without a commit.")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="The directory of the store: a new one, or one whose rows are replaced where keys are equal."
+        ),
+    ],
     format: Annotated[  # noqa: A002 - what users call it
         str | None, typer.Option(help="numpy, parquet, safetensors, hugectr or torch; as tables.json says.")
     ] = None,
     schema: Annotated[Path | None, typer.Option(help="The tables: a TOML file; as tables.json says.")] = None,
-    table: Annotated[list[str] | None, typer.Option(help="A table of the schema; may be given several times.")] = None,
+    table: Annotated[
+        list[str] | None, typer.Option(help="A table of the schema or the store; several may be given.")
+    ] = None,
     map_: Annotated[
         list[str] | None, typer.Option("--map", help="TABLE=TENSOR of a state dict; may be given several times.")
     ] = None,
@@ -88,17 +95,24 @@ def import_(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Make an empty store's first commit of rows from files, or from the state dict of a model."""
+    """Make a commit of rows from files, or from the state dict of a model."""
     from tiercache.io.importing import import_store
     from tiercache.schema import Schema
+    from tiercache.store import Store
 
     output, began = Output(as_json, quiet), time.perf_counter()
     names = dict(_pair(one) for one in map_ or [])
     tables = None if schema is None else Schema.load(schema).tables
     if table:
-        known = {one.name: one for one in tables or ()}
+        if tables is None:
+            with Store.open(path, mode="r") as store:
+                tables = store.tables
+        known = {one.name: one for one in tables}
         if unknown := set(table) - known.keys():
-            raise ValueError(f"the schema has no table {min(unknown)!r}: it has {', '.join(map(repr, known))}")
+            raise ValueError(
+                f"the {'store' if schema is None else 'schema'} has no table {min(unknown)!r}: it has "
+                f"{', '.join(map(repr, known))}"
+            )
         tables = tuple(known[name] for name in table)
     with output.working() as tell:
         manifest = import_store(

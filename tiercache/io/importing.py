@@ -1,4 +1,4 @@
-"""Imports: rows from files of another format, or from arrays, to an empty store."""
+"""Imports: rows from files of another format, or from arrays, to a store."""
 
 from __future__ import annotations
 
@@ -42,7 +42,11 @@ def import_store(
     memory_bytes: int = FILL_BYTES,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> ExportManifest:
-    """Make commit 0 of an empty store from ``source``, and return what was imported.
+    """Make a commit of the rows of ``source``, and return what was imported.
+
+    In a store that has rows, each row takes the place of its key's, and all else stays: other rows and tables, the
+    dense state, and where training stands. That is one sweep of the store's keys; the next training reorganizes the
+    store for its dataset and goes on at the same pass. ``Store.changes`` reports the rows.
 
     ``source`` is one of:
 
@@ -54,23 +58,29 @@ def import_store(
     * a dict in memory, searched in the same way: arrays or dense tensors (n, dim), where key i is row i, or pairs
       (keys (n,) int64, vectors (n, dim)).
 
-    Vectors are float32, or of the table's 16-bit dtype. ``store`` is open for writing, or a path where a store is made
-    of ``tables``. ``initial_state``: optimizer state that the source lacks starts at its initial value.
-    ``reserved_keys``: INT64_MIN and INT64_MIN + 1 are the out-of-vocabulary row and the null row of their table.
-    ``steps``: how many were trained so far, which Adam's state and the rounding of 16-bit vectors go on with; None: as
-    ``tables.json`` says, else training counts from 0, with an ImportExportWarning. ``progress(stage, done, total)`` is
+    Vectors are float32, or of the table's 16-bit dtype. ``store`` is open for writing, or a path: of a store, or where
+    one is made of ``tables``. ``tables`` given with a store that there is are those to import, some or all of its own;
+    None: those of ``tables.json``, else all. ``initial_state``: optimizer state that the source lacks starts at its
+    initial value. ``reserved_keys``: INT64_MIN and INT64_MIN + 1 are the out-of-vocabulary row and the null row of
+    their table. ``steps``: how many were trained so far, which Adam's state and the rounding of 16-bit vectors go on
+    with; None: as ``tables.json`` says, else training counts from 0, with an ImportExportWarning. A store that was
+    trained keeps its own count. ``progress(stage, done, total)`` is
     called with rows: stages "sort" and "write". Takes about ``memory_bytes`` and 64 MiB for any number of rows.
 
-    All sizes, types and shapes are checked before the store is touched; after an error or a kill it has no commit.
+    All sizes, types and shapes are checked before the store is touched; after an error or a kill it stands as before.
 
     Raises ImportExportError, StoreFullError, and what ``Store.open`` raises.
     """
     place = "the dict of arrays" if isinstance(source, Mapping) else to_path(source)
     store = store if isinstance(store, Store) else to_path(store)
-    given = store.tables if isinstance(store, Store) else None if tables is None else tuple(tables)
+    given = None if tables is None else tuple(tables)
     if given == ():
         raise ImportExportError("tables is empty: give the tables that the source holds")
     with file_errors(f"the import of {place}"), ExitStack() as stack:
+        if not isinstance(store, Store) and store.is_dir() and any(store.iterdir()):
+            store = stack.enter_context(Store.open(store))
+        if isinstance(store, Store):
+            given = _of_store(store, given)
         manifest = None
         if isinstance(place, str) or place.is_file():
             if given is None:
@@ -99,7 +109,14 @@ def import_store(
             )
             for table, reader in readers.items()
         )
-        steps = _steps(place, exported, manifest.steps if steps is None and manifest else steps)
+        counted = store.commit.settings.get("steps") if isinstance(store, Store) and store.commit else None
+        if counted is not None and steps not in {None, counted}:
+            raise ImportExportError(
+                f"{store.label} was trained for {counted:,} steps, and steps is {steps}: leave it out"
+            )
+        if steps is None and manifest is not None:
+            steps = manifest.steps
+        steps = _steps(place, exported, steps if counted is None else counted)
         if not isinstance(store, Store):
             store = stack.enter_context(Store.open(store, tables=given))
         done, total = {"sort": 0, "write": 0}, sum(reader.rows for reader in readers.values())
@@ -119,6 +136,17 @@ def import_store(
             progress=tell,
         )
     return ExportManifest(format=format or (manifest.format if manifest else "arrays"), tables=exported, steps=steps)
+
+
+def _of_store(store: Store, given: tuple[Table, ...] | None) -> tuple[Table, ...]:
+    """Return the tables to import to a store that there is."""
+    for table in given or ():
+        if table not in store.tables:
+            known = ", ".join(repr(one.name) for one in store.tables)
+            raise ImportExportError(
+                f"table {table.name!r} is none of {store.label}, or described otherwise there: it has {known}"
+            )
+    return given or store.tables
 
 
 def _find_manifest(folder: Path) -> ExportManifest | None:

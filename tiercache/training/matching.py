@@ -51,7 +51,7 @@ def check_schedule(store: Store, passes: DatasetView, schedule: Schedule) -> Non
             "tiercache.reorganize(store, passes) to go on with this one, or begin a new store"
         )
     raise DatasetError(
-        f"{store.label} has no training schedule at commit {commit.id} (it was imported or compacted): call "
+        f"{store.label} has no training schedule at commit {commit.id} (it was compacted, or rows were imported): call "
         "tiercache.reorganize(store, passes) first, or do not give reorganize=False"
     )
 

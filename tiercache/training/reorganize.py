@@ -50,7 +50,8 @@ def reorganize(
     """Put the rows of ``store`` in the order in which ``passes`` will use them, and return the commit that does so.
 
     Training then begins at epoch 0 of the new schedule, or where ``start`` says (next pass, samples of it that are
-    trained already); with sub-datasets that were split from those trained so far it goes on where it stands. Rows,
+    trained already); where rows were imported in the midst of this schedule, or with sub-datasets that were split from
+    those trained so far, it goes on where it stands. Rows,
     dense state and learning rates are as they were. Keys that the store does not have get their first row; rows of keys
     that ``passes`` does not have stay where they are, but for segments of which they are less than half: those are
     written anew, so that no segment takes more than twice the bytes that are needed of it. A store that follows this
@@ -72,7 +73,7 @@ def reorganize(
     schedule = Schedule(num_passes=len(passes.passes), dataset_digest=passes.digest, order=rule)
     commit = store.commit
     if start is None and commit is not None:
-        start = _continued(commit, passes, rule)
+        start = commit.cursor if commit.overlaid == schedule.digest else _continued(commit, passes, rule)
     begin = Cursor(*(start or (0, 0)))
     _check_start(begin, schedule, passes)
     if commit is None:
