@@ -109,14 +109,12 @@ def import_store(
             )
             for table, reader in readers.items()
         )
-        counted = store.commit.settings.get("steps") if isinstance(store, Store) and store.commit else None
-        if counted is not None and steps not in {None, counted}:
-            raise ImportExportError(
-                f"{store.label} was trained for {counted:,} steps, and steps is {steps}: leave it out"
-            )
-        if steps is None and manifest is not None:
+        trained = store.commit.settings.get("steps") if isinstance(store, Store) and store.commit else None
+        if steps is None and manifest is not None and trained is None:
             steps = manifest.steps
-        steps = _steps(place, exported, steps if counted is None else counted)
+        if trained is not None and steps not in {None, trained}:
+            raise ImportExportError(f"the store was trained for {trained:,} steps, not {steps:,}: leave steps out")
+        steps = _steps(place, exported, trained if steps is None else steps)
         if not isinstance(store, Store):
             store = stack.enter_context(Store.open(store, tables=given))
         done, total = {"sort": 0, "write": 0}, sum(reader.rows for reader in readers.values())
