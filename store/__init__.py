@@ -6,9 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tiercache.store.bulk_load import load_rows
     from tiercache.store.commit import Commit, Cursor
     from tiercache.store.counters import Counters
-    from tiercache.store.difference import Difference, differences
+    from tiercache.store.diff import Difference, differences
     from tiercache.store.engine import Engine
     from tiercache.store.errors import (
         BlockReadError,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
         StoreMissingError,
         TableMismatchError,
     )
-    from tiercache.store.filling import fill
     from tiercache.store.hashing import hash_keys, mix, xxh64
     from tiercache.store.initializer import Constant, Normal, Uniform, Zeros, initializer_code
     from tiercache.store.inspect import info, verify
@@ -42,8 +42,8 @@ _HOME = {
     "Commit": "commit",
     "Cursor": "commit",
     "Counters": "counters",
-    "Difference": "difference",
-    "differences": "difference",
+    "Difference": "diff",
+    "differences": "diff",
     "Engine": "engine",
     "BlockReadError": "errors",
     "CommitMissingError": "errors",
@@ -58,7 +58,7 @@ _HOME = {
     "StoreInUseError": "errors",
     "StoreMissingError": "errors",
     "TableMismatchError": "errors",
-    "fill": "filling",
+    "load_rows": "bulk_load",
     "hash_keys": "hashing",
     "mix": "hashing",
     "xxh64": "hashing",
@@ -126,11 +126,11 @@ __all__ = [
     "ZarrEngine",
     "Zeros",
     "differences",
-    "fill",
     "group_tables",
     "hash_keys",
     "info",
     "initializer_code",
+    "load_rows",
     "mix",
     "verify",
     "xxh64",

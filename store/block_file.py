@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tiercache.store.direct_file import open_file
-from tiercache.store.engine import Source
+from tiercache.store.engine import ReadSource
 from tiercache.store.errors import BlockReadError, StoreError, StoreFullError
-from tiercache.store.free_space import FreeSpace
+from tiercache.store.extent_allocator import ExtentAllocator
 from tiercache.store.full_disk import FULL, ROOM_FOR_RECORDS, check_room, full_disk
-from tiercache.store.hole import punch_hole
+from tiercache.store.punch_hole import punch_hole
 from tiercache.store.write_queue import PAGE_BYTES, WriteQueue
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _DIRECT_BYTES = 64 << 10
 _MOST_GROWTH = 64 << 20
 
 
-class Place(NamedTuple):
+class Extent(NamedTuple):
     """Where a block stands in the file."""
 
     offset: int
@@ -57,7 +57,7 @@ class BlockFile:
         ``is_read`` tells whether it is being read, which writes leave room for.
         """
         self.path, self._store_budget = path, store_budget
-        self.space = FreeSpace()
+        self.space = ExtentAllocator()
         """Nothing is free until the owner says what is."""
         self._handle = open_file(path, os.O_RDONLY if readonly else os.O_RDWR | os.O_CREAT)
         if hasattr(os, "posix_fadvise"):
@@ -85,23 +85,23 @@ class BlockFile:
         """Bytes that the file system keeps for the file."""
         return os.fstat(self._handle).st_blocks * 512
 
-    def occupy(self, places: Iterable[Place]) -> None:
+    def occupy(self, places: Iterable[Extent]) -> None:
         """Make all free but ``places``, which lie apart from each other; what is free at the end leaves the file."""
-        self.space = FreeSpace()
+        self.space = ExtentAllocator()
         held = [place for place in places if place.size]
         ends = [place.offset + place.pages for place in held]
-        self.space.grow(max([Place(0, self.size).pages, *ends]))
+        self.space.grow(max([Extent(0, self.size).pages, *ends]))
         for place in held:
             self.space.use(place.offset, place.pages)
         self.trim()
 
-    def source(self, place: Place | None, offset: int, out: NDArray[np.uint8]) -> Source | None:
+    def source(self, place: Extent | None, offset: int, out: NDArray[np.uint8]) -> ReadSource | None:
         """Say where the bytes lie that ``read`` would fill ``out`` with; None where the block has no such bytes."""
         if place is None or offset + out.size > place.size:
             return None
         direct = self._direct_for(place.offset + offset, out)
         handle = self._handle if direct is None else direct
-        return Source(handle, in_pages=direct is not None, offset=place.offset + offset)
+        return ReadSource(handle, in_pages=direct is not None, offset=place.offset + offset)
 
     def read(self, offset: int, out: NDArray[np.uint8]) -> None:
         """Fill ``out`` with the bytes from ``offset`` on. Raises BlockReadError.
@@ -119,7 +119,7 @@ class BlockFile:
                 raise BlockReadError(f"is cut short, as {self.path.name} ends at byte {self.size:,}")
             done += count
 
-    def put(self, data: NDArray[Any], *, stable: bool) -> Place:
+    def put(self, data: NDArray[Any], *, stable: bool) -> Extent:
         """Write a block where there is room and return its place; it is in the file after ``flush``.
 
         Takes what it needs of ``data`` before it returns; of ``stable`` data, which does not change, before ``flush``.
@@ -150,12 +150,12 @@ class BlockFile:
         except OSError as error:
             raise self._failed(error) from error
 
-    def give(self, places: Iterable[Place]) -> None:
+    def give(self, places: Iterable[Extent]) -> None:
         """Free places."""
         for place in places:
             self.space.give(place.offset, place.pages)
 
-    def discard(self, places: Iterable[Place]) -> None:
+    def discard(self, places: Iterable[Extent]) -> None:
         """Free places that were put in vain, with what is queued; what is free at the end leaves the file."""
         try:
             self._queue.discard()
@@ -220,8 +220,8 @@ class BlockFile:
             out[head + inner :] = np.frombuffer(ends, np.uint8)[PAGE_BYTES : PAGE_BYTES + tail]
         return max(0, min(count, out.size))
 
-    def _take(self, num_bytes: int) -> Place:
-        pages = Place(0, num_bytes).pages
+    def _take(self, num_bytes: int) -> Extent:
+        pages = Extent(0, num_bytes).pages
         offset = self.space.take(pages) if pages else 0
         if offset is None:
             self._grow(pages)
@@ -229,7 +229,7 @@ class BlockFile:
             assert offset is not None, "the file grew by too little"
         elif self._sparse and pages:
             self._fill_hole(offset, pages)
-        return Place(offset, num_bytes)
+        return Extent(offset, num_bytes)
 
     def _fill_hole(self, offset: int, num_bytes: int) -> None:
         """Have room for bytes that may be a hole, or free them again: a full disk must show before records follow."""

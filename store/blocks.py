@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.engine import FieldSource, Source
+    from tiercache.store.engine import FieldSource, ReadSource
     from tiercache.store.segment import Segment
     from tiercache.store.table import Group
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     """What computes the checksums of pages: ``page_checksums``, or what does the same faster."""
     Read = tuple[NDArray[np.int64], NDArray[np.uint32]]
     """Bytes read of each part, or -errno, and the checksums of all runs."""
-    Reads = Callable[[Sequence[Source], Sequence[Part]], Read]
+    Reads = Callable[[Sequence[ReadSource], Sequence[Part]], Read]
     """What fills each part from its source at once."""
     FieldReads = Callable[[Sequence[FieldSource], Sequence[Part]], Read]
     """The same for rows whose fields stand apart; the runs of a part are its pages."""

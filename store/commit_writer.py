@@ -140,7 +140,7 @@ class CommitWriter:
             self._set_snapshot(Snapshot(self.commit, (*self.segments, segment)))
         return segment
 
-    def forget(self) -> None:
+    def discard_uncommitted(self) -> None:
         """Drop the segments appended since the newest commit."""
         with self._lock:
             self._set_snapshot(self.history.newest)
@@ -189,7 +189,7 @@ class CommitWriter:
     def rollback(self, to: int, state: NDArray[np.uint8]) -> Commit:
         """Make a commit like ``to``, which is kept and has the dense ``state``; those between go, unless named."""
         with self._lock:
-            self.forget()
+            self.discard_uncommitted()
             snapshot, newest = find(self.history, to, self._label), self.history.newest.commit
             assert snapshot.commit is not None, "it is kept"
             assert newest is not None, "it is kept"
@@ -244,7 +244,7 @@ class CommitWriter:
                 commit = self._advance(self.history.snapshots, commit, self.segments, chunks)
             except BaseException:
                 if self.commit is before:
-                    self.forget()
+                    self.discard_uncommitted()
                 raise
             with suppress(StoreError):  # the commit stands; what stayed may go another time
                 self._engine.shrink()
@@ -279,7 +279,7 @@ class CommitWriter:
     def release(self) -> None:
         """Drop the commits that are kept no more, and what was appended since the newest; see ``release`` below."""
         with self._lock:
-            self.forget()
+            self.discard_uncommitted()
             *before, newest = self.history.snapshots or [self.history.newest]
             kept = [*self._kept(before), newest]
             if len(kept) < len(self.history.snapshots):

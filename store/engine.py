@@ -127,7 +127,7 @@ class Engine(Protocol):
         """Give up every resource; a second time does nothing. No read is under way."""
 
 
-class Source(NamedTuple):
+class ReadSource(NamedTuple):
     """Where bytes of a block lie."""
 
     handle: int
@@ -166,7 +166,9 @@ class LocatingEngine(Protocol):
     fields_apart: bool
     """Whether sources are those of fields."""
 
-    def locate(self, requests: Sequence[ReadRequest]) -> AbstractContextManager[Sequence[Source | FieldSource | None]]:
+    def locate(
+        self, requests: Sequence[ReadRequest]
+    ) -> AbstractContextManager[Sequence[ReadSource | FieldSource | None]]:
         """Say where wanted bytes lie; no file is closed within the context.
 
         None: ``read`` says why not, or reads what is not kept so.

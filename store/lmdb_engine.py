@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import lmdb
 
-from tiercache.store.block_file import BlockFile, Place
+from tiercache.store.block_file import BlockFile, Extent
 from tiercache.store.direct_file import PAGE_BYTES, sync_file, sync_folder
 from tiercache.store.directory import WriterLock
 from tiercache.store.engine import MEMORY_BYTES
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from tiercache.store.engine import Block, Data, ReadRequest, Source
+    from tiercache.store.engine import Block, Data, ReadRequest, ReadSource
 
 BLOCKS, FRESH = "blocks.bin", "fresh"
 
@@ -122,7 +122,7 @@ class LmdbEngine:
     def write(self, blocks: Iterable[Data], *, stable: bool = False) -> list[int]:
         """Write all blocks where the file is free."""
         self._check_writable()
-        file, places = self._blocks(), list[Place]()
+        file, places = self._blocks(), list[Extent]()
         self._written = True
         try:
             for _, data in blocks:
@@ -144,12 +144,12 @@ class LmdbEngine:
             self._blocks().read(block.place + offset, out)
 
     @contextmanager
-    def locate(self, requests: Sequence[ReadRequest]) -> Iterator[list[Source | None]]:
+    def locate(self, requests: Sequence[ReadRequest]) -> Iterator[list[ReadSource | None]]:
         """Say where in the file they lie."""
         with self._reading():
             file = self._blocks()
             yield [
-                file.source(Place(block.place, block.size) if block.place >= 0 else None, offset, out)
+                file.source(Extent(block.place, block.size) if block.place >= 0 else None, offset, out)
                 for block, offset, out in requests
             ]
 
@@ -166,13 +166,13 @@ class LmdbEngine:
         The records that say so are durable then, and HEAD names them: a killed process may have left them otherwise.
         """
         self._check_writable()
-        places, end = list[Place](), 0
+        places, end = list[Extent](), 0
         for block in sorted((block for block in blocks if block.size), key=lambda block: block.place):
             if wrong := self.problem(block):
                 raise CorruptStoreError(f"a block of {self.label} {wrong}: restore the store from a copy")
             if block.place < end:
                 raise CorruptStoreError(f"blocks of {self.label} overlap: restore the store from a copy")
-            places.append(Place(block.place, block.size))
+            places.append(Extent(block.place, block.size))
             end = block.place + places[-1].pages
         if self._manifest.number:
             try:
@@ -186,7 +186,7 @@ class LmdbEngine:
     def free(self, blocks: Iterable[Block]) -> None:
         """Let their room be used."""
         self._check_writable()
-        self._blocks().give(Place(block.place, block.size) for block in blocks)
+        self._blocks().give(Extent(block.place, block.size) for block in blocks)
 
     def shrink(self) -> None:
         """Make the file shorter, and holes where it is free."""

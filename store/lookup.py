@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from tiercache.store.errors import StoreError
+from tiercache.store.errors import KeyMissingError, StoreError
 from tiercache.store.hashing import hash_keys
 from tiercache.store.huge_pages import huge_pages
+from tiercache.store.initial import initial_rows
 from tiercache.store.live_keys import READERS, live_keys
 from tiercache.store.read_ahead import read_ahead
 from tiercache.store.reading import Pages
+from tiercache.store.table import find_table
 from tiercache.store.vectors import from_words
 
 if TYPE_CHECKING:
@@ -27,12 +29,15 @@ if TYPE_CHECKING:
     from tiercache.store.segment import Segment
     from tiercache.store.snapshot import Snapshot
     from tiercache.store.store import Store
-    from tiercache.store.table import Group
+    from tiercache.store.table import Group, Table
 
     Found = tuple[NDArray[np.int64], NDArray[np.int64]]
-    Fields = tuple[NDArray[np.float32], ...]
+    Fields = dict[str, NDArray[np.float32]]
+    Progress = Callable[[str, int, int], None]
+    _Fields = tuple[NDArray[np.float32], ...]
     Cached = Callable[[int, int, int], NDArray[np.uint8] | None]
 
+MISSING = ("error", "initial", "zeros")
 BATCH_BYTES = 4 << 20
 """Of the pages of a batch, about; while its rows are taken, each of the ``READERS`` reads or holds another batch."""
 _PAGE_BYTES = 4096
@@ -115,7 +120,7 @@ class _Wanted:
                 self.segment_ids[gone] = self.rows[gone] = -1
 
 
-def read_rows(store: Store, segment: Segment, group: int, rows: NDArray[np.int64], cached: Cached | None) -> Fields:
+def read_rows(store: Store, segment: Segment, group: int, rows: NDArray[np.int64], cached: Cached | None) -> _Fields:
     """Return rows of a layout by index, field by field (see ``Store.read_rows``)."""
     layout = segment.layouts[group]
     rows = np.asarray(rows, dtype=np.int64)
@@ -132,7 +137,7 @@ def read_found(
     *,
     snapshot: Snapshot | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Fields:
+) -> _Fields:
     """Return the rows that ``locate`` found, field by field: zeros where it found none.
 
     As ``read_rows`` for each segment, but one segment is read while rows of the one before are taken. ``snapshot`` is
@@ -157,7 +162,7 @@ def _read(
     rows: NDArray[np.int64],
     cached: Cached | None,
     progress: Callable[[int], None] | None = None,
-) -> Fields:
+) -> _Fields:
     """Return (n, width) of each field; ``parts`` are segments and the places of ``rows`` (n,) that are theirs."""
     fields = store.groups[group].fields
     out = tuple(np.zeros((rows.size, field.words), dtype=np.float32) for field in fields)
@@ -245,3 +250,83 @@ class _Batch:
         """Read and check what no one holds; returns all of the memory."""
         store.load([Pages(self._segment, self._group, *run) for run in self._runs], at_once=1)
         return self.room.view(np.float32)
+
+
+def lookup(
+    store: Store,
+    table_name: str,
+    keys: NDArray[np.int64],
+    missing: str,
+    progress: Progress | None = None,
+) -> Fields:
+    """Return the fields of the rows of ``keys`` (see ``Store.lookup``).
+
+    ``progress(what, done, total)`` is called with "keys" and the stored keys that were looked at, then with "rows" and
+    the rows that were read.
+    """
+    if missing not in MISSING:
+        raise ValueError(f"missing={missing!r} is unknown: it must be one of {', '.join(map(repr, MISSING))}")
+    group, table = find_table(store.groups, table_name, store.label)
+    keys = np.asarray(keys)
+    if keys.dtype.kind not in "iu" or keys.ndim != 1:
+        raise ValueError(f"keys are {keys.ndim}-dimensional {keys.dtype}: they must be integers, one after another")
+    if keys.dtype.kind == "u" and keys.size and int(keys.max()) > np.iinfo(np.int64).max:
+        raise ValueError(f"key {keys.max()} is beyond int64, which keys are: give keys of at most 2**63 - 1")
+    keys = keys.astype(np.int64, copy=False)
+    distinct, which = np.unique(keys, return_inverse=True)
+    twice = distinct.size < keys.size
+    asked = distinct if twice else keys
+    with store.pinned() as snapshot:
+        absent, fields = _find(store, snapshot, group, table, asked, missing, progress or (lambda *_: None))
+    if missing == "initial":
+        for values, first in zip(fields, initial_rows(table, asked[absent]), strict=True):
+            values[absent] = first
+    named = zip(table.fields, fields, strict=True)
+    return {field.name: values[which] if twice else values for field, values in named}
+
+
+def _find(
+    store: Store,
+    snapshot: Snapshot,
+    group: Group,
+    table: Table,
+    asked: NDArray[np.int64],
+    missing: str,
+    progress: Progress,
+) -> tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]:
+    """Return which of the keys, all different, have no row, and the fields of all, zeros for those, where it stood."""
+    stored = rows_in(snapshot, snapshot.segments, group, table)
+    swept = _counted("keys", stored, progress)
+    ids, rows = locate_at(store, snapshot, {table.name: asked}, after=-1, progress=swept)[table.name]
+    progress("keys", stored, stored)  # the others are in pages that cannot have the keys
+    absent = np.nonzero(ids < 0)[0]
+    if absent.size and missing == "error":
+        gone = np.sort(asked[absent])
+        shown = ", ".join(map(str, gone[:3].tolist())) + (", ..." if gone.size > 3 else "")
+        raise KeyMissingError(
+            f"{absent.size:,} of {asked.size:,} keys have no row in table {table.name!r} of {store.label} "
+            f"({shown}): leave them out, or ask for missing='initial' or missing='zeros'",
+            table=table.name,
+            keys=gone,
+        )
+    read = _counted("rows", asked.size - absent.size, progress)
+    return absent, read_found(store, group.index, ids, rows, snapshot=snapshot, progress=read)
+
+
+def _counted(what: str, total: int, progress: Progress) -> Callable[[int], None]:
+    """Return what turns rows done since the last call into rows done of all."""
+    done = 0
+
+    def tell(rows: int) -> None:
+        nonlocal done
+        done += rows
+        progress(what, done, total)
+
+    return tell
+
+
+def rows_in(snapshot: Snapshot, segments: Iterable[Segment], group: Group, table: Table) -> int:
+    """Return how many rows of a table are in live ranges of ``segments``, the stale ones included."""
+    place = group.place(table.name)
+    first = snapshot.first_range
+    return sum(s.layouts[group.index].rows_of_table(place, first(s, group.index)) for s in segments)

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from tiercache.store.base_segment import Layout, moved_blocks_of
-from tiercache.store.changed import CHANGED_BYTES
 from tiercache.store.compaction_plan import CompactionPlan
 from tiercache.store.errors import StoreError
 from tiercache.store.full_disk import check_room, room_for
 from tiercache.store.initial import initial_rows
 from tiercache.store.merge import SortedCursor, hashed, merged
+from tiercache.store.row_versions import CHANGED_BYTES
 from tiercache.store.scan import live_rows, scan_segments
 from tiercache.store.scratch_file import ScratchFile, scratch_of
 from tiercache.store.segment_layout import NEVER, Range

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.changed import LastChanges
+    from tiercache.store.row_versions import VersionReader
     from tiercache.store.segment import Segment
     from tiercache.store.snapshot import Snapshot
     from tiercache.store.store import Store
@@ -43,7 +43,7 @@ class SortedRun:
         low: int,
         high: int,
         choice: RowFilter | None = None,
-        changed: LastChanges | None = None,
+        changed: VersionReader | None = None,
     ) -> None:
         self.segment, self.low, self.high = segment, low, high
         self.keys_of: Callable[[Segment, int, int], NDArray[np.int64]] = store.read_keys
@@ -169,7 +169,7 @@ def runs_of(
     group: Group,
     table: Table,
     choice: RowFilter | None = None,
-    changed: Callable[[], LastChanges] | None = None,
+    changed: Callable[[], VersionReader] | None = None,
 ) -> list[SortedRun]:
     """Return the runs of a table in live ranges of ``segments``, which are of ``snapshot``, by segment and place.
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.store.changed import CHANGED_BYTES, LastChanges
 from tiercache.store.errors import CorruptStoreError
 from tiercache.store.external_sort import ExternalSorter, part_rows
 from tiercache.store.hashing import hash_keys, keys_of
 from tiercache.store.merge import SortedCursor, merged, rising, whole_keys
+from tiercache.store.row_versions import CHANGED_BYTES, VersionReader
 from tiercache.store.run import LastKeys, joined, runs_of
 from tiercache.store.scratch_file import scratch_of
 from tiercache.store.table import find_table
@@ -108,7 +108,7 @@ def scan_segments(
     """
     group, table = _check(store, snapshot, table_name, chunk_rows)
     firsts = {} if snapshot.commit is None else snapshot.commit.named
-    last = (lambda: LastChanges(store, firsts)) if changed else None
+    last = (lambda: VersionReader(store, firsts)) if changed else None
     runs = runs_of(store, snapshot, segments, group, table, choice, last)
     chunks = _chunks(store, runs, table, chunk_rows or chunk_rows_of(table), memory_bytes, scratch)
     stale = 0 if choice is not None and alone else stale_rows(snapshot, segments, group, table)

@@ -12,7 +12,7 @@ import numpy as np
 
 from tiercache.store.errors import StoreError, StoreFullError
 from tiercache.store.full_disk import check_room, room_for
-from tiercache.store.hole import punch_hole
+from tiercache.store.punch_hole import punch_hole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

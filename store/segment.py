@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tiercache.store.blocks import CHANGED, KEYS, ROWS
-from tiercache.store.changed import CHANGED_BYTES, Changed
 from tiercache.store.engine import Block, BlockLayout
 from tiercache.store.errors import CorruptStoreError
 from tiercache.store.record import decode, encode, whole
+from tiercache.store.row_versions import CHANGED_BYTES, Changed
 from tiercache.store.segment_layout import SegmentLayout
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.store.blocks import CHANGED, KEYS, ROWS
-from tiercache.store.changed import CHANGED_BYTES, Changed
+from tiercache.store.row_versions import CHANGED_BYTES, Changed
 from tiercache.store.segment import Segment
 from tiercache.store.segment_layout import key_page_bounds
 

@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from tiercache.store.base_segment import Layout, base_layout
+from tiercache.store.changes import changes
 from tiercache.store.commit import Cursor
 from tiercache.store.commit_reader import CommitReader
 from tiercache.store.commit_writer import CommitWriter, find
 from tiercache.store.compaction_plan import CompactionPlan
 from tiercache.store.counters import Counters
 from tiercache.store.errors import StoreClosedError
-from tiercache.store.lookup import locate, read_rows
+from tiercache.store.lookup import locate, lookup, read_rows
 from tiercache.store.opening import Opened, check_options, label_of, open_engine
 from tiercache.store.reading import BlockReader, Pages
 from tiercache.store.recovery import check_blocks, recover
 from tiercache.store.rewrite import FirstUses, NoUses, Rewrite
 from tiercache.store.scan import SCAN_BYTES, live_rows, scan
 from tiercache.store.scratch_file import scratch_of
-from tiercache.store.serving import changes, lookup
 from tiercache.store.table import Table, group_tables
 
 if TYPE_CHECKING:
@@ -34,20 +34,19 @@ if TYPE_CHECKING:
     from tiercache.store.commit import Commit
     from tiercache.store.engine import Engine
     from tiercache.store.history import History
-    from tiercache.store.lookup import Found
+    from tiercache.store.lookup import Fields, Found
     from tiercache.store.scan import Chunk
     from tiercache.store.segment import Segment
     from tiercache.store.segment_layout import SegmentLayout
     from tiercache.store.segment_writer import Block
-    from tiercache.store.serving import Fields
     from tiercache.store.snapshot import Snapshot
 
 
 class Store:
     """Rows of tables in segments, with atomic commits. Made by ``Store.open``.
 
-    ``append``, ``publish`` and ``forget`` are for one thread at a time; all that reads may be called from other
-    threads meanwhile. A store belongs to the process that opened it, not to its forks.
+    ``append``, ``publish`` and ``discard_uncommitted`` are for one thread at a time; all that reads may be called from
+    other threads meanwhile. A store belongs to the process that opened it, not to its forks.
     """
 
     def __init__(
@@ -313,7 +312,7 @@ class Store:
         if self.commit is None or (self.commit.cursor.sample and start is None):
             at = "has no commit" if self.commit is None else f"stands inside pass {self.commit.cursor.pass_index}"
             raise ValueError(f"{self.label} {at}: train to the end of a pass before its rows are put in another order")
-        self.forget()
+        self.discard_uncommitted()
         state, begin = self._reader.state(self.commit), Cursor(*(start or (0, 0)))
         whole = Rewrite(
             self, uses, first_rows, progress or (lambda *_: None), layout=layout, retain_segments=retain_segments
@@ -353,11 +352,11 @@ class Store:
         """Whether ``close`` was called."""
         return self._closed
 
-    def forget(self) -> None:
+    def discard_uncommitted(self) -> None:
         """Drop every segment appended since the newest commit, and free its blocks."""
         writer = self.commit_writer
         with self._opened.uses.using():
-            writer.forget()
+            writer.discard_uncommitted()
 
     # -- reading -----------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from zarr.storage import LocalStore
 
 from tiercache.store.direct_file import RangeReader, read_whole, sync_file, sync_folder, write_whole
 from tiercache.store.errors import BlockReadError
-from tiercache.store.hole import punch_hole
+from tiercache.store.punch_hole import punch_hole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

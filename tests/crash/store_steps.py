@@ -144,7 +144,7 @@ def go_on(path: Path, engine: str, note: Note, relieve: Callable[[StoreFullError
                 if relieve is None:
                     raise
                 if not relieve(error):
-                    store.forget()
+                    store.discard_uncommitted()
                     try:
                         take(store, number, note)
                         continue
@@ -197,10 +197,10 @@ def take(store: Store, number: int, note: Note) -> None:
         try:
             _dump(store, step, step.passes[0], broken=True)
         except BrokenSourceError:
-            store.forget()
+            store.discard_uncommitted()
     if step.forget:
         _dump(store, step, step.passes[0])
-        store.forget()
+        store.discard_uncommitted()
     for pass_index in step.passes:
         _dump(store, step, pass_index)
     note(begun=number)

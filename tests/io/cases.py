@@ -16,7 +16,7 @@ from tiercache.store import (
     Table,
     Uniform,
     Zeros,
-    fill,
+    load_rows,
 )
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def filled(path: Path | None, tables: Sequence[Table], rows: Rows) -> Store:
         cuts = np.cumsum([f.width for f in one.fields])[:-1]
         keys = np.array(list(rows[one.name]), dtype=np.int64)
         chunks.append((one.name, (keys, tuple(np.split(numbers, cuts, axis=1)))))
-    fill(store, chunks, reserved_keys=[one.name for one in tables])
+    load_rows(store, chunks, reserved_keys=[one.name for one in tables])
     return store
 
 

@@ -19,7 +19,7 @@ from tests.io.cases import FORMATS, keeps_state
 from tiercache.errors import ImportExportWarning
 from tiercache.io import exporting
 from tiercache.io.staging import check_space
-from tiercache.store import Adagrad, MemoryEngine, Store, Table, Uniform, fill
+from tiercache.store import Adagrad, MemoryEngine, Store, Table, Uniform, load_rows
 from tiercache.store.vectors import ITEM_BYTES, from_bits, nearest, to_bits
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def numbers(dtype: str) -> tuple[Any, tuple[Any, ...]]:
 def filled(path: Path, dtype: str) -> Path:
     """Make a store with these rows."""
     with Store.open(path, tables=[table(dtype)]) as store:
-        fill(store, [("t", numbers(dtype))])
+        load_rows(store, [("t", numbers(dtype))])
     return path
 
 
@@ -113,7 +113,7 @@ def test_the_room_that_an_export_asks_for_is_what_it_takes(
     monkeypatch.setattr(exporting, "check_space", noted)
     with Store.open(None, tables=[wide], engine=MemoryEngine()) as store, warnings.catch_warnings():
         warnings.simplefilter("ignore", ImportExportWarning)
-        fill(store, [("t", (np.arange(ROWS, dtype=np.int64), fields))])
+        load_rows(store, [("t", (np.arange(ROWS, dtype=np.int64), fields))])
         tc.export_store(store, tmp_path / "out", format=format_, with_state=with_state)
     found = {name: len(data) for name, data in files_of(tmp_path / "out").items() if name != "tables.json"}
     took = sum(found.values()) + (ROWS * 64 * ITEM_BYTES[dtype] if format_ == "torch" else 0)
@@ -128,7 +128,7 @@ def test_a_table_of_16_bits_takes_float32_and_a_table_of_float32_no_16_bits(tmp_
     fields = tuple(rng.standard_normal((ROWS, 3)).astype(np.float32) for _ in range(2))
     keys = np.arange(ROWS, dtype=np.int64)
     with Store.open(None, tables=[table("float32")], engine=MemoryEngine()) as store:
-        fill(store, [("t", (keys, fields))])
+        load_rows(store, [("t", (keys, fields))])
         tc.export_store(store, tmp_path / "wide", format=format_, with_state=False)
     (tmp_path / "wide" / "tables.json").unlink()
     for dtype in DTYPES:

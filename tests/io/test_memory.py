@@ -15,7 +15,7 @@ from tests.io.cases import FORMATS
 from tests.memory import Peak, run_alone
 from tests.store.big import BIG
 from tiercache.io import parquet_format
-from tiercache.store import Store, fill
+from tiercache.store import Store, load_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,7 +48,7 @@ def measure(folder: Path) -> None:
 
     for name, rows in (("small", 1000), ("large", ROWS)):
         with Store.open(folder / f"{name}.tc", tables=[BIG]) as store:
-            fill(store, chunks(rows), memory_bytes=MEMORY)
+            load_rows(store, chunks(rows), memory_bytes=MEMORY)
     peak, taken = Peak(), {}
     for format_ in FORMATS:
         run("small", format_)

@@ -16,7 +16,7 @@ from tests.io.cases import FORMATS, rows_of
 from tests.training.cases import Case, Spec, table, tiered, train
 from tiercache.cli import app
 from tiercache.errors import ImportExportError, ImportExportWarning
-from tiercache.store import MemoryEngine, Store, fill
+from tiercache.store import MemoryEngine, Store, load_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,7 +94,7 @@ def test_rows_of_16_bits_leave_with_the_count(tmp_path: Path, optimizer: tc.opti
     narrow = dataclasses.replace(PLAIN, optimizer=optimizer, dtype="float16")
     fields = tuple(np.ones((5, field.width), np.float32) for field in narrow.fields)
     with Store.open(None, tables=[narrow], engine=MemoryEngine()) as store:
-        fill(store, [("b", (np.arange(5, dtype=np.int64), fields))], settings={"steps": 100})
+        load_rows(store, [("b", (np.arange(5, dtype=np.int64), fields))], settings={"steps": 100})
         assert tc.export_store(store, tmp_path / "out", format="numpy").steps == 100
         bare = tc.export_store(store, tmp_path / "bare", format="numpy", with_state=False)
         assert bare.steps == (100 if isinstance(optimizer, tc.optim.SGD) else None)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tiercache.store.blocks import CHANGED, KEYS, ROWS, STATE
-from tiercache.store.engine import Block, BlockLayout, FieldSource, LocatingEngine, ReadRequest, Source
+from tiercache.store.engine import Block, BlockLayout, FieldSource, LocatingEngine, ReadRequest, ReadSource
 from tiercache.store.errors import BlockReadError, StoreFullError
 from tiercache.store.initializer import Zeros
 from tiercache.store.optimizer import SGD, Adam, RowWiseAdagrad
@@ -383,7 +383,7 @@ class EngineContract:
         with engine.locate(requests) as sources:
             assert len(sources) == len(requests)
             for source, request in zip(sources, requests, strict=True):
-                if isinstance(source, Source):
+                if isinstance(source, ReadSource):
                     assert _at(source.handle, source.offset, request.block.size) == written[request.block]
                 elif isinstance(source, FieldSource):
                     assert engine.fields_apart

@@ -140,7 +140,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def forget(self) -> None:
         """What was dumped since the commit is dropped."""
-        self._store().forget()
+        self._store().discard_uncommitted()
         self._step_back()
 
     @precondition(lambda self: self._between_passes())
@@ -261,7 +261,7 @@ class StoreMachine(RuleBasedStateMachine):
         """What changed since any commit, of those that were not given up, is what was written since, moved or not."""
         self._step_back()
         store = self._store()
-        store.forget()
+        store.discard_uncommitted()
         assert store.commit is not None
         self.world.check_changes(store, store.commit.id - since % (store.commit.id + 2))
 
@@ -269,7 +269,7 @@ class StoreMachine(RuleBasedStateMachine):
     def verify(self) -> None:
         """Everything that is kept is what was written."""
         self._step_back()
-        self._store().forget()
+        self._store().discard_uncommitted()
         with contextlib.redirect_stdout(io.StringIO()):
             assert Verification(self._store()).run()["problems"] == []
 

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiercache.store import StoreFullError
-from tiercache.store.block_file import BlockFile, Place
+from tiercache.store.block_file import BlockFile, Extent
 from tiercache.store.errors import BlockReadError
-from tiercache.store.free_space import FreeSpace
+from tiercache.store.extent_allocator import ExtentAllocator
 from tiercache.store.write_queue import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.disk
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(1, 9)), max_size=60))
 def test_free_space_is_what_a_set_of_bytes_says(steps: list[tuple[bool, int, int]]) -> None:
     """Through any order of taking, giving back, growing and cutting: no byte is handed out twice, none is lost."""
-    space, free, taken = FreeSpace(), set[int](), list[tuple[int, int]]()
+    space, free, taken = ExtentAllocator(), set[int](), list[tuple[int, int]]()
     for giving, which, size in steps:
         if giving and taken:
             low, count = taken.pop(which % len(taken))
@@ -72,7 +72,7 @@ def test_blocks_come_back_from_any_memory(tmp_path: Path, *, stable: bool, direc
     if not direct:
         file._direct = None
     rng = np.random.default_rng(1)
-    blocks: list[tuple[Place, bytes]] = []
+    blocks: list[tuple[Extent, bytes]] = []
     held = []
     for shift in (0, 64):
         for size in [*SIZES, *rng.permutation(SIZES).tolist()]:

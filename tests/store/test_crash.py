@@ -146,7 +146,7 @@ def test_a_store_at_its_max_bytes_says_what_it_needs_and_goes_on_with_more(
             take_all(store)
         assert full.value.needed_bytes > 0
         stood = stands(store)
-        store.forget()
+        store.discard_uncommitted()
         assert stands(store) == stood < len(STEPS) - 1
         assert problems(store) == []
     assert block_bytes(path) <= most
@@ -176,7 +176,7 @@ def test_a_disk_that_is_really_full_leaves_a_store_that_opens_and_goes_on(disk: 
         free = re.search(r"has ([\d,]+) free(?! by now)", str(full.value))
         assert full.value.needed_bytes > (int(free[1].replace(",", "")) if free else 0)
         stood = stands(store)
-        store.forget()
+        store.discard_uncommitted()
         assert problems(store) == []
     for mode in ("r", "a"):
         with Store.open(path, mode=mode) as store:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.store.conftest import narrow_tables
 from tests.store.world import World
 from tiercache.store import SGD, Adagrad, Constant, MemoryEngine, Store, Table, Zeros
-from tiercache.store.difference import differences
-from tiercache.store.filling import fill
+from tiercache.store.bulk_load import load_rows
+from tiercache.store.diff import differences
 from tiercache.store.initial import initial_rows
 from tiercache.store.vectors import from_bits, nearest, row_words, to_bits
 
@@ -58,7 +58,7 @@ def test_rows_from_outside_are_rounded_to_the_nearest(home: Home, dtype: str) ->
     keys = np.arange(50, dtype=np.int64)
     fields = tuple(rng.standard_normal((50, 3)).astype(np.float32) for _ in range(2))
     with home.open([table]) as store:
-        fill(store, [("t", (keys, fields))])
+        load_rows(store, [("t", (keys, fields))])
         found = store.lookup("t", np.append(keys, 99), missing="initial")
         assert np.array_equal(found["vector"][:50], nearest(fields[0], dtype))
         assert not np.array_equal(found["vector"][:50], fields[0])
@@ -74,9 +74,9 @@ def test_chunks_are_bounded_as_they_are_given(monkeypatch: pytest.MonkeyPatch) -
     table = Table(name="t", dim=64, optimizer=SGD(learning_rate=0.1), initializer=Zeros(), dtype="bfloat16")
     most = 1 << 14
     monkeypatch.setattr("tiercache.store.scan.CHUNK_BYTES", most)
-    monkeypatch.setattr("tiercache.store.serving._CHUNK_BYTES", most)
+    monkeypatch.setattr("tiercache.store.changes._CHUNK_BYTES", most)
     with Store.open(None, tables=[table], engine=MemoryEngine()) as store:
-        fill(store, [("t", (np.arange(500, dtype=np.int64), (np.ones((500, 64), np.float32),)))])
+        load_rows(store, [("t", (np.arange(500, dtype=np.int64), (np.ones((500, 64), np.float32),)))])
         scans = [keys.nbytes + sum(field.nbytes for field in fields) for keys, fields in store.scan("t")]
         changes = [
             keys.nbytes + sum(f.nbytes for f in fields.values()) for keys, fields in store.changes("t", since=-1)

@@ -58,7 +58,7 @@ def test_any_failing_write_or_commit_leaves_the_last_commit(
             world = before
             engine.fail_in(None)
             if call % 2:
-                store.forget()
+                store.discard_uncommitted()
                 world.check(store, after=world.pass_index - 1)
         else:
             break
@@ -127,7 +127,7 @@ def test_a_disk_that_fills_up_says_how_much_it_holds(tables: list[Table]) -> Non
     world.train()
     with pytest.raises(StoreFullError, match=rf"may hold {held + 2000:,} and holds [0-9,]+: raise capacity_bytes"):
         world.append(store)
-    store.forget()
+    store.discard_uncommitted()
     assert sum(held_blocks(store).values()) == held == sum(block.size for block in inner.blocks.values())
     before.check(store, after=1)
     engine.capacity_bytes = None

@@ -15,7 +15,7 @@ from tests.store import independent_reader
 from tests.store.big import BIG, dump, publish
 from tests.store.conftest import narrow_tables, small_tables
 from tests.store.independent_reader import read_table
-from tests.store.test_changed import mixed
+from tests.store.test_row_versions import mixed
 from tests.store.world import World
 from tiercache.store import Store
 

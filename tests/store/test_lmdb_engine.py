@@ -163,7 +163,7 @@ def test_an_interrupt_at_the_end_of_a_commit_leaves_what_is_durable(
     big._opened.engine.__class__ = LmdbEngine
     monkeypatch.undo()
     assert bool(raised) == done
-    big.forget()
+    big.discard_uncommitted()
     assert big.commit is not None
     assert big.commit.cursor.pass_index == (2 if done else 1)
     assert load(big, 2) == ({0: stored[0][2], 1: stored[1][2]} if done else {0: stored[0][2]})

@@ -15,7 +15,7 @@ from tests.store.test_retained_segments import check
 from tests.store.test_rewrite import rows_of
 from tests.store.test_scan import check as check_scans
 from tests.store.world import World
-from tiercache.store import Cursor, MemoryEngine, Store, StoreFullError, fill
+from tiercache.store import Cursor, MemoryEngine, Store, StoreFullError, load_rows
 from tiercache.store.verification import Verification
 
 if TYPE_CHECKING:
@@ -119,4 +119,4 @@ def test_a_store_inside_a_pass_takes_no_rows(home: Home) -> None:
     world.append(store, within=True)
     world.publish(store, sample=7)
     with pytest.raises(ValueError, match="stands inside pass 1: train to its end"):
-        fill(store, [])
+        load_rows(store, [])

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tests.store.conftest import Home
     from tiercache.store import Table
     from tiercache.store.blocks import Part, Read
-    from tiercache.store.engine import FieldSource, Source
+    from tiercache.store.engine import FieldSource, ReadSource
 
 pytestmark = [
     pytest.mark.disk,
@@ -56,7 +56,7 @@ def counting(store: Store) -> list[int]:
     """Have a store read by calls; returns the sources of each, as they come."""
     calls = list[int]()
 
-    def reads(sources: Sequence[Source], parts: Sequence[Part]) -> Read:
+    def reads(sources: Sequence[ReadSource], parts: Sequence[Part]) -> Read:
         calls.append(len(sources))
         return read_checked(sources, parts)
 
@@ -180,7 +180,7 @@ def test_an_interrupted_load_leaves_no_call_that_reads(big: Store) -> None:
     publish(big, 1)
     reading, begun = [], []
 
-    def interrupting(sources: Sequence[Source], parts: Sequence[Part]) -> Read:
+    def interrupting(sources: Sequence[ReadSource], parts: Sequence[Part]) -> Read:
         reading.append(len(begun))
         begun.append(len(parts))
         if len(begun) == 2:

@@ -17,7 +17,7 @@ from tests.store.test_block_file import aligned
 from tiercache.store import Store, StoreFullError, info, verify
 from tiercache.store import block_file as module
 from tiercache.store.block_file import BlockFile
-from tiercache.store.hole import punch_hole
+from tiercache.store.punch_hole import punch_hole
 from tiercache.store.write_queue import PAGE_BYTES
 
 if TYPE_CHECKING:

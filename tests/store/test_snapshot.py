@@ -13,8 +13,8 @@ from tests.store.between import Between, engine_of
 from tests.store.conftest import held_blocks, small_tables
 from tests.store.world import World
 from tiercache.store import CommitMissingError, CorruptBlockError, Store, StoreClosedError, StoreError
+from tiercache.store.changes import changed_rows
 from tiercache.store.lookup import read_found
-from tiercache.store.serving import changed_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

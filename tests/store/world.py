@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tiercache.store.bulk_load import load_rows
+from tiercache.store.changes import changed_rows
 from tiercache.store.commit import Cursor
-from tiercache.store.filling import fill
 from tiercache.store.hashing import hash_keys
 from tiercache.store.initial import initial_rows
 from tiercache.store.lookup import locate
 from tiercache.store.segment_layout import NEVER, Range, SegmentLayout
-from tiercache.store.serving import changed_rows
 from tiercache.store.vectors import row_words
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ class World:
                 self.rows[table.name, key] = words[i].tobytes()
                 self.trained.add((table.name, key))
             chunks.append((table.name, (mine, fields)))
-        commit = fill(store, chunks)
+        commit = load_rows(store, chunks)
         self._note(commit)
         self.uses = dict.fromkeys(self.rows, NEVER)
         return commit

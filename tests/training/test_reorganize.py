@@ -29,7 +29,7 @@ from tests.training.cases import (
 )
 from tiercache.data.from_arrays import write_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
-from tiercache.store import MemoryEngine, fill, verify
+from tiercache.store import MemoryEngine, load_rows, verify
 from tiercache.store.base_segment import base_layout
 from tiercache.store.segment import BASE_PASS
 from tiercache.tiers.segments import segments_by_pass
@@ -302,7 +302,7 @@ def test_rows_from_outside_are_what_training_goes_on_from(tmp_path: Path, engine
             for values, row in zip(cache.fields(one.name), given[one.name].get(key, []), strict=False):
                 values[i] = row
     with open_store(tmp_path / "s.tc", case, engine) as store:
-        fill(store, chunks)
+        load_rows(store, chunks)
         with pytest.raises(tc.TierCacheError, match="has no training schedule at commit 0"):
             tiered(store, passes)
         tc.reorganize(store, passes, progress=False)
@@ -338,7 +338,7 @@ def test_rows_imported_in_the_midst_of_a_schedule_are_what_it_goes_on_with(tmp_p
             train(tiers, case, each_batch=stop)
         assert store.commit.cursor == (6, 0)
         tc.import_store({"item": (keys, fields[0])}, store, tables=[case.tables[0]], initial_state=True)
-        fill(store, [("item", (keys, fields))])
+        load_rows(store, [("item", (keys, fields))])
         with pytest.raises(tc.TierCacheError, match="has no training schedule at commit"):
             tiered(store, passes)
         with tiered(store, passes, reorganize=True) as tiers:

@@ -14,7 +14,7 @@ import tiercache as tc
 from tests.training.cases import Case, Spec, table, tiered, train
 from tiercache.backends.cpu import CpuBackend
 from tiercache.errors import BudgetError
-from tiercache.store import MemoryEngine, fill, info
+from tiercache.store import MemoryEngine, info, load_rows
 from tiercache.store.inspect import file_bytes_of
 from tiercache.training.dense_state import DenseState
 
@@ -141,7 +141,7 @@ def test_rows_that_no_pass_uses_are_counted(passes: tc.PassDataset) -> None:
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as store:
         keys = np.arange(1_000_000, 1_030_000)
         fields = tuple(np.zeros((keys.size, f.width), np.float32) for f in CASE.tables[0].fields)
-        fill(store, [("user", (keys, fields))])
+        load_rows(store, [("user", (keys, fields))])
         tc.reorganize(store, passes, progress=False)
         row_bytes = CASE.tables[0].row_bytes + 8
         assert 1.15 * keys.size * row_bytes < needed(store, passes) - before < 2 * keys.size * row_bytes

@@ -44,7 +44,8 @@ def lookup(
     quiet: Quiet = False,
 ) -> None:
     """Show the rows of keys: the vector and every optimizer state."""
-    from tiercache.store import KeyMissingError, Store, serving
+    from tiercache.store import KeyMissingError, Store
+    from tiercache.store.lookup import lookup as look_up
 
     if string and cross:
         raise ValueError("give either --string or --cross: a cross may have texts among its values")
@@ -58,7 +59,7 @@ def lookup(
     with open_store(path, commit) as store, output.working() as tell:
         try:
             if isinstance(store, Store):
-                fields = serving.lookup(store, table, wanted, missing, progress=tell)
+                fields = look_up(store, table, wanted, missing, progress=tell)
             else:
                 fields = store.lookup(table, wanted, missing=missing, progress=tell)
         except KeyMissingError as error:
@@ -88,13 +89,14 @@ def changes(
     quiet: Quiet = False,
 ) -> None:
     """Count the rows of each table that changed after a commit; `export --since` writes them."""
-    from tiercache.store import Store, serving
+    from tiercache.store import Store
+    from tiercache.store.changes import changed_rows
 
     output = Output(as_json, quiet)
     with open_store(path) as store, output.working():
         newest = -1 if store.commit is None else store.commit.id
         counts = {
-            table.name: serving.changed_rows(store, table.name, since)
+            table.name: changed_rows(store, table.name, since)
             if isinstance(store, Store)
             else store.changed_rows(table.name, since)
             for table in store.tables

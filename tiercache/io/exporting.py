@@ -16,8 +16,8 @@ from tiercache.io.export_manifest import MANIFEST, ExportedTable, ExportManifest
 from tiercache.io.formats import find_format
 from tiercache.io.staging import check_space, file_errors, staging_directory, to_path
 from tiercache.store import Store
+from tiercache.store.changes import changed_rows
 from tiercache.store.scan import SCAN_BYTES
-from tiercache.store.serving import changed_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -14,8 +14,8 @@ from tiercache.io.formats import find_format
 from tiercache.io.in_memory import read_array
 from tiercache.io.staging import file_errors, to_path
 from tiercache.io.torch_format import load_tensors
-from tiercache.store import Store, fill
-from tiercache.store.filling import FILL_BYTES
+from tiercache.store import Store, load_rows
+from tiercache.store.bulk_load import LOAD_BYTES
 from tiercache.store.scan import chunk_rows_of
 from tiercache.store.table import Adam
 
@@ -39,7 +39,7 @@ def import_store(
     initial_state: bool = False,
     reserved_keys: bool = False,
     steps: int | None = None,
-    memory_bytes: int = FILL_BYTES,
+    memory_bytes: int = LOAD_BYTES,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> ExportManifest:
     """Make a commit of the rows of ``source``, and return what was imported.
@@ -124,7 +124,7 @@ def import_store(
             if progress is not None:
                 progress(stage, done[stage], total)
 
-        fill(
+        load_rows(
             store,
             ((table.name, chunk) for table, one in readers.items() for chunk in one.chunks(chunk_rows_of(table))),
             initial_state=initial_state,

@@ -11,7 +11,7 @@ from tiercache.planning.budget import paged
 from tiercache.planning.store_plan import RECORD_BYTES, block_bytes
 from tiercache.sizes import format_bytes
 from tiercache.store import compaction_plan, external_sort, rewrite
-from tiercache.store.changed import CHANGED_BYTES
+from tiercache.store.row_versions import CHANGED_BYTES
 from tiercache.store.segment_layout import Range
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import numpy as np
 from tiercache.errors import BudgetError
 from tiercache.planning.budget import gap_bytes, paged
 from tiercache.sizes import format_bytes
-from tiercache.store.changed import CHANGED_BYTES
 from tiercache.store.history import History
+from tiercache.store.row_versions import CHANGED_BYTES
 from tiercache.store.segment_layout import NEVER
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from tiercache.ranks.sharding_plan import HASHES, ShardingPlan, hash_bounds
 from tiercache.ranks.shares import share_digest
 from tiercache.sizes import format_bytes
 from tiercache.store import Cursor, StoreError
-from tiercache.store.changed import CHANGED_BYTES
-from tiercache.store.entering import enter
+from tiercache.store.bulk_load import load_sorted
+from tiercache.store.row_versions import CHANGED_BYTES
 from tiercache.store.scratch_file import scratch_of
 from tiercache.training.progress import prepare_kernels
 from tiercache.training.reorganize import first_uses, make_first_rows
@@ -139,7 +139,7 @@ def copy_share(
         return iter(()) if hashes is None else old.rows(table, hashes, scratch)
 
     options: dict[str, Any] = {} if layout is None else {"layout": layout}
-    return enter(
+    return load_sorted(
         store,
         rows,
         uses=uses,

@@ -14,9 +14,10 @@ from tiercache.ranks.record import Record
 from tiercache.ranks.sharded_folder import check_there
 from tiercache.ranks.sharding_plan import ShardingPlan, hash_bounds
 from tiercache.store import CorruptStoreError, KeyMissingError, Store, StoreError, StoreMissingError, hash_keys
+from tiercache.store.changes import changed_rows, changes
 from tiercache.store.errors import CommitMissingError
+from tiercache.store.lookup import lookup
 from tiercache.store.scan import SCAN_BYTES
-from tiercache.store.serving import changed_rows, changes, lookup
 
 if TYPE_CHECKING:
     import os
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from tiercache.ranks.common_commit import CommonCommit
     from tiercache.ranks.sharding_plan import TableSharding
     from tiercache.store import Cursor, Table
+    from tiercache.store.lookup import Fields
     from tiercache.store.scan import Chunk
-    from tiercache.store.serving import Fields
 
 __all__ = ["ShardedStore"]
 

@@ -166,7 +166,7 @@ class PassSwitcher:
         self.host.clear()
         self.device.clear()
         if self._store.mode == "a" and not self._store.closed:
-            self._store.forget()
+            self._store.discard_uncommitted()
 
     def close(self) -> None:
         """End the threads, and let go of all memory of rows; of all that can be, where a device has failed."""

@@ -25,8 +25,8 @@ from tiercache.store import (
     StoreFullError,
     Table,
     Zeros,
-    fill,
     info,
+    load_rows,
     verify,
 )
 
@@ -74,7 +74,7 @@ def test_a_filled_store_holds_the_rows_that_were_given(
         def count(stage: str, rows: int) -> None:
             done[stage] += rows
 
-        assert fill(store, parts, memory_bytes=memory_bytes, progress=count).id == 0
+        assert load_rows(store, parts, memory_bytes=memory_bytes, progress=count).id == 0
         assert set(done.values()) == {sum(k.size for k in keys.values())}
     with Store.open(None, engine=engine, mode="r") as store:
         assert store.commit is not None
@@ -92,7 +92,7 @@ def test_rows_found_by_key_are_those_that_were_filled(home: Home) -> None:
     store = home.open([ONE])
     keys = np.arange(1000, dtype=np.int64)
     rows = rows_of(ONE, keys)
-    fill(store, [("one", (keys, rows))])
+    load_rows(store, [("one", (keys, rows))])
     ids, at = store.locate("one", keys, after=-1)
     assert set(ids.tolist()) == {store.segments[0].id}
     for mine, given_ in zip(store.read_rows(store.segments[0], 0, at), rows, strict=True):
@@ -130,18 +130,18 @@ def test_rows_that_cannot_be_taken_are_refused(home: Home, chunks: Any, sentence
     """With a sentence, and the store stays empty and can be filled."""
     store = home.open([ONE])
     with pytest.raises(ValueError, match=sentence):
-        fill(store, [*chunks], memory_bytes=1)
+        load_rows(store, [*chunks], memory_bytes=1)
     store = home.open()
     assert store.commit is None
     assert store.segments == ()
-    fill(store, [("one", (KEYS, ROWS))])
+    load_rows(store, [("one", (KEYS, ROWS))])
 
 
 def test_state_and_reserved_keys_are_taken_where_they_are_asked_for(home: Home) -> None:
     """The state starts at the optimizer's initial value; the two reserved keys are rows like others."""
     store = home.open([ONE])
     keys = np.array([5, -(1 << 63), -(1 << 63) + 1], dtype=np.int64)
-    fill(store, [("one", (keys, ROWS[:1]))], initial_state=True, reserved_keys={"one"})
+    load_rows(store, [("one", (keys, ROWS[:1]))], initial_state=True, reserved_keys={"one"})
     found = scanned(store, "one")
     assert found == {
         key: ROWS[0][i].tobytes() + np.full(2, 0.5, np.float32).tobytes() for i, key in enumerate(keys.tolist())
@@ -154,7 +154,7 @@ def test_a_store_with_uncommitted_rows_is_refused(big: Store) -> None:
 
     dump(big, 0, {1: 10})
     with pytest.raises(ValueError, match="has rows that no commit names"):
-        fill(big, [])
+        load_rows(big, [])
 
 
 def test_keys_that_share_every_bit_of_their_hash_are_one_key() -> None:
@@ -162,7 +162,7 @@ def test_keys_that_share_every_bit_of_their_hash_are_one_key() -> None:
     with Store.open(None, tables=[ONE], engine=MemoryEngine()) as store:
         keys = np.zeros(100, dtype=np.int64)
         with pytest.raises(ValueError, match="key 0 of table 'one' is given twice"):
-            fill(store, [("one", (keys, rows_of(ONE, keys)))], memory_bytes=1_000)
+            load_rows(store, [("one", (keys, rows_of(ONE, keys)))], memory_bytes=1_000)
 
 
 @pytest.mark.parametrize("call", [1, 2, 3])
@@ -174,7 +174,9 @@ def test_a_full_disk_leaves_the_store_empty(call: int) -> None:
     engine.fail_in(call)
     keys = np.arange(40_000, dtype=np.int64)
     with pytest.raises(StoreFullError):
-        fill(store, [("big", (keys[i : i + 1000], rows_of(BIG, keys[i : i + 1000]))) for i in range(0, 40_000, 1000)])
+        load_rows(
+            store, [("big", (keys[i : i + 1000], rows_of(BIG, keys[i : i + 1000]))) for i in range(0, 40_000, 1000)]
+        )
     assert engine.failed == 1
     assert store.commit is None
     assert Store.open(None, engine=memory).commit is None
@@ -192,7 +194,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
 
     with Store.open(tmp_path / "s", tables=[BIG]) as store:
         tracemalloc.start()
-        fill(store, chunks(), memory_bytes=memory)
+        load_rows(store, chunks(), memory_bytes=memory)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         chunk = 3 * 1000 * BIG.row_bytes  # given, made one array, and its successor
@@ -215,7 +217,7 @@ def die_filling(path: Path, at: int) -> None:
 
     keys = np.arange(3000, dtype=np.int64)
     with Store.open(path, tables=[BIG]) as store:
-        fill(
+        load_rows(
             store,
             [("big", (keys[i::3], rows_of(BIG, keys[i::3]))) for i in range(3)],
             memory_bytes=1 << 20,

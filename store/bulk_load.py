@@ -6,17 +6,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.store.base_segment import base_layout, blocks_of
+from tiercache.store.base_segment import Layout, base_layout, blocks_of
 from tiercache.store.commit import Cursor
 from tiercache.store.external_sort import ExternalSorter, flush_largest
 from tiercache.store.hashing import hash_keys, keys_of
+from tiercache.store.rewrite import FirstUses, NoUses, Rewrite
 from tiercache.store.scratch_file import scratch_of
-from tiercache.store.segment import BASE_PASS
+from tiercache.store.segment import BASE_PASS, base_pass
 from tiercache.store.segment_layout import NEVER, Range
-from tiercache.store.vectors import to_words
+from tiercache.store.vectors import row_words, to_words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
     from typing import Any
 
@@ -27,19 +28,19 @@ if TYPE_CHECKING:
     from tiercache.store.store import Store
     from tiercache.store.table import Group, Table
 
-FILL_BYTES = 256 << 20
+LOAD_BYTES = 256 << 20
 _PLAIN_KEYS = -(1 << 63) + 2
 """The least key that is no shared row's."""
 
 
-def fill(
+def load_rows(
     store: Store,
     chunks: Iterable[tuple[str, Chunk]],
     *,
     initial_state: bool = False,
     reserved_keys: Collection[str] = (),
     settings: Mapping[str, Any] | None = None,
-    memory_bytes: int = FILL_BYTES,
+    memory_bytes: int = LOAD_BYTES,
     progress: Callable[[str, int], None] | None = None,
 ) -> Commit:
     """Make a commit of rows from outside, in any order of keys and tables, and return it.
@@ -67,22 +68,78 @@ def fill(
             f"{store.label} stands inside pass {before.cursor.pass_index}: train to its end before rows are imported"
         )
     if len(store.segments) > len(store.snapshot.committed):
-        raise ValueError(f"{store.label} has rows that no commit names: call forget() first")
+        raise ValueError(f"{store.label} has rows that no commit names: call discard_uncommitted() first")
     try:
-        with _Filling(store, scratch_of(store), memory_bytes, progress or (lambda *_: None)) as filling:
+        with _BulkLoad(store, scratch_of(store), memory_bytes, progress or (lambda *_: None)) as load:
             for name, chunk in chunks:
-                filling.add(name, chunk, initial_state=initial_state, reserved=name in reserved_keys)
-            filling.write()
+                load.add(name, chunk, initial_state=initial_state, reserved=name in reserved_keys)
+            load.write()
         if before is not None:
             return store.overlay(settings=settings)
         return store.publish(Cursor(0, 0), state=b"", schedule_digest="", settings=settings or {}, environment={})
     except BaseException:
         if not store.closed and store.commit is before:
-            store.forget()
+            store.discard_uncommitted()
         raise
 
 
-class _Filling:
+def load_sorted(
+    store: Store,
+    rows: Callable[[Table], Iterator[Chunk]],
+    *,
+    uses: FirstUses | None = None,
+    start: tuple[int, int] = (0, 0),
+    schedule_digest: str = "",
+    first_rows: Callable[[Table, NDArray[np.int64]], Sequence[NDArray[np.float32]]] | None = None,
+    layout: Layout = base_layout,
+    state: bytes = b"",
+    settings: Mapping[str, Any] | None = None,
+    environment: Mapping[str, Any] | None = None,
+    progress: Callable[[str, int], None] | None = None,
+) -> Commit:
+    """Make commit 0 of an empty store, at ``start`` of a schedule, of rows from elsewhere, and return it.
+
+    ``rows(table)`` yields keys (n,), each once and in hash order over all chunks, and all fields (n, width), float32,
+    which keep their bits. ``uses``, ``first_rows``, ``layout``, ``progress`` and what is taken of memory and disk are
+    as for ``Store.rewrite``; rows that ``uses`` does not have are there with next use ``NEVER``. All rows count as
+    changed at this commit.
+
+    Raises ValueError for a store that is not empty, StoreFullError, and what ``rows`` raises; after any error, and
+    after a kill, the store has no commit.
+    """
+    if store.commit is not None or store.segments:
+        raise ValueError(f"{store.label} has rows already: rows of other stores go into a new one")
+    begin = Cursor(*start)
+    unchanged: NDArray[np.float32] = np.zeros(1, dtype=np.float32)  # the bits of commit 0
+
+    def words(table: Table) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+        for keys, fields in rows(table):
+            changed = np.broadcast_to(unchanged, (keys.size, 1))
+            yield keys, np.concatenate([row_words(table.fields, fields), changed], axis=1)
+
+    try:
+        with Rewrite(
+            store,
+            uses or NoUses(),
+            first_rows,
+            progress or (lambda *_: None),
+            layout=layout,
+            retain_segments=False,
+            stored=words,
+        ) as rewrite:
+            layouts = rewrite.read()
+            blocks = (block[:4] for block in rewrite.blocks(layouts))
+            store.append(base_pass(begin.pass_index), layouts, blocks, within=begin.sample > 0)
+        return store.publish(
+            begin, state=state, schedule_digest=schedule_digest, settings=settings or {}, environment=environment or {}
+        )
+    except BaseException:
+        if not store.closed and store.commit is None:
+            store.discard_uncommitted()
+        raise
+
+
+class _BulkLoad:
     """Rows of all tables on their way into one segment."""
 
     def __init__(self, store: Store, scratch: Path, memory_bytes: int, progress: Callable[[str, int], None]) -> None:
@@ -96,7 +153,7 @@ class _Filling:
         }  # fmt: skip
         self._tables = {table.name: table for table in store.tables}
 
-    def __enter__(self) -> _Filling:
+    def __enter__(self) -> _BulkLoad:
         return self
 
     def __exit__(self, *_: object) -> None:

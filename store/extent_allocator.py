@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 
 
-class FreeSpace:
+class ExtentAllocator:
     """Free runs of [0, ``end``), apart from each other and in order.
 
     Room comes from the run that goes on where the last room ended, else from the first one that is large enough:

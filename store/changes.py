@@ -1,4 +1,4 @@
-"""Rows by key, and the rows that changed: what those who use a model ask a store for."""
+"""The rows that changed since a commit: what those who serve a model ask a store for."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.store.changed import LastChanges
-from tiercache.store.errors import CommitMissingError, KeyMissingError
+from tiercache.store.errors import CommitMissingError
 from tiercache.store.external_sort import ExternalSorter
 from tiercache.store.hashing import hash_keys
-from tiercache.store.initial import initial_rows
-from tiercache.store.lookup import locate_at, read_found
+from tiercache.store.lookup import rows_in
+from tiercache.store.row_versions import VersionReader
 from tiercache.store.run import runs_of
 from tiercache.store.scan import SCAN_BYTES, given_bytes, scan_segments, stale_rows
 from tiercache.store.scratch_file import scratch_of
 from tiercache.store.table import find_table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
 
+    from tiercache.store.lookup import Fields
     from tiercache.store.run import RowFilter, SortedRun
     from tiercache.store.scan import Chunk
     from tiercache.store.segment import Segment
@@ -30,85 +30,9 @@ if TYPE_CHECKING:
     from tiercache.store.store import Store
     from tiercache.store.table import Group, Table
 
-    Fields = dict[str, NDArray[np.float32]]
-    Progress = Callable[[str, int, int], None]
 
-MISSING = ("error", "initial", "zeros")
 _CHUNK_BYTES = 16 << 20
 _COUNT_BYTES = 64 << 20
-
-
-def lookup(
-    store: Store,
-    table_name: str,
-    keys: NDArray[np.int64],
-    missing: str,
-    progress: Progress | None = None,
-) -> Fields:
-    """Return the fields of the rows of ``keys`` (see ``Store.lookup``).
-
-    ``progress(what, done, total)`` is called with "keys" and the stored keys that were looked at, then with "rows" and
-    the rows that were read.
-    """
-    if missing not in MISSING:
-        raise ValueError(f"missing={missing!r} is unknown: it must be one of {', '.join(map(repr, MISSING))}")
-    group, table = find_table(store.groups, table_name, store.label)
-    keys = np.asarray(keys)
-    if keys.dtype.kind not in "iu" or keys.ndim != 1:
-        raise ValueError(f"keys are {keys.ndim}-dimensional {keys.dtype}: they must be integers, one after another")
-    if keys.dtype.kind == "u" and keys.size and int(keys.max()) > np.iinfo(np.int64).max:
-        raise ValueError(f"key {keys.max()} is beyond int64, which keys are: give keys of at most 2**63 - 1")
-    keys = keys.astype(np.int64, copy=False)
-    distinct, which = np.unique(keys, return_inverse=True)
-    twice = distinct.size < keys.size
-    asked = distinct if twice else keys
-    with store.pinned() as snapshot:
-        absent, fields = _find(store, snapshot, group, table, asked, missing, progress or (lambda *_: None))
-    if missing == "initial":
-        for values, first in zip(fields, initial_rows(table, asked[absent]), strict=True):
-            values[absent] = first
-    named = zip(table.fields, fields, strict=True)
-    return {field.name: values[which] if twice else values for field, values in named}
-
-
-def _find(
-    store: Store,
-    snapshot: Snapshot,
-    group: Group,
-    table: Table,
-    asked: NDArray[np.int64],
-    missing: str,
-    progress: Progress,
-) -> tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]:
-    """Return which of the keys, all different, have no row, and the fields of all, zeros for those, where it stood."""
-    stored = _rows_in(snapshot, snapshot.segments, group, table)
-    swept = _counted("keys", stored, progress)
-    ids, rows = locate_at(store, snapshot, {table.name: asked}, after=-1, progress=swept)[table.name]
-    progress("keys", stored, stored)  # the others are in pages that cannot have the keys
-    absent = np.nonzero(ids < 0)[0]
-    if absent.size and missing == "error":
-        gone = np.sort(asked[absent])
-        shown = ", ".join(map(str, gone[:3].tolist())) + (", ..." if gone.size > 3 else "")
-        raise KeyMissingError(
-            f"{absent.size:,} of {asked.size:,} keys have no row in table {table.name!r} of {store.label} "
-            f"({shown}): leave them out, or ask for missing='initial' or missing='zeros'",
-            table=table.name,
-            keys=gone,
-        )
-    read = _counted("rows", asked.size - absent.size, progress)
-    return absent, read_found(store, group.index, ids, rows, snapshot=snapshot, progress=read)
-
-
-def _counted(what: str, total: int, progress: Progress) -> Callable[[int], None]:
-    """Return what turns rows done since the last call into rows done of all."""
-    done = 0
-
-    def tell(rows: int) -> None:
-        nonlocal done
-        done += rows
-        progress(what, done, total)
-
-    return tell
 
 
 def changes(
@@ -150,7 +74,7 @@ def _count(store: Store, snapshot: Snapshot, group: Group, table: Table, since: 
     changed, choice = _changed(store, snapshot, group, since)
     stale = stale_rows(snapshot, changed, group, table)
     if choice is None:
-        return _rows_in(snapshot, changed, group, table) - stale
+        return rows_in(snapshot, changed, group, table) - stale
     runs = runs_of(store, snapshot, changed, group, table, choice)
     return _count_keys(store, runs, group, table, choice) if stale else sum(run.left for run in runs)
 
@@ -174,19 +98,12 @@ def _count_keys(store: Store, runs: Iterable[SortedRun], group: Group, table: Ta
         return sum(1 + int(np.count_nonzero(hashes[1:] != hashes[:-1])) for (hashes,) in sorter.sorted())
 
 
-def _rows_in(snapshot: Snapshot, segments: Iterable[Segment], group: Group, table: Table) -> int:
-    """Return how many rows of a table are in live ranges of ``segments``, the stale ones included."""
-    place = group.place(table.name)
-    first = snapshot.first_range
-    return sum(s.layouts[group.index].rows_of_table(place, first(s, group.index)) for s in segments)
-
-
 def _changed(store: Store, snapshot: Snapshot, group: Group, since: int) -> tuple[list[Segment], RowFilter | None]:
     """Return the segments with rows of a group that changed after commit ``since``, and which rows did; None: all."""
     commit, segments = snapshot.commit, snapshot.segments
     newest = -1 if commit is None else commit.id
     if len(segments) > len(snapshot.committed):
-        raise ValueError(f"{store.label} has rows that no commit names: publish or forget them first")
+        raise ValueError(f"{store.label} has rows that no commit names: publish or discard them first")
     if not -1 <= since <= newest:
         raise CommitMissingError(
             f"{store.label} stands at commit {newest} and knows no changes since {since}: give -1 to {newest}"
@@ -200,7 +117,7 @@ def _changed(store: Store, snapshot: Snapshot, group: Group, since: int) -> tupl
                 f"give {first - 1}, or take all rows with -1"
             )
     changed: list[Segment] = []
-    changes, choice = LastChanges(store, commit.named), None
+    changes, choice = VersionReader(store, commit.named), None
     for segment in segments:
         blocks = range(_first_block(snapshot, segment, group), segment.layouts[group.index].num_blocks)
         bounds = [changes.bounds(segment, group.index, block) for block in blocks]

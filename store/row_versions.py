@@ -63,7 +63,7 @@ class Changed:
             raise ValueError("several commits changed rows, and nothing says which row was changed by which")
 
 
-class LastChanges:
+class VersionReader:
     """Says which commit last changed rows of layouts; remembers the last block that it read.
 
     ``firsts`` has for each segment the first commit that named it. Raises CorruptBlockError.

@@ -19,14 +19,14 @@ from tiercache.store import (
     Range,
     SegmentLayout,
     Store,
-    fill,
     info,
+    load_rows,
     verify,
 )
 from tiercache.store.blocks import CHANGED
-from tiercache.store.changed import CHANGED_BYTES
+from tiercache.store.changes import changed_rows
 from tiercache.store.rewrite import NoUses
-from tiercache.store.serving import changed_rows
+from tiercache.store.row_versions import CHANGED_BYTES
 from tiercache.store.verification import Verification
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def test_rows_that_one_commit_changed_need_no_last_changes_stored(home: Home) ->
     with Store.open(None, tables=world.tables, engine=MemoryEngine()) as trained:
         world.run(trained, 1)
         with home.open(small_tables()) as store:
-            fill(store, [(table.name, chunk) for table in store.tables for chunk in trained.scan(table.name)])
+            load_rows(store, [(table.name, chunk) for table in store.tables for chunk in trained.scan(table.name)])
             world.changed = dict.fromkeys(world.rows, 0)
             world.compact(store)
             assert [one.stored for one in store.segments[0].changed] == [False] * len(store.groups)
