@@ -39,8 +39,10 @@ class Manifest:
     """The digest of the manifest before; of the first one nothing."""
     links: dict[str, Link] = field(default_factory=dict)
     """By name of each record."""
+    writer: str = ""
+    """What no other writer is called, where writers of one store may not know of each other."""
 
-    def after(self, records: Mapping[str, bytes | None], number: int | None = None) -> Manifest:
+    def after(self, records: Mapping[str, bytes | None], number: int | None = None, *, writer: str = "") -> Manifest:
         """Return the manifest of the commit that sets ``records`` (None removes one) after this one.
 
         ``number`` is the next one where not said.
@@ -48,7 +50,7 @@ class Manifest:
         number = self.number + 1 if number is None else number
         new = {name: link(number, data) for name, data in records.items() if data is not None}
         kept = {name: known for name, known in self.links.items() if name not in records}
-        return Manifest(number=number, before=self.digest if self.number else "", links=kept | new)
+        return Manifest(number=number, before=self.digest if self.number else "", links=kept | new, writer=writer)
 
     @cached_property
     def digest(self) -> str:
@@ -59,7 +61,8 @@ class Manifest:
         """Return its record."""
         names = sorted(self.links)
         links = [[name, self.links[name].number, self.links[name].size, self.links[name].digest] for name in names]
-        return encode("manifest", {"number": self.number, "before": self.before, "records": links}, {})
+        values = {"number": self.number, "before": self.before, "records": links}
+        return encode("manifest", values | ({"writer": self.writer} if self.writer else {}), {})
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> Manifest:
@@ -72,7 +75,10 @@ class Manifest:
             }
             before = values["before"]
             return cls(
-                number=whole(values["number"], "the number"), before=_digest(before) if before else "", links=links
+                number=whole(values["number"], "the number"),
+                before=_digest(before) if before else "",
+                links=links,
+                writer=str(values.get("writer", "")),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error

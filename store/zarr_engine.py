@@ -8,6 +8,7 @@ and a manifest that is not whole is damage. What stands where is in docs/format/
 from __future__ import annotations
 
 import contextlib
+import secrets
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,10 @@ import numpy as np
 
 from tiercache.store.blocks import STATE
 from tiercache.store.directory import WriterLock
-from tiercache.store.errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError
+from tiercache.store.errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError, StoreInUseError
+from tiercache.store.full_disk import ROOM_FOR_RECORDS
 from tiercache.store.zarr_holdings import Holdings
-from tiercache.store.zarr_layout import NODE, Arrays, Place, group_node, split, state_key
+from tiercache.store.zarr_layout import NODE, Arrays, Place, epoch_of, group_node, split, state_key
 from tiercache.store.zarr_objects import Objects, Span
 from tiercache.store.zarr_reader import BlockReader
 from tiercache.store.zarr_records import Records, manifest_key, record_key
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.engine import Block, BlockLayout, Data, FieldSource, ReadRequest
+    from tiercache.store.record_chain import Manifest
     from tiercache.store.zarr_layout import Array
 
 _ARRAYS = 4096
@@ -54,7 +57,8 @@ class ZarrEngine:
         """Open it; ``store`` is a path or a store object of Zarr.
 
         A writer holds, on a local disk, the one right to write until it is closed: ``lock``, or one that it takes
-        itself. ``store_budget`` bounds the bytes of blocks. Raises CorruptStoreError, and StoreInUseError.
+        itself. Elsewhere it takes over: a writer before it can commit no more, and finds that out with a
+        StoreInUseError. ``store_budget`` bounds the bytes of blocks. Raises CorruptStoreError, and StoreInUseError.
         """
         self._objects, self._readonly, self._store_budget = Objects(store), readonly, store_budget
         root = self._objects.root
@@ -73,6 +77,10 @@ class ZarrEngine:
         self._dirty: set[str] = set()
         """Objects that are not durable yet."""
         self._unsynced = False
+        self._epoch = 0
+        """Elsewhere than on a local disk, the number of the manifest with which this writer took over."""
+        self._name = secrets.token_hex(8) if root is None else ""
+        self._fenced = False
         self._going: tuple[Future[None], set[str]] | None = None
         """What is being deleted, and the names of objects and folders."""
         try:
@@ -113,7 +121,7 @@ class ZarrEngine:
         """Write and sync the records' objects, then the manifest; then delete those that it replaces."""
         self._check_writable()
         before, published = self._manifest, False
-        fresh = before.after(records, self._next)
+        fresh = before.after(records, before.number + 1 if self._epoch else self._next, writer=self._name)
         self._next += 1
         made: set[str] = set()
         try:
@@ -126,9 +134,12 @@ class ZarrEngine:
                     made.add(key)
                     self._writer.put_object(key, data)
             self._sync(self._dirty | made)
-            made.add(manifest_key(fresh))
-            self._writer.publish(manifest_key(fresh), fresh.to_bytes())
-            self._sync([manifest_key(fresh)])
+            if self._epoch:
+                self._create(fresh)
+            else:
+                made.add(manifest_key(fresh))
+                self._writer.publish(manifest_key(fresh), fresh.to_bytes())
+                self._sync([manifest_key(fresh)])
             published = True
         finally:
             # An interrupt may come when the manifest is durable, or when nothing of it is.
@@ -149,7 +160,8 @@ class ZarrEngine:
         more = 0
         self._listed = None
         try:
-            for block, data in blocks:
+            for unplaced, data in blocks:
+                block = unplaced._replace(place=self._epoch) if self._epoch else unplaced
                 more += block.size
                 self._check_bound(block.size, self._holdings.bytes + more)
                 self._write_block(block, data.reshape(-1).view(np.uint8), made)
@@ -164,7 +176,7 @@ class ZarrEngine:
             raise
         for block in written:
             self._holdings.hold(block, self._arrays(block) if block.layout is not None else None)
-        return [0] * len(written)
+        return [self._epoch] * len(written)
 
     def read(self, request: ReadRequest) -> None:
         """Read the rows' bytes from each chunk that has a part of them."""
@@ -220,7 +232,9 @@ class ZarrEngine:
         needed |= {f"segments/{NODE}", manifest_key(self._manifest)}
         needed |= {record_key(name, link) for name, link in self._manifest.links.items()}
         self._holdings.nodes &= listed.keys()
-        self._later([key for key in listed if key not in needed and key not in self._holdings.nodes], holes, [])
+        spare = [key for key in listed if key not in needed and key not in self._holdings.nodes]
+        # A writer that took over since has objects that this one's manifest does not name.
+        self._later([key for key in spare if not self._epoch or epoch_of(key) <= self._epoch], holes, [])
         self._settle()
         self._objects.tidy("segments")
 
@@ -256,6 +270,27 @@ class ZarrEngine:
                 self._writer.put_object(key, group_node())
                 self._dirty.add(key)
         self._next = self._records.next_number(self._manifest)
+        if self._objects.root is None:
+            before, fresh = self._manifest, self._manifest.after({}, writer=self._name)
+            self._create(fresh)
+            self._manifest, self._epoch = fresh, fresh.number
+            if before.number:
+                self._delete_now([manifest_key(before)])
+
+    def _create(self, manifest: Manifest) -> None:
+        """Publish a manifest whose number no other writer has taken; a writer that was overtaken is at its end."""
+        key = manifest_key(manifest)
+        with self._writer.translated(ROOM_FOR_RECORDS):
+            # A number that was taken is free again when the writer after it has deleted that manifest: then there is
+            # a greater one.
+            if self._objects.create(key, manifest.to_bytes()):
+                if self._records.newest_number() == manifest.number:
+                    return
+                self._delete_now([key])
+        self._fenced = True
+        raise StoreInUseError(
+            f"another writer has opened {self.label}: what it and this one wrote before stands; let one train at a time"
+        )
 
     def _sync(self, keys: Iterable[str]) -> None:
         """Make objects durable; where that failed once, later success says nothing of what was lost."""
@@ -267,6 +302,11 @@ class ZarrEngine:
 
     def _withdraw(self, manifest: str, made: set[str]) -> None:
         """Take back a manifest that is not durable; the records that it names go after it."""
+        if self._epoch:
+            # Where the store said nothing it may be there: then the next one cannot be, and this writer is at its end.
+            if self._fenced:
+                self._delete_now(made)
+            return
         try:
             if manifest in made:
                 self._objects.delete([manifest])
@@ -280,12 +320,12 @@ class ZarrEngine:
         """Return the arrays of a block's layout, mostly those that are known."""
         layout: BlockLayout | None = block.layout
         assert layout is not None, block
-        name = block.owner, block.group
+        name, epoch = (block.owner, block.group), max(0, block.place)
         arrays = self._known.get(name)
-        if arrays is None or arrays.layout != layout:
+        if arrays is None or arrays.layout != layout or arrays.epoch != epoch:
             if len(self._known) >= _ARRAYS:
                 self._known.clear()
-            arrays = self._known[name] = Arrays(block.owner, layout)
+            arrays = self._known[name] = Arrays(block.owner, layout, epoch)
         return arrays
 
     def _fits(self, arrays: Arrays, block: Block) -> bool:
@@ -382,6 +422,8 @@ class ZarrEngine:
             self._objects.delete(keys)
 
     def _check_writable(self) -> None:
+        if self._fenced:
+            raise StoreInUseError(f"another writer has opened {self.label}: close this one")
         if self._readonly:
             raise ValueError(f"{self.label} is open for reading: open it with mode='a' to write")
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from tiercache.store.blocks import STATE
 from tiercache.store.direct_file import PAGE_BYTES, paged
-from tiercache.store.zarr_layout import NODE
+from tiercache.store.zarr_layout import NODE, state_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -46,7 +46,7 @@ class Holdings:
         """Of all blocks."""
         self.nodes: set[str] = set()
         """The objects that describe groups and arrays, of what is held."""
-        self._state: set[tuple[int, int]] = set()
+        self._state: set[str] = set()
         self._by_group: dict[tuple[int, int], _HeldBlocks] = {}
         self._segments: Counter[int] = Counter()
 
@@ -64,9 +64,9 @@ class Holdings:
     def hold(self, block: Block, arrays: Arrays | None) -> None:
         """Note a block; of all but dense state with its arrays."""
         if block.kind == STATE or arrays is None:
-            name = block.owner, block.index
-            self.bytes += 0 if name in self._state else block.size
-            self._state.add(name)
+            key = state_key(block)
+            self.bytes += 0 if key in self._state else block.size
+            self._state.add(key)
             return
         held = self._by_group.get((block.owner, block.group))
         if held is None:
@@ -80,7 +80,7 @@ class Holdings:
 
     def everything(self) -> tuple[set[str], Holes]:
         """Return all objects that have something of what is held, and what else is in them: all the rest is free."""
-        needed = {f"state/{owner}.{index}" for owner, index in self._state}
+        needed = set(self._state)
         holes: Holes = {}
         for held in self._by_group.values():
             self.nodes |= _nodes(held.arrays)
@@ -102,10 +102,10 @@ class Holdings:
         freed: dict[tuple[int, int], dict[bytes, list[int]]] = defaultdict(lambda: defaultdict(list))
         for block in blocks:
             if block.kind == STATE:
-                if (block.owner, block.index) in self._state:
-                    self._state.remove((block.owner, block.index))
+                if (key := state_key(block)) in self._state:
+                    self._state.remove(key)
                     self.bytes -= block.size
-                    keys.add(f"state/{block.owner}.{block.index}")
+                    keys.add(key)
                 continue
             name = block.owner, block.group
             held = self._by_group.get(name)

@@ -104,9 +104,9 @@ class Array(NamedTuple):
 class Arrays:
     """The arrays of one layout."""
 
-    def __init__(self, segment: int, layout: BlockLayout) -> None:
-        self.layout = layout
-        self.segment_folder = f"segments/{segment}"
+    def __init__(self, segment: int, layout: BlockLayout, epoch: int = 0) -> None:
+        self.layout, self.epoch = layout, epoch
+        self.segment_folder = f"segments/{segment}{_of_epoch(epoch)}"
         self.folder = f"{self.segment_folder}/{layout.group.index}"
         fields = tuple(
             self._array(field.name, 4 * field.words, ROWS, ITEM_BYTES[field.dtype]) for field in layout.group.fields
@@ -212,7 +212,20 @@ def _places(
 
 def state_key(block: Block) -> str:
     """Return the name of the object of a block of dense state."""
-    return f"state/{block.owner}.{block.index}"
+    return f"state/{block.owner}.{block.index}{_of_epoch(block.place)}"
+
+
+def _of_epoch(epoch: int) -> str:
+    """Return how names of a writer's blocks end: of one that no other writer can follow unseen, with nothing."""
+    return f"-{epoch}" if epoch > 0 else ""
+
+
+def epoch_of(key: str) -> int:
+    """Return the epoch of the writer of an object, as far as its name says so; 0 where it does not."""
+    folder, _, rest = key.partition("/")
+    name = rest.partition("/")[0]
+    said = name.partition("-")[0] if folder in {"records", "manifests"} else name.partition("-")[2]
+    return int(said) if said.isdecimal() else 0
 
 
 def group_node(attributes: dict[str, Any] | None = None) -> bytes:

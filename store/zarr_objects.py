@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from zarr.abc.store import RangeByteRequest, Store, SuffixByteRequest
@@ -24,10 +24,11 @@ from tiercache.store.errors import BlockReadError
 from tiercache.store.punch_hole import punch_hole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Coroutine, Iterable, Sequence
 
     from numpy.typing import NDArray
 
+T = TypeVar("T")
 LEFTOVER = ".partial"
 """How the names of objects end that were not written to the end."""
 
@@ -68,7 +69,7 @@ class Objects:
     def put(self, key: str, data: bytes | memoryview) -> None:
         """Write an object that nobody knows yet."""
         if self.root is None:
-            sync(self.store.set(key, self._prototype.buffer.from_bytes(bytes(data))))
+            _remote(self.store.set(key, self._prototype.buffer.from_bytes(bytes(data))))
             return
         try:
             write_whole(self.path(key), data)
@@ -95,19 +96,28 @@ class Objects:
                 (self.root / draft).unlink(missing_ok=True)
             raise
 
+    def create(self, key: str, data: bytes) -> bool:
+        """Write an object that must not be there, elsewhere than on a local disk; return whether this one is there.
+
+        ``data`` must be what nobody else writes. Object stores decide between writers (a conditional put); a store of
+        Zarr that cannot may let the second one win.
+        """
+        _remote(self.store.set_if_not_exists(key, self._prototype.buffer.from_bytes(data)))
+        return self.get(key) == data
+
     def get(self, key: str) -> bytes | None:
         """Return an object; None where there is none."""
         if self.root is not None:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 return read_whole(self.path(key))
             return None
-        found = sync(self.store.get(key, self._prototype))
+        found = _remote(self.store.get(key, self._prototype))
         return None if found is None else bytes(found.to_bytes())
 
     def end(self, key: str, num_bytes: int) -> NDArray[np.uint8]:
         """Return the last bytes of an object: fewer where it has fewer. Raises BlockReadError."""
         if self.root is None:
-            found = sync(self.store.get(key, self._prototype, SuffixByteRequest(num_bytes)))
+            found = _remote(self.store.get(key, self._prototype, SuffixByteRequest(num_bytes)))
             if found is None:
                 raise BlockReadError(f"is missing, as there is no {key}")
             return np.frombuffer(found.to_bytes(), np.uint8)
@@ -125,7 +135,7 @@ class Objects:
     def ranges(self, spans: Sequence[Span]) -> list[NDArray[np.uint8]]:
         """Return the bytes of spans, until this thread's next call. Raises BlockReadError."""
         if self.root is None:
-            return sync(self._ranges(spans))
+            return _remote(self._ranges(spans))
         return self._reader.read([(self.path(key), start, stop, size) for key, start, stop, size in spans])
 
     async def _ranges(self, spans: Sequence[Span]) -> list[NDArray[np.uint8]]:
@@ -144,7 +154,7 @@ class Objects:
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; those that are gone already are no error."""
         if self.root is None:
-            sync(self._delete(list(keys)))
+            _remote(self._delete(list(keys)))
             return
         for key in keys:
             with contextlib.suppress(FileNotFoundError):
@@ -157,7 +167,7 @@ class Objects:
     def delete_folder(self, folder: str) -> None:
         """Delete everything below a name."""
         if self.root is None:
-            sync(self.store.delete_dir(folder))
+            _remote(self.store.delete_dir(folder))
         else:
             shutil.rmtree(self.path(folder), ignore_errors=True)
 
@@ -174,7 +184,7 @@ class Objects:
     def names(self, folder: str) -> list[str]:
         """Return the names of everything directly below a name, without that."""
         if self.root is None:
-            found = sync(_collect(self.store.list_prefix(folder + "/")))
+            found = _remote(_collect(self.store.list_prefix(folder + "/")))
             return [key[len(folder) + 1 :] for key in found]
         with contextlib.suppress(FileNotFoundError):
             return os.listdir(self.path(folder))  # noqa: PTH208
@@ -185,7 +195,7 @@ class Objects:
         found: dict[str, int | None] = {}
         for folder in folders:
             if self.root is None:
-                found |= dict.fromkeys(sync(_collect(self.store.list_prefix(folder + "/"))))
+                found |= dict.fromkeys(_remote(_collect(self.store.list_prefix(folder + "/"))))
             else:
                 found |= _walk(str(self.root), folder)
         return found
@@ -239,3 +249,13 @@ def _walk(root: str, folder: str) -> dict[str, int | None]:
 
 async def _collect(keys: Any) -> list[str]:
     return [key async for key in keys]
+
+
+def _remote(asked: Coroutine[Any, Any, T]) -> T:
+    """Return what a store of Zarr answers; whatever it raises is an OSError."""
+    try:
+        return sync(asked)
+    except (OSError, BlockReadError):
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error

@@ -58,7 +58,7 @@ class Records:
             try:
                 return newest, self.of(newest)
             except CorruptStoreError:
-                if max(self._numbers("manifests"), default=0) == newest.number:
+                if self.newest_number() == newest.number:
                     raise
         raise CorruptStoreError(f"{self._label} changes faster than it can be read: open it again")
 
@@ -70,6 +70,10 @@ class Records:
             raise CorruptStoreError(
                 f"{self._label} cannot be listed ({error}): mend that, or restore the store from a copy"
             ) from error
+
+    def newest_number(self) -> int:
+        """Return the greatest number of a manifest; 0 where there is none."""
+        return max(self._numbers("manifests"), default=0)
 
     def next_number(self, newest: Manifest) -> int:
         """Return a number that no manifest and no record has or had."""

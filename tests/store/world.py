@@ -205,6 +205,16 @@ class World:
         self.uses = dict.fromkeys(self.rows, NEVER)
         return commit
 
+    def run_to(self, other: World) -> None:
+        """Stand where another world of the same passes stands."""
+        self.pass_index, self.rows, self.uses, self.state = (
+            other.pass_index,
+            {**other.rows},
+            {**other.uses},
+            other.state,
+        )
+        self.changed = {**other.changed}
+
     def run(self, store: Store, passes: int) -> None:
         """Train, dump and commit some passes."""
         for _ in range(passes):

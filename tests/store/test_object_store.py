@@ -1,0 +1,155 @@
+"""Writers of one object store, which has no lock: each takes over by a conditional put and fences the one before."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import boto3
+import obstore
+import pytest
+from moto.server import ThreadedMotoServer
+from obstore.store import MemoryStore, S3Store
+from zarr.storage import ObjectStore
+
+from tests.store.conftest import small_tables
+from tests.store.damage import assert_sentence
+from tests.store.test_rewrite import rows_of
+from tests.store.world import World
+from tiercache.store import Store, StoreError, StoreInUseError, ZarrEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Make = Callable[[], Any]
+    """Return a client of its own of the one object store of a test."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """Run a server of S3 that has conditional puts, on loopback; its address."""
+    running = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    yield f"http://{host}:{port}"
+    running.stop()
+
+
+@pytest.fixture(params=["memory", "s3"])
+def make(request: pytest.FixtureRequest) -> Make:
+    """Return what opens an object store that is empty at first."""
+    if request.param == "memory":
+        memory = MemoryStore()
+        return lambda: ObjectStore(memory)
+    endpoint = request.getfixturevalue("server")
+    bucket = f"b{abs(hash(request.node.name)) % 10**9}"
+    known = {"aws_access_key_id": "id", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
+    boto3.client("s3", endpoint_url=endpoint, **known).create_bucket(Bucket=bucket)
+    return lambda: ObjectStore(
+        S3Store(
+            bucket, endpoint=endpoint, region="us-east-1", access_key_id="id", secret_access_key="secret",
+            client_options={"allow_http": True}, virtual_hosted_style_request=False,
+        )
+    )  # fmt: skip
+
+
+def opened(make: Make, world: World | None = None, **options: Any) -> Store:
+    """Open the store by a client of its own."""
+    readonly = options.get("mode") == "r"
+    engine = ZarrEngine(make(), create=world is not None, readonly=readonly)
+    return Store.open(None, tables=None if world is None else world.tables, engine=engine, **options)
+
+
+def test_a_store_trains_is_opened_again_and_goes_on(make: Make) -> None:
+    """Each writer's blocks have names of their own, and what no commit needs goes."""
+    world = World(small_tables()[1:3])
+    with opened(make, world) as store:
+        world.run(store, 2)
+    for _ in range(3):
+        with opened(make) as store:
+            assert rows_of(store) == world.rows
+            world.run(store, 2)
+    with opened(make, mode="r") as store:
+        assert rows_of(store) == world.rows
+        world.check(store, after=world.pass_index - 1)
+        assert store.state() == world.state
+        needed = {s.id for s in store.segments}
+    names = {str(entry["path"]) for page in obstore.list(make().store) for entry in page}
+    assert {int(name.split("/")[1].split("-")[0]) for name in names if name.count("/") > 1} == needed
+    assert sum(name.startswith("manifests/") for name in names) == 1
+
+
+def test_a_writer_that_was_overtaken_in_the_midst_of_a_training_changes_nothing(make: Make) -> None:
+    """It had dumped a pass whose blocks the new one would call by the same names; both go on, one is told."""
+    world, other = World(small_tables()[1:3]), World(small_tables()[1:3])
+    old = opened(make, world)
+    world.run(old, 2)
+    other.run_to(world)
+    old_rows = dict(world.rows)
+    world.train()
+    world.append(old)
+    with opened(make) as new:
+        assert rows_of(new) == old_rows
+        other.run(new, 1)
+        world.pass_index += 1
+        with pytest.raises(StoreInUseError, match="another writer has opened") as caught:
+            world.publish(old)
+        assert_sentence(caught.value)
+        with pytest.raises(StoreError, match="another writer has opened"):
+            world.publish(old)
+        old.close()
+        other.run(new, 2)
+        assert rows_of(new) == other.rows
+    with opened(make, mode="r") as store:
+        assert rows_of(store) == other.rows
+
+
+def test_of_two_writers_at_once_one_wins_whole(make: Make) -> None:
+    """They open, dump and commit as they like: each commit is refused, or there until the end."""
+    world = World(small_tables()[1:3])
+    with opened(make, world) as store:
+        world.run(store, 2)
+    start, lost, won = threading.Barrier(2), list[str](), list[dict[Any, bytes]]()
+
+    def write(seed: int) -> None:
+        mine = World(small_tables()[1:3])
+        mine.run_to(world)
+        start.wait()
+        try:
+            with opened(make) as store:
+                for i in range(3):
+                    mine.schedule = 10 * seed + i
+                    mine.run(store, 1)
+            won.append(mine.rows)
+        except StoreInUseError as error:
+            assert_sentence(error)
+            lost.append(str(error))
+
+    threads = [threading.Thread(target=write, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(lost) + len(won) == 2
+    assert won
+    with opened(make, mode="r") as store:
+        assert rows_of(store) == won[-1]
+    with opened(make) as store:
+        assert rows_of(store) == won[-1]
+
+
+def test_what_a_store_of_objects_raises_is_a_sentence(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the client calls its errors."""
+    world = World(small_tables()[1:3])
+    store = opened(make, world)
+    world.run(store, 1)
+
+    async def failing(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the network is down")
+
+    monkeypatch.setattr(ObjectStore, "set_if_not_exists", failing)
+    with pytest.raises(StoreError, match="the network is down") as caught:
+        world.run(store, 1)
+    assert_sentence(caught.value)
+    monkeypatch.undo()
+    store.close()
