@@ -223,7 +223,7 @@ def test_a_closed_store_says_so(home: Home, tables: list[Table]) -> None:
     store: Store = home.open(tables)
     store.close()
     store.close()
-    for call in (store.forget, store.state):
+    for call in (store.discard_uncommitted, store.state):
         with pytest.raises(StoreClosedError, match="is closed: open it again"):
             call()
 
