@@ -80,7 +80,8 @@ class ZarrEngine:
         self._epoch = 0
         """Elsewhere than on a local disk, the number of the manifest with which this writer took over."""
         self._name = secrets.token_hex(8) if root is None else ""
-        self._fenced = False
+        self._fenced = self._unknown = False
+        """Whether another writer took over; whether a manifest was put and the store did not say that it is there."""
         self._going: tuple[Future[None], set[str]] | None = None
         """What is being deleted, and the names of objects and folders."""
         try:
@@ -280,14 +281,16 @@ class ZarrEngine:
     def _create(self, manifest: Manifest) -> None:
         """Publish a manifest whose number no other writer has taken; a writer that was overtaken is at its end."""
         key = manifest_key(manifest)
+        self._unknown = True
         with self._writer.translated(ROOM_FOR_RECORDS):
             # A number that was taken is free again when the writer after it has deleted that manifest: then there is
             # a greater one.
             if self._objects.create(key, manifest.to_bytes()):
                 if self._records.newest_number() == manifest.number:
+                    self._unknown = False
                     return
                 self._delete_now([key])
-        self._fenced = True
+        self._fenced, self._unknown = True, False
         raise StoreInUseError(
             f"another writer has opened {self.label}: what it and this one wrote before stands; let one train at a time"
         )
@@ -303,7 +306,6 @@ class ZarrEngine:
     def _withdraw(self, manifest: str, made: set[str]) -> None:
         """Take back a manifest that is not durable; the records that it names go after it."""
         if self._epoch:
-            # Where the store said nothing it may be there: then the next one cannot be, and this writer is at its end.
             if self._fenced:
                 self._delete_now(made)
             return
@@ -424,6 +426,8 @@ class ZarrEngine:
     def _check_writable(self) -> None:
         if self._fenced:
             raise StoreInUseError(f"another writer has opened {self.label}: close this one")
+        if self._unknown:
+            raise StoreError(f"{self.label} did not say whether its newest commit is there: open it again")
         if self._readonly:
             raise ValueError(f"{self.label} is open for reading: open it with mode='a' to write")
 

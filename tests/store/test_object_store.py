@@ -153,3 +153,31 @@ def test_what_a_store_of_objects_raises_is_a_sentence(make: Make, monkeypatch: p
     assert_sentence(caught.value)
     monkeypatch.undo()
     store.close()
+
+
+def test_a_commit_that_the_store_did_not_confirm_is_whole_or_not_there(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The put arrived and its answer did not: another commit would put other records in the place of those it names."""
+    world = World(small_tables()[1:3])
+    store = opened(make, world)
+    world.run(store, 1)
+    put = ObjectStore.set_if_not_exists
+
+    async def unheard(*arguments: Any) -> None:
+        await put(*arguments)
+        raise RuntimeError("the network is down")
+
+    monkeypatch.setattr(ObjectStore, "set_if_not_exists", unheard)
+    with pytest.raises(StoreError, match="the network is down"):
+        world.run(store, 1)
+    monkeypatch.undo()
+    with pytest.raises(StoreError, match="did not say whether its newest commit is there: open it again") as caught:
+        world.publish(store)
+    assert_sentence(caught.value)
+    store.close()
+    with opened(make) as again:
+        assert rows_of(again) == world.rows
+        world.state = again.state()
+        world.run(again, 2)
+        assert rows_of(again) == world.rows
