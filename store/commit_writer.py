@@ -214,7 +214,6 @@ class CommitWriter:
         with self._lock:
             before, layouts = self.history.newest.commit, rewrite.read()
             assert before is not None, "an empty store has nothing to put in another order"
-            ids = [one.segment_id for one in rewrite.retained]
             chunks, state_checksums = state_chunks(state)
             try:
                 segment = self.append(
@@ -227,20 +226,10 @@ class CommitWriter:
                     moved=rewrite.moved(),
                 )
                 new = [segment.id] if segment.rows or segment.within else []
-                commit = replace(
-                    before,
-                    id=before.id + 1,
-                    cursor=start,
-                    schedule_digest=schedule_digest,
-                    segment_ids=(*ids, *new),
-                    first_commits=(*(before.named[id_] for id_ in ids), *([before.id + 1] * len(new))),
-                    next_segment=self._next_id,
-                    retention=self.retention,
-                    state_chunk_bytes=STATE_CHUNK_BYTES,
-                    state_checksums=state_checksums,
-                    retained=rewrite.retained,
-                    overlaid="",
-                )
+                commit = self._retaining(
+                    before, rewrite.retained, new, state_checksums,
+                    cursor=start, schedule_digest=schedule_digest, overlaid="",
+                )  # fmt: skip
                 commit = self._advance(self.history.snapshots, commit, self.segments, chunks)
             except BaseException:
                 if self.commit is before:
@@ -257,23 +246,13 @@ class CommitWriter:
         with self._lock:
             before = self.history.newest.commit
             assert before is not None, "an empty store has nothing to lay rows over"
-            ids = [one.segment_id for one in retained]
             new = [segment.id for segment in self.segments if segment.id not in before.named and segment.rows]
             chunks, checksums = state_chunks(state)
-            commit = replace(
-                before,
-                id=before.id + 1,
-                schedule_digest="",
+            commit = self._retaining(
+                before, retained, new, checksums,
                 settings={**settings, **before.settings},
-                segment_ids=(*ids, *new),
-                first_commits=(*(before.named[id_] for id_ in ids), *([before.id + 1] * len(new))),
-                next_segment=self._next_id,
-                retention=self.retention,
-                state_chunk_bytes=STATE_CHUNK_BYTES,
-                state_checksums=checksums,
-                retained=retained,
-                overlaid=before.overlaid or before.schedule_digest,
-            )
+                schedule_digest="", overlaid=before.overlaid or before.schedule_digest,
+            )  # fmt: skip
             return self._advance(self.history.snapshots, commit, self.segments, chunks)
 
     def release(self) -> None:
@@ -286,6 +265,29 @@ class CommitWriter:
                 self._commit(History(tuple(kept)))
 
     # -- inside ------------------------------------------------------------------------------------------
+
+    def _retaining(
+        self,
+        before: Commit,
+        retained: tuple[RetainedSegment, ...],
+        new: Sequence[int],
+        state_checksums: NDArray[np.uint32],
+        **changes: Any,
+    ) -> Commit:
+        """Return the commit after ``before`` that has its retained segments and new ones."""
+        ids, id_ = [one.segment_id for one in retained], before.id + 1
+        return replace(
+            before,
+            id=id_,
+            segment_ids=(*ids, *new),
+            first_commits=(*(before.named[one] for one in ids), *([id_] * len(new))),
+            next_segment=self._next_id,
+            retention=self.retention,
+            state_chunk_bytes=STATE_CHUNK_BYTES,
+            state_checksums=state_checksums,
+            retained=retained,
+            **changes,
+        )
 
     def _advance(
         self,

@@ -80,13 +80,14 @@ class CompactionPlan:
         for rows in self._groups:
             needed_S += rows.group.row_bytes * rows.needed_ST.sum(axis=1)
             live_S += rows.group.row_bytes * rows.live_ST.sum(axis=1)
-        may_S = np.array([not s.within or s.pass_index < 0 for s in self._store.segments], dtype=np.bool_)
-        worth = np.nonzero((2 * needed_S >= live_S) & (needed_S > 0) & may_S)[0]
-        kept = np.sort(worth[np.argsort(-needed_S[worth], kind="stable")[:MOST_RETAINED]])
         if overlay:
-            before = self._store.snapshot.commit
-            old_S = [before is not None and segment.id in before.named for segment in self._store.segments]
-            kept = np.nonzero((needed_S > 0) & np.array(old_S, dtype=np.bool_))[0]
+            committed = {segment.id for segment in self._store.snapshot.committed}
+            may_S = np.array([segment.id in committed for segment in self._store.segments], dtype=np.bool_)
+            kept = np.nonzero((needed_S > 0) & may_S)[0]
+        else:
+            may_S = np.array([not s.within or s.pass_index < 0 for s in self._store.segments], dtype=np.bool_)
+            worth = np.nonzero((2 * needed_S >= live_S) & (needed_S > 0) & may_S)[0]
+            kept = np.sort(worth[np.argsort(-needed_S[worth], kind="stable")[:MOST_RETAINED]])
         self.retained = tuple(
             RetainedSegment(
                 segment_id=self._store.segments[i].id,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     Found = tuple[NDArray[np.int64], NDArray[np.int64]]
     Fields = dict[str, NDArray[np.float32]]
     Progress = Callable[[str, int, int], None]
-    _Fields = tuple[NDArray[np.float32], ...]
+    _Columns = tuple[NDArray[np.float32], ...]
     Cached = Callable[[int, int, int], NDArray[np.uint8] | None]
 
 MISSING = ("error", "initial", "zeros")
@@ -120,7 +120,7 @@ class _Wanted:
                 self.segment_ids[gone] = self.rows[gone] = -1
 
 
-def read_rows(store: Store, segment: Segment, group: int, rows: NDArray[np.int64], cached: Cached | None) -> _Fields:
+def read_rows(store: Store, segment: Segment, group: int, rows: NDArray[np.int64], cached: Cached | None) -> _Columns:
     """Return rows of a layout by index, field by field (see ``Store.read_rows``)."""
     layout = segment.layouts[group]
     rows = np.asarray(rows, dtype=np.int64)
@@ -137,7 +137,7 @@ def read_found(
     *,
     snapshot: Snapshot | None = None,
     progress: Callable[[int], None] | None = None,
-) -> _Fields:
+) -> _Columns:
     """Return the rows that ``locate`` found, field by field: zeros where it found none.
 
     As ``read_rows`` for each segment, but one segment is read while rows of the one before are taken. ``snapshot`` is
@@ -162,7 +162,7 @@ def _read(
     rows: NDArray[np.int64],
     cached: Cached | None,
     progress: Callable[[int], None] | None = None,
-) -> _Fields:
+) -> _Columns:
     """Return (n, width) of each field; ``parts`` are segments and the places of ``rows`` (n,) that are theirs."""
     fields = store.groups[group].fields
     out = tuple(np.zeros((rows.size, field.words), dtype=np.float32) for field in fields)

@@ -321,12 +321,12 @@ class Store:
             return writer.rewrite(rewrite, self.checksums, state, schedule_digest, begin)
 
     def overlay(self, *, settings: Mapping[str, Any] | None = None) -> Commit:
-        """Make a commit of what was appended, whose rows hide those of the same keys wherever these stand.
+        """Commit the appended rows over the stored ones: each hides the row that its key had.
 
-        The cursor, the dense state and the other rows stay; ``settings`` are added to those that it has. The commit
-        has no schedule: training goes on where it stood when the store was reorganized for the schedule that it had,
-        which folds the rows in. One sweep of all keys, in 128 MiB and temporary files of 16 bytes a key. Raises
-        StoreFullError and CorruptStoreError.
+        The cursor, the dense state and all other rows stay; ``settings`` are added to the commit's own. The commit has
+        no schedule. To train on, reorganize the store for its dataset: that folds the rows in and keeps the cursor.
+        Reads all keys once, in 128 MiB and temporary files of 16 bytes a key. Raises ValueError without a commit and
+        for one inside a pass, StoreFullError and CorruptStoreError.
         """
         writer, commit = self.commit_writer, self.commit
         if commit is None or commit.cursor.sample:
@@ -395,7 +395,7 @@ class Store:
         self.load([Pages(segment, group, low, high, out)])
 
     def check(self, segment: Segment, group: int, low: int, high: int, room: NDArray[np.uint8]) -> None:
-        """Compare pages with their checksums, as ``read`` does; what is in ``room`` afterward is said nowhere."""
+        """Compare pages with their checksums, as ``read`` does; the contents of ``room`` are undefined afterward."""
         self._check_open()
         self._reader.load([Pages(segment, group, low, high, room)], 1, only_check=True)
 

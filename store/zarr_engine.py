@@ -145,7 +145,7 @@ class ZarrEngine:
         finally:
             # An interrupt may come when the manifest is durable, or when nothing of it is.
             if published:
-                self._manifest, self._dirty = fresh, set()
+                self._manifest, self._dirty, self._unknown = fresh, set(), False
                 dead = {record_key(name, link) for name, link in before.links.items()}
                 self._delete_now(dead - {record_key(*pair) for pair in fresh.links.items()} | {manifest_key(before)})
             else:
@@ -274,7 +274,7 @@ class ZarrEngine:
         if self._objects.root is None:
             before, fresh = self._manifest, self._manifest.after({}, writer=self._name)
             self._create(fresh)
-            self._manifest, self._epoch = fresh, fresh.number
+            self._manifest, self._epoch, self._unknown = fresh, fresh.number, False
             if before.number:
                 self._delete_now([manifest_key(before)])
 
@@ -287,10 +287,9 @@ class ZarrEngine:
             # a greater one.
             if self._objects.create(key, manifest.to_bytes()):
                 if self._records.newest_number() == manifest.number:
-                    self._unknown = False
                     return
                 self._delete_now([key])
-        self._fenced, self._unknown = True, False
+        self._fenced = True
         raise StoreInUseError(
             f"another writer has opened {self.label}: what it and this one wrote before stands; let one train at a time"
         )

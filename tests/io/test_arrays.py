@@ -95,6 +95,20 @@ def test_an_export_of_some_tables_makes_a_store_of_all_that_are_given(tmp_path: 
         assert store.lookup("t", np.arange(4))["vector"].tolist() == VECTORS.tolist()
 
 
+def test_what_an_interrupted_creation_left_becomes_a_store_and_takes_rows_again(tmp_path: Path) -> None:
+    """A folder with the lock alone, an empty one, and a store without a commit; then rows are imported over them."""
+    path = tmp_path / "s.tc"
+    path.mkdir()
+    (path / "writer.lock").touch()
+    (tmp_path / "e.tc").mkdir()
+    Store.open(tmp_path / "o.tc", tables=[T]).close()
+    for name in ("s.tc", "e.tc", "o.tc"):
+        for value in (1.0, 2.0):
+            tc.import_store({"t": np.full((3, 2), value, np.float32)}, tmp_path / name, tables=[T])
+            with Store.open(tmp_path / name, mode="r") as store:
+                assert (store.lookup("t", np.arange(3))["vector"] == value).all()
+
+
 def test_tables_must_be_given_and_not_be_empty(tmp_path: Path) -> None:
     """An import of no tables would commit nothing."""
     with pytest.raises(ImportExportError, match="the dict of arrays does not describe its tables: give the tables"):

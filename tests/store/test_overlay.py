@@ -107,6 +107,8 @@ def test_an_import_that_fails_changes_nothing() -> None:
                 engine.fail_in(None)
                 assert rows_of(store) == world.rows
                 break
+    else:
+        pytest.fail("no import came to its end")
     assert refused
 
 

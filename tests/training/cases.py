@@ -270,11 +270,11 @@ def assert_close(ours: Result, theirs: Result) -> None:
         torch.testing.assert_close(weight.cpu(), theirs.dense[name].cpu(), rtol=1e-5, atol=1e-5)
 
 
-def open_store(path: Path, case: Case, engine: str) -> tc.Store:
+def open_store(path: Path, case: Case, engine: str, **options: Any) -> tc.Store:
     """Open a store on an engine by name."""
     if engine == "memory":
-        return tc.Store.open(None, tables=case.tables, engine=MemoryEngine())
-    return tc.Store.open(path, tables=case.tables, engine=engine)
+        return tc.Store.open(None, tables=case.tables, engine=MemoryEngine(), **options)
+    return tc.Store.open(path, tables=case.tables, engine=engine, **options)
 
 
 def tiered(store: tc.Store, passes: tc.PassDataset, **options: Any) -> TierCache:

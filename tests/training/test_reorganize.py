@@ -29,7 +29,8 @@ from tests.training.cases import (
 )
 from tiercache.data.from_arrays import write_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
-from tiercache.store import MemoryEngine, load_rows, verify
+from tiercache.data.repartition import split_cursor
+from tiercache.store import Cursor, MemoryEngine, load_rows, verify
 from tiercache.store.base_segment import base_layout
 from tiercache.store.segment import BASE_PASS
 from tiercache.tiers.segments import segments_by_pass
@@ -333,7 +334,7 @@ def test_rows_imported_in_the_midst_of_a_schedule_are_what_it_goes_on_with(tmp_p
         if pass_index == 6:
             raise InterruptedError
 
-    with open_store(tmp_path / "s.tc", case, engine) as store:
+    with open_store(tmp_path / "s.tc", case, engine, retention=2) as store:
         with pytest.raises(InterruptedError), tiered(store, passes) as tiers:
             train(tiers, case, each_batch=stop)
         assert store.commit.cursor == (6, 0)
@@ -341,6 +342,10 @@ def test_rows_imported_in_the_midst_of_a_schedule_are_what_it_goes_on_with(tmp_p
         load_rows(store, [("item", (keys, fields))])
         with pytest.raises(tc.TierCacheError, match="has no training schedule at commit"):
             tiered(store, passes)
+        imported = store.commit.id
+        split = tc.repartition(passes, tmp_path / "split", rows=48, batch_multiple=8)
+        assert tc.reorganize(store, split, progress=False).cursor == split_cursor(split, Cursor(6, 0))
+        store.rollback(imported)
         with tiered(store, passes, reorganize=True) as tiers:
             assert store.commit.cursor == (6, 0)
             model = train(tiers, case, seed=9)

@@ -16,6 +16,7 @@ from tiercache.io.staging import file_errors, to_path
 from tiercache.io.torch_format import load_tensors
 from tiercache.store import Store, load_rows
 from tiercache.store.bulk_load import LOAD_BYTES
+from tiercache.store.directory import StoreDirectory
 from tiercache.store.scan import chunk_rows_of
 from tiercache.store.table import Adam
 
@@ -77,7 +78,7 @@ def import_store(
     if given == ():
         raise ImportExportError("tables is empty: give the tables that the source holds")
     with file_errors(f"the import of {place}"), ExitStack() as stack:
-        if not isinstance(store, Store) and store.is_dir() and any(store.iterdir()):
+        if not isinstance(store, Store) and StoreDirectory(store).find():
             store = stack.enter_context(Store.open(store))
         if isinstance(store, Store):
             given = _of_store(store, given)

@@ -134,7 +134,7 @@ def _continued(commit: Commit, passes: DatasetView, order: OrderRule) -> Cursor 
     if isinstance(order, tuple) or not isinstance(passes, PassDataset) or (source := split_source(passes)) is None:
         return None
     before = Schedule(num_passes=len(source.parts), dataset_digest=source.digest, order=order)
-    if commit.schedule_digest != before.digest:
+    if (commit.schedule_digest or commit.overlaid) != before.digest:
         return None
     return Cursor(*split_cursor(passes, commit.cursor, order=commit.settings.get("order"), order_seed=order))
 
