@@ -25,8 +25,8 @@ from tiercache.dist.communicator import communicator_of
 from tiercache.ranks.asking import Asking, Wanted
 from tiercache.ranks.exchange import RowExchange
 from tiercache.ranks.owners import Owners, find_owners
-from tiercache.ranks.sharding_plan import ShardingPlan, TableSharding
 from tiercache.store.hashing import mix
+from tiercache.store.shards.sharding import ShardingPlan, TableSharding
 from tiercache.store.table import group_tables
 from tiercache.tiers.rows import GroupRows, RowView
 from tiercache.training.batch import Batch

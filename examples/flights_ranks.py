@@ -26,7 +26,6 @@ from examples.flights_model import FlightsModel
 from examples.flights_scores import area_under_curve
 from examples.flights_size import FULL, QUICK, Size
 from examples.flights_training import PASSES, Settings
-from tiercache.ranks.record import RECORD
 
 
 def prepare(folder: Path, size: Size, first: int | None) -> None:
@@ -87,9 +86,9 @@ def area(cache: tc.TierCache, model: nn.Module, test: tc.PassDataset, batch_size
 
 
 def digest(path: Path) -> str:
-    """Return a digest of all rows with their optimizer state, whatever parts they stand in."""
+    """Return a digest of all rows with their optimizer state, whatever shards they stand in."""
     found = hashlib.sha256()
-    with (tc.ShardedStore if (path / RECORD).exists() else tc.Store).open(path, mode="r") as store:
+    with tc.Store.open(path, mode="r") as store:
         for table in store.tables:
             for keys, fields in store.scan(table.name):
                 for values in (keys, *fields):

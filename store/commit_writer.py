@@ -76,6 +76,8 @@ class CommitWriter:
         self._next_id = 0 if self.commit is None else self.commit.next_segment
         self.retention = retention or (1 if self.commit is None else self.commit.retention)
         """How many of the newest commits are kept."""
+        self.first_id = 0
+        """The id of the first commit of a store without one."""
         self.named: frozenset[int] | None = None
         """The commits that are kept in place of those, beside the newest; None: those."""
 
@@ -165,7 +167,7 @@ class CommitWriter:
             liveness = Liveness.at(cursor, self.segments, retained)
             ids = tuple(segment.id for segment in self.segments if liveness.keeps(segment))
             named = {} if before is None else before.named
-            id_ = 0 if before is None else before.id + 1
+            id_ = self.first_id if before is None else before.id + 1
             chunks, checksums = state_chunks(np.frombuffer(state, dtype=np.uint8))
             commit = Commit(
                 id=id_,

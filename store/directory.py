@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,18 @@ if TYPE_CHECKING:
 FORMAT = "tiercache store"
 FORMAT_VERSION = 4
 MARKER = "store.json"
+MANIFEST = "shards.json"
+"""Of a sharded store, what says which shards it has."""
 LOCK = "writer.lock"
+RANKS_LOCK = "ranks.lock"
+"""The file that rank 0 of a training holds locked, of a sharded store."""
+_FILES = (
+    MARKER, MARKER + ".new", "leases",
+    "HEAD", "HEAD.new", "data.mdb", "lock.mdb", "fresh", "blocks.bin",
+    "zarr.json", "manifests", "records", "segments", "state",
+    "schedule",
+)  # fmt: skip
+"""What a store's folder comes to have, whichever the engine is, but its lock; the last one is a training's."""
 _EMPTY_BYTES = 1 << 20
 """More than a store without rows takes."""
 
@@ -36,7 +48,9 @@ class StoreDirectory:
         self.path = path
 
     def find(self) -> bool:
-        """Return whether a store is here; False where nothing is, or only what an interrupted creation left.
+        """Return whether a plain store is here.
+
+        False where nothing is, or only what an interrupted creation left, or shards with their manifest.
 
         Raises NotAStoreError and FormatVersionError.
         """
@@ -44,11 +58,13 @@ class StoreDirectory:
             return False
         if not self.path.is_dir():
             raise NotAStoreError(f"{self.path} is a file, not a store: give the path of a store, or one that is free")
-        names = {entry.name for entry in self.path.iterdir()}
+        names = {entry.name for entry in self.path.iterdir()} - {RANKS_LOCK, MANIFEST + ".tmp"}
         if MARKER in names:
             self._check_marker()
             return True
-        if names and LOCK not in names:
+        if MANIFEST not in names and any(name.startswith("shard-") for name in names):
+            raise NotAStoreError(f"{self.path} has shards and no {MANIFEST}: restore it from a copy")
+        if names and names.isdisjoint({LOCK, MANIFEST}):
             raise NotAStoreError(
                 f"{self.path} is a directory without {MARKER} that holds {min(names)!r}, not a store: "
                 "give the path of a store, or one that is free"
@@ -119,6 +135,16 @@ class StoreDirectory:
         draft.replace(self.path / MARKER)
         _sync(self.path)
 
+    def delete(self) -> None:
+        """Delete all that a store makes here, durably, but the lock: for whoever holds that."""
+        for name in _FILES:
+            path = self.path / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        _sync(self.path)
+
     def _marker(self) -> bytes:
         """Return the bytes of the marker. Raises NotAStoreError."""
         path = self.path / MARKER
@@ -140,13 +166,17 @@ class StoreDirectory:
             raise NotAStoreError(f"{path} is not JSON ({error}): restore the store from a copy") from error
         if not isinstance(marker, dict) or marker.get("format") != FORMAT:
             raise NotAStoreError(f"{path} is not a store's: give the path of a store, or one that is free")
-        version = marker.get("version")
-        if version != FORMAT_VERSION:
-            newer = isinstance(version, int) and version > FORMAT_VERSION
-            raise FormatVersionError(
-                f"the store at {self.path} has format version {version!r} and this tiercache reads version "
-                f"{FORMAT_VERSION}: {'use a newer tiercache' if newer else 'use the tiercache that wrote it'}"
-            )
+        check_version(marker.get("version"), f"the store at {self.path}")
+
+
+def check_version(version: object, name: str) -> None:
+    """Raise FormatVersionError where what is called ``name`` has another format version than is read."""
+    if version != FORMAT_VERSION or isinstance(version, bool):
+        newer = isinstance(version, int) and version > FORMAT_VERSION
+        raise FormatVersionError(
+            f"{name} has format version {version!r:.40} and this tiercache reads version {FORMAT_VERSION}: "
+            f"{'use a newer tiercache' if newer else 'use the tiercache that wrote it'}"
+        )
 
 
 class WriterLock:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.store import errors
 from tiercache.store.directory import FORMAT_VERSION, StoreDirectory
+from tiercache.store.shards.manifest import Manifest
 from tiercache.store.store import Store
 
 if TYPE_CHECKING:
@@ -28,8 +29,13 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
     whose keys newer segments have too. "changed_bytes" are those of the last changes of moved rows, dead ones included.
     "space_amplification" is all bytes of files for each of "row_bytes".
 
-    Raises what ``Store.open`` raises for reading; a writer may be at work meanwhile.
+    Of a sharded store rows and bytes are those of all shards, and "shards" has what is said of each. Raises what
+    ``Store.open`` raises for reading; a writer may be at work meanwhile.
     """
+    if (manifest := Manifest.read(Path(path))) is not None and not manifest.is_plain:
+        from tiercache.store.shards.inspection import describe_shards
+
+        return describe_shards(Path(path), manifest)
     with Store.open(path, mode="r") as store:
         return describe(store, path)
 
@@ -140,10 +146,15 @@ def verify(path: str | os.PathLike[str], *, progress: Callable[[int, int], None]
     of it has not, and records that contradict each other. Of a store that keeps several commits each sentence names
     those that the damage touches: the others are whole. ``progress`` is called with bytes done and bytes in all.
     Whatever a damaged file does to the process that reads it (SIGBUS), it becomes a problem here. A row that was lost
-    before the oldest commit that is kept is not missed: nothing says that it was there.
+    before the oldest commit that is kept is not missed: nothing says that it was there. Of a sharded store the problems
+    of all shards are there, and whether these belong together.
 
     Raises what ``Store.open`` raises for reading where there is no store to speak of.
     """
+    if (manifest := Manifest.read(Path(path))) is not None and not manifest.is_plain:
+        from tiercache.store.shards.inspection import verify_shards
+
+        return verify_shards(Path(path), manifest, progress)
     directory = StoreDirectory(Path(path))
     if not directory.find():
         raise directory.missing()

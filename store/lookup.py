@@ -267,12 +267,7 @@ def lookup(
     if missing not in MISSING:
         raise ValueError(f"missing={missing!r} is unknown: it must be one of {', '.join(map(repr, MISSING))}")
     group, table = find_table(store.groups, table_name, store.label)
-    keys = np.asarray(keys)
-    if keys.dtype.kind not in "iu" or keys.ndim != 1:
-        raise ValueError(f"keys are {keys.ndim}-dimensional {keys.dtype}: they must be integers, one after another")
-    if keys.dtype.kind == "u" and keys.size and int(keys.max()) > np.iinfo(np.int64).max:
-        raise ValueError(f"key {keys.max()} is beyond int64, which keys are: give keys of at most 2**63 - 1")
-    keys = keys.astype(np.int64, copy=False)
+    keys = check_keys(keys)
     distinct, which = np.unique(keys, return_inverse=True)
     twice = distinct.size < keys.size
     asked = distinct if twice else keys
@@ -283,6 +278,27 @@ def lookup(
             values[absent] = first
     named = zip(table.fields, fields, strict=True)
     return {field.name: values[which] if twice else values for field, values in named}
+
+
+def check_keys(keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return keys to look up as int64. Raises ValueError for what cannot be keys."""
+    keys = np.asarray(keys)
+    if keys.dtype.kind not in "iu" or keys.ndim != 1:
+        raise ValueError(f"keys are {keys.ndim}-dimensional {keys.dtype}: they must be integers, one after another")
+    if keys.dtype.kind == "u" and keys.size and int(keys.max()) > np.iinfo(np.int64).max:
+        raise ValueError(f"key {keys.max()} is beyond int64, which keys are: give keys of at most 2**63 - 1")
+    return keys.astype(np.int64, copy=False)
+
+
+def missing_keys(table: Table, gone: NDArray[np.int64], asked: int, label: str) -> KeyMissingError:
+    """Return the error of keys, rising, that have no row."""
+    shown = ", ".join(map(str, gone[:3].tolist())) + (", ..." if gone.size > 3 else "")
+    return KeyMissingError(
+        f"{gone.size:,} of {asked:,} keys have no row in table {table.name!r} of {label} ({shown}): leave them out, or "
+        "ask for missing='initial' or missing='zeros'",
+        table=table.name,
+        keys=gone,
+    )
 
 
 def _find(
@@ -301,14 +317,7 @@ def _find(
     progress("keys", stored, stored)  # the others are in pages that cannot have the keys
     absent = np.nonzero(ids < 0)[0]
     if absent.size and missing == "error":
-        gone = np.sort(asked[absent])
-        shown = ", ".join(map(str, gone[:3].tolist())) + (", ..." if gone.size > 3 else "")
-        raise KeyMissingError(
-            f"{absent.size:,} of {asked.size:,} keys have no row in table {table.name!r} of {store.label} "
-            f"({shown}): leave them out, or ask for missing='initial' or missing='zeros'",
-            table=table.name,
-            keys=gone,
-        )
+        raise missing_keys(table, np.sort(asked[absent]), asked.size, store.label)
     read = _counted("rows", asked.size - absent.size, progress)
     return absent, read_found(store, group.index, ids, rows, snapshot=snapshot, progress=read)
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tiercache.store.directory import StoreDirectory, WriterLock
-from tiercache.store.errors import CorruptStoreError, NotAStoreError, StoreMissingError, TableMismatchError
+from tiercache.store.directory import MANIFEST, StoreDirectory, WriterLock
+from tiercache.store.errors import CorruptStoreError, NotAStoreError, StoreError, StoreMissingError, TableMismatchError
 from tiercache.store.history import TABLES
-from tiercache.store.part import refuse_part
 from tiercache.store.record import decode, encode
 from tiercache.store.recovery import commit_ids
+from tiercache.store.shards.mark import refuse_shard
 from tiercache.store.table import Table, group_tables
 from tiercache.store.use_count import UseCount
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from tiercache.store.engine import Engine
@@ -63,9 +63,9 @@ def open_engine(
     mode: str,
     store_budget: int | None,
     *,
-    part: bool = False,
+    of_shards: bool = False,
 ) -> Opened:
-    """Open the store at ``path``, or in an engine at hand; a part for writing only where the caller says that it is.
+    """Open the store at ``path``, or in an engine at hand; ``of_shards``: for what writes all shards of a store.
 
     Raises what ``Store.open`` raises.
     """
@@ -77,15 +77,21 @@ def open_engine(
     if path is None:
         raise ValueError(f"engine {engine or 'lmdb'!r} needs a path")
     StoreDirectory(path).is_there()  # what can be no path is refused first
-    if mode == "a" and not part:
-        refuse_part(path)
-    return _open_path(path, wanted, engine, mode, store_budget)
+    if mode == "a" and not of_shards:
+        refuse_shard(path)
+    return _open_path(path, wanted, engine, mode, store_budget, of_shards=of_shards)
 
 
 def _open_path(
-    path: Path, tables: tuple[Table, ...] | None, engine: str | None, mode: str, store_budget: int | None
+    path: Path,
+    tables: tuple[Table, ...] | None,
+    engine: str | None,
+    mode: str,
+    store_budget: int | None,
+    *,
+    of_shards: bool,
 ) -> Opened:
-    """Open or create the store at ``path``."""
+    """Open or create the plain store at ``path``."""
     if engine is not None and engine not in ENGINES:
         raise ValueError(f"engine {engine!r} is unknown: it must be 'lmdb', 'zarr' or an engine's instance")
     directory = StoreDirectory(path)
@@ -98,6 +104,8 @@ def _open_path(
     lock = WriterLock(path) if mode == "a" else None
     opened: Engine | None = None
     try:
+        if lock is not None and not of_shards and (path / MANIFEST).exists():
+            raise StoreError(f"{label_of(path)} was sharded while it was opened: open it again")
         found = directory.find()  # another process may have made it before the lock was ours
         kind = directory.engine(tuple(ENGINES), engine) if found else engine or _default(tables)
         if not found:
@@ -187,7 +195,7 @@ def _tables_of(
     return stored
 
 
-def compare_tables(stored: tuple[Table, ...], wanted: tuple[Table, ...], store: str) -> None:
+def compare_tables(stored: Sequence[Table], wanted: Sequence[Table], store: str) -> None:
     """Raise TableMismatchError that names the first difference between the tables of ``store`` and those given."""
     advice = "give the tables it was made with, or the path of a new store"
     have, want = ({table.name: table for table in tables} for tables in (stored, wanted))

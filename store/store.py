@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from tiercache.store.base_segment import Layout, base_layout
-from tiercache.store.changes import changes
+from tiercache.store.changes import changed_rows, changes
 from tiercache.store.commit import Cursor
 from tiercache.store.commit_reader import CommitReader
 from tiercache.store.commit_writer import CommitWriter, find
@@ -101,7 +101,7 @@ class Store:
         commit: int | None = None,
         retention: int | None = None,
     ) -> Store:
-        """Open the store at ``path``; with ``tables`` and mode "a", create it where there is none.
+        """Open the store at ``path``, sharded or not; with ``tables`` and mode "a", create it where there is none.
 
         Mode "a" takes the one right to write and deletes blocks that no commit names; mode "r" sees the newest
         commit as of now, or ``commit``, for as long as it is open. ``engine`` is "lmdb" or "zarr"; None takes the
@@ -111,10 +111,16 @@ class Store:
         included; None means as many as before, or 1.
 
         Raises StoreMissingError, NotAStoreError, FormatVersionError, TableMismatchError, StoreInUseError,
-        StoreFullError, CommitMissingError, CorruptStoreError; ValueError for mode "a" of a sharded store's part.
+        StoreFullError, CommitMissingError, CorruptStoreError; ValueError for mode "a" of one shard.
         """
         check_options(mode, commit, retention)
         place = None if path is None else Path(path)
+        if place is not None and (engine is None or isinstance(engine, str)):
+            from tiercache.store.shards.opening import open_sharded
+
+            sharded = open_sharded(place, tables, engine, mode=mode, commit=commit, retention=retention)
+            if sharded is not None:
+                return sharded
         opened = open_engine(place, tables, engine, mode, store_budget)
         try:
             return cls(opened, place, mode, commit, retention)
@@ -446,17 +452,24 @@ class Store:
         """
         return read_rows(self, segment, group, rows, cached)
 
-    def lookup(self, table_name: str, keys: NDArray[np.int64], *, missing: str = "error") -> Fields:
+    def lookup(
+        self,
+        table_name: str,
+        keys: NDArray[np.int64],
+        *,
+        missing: str = "error",
+        progress: Callable[[str, int, int], None] | None = None,
+    ) -> Fields:
         """Return the rows of any ``keys`` (n,), repeated or not, in any order: field name to (n, width).
 
         Rows are those of the newest commit, or newer where ``append`` was called since. A key without a row gets
         its first row with ``missing`` "initial", zeros with "zeros"; with "error" KeyMissingError is raised.
 
         Sweeps the table's stored keys, then reads whole pages, neighbors together: ask for many keys at once.
-        Raises ValueError and CorruptBlockError.
+        ``progress(what, done, total)`` is called with "keys" and "rows". Raises ValueError and CorruptBlockError.
         """
         self._check_open()
-        return lookup(self, table_name, keys, missing)
+        return lookup(self, table_name, keys, missing, progress)
 
     def changes(self, table_name: str, *, since: int) -> Iterator[tuple[NDArray[np.int64], Fields]]:
         """Yield (keys, fields) of the rows of a table that changed after commit ``since``, which may be gone.
@@ -468,6 +481,11 @@ class Store:
         """
         self._check_open()
         return changes(self, table_name, since)
+
+    def changed_rows(self, table_name: str, *, since: int) -> int:
+        """Return how many rows of a table ``changes`` yields; reads none of them. Raises what it raises."""
+        self._check_open()
+        return changed_rows(self, table_name, since)
 
     # -- inside ------------------------------------------------------------------------------------------
 

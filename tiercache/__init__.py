@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from tiercache.errors import TierCacheError as TierCacheError
     from tiercache.io.exporting import export_store as export_store
     from tiercache.io.importing import import_store as import_store
-    from tiercache.ranks.rollback import rollback_sharded as rollback_sharded
-    from tiercache.ranks.sharded_store import ShardedStore as ShardedStore
-    from tiercache.ranks.sharding_plan import ShardingPlan as ShardingPlan
     from tiercache.ranks.sharding_rules import CostModel as CostModel
     from tiercache.ranks.sharding_rules import ShardingRules as ShardingRules
     from tiercache.schema import DenseFeature as DenseFeature
@@ -29,6 +26,7 @@ if TYPE_CHECKING:
     from tiercache.schema import Schema as Schema
     from tiercache.store import Store as Store
     from tiercache.store.errors import StoreError as StoreError
+    from tiercache.store.shards.sharding import ShardingPlan as ShardingPlan
     from tiercache.store.table import Table as Table
     from tiercache.training.batch import Batch as Batch
     from tiercache.training.cache import TierCache as TierCache
@@ -49,12 +47,11 @@ _HOME = {
     "EmbeddingBag": "training.embedding",
     "Feature": "schema",
     "PassDataset": "data.dataset",
-    "ShardingPlan": "ranks.sharding_plan",
+    "ShardingPlan": "store.shards.sharding",
     "CostModel": "ranks.sharding_rules",
     "ShardingRules": "ranks.sharding_rules",
     "InMemoryCache": "training.in_memory",
     "Schema": "schema",
-    "ShardedStore": "ranks.sharded_store",
     "Store": "store",
     "StoreError": "store.errors",
     "Table": "store.table",
@@ -68,7 +65,6 @@ _HOME = {
     "import_store": "io.importing",
     "key_of": "data.key_of",
     "reorganize": "training.reorganize",
-    "rollback_sharded": "ranks.rollback",
     "repartition": "data.repartition",
     "write_key_sets": "data.key_sets",
 }
@@ -86,7 +82,6 @@ __all__ = [
     "Pass",
     "PassDataset",
     "Schema",
-    "ShardedStore",
     "ShardingPlan",
     "ShardingRules",
     "Store",
@@ -102,7 +97,6 @@ __all__ = [
     "optim",
     "reorganize",
     "repartition",
-    "rollback_sharded",
     "write_key_sets",
 ]
 

@@ -14,9 +14,9 @@ from tests.crash.told import finish, start
 from tests.data.cases import rich_columns, write_parquet
 from tests.data.killed import run
 from tests.files import files_of
-from tiercache.atomic_io import write_whole
 from tiercache.data.dataset import PassDataset
 from tiercache.data.resume import ExtractionState
+from tiercache.store.atomic_file import write_whole
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.training.cases import table
 from tiercache.data.row_budget import RowBudget, device_bytes, most_rows
-from tiercache.ranks.sharding_plan import hash_bounds
 from tiercache.store import hash_keys
+from tiercache.store.shards.sharding import hash_bounds
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:

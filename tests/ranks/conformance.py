@@ -18,7 +18,7 @@ import tiercache as tc
 from tests.training.cases import Case, Spec
 from tiercache.data.from_arrays import write_dataset
 from tiercache.data.raw_batch import OOV_KEY, FeatureKeys, RawBatch
-from tiercache.ranks.sharding_plan import ShardingPlan, Slice, TableSharding, sliced
+from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, sliced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import tiercache as tc
 from tests.ranks.conformance import WAYS, Entry, in_turn
 from tests.training.cases import Spec, table
-from tiercache.ranks.sharding_plan import ShardingPlan, TableSharding, sliced
 from tiercache.ranks.sharding_planner import plan_sharding
 from tiercache.ranks.table_stats import TableStats
+from tiercache.store.shards.sharding import ShardingPlan, TableSharding, sliced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

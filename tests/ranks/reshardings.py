@@ -11,10 +11,10 @@ import tiercache as tc
 from tests.ranks.meeting import meet
 from tests.training.cases import Case, Kept, Net, Spec, table, tiered
 from tiercache.dist.communicator import communicator_of
-from tiercache.ranks.parts import Parts
 from tiercache.ranks.resharding import reshard
-from tiercache.ranks.sharding_plan import ShardingPlan, Slice, TableSharding, sliced
+from tiercache.ranks.shards import Shards
 from tiercache.ranks.shares import Share
+from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, sliced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -56,7 +56,7 @@ def train_to_cursor(
     *,
     skip: Collection[int] = (),
     seed: int = 99,
-    parts: Parts | None = None,
+    shards: Shards | None = None,
 ) -> Net:
     """Train from where the store stands to a commit at ``cursor``; the rows of passes in ``skip`` come and go."""
     last_pass, sample_end = cursor
@@ -66,9 +66,9 @@ def train_to_cursor(
         optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
         cache.register(model=model, optimizer=optimizer)
         for p in cache.passes(epochs=10):
-            if parts is not None:
+            if shards is not None:
                 cache.drain()
-                parts.publish(store.commit.cursor)
+                shards.publish(store.commit.cursor)
             if cursor == (p.index, 0):
                 break
             batches = [] if p.index in skip else p.batches(case.batch, shuffle=case.shuffle)
@@ -103,8 +103,8 @@ def on_ranks(size: int, body: Callable[[Any], Any]) -> list[Any]:
     return found
 
 
-def made(path: Path, passes: tc.PassDataset, sharding: ShardingPlan, ranks: Any, **options: Any) -> Parts:
-    """Open parts, or write them anew."""
+def made(path: Path, passes: tc.PassDataset, sharding: ShardingPlan, ranks: Any, **options: Any) -> Shards:
+    """Open shards, or write them anew."""
     share = Share(passes, sharding, ranks.rank)
     return reshard(path, share, ranks, **options)
 
@@ -112,8 +112,6 @@ def made(path: Path, passes: tc.PassDataset, sharding: ShardingPlan, ranks: Any,
 def sharded(path: Path, case: Case, passes: tc.PassDataset, cursor: tuple[int, int], engine: str = "zarr") -> None:
     """Train a sharded store of one rank."""
     alone = Share(passes, ways(1, 0), 0)
-    with Parts.open(
-        path, case.tables, alone.tables, alone.sharding.to_record(), communicator_of(), engine=engine
-    ) as parts:
-        train_to_cursor(parts.store, alone, case, cursor, seed=1, parts=parts)
-        parts.publish(cursor)
+    with Shards.open(path, case.tables, alone.sharding, communicator_of(), engine=engine) as shards:
+        train_to_cursor(shards.store, alone, case, cursor, seed=1, shards=shards)
+        shards.publish(cursor)

@@ -2,7 +2,7 @@
 
     python -m tests.ranks.rollback_killer --folder DIR [--kills N] [--engine lmdb] [--seed N]
 
-The store has three parts and keeps three commits; for every other kill one part is a commit ahead. After each kill it
+The store has three shards and keeps three commits; for every other kill one shard is a commit ahead. After each kill it
 must stand where it stood, or, as it must once the rollback has returned, where it was rolled back to, with the rows of
 every commit that is kept; some rollbacks are made again and killed again. Then its ranks open it and train on. Ends
 with status 1 otherwise.
@@ -24,12 +24,10 @@ from tests.crash.points import unwatch
 from tests.crash.schedule import At
 from tests.ranks import sharded_world
 from tests.ranks.meeting import meet
-from tests.ranks.parts_killer import options_of, run
-from tests.ranks.sharded_world import opened, problems, take, train_parts
-from tiercache.ranks.record import Record
-from tiercache.ranks.rollback import rollback_sharded
-from tiercache.ranks.sharded_store import ShardedStore
+from tests.ranks.sharded_world import opened, problems, roll_back, take, train_shards
+from tests.ranks.shards_killer import options_of, run
 from tiercache.store import Cursor, Store
+from tiercache.store.shards.manifest import Manifest
 from tiercache.store.verification import Verification
 
 if TYPE_CHECKING:
@@ -51,11 +49,11 @@ class Rollback:
     """A store is rolled back, opened by its ranks and trained on."""
 
     def __init__(self, base: Path, engine: str, *, ahead: bool) -> None:
-        """Make the store of three parts in ``base``, one of them ahead where said."""
+        """Make the store of three shards in ``base``, one of them ahead where said."""
         self._base, self._kills = base, 0
 
         def make(_: Processes, __: Teller) -> None:
-            assert train_parts(base, RANKS, COMMITS, engine=engine, retention=RETENTION) == [None] * RANKS
+            assert train_shards(base, RANKS, COMMITS, engine=engine, retention=RETENTION) == [None] * RANKS
             if ahead:
                 sharded_world.ahead(base, RANKS, 1)
 
@@ -74,7 +72,7 @@ class Rollback:
         def work(_: Processes, teller: Teller) -> None:
             if death is not None:
                 with death.armed(folder, 0, teller):
-                    rollback_sharded(path, TO)
+                    roll_back(path, TO)
                 unwatch()
                 teller.note(begun=NEW, done=NEW)
             for sentence in go_on(path):
@@ -102,9 +100,9 @@ class Rollback:
 
 def look(path: Path, done: int, teller: Teller, *, last: bool) -> None:
     """Tell where the store stands and what is wrong with it, as it was left or at the end."""
-    record = Record.read(path)
-    assert record is not None
-    newest = record.commits[-1]
+    manifest = Manifest.read(path)
+    assert manifest is not None
+    newest = manifest.commits[-1]
     if last and newest.cursor != Cursor(3, 5):
         teller.say("wrong", f"it went on to {newest.cursor}")
     if not last:
@@ -117,39 +115,41 @@ def look(path: Path, done: int, teller: Teller, *, last: bool) -> None:
 
 def go_on(path: Path) -> list[str]:
     """Have the ranks open what is there, roll back where that is to be done, and train on; return what is wrong."""
-    record, found = Record.read(path), list[str]()
-    assert record is not None
-    if any(errors := train_parts(path, RANKS, 0)):
+    manifest, found = Manifest.read(path), list[str]()
+    assert manifest is not None
+    if any(errors := train_shards(path, RANKS, 0)):
         return [f"opened, {errors}"]
-    now = Record.read(path)
-    if now is None or [(one.id, one.cursor) for one in now.commits] != [(one.id, one.cursor) for one in record.commits]:
-        found.append(f"opened, it has {now} and had {record}")
+    now = Manifest.read(path)
+    if now is None or [(one.id, one.cursor) for one in now.commits] != [
+        (one.id, one.cursor) for one in manifest.commits
+    ]:
+        found.append(f"opened, it has {now} and had {manifest}")
     found += [f"opened, {problem}" for problem in of_all_commits(path)]
-    if record.commits[-1].id < NEW:
-        rollback_sharded(path, TO)
+    if manifest.commits[-1].id < NEW:
+        roll_back(path, TO)
 
     def train(ranks: Any) -> list[list[int]]:
-        parts, world = opened(path, ranks)
-        with parts:
+        shards, world = opened(path, ranks)
+        with shards:
             for _ in range(2):
-                take(parts, world)
-            return [[commit.id for commit in parts.store.commits], list(parts.record.of_part(ranks.rank))]
+                take(shards, world)
+            return [[commit.id for commit in shards.store.commits], list(shards.manifest.commits_of(ranks.rank))]
 
     for kept in meet(RANKS, train):
         if not isinstance(kept, list) or not set(kept[1]) < set(kept[0]) or len(kept[0]) != RETENTION + 1:
-            found.append(f"a part that went on has commits {kept}")
+            found.append(f"a shard that went on has commits {kept}")
     return found
 
 
 def of_all_commits(path: Path) -> list[str]:
     """Return what is wrong with any commit of a store, and what its verification says."""
-    with ShardedStore.open(path) as store:
+    with Store.open(path, mode="r") as store:
         found = [f"commit {one.id}: {problem}" for one in store.commits for problem in problems(store.at(one.id))]
-        folders = [part.path for part in store.parts]
+        folders = [shard.path for shard in store.shards]
     for rank, folder in enumerate(folders):
-        # As ``verify`` does in a process for each part, of which there would be hundreds.
+        # As ``verify`` does in a process for each shard, of which there would be hundreds.
         with Store.open(folder, mode="r") as whole, redirect_stdout(StringIO()):
-            found += [f"part {rank}: {problem}" for problem in Verification(whole).run()["problems"]]
+            found += [f"shard {rank}: {problem}" for problem in Verification(whole).run()["problems"]]
     return found
 
 

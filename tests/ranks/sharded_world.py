@@ -5,6 +5,7 @@ So what the sharded store must hold at a cursor is known without having run anyt
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,20 +13,20 @@ import numpy as np
 from tests.ranks.meeting import meet
 from tests.store.world import World
 from tiercache.errors import RankError
-from tiercache.ranks.parts import Parts
-from tiercache.ranks.sharded_store import ShardedStore
-from tiercache.ranks.sharding_plan import ShardingPlan, Slice, TableSharding, hash_bounds, sliced
-from tiercache.ranks.shares import part_tables
+from tiercache.ranks.shards import Shards
 from tiercache.store import Adagrad, Adam, Cursor, MemoryEngine, RowWiseAdagrad, Store, Table, Uniform, Zeros, hash_keys
+from tiercache.store.shards.manifest import Manifest, ShardedCommit, shard_name
+from tiercache.store.shards.sharded_store import ShardedStore
+from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, hash_bounds, sliced
 from tiercache.store.vectors import row_words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from tiercache.dist.communicator import AnyCommunicator
+    from tiercache.store import Commit
 
 TABLES = (
     Table(name="item", dim=8, optimizer=Adagrad(learning_rate=0.1), initializer=Uniform(low=-1.0, high=1.0)),
@@ -51,13 +52,13 @@ def sharding_on(num_ranks: int, turn: int = 0) -> ShardingPlan:
     return ShardingPlan(num_ranks, {table.name: way for table, way in zip(TABLES, ways, strict=True)})
 
 
-def whole_row(table: Table, key: int, pass_index: int, part: int) -> tuple[NDArray[np.float32], ...]:
-    """Return the fields (1, width) of the row that a part of a pass leaves."""
-    random = np.random.default_rng([pass_index, part, key & 0xFFFF, table.table_id & 0xFFFF])
+def whole_row(table: Table, key: int, pass_index: int, half: int) -> tuple[NDArray[np.float32], ...]:
+    """Return the fields (1, width) of the row that a half of a pass leaves."""
+    random = np.random.default_rng([pass_index, half, key & 0xFFFF, table.table_id & 0xFFFF])
     return tuple(random.random((1, field.width), dtype=np.float32) for field in table.fields)
 
 
-class PartWorld(World):
+class ShardWorld(World):
     """The keys and rows of one rank."""
 
     def train(self, *, part: int = 0) -> None:
@@ -76,9 +77,9 @@ def whole_passes() -> list[dict[str, NDArray[np.int64]]]:
     return World(TABLES, num_passes=NUM_PASSES, universe=UNIVERSE, keys_per_pass=25).passes
 
 
-def world_of(sharding: ShardingPlan, rank: int) -> PartWorld:
+def world_of(sharding: ShardingPlan, rank: int) -> ShardWorld:
     """Return the world of one rank: of each pass the keys that it owns."""
-    world = PartWorld(part_tables(TABLES, sharding, rank), num_passes=NUM_PASSES, universe=UNIVERSE, keys_per_pass=25)
+    world = ShardWorld(sharding.shard_tables(TABLES, rank), num_passes=NUM_PASSES, universe=UNIVERSE, keys_per_pass=25)
     bounds = [bound - (bound == 1 << 64) for bound in hash_bounds(sharding.num_ranks)[rank : rank + 2]]
     passes = whole_passes()
     for keys in passes:
@@ -101,87 +102,106 @@ def next_cursor(cursor: Cursor | None) -> Cursor:
     return Cursor(cursor.pass_index + 1)
 
 
-def take(parts: Parts, world: PartWorld, note: Callable[..., None] = lambda **_: None) -> None:
+def take(shards: Shards, world: ShardWorld, note: Callable[..., None] = lambda **_: None) -> None:
     """Train to the next commit and make it that of all ranks."""
-    before, after = parts.cursor, next_cursor(parts.cursor)
+    before, after = shards.cursor, next_cursor(shards.cursor)
     if before is not None:
         world.pass_index = before.pass_index
         world.train(part=0 if after.sample else 1)
-        world.append(parts.store, within=after.sample > 0)
+        world.append(shards.store, within=after.sample > 0)
         world.pass_index = after.pass_index
     note(begun=after)
-    world.publish(parts.store, sample=after.sample)
-    parts.publish(after)
+    world.publish(shards.store, sample=after.sample)
+    shards.publish(after)
     note(done=after)
+
+
+def roll_back(path: Path, to: int) -> Commit:
+    """Roll all shards of a store back to a commit."""
+    with Store.open(path) as store:
+        return store.rollback(to)
 
 
 def divide_anew(
     path: Path, ranks: AnyCommunicator, sharding: ShardingPlan, note: Callable[..., None], **options: object
 ) -> None:
-    """Make parts of another sharding; the new ones have the rows that the old ones have."""
-    tables = part_tables(TABLES, sharding, ranks.rank)
-    record = sharding.to_record()
-    with Parts.begin_generation(path, TABLES, tables, record, ranks, **options) as parts:  # type: ignore[arg-type]
-        cursor = parts.record.cursor
+    """Make shards of another sharding; the new ones have the rows that the old ones have."""
+    with Shards.begin_generation(path, TABLES, sharding, ranks, **options) as shards:  # type: ignore[arg-type]
+        cursor = shards.manifest.cursor
         assert cursor is not None
         assert not cursor.sample
         world = world_of(sharding, ranks.rank)
         for pass_index in range(max(0, cursor.pass_index - NUM_PASSES), cursor.pass_index):
             world.pass_index = pass_index
             world.train(part=1)
-            world.append(parts.store)
+            world.append(shards.store)
         world.pass_index = cursor.pass_index
-        world.publish(parts.store)
+        world.publish(shards.store)
         note(switching=True)
-        parts.publish(cursor)
+        shards.publish(cursor)
         note(done=cursor)
 
 
-def opened(path: Path, ranks: AnyCommunicator, turn: int = 0, **options: object) -> tuple[Parts, PartWorld]:
+def opened(path: Path, ranks: AnyCommunicator, turn: int = 0, **options: object) -> tuple[Shards, ShardWorld]:
     """Open or make the sharded store."""
     sharding = sharding_on(ranks.size, turn)
-    tables = part_tables(TABLES, sharding, ranks.rank)
-    parts = Parts.open(path, TABLES, tables, sharding.to_record(), ranks, **options)  # type: ignore[arg-type]
-    return parts, world_of(sharding, ranks.rank)
+    shards = Shards.open(path, TABLES, sharding, ranks, **options)  # type: ignore[arg-type]
+    return shards, world_of(sharding, ranks.rank)
 
 
 def expected(cursor: Cursor) -> dict[str, dict[int, tuple[int, int]]]:
-    """Return of each table what trained each key last: pass and part."""
+    """Return of each table what trained each key last: pass and half."""
     passes, found = whole_passes(), {name: dict[int, tuple[int, int]]() for name in WHOLE}
     steps = [(pass_index, 1) for pass_index in range(cursor.pass_index)] + (
         [(cursor.pass_index, 0)] if cursor.sample else []
     )
-    for pass_index, part in steps:
+    for pass_index, half in steps:
         for name, keys in passes[pass_index % NUM_PASSES].items():
-            found[name] |= dict.fromkeys(keys.tolist(), (pass_index, part))
+            found[name] |= dict.fromkeys(keys.tolist(), (pass_index, half))
     return found
 
 
 def problems(store: ShardedStore) -> Iterator[str]:
     """Yield a sentence for each thing that is not as it is at the store's cursor."""
-    for rank, part in enumerate(store.parts):
-        if part.commit is None or part.commit.cursor != store.cursor:
-            yield f"part {rank} stands elsewhere than {store.cursor}"
-    if store.state() != f"state at {store.cursor.pass_index}, {store.cursor.sample}".encode():
-        yield f"the dense state is not that of {store.cursor}"
-    for name, wanted in expected(store.cursor).items():
+    for rank, shard in enumerate(store.shards):
+        if shard.commit is None or shard.commit.cursor != store.commit.cursor:
+            yield f"shard {rank} stands elsewhere than {store.commit.cursor}"
+    if store.state() != f"state at {store.commit.cursor.pass_index}, {store.commit.cursor.sample}".encode():
+        yield f"the dense state is not that of {store.commit.cursor}"
+    for name, wanted in expected(store.commit.cursor).items():
         table, chunks = WHOLE[name], list(store.scan(name, chunk_rows=7))
         keys = np.concatenate([keys for keys, _ in chunks]) if chunks else np.empty(0, np.int64)
         if keys.size and np.any(np.diff(hash_keys(keys, table.table_id).astype(object)) <= 0):
             yield f"rows of table {name!r} are not in hash order"
         if set(keys.tolist()) != set(wanted) or keys.size != len(wanted):
-            yield f"table {name!r} has other keys at {store.cursor}"
+            yield f"table {name!r} has other keys at {store.commit.cursor}"
             continue
         for chunk, fields in chunks:
             for i, key in enumerate(chunk.tolist()):
                 row = whole_row(table, key, *wanted[key])
                 if any(one[i].tobytes() != other[0].tobytes() for one, other in zip(fields, row, strict=True)):
-                    yield f"row {key} of table {name!r} at {store.cursor} has other bits"
+                    yield f"row {key} of table {name!r} at {store.commit.cursor} has other bits"
 
 
-def old_parts(sharding: ShardingPlan, commits: int) -> list[Store]:
+def one_store(tables: Sequence[Table], sharding: ShardingPlan, shards: Sequence[Store]) -> ShardedStore:
+    """Return the sharded store that stores in memory would be, at their newest commits."""
+    manifest = Manifest(
+        id="0" * 32,
+        generation=0,
+        engine="lmdb",
+        retention=1,
+        tables=tuple(sorted(tables, key=lambda table: table.table_id)),
+        sharding=sharding,
+        shards=tuple(shard_name(0, rank) for rank in range(sharding.num_ranks)),
+    )
+    commits = [shard.commit for shard in shards]
+    newest = ShardedCommit(id=0, cursor=commits[0].cursor, shards=tuple(one.id for one in commits))
+    return ShardedStore(Path("memory"), manifest, tuple(shards), (newest,))
+
+
+def old_shards(sharding: ShardingPlan, commits: int) -> list[Store]:
     """Train made-up rows on every rank, to so many commits."""
-    parts = []
+    shards = []
     for rank in range(sharding.num_ranks):
         world = world_of(sharding, rank)
         store = Store.open(None, tables=world.tables, engine=MemoryEngine())
@@ -194,26 +214,26 @@ def old_parts(sharding: ShardingPlan, commits: int) -> list[Store]:
             world.append(store, within=after.sample > 0)
             world.pass_index, cursor = after.pass_index, after
             world.publish(store, sample=after.sample)
-        parts.append(store)
-    return parts
+        shards.append(store)
+    return shards
 
 
-def train_parts(path: Path, num_ranks: int, commits: int, **options: Any) -> list[Any]:
+def train_shards(path: Path, num_ranks: int, commits: int, **options: Any) -> list[Any]:
     """Make so many commits on so many ranks; returns what each rank raised, or None."""
 
     def body(ranks: Any) -> None:
-        parts, world = opened(path, ranks, **options)
-        with parts:
+        shards, world = opened(path, ranks, **options)
+        with shards:
             for _ in range(commits):
-                take(parts, world)
+                take(shards, world)
 
     return meet(num_ranks, body)
 
 
-def check_parts(path: Path, cursor: Cursor) -> None:
+def check_shards(path: Path, cursor: Cursor) -> None:
     """Assert that the store stands at a cursor, with its rows."""
-    with ShardedStore.open(path) as store:
-        assert store.cursor == cursor
+    with Store.open(path, mode="r") as store:
+        assert store.commit.cursor == cursor
         assert list(problems(store)) == []
 
 
@@ -230,17 +250,17 @@ def sentences(errors: list[Any]) -> str:
 
 
 def ahead(path: Path, num_ranks: int, *who: int) -> None:
-    """Have some ranks make a commit that no record names."""
+    """Have some ranks make a commit that no manifest names."""
 
     def body(ranks: Any) -> None:
-        parts, world = opened(path, ranks)
-        with parts:
+        shards, world = opened(path, ranks)
+        with shards:
             if ranks.rank in who:
-                before, after = parts.cursor, next_cursor(parts.cursor)
+                before, after = shards.cursor, next_cursor(shards.cursor)
                 world.pass_index = before.pass_index
                 world.train(part=0 if after.sample else 1)
-                world.append(parts.store, within=after.sample > 0)
+                world.append(shards.store, within=after.sample > 0)
                 world.pass_index = after.pass_index
-                world.publish(parts.store, sample=after.sample)
+                world.publish(shards.store, sample=after.sample)
 
     assert meet(num_ranks, body) == [None] * num_ranks

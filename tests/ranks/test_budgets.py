@@ -13,7 +13,7 @@ from tests.ranks.trainings import CASES, ONE, assert_as_alone, dense_of, model_o
 from tests.ranks.trainings import trained as trained_by_step
 from tests.training.cases import Case
 from tiercache.data.row_budget import device_bytes
-from tiercache.ranks.record import Record
+from tiercache.store.shards.manifest import Manifest
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
@@ -139,8 +139,8 @@ def test_commits_are_not_dropped_for_a_training_that_is_refused(ranks_pool: Rank
 
     for retention, kept in ((3, 2), (1, 1)):
         assert ranks_pool.run(2, OPEN, **options, retention=retention) == [[8, 0]] * 2
-        assert Record.read(tmp_path / "model.tc").retention == retention  # type: ignore[union-attr]
-        with tc.ShardedStore.open(tmp_path / "model.tc") as store:
+        assert Manifest.read(tmp_path / "model.tc").retention == retention  # type: ignore[union-attr]
+        with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
             assert [commit.cursor for commit in store.commits] == [(7, 0), (8, 0)][-kept:]
 
 
@@ -150,15 +150,15 @@ def test_rows_are_not_put_in_the_order_of_other_passes_for_a_budget_that_is_too_
 ) -> None:
     """The commits of the passes before stay the newest ones."""
     trained(ranks_pool, tmp_path)
-    record = (tmp_path / "model.tc" / "record.json").read_bytes()
+    record = (tmp_path / "model.tc" / "shards.json").read_bytes()
     (tmp_path / "passes").rename(tmp_path / "old")
     Case(tables=ONE.tables, specs=ONE.specs, data_seed=7).cut(tmp_path / "passes")
     options: dict[str, Any] = {"folder": str(tmp_path), "reorganize": True, "order_seed": order_seed}
 
     for name, sentence in SENTENCES.items():
         assert_refused(ranks_pool.errors(2, OPEN, **options | {name: TOO_SMALL[name]}), sentence)
-        assert (tmp_path / "model.tc" / "record.json").read_bytes() == record
-        with tc.ShardedStore.open(tmp_path / "model.tc") as store:
+        assert (tmp_path / "model.tc" / "shards.json").read_bytes() == record
+        with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
             assert [commit.cursor for commit in store.commits] == [(7, 0), (8, 0)]
 
     assert ranks_pool.run(2, OPEN, **options) == [[0, 0]] * 2

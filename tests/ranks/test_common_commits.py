@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,19 +14,18 @@ from tests.ranks import sharded_world
 from tests.ranks.meeting import meet
 from tests.ranks.sharded_world import (
     WHOLE,
-    check_parts,
     divide_anew,
     expected,
     opened,
     problems,
+    roll_back,
     sharding_on,
-    train_parts,
+    train_shards,
     whole_row,
 )
 from tests.ranks.trainings import CASES, stored
-from tiercache.ranks.inspection import sharded_info, verify_sharded
-from tiercache.ranks.record import Record
-from tiercache.store import CommitMissingError, Cursor, Store, StoreClosedError, StoreInUseError
+from tiercache.store import CommitMissingError, Cursor, Store, StoreClosedError, StoreInUseError, info, verify
+from tiercache.store.shards.manifest import Manifest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,82 +35,83 @@ if TYPE_CHECKING:
 
 def kept(path: Path) -> list[int]:
     """Return the ids of the commits that a sharded store keeps, each read whole."""
-    with tc.ShardedStore.open(path) as store:
+    with tc.Store.open(path, mode="r") as store:
         commits = store.commits
-        assert store.commit == commits[-1]
+        assert (store.commit.id, store.commit.cursor) == (commits[-1].id, commits[-1].cursor)
         for commit in commits:
             assert list(problems(store.at(commit.id))) == []
     for commit in commits:
-        with tc.ShardedStore.open(path, commit=commit.id) as store:
-            assert (store.commits, store.cursor) == ((commit,), commit.cursor)
+        with tc.Store.open(path, commit=commit.id, mode="r") as store:
+            assert [one.id for one in store.commits] == [store.commit.id] == [commit.id]
+            assert store.commit.cursor == commit.cursor
             assert list(problems(store)) == []
     return [commit.id for commit in commits]
 
 
-def kept_by_parts(path: Path) -> list[list[int]]:
-    """Return the ids of the commits that each part keeps."""
-    record, found = Record.read(path), []
-    for rank in range(record.num_ranks):
-        with Store.open(record.folder(path, rank), mode="r") as part:
-            found.append([commit.id for commit in part.commits])
+def kept_by_shards(path: Path) -> list[list[int]]:
+    """Return the ids of the commits that each shard keeps."""
+    manifest, found = Manifest.read(path), []
+    for rank in range(manifest.num_ranks):
+        with Store.open(manifest.folder(path, rank), mode="r") as shard:
+            found.append([commit.id for commit in shard.commits])
     return found
 
 
 @pytest.mark.parametrize(("num_ranks", "engine"), [(1, "lmdb"), (3, "lmdb"), (2, "zarr")])
 def test_the_newest_commits_of_all_ranks_are_kept(tmp_path: Path, num_ranks: int, engine: str) -> None:
-    """As many as were asked for, and by later openings; every part keeps exactly these and the one before them."""
+    """As many as were asked for, and by later openings; every shard keeps exactly these and the one before them."""
     path = tmp_path / "s"
-    assert train_parts(path, num_ranks, 5, engine=engine, retention=3) == [None] * num_ranks
+    assert train_shards(path, num_ranks, 5, engine=engine, retention=3) == [None] * num_ranks
     assert kept(path) == [2, 3, 4]
-    assert kept_by_parts(path) == [[1, 2, 3, 4]] * num_ranks
-    assert train_parts(path, num_ranks, 2) == [None] * num_ranks
+    assert kept_by_shards(path) == [[1, 2, 3, 4]] * num_ranks
+    assert train_shards(path, num_ranks, 2) == [None] * num_ranks
     assert kept(path) == [4, 5, 6]
-    with pytest.raises(CommitMissingError, match=r"the sharded store at .* has no commit 3: give one of 4, 5, 6"):
-        tc.ShardedStore.open(path, commit=3)
-    with tc.ShardedStore.open(path) as store:
+    with pytest.raises(CommitMissingError, match=r"the store at .* has no commit 3: give one of 4, 5, 6"):
+        tc.Store.open(path, commit=3, mode="r")
+    with tc.Store.open(path, mode="r") as store:
         with pytest.raises(CommitMissingError, match="has no commit 7: give one of 4, 5, 6"):
             store.at(7)
         before = store.at(4)
         if engine == "zarr":  # a process opens the other engine's files once
-            assert train_parts(path, num_ranks, 3) == [None] * num_ranks
+            assert train_shards(path, num_ranks, 3) == [None] * num_ranks
         assert list(problems(before.at(4))) == []  # a reader keeps what it sees
         with pytest.raises(CommitMissingError, match="has no commit 5: give one of 4"):
             before.at(5)
     with pytest.raises(StoreClosedError):
         store.at(5)
-    assert train_parts(path, num_ranks, 1, retention=1) == [None] * num_ranks
+    assert train_shards(path, num_ranks, 1, retention=1) == [None] * num_ranks
     assert kept(path) == [10 if engine == "zarr" else 7]
 
 
 def test_commits_beyond_a_lower_retention_go_when_ranks_open_the_store(tmp_path: Path) -> None:
-    """So parts take no more room than a store budget counts; the record names none any more before parts drop it."""
+    """So shards take no more room than a store budget counts; the manifest names none before shards drop it."""
     path = tmp_path / "s"
-    assert train_parts(path, 2, 6, retention=4) == [None] * 2
+    assert train_shards(path, 2, 6, retention=4) == [None] * 2
     sharded_world.ahead(path, 2, 1)
-    assert train_parts(path, 2, 0, retention=2) == [None] * 2
+    assert train_shards(path, 2, 0, retention=2) == [None] * 2
     assert kept(path) == [4, 5]
-    assert kept_by_parts(path) == [[4, 5], [4, 7]]
-    assert train_parts(path, 2, 2) == [None] * 2
-    assert kept_by_parts(path) == [[5, 6, 7], [7, 8, 9]]
-    replace(Record.read(path), retention=1).trimmed().write(path)  # as a kill leaves it before parts drop any
+    assert kept_by_shards(path) == [[4, 5], [4, 7]]
+    assert train_shards(path, 2, 2) == [None] * 2
+    assert kept_by_shards(path) == [[5, 6, 7], [7, 8, 9]]
+    replace(Manifest.read(path), retention=1).trimmed().write(path)  # as a kill leaves it before shards drop any
     assert kept(path) == [7]
-    assert train_parts(path, 2, 0) == [None] * 2
-    assert kept_by_parts(path) == [[7], [9]]
+    assert train_shards(path, 2, 0) == [None] * 2
+    assert kept_by_shards(path) == [[7], [9]]
 
 
 def test_a_part_that_steps_back_costs_no_older_commit(tmp_path: Path) -> None:
-    """The commit of all ranks has the same id, of other commits of parts; time and again."""
+    """The commit of all ranks has the same id, of other commits of shards; time and again."""
     path = tmp_path / "s"
-    assert train_parts(path, 2, 4, retention=3) == [None] * 2
+    assert train_shards(path, 2, 4, retention=3) == [None] * 2
     for _ in range(2):
         sharded_world.ahead(path, 2, 1)
         assert kept(path) == [1, 2, 3]
-        assert train_parts(path, 2, 0) == [None] * 2
+        assert train_shards(path, 2, 0) == [None] * 2
         assert kept(path) == [1, 2, 3]
-    assert kept_by_parts(path) == [[0, 1, 2, 3], [1, 2, 5, 7]]
-    assert train_parts(path, 2, 2) == [None] * 2
+    assert kept_by_shards(path) == [[0, 1, 2, 3], [1, 2, 5, 7]]
+    assert train_shards(path, 2, 2) == [None] * 2
     assert kept(path) == [3, 4, 5]
-    assert kept_by_parts(path) == [[2, 3, 4, 5], [2, 7, 8, 9]]
+    assert kept_by_shards(path) == [[2, 3, 4, 5], [2, 7, 8, 9]]
 
 
 @pytest.mark.parametrize(
@@ -131,105 +129,83 @@ def test_a_part_that_steps_back_costs_no_older_commit(tmp_path: Path) -> None:
 def test_ranks_go_on_from_a_commit_that_was_rolled_back_to(
     tmp_path: Path, to: int, ahead: int | None, engine: str
 ) -> None:
-    """A new commit of all ranks with the rows of the old one; those in between are gone, and what a part was ahead."""
+    """A new commit of all ranks with the rows of the old one; those in between are gone, and what a shard was ahead."""
     path = tmp_path / "s"
-    assert train_parts(path, 2, 5, engine=engine, retention=3) == [None] * 2
-    with tc.ShardedStore.open(path) as store:
+    assert train_shards(path, 2, 5, engine=engine, retention=3) == [None] * 2
+    with tc.Store.open(path, mode="r") as store:
         cursors = {commit.id: commit.cursor for commit in store.commits}
     if ahead is not None:
         sharded_world.ahead(path, 2, ahead)
-    commit = tc.rollback_sharded(path, to)
+    commit = roll_back(path, to)
     assert (commit.id, commit.cursor) == (5, cursors[to])
     assert kept(path) == [*range(2, to + 1), 5][-3:]
-    assert kept_by_parts(path) == [list(Record.read(path).of_part(rank)) for rank in range(2)]
-    assert train_parts(path, 2, 3) == [None] * 2
+    assert kept_by_shards(path) == [list(Manifest.read(path).commits_of(rank)) for rank in range(2)]
+    assert train_shards(path, 2, 3) == [None] * 2
     assert kept(path) == [6, 7, 8]
-    assert verify_sharded(path)["problems"] == []
+    assert verify(path)["problems"] == []
     with pytest.raises(CommitMissingError, match="has no commit 5: give one of 6, 7, 8"):
-        tc.rollback_sharded(path, 5)
+        roll_back(path, 5)
 
 
 def test_nobody_rolls_back_what_ranks_are_training(tmp_path: Path) -> None:
     """Nor where rank 0 is gone and others still write; the store stands where it stood."""
     path = tmp_path / "s"
-    assert train_parts(path, 2, 4, retention=2) == [None] * 2
+    assert train_shards(path, 2, 4, retention=2) == [None] * 2
 
     def body(ranks: Any) -> None:
-        parts, _ = opened(path, ranks)
-        with parts:
+        shards, _ = opened(path, ranks)
+        with shards:
             if ranks.rank == 0:
                 with pytest.raises(StoreInUseError, match=r"the store at .*/s is being written by process"):
-                    tc.rollback_sharded(path, 2)
-                parts.close()
+                    roll_back(path, 2)
+                shards.close()
             ranks.all_gather_object(None)
             if ranks.rank == 0:
-                with pytest.raises(StoreInUseError, match=r"the store at .*/part-0-1 is being written by process"):
-                    tc.rollback_sharded(path, 2)
+                with pytest.raises(StoreInUseError, match=r"the store at .*/shard-0-1 is being written by process"):
+                    roll_back(path, 2)
             ranks.all_gather_object(None)
 
     assert meet(2, body) == [None] * 2
     assert kept(path) == [2, 3]
 
 
-def test_parts_that_are_divided_anew_begin_their_commits_anew(tmp_path: Path) -> None:
+def test_shards_that_are_divided_anew_begin_their_commits_anew(tmp_path: Path) -> None:
     """Ids go on; older commits are refused in a sentence that says why."""
     path = tmp_path / "s"
-    assert train_parts(path, 2, 4, retention=3) == [None] * 2
+    assert train_shards(path, 2, 4, retention=3) == [None] * 2
     assert meet(3, lambda ranks: divide_anew(path, ranks, sharding_on(3, 1), lambda **_: None)) == [None] * 3
     assert kept(path) == [4]
     words = (
-        r"commit 3 of .* went with the parts that other ranks or another sharding had before commit 4: give one of 4"
+        r"commit 3 of .* went with the shards that other ranks or another sharding had before commit 4: give one of 4"
     )
     for back in (
-        lambda: tc.ShardedStore.open(path, commit=3),
-        lambda: tc.rollback_sharded(path, 3),
+        lambda: tc.Store.open(path, commit=3, mode="r"),
+        lambda: roll_back(path, 3),
     ):
         with pytest.raises(CommitMissingError, match=words):
             back()
-    with tc.ShardedStore.open(path) as store, pytest.raises(CommitMissingError, match=words + ", or take all rows"):
-        store.changed_rows("item", 3)
-    assert train_parts(path, 3, 3, turn=1) == [None] * 3
+    with tc.Store.open(path, mode="r") as store, pytest.raises(CommitMissingError, match=words + ", or take all rows"):
+        store.changed_rows("item", since=3)
+    assert train_shards(path, 3, 3, turn=1) == [None] * 3
     assert kept(path) == [5, 6, 7]
-    assert tc.rollback_sharded(path, 5).id == 8
-    assert train_parts(path, 3, 1, turn=1) == [None] * 3
+    assert roll_back(path, 5).id == 8
+    assert train_shards(path, 3, 1, turn=1) == [None] * 3
     assert kept(path) == [5, 8, 9]
-
-
-def test_a_store_of_an_older_record_goes_on(tmp_path: Path) -> None:
-    """Version 1 named one commit, and parts kept more: its id is theirs, and those to come are kept as asked for."""
-    path = tmp_path / "s"
-    assert train_parts(path, 2, 4, retention=2) == [None] * 2
-    values = json.loads((path / "record.json").read_text())
-    newest = values["commits"][-1]
-    values |= {"version": 1, "cursor": newest["cursor"], "commits": newest["parts"]}
-    del values["digest"], values["first_commit"]
-    text = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
-    old = json.dumps(values | {"digest": hashlib.sha256(text).hexdigest()}, indent=1)
-    (path / "record.json").write_text(old)
-    assert kept(path) == [3]
-    assert train_parts(path, 2, 0) == [None] * 2
-    assert (path / "record.json").read_text() == old
-    assert train_parts(path, 2, 1) == [None] * 2
-    assert kept(path) == [3, 4]
-    assert kept_by_parts(path) == [[3, 4]] * 2
-    assert tc.rollback_sharded(path, 3).id == 5
-    assert train_parts(path, 2, 1) == [None] * 2
-    check_parts(path, Cursor(3))
 
 
 def test_commands_read_and_roll_back_a_sharded_store(tmp_path: Path) -> None:
     """As they do a store of one process, and at its commits."""
     path = tmp_path / "s"
-    assert train_parts(path, 3, 6, retention=3) == [None] * 3
+    assert train_shards(path, 3, 6, retention=3) == [None] * 3
     assert [one["id"] for one in told("info", path)["commits"]] == [3, 4, 5]
-    for part in told("info", path)["parts"]:
-        assert part["retention"] == 3
-        assert [(one["id"], one["pass"], one["sample"]) for one in part["commits"]] == [
+    for shard in told("info", path)["shards"]:
+        assert shard["retention"] == 3
+        assert [(one["id"], one["pass"], one["sample"]) for one in shard["commits"]] == [
             (3, 2, 0), (4, 3, 0), (5, 3, 5)
         ]  # fmt: skip
     assert "3 are kept" in run("info", path)
     assert "3 shards that belong together at 3 commits" in run("verify", path)
-    trained = {key: (pass_index, part) for key, (pass_index, part) in expected(Cursor(2))["item"].items()}
+    trained = {key: (pass_index, shard) for key, (pass_index, shard) in expected(Cursor(2))["item"].items()}
     later = expected(Cursor(3, 5))["item"]
     key = next(key for key, at in trained.items() if later[key] != at)
     rows = [told("lookup", path, "item", *at, "--", key)[0] for at in ([], ["--commit", 3])]
@@ -256,33 +232,33 @@ def test_commands_read_and_roll_back_a_sharded_store(tmp_path: Path) -> None:
     assert done == {"commit": 6, "pass": 3, "sample": 0}
     run("diff", path, tmp_path / "one")
     assert "commit 7 has the rows and the position of commit 4" in run("rollback", path, "--to", 4)
-    assert sharded_info(path)["cursor"] == {"pass": 3, "sample": 0}
+    assert info(path)["cursor"] == {"pass": 3, "sample": 0}
 
 
 def test_verification_beside_a_training_says_what_it_checked(tmp_path: Path) -> None:
-    """The commits of the record that it held the parts against, when it had read them all."""
+    """The commits of the manifest that it held the shards against, when it had read them all."""
     path = tmp_path / "s"
-    assert train_parts(path, 1, 3, retention=2) == [None]
+    assert train_shards(path, 1, 3, retention=2) == [None]
     told = list[list[Any]]()
 
     def train_on(*_: int) -> None:
         if not told:
-            told.append(train_parts(path, 1, 1))
+            told.append(train_shards(path, 1, 1))
 
-    report = verify_sharded(path, progress=train_on)
+    report = verify(path, progress=train_on)
     assert told == [[None]]
     assert (report["commits"], report["problems"]) == ([2, 3], [])
 
 
 @pytest.mark.parametrize("format", ["numpy", "parquet", "safetensors"])
-def test_an_export_has_all_rows_of_all_parts(tmp_path: Path, format: str) -> None:  # noqa: A002 - what users call it
+def test_an_export_has_all_rows_of_all_shards(tmp_path: Path, format: str) -> None:  # noqa: A002 - what users call it
     """With their optimizer state: imported into a store of one process they are the same."""
     path = tmp_path / "s"
-    assert train_parts(path, 2, 4) == [None] * 2
-    with tc.ShardedStore.open(path) as store:
+    assert train_shards(path, 2, 4) == [None] * 2
+    with tc.Store.open(path, mode="r") as store:
         listing = tc.export_store(store, tmp_path / "out", format=format)
         assert {one.table.name: one.rows for one in listing.tables} == {
-            name: len(rows) for name, rows in expected(store.cursor).items()
+            name: len(rows) for name, rows in expected(store.commit.cursor).items()
         }
         tc.import_store(tmp_path / "out", tmp_path / "one", steps=1)
         with Store.open(tmp_path / "one", mode="r") as one:
@@ -297,16 +273,16 @@ def test_a_training_goes_on_from_a_rollback_to_the_same_bits(ranks_pool: RanksPo
     path, training = tmp_path / "model.tc", {"case": "bags", "folder": str(tmp_path)}
     whole = ranks_pool.run(2, "tests.ranks.trainings:train", **training, retention=3)
     theirs = stored(tmp_path)
-    with tc.ShardedStore.open(path) as store:
+    with tc.Store.open(path, mode="r") as store:
         first, *_, last = store.commits
     assert (last.id - first.id, last.cursor.pass_index - first.cursor.pass_index) == (2, 2)
-    assert tc.rollback_sharded(path, first.id).cursor == first.cursor
+    assert roll_back(path, first.id).cursor == first.cursor
     assert different(stored(tmp_path), theirs)
 
     ended = ranks_pool.run(2, "tests.ranks.trainings:train", **training)
 
-    with tc.ShardedStore.open(path) as store:
-        assert store.cursor == last.cursor
+    with tc.Store.open(path, mode="r") as store:
+        assert store.commit.cursor == last.cursor
         assert [commit.id for commit in store.commits] == [last.id + 1, last.id + 2, last.id + 3]
     assert different(stored(tmp_path), theirs) == []
     for name, value in whole[0].items():

@@ -15,7 +15,7 @@ from tests.ranks.trainings import OPTIONS, stored
 from tests.training.cases import table
 from tiercache.data.from_arrays import write_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
-from tiercache.ranks.sharding_plan import ShardingPlan, Slice, TableSharding, sliced
+from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, sliced
 
 if TYPE_CHECKING:
     from tests.ranks.pool import RanksPool

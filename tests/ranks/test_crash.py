@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.parts_killer import PHASES as PHASES_OF_PARTS
 from tests.ranks.resharding_killer import PHASES
+from tests.ranks.shards_killer import PHASES as PHASES_OF_SHARDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,9 +43,9 @@ def killed(killer: str, folder: Path, **options: object) -> dict[str, Any]:
 )
 def test_parts_killed_at_any_point_stand_at_one_commit(tmp_path: Path, engine: str, kills: int) -> None:
     """One rank or all, before and after calls that touch the disk and at random instants, and again as they go on."""
-    found = killed("parts", tmp_path, engine=engine, kills=kills)
+    found = killed("shards", tmp_path, engine=engine, kills=kills)
     if kills >= 60:
-        assert found["phases"].keys() == set(PHASES_OF_PARTS)
+        assert found["phases"].keys() == set(PHASES_OF_SHARDS)
         assert min(found["phases"].values()) >= 5
         assert min(found["behind"], found["instants"]) >= 3, "too few stores had a part that was ahead"
         assert found["second_kills"] >= 10
@@ -75,7 +75,7 @@ def test_ranks_killed_while_they_write_new_parts_end_with_the_same_bits(tmp_path
     assert found["phases"].keys() == set(PHASES)
     assert min(*found["phases"].values(), found["instants"]) >= 1
     assert min(found["kills_of_all"], found["second_kills"], found["old_ranks_between"]) >= 1
-    assert min(found["stood_in_old_parts"], found["stood_in_new_parts"]) >= 4
+    assert min(found["stood_in_old_shards"], found["stood_in_new_shards"]) >= 4
 
 
 @pytest.mark.parametrize("kills", [6, pytest.param(100, marks=pytest.mark.long)])
@@ -90,6 +90,6 @@ def test_a_training_killed_while_other_ranks_take_it_up_goes_on_to_the_same_bits
     """As a whole: from the midst of a pass on 2 ranks to 3 and to 1, through the opening of the cache."""
     found = killed("training", tmp_path, kills=kills, ranks=2)
     assert found["trainings"] >= 1
-    assert found.get("stood_in_old_parts", 0) + found.get("stood_in_new_parts", 0) == kills
+    assert found.get("stood_in_old_shards", 0) + found.get("stood_in_new_shards", 0) == kills
     if kills >= 20:  # of a few, chance decides where they come
-        assert min(found["stood_in_old_parts"], found["stood_in_new_parts"]) > 0
+        assert min(found["stood_in_old_shards"], found["stood_in_new_shards"]) > 0

@@ -15,7 +15,6 @@ import tiercache as tc
 from tests.ranks.trainings import dense_of, stored
 from tests.training.devices import shim
 from tests.training.test_fetch_ahead import CASE, STEPS, Training, evaluate_of_the_next_pass, leave_gradients
-from tiercache.ranks.sharded_store import ShardedStore
 
 if TYPE_CHECKING:
     from tests.ranks.pool import RanksPool
@@ -134,7 +133,7 @@ def test_a_loop_that_fetches_ahead_ends_with_the_same_bits(
     assert len(found["losses"]) == STEPS
     assert found["losses"] == plain(theirs, **options)["losses"]
     assert found["passes"] == 8
-    with ShardedStore.open(folder / name) as store:
+    with tc.Store.open(folder / name, mode="r") as store:
         assert store.commit.cursor.pass_index == 8
     assert_same(folder, name, found, plain(theirs, **options), theirs)
 
@@ -149,7 +148,7 @@ def test_a_loop_that_fetched_ahead_goes_on_to_the_same_bits(
     """Given up, committed inside a pass, or closed a batch before its end: what was not trained is not counted."""
     name = f"{how}.tc"
     ranks_pool.run(2, FETCH, folder=str(folder), name=name, depth=2, steps=steps, how=how)
-    with ShardedStore.open(folder / name) as store:
+    with tc.Store.open(folder / name, mode="r") as store:
         assert (store.commit.cursor.pass_index, store.commit.cursor.sample) == at
     (found, _) = ranks_pool.run(2, FETCH, folder=str(folder), name=name, depth=2)
     assert_same(folder, name, found, plain(), "plain.tc")

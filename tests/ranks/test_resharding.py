@@ -1,4 +1,4 @@
-"""Parts for another number of ranks or another sharding have the rows, the state and the place of the old ones."""
+"""Shards for another number of ranks or another sharding have the rows, the state and the place of the old ones."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from hypothesis import strategies as st
 import tiercache as tc
 from tests.ranks.meeting import meet
 from tests.ranks.reshardings import let_through, made, on_ranks, one_case, sharded, train_to_cursor, ways
-from tests.ranks.sharded_world import TABLES, WHOLE, expected, old_parts, sharding_on, whole_row
+from tests.ranks.sharded_world import TABLES, WHOLE, expected, old_shards, one_store, sharding_on, whole_row
 from tests.training.cases import assert_same_bits, result_of
 from tiercache.dist.communicator import communicator_of
 from tiercache.errors import BudgetError, DatasetError, RankError
 from tiercache.planning.schedule import Schedule
 from tiercache.ranks.budgets import Budgets
-from tiercache.ranks.opening import open_parts
-from tiercache.ranks.parts import Parts
-from tiercache.ranks.record import Record
-from tiercache.ranks.resharding import copy_share, owned_hashes
-from tiercache.ranks.sharded_store import ShardedStore
-from tiercache.ranks.sharding_plan import ShardingPlan, Slice, TableSharding, sliced
-from tiercache.ranks.shares import Share, part_tables
+from tiercache.ranks.opening import open_for_share
+from tiercache.ranks.resharding import copy_share
+from tiercache.ranks.shards import Shards
+from tiercache.ranks.shares import Share
 from tiercache.store import MemoryEngine, Store, hash_keys
+from tiercache.store.shards.manifest import Manifest
+from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, sliced
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,22 +51,22 @@ def shardings(draw: st.DrawFn) -> ShardingPlan:
 
 
 def check_rows(store: Store, sharding: ShardingPlan, rank: int, wanted: dict[str, dict[int, Any]]) -> int:
-    """Compare a part with the rows of the oracle, key by key; returns how many numbers of vectors it has."""
+    """Compare a shard with the rows of the oracle, key by key; returns how many numbers of vectors it has."""
     numbers = 0
-    for part in part_tables(TABLES, sharding, rank):
-        whole, hashes = WHOLE[part.name], owned_hashes(sharding, part.name, rank)
-        keys = np.array(sorted(wanted[part.name]), dtype=np.int64)
+    for shard in sharding.shard_tables(TABLES, rank):
+        whole, hashes = WHOLE[shard.name], sharding.owned_hashes(shard.name, rank)
+        keys = np.array(sorted(wanted[shard.name]), dtype=np.int64)
         mine: NDArray[np.int64] = keys[:0]
         if hashes is not None:
-            of = hash_keys(keys, part.table_id).astype(object)
+            of = hash_keys(keys, shard.table_id).astype(object)
             mine = keys[(of >= hashes[0]) & (of < hashes[1])]
-        found = list(store.scan(part.name, chunk_rows=7))
+        found = list(store.scan(shard.name, chunk_rows=7))
         assert sorted(key for ks, _ in found for key in ks.tolist()) == mine.tolist()
-        columns = slice(part.first_column, part.first_column + part.dim)
+        columns = slice(shard.first_column, shard.first_column + shard.dim)
         for ks, fields in found:
             numbers += fields[0].size
             for i, key in enumerate(ks.tolist()):
-                for mine_, one in zip(fields, whole_row(whole, key, *wanted[part.name][key]), strict=True):
+                for mine_, one in zip(fields, whole_row(whole, key, *wanted[shard.name][key]), strict=True):
                     assert mine_[i].tobytes() == (one[0, columns] if one.shape[1] == whole.dim else one[0]).tobytes()
     return numbers
 
@@ -78,40 +77,41 @@ def test_every_key_and_column_is_in_one_new_part_with_its_state(
     old: ShardingPlan, new: ShardingPlan, commits: int
 ) -> None:
     """From any sharding to any other, at any commit: the bits of vectors and of what belongs to them."""
-    parts = old_parts(old, commits)
-    cursor = parts[0].commit.cursor
+    shards = old_shards(old, commits)
+    cursor = shards[0].commit.cursor
     wanted, numbers = expected(cursor), 0
     for rank in range(new.num_ranks):
-        with Store.open(None, tables=part_tables(TABLES, new, rank), engine=MemoryEngine()) as store:
-            commit = copy_share(TABLES, parts, old, store, new, rank)
+        with Store.open(None, tables=new.shard_tables(TABLES, rank), engine=MemoryEngine()) as store:
+            commit = copy_share(one_store(TABLES, old, shards), store, new, rank)
             assert (commit.id, commit.cursor) == (0, (0, 0))
-            assert store.state() == parts[0].state()
-            assert commit.settings == parts[0].commit.settings
+            assert store.state() == shards[0].state()
+            assert commit.settings == shards[0].commit.settings
             numbers += check_rows(store, new, rank, wanted)
     assert numbers == sum(len(keys) * WHOLE[name].dim for name, keys in wanted.items())
 
 
-def test_only_parts_and_pieces_with_wanted_rows_are_read() -> None:
+def test_only_shards_and_pieces_with_wanted_rows_are_read() -> None:
     """From two ranks by row to three: the first of three reads nothing of the second of two."""
     ways = {one.name: TableSharding("row") for one in TABLES}
     old, new = ShardingPlan(2, ways), ShardingPlan(3, ways)
-    parts = old_parts(old, 4)
-    with Store.open(None, tables=part_tables(TABLES, new, 0), engine=MemoryEngine()) as store:
-        copy_share(TABLES, parts, old, store, new, 0)
-        check_rows(store, new, 0, expected(parts[0].commit.cursor))
-    assert parts[0].counters.row_bytes_read > 0
-    assert parts[1].counters.row_bytes_read == 0
+    shards = old_shards(old, 4)
+    with Store.open(None, tables=new.shard_tables(TABLES, 0), engine=MemoryEngine()) as store:
+        whole = one_store(TABLES, old, shards)
+        copy_share(whole, store, new, 0)
+        check_rows(store, new, 0, expected(shards[0].commit.cursor))
+    assert whole.shards[0].counters.row_bytes_read > 0
+    assert whole.shards[1].counters.row_bytes_read == 0
 
 
 def test_each_rank_has_the_state_it_had_and_a_new_one_that_of_rank_0() -> None:
     """Random generators differ between ranks."""
     old, new = sharding_on(2), sharding_on(3)
-    parts = old_parts(old, 2)
-    for rank, part in enumerate(parts):
-        part.publish(part.commit.cursor, state=b"%d" % rank, schedule_digest="", settings={}, environment={})
+    shards = old_shards(old, 2)
+    for rank, shard in enumerate(shards):
+        shard.publish(shard.commit.cursor, state=b"%d" % rank, schedule_digest="", settings={}, environment={})
     for rank, state in enumerate((b"0", b"1", b"0")):
-        with Store.open(None, tables=part_tables(TABLES, new, rank), engine=MemoryEngine()) as store:
-            copy_share(TABLES, parts, old, store, new, rank)
+        with Store.open(None, tables=new.shard_tables(TABLES, rank), engine=MemoryEngine()) as store:
+            copy_share(one_store(TABLES, old, shards), store, new, rank)
             assert store.state() == state
 
 
@@ -138,38 +138,36 @@ def test_a_training_goes_on_with_other_ranks_to_the_same_bits(
         model = train_to_cursor(plain, passes, case, (14, 0), skip=skip, seed=1)
         end = result_of(plain, passes, model)
     alone = Share(passes, ways(1, 0), 0)
-    with Parts.open(
-        path, case.tables, alone.tables, alone.sharding.to_record(), communicator_of(), engine="zarr"
-    ) as parts:
-        train_to_cursor(parts.store, alone, case, stops[0][0], seed=1, parts=parts)
-        parts.publish(stops[0][0])
+    with Shards.open(path, case.tables, alone.sharding, communicator_of(), engine="zarr") as shards:
+        train_to_cursor(shards.store, alone, case, stops[0][0], seed=1, shards=shards)
+        shards.publish(stops[0][0])
     for (cursor, size, turn), after in zip(stops, [*(stop[0] for stop in stops[1:]), (14, 0)], strict=True):
 
         def body(ranks: Any, cursor: Any = cursor, size: int = size, turn: int = turn) -> Any:
-            with made(path, passes, ways(size, turn), ranks, order=order_seed) as parts:
-                assert parts.cursor == cursor
-                assert parts.store.commit.cursor == cursor
+            with made(path, passes, ways(size, turn), ranks, order=order_seed) as shards:
+                assert shards.cursor == cursor
+                assert shards.store.commit.cursor == cursor
                 if size > 1 and not cursor[1]:
-                    let_through(parts.store, Share(passes, ways(size, turn), ranks.rank), cursor[0] + 1, order_seed)
-                    parts.publish((cursor[0] + 1, 0))
-                return len(list(parts.store.segments))
+                    let_through(shards.store, Share(passes, ways(size, turn), ranks.rank), cursor[0] + 1, order_seed)
+                    shards.publish((cursor[0] + 1, 0))
+                return len(list(shards.store.segments))
 
         on_ranks(size, body)
-        with ShardedStore.open(path) as opened:
-            assert opened.record.num_ranks == size
+        with tc.Store.open(path, mode="r") as opened:
+            assert opened.manifest.num_ranks == size
         assert sorted(p.name for p in path.iterdir() if p.is_dir()) == [
-            f"part-{opened.record.generation}-{rank}" for rank in range(size)
+            f"shard-{opened.manifest.generation}-{rank}" for rank in range(size)
         ]
-        with made(path, passes, ways(1, turn), communicator_of(), order=order_seed) as parts:
+        with made(path, passes, ways(1, turn), communicator_of(), order=order_seed) as shards:
             share = Share(passes, ways(1, turn), 0)
-            model = train_to_cursor(parts.store, share, case, after, parts=parts)
-            parts.publish(after)
-            assert after != (14, 0) or assert_same_bits(end, result_of(parts.store, passes, model)) is None
+            model = train_to_cursor(shards.store, share, case, after, shards=shards)
+            shards.publish(after)
+            assert after != (14, 0) or assert_same_bits(end, result_of(shards.store, passes, model)) is None
 
 
 @pytest.mark.parametrize("cursor", [(0, 40), (3, 16), (7, 48), (8, 0)])
 def test_fewer_devices_go_on_with_smaller_passes(tmp_path: Path, cursor: tuple[int, int]) -> None:
-    """Passes are split at aligned samples, and the new parts continue them from the midst of an old one."""
+    """Passes are split at aligned samples, and the new shards continue them from the midst of an old one."""
     case = one_case(shuffle=False)
     passes = case.cut(tmp_path / "passes")
     sharded(tmp_path / "sharded", case, passes, cursor)
@@ -179,13 +177,13 @@ def test_fewer_devices_go_on_with_smaller_passes(tmp_path: Path, cursor: tuple[i
         end = result_of(plain, passes, train_to_cursor(plain, passes, case, (10, 0), seed=1))
 
     def body(ranks: Any) -> Any:
-        with made(tmp_path / "sharded", split, ways(2, 1), ranks) as parts:
-            return parts.cursor
+        with made(tmp_path / "sharded", split, ways(2, 1), ranks) as shards:
+            return shards.cursor
 
     on_ranks(2, body)
-    with made(tmp_path / "sharded", split, ways(1, 1), communicator_of()) as parts:
-        model = train_to_cursor(parts.store, Share(split, ways(1, 1), 0), case, (2 * len(split), 0))
-        assert_same_bits(end, result_of(parts.store, passes, model))
+    with made(tmp_path / "sharded", split, ways(1, 1), communicator_of()) as shards:
+        model = train_to_cursor(shards.store, Share(split, ways(1, 1), 0), case, (2 * len(split), 0))
+        assert_same_bits(end, result_of(shards.store, passes, model))
 
 
 def test_what_cannot_go_on_is_refused_on_every_rank_and_nothing_has_changed(tmp_path: Path) -> None:
@@ -204,24 +202,24 @@ def test_what_cannot_go_on_is_refused_on_every_rank_and_nothing_has_changed(tmp_
             assert isinstance(error, (kind, RankError))
             with pytest.raises(type(error), match=words):
                 raise error
-        with ShardedStore.open(path) as store:
-            assert (store.record.num_ranks, store.cursor) == (1, (3, 16))
+        with tc.Store.open(path, mode="r") as store:
+            assert (store.manifest.num_ranks, store.commit.cursor) == (1, (3, 16))
 
-    refused(DatasetError, "is not the one that the sharded store .* was trained with, nor split from it", others)
-    refused(DatasetError, "is not the one that the sharded store .* was trained with", order=3)
+    refused(DatasetError, "is not the one that the store at .* was trained with, nor split from it", others)
+    refused(DatasetError, "is not the one that the store at .* was trained with", order=3)
     refused(DatasetError, "stands 16 samples inside pass 3, whose samples are shuffled", split)
-    refused(BudgetError, r"store_budget is 100 bytes, but the part of rank \d would have [\d.]+ KiB", store_budget=100)
+    refused(BudgetError, r"store_budget is 100 bytes, but the shard of rank \d would have [\d.]+ KiB", store_budget=100)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tiercache.ranks.resharding.shutil.disk_usage", lambda _: type("Disk", (), {"free": 4096}))
-        refused(BudgetError, r"the new parts on the disk of .* need [\d.]+ KiB while they are made, .* 4 KiB are free")
+        refused(BudgetError, r"the new shards on the disk of .* need [\d.]+ KiB while they are made, .* 4 KiB are free")
 
     refused(DatasetError, "stands inside pass 3: train to the end of a pass", others, reorganized=True)
-    with Parts.open(path, case.tables, case.tables, ways(1, 0).to_record(), communicator_of()) as parts:
-        train_to_cursor(parts.store, Share(passes, ways(1, 0), 0), case, (4, 0), parts=parts)
+    with Shards.open(path, case.tables, ways(1, 0), communicator_of()) as shards:
+        train_to_cursor(shards.store, Share(passes, ways(1, 0), 0), case, (4, 0), shards=shards)
 
     def begun(ranks: Any) -> Any:
-        with made(path, others, ways(2, 1), ranks, reorganized=True) as parts:
-            return parts.cursor, parts.store.commit.schedule_digest
+        with made(path, others, ways(2, 1), ranks, reorganized=True) as shards:
+            return shards.cursor, shards.store.commit.schedule_digest
 
     for rank, (cursor, digest) in enumerate(on_ranks(2, begun)):
         share = Share(others, ways(2, 1), rank)
@@ -235,23 +233,23 @@ def budgets_of(store: int) -> Budgets:
 
 
 def test_the_same_ranks_reorganize_within_their_store_budget(tmp_path: Path) -> None:
-    """Too little is refused with the numbers, and the parts stand as they stood; enough is enough."""
+    """Too little is refused with the numbers, and the shards stand as they stood; enough is enough."""
     case = one_case()
     path = tmp_path / "sharded"
     sharded(path, case, case.cut(tmp_path / "passes"), (3, 0))
     share = Share(one_case(data_seed=5).cut(tmp_path / "others"), ways(1, 0), 0)
-    options: dict[str, Any] = {"engine": None, "parts": None, "reorganized": True, "order": None}
+    options: dict[str, Any] = {"engine": None, "shard_dirs": None, "reorganized": True, "order": None}
     with pytest.raises(BudgetError, match=r"store_budget is 100 bytes, but the store needs"):
-        open_parts(path, share, communicator_of(), **options, budgets=budgets_of(100))
-    with ShardedStore.open(path) as store:
-        assert store.cursor == (3, 0)
-    with open_parts(path, share, communicator_of(), **options, budgets=budgets_of(1 << 30)) as parts:
-        assert parts.store.commit is not None
-        assert parts.store.commit.cursor == (0, 0)
+        open_for_share(path, share, communicator_of(), **options, budgets=budgets_of(100))
+    with tc.Store.open(path, mode="r") as store:
+        assert store.commit.cursor == (3, 0)
+    with open_for_share(path, share, communicator_of(), **options, budgets=budgets_of(1 << 30)) as shards:
+        assert shards.store.commit is not None
+        assert shards.store.commit.cursor == (0, 0)
 
 
 def test_a_rank_that_fails_ends_the_work_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it was doing; the old parts stand."""
+    """Whatever it was doing; the old shards stand."""
     case = one_case()
     passes, path = case.cut(tmp_path / "passes"), tmp_path / "sharded"
     sharded(path, case, passes, (3, 0))
@@ -260,7 +258,7 @@ def test_a_rank_that_fails_ends_the_work_of_the_others(tmp_path: Path, monkeypat
     copy = resharding.copy_share
 
     def failing(*arguments: Any, **options: Any) -> Any:
-        if arguments[5] == 1:
+        if arguments[3] == 1:
             raise OSError("the disk is gone")
         return copy(*arguments, **options)
 
@@ -270,9 +268,9 @@ def test_a_rank_that_fails_ends_the_work_of_the_others(tmp_path: Path, monkeypat
     for error in (found[0], found[2]):
         assert isinstance(error, RankError)
         assert "rank 1 failed while writing rows for other ranks: the disk is gone" in str(error)
-    assert Record.read(path).num_ranks == 1
+    assert Manifest.read(path).num_ranks == 1
     monkeypatch.undo()
     on_ranks(2, lambda ranks: made(path, passes, ways(2, 0), ranks).close())
-    with ShardedStore.open(path) as store:
-        assert store.cursor == (3, 0)
-        assert [part.name for part in sorted(path.iterdir()) if part.is_dir()] == list(store.record.parts)
+    with tc.Store.open(path, mode="r") as store:
+        assert store.commit.cursor == (3, 0)
+        assert [shard.name for shard in sorted(path.iterdir()) if shard.is_dir()] == list(store.manifest.shards)

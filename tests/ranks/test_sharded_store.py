@@ -12,19 +12,15 @@ import pytest
 from tests.ranks.meeting import meet
 from tests.ranks.sharded_world import (
     WHOLE,
-    check_parts,
+    check_shards,
     divide_anew,
     expected,
     problems,
     sentences,
     sharding_on,
-    train_parts,
+    train_shards,
     whole_row,
 )
-from tiercache.ranks import sharded_store
-from tiercache.ranks.inspection import verify_sharded
-from tiercache.ranks.record import Record
-from tiercache.ranks.sharded_store import ShardedStore
 from tiercache.store import (
     CommitMissingError,
     CorruptStoreError,
@@ -32,21 +28,24 @@ from tiercache.store import (
     KeyMissingError,
     Store,
     StoreError,
+    verify,
 )
 from tiercache.store.initial import initial_rows
+from tiercache.store.shards import opening
+from tiercache.store.shards.manifest import Manifest
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tiercache.ranks.common_commit import CommonCommit
+    from tiercache.store.shards.manifest import ShardedCommit
 
 
 def test_lookup_gives_whole_rows_of_any_keys(tmp_path: Path) -> None:
     """Repeated, in any order, of every sharding; keys without a row as asked for."""
     path = tmp_path / "s"
-    assert train_parts(path, 3, 5) == [None] * 3
-    with ShardedStore.open(path) as store:
-        for name, wanted in expected(store.cursor).items():
+    assert train_shards(path, 3, 5) == [None] * 3
+    with Store.open(path, mode="r") as store:
+        for name, wanted in expected(store.commit.cursor).items():
             table = WHOLE[name]
             keys = np.array([*wanted, *wanted][::-1])
             found = store.lookup(name, keys)
@@ -55,9 +54,7 @@ def test_lookup_gives_whole_rows_of_any_keys(tmp_path: Path) -> None:
                 for values, other in zip(found.values(), whole_row(table, key, *wanted[key]), strict=True):
                     assert values[i].tobytes() == other[0].tobytes()
             gone = np.array([10**9, 7 * 10**9, 10**10])
-            with pytest.raises(
-                KeyMissingError, match=f"3 of 4 keys have no row in table '{name}' of the sharded store"
-            ):
+            with pytest.raises(KeyMissingError, match=f"3 of 4 keys have no row in table '{name}' of the store"):
                 store.lookup(name, np.array([*gone, keys[0]]))
             zeros = store.lookup(name, gone, missing="zeros")
             assert not any(np.any(values) for values in zeros.values())
@@ -72,99 +69,95 @@ def test_lookup_gives_whole_rows_of_any_keys(tmp_path: Path) -> None:
             store.lookup("item", np.array([0.5]))
         with pytest.raises(ValueError, match="is beyond int64"):
             store.lookup("item", np.array([2**63, 5], dtype=np.uint64))
-    with pytest.raises(ValueError, match="mode 'a' is none of one process"):
-        ShardedStore.open(path, mode="a")
 
 
 @pytest.mark.parametrize("divided", [False, True])
 def test_a_reader_begins_anew_where_a_training_goes_on_while_it_opens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, divided: bool
 ) -> None:
-    """Between reading the record and opening the parts: commits, or another division, took them away."""
+    """Between reading the manifest and opening the shards: commits, or another division, took them away."""
     path, times = tmp_path / "s", [0]
-    assert train_parts(path, 2, 4) == [None] * 2
-    plain = sharded_store.open_parts
+    assert train_shards(path, 2, 4) == [None] * 2
+    plain = opening._open_all
 
-    def slow(place: Path, record: Record, only: CommonCommit | None) -> tuple[Store, ...]:
+    def slow(place: Path, manifest: Manifest, only: ShardedCommit | None) -> tuple[Store, ...]:
         times[0] += 1
         if times[0] == 1 and divided:
             assert meet(1, lambda ranks: divide_anew(path, ranks, sharding_on(1), lambda **_: None)) == [None]
         elif times[0] <= 2 and not divided:
-            assert train_parts(path, 2, 2) == [None] * 2
-        return plain(place, record, only)
+            assert train_shards(path, 2, 2) == [None] * 2
+        return plain(place, manifest, only)
 
-    monkeypatch.setattr(sharded_store, "open_parts", slow)
-    check_parts(path, Cursor(2) if divided else Cursor(5))
+    monkeypatch.setattr(opening, "_open_all", slow)
+    check_shards(path, Cursor(2) if divided else Cursor(5))
     assert times[0] == (2 if divided else 3)
 
 
 def test_a_reader_opens_while_a_training_drops_the_oldest_commits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stands at the newest of the record that it read, at once, with the older ones that are still there."""
+    """It stands at the newest of the manifest that it read, at once, with the older ones that are still there."""
     path, times = tmp_path / "s", [0]
-    assert train_parts(path, 2, 6, retention=4) == [None] * 2
-    plain = sharded_store.open_parts
+    assert train_shards(path, 2, 6, retention=4) == [None] * 2
+    plain = opening._open_all
 
-    def slow(place: Path, record: Record, only: CommonCommit | None) -> tuple[Store, ...]:
+    def slow(place: Path, manifest: Manifest, only: ShardedCommit | None) -> tuple[Store, ...]:
         times[0] += 1
-        assert train_parts(path, 2, 3) == [None] * 2
-        return plain(place, record, only)
+        assert train_shards(path, 2, 3) == [None] * 2
+        return plain(place, manifest, only)
 
-    monkeypatch.setattr(sharded_store, "open_parts", slow)
-    with ShardedStore.open(path) as store:
+    monkeypatch.setattr(opening, "_open_all", slow)
+    with Store.open(path, mode="r") as store:
         assert [commit.id for commit in store.commits] == [4, 5]
         assert [list(problems(store.at(commit.id))) for commit in store.commits] == [[], []]
-        store.check_parts()  # the record names none any more that is gone
+        store.check_shards()  # the manifest names none any more that is gone
     assert times[0] == 1
 
 
 def test_damage_that_an_older_commit_alone_needs_spoils_no_other(tmp_path: Path) -> None:
     """The newest is read, and each older one that is whole; the damaged one, verification and writers say what is."""
     path = tmp_path / "s"
-    assert train_parts(path, 2, 4, engine="zarr", retention=3) == [None] * 2
-    record = Record.read(path)
-    assert [commit.parts for commit in record.commits] == [(1, 1), (2, 2), (3, 3)]
-    (path / "part-0-1" / "state" / "2.0").unlink()
+    assert train_shards(path, 2, 4, engine="zarr", retention=3) == [None] * 2
+    manifest = Manifest.read(path)
+    assert [commit.shards for commit in manifest.commits] == [(1, 1), (2, 2), (3, 3)]
+    (path / "shard-0-1" / "state" / "2.0").unlink()
     for commit in (None, 1, 3):
-        with ShardedStore.open(path, commit=commit) as store:
-            assert store.commits == (record.commits if commit is None else (record.commits[commit - 1],))
+        with Store.open(path, commit=commit, mode="r") as store:
+            assert [one.id for one in store.commits] == ([1, 2, 3] if commit is None else [commit])
             assert list(problems(store)) == []
-    with pytest.raises(CorruptStoreError, match=r"the dense state of commit 2 of the store at .*part-0-1"):
-        ShardedStore.open(path, commit=2)
-    (sentence,) = verify_sharded(path)["problems"]
-    assert "part 1: in commit 2, the dense state of commit 2" in sentence
-    assert "the dense state of commit 2" in sentences(train_parts(path, 2, 0))
+    with pytest.raises(CorruptStoreError, match=r"the dense state of commit 2 of the store at .*shard-0-1"):
+        Store.open(path, commit=2, mode="r")
+    (sentence,) = verify(path)["problems"]
+    assert "shard 1: in commit 2, the dense state of commit 2" in sentence
+    assert "the dense state of commit 2" in sentences(train_shards(path, 2, 0))
 
 
 def test_an_older_commit_that_a_part_lacks_is_left_out_and_told(tmp_path: Path) -> None:
     """Readers have the others; verification and writers say what is wrong, as nobody dropped it."""
     path = tmp_path / "s"
-    assert train_parts(path, 2, 4, retention=3) == [None] * 2
-    record = Record.read(path)
-    oldest = replace(record.commits[0], parts=(1, 0))
-    replace(record, commits=(oldest, *record.commits[1:])).write(path)
-    with ShardedStore.open(path) as store:
+    assert train_shards(path, 2, 4, retention=3) == [None] * 2
+    manifest = Manifest.read(path)
+    oldest = replace(manifest.commits[0], shards=(1, 0))
+    replace(manifest, commits=(oldest, *manifest.commits[1:])).write(path)
+    with Store.open(path, mode="r") as store:
         assert [commit.id for commit in store.commits] == [2, 3]
         with pytest.raises(CommitMissingError, match="has no commit 1: give one of 2, 3"):
             store.at(1)
-    words = "commit 0 of part 1 of the sharded store at .* stands at pass 0 and the record at pass 1"
+    words = "commit 0 of shard 1 of the store at .* stands at pass 0 and the manifest at pass 1"
     with pytest.raises(CorruptStoreError, match=words):
-        ShardedStore.open(path, commit=1)
-    (sentence,) = verify_sharded(path)["problems"]
+        Store.open(path, commit=1, mode="r")
+    (sentence,) = verify(path)["problems"]
     assert re.match(words, sentence)
-    assert re.search(words, sentences(train_parts(path, 2, 0)))
+    assert re.search(words, sentences(train_shards(path, 2, 0)))
 
 
-def test_a_reader_of_parts_that_went_away_is_told_so(tmp_path: Path) -> None:
+def test_a_reader_of_shards_that_went_away_is_told_so(tmp_path: Path) -> None:
     """Another number of ranks made its own: what was open reads no more, and says why."""
     path = tmp_path / "s"
-    assert train_parts(path, 2, 4, engine="zarr") == [None] * 2
-    with ShardedStore.open(path) as store:
+    assert train_shards(path, 2, 4, engine="zarr") == [None] * 2
+    with Store.open(path, mode="r") as store:
         assert meet(1, lambda ranks: divide_anew(path, ranks, sharding_on(1), lambda **_: None)) == [None]
         for read in (lambda: store.lookup("item", np.arange(3)), lambda: list(store.scan("word")), store.state):
-            with pytest.raises(
-                StoreError, match=r"the sharded store at .* was divided anew while it was read: open it"
-            ):
+            with pytest.raises(StoreError, match=r"the store at .* was sharded anew while it was read: open it"):
                 read()
-    check_parts(path, Cursor(2))
+    check_shards(path, Cursor(2))

@@ -174,6 +174,72 @@ def test_a_training_goes_on_with_another_number_of_ranks(
     assert_close(tmp_path, "bags", found[0])
 
 
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize(("sizes", "engine"), [((1, 2), "lmdb"), ((2, 1), "zarr"), ((1, 3, 1, 2, 1), "lmdb")])
+def test_a_plain_store_is_sharded_and_made_plain_again(
+    ranks_pool: RanksPool, tmp_path: Path, sizes: tuple[int, ...], engine: str, within: bool
+) -> None:
+    """By whoever goes on with it: commits are counted on, and nothing of the one is left beside the other."""
+    path, ids = tmp_path / "model.tc", [-1]
+    for turn, size in enumerate(sizes[:-1]):
+        on_ranks(
+            ranks_pool, size, tmp_path, "bags", "train_and_stop",
+            passes=2 * turn + 1, batches=1, within=within, engine=None if turn else engine,
+        )  # fmt: skip
+        assert_form(path, size, engine)
+        with tc.Store.open(path, mode="r") as store:
+            assert store.commit.id > ids[-1]
+            ids.append(store.commit.id)
+
+    found = on_ranks(ranks_pool, sizes[-1], tmp_path, "bags")
+
+    assert_form(path, sizes[-1], engine)
+    assert_close(tmp_path, "bags", found[0])
+    assert tc.store.verify(path)["problems"] == []
+
+
+def assert_form(path: Path, size: int, engine: str) -> None:
+    """Assert that a store is plain where one rank has it, or has so many shards, and nothing beside."""
+    names = {entry.name for entry in path.iterdir()}
+    shards = {name for name in names if name.startswith("shard-")}
+    assert tc.store.info(path).get("ranks", 1) == size
+    if size == 1:
+        assert not shards
+        assert {"store.json", "writer.lock", {"lmdb": "blocks.bin", "zarr": "segments"}[engine]} <= names
+        assert "shards.json" not in names
+    else:
+        assert len(shards) == 2 * size
+        assert names - shards == {"shards.json", "ranks.lock", "writer.lock"}
+
+
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+def test_rows_from_outside_are_trained_by_several_ranks(ranks_pool: RanksPool, tmp_path: Path, engine: str) -> None:
+    """An import makes a plain store without a schedule: ranks begin with its rows, as one process does."""
+    on_ranks(ranks_pool, 1, tmp_path, "bags", epochs=1)
+    with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
+        tc.export_store(store, tmp_path / "rows", format="numpy")
+        tables, theirs = store.tables, {table.name: store.live_rows(table.name) for table in store.tables}
+    (tmp_path / "model.tc").rename(tmp_path / "first.tc")
+    for name in ("model.tc", "alone/model.tc"):
+        with tc.Store.open(tmp_path / name, tables=tables, engine=engine) as store:
+            tc.import_store(tmp_path / "rows", store)
+    (tmp_path / "alone" / "passes").symlink_to(tmp_path / "passes")
+
+    alone = on_ranks(ranks_pool, 1, tmp_path / "alone", "bags", epochs=1)
+    found = on_ranks(ranks_pool, 2, tmp_path, "bags", epochs=1)
+
+    assert_form(tmp_path / "model.tc", 2, engine)
+    with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
+        assert {table.name: store.live_rows(table.name) for table in store.tables} == theirs
+    ours, others = stored(tmp_path), stored(tmp_path / "alone")
+    for name, (keys, fields) in ours.items():
+        np.testing.assert_array_equal(keys, others[name][0])
+        for mine, other in zip(fields, others[name][1], strict=True):
+            np.testing.assert_allclose(mine, other, atol=1e-5, rtol=1e-5, err_msg=name)
+    for name, value in alone[0].items():
+        np.testing.assert_allclose(found[0][name], value, atol=1e-5, rtol=1e-5, err_msg=name)
+
+
 @pytest.mark.parametrize("sizes", [(3, 1), (2, 2)])
 def test_a_training_goes_on_with_smaller_passes_for_fewer_devices(
     ranks_pool: RanksPool, tmp_path: Path, sizes: tuple[int, int]

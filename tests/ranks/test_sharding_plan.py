@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.training.cases import table
-from tiercache.ranks.sharding_plan import HASHES, ShardingPlan, Slice, TableSharding, hash_bounds, slice_widths, sliced
+from tiercache.store.shards.sharding import (
+    HASHES,
+    ShardingPlan,
+    Slice,
+    TableSharding,
+    hash_bounds,
+    slice_widths,
+    sliced,
+)
 
 USUAL = {
     "num_ranks": 3,

@@ -13,11 +13,10 @@ import tiercache as tc
 from tests.training.cases import Case, Spec, table
 from tiercache.data.from_arrays import write_dataset
 from tiercache.data.raw_batch import RawBatch
-from tiercache.ranks.sharding_plan import ShardingPlan, TableSharding
 from tiercache.ranks.sharding_planner import plan_sharding, sharding_of
 from tiercache.ranks.sharding_rules import STRATEGIES, CostModel
-from tiercache.ranks.shares import part_tables
 from tiercache.ranks.table_stats import TableStats, stats_of
+from tiercache.store.shards.sharding import ShardingPlan, TableSharding
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def test_every_strategy_shards_every_column_once(
         else:
             assert found == kind or (kind == "column" and found == "table")
     for rank in range(num_ranks):
-        assert {one.name for one in part_tables(tables, sharding, rank)} == {one.name for one in tables}
+        assert {one.name for one in sharding.shard_tables(tables, rank)} == {one.name for one in tables}
 
 
 def test_basic_deals_out_whole_tables_in_the_order_given() -> None:
@@ -150,7 +149,7 @@ def test_eight_tables_of_width_two_are_one_group_on_every_rank() -> None:
     for strategy in STRATEGIES:
         sharding = plan_sharding(tables, table_stats, 4, strategy=strategy)
         for rank in range(4):
-            assert len(group_tables(part_tables(tables, sharding, rank))) == 1
+            assert len(group_tables(sharding.shard_tables(tables, rank))) == 1
 
 
 def test_thresholds_choose_all_kinds_at_once() -> None:

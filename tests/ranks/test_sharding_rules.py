@@ -12,8 +12,8 @@ from tests.ranks.trainings import ONE, open_sharded
 from tests.training.cases import table
 from tiercache.data.from_arrays import write_dataset
 from tiercache.data.raw_batch import RawBatch
-from tiercache.ranks.sharding_plan import ShardingPlan, TableSharding
 from tiercache.ranks.sharding_planner import sharding_of
+from tiercache.store.shards.sharding import ShardingPlan, TableSharding
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,11 +13,11 @@ import tiercache as tc
 from tests.training.cases import Case, Spec, device_of_tests, table
 from tiercache.planning.positions import Positions
 from tiercache.ranks.owners import find_owners
-from tiercache.ranks.sharding_plan import ShardingPlan, Slice, TableSharding, sliced
-from tiercache.ranks.shares import Share, part_tables
+from tiercache.ranks.shares import Share
 from tiercache.store import MemoryEngine
 from tiercache.store.hashing import hash_keys
 from tiercache.store.inspect import verify
+from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, sliced
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def check_owners(
     tables: tuple[tc.Table, ...], sharding: ShardingPlan, keys: dict[str, np.ndarray[Any, Any]], p: int = 0
 ) -> None:
     """Hold owners to the slow definition: each column of each row once, at the position of the rank's own layout."""
-    groups = [group_tables(part_tables(tables, sharding, rank)) for rank in range(sharding.num_ranks)]
+    groups = [group_tables(sharding.shard_tables(tables, rank)) for rank in range(sharding.num_ranks)]
     owners = find_owners(sharding, p, tables, groups, keys.__getitem__)
     for t, whole in enumerate(tables):
         hashes, table_sharding = hash_keys(keys[whole.name], whole.table_id).tolist(), sharding.tables[whole.name]

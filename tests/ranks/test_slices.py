@@ -13,10 +13,10 @@ from tests.training.cases import Case, Spec, device_of_tests, table
 from tests.training.devices import shim
 from tiercache.backends.opening import open_backend
 from tiercache.planning.positions import Positions
-from tiercache.ranks.sharding_plan import ShardingPlan, sliced
-from tiercache.ranks.shares import Share, part_tables
+from tiercache.ranks.shares import Share
 from tiercache.store import MemoryEngine
 from tiercache.store.initial import initial_rows
+from tiercache.store.shards.sharding import ShardingPlan, sliced
 from tiercache.store.table import group_tables
 from tiercache.store.vectors import from_words
 from tiercache.tiers.device_tier import DeviceTier, SlotAssignment
@@ -42,7 +42,7 @@ def test_every_maker_of_initial_rows_cuts_a_slice_out_of_the_whole_ones(start: s
     wanted = initial_rows(whole, keys)[0]
     sharding = ShardingPlan(3, {"t": sliced(23, [2, 0, 1])})
     for rank in range(3):
-        (part,) = part_tables([whole], sharding, rank)
+        (part,) = sharding.shard_tables([whole], rank)
         mine = wanted[:, part.first_column : part.first_column + part.dim]
         np.testing.assert_array_equal(initial_vectors(part, keys[::-1])[::-1], mine)
         words = np.zeros((keys.size, part.fields[0].words), dtype=np.float32)
@@ -56,7 +56,7 @@ def test_a_device_that_makes_rows_itself_leaves_slices_to_the_host() -> None:
     whole = table("t", 8)
     backend = shim()
     assert backend.generates(whole)
-    assert not backend.generates(part_tables([whole], ShardingPlan(2, {"t": sliced(8, [0, 1])}), 1)[0])
+    assert not backend.generates(ShardingPlan(2, {"t": sliced(8, [0, 1])}).shard_tables([whole], 1)[0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -96,7 +96,7 @@ def test_the_parts_of_all_ranks_put_side_by_side_are_the_whole_rows(tmp_path: Pa
 def test_slices_of_16_bits_round_by_numbers_of_their_own(device: str) -> None:
     """A slice's numbers count from its first one: with the whole table's stream all slices would round alike."""
     whole = table("t", 8, dtype="bfloat16")
-    parts = [part_tables([whole], ShardingPlan(2, {"t": sliced(8, [0, 1])}), rank)[0] for rank in range(2)]
+    parts = [ShardingPlan(2, {"t": sliced(8, [0, 1])}).shard_tables([whole], rank)[0] for rank in range(2)]
     keys = np.arange(5, dtype=np.int64)
     streams = []
     for one in (whole, *parts):

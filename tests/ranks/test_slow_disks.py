@@ -17,7 +17,7 @@ from tests.store.failing import SlowEngine
 from tests.training.cases import Case
 from tiercache.dist.communicator import communicator_of
 from tiercache.errors import RankError
-from tiercache.ranks import shard_folder
+from tiercache.store.shards import opening
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,7 +65,7 @@ def impatient(seconds: float = TIMEOUT) -> Iterator[pytest.MonkeyPatch]:
 def trained(ranks: AnyCommunicator, folder: str, slow: str | None) -> dict[str, Any]:
     """Train, with a commit inside pass 3; on rank 1 something of the disk takes longer than the timeout in pass 2."""
     case, engines = WIDE, list[Hitching]()
-    open_engine = shard_folder.open_engine
+    open_engine = opening.open_engine
 
     def opened(*arguments: Any, **options: Any) -> Opened:
         found = open_engine(*arguments, **options)
@@ -74,7 +74,7 @@ def trained(ranks: AnyCommunicator, folder: str, slow: str | None) -> dict[str, 
         return found
 
     with impatient(TIMEOUT if slow else 60.0) as patch:
-        patch.setattr(shard_folder, "open_engine", opened)
+        patch.setattr(opening, "open_engine", opened)
         with open_sharded(case, folder, host_budget="212KiB") as cache:
             model, optimizer = model_of(cache, case)
             for p, number in trainings.trained(cache, case, (model, optimizer)):

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+import tiercache as tc
 from tests.ranks.trainings import CASES, assert_same_rows, on_ranks, train
 from tiercache.dist.communicator import communicator_of
-from tiercache.ranks.sharded_store import ShardedStore
 from tiercache.training.row_optimizer import RowOptimizer
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def test_a_job_whose_rank_is_killed_names_it_and_goes_on_to_the_same_bits(
     assert killed.returncode != 0
     assert "exitcode  : -9" in killed.stderr
     assert "rank      : 1 (local_rank: 1)" in killed.stderr
-    with ShardedStore.open(tmp_path / "killed" / "model.tc") as store:
+    with tc.Store.open(tmp_path / "killed" / "model.tc", mode="r") as store:
         assert (0, 0) < tuple(store.commit.cursor) < (2 * 4, 0)
     resumed = on_ranks(ranks_pool, 2, tmp_path / "killed")
 

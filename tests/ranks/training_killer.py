@@ -125,7 +125,7 @@ class Trainings:
             processes, begun = self._start(whole, size), time.perf_counter()
             seconds = 0.0
             if self._begun is not None:
-                self._wait_for_parts(whole, processes)
+                self._wait_for_shards(whole, processes)
                 seconds = MOST_OF_PARTS * (time.perf_counter() - begun)
             self._end(whole, processes)
             seconds = seconds or time.perf_counter() - begun
@@ -171,8 +171,7 @@ class Trainings:
     def look(self, folder: Path, runs: list[Ended], *, last: bool) -> Found:
         """Open what was left: it stands at a commit of all ranks, whole, or nothing was ever committed."""
         import tiercache as tc
-        from tiercache.ranks.inspection import verify_sharded
-        from tiercache.store import StoreMissingError
+        from tiercache.store import StoreMissingError, verify
 
         found, at = Found(), (-1, -1)
         if last:
@@ -181,11 +180,11 @@ class Trainings:
             found.counts["trainings"] = 1
             return found
         with suppress(StoreMissingError):
-            with tc.ShardedStore.open(folder / "model.tc") as store:
+            with tc.Store.open(folder / "model.tc", mode="r") as store:
                 at = tuple(store.commit.cursor)
                 if self._begun is not None:
-                    found.counts[f"stood_in_{'new' if store.record.generation else 'old'}_parts"] = 1
-            found.wrong += [(FAILING, sentence) for sentence in verify_sharded(folder / "model.tc")["problems"]]
+                    found.counts[f"stood_in_{_stands_in(folder / 'model.tc')}_shards"] = 1
+            found.wrong += [(FAILING, sentence) for sentence in verify(folder / "model.tc")["problems"]]
         stood = max((tuple(place) for one in runs for place in one.of("done")), default=self._least)
         if at < stood:
             found.wrong.append((LOST, f"{folder.name} stood at {stood} and now stands at {at}"))
@@ -204,11 +203,9 @@ class Trainings:
         CASES[CASE].cut(folder / "passes")
         return folder
 
-    def _wait_for_parts(self, folder: Path, processes: list[BaseProcess]) -> None:
-        """Return when the store stands in parts of another generation than the first."""
-        from tiercache.ranks.record import Record
-
-        while not Record.read(folder / "model.tc").generation and all(one.exitcode is None for one in processes):
+    def _wait_for_shards(self, folder: Path, processes: list[BaseProcess]) -> None:
+        """Return when the store stands in other shards than the first, or in none."""
+        while _stands_in(folder / "model.tc") == "old" and all(one.exitcode is None for one in processes):
             time.sleep(0.002)
 
     def _start(self, folder: Path, size: int, passes: int | None = None) -> list[BaseProcess]:
@@ -233,6 +230,14 @@ class Trainings:
             process.join()
             if process.exitcode != 0:
                 raise RuntimeError(f"rank {rank} of {folder.name} failed: {(folder / ERROR.format(rank)).read_text()}")
+
+
+def _stands_in(path: Path) -> str:
+    """Return "old" while the store stands in its first shards, "new" when it stands in others, or is a plain one."""
+    from tiercache.store.shards.manifest import Manifest
+
+    manifest = Manifest.read(path)
+    return "old" if manifest is not None and not manifest.generation else "new"
 
 
 def main() -> int:

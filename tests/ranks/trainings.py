@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 import tiercache as tc
 from tests.training.cases import Case, Net, Result, Spec, table
 from tests.training.devices import shim
-from tiercache.ranks.record import RECORD
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -134,17 +133,12 @@ def dense_of(model: nn.Module) -> dict[str, Any]:
     return {f"dense.{name}": value.numpy().copy() for name, value in inner.state_dict().items()}
 
 
-def open_either(path: Path) -> tc.Store | tc.ShardedStore:
-    """Open the store of a training for reading, of one rank or of several."""
-    return tc.ShardedStore.open(path) if (path / RECORD).exists() else tc.Store.open(path, mode="r")
-
-
 def stored(
     folder: Path, name: str = "model.tc"
 ) -> dict[str, tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]]:
     """Return all rows of a store by table, keys ascending."""
     rows = {}
-    with open_either(folder / name) as store:
+    with tc.Store.open(folder / name, mode="r") as store:
         for one in store.tables:
             none = np.empty(0, np.int64), tuple(np.empty((0, field.width), np.float32) for field in one.fields)
             chunks = [none, *((keys, tuple(fields)) for keys, fields in store.scan(one.name))]

@@ -3,7 +3,7 @@
 import torch.nn.parallel
 
 import tests.ranks.trainings
-import tiercache.ranks.sharded_store
+import tiercache.store.shards.opening
 import tiercache.training.cache
 
 __all__ = ["tests", "tiercache", "torch"]

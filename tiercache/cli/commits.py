@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tiercache.cli.output import Json, Output, Quiet, StorePath
-from tiercache.cli.target import refuse_shards, roll_back
+from tiercache.cli.target import open_store
 
 __all__ = ["compact", "reorganize", "repartition", "rollback"]
 
@@ -17,12 +17,10 @@ _Dataset = Annotated[Path, typer.Argument(help="The directory of the dataset.")]
 
 def compact(path: StorePath, as_json: Json = False, quiet: Quiet = False) -> None:
     """Leave one range for each table, in hash order, for serving; training goes on after a reorganization."""
-    from tiercache.store import Store
     from tiercache.training.progress import rewrite_bars
 
-    refuse_shards(path, "compact")
     output = Output(as_json, quiet)
-    with Store.open(path) as store:
+    with open_store(path, mode="a") as store:
         rows = 0 if store.commit is None else sum(store.live_rows(table.name) for table in store.tables)
         with rewrite_bars(rows, shown=output.is_text) as advance:
             commit = store.compact(progress=advance)
@@ -36,7 +34,8 @@ def rollback(
     quiet: Quiet = False,
 ) -> None:
     """Go back to the rows, the dense state and the position of an older commit, as a new commit."""
-    commit = roll_back(path, to)
+    with open_store(path, mode="a") as store:
+        commit = store.rollback(to)
     done = {"commit": commit.id, "pass": commit.cursor.pass_index, "sample": commit.cursor.sample}
     Output(as_json, quiet).result(done, f"commit {commit.id} has the rows and the position of commit {to}")
 
@@ -52,12 +51,10 @@ def reorganize(
 ) -> None:
     """Put the rows of a store in the order in which a dataset will use them; training does it by itself."""
     from tiercache.data.dataset import PassDataset
-    from tiercache.store import Store
     from tiercache.training.reorganize import reorganize as run
 
-    refuse_shards(path, "reorganize")
     output = Output(as_json, quiet)
-    with Store.open(path) as store:
+    with open_store(path, mode="a") as store:
         before = store.commit
         commit = run(
             store, PassDataset.open(dataset), order=order, order_seed=order_seed, store_budget=store_budget,

@@ -9,7 +9,7 @@ import typer
 
 from tiercache.cli import dataset_info, store_info
 from tiercache.cli.output import AnyPath, Json, Output, Quiet
-from tiercache.cli.target import describe_store, kind_of, verify_store
+from tiercache.cli.target import kind_of
 
 __all__ = ["info", "verify"]
 
@@ -38,17 +38,24 @@ def info(
         found, points = dataset_info.describe(path, plot=plot, curve=curve)
         Output(as_json, quiet).result(found, lambda console: dataset_info.show(console, found, points))
     else:
-        found = describe_store(path)
+        from tiercache.store import info as describe
+
+        found = describe(path)
         Output(as_json, quiet).result(found, lambda console: store_info.show(console, found, segments=segments))
 
 
 def verify(path: AnyPath, as_json: Json = False, quiet: Quiet = False) -> None:
     """Read everything that a store's kept commits, or a dataset, hold and check it; exit code 1 where it is damaged."""
+    from tiercache.store import verify as check
+
     output = Output(as_json, quiet)
     is_dataset = kind_of(path) == "dataset"
     with output.working("bytes") as tell:
-        check = dataset_info.verify if is_dataset else verify_store
-        report = check(path, lambda done, total: tell("verify", done, total))
+
+        def done_of(done: int, total: int) -> None:
+            tell("verify", done, total)
+
+        report = dataset_info.verify(path, done_of) if is_dataset else check(path, progress=done_of)
     if is_dataset:
         whole = f"{path} is whole: {report['summary']}, as extracted"
     else:

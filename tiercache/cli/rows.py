@@ -44,8 +44,7 @@ def lookup(
     quiet: Quiet = False,
 ) -> None:
     """Show the rows of keys: the vector and every optimizer state."""
-    from tiercache.store import KeyMissingError, Store
-    from tiercache.store.lookup import lookup as look_up
+    from tiercache.store import KeyMissingError
 
     if string and cross:
         raise ValueError("give either --string or --cross: a cross may have texts among its values")
@@ -58,10 +57,7 @@ def lookup(
     output = Output(as_json, quiet)
     with open_store(path, commit) as store, output.working() as tell:
         try:
-            if isinstance(store, Store):
-                fields = look_up(store, table, wanted, missing, progress=tell)
-            else:
-                fields = store.lookup(table, wanted, missing=missing, progress=tell)
+            fields = store.lookup(table, wanted, missing=missing, progress=tell)
         except KeyMissingError as error:
             gone = [text for text, key in zip(texts, wanted.tolist(), strict=True) if key in error.keys]
             shown = ", ".join(gone[:3]) + (", ..." if len(gone) > 3 else "")
@@ -89,18 +85,10 @@ def changes(
     quiet: Quiet = False,
 ) -> None:
     """Count the rows of each table that changed after a commit; `export --since` writes them."""
-    from tiercache.store import Store
-    from tiercache.store.changes import changed_rows
-
     output = Output(as_json, quiet)
     with open_store(path) as store, output.working():
         newest = -1 if store.commit is None else store.commit.id
-        counts = {
-            table.name: changed_rows(store, table.name, since)
-            if isinstance(store, Store)
-            else store.changed_rows(table.name, since)
-            for table in store.tables
-        }
+        counts = {table.name: store.changed_rows(table.name, since=since) for table in store.tables}
     lines = (
         f"{name}: {rows:,} rows changed between commit {since} and commit {newest}" for name, rows in counts.items()
     )

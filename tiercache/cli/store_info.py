@@ -15,8 +15,8 @@ __all__ = ["show", "verified"]
 
 
 def show(console: Console, found: dict[str, Any], *, segments: bool) -> None:
-    """Print what ``describe_store`` returned: a summary, and with ``segments`` each segment of each shard."""
-    is_sharded = "parts" in found
+    """Print what ``tiercache.store.info`` returned: a summary, and with ``segments`` each segment of each shard."""
+    is_sharded = "shards" in found
     console.print(found["path"], style="bold", soft_wrap=True)
     lines = [
         ("commit", _position(found)),
@@ -34,10 +34,10 @@ def show(console: Console, found: dict[str, Any], *, segments: bool) -> None:
     for name, text in lines:
         console.print(f"  {name:9}{text}", soft_wrap=True)
     console.print(_tables(found["tables"], is_sharded=is_sharded))
-    if is_sharded and found["parts"]:
+    if is_sharded and found["shards"]:
         console.print(_shards(found))
     if segments:
-        for rank, shard in enumerate(found["parts"] if is_sharded else [found]):
+        for rank, shard in enumerate(found["shards"] if is_sharded else [found]):
             console.print(_segments(f"segments of shard {rank}" if is_sharded else "segments", shard["segments"]))
 
 
@@ -90,7 +90,7 @@ def _tables(tables: list[dict[str, Any]], *, is_sharded: bool) -> Table:
 
 def _shards(found: dict[str, Any]) -> Table:
     shown = new_table("shards", "rank", "commit", "rows", "bytes", "files", "folder")
-    for rank, (shard, folder) in enumerate(zip(found["parts"], found["folders"], strict=False)):
+    for rank, (shard, folder) in enumerate(zip(found["shards"], found["folders"], strict=False)):
         numbers = f"{shard['rows']:,}", format_bytes(shard["row_bytes"]), format_bytes(shard["file_bytes"])
         shown.add_row(str(rank), str(shard["commit"]["id"]), *numbers, folder)
     return shown

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.atomic_io import sync
 from tiercache.data.array_file import ArrayFileWriter
 from tiercache.data.manifest import SubDatasetRecord, file_name
 from tiercache.kernels.cpu.samples import permute, permute_columns
+from tiercache.store.atomic_file import sync
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

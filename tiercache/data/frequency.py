@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.atomic_io import publish, sync
 from tiercache.data.keyset import write_key_set
 from tiercache.data.manifest import SubDatasetRecord
 from tiercache.data.raw_batch import NULL_KEY, OOV_KEY, FeatureKeys, RawBatch
 from tiercache.kernels.cpu.hashing import hash_keys
 from tiercache.kernels.cpu.next_use import search_keys
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
+from tiercache.store.atomic_file import publish, sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.atomic_io import sync
 from tiercache.data.dataset import PassDataset
 from tiercache.data.keyset import write_key_set
 from tiercache.data.manifest import MANIFEST, Manifest, SubDatasetRecord, file_name, new_folder
@@ -15,6 +14,7 @@ from tiercache.data.raw_batch import NULL_KEY
 from tiercache.errors import DatasetError
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
 from tiercache.schema import Feature, Schema, nearest
+from tiercache.store.atomic_file import sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

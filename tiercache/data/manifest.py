@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tiercache.atomic_io import write_whole
 from tiercache.errors import DatasetError
 from tiercache.schema import Schema
+from tiercache.store.atomic_file import write_whole
 
 if TYPE_CHECKING:
     import os

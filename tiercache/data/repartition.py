@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from tiercache.atomic_io import publish, sync
 from tiercache.data.array_file import ArrayFileWriter
 from tiercache.data.dataset import PassDataset
 from tiercache.data.encoded_batch import SampleBuffers
@@ -19,6 +18,7 @@ from tiercache.data.manifest import MANIFEST, RARE_KEYS, Manifest, SubDatasetRec
 from tiercache.data.row_budget import RowBudget
 from tiercache.errors import BudgetError, DatasetError
 from tiercache.sizes import parse_bytes
+from tiercache.store.atomic_file import publish, sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

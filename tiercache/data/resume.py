@@ -8,9 +8,9 @@ import shutil
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from tiercache.atomic_io import write_whole
 from tiercache.data.manifest import MANIFEST, UNFINISHED, SubDatasetRecord
 from tiercache.errors import ExtractionError
+from tiercache.store.atomic_file import write_whole
 
 if TYPE_CHECKING:
     from pathlib import Path

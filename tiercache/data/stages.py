@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from tiercache.atomic_io import publish
 from tiercache.data.closing import PassCloser
 from tiercache.data.cuts import Cut, Cutter
 from tiercache.data.encode import encode
@@ -35,6 +34,7 @@ from tiercache.data.source import Source
 from tiercache.data.workers import Workers
 from tiercache.errors import BudgetError, ExtractionError, SourceError
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
+from tiercache.store.atomic_file import publish
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

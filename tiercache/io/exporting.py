@@ -9,21 +9,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.atomic_io import publish, sync, write_whole
 from tiercache.data.raw_batch import RESERVED
 from tiercache.errors import ImportExportError, ImportExportWarning
 from tiercache.io.export_manifest import MANIFEST, ExportedTable, ExportManifest, file_name
 from tiercache.io.formats import find_format
 from tiercache.io.staging import check_space, file_errors, staging_directory, to_path
 from tiercache.store import Store
-from tiercache.store.changes import changed_rows
+from tiercache.store.atomic_file import publish, sync, write_whole
 from tiercache.store.scan import SCAN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-    from tiercache.ranks.sharded_store import ShardedStore
     from tiercache.store.scan import Chunk
     from tiercache.store.table import Table
 
@@ -31,7 +29,7 @@ __all__ = ["export_store"]
 
 
 def export_store(
-    store: Store | ShardedStore | str | os.PathLike[str],
+    store: Store | str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
     format: str,  # noqa: A002 - what users call it
@@ -43,7 +41,7 @@ def export_store(
 ) -> ExportManifest:
     """Write the rows at the store's newest commit to a folder ``out``, which must not exist yet.
 
-    ``store``: an open store, sharded or not, at any of its commits; or the path of one that is not sharded.
+    ``store``: an open store, at any of its commits, or the path of one.
     ``format``: "numpy", "parquet", "safetensors", "hugectr" or "torch" (docs/io.md). ``tables``: names; None: all.
     ``since``: a commit; only rows that changed after it are written, in any order. None: all rows, in hash order.
     ``with_state``: the optimizer state beside the vectors; where the format has no place for it, one
@@ -86,8 +84,7 @@ def export_store(
             assert written == counts[table.name]
             done += written
             exported.append(ExportedTable(table=table, rows=written, has_state=width > 1, reserved_keys=reserved))
-        settings = store.commit.settings if isinstance(store, Store) else store.settings
-        steps = settings.get("steps") if any(one.needs_steps for one in exported) else None
+        steps = store.commit.settings.get("steps") if any(one.needs_steps for one in exported) else None
         manifest = ExportManifest(format=format, tables=tuple(exported), steps=steps, since=since)
         write_whole(draft / MANIFEST, manifest.to_bytes())
         for folder in (*(entry for entry in draft.iterdir() if entry.is_dir()), draft):
@@ -96,7 +93,7 @@ def export_store(
     return manifest
 
 
-def _tables(store: Store | ShardedStore, names: Iterable[str] | None) -> tuple[Table, ...]:
+def _tables(store: Store, names: Iterable[str] | None) -> tuple[Table, ...]:
     """Return the tables that are wanted."""
     known = {table.name: table for table in store.tables}
     wanted = tuple(known) if names is None else tuple(dict.fromkeys(names))
@@ -108,16 +105,12 @@ def _tables(store: Store | ShardedStore, names: Iterable[str] | None) -> tuple[T
     return tuple(known[name] for name in wanted)
 
 
-def _count(store: Store | ShardedStore, table: Table, since: int | None) -> int:
+def _count(store: Store, table: Table, since: int | None) -> int:
     """Return how many rows are written."""
-    if since is None:
-        return store.live_rows(table.name)
-    return changed_rows(store, table.name, since) if isinstance(store, Store) else store.changed_rows(table.name, since)
+    return store.live_rows(table.name) if since is None else store.changed_rows(table.name, since=since)
 
 
-def _rows(
-    store: Store | ShardedStore, table: Table, since: int | None, memory_bytes: int, scratch: Path
-) -> Iterator[Chunk]:
+def _rows(store: Store, table: Table, since: int | None, memory_bytes: int, scratch: Path) -> Iterator[Chunk]:
     if since is None:
         yield from store.scan(table.name, memory_bytes=memory_bytes, scratch=scratch)
         return

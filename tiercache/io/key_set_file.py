@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.atomic_io import publish, sync
 from tiercache.errors import ImportExportError
 from tiercache.io.export_manifest import file_name
 from tiercache.io.formats import ColumnFile
 from tiercache.io.staging import file_errors, staging_directory, to_path
 from tiercache.io.table_reader import regular_file
+from tiercache.store.atomic_file import publish, sync
 
 if TYPE_CHECKING:
     import os

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.atomic_io import sync
 from tiercache.errors import ImportExportError
 from tiercache.io.formats import Format, TableWriter
 from tiercache.io.table_reader import Column, TableReader, parsing
+from tiercache.store.atomic_file import sync
 from tiercache.store.vectors import to_bits
 
 if TYPE_CHECKING:

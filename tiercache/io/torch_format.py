@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tiercache.atomic_io import sync
 from tiercache.errors import ImportExportError
 from tiercache.io.formats import ColumnFile, ColumnWriter, Format
 from tiercache.io.numpy_format import keys_file, map_array
 from tiercache.io.table_reader import Column, TableReader, parsing
+from tiercache.store.atomic_file import sync
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

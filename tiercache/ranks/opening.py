@@ -1,4 +1,4 @@
-"""Opening a sharded store for a training: where tables stand, and parts that stand so."""
+"""Opening a sharded store for a training: which sharding, and shards that stand so."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiercache.planning.schedule import Schedule
-from tiercache.ranks.parts import Parts
-from tiercache.ranks.record import Record
 from tiercache.ranks.resharding import place_of, reshard
-from tiercache.ranks.sharding_plan import ShardingPlan
 from tiercache.ranks.sharding_planner import sharding_of
+from tiercache.ranks.shards import Shards
 from tiercache.store.scratch_file import scratch_of
+from tiercache.store.shards.manifest import Manifest
+from tiercache.store.shards.opening import plain_manifest
+from tiercache.store.shards.sharding import ShardingPlan
 from tiercache.training.reorganize import reorganize
 
 if TYPE_CHECKING:
@@ -57,33 +58,34 @@ def choose_sharding(
     chosen: dict[str, Any] | None = None
     with ranks.raise_on_all("sharding the tables"):
         if ranks.rank == 0:  # it reads counts of keys, and computes with them what need not be the same on all CPUs
-            found = Record.read(Path(path)) if asked == "auto" else None
-            if found is not None and found.num_ranks == ranks.size:
-                chosen = found.sharding
+            found = Manifest.read(Path(path)) if asked == "auto" else None
+            if found is not None and found.num_ranks == ranks.size and not found.is_plain:
+                chosen = found.sharding.to_record()
             else:
                 chosen = sharding_of(passes, ranks.size, asked, number_bytes=number_bytes).to_record()
     return ShardingPlan.from_record(ranks.all_gather_object(chosen)[0])
 
 
-def open_parts(
+def open_for_share(
     path: str | os.PathLike[str],
     share: Share,
     ranks: AnyCommunicator,
     *,
     engine: str | None,
-    parts: Sequence[str | os.PathLike[str]] | None,
+    shard_dirs: Sequence[str | os.PathLike[str]] | None,
     retention: int | None = None,
     reorganized: bool,
     order: OrderRule,
     budgets: Budgets | None = None,
-) -> Parts:
-    """Open the parts of a sharded store, or make them; those of other ranks or another sharding are written anew.
+    plain: bool = False,
+) -> Shards:
+    """Open the shards of a store, or make them; rows of a plain store, other ranks or another sharding are moved.
 
     Passes that were split from the ones trained so far go on where these stand. No row is written anew for a training
     that ``budgets`` would not hold, but for what `Budgets.check_store` says alone. Commits beyond ``retention`` stay
-    until `Parts.drop_older`.
+    until `Shards.drop_older`. ``plain``: one rank makes a plain store of shards.
 
-    Raises what `Parts.open` and `reshard` raise, and BudgetError.
+    Raises what `Shards.open` and `reshard` raise, and BudgetError.
     """
 
     def check_plan(folder: Path, **options: int) -> None:
@@ -95,24 +97,22 @@ def open_parts(
             budgets.check_store(share, store, order=order)
 
     store_budget = None if budgets is None else budgets.store_budget
-    found: Record | None = None
-    with ranks.raise_on_all("reading the record of the sharded store"):
+    stands: list[Any] | None = None
+    with ranks.raise_on_all("reading the manifest of the store"):
         if ranks.rank == 0:
-            found = Record.read(Path(path))
-    stands = None if found is None or found.cursor is None else [found.num_ranks, found.sharding, found.retention]
+            stands = _stands(Path(path), share.sharding, plain=plain)
     stands = ranks.all_gather_object(stands)[0]
-    sharding = share.sharding.to_record()
-    if stands is not None and stands[:2] != [ranks.size, sharding]:
-        commits = (retention or stands[2]) + 1  # of a part
+    if stands is not None and not stands[0]:
+        commits = (retention or stands[1]) + 1  # of a shard
         with ranks.raise_on_all(_PLANNING):
             check_plan(Path(path), commits=commits)
         return reshard(
             path, share, ranks,
-            engine=engine, parts=parts, retention=retention, order=order, reorganized=reorganized,
-            store_budget=store_budget, check=check_store,
+            engine=engine, shard_dirs=shard_dirs, retention=retention, order=order, reorganized=reorganized,
+            store_budget=store_budget, check=check_store, plain=plain,
         )  # fmt: skip
-    opened = Parts.open(
-        path, share.whole.tables, share.tables, sharding, ranks, engine=engine, parts=parts, retention=retention,
+    opened = Shards.open(
+        path, share.whole.tables, share.sharding, ranks, engine=engine, shard_dirs=shard_dirs, retention=retention,
         drop=False,
     )  # fmt: skip
     if opened.store.commit is not None:
@@ -130,8 +130,18 @@ def open_parts(
     return opened
 
 
+def _stands(path: Path, sharding: ShardingPlan, *, plain: bool) -> list[Any] | None:
+    """Return whether the store at ``path`` is sharded so, and its retention; None where it has no commit."""
+    found = Manifest.read(path)
+    if found is None or found.is_plain:
+        found = plain_manifest(path)
+    if found is None or found.cursor is None:
+        return None
+    return [not found.is_plain and not plain and found.sharding == sharding, found.retention]
+
+
 class _Following:
-    """A part's rows into the order of parts of its passes, or, where that is wanted, of other passes."""
+    """A shard's rows into the order of parts of its passes, or, where that is wanted, of other passes."""
 
     def __init__(self, store: Store, share: Share, order: OrderRule, *, reorganized: bool) -> None:
         self._store, self._share, self._order, self._reorganized = store, share, order, reorganized

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.kernels.cpu.next_use import hash_range_bound
-from tiercache.ranks.sharding_plan import hash_bounds
+from tiercache.store.shards.sharding import hash_bounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from tiercache.ranks.sharding_plan import Kind, ShardingPlan
+    from tiercache.store.shards.sharding import Kind, ShardingPlan
     from tiercache.store.table import Group, Table
 
 __all__ = ["Destination", "Owners", "find_owners"]

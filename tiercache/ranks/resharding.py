@@ -1,4 +1,4 @@
-"""Another number of ranks, or another sharding: parts are written anew from the ones that are there."""
+"""Another number of ranks, or another sharding: shards are written anew from the ones that are there."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from tiercache.data.repartition import split_cursor, split_source
 from tiercache.errors import BudgetError, DatasetError, RankError
 from tiercache.planning.budget import gap_bytes
 from tiercache.planning.schedule import Schedule
-from tiercache.ranks.old_parts import OldParts, learning_rates
-from tiercache.ranks.parts import Parts
-from tiercache.ranks.sharded_store import ShardedStore
-from tiercache.ranks.sharding_plan import HASHES, ShardingPlan, hash_bounds
+from tiercache.ranks.shards import Shards
 from tiercache.ranks.shares import share_digest
 from tiercache.sizes import format_bytes
 from tiercache.store import Cursor, StoreError
 from tiercache.store.bulk_load import load_sorted
 from tiercache.store.row_versions import CHANGED_BYTES
 from tiercache.store.scratch_file import scratch_of
+from tiercache.store.shards.opening import open_shards
+from tiercache.store.table import find_table
 from tiercache.training.progress import prepare_kernels
 from tiercache.training.reorganize import first_uses, make_first_rows
 
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
     from tiercache.store.base_segment import Layout
     from tiercache.store.rewrite import FirstUses
     from tiercache.store.scan import Chunk
+    from tiercache.store.shards.sharded_store import ShardedStore
+    from tiercache.store.shards.sharding import ShardingPlan
 
 __all__ = ["Need", "copy_share", "place_of", "reshard"]
 
@@ -49,47 +50,47 @@ def reshard(
     ranks: AnyCommunicator,
     *,
     engine: str | None = None,
-    parts: Sequence[str | os.PathLike[str]] | None = None,
+    shard_dirs: Sequence[str | os.PathLike[str]] | None = None,
     retention: int | None = None,
     order: OrderRule = None,
     reorganized: bool = False,
     store_budget: int | None = None,
     check: Callable[[Store], None] | None = None,
-) -> Parts:
-    """Write the parts of a sharded store anew for the ranks and the sharding of ``share``, and return them open.
+    plain: bool = False,
+) -> Shards:
+    """Write the shards of a store anew for the ranks and the sharding of ``share``, and return them open.
 
-    Collective. Each rank reads what it owns now out of all old parts, which must be where it can read them, and
-    writes it in the order of first use from where training stands: it goes on there, with rows, optimizer state,
-    learning rates and dense state as they are. Each rank has the dense state, random generators included, that the
-    same rank had, a new one that of rank 0. Passes that were split from the ones trained so far continue those;
-    with ``reorganized`` any others are begun. engine, parts, retention: as in ``Parts.begin_generation``. Older
-    commits go with the old parts.
+    Collective. The store may be a plain one, and, with ``plain`` for one rank, becomes one. Each rank reads what it
+    owns now out of all old shards, which must be where it can read them, and writes it in the order of first use from
+    where training stands: it goes on there, with rows, optimizer state, learning rates and dense state as they are.
+    Each rank has the dense state, random generators included, that the same rank had, a new one that of rank 0. Passes
+    that were split from the ones trained so far continue those; with ``reorganized`` any others are begun. engine,
+    shard_dirs, retention: as in ``Shards.begin_generation``. Older commits go with the old shards.
 
-    ``check`` is given the new part and raises BudgetError where a training would outgrow it. One record makes the new
-    parts the store's; killed before, the old ones stand, and what is half-made is deleted on the next open. Where they
-    are refused they are deleted at once, and the store has the bytes it had. Old parts are deleted after. Each rank
-    takes about 350 MiB of memory, and beside the old parts the bytes of its new one and about as many of a temporary
-    file in its folder: checked against the free bytes of its disk, and the part against ``store_budget``, before any
-    row is written.
+    ``check`` is given the new shard and raises BudgetError where a training would outgrow it. One manifest makes the
+    new shards the store's; killed before, the old ones stand, and what is half-made is deleted on the next open. Where
+    they are refused they are deleted at once, and the store has the bytes it had. Old shards are deleted after. Each
+    rank takes about 350 MiB of memory, and beside the old shards the bytes of its new one and about as many of a
+    temporary file in its folder: checked against the free bytes of its disk, and the shard against ``store_budget``,
+    before any row is written.
 
     Raises BudgetError, DatasetError for other passes than were trained, and for a place that split passes do not
-    have, ValueError, and what ``Parts.begin_generation`` and ``Store.open`` raise: on all ranks.
+    have, ValueError, and what ``Shards.begin_generation`` and ``Store.open`` raise: on all ranks.
     """
-    sharding = share.sharding
-    opened = Parts.begin_generation(
-        path, share.whole.tables, share.tables, sharding.to_record(), ranks,
-        engine=engine, parts=parts, retention=retention,
+    opened = Shards.begin_generation(
+        path, share.whole.tables, share.sharding, ranks,
+        engine=engine, shard_dirs=shard_dirs, retention=retention, plain=plain,
     )  # fmt: skip
     try:
         with ExitStack() as stack:
             refused: list[Exception] = []
             copies: list[_Copy] = []
-            with ranks.raise_on_all("reading the old parts"):
+            with ranks.raise_on_all("reading the old shards"):
                 prepare_kernels()
-                old = stack.enter_context(ShardedStore.open(path))
+                old = stack.enter_context(open_shards(opened.path, opened.manifest))
                 make = partial(_Copy, old, opened.store, share, order, reorganized=reorganized)
                 _note(refused, lambda: copies.append(make()))
-            _refuse(opened, ranks, "reading the old parts", refused)
+            _refuse(opened, ranks, "reading the old shards", refused)
             copy = copies[0]
             _check_room(copy.need, opened, ranks, store_budget)
             with ranks.raise_on_all("writing rows for other ranks"):
@@ -106,9 +107,7 @@ def reshard(
 
 
 def copy_share(
-    tables: Sequence[Table],
-    old_parts: Sequence[Store],
-    old_sharding: ShardingPlan,
+    old: ShardedStore,
     store: Store,
     sharding: ShardingPlan,
     rank: int,
@@ -118,25 +117,23 @@ def copy_share(
     start: tuple[int, int] = (0, 0),
     schedule_digest: str = "",
 ) -> Commit:
-    """Fill the empty part ``store`` of a rank with what it owns of old parts, and return its first commit.
+    """Fill the empty shard ``store`` of a rank with what it owns of old shards, and return its first commit.
 
-    tables: whole ones. old_parts: one store for each rank of ``old_sharding``, all at one cursor. The commit stands
-    at ``start`` and has the state and the settings of the same old part, of a new rank those of part 0; rows stand in
-    the order of ``uses``, which may have keys that no old part has. Raises what ``enter`` raises, and ValueError where
-    tables that share a group now had different learning rates.
+    The commit stands at ``start`` and has the state and the settings of the same old shard, of a new rank those of
+    shard 0; rows stand in the order of ``uses``, which may have keys that no old shard has. Raises what ``load_sorted``
+    raises, and ValueError where tables that share a group now had different learning rates.
     """
-    old = OldParts(tables, old_sharding, old_parts)
-    source = old_parts[rank if rank < len(old_parts) else 0]
+    source = old.shards[rank if rank < len(old.shards) else 0]
     commit = source.commit
-    assert commit is not None, "parts that are read stand at a commit"
+    assert commit is not None, "shards that are read stand at a commit"
     settings = dict(commit.settings)
     if "learning_rates" in settings:
         settings["learning_rates"] = learning_rates(source, settings["learning_rates"], store)
     scratch = scratch_of(store)
 
     def rows(table: Table) -> Iterator[Chunk]:
-        hashes = owned_hashes(sharding, table.name, rank)
-        return iter(()) if hashes is None else old.rows(table, hashes, scratch)
+        hashes = sharding.owned_hashes(table.name, rank)
+        return iter(()) if hashes is None else old.rows(table, hashes, scratch=scratch)
 
     options: dict[str, Any] = {} if layout is None else {"layout": layout}
     return load_sorted(
@@ -153,22 +150,31 @@ def copy_share(
     )
 
 
-def owned_hashes(sharding: ShardingPlan, table: str, rank: int) -> tuple[int, int] | None:
-    """Return from and below which hash a rank owns keys of a table, all or some of the columns; None: no key."""
-    table_sharding = sharding.tables[table]
-    if table_sharding.by_hash:
-        bounds = hash_bounds(sharding.num_ranks)
-        return bounds[rank], bounds[rank + 1]
-    return None if table_sharding.slice_of(rank) is None else (0, HASHES)
+def learning_rates(old: Store, rates: Sequence[float], new: Store) -> list[float]:
+    """Return the rate of each group of ``new`` from those of the groups of ``old``, which has the same tables by name.
+
+    Raises ValueError where tables of one new group had several rates.
+    """
+    found = []
+    for group in new.groups:
+        of_tables = {rates[find_table(old.groups, table.name, old.label)[0].index] for table in group.tables}
+        if len(of_tables) > 1:
+            names = ", ".join(repr(table.name) for table in group.tables)
+            raise ValueError(
+                f"tables {names} of {new.label} share a group, and so a learning rate, and had "
+                f"{' and '.join(map(str, sorted(of_tables)))}: set one rate for them before, or shard them apart"
+            )
+        found.append(of_tables.pop())
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """The bytes that a new part takes while it is made, beside the old parts."""
+    """The bytes that a new shard takes while it is made, beside the old shards."""
 
     rows: int
-    """At most: of what old parts have, and, where an epoch was not trained to its end, of keys that are new."""
-    part: int
+    """At most: of what old shards have, and, where an epoch was not trained to its end, of keys that are new."""
+    shard: int
     """Rows, keys, dense state and next uses."""
     scratch: int
     """A temporary file: rows, keys and last changes in their new order."""
@@ -176,15 +182,17 @@ class Need:
     @property
     def total(self) -> int:
         """All of them."""
-        return self.part + self.scratch
+        return self.shard + self.scratch
 
     @classmethod
-    def of(cls, old: OldParts, store: Store, share: Share, uses: FirstUses, cursor: Cursor, state_bytes: int) -> Need:
+    def of(
+        cls, old: ShardedStore, store: Store, share: Share, uses: FirstUses, cursor: Cursor, state_bytes: int
+    ) -> Need:
         """Predict it from sizes. ``uses`` are those of the new share."""
         rows = row_bytes = 0
         for group in store.groups:
             for table in group.tables:
-                hashes = owned_hashes(share.sharding, table.name, share.rank)
+                hashes = share.sharding.owned_hashes(table.name, share.rank)
                 mine = 0 if hashes is None else old.most_rows(table.name, hashes)
                 if cursor.pass_index < len(share):
                     mine += sum(uses.counts(table.name).values())
@@ -192,7 +200,7 @@ class Need:
         positions = sum(one.rows(table.name) for one in share.passes for table in share.tables)
         return cls(
             rows=rows,
-            part=row_bytes + _KEY_BYTES * rows + state_bytes + sum(gap_bytes(positions)),
+            shard=row_bytes + _KEY_BYTES * rows + state_bytes + sum(gap_bytes(positions)),
             scratch=row_bytes + (_KEY_BYTES + CHANGED_BYTES) * rows,
         )
 
@@ -203,35 +211,32 @@ class _Copy:
     def __init__(self, old: ShardedStore, store: Store, share: Share, order: OrderRule, *, reorganized: bool) -> None:
         self._old, self._store, self._share = old, store, share
         self.start = _start(old, share, order, reorganized=reorganized)
-        digest = share_digest(share.whole.digest, share.sharding, share.rank)
-        schedule = Schedule(num_passes=len(share), dataset_digest=digest, order=order)
+        schedule = Schedule(num_passes=len(share), dataset_digest=share.digest, order=order)
         self._digest = schedule.digest
         self._uses, self._layout = first_uses(store, share, schedule, self.start)
-        parts = OldParts(old.tables, old.sharding, old.parts)
-        commit = old.parts[0].commit
+        commit = old.shards[0].commit
         assert commit is not None
-        self.need = Need.of(parts, store, share, self._uses, old.cursor, commit.state_bytes)
+        self.need = Need.of(old, store, share, self._uses, commit.cursor, commit.state_bytes)
 
     def run(self) -> None:
         """Write the rows."""
         copy_share(
-            self._old.tables, self._old.parts, self._old.sharding, self._store, self._share.sharding,
-            self._share.rank,
+            self._old, self._store, self._share.sharding, self._share.rank,
             uses=self._uses, layout=self._layout, start=self.start, schedule_digest=self._digest,
         )  # fmt: skip
 
 
 def place_of(commit: Commit, sharding: ShardingPlan, rank: int, share: Share, order: OrderRule) -> Cursor | None:
-    """Return where a training that stands at a part's ``commit`` goes on in the schedule of ``share``.
+    """Return where a training that stands at a shard's ``commit`` goes on in the schedule of ``share``.
 
-    ``sharding`` and ``rank`` are those of the part. None where its passes are others: neither the ones that it was
+    ``sharding`` and ``rank`` are those of the shard. None where its passes are others: neither the ones that it was
     trained with, nor split from these. Raises DatasetError for a place that split passes do not have.
     """
 
     def trained(num_passes: int, passes: str) -> bool:
         mine = share_digest(passes, sharding, rank)
         schedule = Schedule(num_passes=num_passes, dataset_digest=mine, order=order)
-        return schedule.digest == commit.schedule_digest
+        return schedule.digest == (commit.schedule_digest or commit.overlaid)
 
     if trained(len(share), share.whole.digest):
         return commit.cursor
@@ -244,7 +249,7 @@ def place_of(commit: Commit, sharding: ShardingPlan, rank: int, share: Share, or
 
 def _start(old: ShardedStore, share: Share, order: OrderRule, *, reorganized: bool) -> Cursor:
     """Return where training goes on in the schedule of ``share``. Raises DatasetError where that is another one."""
-    commit = old.parts[0].commit
+    commit = old.shards[0].commit
     assert commit is not None
     found = place_of(commit, old.sharding, 0, share, order)
     if found is not None:
@@ -254,10 +259,10 @@ def _start(old: ShardedStore, share: Share, order: OrderRule, *, reorganized: bo
             f"the dataset {share.path} in this order is not the one that {old.label} was trained with, nor split from "
             "it: open the dataset it was trained with, or have the store reorganized for this one"
         )
-    if old.cursor.sample:
+    if commit.cursor.sample:
         raise DatasetError(
-            f"{old.label} stands inside pass {old.cursor.pass_index}: train to the end of a pass before its rows are "
-            "put in the order of other passes"
+            f"{old.label} stands inside pass {commit.cursor.pass_index}: train to the end of a pass before its rows "
+            "are put in the order of other passes"
         )
     return Cursor(0, 0)
 
@@ -270,8 +275,8 @@ def _note(refused: list[Exception], work: Callable[[], None]) -> None:
         refused.append(error)
 
 
-def _refuse(opened: Parts, ranks: AnyCommunicator, what: str, errors: Sequence[Exception]) -> None:
-    """Raise on all ranks where any has an error, when the new parts are deleted again."""
+def _refuse(opened: Shards, ranks: AnyCommunicator, what: str, errors: Sequence[Exception]) -> None:
+    """Raise on all ranks where any has an error, when the new shards are deleted again."""
     if any(ranks.all_gather_object(bool(errors))):
         with suppress(RankError, StoreError, OSError):  # what could not be deleted goes with the next opening
             opened.abandon()
@@ -280,23 +285,23 @@ def _refuse(opened: Parts, ranks: AnyCommunicator, what: str, errors: Sequence[E
                 raise error
 
 
-def _check_room(need: Need, opened: Parts, ranks: AnyCommunicator, store_budget: int | None) -> None:
-    """Raise BudgetError, with the numbers, where a new part exceeds its budget, or those of a disk its free bytes."""
+def _check_room(need: Need, opened: Shards, ranks: AnyCommunicator, store_budget: int | None) -> None:
+    """Raise BudgetError, with the numbers, where a new shard exceeds its budget, or those of a disk its free bytes."""
     folder = opened.store.path
-    assert folder is not None, "parts have folders"
+    assert folder is not None, "shards have folders"
     disk = f"{socket.gethostname()}:{folder.stat().st_dev}"
     told = ranks.all_gather_object([disk, need.total, shutil.disk_usage(folder).free])
     words = ""
     needed, free = sum(total for at, total, _ in told if at == disk), min(free for at, _, free in told if at == disk)
-    if store_budget is not None and need.part > store_budget:
+    if store_budget is not None and need.shard > store_budget:
         words = (
-            f"store_budget is {format_bytes(store_budget)}, but the part of rank {ranks.rank} would have "
-            f"{format_bytes(need.part)} of {need.rows:,} rows: raise store_budget or start more ranks"
+            f"store_budget is {format_bytes(store_budget)}, but the shard of rank {ranks.rank} would have "
+            f"{format_bytes(need.shard)} of {need.rows:,} rows: raise store_budget or start more ranks"
         )
     elif needed > free:
         words = (
-            f"the new parts on the disk of {folder} need {format_bytes(needed)} while they are made, with temporary "
-            f"files, that of rank {ranks.rank} {format_bytes(need.part)} and {format_bytes(need.scratch)}, and "
+            f"the new shards on the disk of {folder} need {format_bytes(needed)} while they are made, with temporary "
+            f"files, that of rank {ranks.rank} {format_bytes(need.shard)} and {format_bytes(need.scratch)}, and "
             f"{format_bytes(free)} are free: free space there, or give folders on other disks with shard_dirs="
         )
-    _refuse(opened, ranks, "finding room for new parts", [BudgetError(words)] if words else [])
+    _refuse(opened, ranks, "finding room for new shards", [BudgetError(words)] if words else [])

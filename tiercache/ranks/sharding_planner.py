@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.ranks.sharding_plan import KINDS, ShardingPlan, TableSharding, slice_widths, sliced
 from tiercache.ranks.sharding_rules import CostModel, ShardingRules, check_strategy, listed
 from tiercache.ranks.table_stats import stats_of
+from tiercache.store.shards.sharding import KINDS, ShardingPlan, TableSharding, slice_widths, sliced
 from tiercache.store.table import RowWiseAdagrad
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.data.dataset import PassDataset
-    from tiercache.ranks.sharding_plan import Kind
     from tiercache.ranks.table_stats import TableStats
+    from tiercache.store.shards.sharding import Kind
     from tiercache.store.table import Table
 
 __all__ = ["plan_sharding", "sharding_of"]

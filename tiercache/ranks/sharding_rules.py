@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tiercache.errors import BudgetError
-from tiercache.ranks.sharding_plan import ShardingPlan
 from tiercache.sizes import format_bytes, parse_bytes
+from tiercache.store.shards.sharding import ShardingPlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Shares: what one rank owns of a dataset, as the sub-datasets that its own part of the store is trained with."""
+"""Shares: what one rank owns of a dataset, as the sub-datasets that its own shard of the store is trained with."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from tiercache.kernels.cpu.next_use import hash_range_bound
 from tiercache.ranks.owners import find_owners
-from tiercache.ranks.sharding_plan import hash_bounds
+from tiercache.store.shards.sharding import hash_bounds
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterator
     from pathlib import Path
 
     import numpy as np
@@ -22,33 +22,17 @@ if TYPE_CHECKING:
     from tiercache.data.dataset import PassDataset, SubDataset
     from tiercache.data.encoded_batch import EncodedBatch, SampleBuffers
     from tiercache.ranks.owners import Owners
-    from tiercache.ranks.sharding_plan import ShardingPlan
     from tiercache.schema import Schema
+    from tiercache.store.shards.sharding import ShardingPlan
     from tiercache.store.table import Group, Table
 
-__all__ = ["Share", "SharedSubDataset", "part_tables", "share_digest"]
-
-
-def part_tables(tables: Iterable[Table], sharding: ShardingPlan, rank: int) -> tuple[Table, ...]:
-    """Return the tables of one rank's part, in the order of table ids: all of them, by name.
-
-    One whose columns are divided has the rank's own. One that the rank owns no row of is whole: its rows are elsewhere.
-    Raises ValueError where the sharding is of other tables.
-    """
-    ordered = sorted(tables, key=lambda table: table.table_id)
-    sharding.check(ordered)
-    parts = []
-    for table in ordered:
-        mine = sharding.tables[table.name].slice_of(rank)
-        if mine is None or mine.last - mine.first == table.dim:
-            parts.append(table)
-        else:
-            parts.append(replace(table, dim=mine.last - mine.first, first_column=mine.first, whole_dim=table.dim))
-    return tuple(parts)
+__all__ = ["Share", "SharedSubDataset", "share_digest"]
 
 
 def share_digest(passes: str, sharding: ShardingPlan, rank: int) -> str:
-    """Return the digest of the share that a rank has of the dataset with the digest ``passes``."""
+    """Return the digest of the share that a rank has of the dataset with the digest ``passes``: one rank has all."""
+    if sharding.num_ranks == 1:
+        return passes
     return hashlib.sha256(f"{passes}\0{sharding.digest}\0{rank}".encode()).hexdigest()
 
 
@@ -107,7 +91,7 @@ class SharedSubDataset:
 
 
 class Share:
-    """What one rank owns of a dataset: sub-datasets with its own keys, for the tables of its part.
+    """What one rank owns of a dataset: sub-datasets with its own keys, for the tables of its shard.
 
     Its samples have local ids of the whole sub-dataset. Key sets are in hash order, so a rank's keys of a table
     sharded by row are one stretch of them: nothing is copied.
@@ -119,12 +103,12 @@ class Share:
             raise ValueError(f"rank {rank} has no share: the sharding has {sharding.num_ranks} ranks, counted from 0")
         sharding.check(passes.tables)
         self.whole, self.sharding, self.rank = passes, sharding, rank
-        self.tables = part_tables(passes.tables, sharding, rank)
-        """The tables of the rank's part, in the order of table ids."""
+        self.tables = sharding.shard_tables(passes.tables, rank)
+        """The tables of the rank's shard, in the order of table ids."""
         self.table_ids = {table.name: table.table_id for table in self.tables}
         """By name."""
         self.schema: Schema = replace(passes.schema, tables=self.tables)
-        """That of the dataset, with the tables of the part."""
+        """That of the dataset, with the tables of the shard."""
         self.passes = tuple(SharedSubDataset(one, self) for one in passes.passes)
 
     @property
@@ -144,10 +128,10 @@ class Share:
 
     @cached_property
     def groups_W(self) -> tuple[tuple[Group, ...], ...]:  # noqa: N802 - a shape stands in the name
-        """The groups of every rank's part."""
-        parts = (part_tables(self.whole.tables, self.sharding, rank) for rank in range(self.sharding.num_ranks))
+        """The groups of every rank's shard."""
+        shards = (self.sharding.shard_tables(self.whole.tables, rank) for rank in range(self.sharding.num_ranks))
         known: dict[tuple[Table, ...], tuple[Group, ...]] = {}  # ranks without columns of their own are alike
-        return tuple(known[part] if part in known else known.setdefault(part, group_tables(part)) for part in parts)
+        return tuple(known[one] if one in known else known.setdefault(one, group_tables(one)) for one in shards)
 
     def owners(self, sub_dataset: int) -> Owners:
         """Find who owns each row of a sub-dataset; every rank finds the same. Hold it as long as the sub-dataset is

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.dist.consistency import check_same
 from tiercache.planning.schedule import Schedule
-from tiercache.ranks.opening import choose_sharding, open_parts
-from tiercache.ranks.record import RECORD
-from tiercache.ranks.sharded_store import ShardedStore
+from tiercache.ranks.opening import choose_sharding, open_for_share
 from tiercache.ranks.sharding_planner import sharding_of
 from tiercache.ranks.sharding_rules import asked_words
 from tiercache.ranks.shares import Share
 from tiercache.store import Store
 from tiercache.store.scratch_file import scratch_of
+from tiercache.store.shards.manifest import Manifest
+from tiercache.store.shards.sharded_store import ShardedStore
+from tiercache.store.shards.sharding import ShardingPlan
 from tiercache.training.matching import check_tables
 from tiercache.training.reorganize import reorganize
 
@@ -29,9 +30,8 @@ if TYPE_CHECKING:
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.planning.schedule import OrderRule
     from tiercache.ranks.budgets import Budgets
-    from tiercache.ranks.parts import Parts
-    from tiercache.ranks.sharding_plan import ShardingPlan
     from tiercache.ranks.sharding_rules import ShardingRules
+    from tiercache.ranks.shards import Shards
 
 __all__ = ["StoreOptions", "TrainingStore"]
 
@@ -63,10 +63,10 @@ class StoreOptions:
 class TrainingStore:
     """The store of one cache. ``choose`` says what is trained, and writes nothing; ``open`` opens the store for it."""
 
-    def __init__(self, place: str | os.PathLike[str] | Store | ShardedStore, passes: PassDataset,
-                 ranks: AnyCommunicator, options: StoreOptions) -> None:  # fmt: skip
-        self._given = place if isinstance(place, Store | ShardedStore) else None
-        self._path = place.path if isinstance(place, Store | ShardedStore) else Path(place)
+    def __init__(self, place: str | os.PathLike[str] | Store, passes: PassDataset, ranks: AnyCommunicator,
+                 options: StoreOptions) -> None:  # fmt: skip
+        self._given = place if isinstance(place, Store) else None
+        self._path = place.path if isinstance(place, Store) else Path(place)
         self._passes, self._ranks, self._options = passes, ranks, options
         self.sharding: ShardingPlan | None = None
         """Where tables stand in shards; None in a plain store."""
@@ -74,7 +74,9 @@ class TrainingStore:
         """What ``open`` returned."""
         self._is_new = False
         """Whether ``open`` made the folder of a plain store."""
-        self._shards: Parts | None = None
+        self._shards: Shards | None = None
+        self._unites = False
+        """Whether ``open`` makes a plain store of shards."""
 
     def choose(self, *, number_bytes: int) -> DatasetView:
         """Return the passes as this rank trains them. Collective.
@@ -85,7 +87,9 @@ class TrainingStore:
         with self._ranks.raise_on_all("looking for the store"):
             self._check_given()
             is_sharded = self._ranks.size > 1 or self._options.shard_dirs is not None
-            is_sharded = is_sharded or (self._given is None and (self._place / RECORD).exists())
+            found = Manifest.read(self._place) if self._given is None else None
+            if not is_sharded and found is not None:
+                is_sharded, self._unites = found.num_ranks == 1 and not found.is_plain, found.num_ranks > 1
         if isinstance(self._given, ShardedStore):
             check_same(self._ranks, {"the commit of the store": self._given.commit.id})
             self.sharding = self._given.sharding
@@ -113,13 +117,12 @@ class TrainingStore:
         if isinstance(given, ShardedStore):
             if given.sharding.num_ranks != ranks or options.sharding != "auto":
                 raise ValueError(
-                    f"{given.label} was opened for reading, as it was sharded over {given.sharding.num_ranks} ranks: "
-                    f"give it to as many ranks without sharding=, or give its path to {ranks}"
+                    f"{given.label} was opened with shards for {given.sharding.num_ranks} ranks: give it to as many "
+                    f"ranks without sharding=, or give its path to {ranks}"
                 )
         elif ranks > 1:
             raise ValueError(
-                f"a Store was given to {ranks} ranks: give the path of a sharded store, which they open, or a "
-                "ShardedStore, which they read"
+                f"{given.label} was opened by one process and is given to {ranks} ranks: give its path, which they open"
             )
 
     @property
@@ -139,17 +142,15 @@ class TrainingStore:
         """
         options = self._options
         if isinstance(self._given, ShardedStore):
-            self._store = self._given.parts[self._ranks.rank]
+            self._store = self._given.shards[self._ranks.rank]
             return self._store
         if self.sharding is not None:
             assert isinstance(source, Share)
-            self._shards = open_parts(
-                self._place, source, self._ranks, engine=options.engine, parts=options.shard_dirs,
-                retention=options.retention, reorganized=options.reorganize, order=options.order,
-                budgets=budgets,
-            )  # fmt: skip
+            self._shards = self._open_shards(source, budgets)
             self._store = self._shards.store
             return self._store
+        if self._unites:
+            self._open_shards(Share(self._passes, ShardingPlan.of_one(self._passes.tables), 0), budgets).close()
         if self._given is not None:
             store = self._store = self._given
         else:
@@ -161,6 +162,14 @@ class TrainingStore:
             self._check_order(store, budgets)
             reorganize(store, self._passes, order=options.order, store_budget=budgets.store_budget, progress=progress)
         return store
+
+    def _open_shards(self, share: Share, budgets: Budgets) -> Shards:
+        options = self._options
+        return open_for_share(
+            self._place, share, self._ranks, engine=options.engine, shard_dirs=options.shard_dirs,
+            retention=options.retention, reorganized=options.reorganize, order=options.order, budgets=budgets,
+            plain=self._unites,
+        )  # fmt: skip
 
     def _check_order(self, store: Store, budgets: Budgets) -> None:
         """Raise BudgetError where rows would move for a training that the budgets do not hold."""

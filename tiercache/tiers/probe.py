@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from tiercache.atomic_io import write_whole
 from tiercache.planning.plan import Rates
+from tiercache.store.atomic_file import write_whole
 from tiercache.store.huge_pages import huge_pages
 
 if TYPE_CHECKING:

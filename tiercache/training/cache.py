@@ -48,10 +48,9 @@ if TYPE_CHECKING:
     from tiercache.planning.pass_plan import PassPlan
     from tiercache.planning.store_plan import StorePlan
     from tiercache.ranks.budgets import Budgets
-    from tiercache.ranks.sharded_store import ShardedStore
-    from tiercache.ranks.sharding_plan import ShardingPlan
     from tiercache.ranks.sharding_rules import ShardingRules
     from tiercache.store import Store
+    from tiercache.store.shards.sharding import ShardingPlan
     from tiercache.tiers.report import PassReport
     from tiercache.training.batch import Batch
     from tiercache.training.exchange import Exchange
@@ -77,7 +76,7 @@ class TierCache(SteppedCache):
 
     def __init__(
         self,
-        store: str | os.PathLike[str] | Store | ShardedStore,
+        store: str | os.PathLike[str] | Store,
         data: PassDataset | str | os.PathLike[str],
         *,
         group: ProcessGroup | None = None,
@@ -104,9 +103,10 @@ class TierCache(SteppedCache):
         """Plan the budgets and open the store.
 
         Args:
-            store: the path of a store, which is created if it does not exist, or a Store, which stays open. With one
-                rank the store at a path is a plain one, unless it is sharded already or ``shard_dirs`` is given; with
-                several ranks it is sharded. A ShardedStore is only read, by as many ranks as it has shards.
+            store: the path of a store, which is created if it does not exist, or a Store, which stays open. With
+                several ranks, or with ``shard_dirs``, the store is sharded, and with one rank it is a plain one: one
+                that was trained otherwise is rewritten first. A sharded Store that is given open is only read, by as
+                many ranks as it has shards.
             data: what `extract` or `write_key_sets` wrote, or its path.
             group: a process group. Default: torch's default group if there is one, else this process is the only rank.
                 The cache makes process groups of its own from it.

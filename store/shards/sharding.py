@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -89,6 +89,35 @@ class ShardingPlan:
                     f"the sharding of table {name!r} has {table_sharding.slices[-1].last} columns and the table "
                     f"{dims[name]}: slices must have every column once"
                 )
+
+    @classmethod
+    def of_one(cls, tables: Iterable[Table]) -> ShardingPlan:
+        """Return the sharding of a plain store: one rank has all rows."""
+        return cls(1, {table.name: TableSharding("row") for table in tables})
+
+    def shard_tables(self, tables: Iterable[Table], rank: int) -> tuple[Table, ...]:
+        """Return the tables of one rank's shard, in the order of table ids: all of them, by name.
+
+        One whose columns are divided has the rank's own. One that the rank owns no row of is whole: its rows are
+        elsewhere. Raises ValueError where the sharding is of other tables.
+        """
+        ordered = sorted(tables, key=lambda table: table.table_id)
+        self.check(ordered)
+        found = []
+        for table in ordered:
+            mine = self.tables[table.name].slice_of(rank)
+            if mine is None or mine.last - mine.first == table.dim:
+                found.append(table)
+            else:
+                found.append(replace(table, dim=mine.last - mine.first, first_column=mine.first, whole_dim=table.dim))
+        return tuple(found)
+
+    def owned_hashes(self, table: str, rank: int) -> tuple[int, int] | None:
+        """Return from and below which hash a rank owns keys of a table, all or some of the columns; None: no key."""
+        sharding = self.tables[table]
+        if sharding.by_hash:
+            return hash_bounds(self.num_ranks)[rank], hash_bounds(self.num_ranks)[rank + 1]
+        return None if sharding.slice_of(rank) is None else (0, HASHES)
 
     @property
     def digest(self) -> str:

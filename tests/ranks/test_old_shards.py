@@ -1,4 +1,4 @@
-"""What new parts take over from old ones beside rows, and what is known of it before."""
+"""What new shards take over from old ones beside rows, and what is known of it before."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 
 import tiercache as tc
-from tests.ranks.sharded_world import TABLES, WHOLE, expected, old_parts, sharding_on
+from tests.ranks.sharded_world import TABLES, WHOLE, expected, old_shards, one_store, sharding_on
 from tests.training.cases import table
-from tiercache.ranks.old_parts import OldParts
 from tiercache.ranks.resharding import copy_share
-from tiercache.ranks.sharding_plan import ShardingPlan, TableSharding, hash_bounds, sliced
-from tiercache.ranks.shares import part_tables
 from tiercache.store import Cursor, MemoryEngine, Store, hash_keys
+from tiercache.store.shards.sharding import ShardingPlan, TableSharding, hash_bounds, sliced
 
 
 def test_learning_rates_follow_tables_to_their_new_groups() -> None:
@@ -24,26 +22,26 @@ def test_learning_rates_follow_tables_to_their_new_groups() -> None:
     old = ShardingPlan(2, {"a": row, "b": sliced(4, [0, 1])})
     new = ShardingPlan(1, {"a": row, "b": row})
     for rates, answer in (({"a": 0.5, "b": 0.5}, [0.5]), ({"a": 0.5, "b": 0.25}, None)):
-        parts = [Store.open(None, tables=part_tables(alike, old, rank), engine=MemoryEngine()) for rank in range(2)]
-        for part in parts:
-            of_groups = [rates[group.tables[0].name] for group in part.groups]
+        shards = [Store.open(None, tables=old.shard_tables(alike, rank), engine=MemoryEngine()) for rank in range(2)]
+        for shard in shards:
+            of_groups = [rates[group.tables[0].name] for group in shard.groups]
             kept = {"steps": 7, "learning_rates": of_groups}
-            part.publish(Cursor(0), state=b"", schedule_digest="", settings=kept, environment={})
+            shard.publish(Cursor(0), state=b"", schedule_digest="", settings=kept, environment={})
         with Store.open(None, tables=alike, engine=MemoryEngine()) as store:
             if answer is None:
                 with pytest.raises(ValueError, match=r"'b', 'a' of .* share a group, .* and had 0.25 and 0.5: set one"):
-                    copy_share(alike, parts, old, store, new, 0)
+                    copy_share(one_store(alike, old, shards), store, new, 0)
             else:
-                commit = copy_share(alike, parts, old, store, new, 0)
+                commit = copy_share(one_store(alike, old, shards), store, new, 0)
                 assert commit.settings == {"steps": 7, "learning_rates": answer}
 
 
 def test_rows_of_a_rank_are_predicted_from_sizes() -> None:
     """As many as it gets, or up to four standard deviations more."""
     old, new = sharding_on(3), sharding_on(4, 1)
-    parts = old_parts(old, 5)
-    known = expected(parts[0].commit.cursor)
-    predicted = OldParts(TABLES, old, parts)
+    shards = old_shards(old, 5)
+    known = expected(shards[0].commit.cursor)
+    predicted = one_store(TABLES, old, shards)
     for name, keys in known.items():
         hashes = hash_keys(np.array(list(keys), np.int64), WHOLE[name].table_id).astype(object)
         assert predicted.most_rows(name, (0, 1 << 64)) == len(keys)

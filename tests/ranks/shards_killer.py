@@ -1,11 +1,11 @@
-"""Kills processes that each write a part of one sharded store, and looks at what is left each time.
+"""Kills processes that each write a shard of one sharded store, and looks at what is left each time.
 
-    python -m tests.ranks.parts_killer --folder DIR [--kills N] [--engine lmdb] [--seed N]
+    python -m tests.ranks.shards_killer --folder DIR [--kills N] [--engine lmdb] [--seed N]
 
 A run makes the store, trains a few commits, closes and opens it, divides it anew and trains on. One rank, or all, are
 killed just before or after a call that touches the disk, or at a random instant; some are killed again as they go on.
-Then the store must stand at one cursor on all parts, the newest recorded or the one being made, with its rows, and go
-on to the end, with nothing left beside its parts. Ends with status 1 otherwise.
+Then the store must stand at one cursor on all shards, the newest recorded or the one being made, with its rows, and go
+on to the end, with nothing left beside its shards. Ends with status 1 otherwise.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from tests.crash.schedule import After, At, die, spread
 from tests.ranks.meeting import Processes, meet
 from tests.ranks.sharded_world import divide_anew, opened, problems, sharding_on, take
 from tiercache.errors import RankError
-from tiercache.ranks.record import Record
-from tiercache.ranks.sharded_store import ShardedStore
-from tiercache.store import Cursor
+from tiercache.store import Cursor, Store
+from tiercache.store.shards.manifest import Manifest
 
 if TYPE_CHECKING:
     import random
@@ -47,11 +46,11 @@ FIRST, LAST = Cursor(2), Cursor(4)
 """Where it is divided anew, and where it ends."""
 NONE = (-1, -1)
 """Where a store without a commit stands."""
-PHASES = ("open", "append and commit", "record", "divide anew", "switch and delete")
+PHASES = ("open", "append and commit", "manifest", "divide anew", "switch and delete")
 
 
 def note(teller: Teller, *, begun: Cursor | None = None, done: Cursor | None = None, switching: bool = False) -> None:
-    """Note a commit that may be found from now on, or that must be, or that new parts take the old ones' place."""
+    """Note a commit that may be found from now on, or that must be, or that new shards take the old ones' place."""
     teller.note(begun=begun, done=done)
     if switching:
         teller.phase = PHASES[4]
@@ -64,17 +63,17 @@ def note(teller: Teller, *, begun: Cursor | None = None, done: Cursor | None = N
 def walk(path: Path, ranks: AnyCommunicator, teller: Teller, engine: str) -> None:
     """Make the store or take it up, and go on to the end; divided anew in the middle."""
     teller.phase = PHASES[0]
-    record = Record.read(path)
-    ranks.agree("reading the record")
-    turn = 0 if record is None else turn_of(record)
+    manifest = Manifest.read(path)
+    ranks.agree("reading the manifest")
+    turn = 0 if manifest is None else turn_of(manifest)
     while True:
         teller.phase = PHASES[0]
-        parts, world = opened(path, ranks, turn, engine=engine)
-        with parts:
+        shards, world = opened(path, ranks, turn, engine=engine)
+        with shards:
             teller.phase = PHASES[1]
             until = LAST if turn else FIRST
-            while parts.cursor is None or parts.cursor < until:
-                take(parts, world, partial(note, teller))
+            while shards.cursor is None or shards.cursor < until:
+                take(shards, world, partial(note, teller))
         if turn:
             return
         teller.phase = PHASES[3]
@@ -82,9 +81,9 @@ def walk(path: Path, ranks: AnyCommunicator, teller: Teller, engine: str) -> Non
         turn = 1
 
 
-def turn_of(record: Record) -> int:
-    """Return which sharding a record has."""
-    return int(record.sharding == sharding_on(record.num_ranks, 1).to_record())
+def turn_of(manifest: Manifest) -> int:
+    """Return which sharding a manifest has."""
+    return int(manifest.sharding == sharding_on(manifest.num_ranks, 1))
 
 
 def run(
@@ -141,7 +140,7 @@ class Early:
         """Count nothing of its own."""
 
 
-class Parts:
+class Shards:
     """The walk of so many ranks on one engine."""
 
     def __init__(self, num_ranks: int, engine: str) -> None:
@@ -172,7 +171,7 @@ class Parts:
         return Early(due, victim, generator.random() < 0.5, generator.random() < 0.5)
 
     def look(self, folder: Path, runs: list[Ended], *, last: bool) -> Found:
-        """Look at the record and read all rows, in a process of its own."""
+        """Look at the manifest and read all rows, in a process of its own."""
         begun, done = (
             max((tuple(c) for one in runs for c in one.of(what)), default=NONE) for what in ("begun", "done")
         )
@@ -186,7 +185,7 @@ class Parts:
 
 def look(path: Path, begun: Any, done: Any, teller: Teller, *, last: bool) -> None:
     """Tell where the store stands and what is wrong with it, as it was left."""
-    cursor = stands(Record.read(path))
+    cursor = stands(Manifest.read(path))
     teller.say("stands", cursor)
     if cursor < done:
         teller.say("wrong", f"it stands at {cursor} and {done} was published")
@@ -195,41 +194,41 @@ def look(path: Path, begun: Any, done: Any, teller: Teller, *, last: bool) -> No
     if last and cursor != LAST:
         teller.say("wrong", f"it ended at {cursor}")
     if cursor != NONE:
-        with ShardedStore.open(path) as store:
+        with Store.open(path, mode="r") as store:
             for problem in problems(store):
                 teller.say("wrong", f"{'at the end' if last else 'as it was left'}, {problem}")
 
 
-def stands(record: Record | None) -> tuple[int, ...]:
-    """Return the cursor of a record."""
-    return NONE if record is None or record.cursor is None else tuple(record.cursor)
+def stands(manifest: Manifest | None) -> tuple[int, ...]:
+    """Return the cursor of a manifest."""
+    return NONE if manifest is None or manifest.cursor is None else tuple(manifest.cursor)
 
 
 def finish(path: Path, num_ranks: int, engine: str, teller: Teller) -> None:
     """Open it for writing on all ranks, tell what is wrong with it then, and go on to the end."""
-    record = Record.read(path)
-    turn, cursor = 0 if record is None else turn_of(record), stands(record)
+    manifest = Manifest.read(path)
+    turn, cursor = 0 if manifest is None else turn_of(manifest), stands(manifest)
 
     def open_all(ranks: AnyCommunicator) -> tuple[int, ...]:
-        parts, _ = opened(path, ranks, turn, engine=engine)
-        with parts:
-            commit = parts.store.commit
+        shards, _ = opened(path, ranks, turn, engine=engine)
+        with shards:
+            commit = shards.store.commit
             return NONE if commit is None else tuple(commit.cursor)
 
     stand = meet(num_ranks, open_all)
     if any(at != cursor for at in stand):
-        teller.say("wrong", f"the parts stand at {stand} and the record at {cursor}")
-    now = Record.read(path)
+        teller.say("wrong", f"the shards stand at {stand} and the manifest at {cursor}")
+    now = Manifest.read(path)
     if now is None:
-        teller.say("wrong", "there is no record once it was opened")
+        teller.say("wrong", "there is no manifest once it was opened")
         return
-    if record is not None and record.commits != now.commits:
+    if manifest is not None and manifest.commits != now.commits:
         teller.say("ahead", 1)
-    wanted = {"record.json", "ranks.lock", *now.parts, *(f"{part}.json" for part in now.parts)}
-    if (names := {entry.name for entry in path.iterdir()} - {"record.json.tmp"}) != wanted:
+    wanted = {"shards.json", "ranks.lock", "writer.lock", *now.shards, *(f"{shard}.json" for shard in now.shards)}
+    if (names := {entry.name for entry in path.iterdir()} - {"shards.json.tmp"}) != wanted:
         teller.say("wrong", f"opened, it has {sorted(names ^ wanted)} too many or too few")
     if cursor != NONE:
-        with ShardedStore.open(path) as store:
+        with Store.open(path, mode="r") as store:
             for problem in problems(store):
                 teller.say("wrong", f"opened, {problem}")
     for error in meet(num_ranks, lambda ranks: walk(path, ranks, teller, engine)):
@@ -252,7 +251,7 @@ def kill_all(killer: Killer, kills: int, engine: str, phases: Counter[str]) -> N
     """Kill as often as was asked for."""
     counts, generator = killer.outcome.counts, killer.random
     for num_ranks in (2, 3):
-        killer.workload = Parts(num_ranks, engine)
+        killer.workload = Shards(num_ranks, engine)
         points = killer.points()
         share = kills * (0.4 if num_ranks == 2 else 0.85)
         for i in by_turns(points, generator):
@@ -282,8 +281,8 @@ def options_of(killer: str, *, kills: int | None, modules: Sequence[str] = ()) -
 
 def main() -> int:
     """Kill as often as was asked for."""
-    options = options_of("parts", kills=60)
-    killer, phases = Killer(options.folder, Parts(2, options.engine), seed=options.seed), Counter[str]()
+    options = options_of("shards", kills=60)
+    killer, phases = Killer(options.folder, Shards(2, options.engine), seed=options.seed), Counter[str]()
     with suppress(EnoughError):
         kill_all(killer, options.kills, options.engine, phases)
     outcome = killer.outcome

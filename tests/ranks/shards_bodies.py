@@ -1,4 +1,4 @@
-"""What ranks do in the tests of parts, over torch.distributed."""
+"""What ranks do in the tests of shards, over torch.distributed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 def train(ranks: AnyCommunicator, path: str, commits: int, turn: int = 0) -> list[int]:
     """Make so many commits; returns where they end."""
-    parts, world = opened(Path(path), ranks, turn)
-    with parts:
+    shards, world = opened(Path(path), ranks, turn)
+    with shards:
         for _ in range(commits):
-            take(parts, world)
-        assert parts.cursor is not None
-        return list(parts.cursor)
+            take(shards, world)
+        assert shards.cursor is not None
+        return list(shards.cursor)
 
 
 def divide(ranks: AnyCommunicator, path: str) -> None:
-    """Make parts for these ranks."""
+    """Make shards for these ranks."""
     divide_anew(Path(path), ranks, sharding_on(ranks.size, 1), lambda **_: None)

@@ -1,0 +1,230 @@
+"""The manifest of a sharded store: what was written comes back, and anything else is refused in a sentence."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.ranks.sharded_world import TABLES, sharding_on
+from tests.store.damage import DEEP, assert_sentence, damaged, generator_of, lie
+from tiercache.store import (
+    CommitMissingError,
+    CorruptStoreError,
+    Cursor,
+    FormatVersionError,
+    NotAStoreError,
+    StoreError,
+)
+from tiercache.store.shards.manifest import Manifest, ShardedCommit
+from tiercache.store.shards.mark import Mark, delete_shard
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MANIFEST = Manifest(
+    id="0123456789abcdef" * 2,
+    generation=3,
+    engine="zarr",
+    retention=2,
+    tables=tuple(sorted(TABLES, key=lambda table: table.table_id)),
+    sharding=sharding_on(2),
+    shards=("shard-3-0", "/a disk/ü/shard-3-1"),
+    commits=(
+        ShardedCommit(id=20, cursor=Cursor(7), shards=(11, 10)),
+        ShardedCommit(id=22, cursor=Cursor(7, 40), shards=(12, 13)),
+    ),
+    first_commit=9,
+    obsolete=("shard-2-0", "/a disk/shard-4-1"),
+)
+BYTES = MANIFEST.to_bytes()
+ONE, OTHER = ({"id": id_, "cursor": [7, 0], "shards": [id_, id_]} for id_ in (20, 22))
+
+
+def sealed(values: dict[str, Any]) -> bytes:
+    """Return a manifest with a right digest, whatever it says."""
+    rest = {name: value for name, value in values.items() if name != "digest"}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()
+    return json.dumps(rest | {"digest": hashlib.sha256(text).hexdigest()}).encode()
+
+
+def changed(**values: Any) -> bytes:
+    """Return the manifest with other values; those that are None are left out."""
+    manifest = json.loads(BYTES) | values
+    return sealed({name: value for name, value in manifest.items() if value is not ...})
+
+
+def test_a_record_comes_back(tmp_path: Path) -> None:
+    """All of it, from bytes and from a file; with commits and without."""
+    for manifest in (MANIFEST, Manifest.from_bytes(changed(commits=[]), "it")):
+        assert Manifest.from_bytes(manifest.to_bytes(), "it") == manifest
+        manifest.write(tmp_path)
+        assert Manifest.read(tmp_path) == manifest
+    assert Manifest.read(tmp_path / "nowhere") is None
+    assert MANIFEST.next_generation == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["shards.json"]
+
+
+def test_records_count_commits_and_keep_the_newest() -> None:
+    """The next one, the same by other commits of shards, and one that goes back; ids are never used again."""
+    after = MANIFEST.at(Cursor(8), [13, 14])
+    assert [(one.id, one.cursor, one.shards) for one in after.commits] == [
+        (22, (7, 40), (12, 13)), (23, (8, 0), (13, 14))
+    ]  # fmt: skip
+    assert after.at(Cursor(8), [13, 14]) is after
+    assert after.renewed([15, 14]).commits == (MANIFEST.commits[1], replace(after.commits[1], shards=(15, 14)))
+    back = MANIFEST.back_at(MANIFEST.commits[0], [13, 14])
+    assert back.commits == (MANIFEST.commits[0], ShardedCommit(id=23, cursor=Cursor(7), shards=(13, 14)))
+    assert MANIFEST.commits_of(1) == (10, 13)
+    with pytest.raises(CommitMissingError, match="the store has no commit 21: give one of 20, 22"):
+        MANIFEST.find(21, "the store")
+    with pytest.raises(
+        CommitMissingError, match=r"commit 8 of the store went with the shards .* before commit 9: give one of 20, 22"
+    ):
+        MANIFEST.find(8, "the store")
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "words"),
+    [
+        (b"", CorruptStoreError, "it is not JSON"),
+        (DEEP, CorruptStoreError, "it is not JSON"),
+        (b"[]", NotAStoreError, "it is not a sharded store's: give the path"),
+        (changed(format="tiercache passes"), NotAStoreError, "it is not a sharded store's"),
+        (
+            changed(version=0),
+            FormatVersionError,
+            "it has format version 0 and .* reads version 4: use the tiercache that",
+        ),
+        (
+            changed(version=5, shards=7),
+            FormatVersionError,
+            "it has format version 5 and .* reads version 4: use a newer",
+        ),
+        (changed(version="new"), FormatVersionError, "it has format version 'new'"),
+        (changed(version=True), FormatVersionError, "it has format version True"),
+        (changed(other=1), CorruptStoreError, "it has 'other', which this version does not know"),
+        (changed(commits=...), CorruptStoreError, "it lacks 'commits'"),
+        (changed(cursor=[7, 0]), CorruptStoreError, "it has 'cursor', which this version does not know"),
+        (changed(first_commit=...), CorruptStoreError, "it lacks 'first_commit'"),
+        (BYTES.replace(b'"retention": 2', b'"retention": 3'), CorruptStoreError, "does not match its own digest"),
+        (changed(id="../x"), CorruptStoreError, r"its id is '\.\./x'"),
+        (changed(engine="memory"), CorruptStoreError, "its engine is 'memory'"),
+        (changed(retention=0), CorruptStoreError, "it keeps no commit"),
+        (changed(shards=[], commits=[]), CorruptStoreError, "it names no shard"),
+        (changed(shards=["shard-3-0", "shard-3-0"]), CorruptStoreError, "names 'shard-3-0' as shard 1 of generation 3"),
+        (changed(shards=["shard-3-0", "shard-2-1"]), CorruptStoreError, "names 'shard-2-1' as shard 1 of generation 3"),
+        (changed(shards=["shard-3-0", "../shard-3-1"]), CorruptStoreError, "'../shard-3-1', which is none of a shard"),
+        (changed(shards=["shard-3-0", "a/shard-3-1"]), CorruptStoreError, "'a/shard-3-1', which is none of a shard"),
+        (changed(shards=["shard-3-0", "/a/../shard-3-1"]), CorruptStoreError, "which is none of a shard"),
+        (changed(shards=["shard-3-0", "/shard-3-1\0"]), CorruptStoreError, "it names the folder"),
+        (changed(shards=["shard-3-0", "/etc"]), CorruptStoreError, "'/etc', which is none of a shard"),
+        (changed(obsolete=["/home"]), CorruptStoreError, "'/home', which is none of a shard"),
+        (
+            changed(obsolete=["shard-3-5"]),
+            CorruptStoreError,
+            "'shard-3-5' both as a shard and as what is to be deleted",
+        ),
+        (changed(commits=[ONE | {"cursor": [1]}]), CorruptStoreError, "it cannot be read"),
+        (changed(commits=[12, 13]), CorruptStoreError, "a commit of it is 12"),
+        (changed(commits=[ONE | {"more": 1}]), CorruptStoreError, "a commit of it is {'id': 20"),
+        (changed(commits=[ONE | {"shards": [1]}]), CorruptStoreError, "it names 1 commits of 2 shards"),
+        (changed(commits=[ONE | {"shards": 7}]), CorruptStoreError, "the shards of a commit of it are 7"),
+        (changed(commits=[ONE | {"shards": [1, -1]}]), CorruptStoreError, "the commit of a shard of a record is -1"),
+        (changed(commits=[ONE | {"id": 8}]), CorruptStoreError, "it names commit 8 and begins with commit 9"),
+        (changed(commits=[ONE | {"cursor": 7}]), CorruptStoreError, "its cursor is 7"),
+        (changed(commits=[ONE | {"cursor": [1, -1]}]), CorruptStoreError, "the sample of a record is -1"),
+        (changed(commits=[OTHER, ONE]), CorruptStoreError, "its commits 22 and 20 do not stand in the order in which"),
+        (
+            changed(commits=[ONE, OTHER | {"shards": [21, 20]}]),
+            CorruptStoreError,
+            "20 and 22 do not stand in the order",
+        ),
+        (changed(first_commit=-1), CorruptStoreError, "the first commit of a record is -1"),
+        (changed(generation=1.0), CorruptStoreError, "the generation of a record is 1.0"),
+        (changed(sharding=[]), CorruptStoreError, r"a sharding plan's record is \[\]"),
+        (changed(shards=["."], commits=[]), CorruptStoreError, "over 2 ranks and there are 1 shards"),
+        (changed(shards=[".", "shard-3-1"]), CorruptStoreError, "names '.' as shard 0 of generation 3"),
+        (changed(obsolete=[".."]), CorruptStoreError, "'..', which is none of a shard"),
+        (changed(tables=[]), CorruptStoreError, "there are no tables"),
+        (changed(tables=[{}]), CorruptStoreError, "a table's record lacks"),
+    ],
+)
+def test_a_record_that_makes_no_sense_is_one_sentence(data: bytes, kind: type[StoreError], words: str) -> None:
+    """An older or newer format, unknown fields, folders that lead elsewhere, numbers that cannot be."""
+    with pytest.raises(kind, match=words) as error:
+        Manifest.from_bytes(data, "it")
+    assert "\n" not in str(error.value)
+    assert re.search(": (give|use|restore)", str(error.value))
+
+
+def test_records_of_any_bytes_are_refused_in_a_sentence() -> None:
+    """Random bytes, real ones with damage, and lies under a right digest; what is taken is what it says."""
+    refused = 0
+    for seed in range(1500):
+        generator = generator_of(seed)
+        match seed % 3:
+            case 0:
+                data = generator.bytes(int(generator.integers(0, 300)))
+            case 1:
+                data = damaged(BYTES, generator)
+            case _:
+                values = json.loads(BYTES)
+                for _ in range(int(generator.integers(1, 3))):
+                    lie(values, generator)
+                data = sealed(values)
+        try:
+            manifest = Manifest.from_bytes(data, "it")
+        except StoreError as error:
+            assert_sentence(error)
+            refused += 1
+        else:
+            assert Manifest.from_bytes(manifest.to_bytes(), "it") == manifest
+            for shard in (*manifest.shards, *manifest.obsolete):
+                assert re.fullmatch(r"\.|(/.*/|/)?shard-\d+-\d+", shard)
+                assert ".." not in shard.split("/")
+    assert refused > 1200
+
+
+def test_marks_of_any_bytes_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    """And nothing is deleted that has none, or another store's."""
+    folder, mark = tmp_path / "shard-0-0", Mark(store="ab" * 16, generation=0, rank=0)
+    mark.make(folder)
+    folder.mkdir()
+    (folder / "rows").touch()
+    whole = (tmp_path / "shard-0-0.json").read_bytes()
+    for seed in range(300):
+        data = damaged(whole, generator_of(seed))
+        (tmp_path / "shard-0-0.json").write_bytes(data)
+        try:
+            found = Mark.read(folder)
+        except StoreError as error:
+            assert_sentence(error)
+        else:
+            assert found is not None
+        if json_of(data).get("store") != mark.store:
+            try:
+                delete_shard(folder, mark.store)
+            except StoreError as error:
+                assert_sentence(error)
+            assert (folder / "rows").exists()
+    (tmp_path / "shard-0-0.json").unlink()
+    delete_shard(folder, mark.store)
+    assert (folder / "rows").exists()
+    (tmp_path / "shard-0-0.json").write_bytes(whole)
+    delete_shard(folder, mark.store)
+    delete_shard(folder, mark.store)
+    assert not list(tmp_path.iterdir())
+
+
+def json_of(data: bytes) -> dict[str, Any]:
+    """Return the object that bytes are, an empty one where they are none."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
