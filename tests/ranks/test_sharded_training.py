@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import io
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 
 import tiercache as tc
+from tests.ranks.meeting import meet
 from tests.ranks.trainings import CASES, assert_as_alone, assert_same_rows, on_ranks, resident, stored
+from tiercache.backends.cpu import CpuBackend
+from tiercache.training.dense_state import DenseState
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -125,6 +130,47 @@ def test_a_training_that_was_left_goes_on_to_the_same_bits(ranks_pool: RanksPool
     assert_same_rows(tmp_path / "left", tmp_path / "whole")
     for name, value in whole[0].items():
         np.testing.assert_array_equal(ended[0][name], value, err_msg=name)
+
+
+def test_dense_state_is_kept_once(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """By rank 0 for all ranks, but for their random generators, and for what is each rank's own."""
+    on_ranks(ranks_pool, 3, tmp_path, "bags", epochs=1)
+    with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
+        first, *others = (torch.load(io.BytesIO(shard.state()), weights_only=True) for shard in store.shards)
+    assert set(first["objects"]) == {"model", "optimizer"}
+    for other in others:
+        assert other.keys() == first.keys()
+        assert (other["objects"], other["shared"]) == ({}, ["model", "optimizer"])
+
+    alone = DenseState(CpuBackend())
+    layer = torch.nn.Linear(2, 2)
+    alone.register({"layer": layer, "counter": Counter()})
+    other = DenseState(CpuBackend())
+    with torch.no_grad():
+        changed = torch.nn.Linear(2, 2)
+        changed.load_state_dict(layer.state_dict())
+    other.register({"layer": changed, "counter": Counter()})
+
+    def body(ranks: Any) -> list[str]:
+        dense = (alone, other)[ranks.rank]
+        dense.keep_once(ranks)
+        return sorted(torch.load(io.BytesIO(dense.capture()()), weights_only=True)["objects"])
+
+    assert meet(2, body) == [["counter", "layer"], ["counter"]]
+    with torch.no_grad():
+        changed.weight += 1
+    assert meet(2, body) == [["counter", "layer"], ["counter", "layer"]]
+
+
+class Counter:
+    """Something of the user's own, which each rank may count by itself."""
+
+    def state_dict(self) -> dict[str, int]:
+        """Return a number."""
+        return {"number": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take nothing."""
 
 
 @pytest.mark.parametrize(

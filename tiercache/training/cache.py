@@ -237,8 +237,9 @@ class TierCache(SteppedCache):
         ``cache.optimizer.step()``. The random generators of torch, numpy and random are always committed. A model that
         is compiled or wrapped in DistributedDataParallel is stored under its own names, so you can resume without the
         wrapper or with another number of ranks. With several ranks, register a model before you ask for batches: they
-        bring what its modules look up. Not collective; every shard keeps the state. Raises StateError for state that
-        cannot be stored.
+        bring what its modules look up. What is the same on all ranks when training begins, of modules, optimizers,
+        schedulers and scalers, is kept once, as rank 0 has it; other objects and random generators by each rank. Not
+        collective. Raises StateError for state that cannot be stored.
         """
         self._check_open()
         objects = {name: unwrapped(value) for name, value in objects.items()}

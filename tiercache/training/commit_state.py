@@ -14,6 +14,7 @@ from tiercache.training.row_optimizer import RowOptimizer
 
 if TYPE_CHECKING:
     from tiercache.backends.base import Backend
+    from tiercache.dist.communicator import AnyCommunicator
     from tiercache.store import Store
     from tiercache.store.table import Group
     from tiercache.tiers.pass_switcher import StateBytes
@@ -49,11 +50,13 @@ class CommitState:
                     stacklevel=5,
                 )
 
-    def restore(self, store: Store) -> None:
-        """Put back what the last commit of ``store`` keeps; warns where that was trained elsewhere."""
+    def restore(self, store: Store, ranks: AnyCommunicator) -> None:
+        """Put back what the last commit of ``store`` keeps; warns where that was trained elsewhere. Collective."""
         commit = store.commit
         assert commit is not None, "a store without a commit keeps no state"
-        check_environment(commit, self.environment)
-        if commit.state_bytes:  # rows from outside come without dense state
-            self.dense.restore(store.state())
-        self.optimizer.restore(commit.settings)
+        with ranks.raise_on_all("reading the state of the last commit"):
+            check_environment(commit, self.environment)
+            data = store.state()
+        self.dense.restore(data, ranks)  # none with rows from outside
+        with ranks.raise_on_all("restoring the row optimizer"):
+            self.optimizer.restore(commit.settings)

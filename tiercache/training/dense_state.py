@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import random
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
     from tiercache.backends.base import Backend
+    from tiercache.dist.communicator import AnyCommunicator
 
 _PLAIN = {int, float, complex, str, bytes, bool, type(None)}
 """Exactly these: a number of numpy is a float by inheritance, and cannot be read back safely."""
@@ -26,6 +28,9 @@ _PLAIN = {int, float, complex, str, bytes, bool, type(None)}
 _TENSOR_BYTES = 2048
 """More than torch adds to the numbers of two tensors in a file."""
 
+
+_DATA_PARALLEL = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+_RESTORING = "restoring the last commit"
 
 RandomStates = dict[str, Any]
 """The states of random generators, as a commit keeps them."""
@@ -46,12 +51,15 @@ class Stateful(Protocol):
 class DenseState:
     """Tracked objects and the random generators of torch (the CPU's and the device's), numpy and random.
 
-    Stored with ``torch.save`` and read with ``weights_only=True``: nothing pickled is executed on load.
+    Of several ranks rank 0 keeps for all what is the same on all (``keep_once``). Stored with ``torch.save`` and
+    read with ``weights_only=True``: nothing pickled is executed on load.
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._objects: dict[str, Stateful] = {}
+        self._shared: frozenset[str] = frozenset()
+        """What rank 0 keeps for this rank."""
 
     def register(self, objects: dict[str, Any]) -> None:
         """Add objects by name. Raises StateError at once for what cannot be stored, naming the value."""
@@ -97,10 +105,14 @@ class DenseState:
         stored: what an object keeps may have changed since ``register``.
         """
         handles = handle_ids(self._objects.values())
-        objects = {name: _state_of(value, handles) for name, value in self._objects.items()}
+        objects = {name: _state_of(one, handles) for name, one in self._objects.items() if name not in self._shared}
         for name, value in objects.items():
             _refuse_unstorable(value, name)
-        state = {"objects": _clone(objects), **(random_states or self.random_states())}
+        state = {
+            "objects": _clone(objects),
+            "shared": sorted(self._shared),
+            **(random_states or self.random_states()),
+        }
         cloned = _moments(state["objects"])
 
         def save() -> bytes:
@@ -117,15 +129,46 @@ class DenseState:
         What an object of the user's own comes to keep cannot be known.
         """
         total = len(self.capture()())
-        for value in self._objects.values():
-            if isinstance(value, torch.optim.Optimizer) and not value.state:
+        for name, value in self._objects.items():
+            if isinstance(value, torch.optim.Optimizer) and not value.state and name not in self._shared:
                 parameters = (p for group in value.param_groups for p in group["params"])
                 total += sum(2 * p.numel() * p.element_size() + _TENSOR_BYTES for p in parameters)
         return total
 
-    def restore(self, data: bytes) -> None:
-        """Put every tracked object and generator back. Raises StateError where the names differ."""
-        state = _load(data)
+    def keep_once(self, ranks: AnyCommunicator) -> None:
+        """Have rank 0 keep for all ranks each module, optimizer, scheduler and scaler that is the same on all now.
+
+        They stay so in a data-parallel training, or differ as buffers do that DistributedDataParallel takes from rank
+        0. Other objects, and random generators, are kept by each rank. Collective.
+        """
+        if ranks.size == 1:
+            return
+        with ranks.raise_on_all("comparing what was registered"):
+            handles = handle_ids(self._objects.values())
+            mine = {
+                name: _digest(_state_of(value, handles))
+                for name, value in self._objects.items()
+                if isinstance(value, _DATA_PARALLEL)
+            }
+        first, *others = ranks.all_gather_object(mine)
+        same = {name for name, digest in first.items() if all(one.get(name) == digest for one in others)}
+        self._shared = frozenset(same if ranks.rank else ())
+
+    def restore(self, data: bytes, ranks: AnyCommunicator) -> None:
+        """Put every tracked object and generator back; ``data``: what this rank kept, b"" where no rank kept any.
+
+        Raises StateError where the names differ. Collective.
+        """
+        with ranks.raise_on_all(_RESTORING):
+            state = _load(data) if data else {"objects": {}, "shared": []}
+        if any(ranks.all_gather_object(bool(state["shared"]))):
+            first = _load(_of_rank_0(data, ranks))["objects"]
+            state["objects"] |= {name: first[name] for name in state["shared"] if name in first}
+        with ranks.raise_on_all(_RESTORING):
+            if data:
+                self._put_back(state)
+
+    def _put_back(self, state: dict[str, Any]) -> None:
         stored, tracked = set(state["objects"]), set(self._objects)
         if stored != tracked:
             raise StateError(
@@ -148,7 +191,7 @@ class DenseState:
         if "device" in state:
             self._backend.set_random_state(state["device"])
         version, numbers, gauss = state["python"]
-        random.setstate((version, tuple(map(int, numbers)), gauss))  # a tuple in commits of earlier versions
+        random.setstate((version, tuple(numbers.tolist()), gauss))
         kind, words, place, has_gauss, cached = state["numpy"]
         np.random.set_state((kind, words.numpy().astype(np.uint32), place, has_gauss, cached))  # noqa: NPY002 - as above
 
@@ -156,6 +199,37 @@ class DenseState:
 def _state_of(value: Stateful, handles: Collection[int]) -> dict[str, Any]:
     """Return the state of an object, without that of handles."""
     return state_without(value, handles) if isinstance(value, torch.optim.Optimizer) else value.state_dict()
+
+
+def _of_rank_0(data: bytes, ranks: AnyCommunicator) -> bytes:
+    """Return the bytes that rank 0 has."""
+    size = ranks.all_gather_object(len(data))[0]
+    mine = torch.from_numpy(np.frombuffer(b"" if ranks.rank else data, np.uint8).copy()).to(ranks.device)
+    return ranks.all_gather(mine, [size] + [0] * (ranks.size - 1)).cpu().numpy().tobytes()
+
+
+def _digest(value: Any) -> str:
+    """Return a digest of a state: the same for the same values, on whatever device each tensor is."""
+    found = hashlib.blake2b(digest_size=16)
+
+    def add(part: Any) -> None:
+        if isinstance(part, torch.Tensor):
+            found.update(f"{part.dtype} {tuple(part.shape)}".encode())
+            found.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        elif isinstance(part, dict):
+            add(len(part))
+            for key, item in part.items():
+                add(key)
+                add(item)
+        elif isinstance(part, (list, tuple)):
+            add(len(part))
+            for item in part:
+                add(item)
+        else:
+            found.update(f"{type(part).__name__} {'' if isinstance(part, torch.device) else part!r}".encode())
+
+    add(value)
+    return found.hexdigest()
 
 
 def _names(names: set[str]) -> str:

@@ -115,8 +115,7 @@ class PassLoop:
         self._rows.stop()
         share_threads()
         self._opened.meet()
-        with self._ranks.raise_on_all(_SWITCHING):
-            first, first_sample = self._rows.restore()
+        first, first_sample = self._rows.restore(self._ranks)
         self._opened.publish()
         self._rows.state.warn_of_schedulers()
         return first, first_sample

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from tiercache.backends.base import Backend
     from tiercache.data.view import DatasetView
+    from tiercache.dist.communicator import AnyCommunicator
     from tiercache.planning.schedule import OrderRule
     from tiercache.ranks.budgets import Budgets
     from tiercache.store import Store
@@ -94,15 +95,23 @@ class RankRows:
             self._uses.discard()
             raise
 
-    def restore(self) -> tuple[int, int]:
-        """Go back to the last commit, with tracked state, and return where it stands; without one, make one."""
-        self.check_alone()
-        if self.store.commit is None:
-            self.transfer.publish_first(self.state.capture())
-        else:
-            check_schedule(self.store, self.source, self.schedule)
-            self.state.restore(self.store)
-        self.plans.check_store(self.state.dense.most_bytes)
+    def restore(self, ranks: AnyCommunicator) -> tuple[int, int]:
+        """Go back to the last commit, with tracked state, and return where it stands; without one, make one.
+
+        Collective.
+        """
+        is_fresh = self.store.commit is None
+        with ranks.raise_on_all("looking at the last commit"):
+            self.check_alone()
+            if not is_fresh:
+                check_schedule(self.store, self.source, self.schedule)
+        if not is_fresh:
+            self.state.restore(self.store, ranks)
+        self.state.dense.keep_once(ranks)
+        with ranks.raise_on_all("making the first commit" if is_fresh else "planning the store"):
+            if is_fresh:
+                self.transfer.publish_first(self.state.capture())
+            self.plans.check_store(self.state.dense.most_bytes)
         return self.plans.cursor
 
     def begin(self, end: int) -> None:
