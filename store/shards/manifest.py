@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from tiercache.store.store import Store
 
-__all__ = ["HERE", "Manifest", "ShardedCommit", "in_words", "shard_name"]
+__all__ = ["HERE", "GlobalCommit", "Manifest", "in_words", "shard_name"]
 
 HERE = "."
 """The folder of the one shard that is the plain store in the same directory: while that becomes sharded, or again
@@ -46,7 +46,7 @@ def shard_name(generation: int, rank: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ShardedCommit:
+class GlobalCommit:
     """One atomic step of a sharded store: the commits of all shards that belong together."""
 
     id: int
@@ -96,7 +96,7 @@ class Manifest:
     shards: tuple[str, ...]
     """The folder of each rank's shard: a name within the store's, or an absolute path that was given for it; ``HERE``
     alone where the store is a plain one."""
-    commits: tuple[ShardedCommit, ...] = ()
+    commits: tuple[GlobalCommit, ...] = ()
     """Those that are kept, the oldest first. Of a plain store on disk none: it has its own."""
     first_commit: int = 0
     """The id of the first commit that these shards made; those before it were of other shards, which are gone."""
@@ -119,7 +119,7 @@ class Manifest:
         return 1 + max([self.generation, *(_number(name)[0] for name in self.obsolete if name != HERE)])
 
     @property
-    def newest(self) -> ShardedCommit | None:
+    def newest(self) -> GlobalCommit | None:
         """Where the store stands; None: nothing was ever committed."""
         return self.commits[-1] if self.commits else None
 
@@ -150,7 +150,7 @@ class Manifest:
         newest = self.newest
         if newest is not None and (newest.cursor, newest.shards) == (cursor, tuple(shards)):
             return self
-        commit = ShardedCommit(id=self.next_commit, cursor=cursor, shards=tuple(shards))
+        commit = GlobalCommit(id=self.next_commit, cursor=cursor, shards=tuple(shards))
         return replace(self, commits=(*self.commits, commit)[-self.retention :])
 
     def renewed(self, shards: Sequence[int]) -> Manifest:
@@ -161,13 +161,13 @@ class Manifest:
         """Return the one without the oldest commits, where it names more than are kept."""
         return replace(self, commits=self.commits[-self.retention :])
 
-    def back_at(self, to: ShardedCommit, shards: Sequence[int]) -> Manifest:
+    def back_at(self, to: GlobalCommit, shards: Sequence[int]) -> Manifest:
         """Return the one with a newest commit that stands where ``to`` stood, and without those between."""
-        commit = ShardedCommit(id=self.next_commit, cursor=to.cursor, shards=tuple(shards))
+        commit = GlobalCommit(id=self.next_commit, cursor=to.cursor, shards=tuple(shards))
         kept = (one for one in self.commits if one.id <= to.id)
         return replace(self, commits=(*kept, commit)[-self.retention :])
 
-    def find(self, id_: int, label: str) -> ShardedCommit:
+    def find(self, id_: int, label: str) -> GlobalCommit:
         """Return a commit that is kept. Raises CommitMissingError, which calls the store ``label``."""
         for commit in self.commits:
             if commit.id == id_:
@@ -181,7 +181,7 @@ class Manifest:
             )
         raise CommitMissingError(f"{label} has no commit {id_}: {advice}")
 
-    def check_shard(self, store: Store, rank: int, label: str, commits: Sequence[ShardedCommit] | None = None) -> None:
+    def check_shard(self, store: Store, rank: int, label: str, commits: Sequence[GlobalCommit] | None = None) -> None:
         """Raise where a shard, with all its commits, lacks one that the manifest names, or one of ``commits`` of these.
 
         Raises CommitMissingError and CorruptStoreError, which call the whole store ``label``.
@@ -333,10 +333,10 @@ def in_words(cursor: Sequence[int]) -> str:
     return f"pass {pass_index}" + (f", sample {sample}" if sample else "")
 
 
-def _commits(values: dict[str, Any], num_ranks: int) -> tuple[tuple[ShardedCommit, ...], int]:
+def _commits(values: dict[str, Any], num_ranks: int) -> tuple[tuple[GlobalCommit, ...], int]:
     """Return the commits that are kept, and the id of the first of these shards."""
     first = whole(values["first_commit"], "the first commit")
-    commits = tuple(map(ShardedCommit.from_record, _list(values, "commits")))
+    commits = tuple(map(GlobalCommit.from_record, _list(values, "commits")))
     if any(commit.id < first for commit in commits):
         raise ValueError(f"it names commit {commits[0].id} and begins with commit {first}")
     for commit in commits:

@@ -11,7 +11,7 @@ from tiercache.store.commit_writer import keep
 from tiercache.store.directory import RANKS_LOCK, StoreDirectory, WriterLock
 from tiercache.store.errors import CommitMissingError, CorruptStoreError, StoreError, StoreMissingError
 from tiercache.store.opening import ENGINES, compare_tables, label_of, open_engine
-from tiercache.store.shards.manifest import HERE, Manifest, ShardedCommit
+from tiercache.store.shards.manifest import HERE, GlobalCommit, Manifest
 from tiercache.store.shards.sharded_store import ShardedStore
 from tiercache.store.shards.sharding import ShardingPlan
 from tiercache.store.store import Store
@@ -125,7 +125,7 @@ def plain_manifest(path: Path) -> Manifest | None:
             tables=store.tables,
             sharding=ShardingPlan.of_one(store.tables),
             shards=(HERE,),
-            commits=tuple(ShardedCommit(id=one.id, cursor=one.cursor, shards=(one.id,)) for one in store.commits),
+            commits=tuple(GlobalCommit(id=one.id, cursor=one.cursor, shards=(one.id,)) for one in store.commits),
             obsolete=() if left is None else left.obsolete,
         )
 
@@ -164,7 +164,7 @@ def _open_to_write(path: Path, retention: int | None) -> ShardedStore | None:
     return store
 
 
-def _open_all(path: Path, manifest: Manifest, only: ShardedCommit | None) -> tuple[Store, ...]:
+def _open_all(path: Path, manifest: Manifest, only: GlobalCommit | None) -> tuple[Store, ...]:
     """Open every shard at its commit of ``only``, or, None, with all its commits, at least the manifest's newest.
 
     Damage that other commits alone need is none of these: a shard that does not open with all opens at the newest.
@@ -183,7 +183,7 @@ def _open_all(path: Path, manifest: Manifest, only: ShardedCommit | None) -> tup
     return tuple(shards)
 
 
-def _kept(manifest: Manifest, shards: tuple[Store, ...]) -> tuple[ShardedCommit, ...]:
+def _kept(manifest: Manifest, shards: tuple[Store, ...]) -> tuple[GlobalCommit, ...]:
     """Return the commits of a manifest that all shards have."""
     kept = [{commit.id: commit.cursor for commit in shard.commits} for shard in shards]
     return tuple(

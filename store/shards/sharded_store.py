@@ -23,7 +23,7 @@ from tiercache.store.lookup import check_keys, missing_keys
 from tiercache.store.opening import label_of
 from tiercache.store.run import LastKeys
 from tiercache.store.scan import SCAN_BYTES, live_rows, scan_segments
-from tiercache.store.shards.manifest import Manifest, ShardedCommit
+from tiercache.store.shards.manifest import GlobalCommit, Manifest
 from tiercache.store.shards.sharding import HASHES, Slice, TableSharding, hash_bounds
 from tiercache.store.store import Store
 from tiercache.store.table import group_tables
@@ -59,7 +59,7 @@ class ShardedStore(Store):
         path: Path,
         manifest: Manifest,
         opened: tuple[Store, ...],
-        commits: tuple[ShardedCommit, ...],
+        commits: tuple[GlobalCommit, ...],
         *,
         mode: str = "r",
         lock: WriterLock | None = None,
@@ -78,7 +78,7 @@ class ShardedStore(Store):
         self._all, self._lock, self._whole, self._closed = opened, lock, of, False
         self._stand_at(manifest, commits)
 
-    def _stand_at(self, manifest: Manifest, commits: tuple[ShardedCommit, ...]) -> None:
+    def _stand_at(self, manifest: Manifest, commits: tuple[GlobalCommit, ...]) -> None:
         self.manifest = manifest
         self.named = commits
         """The commits that can be read, as the manifest has them, the oldest first."""
@@ -307,7 +307,7 @@ class ShardedStore(Store):
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _commit(self, named: ShardedCommit) -> Commit:
+    def _commit(self, named: GlobalCommit) -> Commit:
         own = self._own[named.shards[0]]
         return replace(
             own, id=named.id, cursor=named.cursor, retention=self.retention, segment_ids=(), first_commits=(),

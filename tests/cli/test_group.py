@@ -166,9 +166,9 @@ def test_what_may_be_expected_is_a_sentence_and_no_traceback(
     folder: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, words: str
 ) -> None:
     """Whatever the system says, and Ctrl-C; a defect keeps its traceback."""
-    monkeypatch.setattr("tiercache.store.inspect.info", failing(error))
+    monkeypatch.setattr("tiercache.store.info", failing(error))
     assert words in error_of("info", "s.tc")
-    monkeypatch.setattr("tiercache.store.inspect.info", failing(KeyError("defect")))
+    monkeypatch.setattr("tiercache.store.info", failing(KeyError("defect")))
     assert isinstance(invoke("info", "s.tc").exception, KeyError)
 
 

@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tiercache as tc
 from tests.digests import data
-from tests.ranks.trainings import open_either
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -154,7 +153,7 @@ def digests(folder: Path, dense: dict[str, NDArray[np.float32]]) -> dict[str, st
     Rows are looked up in the order of their keys, so neither files nor the order of rows in them matter.
     """
     found = {}
-    with open_either(folder / "model.tc") as store:
+    with tc.Store.open(folder / "model.tc", mode="r") as store:
         for table in data.TABLES:
             keys = data.keys_of(table.name)
             vectors, *state = store.lookup(table.name, keys).values()

@@ -325,13 +325,13 @@ def phase() -> str:
     while frame is not None:
         names.add(frame.f_code.co_qualname)
         frame = frame.f_back  # type: ignore[assignment]
-    if "Shards._delete" in names:
+    if "ShardWriter._delete" in names:
         return PHASES[5]
-    if "Shards.publish" in names:
-        return PHASES[4] if "Shards._write" in names else PHASES[3]
+    if "ShardWriter.publish" in names:
+        return PHASES[4] if "ShardWriter._write" in names else PHASES[3]
     if "copy_share" in names:
         return PHASES[2] if "Store.publish" in names else PHASES[1]
-    return PHASES[0] if "Shards.begin_generation" in names else PHASES[6]
+    return PHASES[0] if "ShardWriter.begin_generation" in names else PHASES[6]
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ from tests.ranks.meeting import meet
 from tests.training.cases import Case, Kept, Net, Spec, table, tiered
 from tiercache.dist.communicator import communicator_of
 from tiercache.ranks.resharding import reshard
-from tiercache.ranks.shards import Shards
+from tiercache.ranks.shard_writer import ShardWriter
 from tiercache.ranks.shares import Share
 from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, sliced
 
@@ -56,7 +56,7 @@ def train_to_cursor(
     *,
     skip: Collection[int] = (),
     seed: int = 99,
-    shards: Shards | None = None,
+    shards: ShardWriter | None = None,
 ) -> Net:
     """Train from where the store stands to a commit at ``cursor``; the rows of passes in ``skip`` come and go."""
     last_pass, sample_end = cursor
@@ -103,7 +103,7 @@ def on_ranks(size: int, body: Callable[[Any], Any]) -> list[Any]:
     return found
 
 
-def made(path: Path, passes: tc.PassDataset, sharding: ShardingPlan, ranks: Any, **options: Any) -> Shards:
+def made(path: Path, passes: tc.PassDataset, sharding: ShardingPlan, ranks: Any, **options: Any) -> ShardWriter:
     """Open shards, or write them anew."""
     share = Share(passes, sharding, ranks.rank)
     return reshard(path, share, ranks, **options)
@@ -112,6 +112,6 @@ def made(path: Path, passes: tc.PassDataset, sharding: ShardingPlan, ranks: Any,
 def sharded(path: Path, case: Case, passes: tc.PassDataset, cursor: tuple[int, int], engine: str = "zarr") -> None:
     """Train a sharded store of one rank."""
     alone = Share(passes, ways(1, 0), 0)
-    with Shards.open(path, case.tables, alone.sharding, communicator_of(), engine=engine) as shards:
+    with ShardWriter.open(path, case.tables, alone.sharding, communicator_of(), engine=engine) as shards:
         train_to_cursor(shards.store, alone, case, cursor, seed=1, shards=shards)
         shards.publish(cursor)

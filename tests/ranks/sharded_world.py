@@ -13,9 +13,9 @@ import numpy as np
 from tests.ranks.meeting import meet
 from tests.store.world import World
 from tiercache.errors import RankError
-from tiercache.ranks.shards import Shards
+from tiercache.ranks.shard_writer import ShardWriter
 from tiercache.store import Adagrad, Adam, Cursor, MemoryEngine, RowWiseAdagrad, Store, Table, Uniform, Zeros, hash_keys
-from tiercache.store.shards.manifest import Manifest, ShardedCommit, shard_name
+from tiercache.store.shards.manifest import GlobalCommit, Manifest, shard_name
 from tiercache.store.shards.sharded_store import ShardedStore
 from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, hash_bounds, sliced
 from tiercache.store.vectors import row_words
@@ -102,7 +102,7 @@ def next_cursor(cursor: Cursor | None) -> Cursor:
     return Cursor(cursor.pass_index + 1)
 
 
-def take(shards: Shards, world: ShardWorld, note: Callable[..., None] = lambda **_: None) -> None:
+def take(shards: ShardWriter, world: ShardWorld, note: Callable[..., None] = lambda **_: None) -> None:
     """Train to the next commit and make it that of all ranks."""
     before, after = shards.cursor, next_cursor(shards.cursor)
     if before is not None:
@@ -126,7 +126,7 @@ def divide_anew(
     path: Path, ranks: AnyCommunicator, sharding: ShardingPlan, note: Callable[..., None], **options: object
 ) -> None:
     """Make shards of another sharding; the new ones have the rows that the old ones have."""
-    with Shards.begin_generation(path, TABLES, sharding, ranks, **options) as shards:  # type: ignore[arg-type]
+    with ShardWriter.begin_generation(path, TABLES, sharding, ranks, **options) as shards:  # type: ignore[arg-type]
         cursor = shards.manifest.cursor
         assert cursor is not None
         assert not cursor.sample
@@ -142,10 +142,10 @@ def divide_anew(
         note(done=cursor)
 
 
-def opened(path: Path, ranks: AnyCommunicator, turn: int = 0, **options: object) -> tuple[Shards, ShardWorld]:
+def opened(path: Path, ranks: AnyCommunicator, turn: int = 0, **options: object) -> tuple[ShardWriter, ShardWorld]:
     """Open or make the sharded store."""
     sharding = sharding_on(ranks.size, turn)
-    shards = Shards.open(path, TABLES, sharding, ranks, **options)  # type: ignore[arg-type]
+    shards = ShardWriter.open(path, TABLES, sharding, ranks, **options)  # type: ignore[arg-type]
     return shards, world_of(sharding, ranks.rank)
 
 
@@ -195,7 +195,7 @@ def one_store(tables: Sequence[Table], sharding: ShardingPlan, shards: Sequence[
         shards=tuple(shard_name(0, rank) for rank in range(sharding.num_ranks)),
     )
     commits = [shard.commit for shard in shards]
-    newest = ShardedCommit(id=0, cursor=commits[0].cursor, shards=tuple(one.id for one in commits))
+    newest = GlobalCommit(id=0, cursor=commits[0].cursor, shards=tuple(one.id for one in commits))
     return ShardedStore(Path("memory"), manifest, tuple(shards), (newest,))
 
 

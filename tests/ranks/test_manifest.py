@@ -20,7 +20,7 @@ from tiercache.store import (
     NotAStoreError,
     StoreError,
 )
-from tiercache.store.shards.manifest import Manifest, ShardedCommit
+from tiercache.store.shards.manifest import GlobalCommit, Manifest
 from tiercache.store.shards.mark import Mark, delete_shard
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ MANIFEST = Manifest(
     sharding=sharding_on(2),
     shards=("shard-3-0", "/a disk/ü/shard-3-1"),
     commits=(
-        ShardedCommit(id=20, cursor=Cursor(7), shards=(11, 10)),
-        ShardedCommit(id=22, cursor=Cursor(7, 40), shards=(12, 13)),
+        GlobalCommit(id=20, cursor=Cursor(7), shards=(11, 10)),
+        GlobalCommit(id=22, cursor=Cursor(7, 40), shards=(12, 13)),
     ),
     first_commit=9,
     obsolete=("shard-2-0", "/a disk/shard-4-1"),
@@ -78,7 +78,7 @@ def test_records_count_commits_and_keep_the_newest() -> None:
     assert after.at(Cursor(8), [13, 14]) is after
     assert after.renewed([15, 14]).commits == (MANIFEST.commits[1], replace(after.commits[1], shards=(15, 14)))
     back = MANIFEST.back_at(MANIFEST.commits[0], [13, 14])
-    assert back.commits == (MANIFEST.commits[0], ShardedCommit(id=23, cursor=Cursor(7), shards=(13, 14)))
+    assert back.commits == (MANIFEST.commits[0], GlobalCommit(id=23, cursor=Cursor(7), shards=(13, 14)))
     assert MANIFEST.commits_of(1) == (10, 13)
     with pytest.raises(CommitMissingError, match="the store has no commit 21: give one of 20, 22"):
         MANIFEST.find(21, "the store")

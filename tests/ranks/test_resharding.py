@@ -20,7 +20,7 @@ from tiercache.planning.schedule import Schedule
 from tiercache.ranks.budgets import Budgets
 from tiercache.ranks.opening import open_for_share
 from tiercache.ranks.resharding import copy_share
-from tiercache.ranks.shards import Shards
+from tiercache.ranks.shard_writer import ShardWriter
 from tiercache.ranks.shares import Share
 from tiercache.store import MemoryEngine, Store, hash_keys
 from tiercache.store.shards.manifest import Manifest
@@ -138,7 +138,7 @@ def test_a_training_goes_on_with_other_ranks_to_the_same_bits(
         model = train_to_cursor(plain, passes, case, (14, 0), skip=skip, seed=1)
         end = result_of(plain, passes, model)
     alone = Share(passes, ways(1, 0), 0)
-    with Shards.open(path, case.tables, alone.sharding, communicator_of(), engine="zarr") as shards:
+    with ShardWriter.open(path, case.tables, alone.sharding, communicator_of(), engine="zarr") as shards:
         train_to_cursor(shards.store, alone, case, stops[0][0], seed=1, shards=shards)
         shards.publish(stops[0][0])
     for (cursor, size, turn), after in zip(stops, [*(stop[0] for stop in stops[1:]), (14, 0)], strict=True):
@@ -214,7 +214,7 @@ def test_what_cannot_go_on_is_refused_on_every_rank_and_nothing_has_changed(tmp_
         refused(BudgetError, r"the new shards on the disk of .* need [\d.]+ KiB while they are made, .* 4 KiB are free")
 
     refused(DatasetError, "stands inside pass 3: train to the end of a pass", others, reorganized=True)
-    with Shards.open(path, case.tables, ways(1, 0), communicator_of()) as shards:
+    with ShardWriter.open(path, case.tables, ways(1, 0), communicator_of()) as shards:
         train_to_cursor(shards.store, Share(passes, ways(1, 0), 0), case, (4, 0), shards=shards)
 
     def begun(ranks: Any) -> Any:

@@ -37,7 +37,7 @@ from tiercache.store.shards.manifest import Manifest
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tiercache.store.shards.manifest import ShardedCommit
+    from tiercache.store.shards.manifest import GlobalCommit
 
 
 def test_lookup_gives_whole_rows_of_any_keys(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_reader_begins_anew_where_a_training_goes_on_while_it_opens(
     assert train_shards(path, 2, 4) == [None] * 2
     plain = opening._open_all
 
-    def slow(place: Path, manifest: Manifest, only: ShardedCommit | None) -> tuple[Store, ...]:
+    def slow(place: Path, manifest: Manifest, only: GlobalCommit | None) -> tuple[Store, ...]:
         times[0] += 1
         if times[0] == 1 and divided:
             assert meet(1, lambda ranks: divide_anew(path, ranks, sharding_on(1), lambda **_: None)) == [None]
@@ -101,7 +101,7 @@ def test_a_reader_opens_while_a_training_drops_the_oldest_commits(
     assert train_shards(path, 2, 6, retention=4) == [None] * 2
     plain = opening._open_all
 
-    def slow(place: Path, manifest: Manifest, only: ShardedCommit | None) -> tuple[Store, ...]:
+    def slow(place: Path, manifest: Manifest, only: GlobalCommit | None) -> tuple[Store, ...]:
         times[0] += 1
         assert train_shards(path, 2, 3) == [None] * 2
         return plain(place, manifest, only)

@@ -21,7 +21,7 @@ from tests.ranks.sharded_world import (
     train_shards,
 )
 from tiercache.errors import RankError, StateError
-from tiercache.ranks.shards import Shards
+from tiercache.ranks.shard_writer import ShardWriter
 from tiercache.store import (
     Cursor,
     Store,
@@ -240,7 +240,7 @@ def test_a_division_that_was_begun_changes_nothing(tmp_path: Path) -> None:
 
     def body(ranks: Any) -> None:
         sharding = sharding_on(ranks.size, 1)
-        Shards.begin_generation(path, TABLES, sharding, ranks).close()
+        ShardWriter.begin_generation(path, TABLES, sharding, ranks).close()
 
     assert meet(3, body) == [None] * 3
     assert (path / "shard-1-2" / "store.json").exists()

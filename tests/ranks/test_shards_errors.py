@@ -24,7 +24,7 @@ from tests.ranks.sharded_world import (
 from tiercache.cli import app
 from tiercache.dist.communicator import communicator_of
 from tiercache.errors import RankError, StateError
-from tiercache.ranks.shards import Shards
+from tiercache.ranks.shard_writer import ShardWriter
 from tiercache.store import (
     CommitMissingError,
     CorruptStoreError,
@@ -223,7 +223,7 @@ def test_what_is_asked_wrongly_is_one_sentence(tmp_path: Path) -> None:
             assert isinstance(error, kind)
             assert words in str(error)
     with pytest.raises(TableMismatchError, match=r"the store at .* has a table 'item' that was not given: give"):
-        Shards.open(path, TABLES[1:], ShardingPlan.of_one(TABLES[1:]), communicator_of())
+        ShardWriter.open(path, TABLES[1:], ShardingPlan.of_one(TABLES[1:]), communicator_of())
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").touch()
     (tmp_path / "file").touch()

@@ -196,7 +196,13 @@ class Asking:
         return replace(asked, bags=AskedBags(candidates, pooled, n_W, asked_W, blocks_W, parts_W))
 
     def _pooled(
-        self, candidates: Sequence[Candidate], wanted: Wanted, where: str, to_WP: NDArray[np.int64], *, trained: bool
+        self,
+        candidates: Sequence[Candidate],
+        wanted: Wanted,
+        where: str,
+        to_WP: NDArray[np.int64],
+        *,
+        trained: bool,
     ) -> dict[str, str]:
         """Return the features that are to be pooled, with how, and write what owners are told of them."""
         modes = wanted.modes if wanted.whole is None else wanted.whole

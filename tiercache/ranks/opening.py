@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.planning.schedule import Schedule
 from tiercache.ranks.resharding import place_of, reshard
+from tiercache.ranks.shard_writer import ShardWriter
 from tiercache.ranks.sharding_planner import sharding_of
-from tiercache.ranks.shards import Shards
 from tiercache.store.scratch_file import scratch_of
 from tiercache.store.shards.manifest import Manifest
 from tiercache.store.shards.opening import plain_manifest
@@ -78,14 +78,14 @@ def open_for_share(
     order: OrderRule,
     budgets: Budgets | None = None,
     plain: bool = False,
-) -> Shards:
+) -> ShardWriter:
     """Open the shards of a store, or make them; rows of a plain store, other ranks or another sharding are moved.
 
     Passes that were split from the ones trained so far go on where these stand. No row is written anew for a training
     that ``budgets`` would not hold, but for what `Budgets.check_store` says alone. Commits beyond ``retention`` stay
-    until `Shards.drop_older`. ``plain``: one rank makes a plain store of shards.
+    until `ShardWriter.drop_older`. ``plain``: one rank makes a plain store of shards.
 
-    Raises what `Shards.open` and `reshard` raise, and BudgetError.
+    Raises what `ShardWriter.open` and `reshard` raise, and BudgetError.
     """
 
     def check_plan(folder: Path, **options: int) -> None:
@@ -111,7 +111,7 @@ def open_for_share(
             engine=engine, shard_dirs=shard_dirs, retention=retention, order=order, reorganized=reorganized,
             store_budget=store_budget, check=check_store, plain=plain,
         )  # fmt: skip
-    opened = Shards.open(
+    opened = ShardWriter.open(
         path, share.whole.tables, share.sharding, ranks, engine=engine, shard_dirs=shard_dirs, retention=retention,
         drop=False,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from tiercache.data.repartition import split_cursor, split_source
 from tiercache.errors import BudgetError, DatasetError, RankError
 from tiercache.planning.budget import gap_bytes
 from tiercache.planning.schedule import Schedule
-from tiercache.ranks.shards import Shards
+from tiercache.ranks.shard_writer import ShardWriter
 from tiercache.ranks.shares import share_digest
 from tiercache.sizes import format_bytes
 from tiercache.store import Cursor, StoreError
@@ -57,7 +57,7 @@ def reshard(
     store_budget: int | None = None,
     check: Callable[[Store], None] | None = None,
     plain: bool = False,
-) -> Shards:
+) -> ShardWriter:
     """Write the shards of a store anew for the ranks and the sharding of ``share``, and return them open.
 
     Collective. The store may be a plain one, and, with ``plain`` for one rank, becomes one. Each rank reads what it
@@ -65,7 +65,7 @@ def reshard(
     where training stands: it goes on there, with rows, optimizer state, learning rates and dense state as they are.
     Each rank has the dense state, random generators included, that the same rank had, a new one that of rank 0. Passes
     that were split from the ones trained so far continue those; with ``reorganized`` any others are begun. engine,
-    shard_dirs, retention: as in ``Shards.begin_generation``. Older commits go with the old shards.
+    shard_dirs, retention: as in ``ShardWriter.begin_generation``. Older commits go with the old shards.
 
     ``check`` is given the new shard and raises BudgetError where a training would outgrow it. One manifest makes the
     new shards the store's; killed before, the old ones stand, and what is half-made is deleted on the next open. Where
@@ -75,9 +75,9 @@ def reshard(
     before any row is written.
 
     Raises BudgetError, DatasetError for other passes than were trained, and for a place that split passes do not
-    have, ValueError, and what ``Shards.begin_generation`` and ``Store.open`` raise: on all ranks.
+    have, ValueError, and what ``ShardWriter.begin_generation`` and ``Store.open`` raise: on all ranks.
     """
-    opened = Shards.begin_generation(
+    opened = ShardWriter.begin_generation(
         path, share.whole.tables, share.sharding, ranks,
         engine=engine, shard_dirs=shard_dirs, retention=retention, plain=plain,
     )  # fmt: skip
@@ -275,7 +275,7 @@ def _note(refused: list[Exception], work: Callable[[], None]) -> None:
         refused.append(error)
 
 
-def _refuse(opened: Shards, ranks: AnyCommunicator, what: str, errors: Sequence[Exception]) -> None:
+def _refuse(opened: ShardWriter, ranks: AnyCommunicator, what: str, errors: Sequence[Exception]) -> None:
     """Raise on all ranks where any has an error, when the new shards are deleted again."""
     if any(ranks.all_gather_object(bool(errors))):
         with suppress(RankError, StoreError, OSError):  # what could not be deleted goes with the next opening
@@ -285,7 +285,7 @@ def _refuse(opened: Shards, ranks: AnyCommunicator, what: str, errors: Sequence[
                 raise error
 
 
-def _check_room(need: Need, opened: Shards, ranks: AnyCommunicator, store_budget: int | None) -> None:
+def _check_room(need: Need, opened: ShardWriter, ranks: AnyCommunicator, store_budget: int | None) -> None:
     """Raise BudgetError, with the numbers, where a new shard exceeds its budget, or those of a disk its free bytes."""
     folder = opened.store.path
     assert folder is not None, "shards have folders"

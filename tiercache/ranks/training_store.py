@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.planning.schedule import OrderRule
     from tiercache.ranks.budgets import Budgets
+    from tiercache.ranks.shard_writer import ShardWriter
     from tiercache.ranks.sharding_rules import ShardingRules
-    from tiercache.ranks.shards import Shards
 
 __all__ = ["StoreOptions", "TrainingStore"]
 
@@ -74,7 +74,7 @@ class TrainingStore:
         """What ``open`` returned."""
         self._is_new = False
         """Whether ``open`` made the folder of a plain store."""
-        self._shards: Shards | None = None
+        self._shards: ShardWriter | None = None
         self._unites = False
         """Whether ``open`` makes a plain store of shards."""
 
@@ -163,7 +163,7 @@ class TrainingStore:
             reorganize(store, self._passes, order=options.order, store_budget=budgets.store_budget, progress=progress)
         return store
 
-    def _open_shards(self, share: Share, budgets: Budgets) -> Shards:
+    def _open_shards(self, share: Share, budgets: Budgets) -> ShardWriter:
         options = self._options
         return open_for_share(
             self._place, share, self._ranks, engine=options.engine, shard_dirs=options.shard_dirs,

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from tiercache.errors import StateError
-from tiercache.ranks.wanted import Wanted
+from tiercache.ranks.open_options import OpenOptions
 from tiercache.store import Cursor, StoreError
 from tiercache.store.commit_writer import keep, release
 from tiercache.store.directory import MANIFEST, RANKS_LOCK, StoreDirectory, WriterLock
@@ -52,10 +52,10 @@ if TYPE_CHECKING:
     from tiercache.store import Commit, Store, Table
     from tiercache.store.shards.sharding import ShardingPlan
 
-__all__ = ["Shards"]
+__all__ = ["ShardWriter"]
 
 
-class Shards:
+class ShardWriter:
     """This rank's shard of a sharded store, and the manifest of all. Made by ``open`` or ``begin_generation``.
 
     ``open``, ``begin_generation`` and ``publish`` are made by all ranks together; where one fails, all raise. A rank
@@ -92,7 +92,7 @@ class Shards:
         retention: int | None = None,
         store_budget: int | None = None,
         drop: bool = True,
-    ) -> Shards:
+    ) -> ShardWriter:
         """Open the sharded store at ``path`` for writing, all shards at the commit of its manifest, or make it.
 
         tables: whole ones. shard_dirs: for each rank the folder that its shard is in, as ``shard-G-R``; None: where the
@@ -133,7 +133,7 @@ class Shards:
         retention: int | None = None,
         store_budget: int | None = None,
         plain: bool = False,
-    ) -> Shards:
+    ) -> ShardWriter:
         """Begin shards for this number of ranks and this sharding, beside those of a store that has commits.
 
         ``store`` is this rank's new shard, without a commit; ``manifest`` names the old ones, or the plain store that
@@ -278,9 +278,9 @@ class Shards:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _wanted(self, tables: Iterable[Table], sharding: ShardingPlan, **options: Any) -> Wanted:
+    def _wanted(self, tables: Iterable[Table], sharding: ShardingPlan, **options: Any) -> OpenOptions:
         with self._ranks.raise_on_all(f"opening {self.label}"):
-            return Wanted(tables, sharding, self._ranks.size, **options)
+            return OpenOptions(tables, sharding, self._ranks.size, **options)
 
     def _hold(self) -> Manifest | None:
         """Take the right to write, as rank 0, and give all ranks the manifest: of a plain store what it would be."""
@@ -302,7 +302,7 @@ class Shards:
         told = self._ranks.all_gather_object(mine)[0]
         return None if told is None else Manifest.from_bytes(told.encode(), str(self.path / MANIFEST))
 
-    def _create(self, found: Manifest | None, wanted: Wanted) -> None:
+    def _create(self, found: Manifest | None, wanted: OpenOptions) -> None:
         """Make the shards of a store without a commit."""
         manifest: Manifest | None = None
         with self._ranks.raise_on_all(f"making {self.label}"):
@@ -314,7 +314,7 @@ class Shards:
         self._delete(manifest)
         self._open_shard(self._next, wanted)
 
-    def _begin(self, found: Manifest, wanted: Wanted, *, plain: bool) -> None:
+    def _begin(self, found: Manifest, wanted: OpenOptions, *, plain: bool) -> None:
         """Make the shards of another generation, which the manifest on disk names as what is to be deleted."""
         fresh = replace(wanted.manifest(self.path, found, plain=plain), obsolete=found.shards)
         self._write(replace(found, obsolete=fresh.shards))
@@ -323,13 +323,13 @@ class Shards:
             self.store.commit_writer.first_id = fresh.first_commit
         self._next = fresh
 
-    def _open_shard(self, manifest: Manifest, wanted: Wanted) -> None:
+    def _open_shard(self, manifest: Manifest, wanted: OpenOptions) -> None:
         rank = self._ranks.rank
         with self._ranks.raise_on_all(f"opening the shards of {self.label}"):
             tables = wanted.sharding.shard_tables(wanted.tables, rank)
             self._store = open_shard(self.path, manifest, rank, tables, store_budget=wanted.store_budget)
 
-    def _take_up(self, found: Manifest, wanted: Wanted) -> None:
+    def _take_up(self, found: Manifest, wanted: OpenOptions) -> None:
         """Open the shard that is there, and step back to the commit of the manifest."""
         with self._ranks.raise_on_all(f"opening {self.label}"):
             wanted.check_manifest(found, self.label)

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from tiercache.store import Table
     from tiercache.store.shards.sharding import ShardingPlan
 
-__all__ = ["Wanted"]
+__all__ = ["OpenOptions"]
 
 
-class Wanted:
+class OpenOptions:
     """Tables, sharding and folders that are asked for. Raises ValueError for what makes no sense."""
 
     def __init__(
