@@ -80,9 +80,14 @@ class CommitReader:
         """Return what to raise for damage that was seen: where the commit is gone, nothing is damaged."""
         if self._is_there() or self.commit is None:
             return error
+        longer = (
+            "have its writer keep what is free for longer (keep_for)"
+            if self._engine.lease_folder is None
+            else "let readers write to its folder"
+        )
         return CommitMissingError(
             f"{self._label} was opened at commit {self.commit.id}, which its writer has given up since, as no lease "
-            "could be taken: open the store again, or let readers write to its folder"
+            f"could be taken: open the store again, or {longer}"
         )
 
     def close(self) -> None:

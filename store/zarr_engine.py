@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import time
+from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from tiercache.store.record_chain import Manifest
     from tiercache.store.zarr_layout import Array
 
+KEEP_SECONDS = 600.0
 _ARRAYS = 4096
 """The most layouts whose arrays are remembered."""
 
@@ -53,12 +56,14 @@ class ZarrEngine:
         readonly: bool = False,
         store_budget: int | None = None,
         lock: WriterLock | None = None,
+        keep_for: float = KEEP_SECONDS,
     ) -> None:
         """Open it; ``store`` is a path or a store object of Zarr.
 
         A writer holds, on a local disk, the one right to write until it is closed: ``lock``, or one that it takes
         itself. Elsewhere it takes over: a writer before it can commit no more, and finds that out with a
-        StoreInUseError. ``store_budget`` bounds the bytes of blocks. Raises CorruptStoreError, and StoreInUseError.
+        StoreInUseError. There nobody knows who reads: what is free stays for ``keep_for`` seconds, and what it takes is
+        not counted. ``store_budget`` bounds the bytes of blocks. Raises CorruptStoreError, and StoreInUseError.
         """
         self._objects, self._readonly, self._store_budget = Objects(store), readonly, store_budget
         root = self._objects.root
@@ -82,6 +87,9 @@ class ZarrEngine:
         self._name = secrets.token_hex(8) if root is None else ""
         self._fenced = self._unknown = False
         """Whether another writer took over; whether a manifest was put and the store did not say that it is there."""
+        self._keep_for = keep_for if root is None else 0.0
+        self._free_since: deque[tuple[float, list[str], list[str]]] = deque()
+        """When objects and folders came to be needed no more."""
         self._going: tuple[Future[None], set[str]] | None = None
         """What is being deleted, and the names of objects and folders."""
         try:
@@ -389,7 +397,13 @@ class ZarrEngine:
     def _later(self, keys: list[str], holes: Mapping[str, list[tuple[int, int]]], folders: list[str]) -> None:
         """Delete objects and folders and punch holes on another thread; what fails is left to the next opening."""
         if self._objects.root is None:
-            holes = {}
+            holes, now = {}, time.monotonic()
+            if keys or folders:
+                self._free_since.append((now, keys, folders))
+            keys, folders = [], []
+            while self._free_since and self._free_since[0][0] + self._keep_for <= now:
+                _, some, others = self._free_since.popleft()
+                keys, folders = keys + some, folders + others
         if not (keys or holes or folders):
             return
 

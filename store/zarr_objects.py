@@ -140,7 +140,11 @@ class Objects:
 
     async def _ranges(self, spans: Sequence[Span]) -> list[NDArray[np.uint8]]:
         asked = [(span.key, RangeByteRequest(span.start, span.stop)) for span in spans]
-        found = await self.store.get_partial_values(self._prototype, asked)
+        try:
+            found = await self.store.get_partial_values(self._prototype, asked)
+        except FileNotFoundError as error:  # from obstore, of the first that is not there
+            key = next((span.key for span in spans if span.key in str(error)), spans[0].key)
+            raise BlockReadError(f"is missing, as there is no {key}") from None
         out = []
         for span, value in zip(spans, found, strict=True):
             if value is None:

@@ -16,7 +16,7 @@ from tests.store.conftest import small_tables
 from tests.store.damage import assert_sentence
 from tests.store.test_rewrite import rows_of
 from tests.store.world import World
-from tiercache.store import Store, StoreError, StoreInUseError, ZarrEngine
+from tiercache.store import CommitMissingError, Store, StoreError, StoreInUseError, ZarrEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -56,7 +56,7 @@ def make(request: pytest.FixtureRequest) -> Make:
 def opened(make: Make, world: World | None = None, **options: Any) -> Store:
     """Open the store by a client of its own."""
     readonly = options.get("mode") == "r"
-    engine = ZarrEngine(make(), create=world is not None, readonly=readonly)
+    engine = ZarrEngine(make(), create=world is not None, readonly=readonly, keep_for=options.pop("keep_for", 0.0))
     return Store.open(None, tables=None if world is None else world.tables, engine=engine, **options)
 
 
@@ -77,6 +77,31 @@ def test_a_store_trains_is_opened_again_and_goes_on(make: Make) -> None:
     names = {str(entry["path"]) for page in obstore.list(make().store) for entry in page}
     assert {int(name.split("/")[1].split("-")[0]) for name in names if name.count("/") > 1} == needed
     assert sum(name.startswith("manifests/") for name in names) == 1
+
+
+@pytest.mark.parametrize("keep_for", [0.0, 60.0])
+def test_what_is_free_stays_for_those_who_may_read_it(make: Make, keep_for: float) -> None:
+    """For as long as was said: nobody knows of readers elsewhere, and one that was too slow is told so."""
+    world = World(small_tables()[1:3])
+    with opened(make, world, keep_for=keep_for) as store:
+        world.run(store, 2)
+        before, state = dict(world.rows), world.state
+        with opened(make, mode="r") as reader:
+            world.run(store, 4)
+            if keep_for:
+                assert (rows_of(reader), reader.state()) == (before, state)
+            else:
+                with pytest.raises(
+                    CommitMissingError, match=r"was opened at commit 1, which .* given up since, .*keep_for"
+                ):
+                    rows_of(reader)
+    with opened(make) as store:  # what the one before left goes
+        world.run(store, 2)
+    left = [one["path"].split("/") for some in obstore.list(make().store) for one in some]
+    with opened(make, mode="r") as store:
+        assert {path[1].partition("-")[0] for path in left if path[0] == "segments"} - {"zarr.json"} == {
+            str(segment.id) for segment in store.segments
+        }
 
 
 def test_a_writer_that_was_overtaken_in_the_midst_of_a_training_changes_nothing(make: Make) -> None:
