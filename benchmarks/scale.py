@@ -20,6 +20,8 @@ planned_equals_measured = rows and bytes of each pass of the first training, rea
 and of the file that `tiercache plan` wrote
 predicted_seconds, measured_seconds = of the second epoch's passes, by the plan and by the reports, and predicted_passes
 and measured_passes of each one; `tiercache plan` measures the disk, and is told the samples/s of the training in memory
+lookup_cost = what a process that opens the store once a second, and looks 100 keys up, costs the training: in every
+other turn of 9 passes of the second epoch it does, and seconds are compared; lookups, lookup_seconds = times, median
 samples_per_s = of the second epoch over the tiers; throughput_ratio = it / in_memory_samples_per_s
 rows_different = rows that are not the same bit by bit in both stores; bits_equal = none, and the dense parts are equal
 """
@@ -29,6 +31,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -55,8 +58,9 @@ GOALS = (
     Goal(key="planned_equals_measured", goal=1),
     Goal(key="bits_equal", goal=1),
     Goal(key="throughput_ratio", goal=0.95, least=0.8),
+    Goal(key="lookup_cost", goal=0.03, below=True),
 )
-SMALL_GOALS = GOALS[1:3] + GOALS[4:-1]
+SMALL_GOALS = GOALS[1:3] + GOALS[4:-2]
 """What few rows beside a large constant can show."""
 MARGIN = 0.125
 """Of what a limit leaves beside the constant, that no budget is given: what the allocator keeps."""
@@ -86,7 +90,7 @@ class Benchmark:
         row_bytes = 8 * self.size.dim
         self.limit = self.limit or constant + max(self.size.rows * row_bytes // 10, LEAST)
         device, host = self.make_plan(constant, in_memory[0])
-        whole = self.train("whole.tc")
+        whole = self.train("whole.tc", lookups=self.size.rows)
         store_bytes = sum(path.stat().st_blocks * 512 for path in files_below(self.folder / "whole.tc"))
         killed_in = self.size.passes + self.size.passes // 2
         killed = self.train("killed.tc", die_in_pass=killed_in)
@@ -111,6 +115,7 @@ class Benchmark:
             "in_memory_samples_per_s": sum(in_memory) / len(in_memory),
             "in_memory_samples_per_s_before": in_memory[0], "in_memory_samples_per_s_after": in_memory[-1],
             "throughput_ratio": len(in_memory) * whole.found["samples_per_second"] / sum(in_memory),
+            **self.lookups(whole),
             "rows_different": different,
             "dense_equal": whole.found["dense_digest"] == resumed.found["dense_digest"],
             "bits_equal": different == 0 and whole.found["dense_digest"] == resumed.found["dense_digest"],
@@ -175,9 +180,10 @@ class Benchmark:
         """Train a store in a child under the limit, to its end or until it is killed."""
         from benchmarks.scale_case import watched
 
-        _say(f"training of {store}" + (", to be killed" if more else ""))
+        is_killed = "die_in_pass" in more
+        _say(f"training of {store}" + (", to be killed" if is_killed else ""))
         child = watched(self.work(store, limit=self.limit, **more), self.folder / "child.json")
-        _check(child, -signal.SIGKILL if more else 0)
+        _check(child, -signal.SIGKILL if is_killed else 0)
         return child
 
     def different_rows(self) -> int:
@@ -189,6 +195,19 @@ class Benchmark:
         if held != self.size.rows:
             raise RuntimeError(f"the store has {held:,} rows, not {self.size.rows:,}")
         return different
+
+    @staticmethod
+    def lookups(whole: Child) -> dict[str, float]:
+        """Return what lookups of another process cost: the seconds of passes beside them over those of the others."""
+        from benchmarks.scale_worker import TURN
+
+        beside: dict[bool, list[float]] = {True: [], False: []}
+        for one in whole.found["reports"]:
+            if one["epoch"] == 1:
+                beside[one["pass_index"] // TURN % 2 == 1].append(one["seconds"])
+        cost = statistics.mean(beside[True]) / statistics.mean(beside[False]) - 1
+        names = "lookups", "lookup_seconds"
+        return {"lookup_cost": cost, **{name: whole.found[name] for name in names}}
 
     def predicted(self, whole: Child) -> dict[str, Any]:
         """Return seconds of the second epoch, predicted and measured, and whether rows and bytes are those planned."""

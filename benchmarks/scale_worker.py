@@ -1,7 +1,9 @@
 """The child process of `benchmarks.scale`: trains a store, or in memory, under a limit; kills itself where told so.
 
 It takes one argument, a JSON object: `dataset`, `out`, `batch`, `width`, `epochs`; `store` and `plan`, or neither for
-training in memory; `limit`, bytes of RLIMIT_DATA; `die_in_pass`, in the middle of which it kills itself.
+training in memory; `limit`, bytes of RLIMIT_DATA; `die_in_pass`, in the middle of which it kills itself; `lookups`:
+in every other turn of passes of the last epoch another process, which this one starts, opens the store once a second
+and looks keys up in it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+TURN = 9
+"""Passes of a turn with lookups, or without."""
+LOOKED_UP = 100
+"""Keys each time."""
 
 
 def main(work: dict[str, Any]) -> dict[str, Any]:
@@ -47,12 +55,15 @@ def main(work: dict[str, Any]) -> dict[str, Any]:
                 if path.stat().st_size > 1 << 16:
                     drop_cache(path)
 
+    asker = Asker(work) if work.get("lookups") else None
     step = Step(cache, work["width"], light=False, track=True)
     begun: dict[int, float] = {}
     samples: dict[int, int] = {}
     with ThreadPoolExecutor(1) as dropper:
         for p in cache.passes(epochs=work["epochs"]):
             begun.setdefault(p.epoch, time.perf_counter())
+            if asker is not None:
+                asker.turn(p.epoch == work["epochs"] - 1 and p.index // TURN % 2 == 1)
             for batch in p.batches(work["batch"], shuffle=True):
                 step(batch)
                 samples[p.epoch] = samples.get(p.epoch, 0) + len(batch)
@@ -73,7 +84,46 @@ def main(work: dict[str, Any]) -> dict[str, Any]:
             "device_bytes": cache.device_bytes,
         }
         cache.close()
+    if asker is not None:
+        found |= asker.end()
     return found
+
+
+class Asker:
+    """A process that looks keys up in a store that is being trained, in turns."""
+
+    def __init__(self, work: dict[str, Any]) -> None:
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.scale_worker", "lookups", work["store"]]
+        self._process = subprocess.Popen([*command, str(work["lookups"])], stdout=subprocess.PIPE, text=True)
+        self.turn(False)
+
+    def turn(self, asking: bool) -> None:
+        """Let it look up, or rest."""
+        self._process.send_signal(signal.SIGCONT if asking else signal.SIGSTOP)
+
+    def end(self) -> dict[str, float]:
+        """End it, and return how often it looked up, and the median of its seconds."""
+        self.turn(True)
+        self._process.terminate()
+        seconds = sorted(map(float, self._process.communicate()[0].split()))
+        return {"lookups": len(seconds), "lookup_seconds": seconds[len(seconds) // 2] if seconds else 0.0}
+
+
+def look_up(store: str, rows: int) -> None:
+    """Open a store, look keys below ``rows`` up and close it, once a second; print the seconds that each time took."""
+    import numpy as np
+
+    from tiercache.store import Store
+
+    rng = np.random.default_rng(1)
+    while True:
+        begun = time.perf_counter()
+        with Store.open(store, mode="r") as opened:
+            keys = np.sort(rng.integers(0, rows, LOOKED_UP))
+            opened.lookup(opened.tables[0].name, keys, missing="zeros")
+        took = time.perf_counter() - begun
+        print(took, flush=True)
+        time.sleep(max(0.0, 1.0 - took))
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
@@ -86,5 +136,7 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "lookups":
+        look_up(sys.argv[2], int(sys.argv[3]))
     given = json.loads(sys.argv[1])
     Path(given["out"]).write_text(json.dumps(main(given)))
