@@ -229,7 +229,7 @@ def _figures(size: Size, tiered: TieredRun, times: Times, work: Replay) -> dict[
         "device_bytes": tiered.cache.device_bytes,
         "state_bytes": tiered.state_bytes,
         "samples_per_epoch": size.epoch_samples,
-        "visits_per_epoch": size.passes,
+        "passes_per_epoch": size.passes,
         "turns": size.turns,
         "repeats": size.repeats,
         "epochs_measured": size.epochs - 1,

@@ -82,7 +82,7 @@ class DiskBenchmark:
             "device": self.machine.name, "table_rows": rows, "table_bytes": num_bytes, "row_bytes": num_bytes // rows,
             "device_budget_bytes": self.budgets.device, "host_budget_bytes": self.budgets.host,
             "fill_seconds": time.perf_counter() - begun, "samples_per_visit": self.size.samples,
-            "visits_per_epoch": self.size.passes,
+            "passes_per_epoch": self.size.passes,
         })  # fmt: skip
 
     def measure(self, demand: Demand, *, memory: MemoryRun | None = None) -> dict[str, Any]:

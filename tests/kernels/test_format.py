@@ -136,5 +136,5 @@ def test_digests_are_those_of_the_page(tmp_path: Path) -> None:
     assert data[size + 48 :] == np.array([xxh64(data[size : size + 48])], "<u8").tobytes()
     assert digest == hashlib.sha256(data[:size] + data[size + 48 :]).hexdigest() == wanted[keys]
     schedule = Schedule(num_passes=6, dataset_digest="00").digest
-    plain = b'{"order_seed": null, "pass_set": "00", "version": 1}'
+    plain = b'{"dataset": "00", "order_seed": null, "version": 1}'
     assert schedule == hashlib.sha256(plain).hexdigest() == wanted["schedule of the dataset `00` without an order seed"]

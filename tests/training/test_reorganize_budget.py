@@ -102,7 +102,7 @@ def test_a_reorganization_takes_no_more_than_was_said(
             train(cache, CASE, epochs=1)
         before = held(path, store)
         plan = reorganize_plan(store, cut)
-        assert plan.standing == before
+        assert plan.present == before
         watched = Watched(monkeypatch, path, store)
         tc.reorganize(store, cut, store_budget=plan.needed, progress=False)
         peak = max(watched.sizes)

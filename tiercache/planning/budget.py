@@ -32,7 +32,7 @@ _PAGE_RECORD_BYTES = 56
 _PASS_BYTES = 8 << 10
 """Of a pass and of each of its groups: its key set, its report, and the arrays of its segment."""
 _INDEX_BYTES = 48
-"""Of a row of the pass on the device: slots and orders of three visits, and its key while it is written."""
+"""Of a row of the pass on the device: slots and orders of three passes, and its key while it is written."""
 
 
 def gap_bytes(num_positions: int) -> tuple[int, int]:

@@ -30,7 +30,7 @@ _MOST_GROWTH = 64 << 20
 class ReorganizePlan:
     """What a store takes at most while it is put in the order of other passes; all in bytes."""
 
-    standing: int
+    present: int
     """What it takes before: all of it stays until the new order is committed."""
     sorting: int
     """Temporary files: a mark for each live row, and keys, then rows, on their way into hash order."""
@@ -49,14 +49,14 @@ class ReorganizePlan:
         used: Mapping[str, int],
         layout: Layout,
         *,
-        standing: int | None,
+        present: int | None,
         use_bytes: int,
     ) -> ReorganizePlan:
         """Count what may move where passes use so many different keys of each table, with those that are new.
 
         ``layout`` cuts the new segment into blocks. The rows that are used are written, and unused ones that have
         fewer bytes than those and the stale ones, unless segments are too many to retain. Which they are only their
-        keys say: they are taken to be those that cost most. ``standing`` where not said: the blocks of ``stored``.
+        keys say: they are taken to be those that cost most. ``present`` where not said: the blocks of ``stored``.
         """
         tables = [_Rows.of(groups, group, table, stored, used) for group in groups for table in group.tables]
         idle = _most_idle(tables, stored)
@@ -67,34 +67,34 @@ class ReorganizePlan:
         of_rows = {g.index: _block_row_bytes(g, layout) for g in groups}
         blocks = moved(lambda one: of_rows[one.group][0]) + sum(block for _, block in of_rows.values())
         ordered = moved(lambda one: one.row_bytes + _KEY_BYTES + CHANGED_BYTES)
-        if standing is None:
-            standing = _stored_bytes(groups, stored)
+        if present is None:
+            present = _stored_bytes(groups, stored)
         marks = sum(paged(sum(one.live for one in tables if one.group == g.index)) for g in groups)
         keys, rows = _sorted_bytes(tables, idle)
         commit = stored.newest.commit
         return cls(
-            standing=standing,
+            present=present,
             sorting=marks + max(keys - ordered, rows, 0),
             ordered=ordered,
-            segment=blocks + -(-15 * blocks // 100) + min(_MOST_GROWTH, (standing + blocks) // 32),
+            segment=blocks + -(-15 * blocks // 100) + min(_MOST_GROWTH, (present + blocks) // 32),
             beside=use_bytes + RECORD_BYTES + paged(0 if commit is None else commit.state_bytes),
         )
 
     @property
     def needed(self) -> int:
         """The most bytes of the store's folder, temporary files without a name among them."""
-        return self.standing + self.beside + self.ordered + max(self.sorting, self.segment)
+        return self.present + self.beside + self.ordered + max(self.sorting, self.segment)
 
     def check(self, allowed: int) -> None:
         """Raise BudgetError, with the numbers, where that is more than is allowed."""
         if self.needed > allowed:
-            standing, ordered, beside = map(format_bytes, (self.standing, self.ordered, self.beside))
+            present, ordered, beside = map(format_bytes, (self.present, self.ordered, self.beside))
             last = f"{format_bytes(max(self.segment, self.sorting))} to " + (
                 "sort them" if self.sorting > self.segment else "write them to the store"
             )
             raise BudgetError(
                 f"store_budget is {format_bytes(allowed)}, but putting the store in the order of these passes may need "
-                f"{format_bytes(self.needed)}: {standing} that it takes now, {ordered} of temporary files for rows in "
+                f"{format_bytes(self.needed)}: {present} that it takes now, {ordered} of temporary files for rows in "
                 f"their new order, {last}, and {beside} of next uses, dense state and records: raise store_budget to "
                 f"{self.needed} bytes, keep fewer commits (retention), or extract passes with fewer keys"
             )

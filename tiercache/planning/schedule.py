@@ -53,7 +53,7 @@ class Schedule:
     def digest(self) -> str:
         """Hexadecimal digest of dataset and order; neither epochs nor budgets change it."""
         fixed = isinstance(self.order, tuple)
-        record = {"pass_set": self.dataset_digest, "order_seed": None if fixed else self.order, "version": 1}
+        record = {"dataset": self.dataset_digest, "order_seed": None if fixed else self.order, "version": 1}
         record |= {"order": self.order} if fixed else {}
         return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 

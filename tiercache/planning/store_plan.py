@@ -73,7 +73,7 @@ class StorePlan:
                 np.add.at(live, (pass_index + 1 + np.arange(live_C.size)) % live.size, live_C)
             largest = max(largest, taken)
         return cls(
-            live=int(live.max()) + _standing_bytes(groups, stored),
+            live=int(live.max()) + _stored_bytes(groups, stored),
             largest_pass=largest,
             num_passes=1 + commits * commit_every,
             state=(1 + commits) * paged(max([state_bytes, *(commit.state_bytes for commit in stored.commits)])),
@@ -103,7 +103,7 @@ def block_bytes(group: Group, rows: int) -> int:
     return sum(paged(4 * field.words * rows) for field in group.fields) + paged(_KEY_BYTES * rows)
 
 
-def _standing_bytes(groups: tuple[Group, ...], stored: History) -> int:
+def _stored_bytes(groups: tuple[Group, ...], stored: History) -> int:
     """Return the bytes of the blocks that no pass frees, and of all last changes: dumps have none in their place."""
     newest, needed = stored.newest.commit, stored.needed
     retained = frozenset[int]() if newest is None else newest.retained_ids

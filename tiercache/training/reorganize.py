@@ -121,7 +121,7 @@ def reorganize_plan(
         store.history,
         count_keys(positions, positions.keys_of(passes)),
         _layout(positions),
-        standing=file_bytes_of(store.path) if store.path is not None and store.path.is_dir() else None,
+        present=file_bytes_of(store.path) if store.path is not None and store.path.is_dir() else None,
         use_bytes=files * sum(gap_bytes(sum(positions.num_rows(p) for p in range(positions.num_passes)))),
     )
 
