@@ -21,7 +21,7 @@ and of the file that `tiercache plan` wrote
 predicted_seconds, measured_seconds = of the second epoch's passes, by the plan and by the reports, and predicted_passes
 and measured_passes of each one; `tiercache plan` measures the disk, and is told the samples/s of the training in memory
 lookup_cost = what a process that opens the store once a second, and looks 100 keys up, costs the training: in every
-other turn of 9 passes of the second epoch it does, and seconds are compared; lookups, lookup_seconds = times, median
+other turn of 9 passes of the resumed training it does, and seconds are compared; lookups, lookup_seconds = times, median
 samples_per_s = of the second epoch over the tiers; throughput_ratio = it / in_memory_samples_per_s
 rows_different = rows that are not the same bit by bit in both stores; bits_equal = none, and the dense parts are equal
 """
@@ -90,11 +90,11 @@ class Benchmark:
         row_bytes = 8 * self.size.dim
         self.limit = self.limit or constant + max(self.size.rows * row_bytes // 10, LEAST)
         device, host = self.make_plan(constant, in_memory[0])
-        whole = self.train("whole.tc", lookups=self.size.rows)
+        whole = self.train("whole.tc")
         store_bytes = sum(path.stat().st_blocks * 512 for path in files_below(self.folder / "whole.tc"))
         killed_in = self.size.passes + self.size.passes // 2
         killed = self.train("killed.tc", die_in_pass=killed_in)
-        resumed = self.train("killed.tc")
+        resumed = self.train("killed.tc", lookups=self.size.rows)
         different = self.different_rows()
         if self.size.limit_bytes:  # of small sizes it would take longer than the training
             in_memory.append(self.in_memory())
@@ -115,7 +115,7 @@ class Benchmark:
             "in_memory_samples_per_s": sum(in_memory) / len(in_memory),
             "in_memory_samples_per_s_before": in_memory[0], "in_memory_samples_per_s_after": in_memory[-1],
             "throughput_ratio": len(in_memory) * whole.found["samples_per_second"] / sum(in_memory),
-            **self.lookups(whole),
+            **self.lookups(resumed),
             "rows_different": different,
             "dense_equal": whole.found["dense_digest"] == resumed.found["dense_digest"],
             "bits_equal": different == 0 and whole.found["dense_digest"] == resumed.found["dense_digest"],
@@ -197,17 +197,16 @@ class Benchmark:
         return different
 
     @staticmethod
-    def lookups(whole: Child) -> dict[str, float]:
+    def lookups(resumed: Child) -> dict[str, float]:
         """Return what lookups of another process cost: the seconds of passes beside them over those of the others."""
         from benchmarks.scale_worker import TURN
 
         beside: dict[bool, list[float]] = {True: [], False: []}
-        for one in whole.found["reports"]:
-            if one["epoch"] == 1:
-                beside[one["pass_index"] // TURN % 2 == 1].append(one["seconds"])
+        for one in resumed.found["reports"]:
+            beside[one["pass_index"] // TURN % 2 == 1].append(one["seconds"])
         cost = statistics.mean(beside[True]) / statistics.mean(beside[False]) - 1
         names = "lookups", "lookup_seconds"
-        return {"lookup_cost": cost, **{name: whole.found[name] for name in names}}
+        return {"lookup_cost": cost, **{name: resumed.found[name] for name in names}}
 
     def predicted(self, whole: Child) -> dict[str, Any]:
         """Return seconds of the second epoch, predicted and measured, and whether rows and bytes are those planned."""

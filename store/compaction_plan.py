@@ -10,7 +10,7 @@ import numpy as np
 
 from tiercache.store.external_sort import ExternalSorter, flush_largest
 from tiercache.store.hashing import hash_keys
-from tiercache.store.live_keys import READERS, live_keys
+from tiercache.store.live_keys import READERS, all_keys, live_keys
 from tiercache.store.merge import SortedCursor, hashed, merged
 from tiercache.store.retained_segment import RetainedSegment
 from tiercache.store.scratch_file import ScratchFile, scratch_of
@@ -162,8 +162,9 @@ class _GroupRows:
                 for table, total in zip(self.group.tables, self.live_ST.sum(axis=0).tolist(), strict=True)
             ]  # fmt: skip
             readers = stack.enter_context(ThreadPoolExecutor(READERS))
+            snapshot, every = store.snapshot, dict.fromkeys(range(len(sorters)), all_keys)
             for segment, place, keys, rows in live_keys(
-                store, store.snapshot, self.group, dict.fromkeys(range(len(sorters))), readers, after=-1
+                store, snapshot, snapshot.segments, self.group, every, readers, after=-1
             ):
                 start = int(self._starts_S[self._index[segment.id]]) - self._dead[segment.id]
                 sorters[place].add(hash_keys(keys, self.group.tables[place].table_id), start + rows)

@@ -11,7 +11,7 @@ from tiercache.store.hashing import hash_keys
 from tiercache.store.read_ahead import read_ahead
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from concurrent.futures import ThreadPoolExecutor
 
     from numpy.typing import NDArray
@@ -25,32 +25,41 @@ if TYPE_CHECKING:
     Int64s = NDArray[np.int64]
     Wanted = NDArray[np.uint64] | None
     """Hashes in order; None: all."""
+    Asked = Callable[[], Wanted]
+    """What is wanted by now."""
 
 READERS = 2
 """Threads that read keys or rows: the disk has some to read while others are checked."""
 _PAGES = 1 << 16
 """Key pages that are decided on at once."""
+_PAGES_AT_ONCE = 32
+"""That a thread reads at least, where there are so many of a segment."""
 
 
 def live_keys(
     store: Store,
     snapshot: Snapshot,
+    segments: Iterable[Segment],
     group: Group,
-    tables: Mapping[int, Wanted],
+    tables: Mapping[int, Asked],
     readers: ThreadPoolExecutor,
     *,
     after: int,
 ) -> Iterator[tuple[Segment, int, Int64s, Int64s]]:
     """Yield (segment, place of the table, keys, rows) of live rows of ``tables``, each key page read at most once.
 
-    ``tables`` has, by place in the group, the hashes that are looked for. Of each run of rows in hash order only the
-    key pages are read that may have one: for a single hash one page at most. Segments come by id, so that the newest
-    of several rows comes last. Only rows with a next use after pass ``after``.
+    ``tables`` gives, by place in the group, the hashes that are looked for; a few segments later what it gives by then.
+    Of each run of rows in hash order only the key pages are read that may have one: for a single hash one page at most.
+    ``segments`` come in their order. Only rows with a next use after pass ``after``.
     """
-    sweep = (reading for segment in snapshot.segments for reading in _readings(snapshot, segment, group, tables, after))
-    for (reading,), stored in read_ahead(readers, partial(_read, store), sweep, most=2 * READERS):
-        for place, rows in reading.rows.items():
-            yield reading.segment, place, stored[rows - reading.first_row], rows
+    sweep = ((some,) for segment in segments for some in _together(_readings(snapshot, segment, group, tables, after)))
+    for (readings,), found in read_ahead(readers, partial(_read, store), sweep, most=2 * READERS):
+        for place, keys, rows in found:
+            yield readings[0].segment, place, keys, rows
+
+
+def all_keys() -> None:
+    """Want all keys of a table."""
 
 
 class _Reading(NamedTuple):
@@ -67,14 +76,37 @@ class _Reading(NamedTuple):
     """By place of the table."""
 
 
-def _read(store: Store, reading: _Reading) -> Int64s:
-    return store.read_keys(reading.segment, reading.group, reading.block, reading.first, reading.last)
+def _together(readings: Iterable[_Reading]) -> Iterator[list[_Reading]]:
+    """Yield readings of a segment, so many that a thread has something to do."""
+    some: list[_Reading] = []
+    for reading in readings:
+        some.append(reading)
+        if sum(one.last - one.first for one in some) >= _PAGES_AT_ONCE:
+            yield some
+            some = []
+    if some:
+        yield some
+
+
+def _read(store: Store, readings: Sequence[_Reading]) -> list[tuple[int, Int64s, Int64s]]:
+    """Return the keys of all rows that count, and these rows, by place of the table."""
+    found: dict[int, list[tuple[Int64s, Int64s]]] = {}
+    for one in readings:
+        stored = store.read_keys(one.segment, one.group, one.block, one.first, one.last)
+        for place, rows in one.rows.items():
+            found.setdefault(place, []).append((stored[rows - one.first_row], rows))
+    return [
+        (place, np.concatenate([keys for keys, _ in parts]), np.concatenate([rows for _, rows in parts]))
+        for place, parts in found.items()
+    ]
 
 
 def _readings(
-    snapshot: Snapshot, segment: Segment, group: Group, tables: Mapping[int, Wanted], after: int
-) -> Iterator[tuple[_Reading]]:
+    snapshot: Snapshot, segment: Segment, group: Group, tables: Mapping[int, Asked], after: int
+) -> Iterator[_Reading]:
     """Yield what is read of the keys of a segment, in the order of its rows."""
+    if all((wanted := asked()) is not None and not wanted.size for asked in tables.values()):
+        return
     layout = segment.layouts[group.index]
     live = max(snapshot.first_range(segment, group.index), int(layout.next_use_R.searchsorted(after, side="right")))
     runs = {place: layout.runs_of_table(place, live) for place in tables}
@@ -82,8 +114,8 @@ def _readings(
     for block in range(0, layout.num_blocks, step):
         low, high = layout.rows_of_block(block)[0], layout.rows_of_block(min(block + step, layout.num_blocks) - 1)[1]
         spans = []
-        for place, wanted in tables.items():
-            table_id = group.tables[place].table_id
+        for place, asked in tables.items():
+            wanted, table_id = asked(), group.tables[place].table_id
             spans.append(_Spans.of(layout, segment.first_keys[group.index], *runs[place], low, high, wanted, table_id))
         yield from _joined(segment, group.index, layout, dict(zip(tables, spans, strict=True)))
 
@@ -132,9 +164,7 @@ class _Spans(NamedTuple):
         return cls(lows[begin], highs[end], pages[begin], pages[end] + 1)
 
 
-def _joined(
-    segment: Segment, group: int, layout: SegmentLayout, spans: Mapping[int, _Spans]
-) -> Iterator[tuple[_Reading]]:
+def _joined(segment: Segment, group: int, layout: SegmentLayout, spans: Mapping[int, _Spans]) -> Iterator[_Reading]:
     """Yield neighboring key pages of a block as one reading, whatever tables they are of."""
     found = sorted(
         (first, last, place, low, high)
@@ -150,11 +180,9 @@ def _joined(
             rows: dict[int, list[Int64s]] = {}
             for _, _, place, low, high in some:
                 rows.setdefault(place, []).append(np.arange(low, high))
-            yield (
-                _Reading(
-                    segment, group, block, first, end - block * layout.key_pages, first_row,
-                    {place: np.concatenate(parts) for place, parts in rows.items()},
-                ),
+            yield _Reading(
+                segment, group, block, first, end - block * layout.key_pages, first_row,
+                {place: np.concatenate(parts) for place, parts in rows.items()},
             )  # fmt: skip
             some, end = [], -1
         if span is not None:

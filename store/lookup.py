@@ -73,8 +73,11 @@ def locate_at(
     with ThreadPoolExecutor(READERS) as readers:
         for group in store.groups:
             tables = {group.place(name): w for name, w in wanted.items() if groups[name] is group and w.hashes.size}
-            hashes = {place: one.hashes for place, one in tables.items()}
-            for segment, place, stored, rows in live_keys(store, snapshot, group, hashes, readers, after=least):
+            asked = {place: one.left for place, one in tables.items()}
+            newest_first = reversed(snapshot.segments)
+            for segment, place, stored, rows in live_keys(
+                store, snapshot, newest_first, group, asked, readers, after=least
+            ):
                 tables[place].match(segment.id, stored, rows)
                 if progress is not None:
                     progress(stored.size)
@@ -96,18 +99,29 @@ class _Wanted:
         self._prefixes[self.hashes >> self._shift] = True
         self.segment_ids = np.full(hashes.size, -1, dtype=np.int64)
         self.rows = np.full(hashes.size, -1, dtype=np.int64)
+        self._left = np.ones(hashes.size, dtype=np.bool_)
+        """Which of ``hashes`` were not found yet."""
+        self._of_left = self.hashes
+
+    def left(self) -> NDArray[np.uint64]:
+        """Return the hashes that were not found yet, in order."""
+        return self._of_left
 
     def match(self, segment_id: int, stored: NDArray[np.int64], first_rows: NDArray[np.int64]) -> None:
-        """Note where ``stored`` keys are wanted; ``first_rows`` are their rows."""
+        """Note where ``stored`` keys are wanted that were not found before; ``first_rows`` are their rows."""
         hashes = hash_keys(stored, self.table_id)
         likely = np.nonzero(self._prefixes[hashes >> self._shift])[0]  # a search for each costs ten times as much
         hashes = hashes[likely]
         at = np.searchsorted(self.hashes, hashes)
         at[at == self.hashes.size] = 0
-        found = self.hashes[at] == hashes
+        found = (self.hashes[at] == hashes) & self._left[at]
+        if not np.any(found):
+            return
         places, hit = self.order[at[found]], likely[found]
         self.segment_ids[places] = segment_id
         self.rows[places] = first_rows[hit]
+        self._left[at[found]] = False
+        self._of_left = self.hashes[self._left]
 
     def drop(self, segments: Iterable[Segment], retained: Collection[int], group: int, after: int) -> None:
         """Forget rows whose next use is ``after`` or before; those of retained segments have none that counts."""
