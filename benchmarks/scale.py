@@ -21,7 +21,7 @@ and of the file that `tiercache plan` wrote
 predicted_seconds, measured_seconds = of the second epoch's passes, by the plan and by the reports, and predicted_passes
 and measured_passes of each one; `tiercache plan` measures the disk, and is told the samples/s of the training in memory
 lookup_cost = what a process that opens the store once a second, and looks 100 keys up, costs the training: in every
-other turn of 9 passes of the resumed training it does, and seconds are compared; lookups, lookup_seconds = times, median
+other turn of 9 passes of the resumed training, seconds are compared; lookups, lookup_seconds = how often, the median
 samples_per_s = of the second epoch over the tiers; throughput_ratio = it / in_memory_samples_per_s
 rows_different = rows that are not the same bit by bit in both stores; bits_equal = none, and the dense parts are equal
 """
