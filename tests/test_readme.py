@@ -20,11 +20,10 @@ if TYPE_CHECKING:
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
-def block(language: str) -> str:
-    """Return the first block of code in a language."""
-    found = re.search(rf"```{language}\n(.*?)```", README, re.DOTALL)
-    assert found is not None
-    return found[1]
+def block(language: str, number: int = 0) -> str:
+    """Return a block of code in a language, the first one where not said."""
+    found: list[str] = re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    return found[number]
 
 
 def test_the_main_job_of_the_readme_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +50,14 @@ def test_the_main_job_of_the_readme_trains(tmp_path: Path, monkeypatch: pytest.M
     ]
     assert told[0].splitlines()[-1] == told[1].splitlines()[-1] != "commit 0"
     monkeypatch.chdir(tmp_path)
+    converted = tmp_path / "converted.py"
+    begin = (
+        "import torch\nimport tiercache as tc\n"
+        'data, criterion = tc.PassDataset.open("passes/"), torch.nn.BCEWithLogitsLoss()\n'
+    )
+    converted.write_text(begin + block("python", 1) + "    print(cache.store.live_rows('user'))\n")
+    done = subprocess.run([sys.executable, str(converted)], capture_output=True, text=True, check=True).stdout
+    assert done.split()[-1] == "1000"
     newest = told[0].split()[-1]
     commands = re.findall(
         r"^tiercache (.*?)(?:#.*)?$", "".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL)), re.MULTILINE

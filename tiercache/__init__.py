@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from tiercache.store.table import Table as Table
     from tiercache.training.batch import Batch as Batch
     from tiercache.training.cache import TierCache as TierCache
+    from tiercache.training.convert import convert as convert
+    from tiercache.training.convert import to_torch as to_torch
     from tiercache.training.embedding import Embedding as Embedding
     from tiercache.training.embedding import EmbeddingBag as EmbeddingBag
     from tiercache.training.embedding import EmbeddingBagCollection as EmbeddingBagCollection
@@ -60,12 +62,14 @@ _HOME = {
     "EmbeddingCollection": "training.embedding",
     "EmbeddingBagCollection": "training.embedding",
     "Pass": "training.passes",
+    "convert": "training.convert",
     "export_store": "io.exporting",
     "extract": "data.extract",
     "import_store": "io.importing",
     "key_of": "data.key_of",
     "reorganize": "training.reorganize",
     "repartition": "data.repartition",
+    "to_torch": "training.convert",
     "write_key_sets": "data.key_sets",
 }
 
@@ -89,6 +93,7 @@ __all__ = [
     "Table",
     "TierCache",
     "TierCacheError",
+    "convert",
     "export_store",
     "extract",
     "import_store",
@@ -97,6 +102,7 @@ __all__ = [
     "optim",
     "reorganize",
     "repartition",
+    "to_torch",
     "write_key_sets",
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,8 @@ from tiercache.ranks.opening import choose_sharding, open_for_share
 from tiercache.ranks.sharding_planner import sharding_of
 from tiercache.ranks.sharding_rules import asked_words
 from tiercache.ranks.shares import Share
-from tiercache.store import Store
+from tiercache.store import Store, StoreMissingError
+from tiercache.store.bulk_load import load_rows
 from tiercache.store.scratch_file import scratch_of
 from tiercache.store.shards.manifest import Manifest
 from tiercache.store.shards.sharded_store import ShardedStore
@@ -23,7 +25,7 @@ from tiercache.training.reorganize import reorganize
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from tiercache.data.dataset import PassDataset
     from tiercache.data.view import DatasetView
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from tiercache.ranks.budgets import Budgets
     from tiercache.ranks.shard_writer import ShardWriter
     from tiercache.ranks.sharding_rules import ShardingRules
+    from tiercache.store.scan import Chunk
 
 __all__ = ["StoreOptions", "TrainingStore"]
 
@@ -73,7 +76,9 @@ class TrainingStore:
         self._store: Store | None = None
         """What ``open`` returned."""
         self._is_new = False
-        """Whether ``open`` made the folder of a plain store."""
+        """Whether the folder of a plain store was made."""
+        self._filled = False
+        """Whether it has its first rows from ``fill``: they stand in no order yet."""
         self._shards: ShardWriter | None = None
         self._unites = False
         """Whether ``open`` makes a plain store of shards."""
@@ -135,6 +140,31 @@ class TrainingStore:
         """Return what this rank trains of passes: all, or its share. Raises ValueError where the tables are others."""
         return passes if self.sharding is None else Share(passes, self.sharding, self._ranks.rank)
 
+    def fill(self, chunks: Callable[[], Iterator[tuple[str, Chunk]]]) -> None:
+        """Give a store without a commit its first rows, ``chunks`` of (table name, keys and vectors). Collective.
+
+        Raises ValueError and StoreFullError.
+        """
+        with self._ranks.raise_on_all("importing the rows of the model"):
+            if self._ranks.rank == 0 and not self._has_commit():
+                self._is_new = self._given is None and not self._place.exists()
+                with ExitStack() as stack:
+                    load_rows(self._given or stack.enter_context(self._plain()), chunks(), initial_state=True)
+                self._filled = True
+        self._filled = any(self._ranks.all_gather_object(self._filled))
+
+    def _plain(self) -> Store:
+        """Open the plain store, or make it."""
+        options = self._options
+        return Store.open(self._place, tables=self._passes.tables, engine=options.engine, retention=options.retention)
+
+    def _has_commit(self) -> bool:
+        if self._given is not None:
+            return self._given.commit is not None or self._given.mode == "r"
+        with suppress(StoreMissingError), Store.open(self._place, mode="r") as store:
+            return store.commit is not None
+        return False
+
     def open(self, source: DatasetView, budgets: Budgets, *, progress: bool | None) -> Store:
         """Open the store, or make it; its rows stand in the order of ``source`` then, where that is asked for.
 
@@ -154,11 +184,9 @@ class TrainingStore:
         if self._given is not None:
             store = self._store = self._given
         else:
-            self._is_new = not self._place.exists()
-            store = self._store = Store.open(
-                self._place, tables=self._passes.tables, engine=options.engine, retention=options.retention
-            )
-        if options.reorganize and store.mode == "a":
+            self._is_new = self._is_new or not self._place.exists()
+            store = self._store = self._plain()
+        if (options.reorganize or self._filled) and store.mode == "a":
             self._check_order(store, budgets)
             reorganize(store, self._passes, order=options.order, store_budget=budgets.store_budget, progress=progress)
         return store
@@ -167,7 +195,8 @@ class TrainingStore:
         options = self._options
         return open_for_share(
             self._place, share, self._ranks, engine=options.engine, shard_dirs=options.shard_dirs,
-            retention=options.retention, reorganized=options.reorganize, order=options.order, budgets=budgets,
+            retention=options.retention, reorganized=options.reorganize or self._filled, order=options.order,
+            budgets=budgets,
             plain=self._unites,
         )  # fmt: skip
 
@@ -182,9 +211,10 @@ class TrainingStore:
             )  # fmt: skip
 
     def discard_new(self) -> None:
-        """Remove a plain store that ``open`` made and nobody committed to: its budgets were refused."""
-        if self._store is not None and self._is_new and self._store.commit is None:
-            self._store.close()
+        """Remove a plain store that was made here and not trained: its budgets were refused."""
+        if self._is_new and (self._filled or self._store is None or self._store.commit is None):
+            if self._store is not None:
+                self._store.close()
             shutil.rmtree(self._place, ignore_errors=True)
 
     def named_commit(self) -> dict[str, object]:

@@ -23,6 +23,7 @@ from tiercache.ranks.shares import Share
 from tiercache.ranks.training_store import StoreOptions, TrainingStore
 from tiercache.store.table import group_tables
 from tiercache.training.batch_pipeline import BatchPipeline
+from tiercache.training.convert import drop_weights, refuse_weights, weight_chunks, weights_of
 from tiercache.training.evaluation import Evaluation
 from tiercache.training.exchange import LocalExchange
 from tiercache.training.matching import check_features, check_tables
@@ -175,7 +176,16 @@ class TierCache(SteppedCache):
                 share_threads()
             with ranks.raise_on_all("planning the budgets"):  # before the store is made, or written anew for them
                 device_bytes = budgets.check_device(source, backend)
-            self.store = self._opened.open(source, budgets, progress=progress)
+            objects = named_objects(model=model, optimizer=optimizer)
+            weights = weights_of(objects.values())
+            try:
+                if weights:
+                    self._opened.fill(lambda: weight_chunks(weights))
+                self.store = self._opened.open(source, budgets, progress=progress)
+            except BudgetError:
+                self._opened.discard_new()
+                raise
+            drop_weights(objects.values())
             self._beside = ranks.clone()  # NCCL takes memory of the device for it: before the rows do
             self._asking = ranks.clone(device="cpu")
             with ranks.raise_on_all("planning the budgets"):
@@ -208,7 +218,7 @@ class TierCache(SteppedCache):
             )
             self.reports: list[PassReport] = self._loop.reports
             """What this rank moved, a report for each pass trained by this object; the last one while it runs."""
-            self.register(**named_objects(model=model, optimizer=optimizer))
+            self.register(**objects)
 
     @staticmethod
     def _facts(data: PassDataset, budgets: Budgets) -> dict[str, Any]:
@@ -242,6 +252,7 @@ class TierCache(SteppedCache):
         collective. Raises StateError for state that cannot be stored.
         """
         self._check_open()
+        refuse_weights(objects.values())
         objects = {name: unwrapped(value) for name, value in objects.items()}
         self.dense.register(objects)
         self._modules += [value for value in objects.values() if isinstance(value, nn.Module)]

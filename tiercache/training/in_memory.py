@@ -20,6 +20,7 @@ from tiercache.store.vectors import from_words
 from tiercache.tiers.first_vectors import first_vectors, initial_vectors
 from tiercache.tiers.rows import GroupRows, RowView
 from tiercache.training.batch_pipeline import BatchPipeline
+from tiercache.training.convert import refuse_weights
 from tiercache.training.evaluation import Evaluation
 from tiercache.training.exchange import LocalExchange
 from tiercache.training.held_keys import HeldKeys
@@ -140,6 +141,7 @@ class InMemoryCache(SteppedCache):
     def register(self, **objects: Any) -> None:
         """Step rows when an optimizer among these objects steps; nothing is saved."""
         self._check_open()
+        refuse_weights(objects.values())
         self._hooks.follow(objects.values())
 
     def passes(self, epochs: int) -> Iterator[Pass]:

@@ -42,6 +42,8 @@ class TableModule(nn.Module):
         """The parameter; on the CPU also of a module that is made on "meta"."""
         self._rows: Callable[[], Callable[[], dict[str, Any]] | None] = _of_no_cache
         self._loaded: dict[str, Any] | None = None
+        self.weights: torch.Tensor | None = None
+        """Of the module that it took the place of: rows for a store that is made."""
         self.number = number_module(self)
         """By it compiled models look the module up."""
 

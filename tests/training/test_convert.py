@@ -1,0 +1,220 @@
+"""An existing model's embeddings become ours with its weights, and plain modules of torch again."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tiercache as tc
+from tests.training.test_adoption import (
+    BATCH,
+    DIM,
+    DLRM,
+    EPOCHS,
+    PASSES,
+    ROWS,
+    TABLES,
+    Side,
+    compare,
+    make_optimizer,
+    plain,
+    rows_of,
+    samples,
+    schema_of,
+    torch_batch,
+)  # fmt: skip
+from tiercache.data.from_arrays import write_dataset
+from tiercache.errors import StateError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NAMES = [f"f{t}" for t in range(TABLES)]
+
+
+def trained_before() -> DLRM:
+    """Return a plain model whose tables do not begin as the schema says."""
+    torch.manual_seed(3)
+    tables = [nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=t == 3) for t in range(TABLES)]
+    for table in tables:
+        nn.init.uniform_(table.weight, -0.2, 0.2)
+    torch.manual_seed(1)
+    return DLRM(list(tables))
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
+def test_a_converted_model_gives_the_numbers_of_the_model_that_it_was(tmp_path: Path, optimizer: str) -> None:
+    """Three lines are changed; out of core, with its weights, given up in the middle and gone on with."""
+    data = samples()
+    passes = write_dataset(tmp_path / "passes", schema_of(optimizer), data)
+    begin = trained_before()
+    reference = theirs_from(copy.deepcopy(begin), optimizer, data)
+    losses: dict[int, float] = {}
+    for stop in (PASSES * EPOCHS // 2, None):
+        torch.manual_seed(1)
+        model = tc.convert(
+            copy.deepcopy(begin)
+            if stop
+            else DLRM([nn.EmbeddingBag(ROWS, DIM, mode="sum", device="meta") for _ in NAMES]),
+            passes,
+            {"tables": NAMES},
+        )
+        assert isinstance(model, DLRM)
+        trainer = make_optimizer(optimizer, model.parameters())
+        row_bytes = ROWS * TABLES * (DIM + (DIM if optimizer == "Adagrad" else 0)) * 4
+        with tc.TierCache(
+            tmp_path / "model.tc", passes, model=model, optimizer=trainer, device_budget=row_bytes // 4,
+            host_budget="32MiB", progress=False,
+        ) as cache:  # fmt: skip
+            assert all(table.weights is None for table in model.tables)
+            side = Side(model, [trainer], cache.clip_grad_norm_, [trainer], cache.register, losses)
+            for p in cache.passes(epochs=EPOCHS):
+                if p.index == stop:
+                    break
+                plain(
+                    side,
+                    {},
+                    [
+                        (p.index * 5 + b, one.dense, list(one.features.values()), one.label, 1.0)
+                        for b, one in enumerate(p.batches(BATCH))
+                    ],
+                )
+    with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
+        compare(losses, model.dense_parameters(), rows_of(store), reference)
+        back = tc.to_torch(model, store)
+    part = data[0].slice(0, 20)
+    dense, bags, *_ = torch_batch(part)
+    with torch.no_grad():
+        torch.testing.assert_close(back(dense, bags), reference.model(dense, bags), atol=1e-5, rtol=1e-5)
+    assert isinstance(model.tables[0], tc.EmbeddingBag)
+
+
+def theirs_from(model: DLRM, optimizer: str, data: list[Any]) -> Side:
+    """Train the model as it is, in memory."""
+    groups = [
+        {"params": model.dense_parameters(), "lr": 0.05},
+        {"params": [p for table in model.tables for p in table.parameters()], "lr": 0.2},
+    ]
+    for table in model.tables:
+        table.sparse = False
+    side = Side(model, [make_optimizer(optimizer, groups)], lambda _: None, [], lambda **_: None)
+    for index in range(PASSES * EPOCHS):
+        part, size = data[index % PASSES], data[0].num_samples
+        cuts = [part.slice(low, min(size, low + BATCH)) for low in range(0, size, BATCH)]
+        plain(side, {}, [(index * 5 + b, *torch_batch(cut)) for b, cut in enumerate(cuts)])
+    return side
+
+
+SCHEMA = tc.Schema(
+    features=(
+        tc.Feature(name="user", table="user"), tc.Feature(name="item", table="item"),
+        tc.Feature(name="seen", table="item", hotness="ragged"),
+    ),
+    tables=tuple(
+        tc.Table(name=name, dim=4, optimizer=tc.optim.SGD(learning_rate=0.1), initializer=tc.init.Zeros())
+        for name in ("user", "item")
+    ),
+    label="y",
+    dense=(),
+)  # fmt: skip
+
+
+class Small(nn.Module):
+    """Two embeddings, of which one is used twice."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.user_emb = nn.Embedding(10, 4)
+        self.items = nn.EmbeddingBag(20, 4, **options)
+        self.same = self.items
+
+
+def test_modules_find_their_features_by_name_or_as_they_are_told() -> None:
+    """With words that say what a module is; one that is used for two features takes both."""
+    model = Small(mode="max")
+    weight = model.items.weight.data
+    made = tc.convert(model, SCHEMA, {"items": ["item", "seen"]})
+    assert made is model
+    assert isinstance(made.user_emb, tc.Embedding)
+    assert made.user_emb.features == ["user"]
+    assert made.items is made.same
+    assert [*made.items.lookups] == ["item", "seen"]
+    assert made.items.lookups["seen"].pooling == {"seen": "max"}
+    assert made.items.lookups["item"].weights.data_ptr() == weight.data_ptr()
+    assert [name for name, _ in made.named_parameters()] == [
+        "user_emb.handle", "items.lookups.item.handle", "items.lookups.seen.handle"
+    ]  # fmt: skip
+    assert isinstance(tc.convert(nn.Embedding(3, 4), SCHEMA, {"": "user"}), tc.Embedding)
+    left = tc.convert(Small(), SCHEMA, {}, filter_fn=lambda module, name: name == "user_emb")
+    assert isinstance(left.items, nn.EmbeddingBag)
+    frozen = Small()
+    frozen.user_emb.weight.requires_grad_(False)
+    assert not tc.convert(frozen, SCHEMA, {"items": "item"}).user_emb.handle.requires_grad
+    with torch.device("meta"):
+        assert tc.convert(Small(), SCHEMA, {"items": "item"}).user_emb.weights is None
+
+
+@pytest.mark.parametrize(
+    ("change", "features", "words"),
+    [
+        (None, {}, "no feature is called like the module 'items': give features={'items': NAME}, where the features"),
+        (None, {"items": "thing"}, "the schema has no feature 'thing', which 'items' is to look up"),
+        (None, {"nobody": "item"}, "features= names the module 'nobody', which the model does not have"),
+        (None, {"items": ["item", "user"]}, "looks up 'item' and 'user', which are of tables 'item' and 'user': give"),
+        ({"max_norm": 1.0}, {"items": "item"}, r"items has max_norm=1.0: make it without, as rows are not renormal"),
+        ({"padding_idx": 0}, {"items": "item"}, "items has padding_idx=0: make it without, and leave that key out"),
+        ({"scale_grad_by_freq": True}, {"items": "item"}, "items has scale_grad_by_freq=True: make it without"),
+        ({"embedding_dim": 8}, {"items": "item"}, "items has 8 columns and table 'item' 4: make them the same"),
+    ],
+)
+def test_what_cannot_be_converted_is_a_sentence(change: Any, features: dict[str, Any], words: str) -> None:
+    """And the model is as it was."""
+    model = Small()
+    if change:
+        options = {"num_embeddings": 20, "embedding_dim": 4, **change}
+        model.items = model.same = nn.EmbeddingBag(**options)
+    with pytest.raises(ValueError, match=words):
+        tc.convert(model, SCHEMA, features)
+    assert isinstance(model.user_emb, nn.Embedding)
+
+
+def test_weights_go_to_the_cache_that_makes_the_store(tmp_path: Path) -> None:
+    """Rows of all keys, also of those that no pass has; a store that has commits keeps its own, and others refuse."""
+    keys = {"user": np.array([1, 2]), "item": np.array([3, 19]), "seen": (np.array([4]), np.array([0, 1, 1]))}
+    tc.write_key_sets(tmp_path / "passes", SCHEMA, [{"user": np.array([1, 2]), "item": np.array([3, 4, 19])}])
+    data, model = tc.PassDataset.open(tmp_path / "passes"), Small(mode="sum")
+    user, items = model.user_emb.weight.data.clone(), model.items.weight.data.clone()
+    tc.convert(model, data, {"items": ["item", "seen"]})
+    budgets = {"device_budget": "1MiB", "host_budget": "64MiB", "progress": False}
+    words = r"a converted model brings rows .* give it to TierCache\(model=...\)"
+    with tc.TierCache(tmp_path / "other.tc", data, **budgets) as cache, pytest.raises(StateError, match=words):
+        cache.register(model=model)
+    with tc.TierCache(tmp_path / "model.tc", data, model=model, **budgets) as cache:
+        for p in cache.passes(epochs=1):
+            batch = p.batch(keys)
+            assert torch.equal(model.user_emb(batch.features["user"]), user[[1, 2]])
+            assert torch.equal(model.items(batch.features["item"]), items[[3, 19]])
+            assert torch.equal(model.same(batch.features["seen"]), torch.stack([items[4], torch.zeros(4)]))
+            for wrong, words in ((batch, "a batch, which has several"), (torch.tensor([1]), "was given a Tensor")):
+                with pytest.raises(TypeError, match=words):
+                    model.items(wrong)
+            with pytest.raises(ValueError, match="looks up item, seen and was given 'user'"):
+                model.items(batch.features["user"])
+    with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
+        assert (store.live_rows("user"), store.live_rows("item")) == (10, 20)
+        served = tc.to_torch(model, store, keys={"item": torch.tensor([3, 7])})
+    found = served.items(torch.tensor([3, 5, 7]), torch.tensor([0, 2]))
+    assert torch.equal(found, items[[3, 7]])  # 5 was left out, and has no row there
+    assert torch.equal(served.user_emb(torch.tensor([[9, 0], [1, 99]])),
+                       torch.stack([user[[9, 0]], torch.stack([user[1], torch.zeros(4)])]))  # fmt: skip
+    assert served.same is served.items
+    again = tc.convert(Small(mode="sum"), data, {"items": ["item", "seen"]})
+    with tc.TierCache(tmp_path / "model.tc", data, model=again, **budgets) as cache:
+        cache.restore()
+        assert again.user_emb.weights is None
+        assert np.array_equal(cache.store.lookup("user", np.arange(10))["vector"], user.numpy())

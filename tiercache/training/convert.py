@@ -1,0 +1,323 @@
+"""Existing models: their embeddings become modules whose rows a cache trains, and plain modules again for serving."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tiercache.data.dataset import PassDataset
+from tiercache.errors import StateError
+from tiercache.schema import Schema
+from tiercache.training.batch import Batch, JaggedIds
+from tiercache.training.embedding import Embedding, EmbeddingBag
+from tiercache.training.table_module import TableModule, table_modules
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.store import Store
+    from tiercache.store.scan import Chunk
+
+__all__ = ["convert", "drop_weights", "refuse_weights", "to_torch", "weight_chunks", "weights_of"]
+
+_CHUNK_BYTES = 16 << 20
+_AFFIXES = {"emb", "embed", "embedding", "embeddings", "bag", "table", "lookup"}
+
+
+def convert(
+    model: nn.Module,
+    data: PassDataset | Schema | str | os.PathLike[str],
+    features: Mapping[str, str | Sequence[str]] | None = None,
+    *,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+) -> nn.Module:
+    """Replace the `nn.Embedding`s and `nn.EmbeddingBag`s of ``model`` by modules that look up ``data``; returns it.
+
+    A module looks up the feature that has its name: ``user`` and ``user_emb`` look up "user". The new modules take a
+    batch, or a feature of one (``batch.features["user"]``), where the old ones took ids and offsets, and return what
+    they returned. The trained weights become rows of the store: row i that of key i. A cache that is given the model
+    takes them when it makes the store; a store that has commits keeps its own rows. They are not copied before, and the
+    model has none after. A module on "meta" has no weights: rows begin as the schema says.
+
+    Args:
+        model: the model. It is changed in place; if it is itself an embedding, use what is returned.
+        data: the dataset, its path, or its schema.
+        features: by name of a module (as in ``named_modules``) the feature that it looks up, or several for a module
+            that the model uses for several features; by name of an `nn.ModuleList` a feature for each of its modules.
+        filter_fn: ``filter_fn(module, name)`` says whether a module is replaced; default: all are.
+
+    Raises:
+        ValueError: no feature has the name of a module, or the feature's table has another dimension; a module has
+            ``max_norm``, ``scale_grad_by_freq`` or ``padding_idx``; two modules of one table have different weights.
+            ``sparse`` is ignored: no gradient of a whole table ever exists. The model is unchanged then.
+    """
+    schema = data if isinstance(data, Schema) else PassDataset.of(data).schema
+    names = _names_of(model, filter_fn)
+    chosen = _features_of(model, names, schema, features or {})
+    tables = {feature.name: feature.table for feature in schema.features}
+    weights: dict[str, torch.Tensor] = {}
+    made = {id(old): _replacement(old, names[old][0], chosen[old], schema, tables, weights) for old in names}
+    for old, places in names.items():
+        for place in places:
+            if not place:
+                return made[id(old)]
+            parent, _, child = place.rpartition(".")
+            setattr(model.get_submodule(parent), child, made[id(old)])
+    return model
+
+
+def weights_of(objects: Iterable[object]) -> dict[str, torch.Tensor]:
+    """Return by table the weights (rows, dim) that converted modules among ``objects`` had."""
+    return {one.tables[0]: one.weights for one in table_modules(objects) if one.weights is not None}
+
+
+def drop_weights(objects: Iterable[object]) -> None:
+    """Have converted modules let go of the weights that they had."""
+    for one in table_modules(objects):
+        one.weights = None
+
+
+def refuse_weights(objects: Iterable[object]) -> None:
+    """Raise StateError where a converted model still has its weights: nothing would make rows of them."""
+    if weights_of(objects):
+        raise StateError(
+            "a converted model brings rows for the store that is made: give it to TierCache(model=...), and not to "
+            "register()"
+        )
+
+
+def weight_chunks(weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Chunk]]:
+    """Yield (table name, (keys (n,), vectors (n, dim))) of all rows of weights, a few MiB at a time."""
+    for name, weight in weights.items():
+        step = max(1, _CHUNK_BYTES // (4 * weight.shape[1]))
+        for low in range(0, weight.shape[0], step):
+            part = weight[low : low + step].detach().to("cpu", torch.float32).contiguous().numpy()
+            yield name, (np.arange(low, low + part.shape[0], dtype=np.int64), (part,))
+
+
+def to_torch(
+    model: nn.Module, store: Store, *, keys: Mapping[str, NDArray[np.int64] | torch.Tensor] | None = None
+) -> nn.Module:
+    """Return a copy of ``model`` whose embeddings are plain modules of torch with the rows of a store.
+
+    They take raw keys, int64 of any shape, and map them to rows by a sorted list of keys, a buffer beside the weight:
+    an `EmbeddingBag` (N, L), or (keys,) with offsets. A key without a row gives zeros and counts in no mean. Modules of
+    one table share it. ``keys``: by table those whose rows are taken, where not all are; a table is in memory whole.
+
+    Raises ValueError for a model with an `EmbeddingBagCollection` or `EmbeddingCollection`, which look whole batches
+    up, or without any embedding; KeyMissingError for keys that have no row, and what ``Store.scan`` raises.
+    """
+    made, tables = copy.deepcopy(model), dict[str, _KeyedRows]()
+    places = [(name, one) for name, one in made.named_modules(remove_duplicate=False) if isinstance(one, TableModule)]
+    if not places:
+        raise ValueError("the model has no embedding of tiercache's: there is nothing to bring back")
+    plain: dict[int, nn.Module] = {}
+    for name, one in places:
+        if not isinstance(one, EmbeddingBag | Embedding):
+            raise ValueError(  # noqa: TRY004 - the model is what it should not have
+                f"{name or 'the model'} is an {type(one).__name__}, which looks whole batches up: give a model whose "
+                "modules look up one feature each"
+            )
+        table = one.tables[0]
+        if table not in tables:
+            tables[table] = _KeyedRows.of(store, table, (keys or {}).get(table))
+        pooling = one.pooling[one.features[0]] if isinstance(one, EmbeddingBag) else None
+        plain.setdefault(id(one), KeyedEmbedding(tables[table], pooling))
+    for name, one in places:
+        parent, _, child = name.rpartition(".")
+        if not name:
+            return plain[id(one)]
+        setattr(made.get_submodule(parent), child, plain[id(one)])
+    for shared in [one for one in made.modules() if isinstance(one, SharedLookup)]:
+        shared.plain = next(iter(shared.lookups.values()))
+    return made
+
+
+class SharedLookup(nn.Module):
+    """Looks up several features in one table, each where its feature of a batch is given."""
+
+    def __init__(self, lookups: Mapping[str, EmbeddingBag | Embedding]) -> None:
+        super().__init__()
+        self.lookups = nn.ModuleDict(dict(lookups))
+        self.plain: nn.Module | None = None
+        """What takes raw keys of any of the features, in a model for serving."""
+
+    def forward(self, input: Any, *others: Any, **options: Any) -> torch.Tensor:  # noqa: A002 - torch's name
+        """Look up one feature of a batch. Raises TypeError and ValueError for anything else."""
+        names = ", ".join(self.lookups)
+        if self.plain is not None:
+            return self.plain(input, *others, **options)  # type: ignore[no-any-return]
+        if not isinstance(input, JaggedIds):
+            what = "a batch, which has several of them" if isinstance(input, Batch) else f"a {type(input).__name__}"
+            raise TypeError(f"a module that looks up {names} was given {what}: give it batch.features[name]")
+        if input.feature not in self.lookups:
+            raise ValueError(f"this module looks up {names} and was given {input.feature!r}: give one of those")
+        return self.lookups[input.feature](input, *others, **options)  # type: ignore[no-any-return]
+
+
+class KeyedEmbedding(nn.Module):
+    """Rows of a table by raw keys, pooled or not."""
+
+    def __init__(self, rows: _KeyedRows, pooling: str | None) -> None:
+        super().__init__()
+        self.rows, self.pooling = rows, pooling
+
+    def forward(
+        self,
+        input: torch.Tensor,  # noqa: A002 - torch's name
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Look raw keys up as `nn.EmbeddingBag` and `nn.Embedding` look up theirs."""
+        rows, weight = self.rows.find(input), self.rows.weight
+        none = weight.shape[0] - 1
+        if self.pooling is None:
+            return functional.embedding(rows, weight, none)
+        return functional.embedding_bag(
+            rows if offsets is not None or rows.ndim > 1 else rows[:, None], weight, offsets, mode=self.pooling,
+            per_sample_weights=per_sample_weights, padding_idx=none,
+        )  # fmt: skip
+
+
+class _KeyedRows(nn.Module):
+    """The rows of a table, and the keys that they belong to; one row more, of zeros, for keys without one."""
+
+    keys: torch.Tensor
+    order: torch.Tensor
+
+    def __init__(self, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.from_numpy(np.concatenate([vectors, np.zeros_like(vectors[:1])])))
+        order = np.argsort(keys)
+        self.register_buffer("keys", torch.from_numpy(keys[order]))
+        self.register_buffer("order", torch.from_numpy(order))
+
+    @classmethod
+    def of(cls, store: Store, table: str, keys: Any) -> _KeyedRows:
+        """Read all rows, or those of keys."""
+        if keys is not None:
+            wanted = np.unique(np.asarray(keys, dtype=np.int64))
+            return cls(wanted, store.lookup(table, wanted)["vector"])
+        dim = next(one.dim for one in store.tables if one.name == table)
+        chunks = [(ks, fields[0]) for ks, fields in store.scan(table)]
+        if not chunks:
+            return cls(np.empty(0, np.int64), np.zeros((1, dim), np.float32)[:0])
+        return cls(*(np.concatenate(columns) for columns in zip(*chunks, strict=True)))
+
+    def find(self, keys: torch.Tensor) -> torch.Tensor:
+        """Return the row of each key, the last one of keys without a row."""
+        none = torch.full_like(keys, self.weight.shape[0] - 1)
+        if not self.keys.numel():
+            return none
+        at = torch.searchsorted(self.keys, keys).clamp_(max=self.keys.numel() - 1)
+        return torch.where(self.keys[at] == keys, self.order[at], none)
+
+
+def _names_of(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) -> dict[nn.Module, list[str]]:
+    """Return the modules to be replaced, each with all names that it has. Raises ValueError where there is none."""
+    found: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (filter_fn is None or filter_fn(module, name)):
+            found.setdefault(module, []).append(name)
+    if not found:
+        raise ValueError("the model has no nn.Embedding and no nn.EmbeddingBag to convert: see filter_fn, too")
+    return found
+
+
+def _features_of(
+    model: nn.Module, names: Mapping[nn.Module, list[str]], schema: Schema, given: Mapping[str, str | Sequence[str]]
+) -> dict[nn.Module, list[str]]:
+    """Return the features of each module. Raises ValueError where they are not known."""
+    known, said = [feature.name for feature in schema.features], dict[str, list[str]]()
+    for name, value in given.items():
+        listed = [value] if isinstance(value, str) else [*value]
+        try:
+            inside = model.get_submodule(name)
+        except AttributeError:
+            raise ValueError(f"features= names the module {name!r}, which the model does not have") from None
+        if isinstance(inside, nn.ModuleList):
+            if len(listed) != len(inside):
+                raise ValueError(f"{name} has {len(inside)} modules and features= names {len(listed)} features of it")
+            said |= {f"{name}.{i}" if name else str(i): [one] for i, one in enumerate(listed)}
+        else:
+            said[name] = listed
+    found = {}
+    for module, places in names.items():
+        asked = [one for place in places for one in said.get(place, [])] or _by_name(places, known)
+        if not asked:
+            raise ValueError(
+                f"no feature is called like the module {places[0]!r}: give features={{{places[0]!r}: NAME}}, where the "
+                f"features are {', '.join(known)}, or leave it out by filter_fn"
+            )
+        if unknown := [one for one in asked if one not in known]:
+            raise ValueError(f"the schema has no feature {unknown[0]!r}, which {places[0]!r} is to look up")
+        found[module] = [*dict.fromkeys(asked)]
+    return found
+
+
+def _by_name(places: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Return the features whose name a module has, but for a word that says what it is."""
+    found = []
+    for place in places:
+        last = place.rpartition(".")[2]
+        words = last.split("_")
+        plain = [
+            "_".join(words[1:]) if words[0] in _AFFIXES else "",
+            "_".join(words[:-1]) if words[-1] in _AFFIXES else "",
+        ]
+        found += [name for name in (place, last, *plain) if name in known][:1]
+    return found
+
+
+def _replacement(
+    old: Any,
+    name: str,
+    features: Sequence[str],
+    schema: Schema,
+    tables: Mapping[str, str],
+    weights: dict[str, torch.Tensor],
+) -> nn.Module:
+    """Return what takes the place of a module; ``weights`` has those of the tables before, and gets its own."""
+    if refused := [one for one in ("max_norm", "padding_idx") if getattr(old, one, None) is not None]:
+        raise ValueError(
+            f"{name} has {refused[0]}={getattr(old, refused[0])!r}: make it without, "
+            + ("and leave that key out of the data" if refused[0] == "padding_idx" else "as rows are not renormalized")
+        )
+    if old.scale_grad_by_freq:
+        raise ValueError(f"{name} has scale_grad_by_freq=True: make it without, and give weights for ids instead")
+    table = tables[features[0]]
+    if others := [one for one in features if tables[one] != table]:
+        raise ValueError(
+            f"{name} looks up {features[0]!r} and {others[0]!r}, which are of tables {table!r} and "
+            f"{tables[others[0]]!r}: give both features one table"
+        )
+    dim = next(one.dim for one in schema.tables if one.name == table)
+    if old.embedding_dim != dim:
+        raise ValueError(f"{name} has {old.embedding_dim} columns and table {table!r} {dim}: make them the same")
+    kept = None if old.weight.is_meta else old.weight.detach()
+    if kept is not None:
+        before = weights.setdefault(table, kept)
+        if before.data_ptr() != kept.data_ptr() and not torch.equal(before, kept):
+            raise ValueError(
+                f"{name} and a module before it are of table {table!r} and have different weights: give their features "
+                "tables of their own, or use one module for all"
+            )
+    lookups: dict[str, EmbeddingBag | Embedding] = {}
+    for feature in features:
+        made: EmbeddingBag | Embedding
+        if isinstance(old, nn.EmbeddingBag):
+            made = EmbeddingBag(schema, feature, mode=old.mode)
+        else:
+            made = Embedding(schema, feature)
+        made.weights = weights.get(table)
+        made.requires_grad_(old.weight.requires_grad)
+        lookups[feature] = made.train(old.training)
+    return next(iter(lookups.values())) if len(lookups) == 1 else SharedLookup(lookups)
