@@ -223,7 +223,7 @@ class Pass:
 
     def batch(
         self,
-        keys: Mapping[str, Any] | None,
+        keys: Any,
         *,
         weights: Mapping[str, Any] | None = None,
         label: Any = None,
@@ -242,8 +242,9 @@ class Pass:
         training goes on after ``start_sample`` samples and ``start_batch`` batches. Call this on the training thread.
 
         Args:
-            keys: by feature, NumPy or torch: (N,), (N, L) for lists of one length, or a pair (values (E,), offsets (N
-                + 1,)).
+            keys: by feature, NumPy or torch: (N,), (N, L) for lists of one length, a pair of values (E,) and offsets (N
+                + 1,), or without the last (N,), a nested tensor, or a sparse one (N, keys), whose values are weights.
+                Or for all features one tensor (N, features), a column each, or a torchrec KeyedJaggedTensor.
             weights: by feature, in the shape of its keys or values. They get no gradient; for that, give them to the
                 module.
             label: (N,), returned as float32.

@@ -13,6 +13,7 @@ import torch
 from tiercache.data.key_sets import as_keys
 from tiercache.data.raw_batch import NULL_KEY, FeatureKeys
 from tiercache.schema import nearest
+from tiercache.training.batch_forms import by_feature
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,16 +23,15 @@ if TYPE_CHECKING:
     from tiercache.schema import Feature, Schema
 
 
-def feature_keys(
-    schema: Schema, keys: Mapping[str, Any], weights: Mapping[str, Any] | None
-) -> tuple[int, dict[str, FeatureKeys]]:
+def feature_keys(schema: Schema, keys: Any, weights: Mapping[str, Any] | None) -> tuple[int, dict[str, FeatureKeys]]:
     """Return N and the keys of every feature of the schema, in its order.
 
     Raises ValueError for a feature that is unknown or lacks, for forms and numbers that do not go together, and for
     the two keys that no data has.
     """
+    keys, weights = by_feature(schema, keys, weights)
     known = {feature.name for feature in schema.features}
-    for what, given in (("keys", keys), ("weights", weights or {})):
+    for what, given in (("keys", keys), ("weights", weights)):
         if unknown := sorted(set(given) - known):
             raise ValueError(
                 f"{what} were given for {unknown[0]!r}{nearest(unknown[0], known)}, and the features are "
@@ -41,7 +41,7 @@ def feature_keys(
     for feature in schema.features:
         if feature.name not in keys:
             raise ValueError(f"feature {feature.name!r} was given no keys: give the keys of every feature")
-        found[feature.name] = _one(feature, keys[feature.name], (weights or {}).get(feature.name))
+        found[feature.name] = _one(feature, keys[feature.name], weights.get(feature.name))
     counts = {name: feature.keys.size if feature.offsets is None else feature.offsets.size - 1
               for name, feature in found.items()}  # fmt: skip
     if len(set(counts.values())) != 1:
@@ -55,6 +55,9 @@ def _one(feature: Feature, given: Any, weights: Any) -> FeatureKeys:
     values, ends = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
     keys = as_keys(f"the keys of {where}", values)
     offsets = None if ends is None else _offsets(where, as_keys(f"the offsets of {where}", ends), keys)
+    length = {"one_hot": 1, "multi_hot": feature.length}.get(feature.hotness)
+    if offsets is not None and length is not None and keys.ndim == 1 and (np.diff(offsets) == length).all():
+        keys, offsets = keys if feature.hotness == "one_hot" else keys.reshape(-1, length), None  # as all have so many
     if keys.ndim not in ((1,) if offsets is not None else (1, 2)):
         raise ValueError(f"the keys of {where} have shape {keys.shape}: give (N,), (N, L) or a pair (values, offsets)")
     shape = keys.shape
