@@ -287,7 +287,7 @@ def keys_with(**changed: Any) -> dict[str, Any]:
         (keys_with(two=[1]), {}, "were given for 'two'"),
         (keys_with(one=np.ones(4)), {}, "keys of feature 'one' are float64"),
         (keys_with(one=np.ones((4, 1), int)), {}, r"shape \(4, 1\): it has one key a sample"),
-        (keys_with(one=([1, 3], [0, 1, 2])), {}, "values and offsets: it has one key a sample"),
+        (keys_with(one=([1, 3], [0, 2, 2, 2, 2])), {}, "values and offsets: it has one key a sample"),
         (keys_with(pair=np.ones((4, 3), int)), {}, r"give \(N, 2\)"),
         (keys_with(bag=np.ones((4, 1, 1), int)), {}, r"shape \(4, 1, 1\): give \(N,\), \(N, L\) or a pair"),
         (keys_with(bag=([1, 3], [0, 1, 1, 1, 1])), {}, "offsets of feature 'bag' are .*: give .* number of keys, 2"),

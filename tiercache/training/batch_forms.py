@@ -72,7 +72,7 @@ def _whole_offsets(keys: dict[str, Any]) -> dict[str, Any]:
     samples = next(iter(counts or sure), None)
     found = dict(keys)
     for name, (values, offsets) in pairs.items():
-        if _lacks_last(values, offsets) or (samples is not None and len(offsets) == samples):
+        if _lacks_last(values, offsets) if samples is None else len(offsets) == samples:
             last = torch.as_tensor(offsets)
             found[name] = values, torch.cat([last, last.new_tensor([len(values)])])
     return found

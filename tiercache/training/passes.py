@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from itertools import islice
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
@@ -12,7 +14,7 @@ from tiercache.training.evaluation import check_exchange_schedule
 from tiercache.training.exchange import BatchRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
     import numpy as np
     from numpy.typing import NDArray
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from tiercache.training.exchange import Exchange
     from tiercache.training.missing_rows import Missing
     from tiercache.training.raw_batch import RawKeys
+
+_ENDED = object()
+"""In place of an item of a loader that has no more."""
 
 
 class Pass:
@@ -267,6 +272,32 @@ class Pass:
         """
         return self._raw.batch(self, keys, missing=missing, weights=weights, label=label, dense=dense)
 
+    def wrap(
+        self,
+        loader: Iterable[Any],
+        make: Callable[[Any], Mapping[str, Any]] | None = None,
+        *,
+        missing: Missing = "error",
+    ) -> Iterator[Batch]:
+        """Yield the batch of raw keys of each item of ``loader``: a DataLoader of your own, with any number of workers.
+
+        An item is (keys, label), (keys, dense, label), or a mapping with "keys" and, where there are, "weights",
+        "label" and "dense", each as ``batch`` takes it; ``make`` turns any other item into such a mapping. After a commit
+        inside the pass the items of ``start_batch`` batches are left out; a loader with a ``state_dict`` goes on by
+        itself: register it (``cache.register(loader=loader)``). With several ranks it goes on until the loaders of all
+        ranks have ended. Raises what ``batch`` raises, and TypeError for an item that is none of these.
+        """
+        items = iter(loader)
+        if not hasattr(loader, "state_dict"):
+            items = islice(items, self.start_batch, None)
+        while True:
+            item = next(items, _ENDED)
+            given = {"keys": None} if item is _ENDED else _parts_of(item) if make is None else make(item)
+            batch = self.batch(**given, missing=missing)
+            if batch is None:
+                return
+            yield batch
+
     def begin_raw(self) -> None:
         """Check that a batch of raw keys can be made now, and bring the rows of the pass."""
         self.rows.check_made()
@@ -290,6 +321,21 @@ class Pass:
 
     def __repr__(self) -> str:
         return f"Pass({self.index}, epoch={self.epoch}, sub_dataset={self.sub_dataset}, samples={self.num_samples:,})"
+
+
+def _parts_of(item: Any) -> Mapping[str, Any]:
+    """Return what ``Pass.batch`` is given of an item of a loader."""
+    if isinstance(item, Mapping) and "keys" in item and item.keys() <= {"keys", "weights", "label", "dense"}:
+        return item
+    if isinstance(item, tuple | list) and len(item) in (2, 3):
+        return dict(zip(("keys", "label") if len(item) == 2 else ("keys", "dense", "label"), item, strict=True))
+    what = f"a mapping of {', '.join(map(repr, item))}" if isinstance(item, Mapping) else f"a {type(item).__name__}"
+    if isinstance(item, tuple | list):
+        what += f" of {len(item)}"
+    raise TypeError(
+        f'the loader gave {what}: it must give (keys, label), (keys, dense, label) or a mapping with "keys", "label" '
+        'and "dense"; or give wrap(loader, make) what makes such a mapping of an item'
+    )
 
 
 def _nothing(_: Pass) -> None:
