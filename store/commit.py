@@ -67,6 +67,16 @@ class Commit:
     """The digest of the schedule that an import interrupted: reorganized for it, the store goes on at the cursor."""
 
     @property
+    def made_of(self) -> int:
+        """The commit whose rows and state it has: its own id, or that of the one that was rolled back to."""
+        found = self.id
+        for first, last in reversed(self.abandoned):
+            if last + 1 != found:
+                break
+            found = first - 1
+        return found
+
+    @property
     def named(self) -> dict[int, int]:
         """Its segments by id, each with the first commit that named it."""
         return dict(zip(self.segment_ids, self.first_commits, strict=True))

@@ -220,7 +220,10 @@ class TrainingStore:
     def named_commit(self) -> dict[str, object]:
         """Return which rows there are: the name of the folder, the same on all ranks, and its newest commit."""
         commit = None if self._store is None else self._store.commit
-        return {"store": "" if self._path is None else self._path.name, "commit": -1 if commit is None else commit.id}
+        id_ = -1 if commit is None else commit.made_of
+        if self._shards is not None and self._shards.manifest.newest is not None:
+            id_ = self._shards.manifest.newest.id  # shards count their own
+        return {"store": "" if self._path is None else self._path.name, "commit": id_}
 
     @property
     def is_sharded(self) -> bool:

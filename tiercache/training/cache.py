@@ -263,6 +263,26 @@ class TierCache(SteppedCache):
         for module in table_modules(objects.values()):
             module.bind(weakref.WeakMethod(self._opened.named_commit))
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the names of the store and of its newest commit: what a checkpoint keeps of the rows.
+
+        So the cache is a Stateful of `torch.distributed.checkpoint`, beside the model and the optimizer.
+        """
+        return self._opened.named_commit()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check that the store stands at the commit that a state names. Changes nothing; raises StateError.
+
+        Roll the store back before, to go back to an older checkpoint (``store.rollback`` or `tiercache rollback`).
+        """
+        now = self._opened.named_commit()
+        if dict(state) != now:
+            raise StateError(
+                f"the checkpoint was made at commit {state.get('commit')} of {state.get('store')} and the cache stands "
+                f"at commit {now['commit']} of {now['store']}: roll the store back to it, or load the checkpoint of "
+                "these rows"
+            )
+
     def plan(self, *, passes: int | None = None) -> list[PassPlan]:
         """Return the plans of this rank's next passes without training them; default: one epoch and one pass.
 

@@ -283,9 +283,9 @@ class Pass:
 
         An item is (keys, label), (keys, dense, label), or a mapping with "keys" and, where there are, "weights",
         "label" and "dense", each as ``batch`` takes it; ``make`` turns any other item into such a mapping. After a
-        commit inside the pass the items of ``start_batch`` batches are left out; a loader with a ``state_dict`` goes on by
-        itself: register it (``cache.register(loader=loader)``). With several ranks it goes on until the loaders of all
-        ranks have ended. Raises what ``batch`` raises, and TypeError for an item that is none of these.
+        commit inside the pass the items of ``start_batch`` batches are left out; a loader with a ``state_dict`` goes
+        on by itself: register it (``cache.register(loader=loader)``). With several ranks it goes on until the loaders
+        of all ranks have ended. Raises what ``batch`` raises, and TypeError for an item that is none of these.
         """
         items = iter(loader)
         if not hasattr(loader, "state_dict"):
