@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraint
 # What is imported is compiled once and kept: less than all that is installed, and not again by every process.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-long test-gpu lint format rules types layers compiled-kernels compiled-shim compiled-tests checked install clean
+.PHONY: demo test test-long test-gpu test-stacks lint format rules types layers compiled-kernels compiled-shim compiled-tests checked install clean
 
 install: $(VENV)/.dev
 
@@ -61,6 +61,11 @@ test: checked
 
 test-long: checked
 	$(BIN)/python -m pytest --durations=25
+
+test-stacks: $(VENV)/.dev
+	@echo "installing Lightning and Accelerate into $(VENV) ..."
+	$(PIP) --no-build-isolation --editable ".[stacks]"
+	$(BIN)/python -m pytest tests/stacks
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m tests.gpu

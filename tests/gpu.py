@@ -47,6 +47,10 @@ CPU_ALONE = {
     "scaled_loss": "what is refused, with models on the CPU",
     "registered": "what a cache is given beside tables, with models on the CPU",
     "compiled": "operators and graphs, with models on the CPU",
+    "convert": "which modules take the place of which, with models on the CPU",
+    "batch_forms": "forms of keys in host memory",
+    "wrapped_loaders": "loaders of the host, whose batches test_raw_keys trains on a GPU",
+    "checkpoints": "names of commits",
 }
 """The other files of tests/training, and why a GPU would show nothing there."""
 NOT_ON_GPU = (

@@ -327,6 +327,12 @@ class TierCache(SteppedCache):
         self._check_open()
         self._loop.commit()
 
+    @property
+    def samples_of_pass(self) -> int:
+        """Samples of the current pass that were trained by this object, of all ranks; 0 outside a pass."""
+        current = self._loop.current
+        return 0 if current is None else current.samples_trained - current.start_sample
+
     def drain(self, *, staged: bool = True) -> None:
         """Wait until every dump is durable and, with ``staged``, the rows of the next pass are prefetched.
 

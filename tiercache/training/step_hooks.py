@@ -69,12 +69,22 @@ class StepHooks:
 
 
 def unwrapped(value: Any) -> Any:
-    """Return the module that a DistributedDataParallel or a compiled module runs; anything else as it is."""
-    while True:
-        inner = value.module if isinstance(value, DistributedDataParallel) else getattr(value, "_orig_mod", None)
-        if inner is None:
-            return value
+    """Return what a DistributedDataParallel, a compiled module or one of Accelerate's wrappers has; else the value."""
+    while (inner := _inside(value)) is not None:
         value = inner
+    return value
+
+
+def _inside(value: Any) -> Any:
+    if isinstance(value, DistributedDataParallel):
+        return value.module
+    if type(value).__module__.startswith("accelerate."):
+        return (
+            getattr(value, "optimizer", None)
+            if isinstance(value, torch.optim.Optimizer)
+            else getattr(value, "scheduler", None)
+        )
+    return getattr(value, "_orig_mod", None)
 
 
 def named_objects(**given: Any) -> dict[str, Any]:

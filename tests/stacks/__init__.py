@@ -1,0 +1,1 @@
+"""Training stacks of other projects, each by its real package: make test-stacks."""
