@@ -29,6 +29,7 @@ from tests.training.test_adoption import (
     torch_batch,
 )  # fmt: skip
 from tiercache.data.from_arrays import write_dataset
+from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.errors import StateError
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def test_modules_find_their_features_by_name_or_as_they_are_told() -> None:
         (None, {"nobody": "item"}, "features= names the module 'nobody', which the model does not have"),
         (None, {"items": ["item", "user"]}, "looks up 'item' and 'user', which are of tables 'item' and 'user': give"),
         ({"max_norm": 1.0}, {"items": "item"}, r"items has max_norm=1.0: make it without, as rows are not renormal"),
-        ({"padding_idx": 0}, {"items": "item"}, "items has padding_idx=0: make it without, and leave that key out"),
+        ({"padding_idx": 0, "mode": "max"}, {"items": "item"}, "'item' is pooled by max and has padding: pool it by"),
         ({"scale_grad_by_freq": True}, {"items": "item"}, "items has scale_grad_by_freq=True: make it without"),
         ({"embedding_dim": 8}, {"items": "item"}, "items has 8 columns and table 'item' 4: make them the same"),
     ],
@@ -218,3 +219,72 @@ def test_weights_go_to_the_cache_that_makes_the_store(tmp_path: Path) -> None:
         cache.restore()
         assert again.user_emb.weights is None
         assert np.array_equal(cache.store.lookup("user", np.arange(10))["vector"], user.numpy())
+
+
+class Padded(nn.Module):
+    """Lists of one length, and bags, in which id 0 stands for nothing."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.words, self.bag = nn.Embedding(30, 4, padding_idx=0), nn.EmbeddingBag(30, 4, padding_idx=0, mode=mode)
+
+    def forward(self, words: Any, *bag: Any) -> torch.Tensor:
+        """Return a number for each sample."""
+        return self.words(words).square().sum(dim=(1, 2)) + self.bag(*bag).sum(dim=1)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("by", ["samples", "raw keys", "no padding in the pass"])
+def test_padding_is_zeros_and_is_not_trained(tmp_path: Path, mode: str, by: str) -> None:
+    """As torch has it: in lists and bags, also where a bag has nothing else, and where no key of a pass is padding."""
+    schema = tc.Schema(
+        features=(
+            tc.Feature(name="words", hotness="multi_hot", length=3), tc.Feature(name="bag", hotness="ragged"),
+        ),
+        tables=tuple(
+            tc.Table(name=name, dim=4, optimizer=tc.optim.Adagrad(learning_rate=0.1), initializer=tc.init.Zeros())
+            for name in ("words", "bag")
+        ),
+        label="y", dense=(),
+    )  # fmt: skip
+    chance, low = np.random.default_rng(1), int(by == "no padding in the pass")
+    words = chance.integers(low, 30, (12, 3))
+    words[3] = low
+    offsets = np.concatenate([[0], np.cumsum(chance.integers(0, 4, 12))])
+    bag = np.where(chance.random(offsets[-1]) < 0.4, low, chance.integers(low, 30, offsets[-1]))
+    features = {
+        "words": FeatureKeys(words.reshape(-1), np.arange(13) * 3), "bag": FeatureKeys(bag.astype(np.int64), offsets)
+    }  # fmt: skip
+    data = write_dataset(
+        tmp_path / "d", schema, [RawBatch(np.zeros(12, np.float32), np.zeros((12, 0), np.float32), features)]
+    )
+    torch.manual_seed(0)
+    theirs = Padded(mode)
+    ours = tc.convert(copy.deepcopy(theirs), data)
+    optimizer = torch.optim.Adagrad(theirs.parameters(), lr=0.1)
+    with tc.TierCache(
+        tmp_path / "m.tc", data, model=ours, device_budget="1MiB", host_budget="64MiB", progress=False
+    ) as cache:
+        for p in cache.passes(epochs=4):
+            whole = {"words": words, "bag": (bag, offsets)}
+            for batch in [p.batch(whole)] if by == "raw keys" else p.batches(12):
+                mine = ours(batch.features["words"], batch.features["bag"])
+                other = theirs(torch.from_numpy(words), torch.from_numpy(bag), torch.from_numpy(offsets[:-1]))
+                torch.testing.assert_close(mine, other)
+                mine.square().sum().backward()
+                other.square().sum().backward()
+                cache.optimizer.step()
+                optimizer.step()
+                optimizer.zero_grad()
+        for slices in cache.evaluate(data):
+            for batch in slices.batches(12):
+                found = ours(batch.features["words"], batch.features["bag"])
+        torch.testing.assert_close(
+            found, theirs(torch.from_numpy(words), torch.from_numpy(bag), torch.from_numpy(offsets[:-1]))
+        )
+        for name in ("words", "bag"):
+            vectors = cache.store.lookup(name, np.arange(30))["vector"]
+            torch.testing.assert_close(torch.from_numpy(vectors), getattr(theirs, name).weight.data)
+        one = cache.evaluate_batch(whole)
+        with pytest.raises(ValueError, match="has rows of single keys, among which padding cannot be found: leave it"):
+            ours.words(one.features["words"])

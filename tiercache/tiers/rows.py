@@ -6,16 +6,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from tiercache.backends.jagged import vectors_of
 from tiercache.errors import StateError
 from tiercache.kernels.arrays import NONE_U8
+from tiercache.kernels.cpu.next_use import hash_range_bound
+from tiercache.store.hashing import hash_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from tiercache.backends.base import Backend
@@ -90,8 +92,21 @@ class RowView:
         self.ended = self.is_left = False
         self.samples_trained = 0
         """Samples of the pass up to the end of the last batch that a module looked up to train it."""
+        self.keys_of: Callable[[str], NDArray[np.int64]] | None = None
+        """The keys of a table that local ids mean, in their order, where there are such."""
+        self._places: dict[tuple[str, int], int] = {}
         self._bring = bring
         self._users: list[Callable[[], None]] = []
+
+    def local_id(self, table: str, table_id: int, key: int) -> int:
+        """Return the local id of a key, -1 where it is not among them. Raises ValueError where nothing tells."""
+        if self.keys_of is None:
+            raise ValueError(f"{self.name} has rows of single keys, among which padding cannot be found: leave it out")
+        if (table, key) not in self._places:
+            keys, hashed = self.keys_of(table), int(hash_keys(np.array([key]), table_id)[0])
+            at = hash_range_bound(keys, table_id, hashed)
+            self._places[table, key] = at if at < keys.size and int(keys[at]) == key else -1
+        return self._places[table, key]
 
     def check(self) -> None:
         """Raise RuntimeError where the pass has ended: its local ids mean other rows now."""

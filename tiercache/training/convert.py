@@ -56,8 +56,8 @@ def convert(
 
     Raises:
         ValueError: no feature has the name of a module, or the feature's table has another dimension; a module has
-            ``max_norm``, ``scale_grad_by_freq`` or ``padding_idx``; two modules of one table have different weights.
-            ``sparse`` is ignored: no gradient of a whole table ever exists. The model is unchanged then.
+            ``max_norm`` or ``scale_grad_by_freq``, or ``padding_idx`` and pools by max; two modules of one table have
+            different weights. The model is unchanged then. ``sparse`` is ignored: no gradient of a whole table exists.
     """
     schema = data if isinstance(data, Schema) else PassDataset.of(data).schema
     names = _names_of(model, filter_fn)
@@ -286,11 +286,8 @@ def _replacement(
     weights: dict[str, torch.Tensor],
 ) -> nn.Module:
     """Return what takes the place of a module; ``weights`` has those of the tables before, and gets its own."""
-    if refused := [one for one in ("max_norm", "padding_idx") if getattr(old, one, None) is not None]:
-        raise ValueError(
-            f"{name} has {refused[0]}={getattr(old, refused[0])!r}: make it without, "
-            + ("and leave that key out of the data" if refused[0] == "padding_idx" else "as rows are not renormalized")
-        )
+    if old.max_norm is not None:
+        raise ValueError(f"{name} has max_norm={old.max_norm!r}: make it without, as rows are not renormalized")
     if old.scale_grad_by_freq:
         raise ValueError(f"{name} has scale_grad_by_freq=True: make it without, and give weights for ids instead")
     table = tables[features[0]]
@@ -314,9 +311,9 @@ def _replacement(
     for feature in features:
         made: EmbeddingBag | Embedding
         if isinstance(old, nn.EmbeddingBag):
-            made = EmbeddingBag(schema, feature, mode=old.mode)
+            made = EmbeddingBag(schema, feature, mode=old.mode, padding_idx=old.padding_idx)
         else:
-            made = Embedding(schema, feature)
+            made = Embedding(schema, feature, padding_idx=old.padding_idx)
         made.weights = weights.get(table)
         made.requires_grad_(old.weight.requires_grad)
         lookups[feature] = made.train(old.training)

@@ -247,10 +247,19 @@ class EmbeddingCollection(TableModule):
 
 
 class EmbeddingBag(EmbeddingBagCollection):
-    """Looks up and pools one feature: (N, dim). Takes the place of an `nn.EmbeddingBag`."""
+    """Looks up and pools one feature: (N, dim). Takes the place of an `nn.EmbeddingBag`.
 
-    def __init__(self, schema: Schema, feature: str, *, mode: str = "mean") -> None:
-        super().__init__(schema, [feature], mode=mode)
+    ``padding_idx``: a key that counts nowhere and is not trained; with it ``mode`` is "sum" or "mean".
+    """
+
+    def __init__(self, schema: Schema, feature: str, *, mode: str = "mean", padding_idx: int | None = None) -> None:
+        if padding_idx is not None and mode == "max":
+            raise ValueError(f"feature {feature!r} is pooled by max and has padding: pool it by sum or mean")
+        super().__init__(schema, [feature], mode=mode if padding_idx is None else "sum")
+        self._padding = None if padding_idx is None else _Padding.of(schema, feature, padding_idx)
+        self._is_mean = mode == "mean"
+        if padding_idx is not None:
+            self.pooling = {feature: None}  # it is weighted by what is in each batch
 
     def forward(  # type: ignore[override]
         self,
@@ -265,22 +274,71 @@ class EmbeddingBag(EmbeddingBagCollection):
         batch or its feature.
         """
         batch = _batch_of(input, offsets, self.features[0])
+        if self._padding is not None:
+            per_sample_weights = self._padding.weights(batch, per_sample_weights, mean=self._is_mean)
         weights = None if per_sample_weights is None else {self.features[0]: per_sample_weights}
         return super().forward(batch, weights)
 
 
 class Embedding(EmbeddingCollection):
-    """Looks up one vector for each id of one feature. Takes the place of an `nn.Embedding`."""
+    """Looks up one vector for each id of one feature. Takes the place of an `nn.Embedding`.
 
-    def __init__(self, schema: Schema, feature: str) -> None:
+    ``padding_idx``: a key whose vector is zeros, and is not trained.
+    """
+
+    def __init__(self, schema: Schema, feature: str, *, padding_idx: int | None = None) -> None:
         super().__init__(schema, [feature])
+        self._padding = None if padding_idx is None else _Padding.of(schema, feature, padding_idx)
 
     def forward(  # type: ignore[override]
         self,
         input: Batch | JaggedIds,  # noqa: A002 - torch's name
     ) -> torch.Tensor:
         """Look up ``batch.features[name]``, or the feature of that name in a batch, as `EmbeddingCollection` does."""
-        return super().forward(_batch_of(input, None, self.features[0]))[self.features[0]]
+        batch = _batch_of(input, None, self.features[0])
+        found = super().forward(batch)[self.features[0]]
+        if self._padding is None:
+            return found
+        kept: torch.Tensor = self._padding.kept(batch)
+        return found * kept.view(*found.shape[:-1], 1)
+
+
+class _Padding(NamedTuple):
+    """A key of a feature that stands for nothing."""
+
+    feature: str
+    table: str
+    table_id: int
+    key: int
+
+    @classmethod
+    def of(cls, schema: Schema, feature: str, key: int) -> _Padding:
+        """Return that of a feature."""
+        name = next(one.table for one in schema.features if one.name == feature)
+        return cls(feature, name, next(one.table_id for one in schema.tables if one.name == name), key)
+
+    @torch.compiler.disable
+    def kept(self, batch: Batch) -> torch.Tensor:
+        """Return 1 for each id (ids,) that means something, 0 for padding: float32, where rows are trained."""
+        padding = batch.rows.local_id(self.table, self.table_id, self.key)
+        kept = (batch.ids[self.feature].ids != padding).astype(np.float32)
+        return torch.from_numpy(kept).to(batch.rows.backend.device)
+
+    def weights(self, batch: Batch, given: torch.Tensor | None, *, mean: bool) -> torch.Tensor:
+        """Return a weight for each id: those given or of the data, without padding; of a mean what it divides by."""
+        kept: torch.Tensor = self.kept(batch)
+        ids = batch.ids[self.feature]
+        if given is None and ids.weights is not None:
+            given = torch.from_numpy(np.asarray(ids.weights)).to(kept.device)
+        weights: torch.Tensor = kept if given is None else kept * given.reshape(-1)
+        if not mean:
+            return weights
+        counts = kept
+        if ids.offsets is not None:
+            lengths = torch.from_numpy(np.diff(ids.offsets)).to(kept.device)
+            sample = torch.repeat_interleave(torch.arange(lengths.numel(), device=kept.device), lengths)
+            counts = torch.zeros(lengths.numel(), device=kept.device).index_add_(0, sample, kept)[sample]
+        return weights / counts.clamp(min=1.0)
 
 
 def _batch_of(given: Any, offsets: object, feature: str) -> Batch:
