@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from tiercache.cli import commits, extract, files, info, plan, rows, warmup
+from tiercache.cli import commits, extract, files, info, plan, report, rows, warmup
 from tiercache.errors import CudaError, StoreError, TierCacheError
 
 __all__ = ["app", "main"]
@@ -57,6 +57,7 @@ for name, command in (
     ("repartition", commits.repartition),
     ("export", files.export),
     ("import", files.import_),
+    ("report", report.report),
     ("warmup", warmup.warmup),
 ):
     app.command(name)(command)

@@ -164,6 +164,13 @@ class PassReport:
         record["planned_equals_measured"] = self.planned_equals_measured
         return record
 
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> PassReport:
+        """Return the report of a ``record``. Raises TypeError and AttributeError for anything else."""
+        known = {name: value for name, value in record.items() if name in cls.__dataclass_fields__}
+        spans = {name: (float(begin), float(end)) for name, (begin, end) in known.pop("spans", {}).items()}
+        return cls(**known, spans=spans)
+
 
 def write_json_lines(reports: Sequence[PassReport], path: Path) -> None:
     """Write one JSON object a line for each pass."""

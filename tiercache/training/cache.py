@@ -6,6 +6,7 @@ import sys
 import weakref
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from tiercache.ranks.rank_exchange import RankExchange
 from tiercache.ranks.shares import Share
 from tiercache.ranks.training_store import StoreOptions, TrainingStore
 from tiercache.store.table import group_tables
+from tiercache.tiers.report import write_json_lines
 from tiercache.training.batch_pipeline import BatchPipeline
 from tiercache.training.convert import drop_weights, refuse_weights, weight_chunks, weights_of
 from tiercache.training.evaluation import Evaluation
@@ -326,6 +328,14 @@ class TierCache(SteppedCache):
         """
         self._check_open()
         self._loop.commit()
+
+    def write_report(self, path: str | os.PathLike[str]) -> None:
+        """Write ``reports`` into a file, a JSON object for each pass: `tiercache report` makes a page of it.
+
+        Waits until the passes are durable. Not collective: each rank has reports of its own.
+        """
+        self.drain(staged=False)
+        write_json_lines(self.reports, Path(path))
 
     @property
     def samples_of_pass(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,8 +32,10 @@ _TIERS: tuple[tuple[str, str, Callable[[PassReport], int]], ...] = (
 )
 
 
-def draw_passes(reports: Sequence[PassReport], path: str | Path, *, title: str = "") -> Path:
-    """Draw finished passes into the file ``path`` (its ending says which kind: png, svg, pdf) and return it.
+def draw_passes(
+    reports: Sequence[PassReport], path: str | Path | IO[str], *, title: str = "", kind: str | None = None
+) -> Path | None:
+    """Draw finished passes into the file ``path`` and return it; its ending says which kind (png, svg, pdf).
 
     Three parts over the same seconds: what the training, reader and writer threads did; the rows of each pass by
     the tier they came from, and how many were written; the loss of every batch that was noted. Passes that were
@@ -41,17 +43,8 @@ def draw_passes(reports: Sequence[PassReport], path: str | Path, *, title: str =
 
     Raises ModuleNotFoundError without matplotlib, ValueError where no pass was trained.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("the figure needs matplotlib: pip install tiercache[plots]") from error
-    trained = [r for r in reports if r.spans.get("train", (0.0, 0.0))[1] > r.spans.get("train", (0.0, 0.0))[0]]
-    if not trained:
-        raise ValueError("no pass was trained: there is nothing to draw")
+    figure, trained = new_figure(13, 9), trained_passes(reports)
     zero = min(span[0] for r in trained for span in r.spans.values())
-    figure = Figure(figsize=(13, 9), layout="constrained")
-    FigureCanvasAgg(figure)
     lanes, rows, loss = figure.subplots(3, 1, sharex=True, height_ratios=[1.1, 1.4, 1.0])
     _draw_lanes(lanes, trained, zero)
     _draw_rows(rows, trained, zero)
@@ -67,9 +60,31 @@ def draw_passes(reports: Sequence[PassReport], path: str | Path, *, title: str =
         figure.suptitle(title)
     loss.margins(x=0.01)
     loss.set_xlabel("seconds since the first load began")
-    path = Path(path)
-    figure.savefig(path, dpi=130)
-    return path
+    if not isinstance(path, str | Path):
+        figure.savefig(path, format=kind)
+        return None
+    figure.savefig(path, dpi=130, format=kind)
+    return Path(path)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Return an empty figure of so many inches. Raises ModuleNotFoundError without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("the figure needs matplotlib: pip install tiercache[plots]") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def trained_passes(reports: Sequence[PassReport]) -> list[PassReport]:
+    """Return the reports of passes that were trained. Raises ValueError where there is none."""
+    trained = [r for r in reports if r.spans.get("train", (0.0, 0.0))[1] > r.spans.get("train", (0.0, 0.0))[0]]
+    if not trained:
+        raise ValueError("no pass was trained: there is nothing to draw")
+    return trained
 
 
 def _draw_lanes(axes: Any, reports: list[PassReport], zero: float) -> None:

@@ -1,0 +1,31 @@
+"""``tiercache report``: a run as one page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tiercache.cli.output import Json, Output, Quiet
+
+__all__ = ["report"]
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="What cache.write_report() wrote: a JSON object a line.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page: an HTML file.")] = Path("report.html"),
+    title: Annotated[str | None, typer.Option(help="Its title; the name of the run where not given.")] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write one HTML page about a run: a timeline, bytes planned and measured, and every pass."""
+    from tiercache.training.html_report import read_reports, write_html
+
+    reports = read_reports(run)
+    try:
+        write_html(reports, out, title=title or run.stem)
+    except ModuleNotFoundError as error:
+        raise ValueError(str(error)) from error
+    done = {"out": str(out), "passes": len(reports)}
+    Output(as_json, quiet).result(done, f"{out} shows {len(reports):,} passes: open it in a browser")
