@@ -103,9 +103,11 @@ def _bytes_drawn(passes: Sequence[PassReport]) -> str:
     ):
         axes.bar(places, [one / 2**20 for one in planned], width=0.9, color=_PLANNED, label="planned")
         axes.bar(places, [one / 2**20 for one in measured], width=0.5, color=_MEASURED, label="measured")
-        axes.set_title(f"MiB {name}", fontsize=10)
+        axes.set_title(f"MiB {name}", fontsize=10, loc="left")
         axes.set_xlabel("pass")
-        axes.legend(frameon=False, fontsize=9)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_ylim(0, 1.05 * max(*planned, *measured, 1 << 10) / 2**20)
+        axes.legend(frameon=False, fontsize=9, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
     picture = io.StringIO()
     figure.savefig(picture, format="svg")
     return picture.getvalue()
