@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -88,3 +89,20 @@ def test_one_other_bit_in_a_row_or_in_a_dense_weight_is_found() -> None:
 
     assert (same.rows, same.row_numbers, same.dense_numbers, same.different) == (2, 6, 4, ())
     assert other.different == ("1 numbers of table t", "1 numbers of w")
+
+
+@pytest.mark.parametrize(
+    ("example", "says"),
+    [
+        ("continual", "rows, of which 0 are not the store's"),
+        ("serve", r"\d+ answers of commits \d+ to \d+, of 64 keys"),
+    ],
+)
+def test_an_example_does_what_it_says(tmp_path: Path, example: str, says: str) -> None:
+    """In its small form; its exit code says whether it held."""
+    pytest.importorskip("matplotlib", reason="the figure needs matplotlib: pip install tiercache[plots]")
+    command = [sys.executable, "-m", f"examples.{example}", "--quick", "--folder", str(tmp_path / example)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert re.search(says, ended.stdout)

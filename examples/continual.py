@@ -1,0 +1,167 @@
+"""Train day by day, and send a server what changed: python -m examples.continual [--quick] [--folder DIR].
+
+Users and items come and go, and tastes drift. Each day's clicks are scored by the model of the day before, then
+trained; then the rows that changed since the last commit that was sent go to a server, which is a dictionary here, and
+which must have the store's rows, bit by bit. The figure shows the scores and how little is sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import nn
+
+import tiercache as tc
+from examples.flights_scores import area_under_curve
+from tiercache.data.from_arrays import write_dataset
+from tiercache.data.raw_batch import RawBatch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+DIM, BATCH = 8, 128
+console = Console(highlight=False)
+
+
+def schema() -> tc.Schema:
+    """Users and items."""
+    rule, begin = tc.optim.Adagrad(learning_rate=0.1), tc.init.Uniform(low=-0.05, high=0.05)
+    tables = tuple(tc.Table(name=name, dim=DIM, optimizer=rule, initializer=begin) for name in ("user", "item"))
+    features = tuple(tc.Feature(name=one.name) for one in tables)
+    return tc.Schema(features=features, tables=tables, label="clicked", dense=())
+
+
+def clicks(day: int, samples: int) -> RawBatch:
+    """Return the clicks of a day: a window of users and items that moves, and tastes that drift."""
+    chance = np.random.default_rng((1, day))
+    users, items = (
+        day * step + (chance.random(samples) ** 2 * size).astype(np.int64) for step, size in ((40, 4000), (25, 1500))
+    )
+    tastes = np.random.default_rng(2).normal(size=(4, 50_000))
+    turn = day * 0.15
+    drifting = np.cos(turn) * tastes[1, items] + np.sin(turn) * tastes[2, items]
+    taste = drifting + 0.5 * tastes[3, users] + tastes[0, users] * drifting
+    label = (taste + chance.normal(size=samples) * 0.5 > 0).astype(np.float32)
+    return RawBatch.of(schema(), {"user": users, "item": items}, label=label)
+
+
+class Model(nn.Module):
+    """A product of two vectors, and a layer that reads both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = tc.EmbeddingBagCollection(schema())
+        self.top = nn.Sequential(nn.Linear(3 * DIM, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, batch: tc.Batch) -> torch.Tensor:
+        """Return logits (N,)."""
+        user, item = self.embeddings.split(self.embeddings(batch))
+        return self.top(torch.cat([user, item, user * item], dim=1)).squeeze(1)
+
+
+class Server:
+    """What answers requests elsewhere: it has vectors, and takes those that changed."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[str, int], bytes] = {}
+
+    def take(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        """Replace rows."""
+        self.rows |= {(table, key): row.tobytes() for key, row in zip(keys.tolist(), vectors, strict=True)}
+
+    def differs(self, store: tc.Store) -> int:
+        """Return how many of its rows are not those of the store, or are missing."""
+        wanted = {
+            (one.name, key): row.tobytes()
+            for one in store.tables
+            for keys, fields in store.scan(one.name)
+            for key, row in zip(keys.tolist(), fields[0], strict=True)
+        }
+        return len(wanted.items() ^ self.rows.items())
+
+
+def score(cache: tc.TierCache, model: Model, data: tc.PassDataset) -> float:
+    """Return the area under the curve over a day that was not trained."""
+    logits, labels = list[torch.Tensor](), list[torch.Tensor]()
+    with torch.no_grad():
+        for part in cache.evaluate(data):
+            for batch in part.batches(4096):
+                logits.append(model(batch))
+                labels.append(batch.label)
+    return area_under_curve(torch.cat(logits).numpy(), torch.cat(labels).numpy())
+
+
+def run(folder: Path, days: int, samples: int) -> int:
+    """Train all days; returns how many rows the server has wrong at the end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    server, sent, scores, shares = Server(), -1, list[float](), list[float]()
+    torch.manual_seed(0)
+    with tc.Store.open(folder / "model.tc", tables=schema().tables, retention=2) as store:
+        for day in range(days):
+            data = write_dataset(folder / f"day-{day}", schema(), [clicks(day, samples)])
+            model = Model()
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+            with tc.TierCache(
+                store, data, model=model, optimizer=optimizer, device_budget="8MiB", host_budget="64MiB", progress=False
+            ) as cache:
+                if day:
+                    cache.restore()
+                    scores.append(score(cache, model, data))
+                for p in cache.passes(epochs=1):
+                    for batch in p.batches(BATCH, shuffle=True):
+                        nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label).backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+            rows = sum(store.live_rows(one.name) for one in store.tables)
+            changed = 0
+            for one in store.tables:
+                for keys, fields in store.changes(one.name, since=sent):
+                    server.take(one.name, keys, fields["vector"])
+                    changed += keys.size
+            assert store.commit is not None
+            sent = store.commit.id
+            shares.append(changed / rows)
+            auc = f", scored {scores[-1]:.3f} before it was trained" if scores else ""
+            console.print(f"day {day}: {changed:,} of {rows:,} rows changed and were sent{auc}")
+        wrong = server.differs(store)
+    console.print(f"the server has {len(server.rows):,} rows, of which {wrong} are not the store's")
+    draw(folder / "continual.png", scores, shares)
+    return wrong
+
+
+def draw(path: Path, scores: list[float], shares: list[float]) -> None:
+    """Draw scores and shares, where matplotlib is installed."""
+    from tiercache.training.figure import new_figure
+
+    figure = new_figure(9, 3.5)
+    left, right = figure.subplots(1, 2)
+    left.plot(range(1, len(scores) + 1), scores, marker="o", color="#3b6fb6")
+    left.set_title("area under the curve on the next day", fontsize=10)
+    right.bar(range(len(shares)), [100 * share for share in shares], color="#e8963a")
+    right.set_title("% of rows that were sent", fontsize=10)
+    for axes in (left, right):
+        axes.set_xlabel("day")
+    figure.savefig(path, dpi=130)
+    console.print(f"figure: {path}")
+
+
+def main() -> int:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--folder", type=Path, default=Path("continual"), help="where everything is written; must be new"
+    )
+    parser.add_argument("--quick", action="store_true", help="few days of few clicks")
+    arguments = parser.parse_args()
+    days, samples = (4, 4000) if arguments.quick else (14, 60_000)
+    return int(run(arguments.folder, days, samples) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

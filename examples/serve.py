@@ -1,0 +1,95 @@
+"""Look rows up while they are trained: python -m examples.serve [--quick] [--folder DIR].
+
+One process trains. Another one, which shares nothing with it but the store's folder, opens the newest commit once a
+second, looks some keys up and says how long that took. A reader holds its commit for as long as it has it open; the
+training waits for nobody.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import nn
+
+import tiercache as tc
+from examples.continual import BATCH, Model, clicks, schema
+from tiercache.data.from_arrays import write_dataset
+
+console = Console(highlight=False)
+
+
+def train(folder: Path, epochs: int, samples: int) -> None:
+    """Train eight days as passes, for some epochs; each pass is a commit."""
+    data = write_dataset(folder / "days", schema(), [clicks(day, samples) for day in range(8)])
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.Adam(model.parameters())
+    with tc.TierCache(
+        folder / "model.tc", data, model=model, optimizer=optimizer, device_budget="8MiB", host_budget="64MiB",
+        progress=False,
+    ) as cache:  # fmt: skip
+        for p in cache.passes(epochs=epochs):
+            for batch in p.batches(BATCH, shuffle=True):
+                nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def serve(path: Path, every: float) -> None:
+    """Answer with the newest commit, again and again, until standard input says that training has ended."""
+    import select
+
+    while not select.select([sys.stdin], [], [], every)[0]:
+        try:
+            begun = time.perf_counter()
+            with tc.Store.open(path, mode="r") as store:
+                if store.commit is None:
+                    continue
+                vectors = store.lookup("user", np.arange(64), missing="zeros")["vector"]
+                told = {"commit": store.commit.id, "seconds": time.perf_counter() - begun, "sum": float(vectors.sum())}
+            print(json.dumps(told), flush=True)
+        except tc.StoreError:
+            continue  # it is not made yet
+
+
+def run(folder: Path, epochs: int, samples: int, every: float) -> int:
+    """Train beside a server; returns 1 where it answered nothing."""
+    command = [sys.executable, "-m", "examples.serve", "--folder", str(folder), "--serve", str(every)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        train(folder, epochs, samples)
+        answers = [json.loads(line) for line in server.communicate("ended\n")[0].splitlines()]
+    seconds = sorted(one["seconds"] for one in answers)
+    commits = [one["commit"] for one in answers]
+    console.print(
+        f"{len(answers)} answers of commits {commits[0]} to {commits[-1]}, of 64 keys each; the median took "
+        f"{1e3 * seconds[len(seconds) // 2]:.1f} ms"
+        if answers
+        else "nothing was answered"
+    )
+    return int(not answers or commits != sorted(commits))
+
+
+def main() -> int:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=Path("serve"), help="where everything is written; must be new")
+    parser.add_argument("--quick", action="store_true", help="a short training")
+    parser.add_argument("--serve", type=float, metavar="SECONDS", help="be the process that looks up, so often")
+    arguments = parser.parse_args()
+    if arguments.serve is not None:
+        serve(arguments.folder / "model.tc", arguments.serve)
+        return 0
+    epochs, samples, every = (3, 6000, 0.1) if arguments.quick else (4, 60_000, 1.0)
+    return run(arguments.folder, epochs, samples, every)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
