@@ -147,6 +147,7 @@ def draw(path: Path, scores: list[float], shares: list[float]) -> None:
     right.set_title("% of rows that were sent", fontsize=10)
     for axes in (left, right):
         axes.set_xlabel("day")
+        axes.xaxis.get_major_locator().set_params(integer=True)
     figure.savefig(path, dpi=130)
     console.print(f"figure: {path}")
 
