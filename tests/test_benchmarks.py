@@ -87,6 +87,17 @@ def test_a_store_under_a_limit_of_memory_is_killed_resumed_and_has_the_same_bits
     assert not (tmp_path / "data").exists()
 
 
+def test_a_converted_model_is_measured_against_the_one_that_it_was(tmp_path: Path) -> None:
+    """The smallest run trains both to the same losses, and its sums are those of its parts."""
+    found = figures("benchmarks.adoption", tmp_path)
+    assert_has(found, (*SAID, "speedup", "converted_vs_native", "speedup_of_epochs"))
+    parts = found["extract_seconds"] + found["open_seconds"] + found["epochs_seconds"]
+    assert found["converted_seconds"] == pytest.approx(parts)
+    assert found["speedup"] == pytest.approx(found["torch_seconds"] / parts)
+    assert found["losses_close"] is True
+    assert found["loss_last"] == pytest.approx(found["converted_loss_last"], abs=1e-4)
+
+
 def test_a_flipped_bit_of_a_store_is_without_effect_or_refused(tmp_path: Path) -> None:
     """The smallest run has some of each kind of bytes, and each is one of the outcomes that it names."""
     found = figures("benchmarks.store_flips", tmp_path)
