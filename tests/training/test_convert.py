@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,7 +34,8 @@ from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.errors import StateError
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from tests.ranks.pool import RanksPool
+    from tiercache.dist.communicator import AnyCommunicator
 
 NAMES = [f"f{t}" for t in range(TABLES)]
 
@@ -288,3 +290,90 @@ def test_padding_is_zeros_and_is_not_trained(tmp_path: Path, mode: str, by: str)
         one = cache.evaluate_batch(whole)
         with pytest.raises(ValueError, match="has rows of single keys, among which padding cannot be found: leave it"):
             ours.words(one.features["words"])
+
+
+class Published(nn.Module):
+    """The layout that facebookresearch/dlrm has: a list of sparse bags, each given its ids and offsets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb_l = nn.ModuleList(nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=True) for _ in NAMES)
+        self.bot_l = nn.Sequential(nn.Linear(4, DIM), nn.ReLU())
+        self.top_l = nn.Sequential(nn.Linear(DIM + TABLES * (TABLES + 1) // 2, 1), nn.Sigmoid())
+
+    def apply_emb(self, offsets: Any, ids: Any) -> list[torch.Tensor]:
+        """Look every table up."""
+        found = []
+        for k, of_table in enumerate(ids):
+            found.append(self.emb_l[k](of_table, offsets[k], per_sample_weights=None))
+        return found
+
+    def forward(self, dense: torch.Tensor, offsets: Any, ids: Any) -> torch.Tensor:
+        """Return chances (N, 1)."""
+        x = self.bot_l(dense)
+        vectors = torch.stack([x, *self.apply_emb(offsets, ids)], dim=1)
+        products = torch.bmm(vectors, vectors.transpose(1, 2))
+        rows, columns = torch.tril_indices(TABLES + 1, TABLES + 1, offset=-1)
+        return self.top_l(torch.cat([x, products[:, rows, columns]], dim=1))
+
+
+def test_the_layout_of_the_published_dlrm_is_converted_as_it_is(tmp_path: Path) -> None:
+    """Features take the place of ids; where offsets were there is None. Gradients and rows are those of the bags."""
+    data = samples()
+    passes = write_dataset(tmp_path / "passes", schema_of("SGD"), data)
+    torch.manual_seed(2)
+    theirs = Published()
+    ours = tc.convert(copy.deepcopy(theirs), passes, {"emb_l": NAMES})
+    optimizers = [
+        torch.optim.SGD([*one.bot_l.parameters(), *one.top_l.parameters()], lr=0.05) for one in (ours, theirs)
+    ]
+    rows = torch.optim.SGD(theirs.emb_l.parameters(), lr=0.2)
+    with tc.TierCache(
+        tmp_path / "m.tc", passes, model=ours, optimizer=optimizers[0], device_budget="1MiB", host_budget="64MiB",
+        progress=False,
+    ) as cache:  # fmt: skip
+        for p in cache.passes(epochs=1):
+            for b, batch in enumerate(p.batches(BATCH)):
+                part = data[p.index].slice(b * BATCH, min(data[0].num_samples, (b + 1) * BATCH))
+                dense, bags, label, _ = torch_batch(part)
+                mine = ours(batch.dense, [None] * TABLES, [*batch.features.values()])
+                other = theirs(dense, [bag[1] for bag in bags], [bag[0] for bag in bags])
+                torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
+                nn.functional.binary_cross_entropy(mine.squeeze(1), batch.label).backward()
+                nn.functional.binary_cross_entropy(other.squeeze(1), label).backward()
+                optimizers[0].step()
+                cache.optimizer.step()
+                for optimizer in (optimizers[1], rows):
+                    optimizer.step()
+                for optimizer in (*optimizers, rows):
+                    optimizer.zero_grad()
+        for name, table in zip(NAMES, theirs.emb_l, strict=True):
+            found = torch.from_numpy(cache.store.lookup(name, np.arange(ROWS))["vector"])
+            torch.testing.assert_close(found, table.weight.data, atol=1e-5, rtol=0)
+
+
+def opened_on_ranks(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
+    """Convert a model on each rank, open the store and look all rows up."""
+    data = tc.PassDataset.open(Path(folder) / "passes")
+    torch.manual_seed(7)
+    model = Small(mode="sum")
+    weights = {"user": model.user_emb.weight.data.clone().numpy(), "item": model.items.weight.data.clone().numpy()}
+    tc.convert(model, data, {"items": ["item", "seen"]})
+    with tc.TierCache(
+        Path(folder) / "model.tc", data, model=model, device_budget="1MiB", host_budget="64MiB", progress=False
+    ) as cache:
+        cache.restore()
+        assert cache.sharding is not None
+    return weights
+
+
+def test_ranks_shard_the_weights_of_a_converted_model(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """Rank 0 makes a plain store of them, which all then shard; opened again nothing is imported."""
+    tc.write_key_sets(tmp_path / "passes", SCHEMA, [{"user": np.array([1, 2]), "item": np.array([3, 4, 19])}])
+    for _ in range(2):
+        weights, _ = ranks_pool.run(2, "tests.training.test_convert:opened_on_ranks", folder=str(tmp_path))
+        with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
+            assert tc.store.info(tmp_path / "model.tc")["ranks"] == 2
+            for name, rows in weights.items():
+                assert np.array_equal(store.lookup(name, np.arange(rows.shape[0]))["vector"], rows)
+                assert store.live_rows(name) == rows.shape[0]
