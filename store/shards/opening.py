@@ -41,8 +41,9 @@ def open_sharded(
 
     Of older commits it has those that all shards have, whole, when it is opened: a training drops the oldest meanwhile,
     and damage that one alone needs spoils no other. Mode "a" holds the right to write to all shards, so all must be
-    where this process can reach them. Raises StoreMissingError where nothing was committed, CommitMissingError,
-    StoreInUseError while ranks train, and what ``Store.open`` raises for each shard.
+    where this process can reach them; with ``tables`` it deletes shards of which nothing was ever committed. Raises
+    StoreMissingError where nothing was committed, CommitMissingError, StoreInUseError while ranks train, and what
+    ``Store.open`` raises for each shard.
     """
     manifest = Manifest.read(path)
     if manifest is None or (manifest.is_plain and mode == "r"):
@@ -51,7 +52,9 @@ def open_sharded(
         compare_tables(manifest.tables, sorted(tables, key=lambda table: table.table_id), label_of(path))
     if engine not in {None, manifest.engine}:
         raise ValueError(f"{label_of(path)} was made with engine {manifest.engine!r}, not {engine!r}: leave engine out")
-    return _open_to_write(path, retention) if mode == "a" else open_shards(path, manifest, commit)
+    if mode == "a":
+        return _open_to_write(path, retention, anew=tables is not None)
+    return open_shards(path, manifest, commit)
 
 
 def open_shards(path: Path, manifest: Manifest, commit: int | None = None) -> ShardedStore:
@@ -138,19 +141,24 @@ def settle(path: Path) -> None:
         replace(manifest, obsolete=()).write(path)
 
 
-def _open_to_write(path: Path, retention: int | None) -> ShardedStore | None:
+def _open_to_write(path: Path, retention: int | None, *, anew: bool) -> ShardedStore | None:
+    """Open all shards; None where a plain store is there, or, ``anew``, may be made where nothing was committed."""
     with ExitStack() as stack:
         lock = WriterLock(path, RANKS_LOCK)
         stack.callback(lock.release)
         found = Manifest.read(path)
-        if found is None or found.is_plain:
-            if found is not None:
-                plain = WriterLock(path)
-                stack.callback(plain.release)
-                settle(path)
+        if found is None:
             return None
-        if found.newest is None:
+        if found.newest is None and not found.is_plain and not anew:
             raise StoreMissingError(f"{label_of(path)} has no commit yet: train to its first one")
+        if found.newest is None or found.is_plain:
+            plain = WriterLock(path)
+            stack.callback(plain.release)
+            if not found.is_plain:  # the manifest goes last: a kill leaves shards without a commit
+                replace(found, obsolete=(*found.obsolete, *found.shards)).delete_obsolete(path)
+                replace(found, shards=(HERE,), obsolete=()).write(path)
+            settle(path)
+            return None
         found.delete_obsolete(path)
         manifest = replace(found, obsolete=(), retention=retention or found.retention)
         opened = tuple(stack.enter_context(open_shard(path, manifest, rank)) for rank in range(manifest.num_ranks))

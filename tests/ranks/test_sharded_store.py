@@ -11,6 +11,7 @@ import pytest
 
 from tests.ranks.meeting import meet
 from tests.ranks.sharded_world import (
+    TABLES,
     WHOLE,
     check_shards,
     divide_anew,
@@ -21,6 +22,7 @@ from tests.ranks.sharded_world import (
     train_shards,
     whole_row,
 )
+from tiercache import import_store
 from tiercache.store import (
     CommitMissingError,
     CorruptStoreError,
@@ -28,6 +30,7 @@ from tiercache.store import (
     KeyMissingError,
     Store,
     StoreError,
+    StoreMissingError,
     verify,
 )
 from tiercache.store.initial import initial_rows
@@ -161,3 +164,18 @@ def test_a_reader_of_shards_that_went_away_is_told_so(tmp_path: Path) -> None:
             with pytest.raises(StoreError, match=r"the store at .* was sharded anew while it was read: open it"):
                 read()
     check_shards(path, Cursor(2))
+
+
+def test_one_process_begins_anew_where_nothing_was_committed(tmp_path: Path) -> None:
+    """What ranks left before their first commit is nothing to go on with; only who brings tables makes a store."""
+    path = tmp_path / "s"
+    assert train_shards(path, 2, 0) == [None] * 2
+    for options in ({}, {"mode": "r", "tables": TABLES}):
+        with pytest.raises(StoreMissingError, match="has no commit yet: train to its first one"):
+            Store.open(path, **options)  # type: ignore[arg-type]
+    rows = {table.name: np.ones((4, table.dim), np.float32) for table in TABLES}
+    import_store(rows, path, tables=TABLES, initial_state=True)
+    with Store.open(path, mode="r") as store:
+        assert type(store) is Store
+        assert {table.name: store.live_rows(table.name) for table in store.tables} == dict.fromkeys(WHOLE, 4)
+    assert [entry.name for entry in path.iterdir() if "shard" in entry.name] == []

@@ -13,6 +13,8 @@ import tiercache as tc
 from tests.ranks.meeting import meet
 from tests.ranks.trainings import CASES, assert_as_alone, assert_same_rows, on_ranks, resident, stored
 from tiercache.backends.cpu import CpuBackend
+from tiercache.ranks.shard_writer import ShardWriter
+from tiercache.ranks.sharding_planner import sharding_of
 from tiercache.training.dense_state import DenseState
 
 if TYPE_CHECKING:
@@ -242,6 +244,21 @@ def test_a_plain_store_is_sharded_and_made_plain_again(
     assert_form(path, sizes[-1], engine)
     assert_close(tmp_path, "bags", found[0])
     assert tc.store.verify(path)["problems"] == []
+
+
+def test_one_process_trains_where_ranks_made_no_commit(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """They were killed before their first one: a plain store is made in the same folder."""
+    passes = CASES["one"].cut(tmp_path / "passes")
+
+    def body(ranks: Any) -> None:
+        sharding = sharding_of(passes, 2, "auto", number_bytes=4)
+        ShardWriter.open(tmp_path / "model.tc", passes.tables, sharding, ranks).close()
+
+    assert meet(2, body) == [None, None]
+
+    on_ranks(ranks_pool, 1, tmp_path, epochs=1)
+
+    assert_form(tmp_path / "model.tc", 1, "lmdb")
 
 
 def assert_form(path: Path, size: int, engine: str) -> None:

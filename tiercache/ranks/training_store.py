@@ -94,7 +94,8 @@ class TrainingStore:
             is_sharded = self._ranks.size > 1 or self._options.shard_dirs is not None
             found = Manifest.read(self._place) if self._given is None else None
             if not is_sharded and found is not None:
-                is_sharded, self._unites = found.num_ranks == 1 and not found.is_plain, found.num_ranks > 1
+                is_sharded = found.num_ranks == 1 and not found.is_plain
+                self._unites = found.num_ranks > 1 and found.newest is not None
         if isinstance(self._given, ShardedStore):
             check_same(self._ranks, {"the commit of the store": self._given.commit.id})
             self.sharding = self._given.sharding
