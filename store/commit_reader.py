@@ -6,6 +6,7 @@ import time
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
+from tiercache.store.directory import MANIFEST, MARKER
 from tiercache.store.errors import CommitMissingError, CorruptStoreError, StoreError
 from tiercache.store.history import COMMIT, History
 from tiercache.store.leases import Lease
@@ -78,6 +79,9 @@ class CommitReader:
 
     def explain(self, error: CorruptStoreError) -> StoreError:
         """Return what to raise for damage that was seen: where the commit is gone, nothing is damaged."""
+        folder = None if self._engine.lease_folder is None else self._engine.lease_folder.parent
+        if folder is not None and (folder / MANIFEST).exists() and not (folder / MARKER).exists():
+            return StoreError(f"{self._label} was sharded while it was read: open it again")
         if self._is_there() or self.commit is None:
             return error
         longer = (

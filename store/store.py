@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,7 +15,7 @@ from tiercache.store.commit_reader import CommitReader
 from tiercache.store.commit_writer import CommitWriter, find
 from tiercache.store.compaction_plan import CompactionPlan
 from tiercache.store.counters import Counters
-from tiercache.store.errors import StoreClosedError
+from tiercache.store.errors import StoreClosedError, StoreError
 from tiercache.store.lookup import locate, lookup, read_rows
 from tiercache.store.opening import Opened, check_options, label_of, open_engine
 from tiercache.store.reading import BlockReader, Pages
@@ -49,16 +50,8 @@ class Store:
     other threads meanwhile. A store belongs to the process that opened it, not to its forks.
     """
 
-    def __init__(
-        self,
-        opened: Opened,
-        path: Path | None,
-        mode: str,
-        at: int | None,
-        retention: int | None,
-        of: Store | None = None,
-        held: CommitReader | None = None,
-    ) -> None:
+    def __init__(self, opened: Opened, path: Path | None, mode: str, at: int | None, retention: int | None,
+                 of: Store | None = None, held: CommitReader | None = None) -> None:  # fmt: skip
         """Only ``Store.open`` and ``at`` call this; ``of`` is the store whose engine it is and which closes it.
 
         ``held`` holds the commit for longer than this is open.
@@ -114,18 +107,24 @@ class Store:
         StoreFullError, CommitMissingError, CorruptStoreError; ValueError for mode "a" of one shard.
         """
         check_options(mode, commit, retention)
-        place = None if path is None else Path(path)
+        place, tables = None if path is None else Path(path), None if tables is None else tuple(tables)
+        find = None
         if place is not None and (engine is None or isinstance(engine, str)):
             from tiercache.store.shards.opening import open_sharded
 
-            sharded = open_sharded(place, tables, engine, mode=mode, commit=commit, retention=retention)
-            if sharded is not None:
+            find = partial(open_sharded, place, tables, engine, mode=mode, commit=commit, retention=retention)
+            if (sharded := find()) is not None:
                 return sharded
-        opened = open_engine(place, tables, engine, mode, store_budget)
         try:
-            return cls(opened, place, mode, commit, retention)
-        except BaseException:
-            opened.close()
+            opened = open_engine(place, tables, engine, mode, store_budget)
+            try:
+                return cls(opened, place, mode, commit, retention)
+            except BaseException:
+                opened.close()
+                raise
+        except (StoreError, FileNotFoundError):
+            if mode == "r" and find is not None and (sharded := find()) is not None:  # it was sharded meanwhile
+                return sharded
             raise
 
     def at(self, commit: int) -> Store:

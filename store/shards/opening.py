@@ -67,7 +67,7 @@ def open_shards(path: Path, manifest: Manifest, commit: int | None = None) -> Sh
         try:
             opened = _open_all(path, manifest, only)
         except (StoreError, FileNotFoundError):
-            now = Manifest.read(path)
+            now = Manifest.read(path) or plain_manifest(path)  # it may have become a plain store meanwhile
             if now is None or now == manifest or manifest.is_plain:
                 raise
             manifest = now

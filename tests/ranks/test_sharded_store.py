@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -31,11 +31,14 @@ from tiercache.store import (
     Store,
     StoreError,
     StoreMissingError,
+    info,
     verify,
 )
+from tiercache.store.directory import StoreDirectory
 from tiercache.store.initial import initial_rows
 from tiercache.store.shards import opening
 from tiercache.store.shards.manifest import Manifest
+from tiercache.store.shards.sharding import ShardingPlan
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,6 +97,54 @@ def test_a_reader_begins_anew_where_a_training_goes_on_while_it_opens(
     monkeypatch.setattr(opening, "_open_all", slow)
     check_shards(path, Cursor(2) if divided else Cursor(5))
     assert times[0] == (2 if divided else 3)
+
+
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+def test_a_reader_opens_while_a_store_is_sharded_or_made_plain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """What it began to open went away meanwhile: it opens the other. A plain store that is open says so, or reads."""
+    path, find, open_all = tmp_path / "s", StoreDirectory.find, opening._open_all
+    assert train_shards(path, 2, 4, engine=engine) == [None] * 2
+    changing: list[bool] = []
+
+    def change() -> None:
+        if changing and changing.pop():
+            is_plain = not (path / "shards.json").exists()
+            sharding = sharding_on(2) if is_plain else ShardingPlan.of_one(TABLES)
+            divided = meet(
+                sharding.num_ranks,
+                lambda ranks: divide_anew(path, ranks, sharding, lambda **_: None, plain=not is_plain),
+            )
+            assert divided == [None] * sharding.num_ranks
+
+    def slow_find(directory: StoreDirectory) -> bool:
+        change()
+        return find(directory)
+
+    def slow_open(*arguments: Any) -> tuple[Store, ...]:
+        change()
+        return open_all(*arguments)
+
+    monkeypatch.setattr(StoreDirectory, "find", slow_find)
+    monkeypatch.setattr(opening, "_open_all", slow_open)
+    for look in (lambda: check_shards(path, Cursor(2)), lambda: info(path)["rows"]):
+        rows = look()
+        for _ in range(2):
+            changing.append(True)
+            assert look() == rows
+            assert not changing
+    changing.append(True)
+    change()
+    with Store.open(path, mode="r") as store:
+        changing.append(True)
+        change()
+        if engine == "lmdb":  # whose files stay open
+            assert store.lookup("item", np.arange(3), missing="zeros")["vector"].shape == (3, 8)
+            return
+        for read in (lambda: store.lookup("item", np.arange(3)), lambda: list(store.scan("word")), store.state):
+            with pytest.raises(StoreError, match=r"the store at .* was sharded while it was read: open it again"):
+                read()
 
 
 def test_a_reader_opens_while_a_training_drops_the_oldest_commits(
