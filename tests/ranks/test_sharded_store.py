@@ -230,3 +230,11 @@ def test_one_process_begins_anew_where_nothing_was_committed(tmp_path: Path) -> 
         assert type(store) is Store
         assert {table.name: store.live_rows(table.name) for table in store.tables} == dict.fromkeys(WHOLE, 4)
     assert [entry.name for entry in path.iterdir() if "shard" in entry.name] == []
+
+
+def test_tables_may_be_given_as_an_iterator(tmp_path: Path) -> None:
+    """Where a manifest is there, too."""
+    path = tmp_path / "s"
+    assert train_shards(path, 2, 0) == [None] * 2
+    with Store.open(path, tables=iter(TABLES)) as store:
+        assert {table.name for table in store.tables} == set(WHOLE)
