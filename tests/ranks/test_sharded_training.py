@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -259,6 +260,23 @@ def test_one_process_trains_where_ranks_made_no_commit(ranks_pool: RanksPool, tm
     on_ranks(ranks_pool, 1, tmp_path, epochs=1)
 
     assert_form(tmp_path / "model.tc", 1, "lmdb")
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_ranks_keep_the_compression_of_a_plain_store(ranks_pool: RanksPool, tmp_path: Path, epochs: int) -> None:
+    """Which whoever made it asked for, and the dataset does not: with a commit or without."""
+    passes, path = CASES["one"].cut(tmp_path / "passes"), tmp_path / "model.tc"
+    tc.Store.open(path, tables=[replace(table, compression="zstd") for table in passes.tables]).close()
+    if epochs:
+        on_ranks(ranks_pool, 1, tmp_path, epochs=epochs)
+
+    for size in (2, 1):
+        found = on_ranks(ranks_pool, size, tmp_path)
+
+        assert_form(path, size, "zarr")
+        with tc.Store.open(path, mode="r") as store:
+            assert {table.compression for table in store.tables} == {"zstd"}
+    assert_close(tmp_path, "one", found[0])
 
 
 def assert_form(path: Path, size: int, engine: str) -> None:

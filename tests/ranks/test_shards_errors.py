@@ -224,6 +224,10 @@ def test_what_is_asked_wrongly_is_one_sentence(tmp_path: Path) -> None:
             assert words in str(error)
     with pytest.raises(TableMismatchError, match=r"the store at .* has a table 'item' that was not given: give"):
         ShardWriter.open(path, TABLES[1:], ShardingPlan.of_one(TABLES[1:]), communicator_of())
+    Store.open(tmp_path / "chosen", tables=TABLES[1:]).close()
+    for error in train_shards(tmp_path / "chosen", 2, 1):
+        assert "has no table 'item': give" in str(error)
+    assert Store.open(tmp_path / "chosen", mode="r").tables == tuple(sorted(TABLES[1:], key=lambda one: one.table_id))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").touch()
     (tmp_path / "file").touch()

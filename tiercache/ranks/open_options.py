@@ -69,8 +69,13 @@ class OpenOptions:
         )
 
     def check_manifest(self, found: Manifest, label: str) -> None:
-        """Raise TableMismatchError for a store of other tables, ValueError for one of another engine."""
+        """Raise TableMismatchError for a store of other tables, ValueError for one of another engine.
+
+        Compression that was not asked for is the store's from now on, where all tables of a group have the same.
+        """
         compare_tables(found.tables, self.tables, label)
+        if len(group_tables(found.tables)) == len(group_tables(self.tables)):
+            self.tables = found.tables
         if self.engine not in {None, found.engine} and self.sharding == found.sharding:
             raise ValueError(
                 f"{label} was made with engine {found.engine!r}, not {self.engine!r}: leave engine out, or give the "

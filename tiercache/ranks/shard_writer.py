@@ -306,6 +306,8 @@ class ShardWriter:
         """Make the shards of a store without a commit."""
         manifest: Manifest | None = None
         with self._ranks.raise_on_all(f"making {self.label}"):
+            if found is not None and found.is_plain:  # whoever made it chose its tables
+                wanted.check_manifest(found, self.label)
             if self._ranks.rank == 0:
                 manifest = wanted.manifest(self.path, found)
         manifest = self._told(manifest)
