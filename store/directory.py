@@ -33,10 +33,11 @@ RANKS_LOCK = "ranks.lock"
 _FILES = (
     MARKER, MARKER + ".new", "leases",
     "HEAD", "HEAD.new", "data.mdb", "lock.mdb", "fresh", "blocks.bin",
-    "zarr.json", "manifests", "records", "segments", "state",
     "schedule",
 )  # fmt: skip
-"""What a store's folder comes to have, whichever the engine is, but its lock; the last one is a training's."""
+"""What a store's folder comes to have but its lock, and what engine zarr makes; the last one is a training's."""
+_ZARR_FILES = ("manifests", "records", "segments", "state", "zarr.json")
+"""What engine zarr makes: the last one first. Without it the others, which have common names, are somebody else's."""
 _EMPTY_BYTES = 1 << 20
 """More than a store without rows takes."""
 
@@ -137,7 +138,7 @@ class StoreDirectory:
 
     def delete(self) -> None:
         """Delete all that a store makes here, durably, but the lock: for whoever holds that."""
-        for name in _FILES:
+        for name in (*_FILES, *(_ZARR_FILES if (self.path / _ZARR_FILES[-1]).exists() else ())):
             path = self.path / name
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

@@ -238,3 +238,19 @@ def test_tables_may_be_given_as_an_iterator(tmp_path: Path) -> None:
     assert train_shards(path, 2, 0) == [None] * 2
     with Store.open(path, tables=iter(TABLES)) as store:
         assert {table.name for table in store.tables} == set(WHOLE)
+
+
+def test_what_others_keep_in_the_folder_stays(tmp_path: Path) -> None:
+    """Where it has the name of a folder that a store of another engine has."""
+    path = tmp_path / "s"
+    assert train_shards(path, 2, 4) == [None] * 2
+    others = [path / "state" / "notes.txt", path / "records" / "notes.txt", path / "notes.txt"]
+    for other in others:
+        other.parent.mkdir(exist_ok=True)
+        other.touch()
+    one = ShardingPlan.of_one(TABLES)
+    assert meet(1, lambda ranks: divide_anew(path, ranks, one, lambda **_: None, plain=True)) == [None]
+    assert meet(2, lambda ranks: divide_anew(path, ranks, sharding_on(2), lambda **_: None)) == [None] * 2
+    assert not (path / "data.mdb").exists()
+    assert all(other.exists() for other in others)
+    check_shards(path, Cursor(2))
