@@ -165,6 +165,25 @@ def test_dense_state_is_kept_once(ranks_pool: RanksPool, tmp_path: Path) -> None
     assert meet(2, body) == [["counter", "layer"], ["counter", "layer"]]
 
 
+def test_tensors_of_any_layout_are_kept_once() -> None:
+    """Sparse ones and views, too, where they are the same on all ranks."""
+
+    def body(ranks: Any) -> list[str]:
+        dense = DenseState(CpuBackend())
+        for name, value in {
+            "sparse": torch.eye(3).to_sparse(),
+            "conjugate": torch.ones(2, dtype=torch.complex64).conj(),
+            "other": torch.eye(3).to_sparse() * ranks.rank,
+        }.items():
+            module = torch.nn.Module()
+            module.register_buffer("value", value)
+            dense.register({name: module})
+        dense.keep_once(ranks)
+        return sorted(torch.load(io.BytesIO(dense.capture()()), weights_only=True)["objects"])
+
+    assert meet(2, body) == [["conjugate", "other", "sparse"], ["other"]]
+
+
 class Counter:
     """Something of the user's own, which each rank may count by itself."""
 

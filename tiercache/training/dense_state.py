@@ -214,8 +214,12 @@ def _digest(value: Any) -> str:
 
     def add(part: Any) -> None:
         if isinstance(part, torch.Tensor):
-            found.update(f"{part.dtype} {tuple(part.shape)}".encode())
-            found.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            tensor = part.detach().cpu().resolve_conj().resolve_neg()
+            found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            if tensor.layout is torch.strided and not tensor.is_quantized:
+                found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+            else:
+                found.update(_save(tensor))
         elif isinstance(part, dict):
             add(len(part))
             for key, item in part.items():
