@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -141,7 +142,7 @@ class StoreDirectory:
         for name in (*_FILES, *(_ZARR_FILES if (self.path / _ZARR_FILES[-1]).exists() else ())):
             path = self.path / name
             if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
+                delete_folder(path)
             else:
                 path.unlink(missing_ok=True)
         _sync(self.path)
@@ -168,6 +169,17 @@ class StoreDirectory:
         if not isinstance(marker, dict) or marker.get("format") != FORMAT:
             raise NotAStoreError(f"{path} is not a store's: give the path of a store, or one that is free")
         check_version(marker.get("version"), f"the store at {self.path}")
+
+
+def delete_folder(folder: Path) -> None:
+    """Delete a folder and all in it, whatever others delete there, or readers that take leases make, meanwhile."""
+    while folder.exists():
+        try:
+            shutil.rmtree(folder)
+            break
+        except OSError as error:
+            if error.errno not in {errno.ENOENT, errno.ENOTEMPTY}:
+                raise
 
 
 def check_version(version: object, name: str) -> None:

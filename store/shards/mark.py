@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tiercache.store.atomic_file import sync, write_whole
-from tiercache.store.directory import FORMAT_VERSION, StoreDirectory, check_version
+from tiercache.store.directory import FORMAT_VERSION, StoreDirectory, check_version, delete_folder
 from tiercache.store.errors import CorruptStoreError, NotAStoreError, StoreMissingError
 from tiercache.store.full_disk import room_for
 
@@ -108,11 +107,7 @@ def delete_shard(folder: Path, store: str) -> None:
     mark = Mark.read(folder)
     if mark is None or mark.store != store:
         return
-    while folder.exists():
-        try:
-            shutil.rmtree(folder)
-        except FileNotFoundError:
-            continue  # somebody else deletes it, too
+    delete_folder(folder)
     sync(folder.parent)
     mark_of(folder).unlink(missing_ok=True)
     sync(folder.parent)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +23,8 @@ from tiercache.store import (
     NotAStoreError,
     StoreError,
 )
+from tiercache.store.directory import StoreDirectory
+from tiercache.store.leases import Lease
 from tiercache.store.shards.manifest import GlobalCommit, Manifest
 from tiercache.store.shards.mark import Mark, delete_shard
 
@@ -219,6 +224,33 @@ def test_marks_of_any_bytes_are_refused_in_a_sentence(tmp_path: Path) -> None:
     delete_shard(folder, mark.store)
     delete_shard(folder, mark.store)
     assert not list(tmp_path.iterdir())
+
+
+def test_readers_that_take_leases_hinder_no_deletion(tmp_path: Path) -> None:
+    """Of a shard, nor of a plain store: they come and go meanwhile."""
+    mark, ended = Mark(store="ab" * 16, generation=0, rank=0), threading.Event()
+    folder, plain = tmp_path / "shard-0-0", tmp_path / "plain"
+
+    def read() -> None:
+        while not ended.is_set():
+            for place in (folder, plain):
+                if (lease := Lease.take(place / "leases", 7)) is not None:
+                    lease.release()
+
+    plain.mkdir()
+    with ThreadPoolExecutor(1) as readers:
+        reading = readers.submit(read)
+        try:
+            for _ in range(50):
+                mark.make(folder)
+                folder.mkdir()
+                time.sleep(0.001)
+                delete_shard(folder, mark.store)
+                StoreDirectory(plain).delete()
+        finally:
+            ended.set()
+        reading.result()
+    assert not folder.exists()
 
 
 def json_of(data: bytes) -> dict[str, Any]:
