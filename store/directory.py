@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from tiercache.store.direct_file import open_file, read_whole
@@ -144,7 +145,8 @@ class StoreDirectory:
             if path.is_dir() and not path.is_symlink():
                 delete_folder(path)
             else:
-                path.unlink(missing_ok=True)
+                with suppress(IsADirectoryError):  # a reader made the folder of leases anew
+                    path.unlink(missing_ok=True)
         _sync(self.path)
 
     def _marker(self) -> bytes:

@@ -9,7 +9,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,9 +28,6 @@ from tiercache.store.directory import StoreDirectory
 from tiercache.store.leases import Lease
 from tiercache.store.shards.manifest import GlobalCommit, Manifest
 from tiercache.store.shards.mark import Mark, delete_shard
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MANIFEST = Manifest(
     id="0123456789abcdef" * 2,
@@ -251,6 +249,24 @@ def test_readers_that_take_leases_hinder_no_deletion(tmp_path: Path) -> None:
             ended.set()
         reading.result()
     assert not folder.exists()
+
+
+def test_a_reader_may_make_leases_while_a_plain_store_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Just after their folder was looked for."""
+    is_dir = Path.is_dir
+
+    def slow(path: Path) -> bool:
+        found = is_dir(path)
+        if path.name == "leases" and not found:
+            assert Lease.take(path, 7) is not None
+        return found
+
+    monkeypatch.setattr(Path, "is_dir", slow)
+    (tmp_path / "data.mdb").touch()
+    StoreDirectory(tmp_path).delete()
+    assert not (tmp_path / "data.mdb").exists()
 
 
 def json_of(data: bytes) -> dict[str, Any]:
