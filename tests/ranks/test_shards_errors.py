@@ -208,6 +208,19 @@ def test_a_copy_of_a_part_without_its_mark_is_a_store(tmp_path: Path) -> None:
     check_shards(path, Cursor(2))
 
 
+def test_a_plain_store_is_made_plain_by_one_alone(tmp_path: Path) -> None:
+    """Who comes second finds it so, and leaves it as it is."""
+    path, one = tmp_path / "s", ShardingPlan.of_one(TABLES)
+    assert train_shards(path, 2, 4) == [None] * 2
+    assert meet(1, lambda ranks: divide_anew(path, ranks, one, lambda **_: None, plain=True)) == [None]
+    errors = meet(1, lambda ranks: divide_anew(path, ranks, one, lambda **_: None, plain=True))
+    assert isinstance(errors[0], StateError)
+    assert "is a plain one already: open it again" in sentences(errors)
+    assert not (path / "shards.json").exists()
+    with Store.open(path) as store:
+        assert (type(store), store.commit.cursor) == (Store, Cursor(2))
+
+
 def test_what_is_asked_wrongly_is_one_sentence(tmp_path: Path) -> None:
     """Another number of ranks, another sharding, other tables, another engine, something else at the path."""
     path = tmp_path / "s"

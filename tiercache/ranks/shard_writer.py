@@ -151,6 +151,8 @@ class ShardWriter:
             with self._ranks.raise_on_all(f"opening {self.label}"):
                 if found is None or found.cursor is None:
                     raise StateError(f"{self.label} has no commit yet: there is nothing to make shards of")
+                if plain and found.is_plain:  # another process made it meanwhile
+                    raise StateError(f"{self.label} is a plain one already: open it again")
                 wanted.check_manifest(found, self.label)
             assert found is not None
             self._delete(found)
