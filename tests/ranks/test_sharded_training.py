@@ -296,6 +296,9 @@ def test_ranks_keep_the_compression_of_a_plain_store(ranks_pool: RanksPool, tmp_
         with tc.Store.open(path, mode="r") as store:
             assert {table.compression for table in store.tables} == {"zstd"}
     assert_close(tmp_path, "one", found[0])
+    on_ranks(ranks_pool, 2, tmp_path, engine="lmdb")
+    with tc.Store.open(path, mode="r") as store:
+        assert {table.compression for table in store.tables} == {None}
 
 
 def assert_form(path: Path, size: int, engine: str) -> None:

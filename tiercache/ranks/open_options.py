@@ -71,10 +71,11 @@ class OpenOptions:
     def check_manifest(self, found: Manifest, label: str) -> None:
         """Raise TableMismatchError for a store of other tables, ValueError for one of another engine.
 
-        Compression that was not asked for is the store's from now on, where all tables of a group have the same.
+        Compression that was not asked for is the store's from now on, where the engine stays and all tables of a group
+        have the same.
         """
         compare_tables(found.tables, self.tables, label)
-        if len(group_tables(found.tables)) == len(group_tables(self.tables)):
+        if self.engine in {None, found.engine} and len(group_tables(found.tables)) == len(group_tables(self.tables)):
             self.tables = found.tables
         if self.engine not in {None, found.engine} and self.sharding == found.sharding:
             raise ValueError(
