@@ -15,13 +15,13 @@ from tiercache.ranks.sharding_planner import sharding_of
 from tiercache.ranks.sharding_rules import asked_words
 from tiercache.ranks.shares import Share
 from tiercache.store import Store, StoreMissingError
-from tiercache.store.bulk_load import load_rows
+from tiercache.store.bulk_load import load_sorted
 from tiercache.store.scratch_file import scratch_of
 from tiercache.store.shards.manifest import Manifest
 from tiercache.store.shards.sharded_store import ShardedStore
 from tiercache.store.shards.sharding import ShardingPlan
 from tiercache.training.matching import check_tables
-from tiercache.training.reorganize import reorganize
+from tiercache.training.reorganize import import_rows, reorganize
 
 if TYPE_CHECKING:
     import os
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tiercache.ranks.budgets import Budgets
     from tiercache.ranks.shard_writer import ShardWriter
     from tiercache.ranks.sharding_rules import ShardingRules
+    from tiercache.store import Table
     from tiercache.store.scan import Chunk
 
 __all__ = ["StoreOptions", "TrainingStore"]
@@ -78,7 +79,7 @@ class TrainingStore:
         self._is_new = False
         """Whether the folder of a plain store was made."""
         self._filled = False
-        """Whether it has its first rows from ``fill``: they stand in no order yet."""
+        """Whether it has its first rows from the model."""
         self._shards: ShardWriter | None = None
         self._unites = False
         """Whether ``open`` makes a plain store of shards."""
@@ -141,16 +142,18 @@ class TrainingStore:
         """Return what this rank trains of passes: all, or its share. Raises ValueError where the tables are others."""
         return passes if self.sharding is None else Share(passes, self.sharding, self._ranks.rank)
 
-    def fill(self, chunks: Callable[[], Iterator[tuple[str, Chunk]]]) -> None:
-        """Give a store without a commit its first rows, ``chunks`` of (table name, keys and vectors). Collective.
-
-        Raises ValueError and StoreFullError.
-        """
+    def _fill(self, rows: Callable[[Table], Iterator[Chunk]], budgets: Budgets, *, progress: bool | None) -> None:
+        """Give a store without a commit its first rows, in the order of the passes where it stays plain. Collective."""
         with self._ranks.raise_on_all("importing the rows of the model"):
             if self._ranks.rank == 0 and not self._has_commit():
                 self._is_new = self._given is None and not self._place.exists()
                 with ExitStack() as stack:
-                    load_rows(self._given or stack.enter_context(self._plain()), chunks(), initial_state=True)
+                    store = self._given or stack.enter_context(self._plain())
+                    if self.sharding is not None:
+                        load_sorted(store, rows)
+                    else:
+                        self._check_order(store, budgets)
+                        import_rows(store, self._passes, rows, order=self._options.order, progress=progress)
                 self._filled = True
         self._filled = any(self._ranks.all_gather_object(self._filled))
 
@@ -166,11 +169,21 @@ class TrainingStore:
             return store.commit is not None
         return False
 
-    def open(self, source: DatasetView, budgets: Budgets, *, progress: bool | None) -> Store:
+    def open(
+        self,
+        source: DatasetView,
+        budgets: Budgets,
+        *,
+        first: Callable[[Table], Iterator[Chunk]] | None = None,
+        progress: bool | None,
+    ) -> Store:
         """Open the store, or make it; its rows stand in the order of ``source`` then, where that is asked for.
 
-        Rows of other ranks, or of another sharding, are written anew. Collective.
+        ``first``: yields by table the rows, in hash order, of a store that has no commit. Rows of other ranks, or of
+        another sharding, are written anew. Collective.
         """
+        if first is not None:
+            self._fill(first, budgets, progress=progress)
         options = self._options
         if isinstance(self._given, ShardedStore):
             self._store = self._given.shards[self._ranks.rank]
@@ -187,8 +200,9 @@ class TrainingStore:
         else:
             self._is_new = self._is_new or not self._place.exists()
             store = self._store = self._plain()
-        if (options.reorganize or self._filled) and store.mode == "a":
-            self._check_order(store, budgets)
+        if options.reorganize and store.mode == "a":
+            if store.commit is not None:
+                self._check_order(store, budgets)
             reorganize(store, self._passes, order=options.order, store_budget=budgets.store_budget, progress=progress)
         return store
 
@@ -205,10 +219,10 @@ class TrainingStore:
         """Raise BudgetError where rows would move for a training that the budgets do not hold."""
         commit, order, passes = store.commit, self._options.order, self._passes
         schedule = Schedule(num_passes=len(passes.passes), dataset_digest=passes.digest, order=order)
-        if commit is not None and commit.schedule_digest != schedule.digest:
+        if commit is None or commit.schedule_digest != schedule.digest:
             budgets.check_plan(
                 passes, order=order, folder=scratch_of(store), commits=store.retention,
-                state_bytes=commit.state_bytes, start=0,
+                state_bytes=0 if commit is None else commit.state_bytes, start=0,
             )  # fmt: skip
 
     def discard_new(self) -> None:

@@ -25,7 +25,7 @@ from tiercache.ranks.training_store import StoreOptions, TrainingStore
 from tiercache.store.table import group_tables
 from tiercache.tiers.report import write_json_lines
 from tiercache.training.batch_pipeline import BatchPipeline
-from tiercache.training.convert import drop_weights, refuse_weights, weight_chunks, weights_of
+from tiercache.training.convert import drop_weights, refuse_weights, weight_rows, weights_of
 from tiercache.training.evaluation import Evaluation
 from tiercache.training.exchange import LocalExchange
 from tiercache.training.matching import check_features, check_tables
@@ -181,9 +181,8 @@ class TierCache(SteppedCache):
             objects = named_objects(model=model, optimizer=optimizer)
             weights = weights_of(objects.values())
             try:
-                if weights:
-                    self._opened.fill(lambda: weight_chunks(weights))
-                self.store = self._opened.open(source, budgets, progress=progress)
+                rows = partial(weight_rows, weights=weights) if weights else None
+                self.store = self._opened.open(source, budgets, first=rows, progress=progress)
             except BudgetError:
                 self._opened.discard_new()
                 raise

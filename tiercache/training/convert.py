@@ -13,6 +13,7 @@ from torch.nn import functional
 from tiercache.data.dataset import PassDataset
 from tiercache.errors import StateError
 from tiercache.schema import Schema
+from tiercache.store.hashing import hash_keys, keys_of
 from tiercache.training.batch import Batch, JaggedIds
 from tiercache.training.embedding import Embedding, EmbeddingBag
 from tiercache.training.table_module import TableModule, table_modules
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store import Store
+    from tiercache.store import Store, Table
     from tiercache.store.scan import Chunk
 
-__all__ = ["convert", "drop_weights", "refuse_weights", "to_torch", "weight_chunks", "weights_of"]
+__all__ = ["convert", "drop_weights", "refuse_weights", "to_torch", "weight_rows", "weights_of"]
 
 _CHUNK_BYTES = 16 << 20
 _AFFIXES = {"emb", "embed", "embedding", "embeddings", "bag", "table", "lookup"}
@@ -94,13 +95,18 @@ def refuse_weights(objects: Iterable[object]) -> None:
         )
 
 
-def weight_chunks(weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Chunk]]:
-    """Yield (table name, (keys (n,), vectors (n, dim))) of all rows of weights, a few MiB at a time."""
-    for name, weight in weights.items():
-        step = max(1, _CHUNK_BYTES // (4 * weight.shape[1]))
-        for low in range(0, weight.shape[0], step):
-            part = weight[low : low + step].detach().to("cpu", torch.float32).contiguous().numpy()
-            yield name, (np.arange(low, low + part.shape[0], dtype=np.int64), (part,))
+def weight_rows(table: Table, weights: Mapping[str, torch.Tensor]) -> Iterator[Chunk]:
+    """Yield keys (n,) and all fields (n, width) of a table's weights in hash order, a few MiB at a time."""
+    weight = weights.get(table.name)
+    if weight is None:
+        return
+    keys = keys_of(np.sort(hash_keys(np.arange(weight.shape[0], dtype=np.int64), table.table_id)), table.table_id)
+    step = max(1, _CHUNK_BYTES // table.row_bytes)
+    for low in range(0, keys.size, step):
+        some = keys[low : low + step]
+        vectors = weight[torch.from_numpy(some).to(weight.device)].detach().to("cpu", torch.float32).numpy()
+        states = (np.full((some.size, field.width), field.initial, np.float32) for field in table.fields[1:])
+        yield some, (vectors, *states)
 
 
 def to_torch(

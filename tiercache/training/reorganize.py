@@ -20,6 +20,7 @@ from tiercache.planning.reorganize_plan import ReorganizePlan
 from tiercache.planning.schedule import Schedule
 from tiercache.sizes import format_bytes, parse_bytes
 from tiercache.store import Cursor
+from tiercache.store.bulk_load import load_sorted
 from tiercache.store.inspect import file_bytes_of
 from tiercache.store.scan import live_rows
 from tiercache.tiers.first_vectors import initial_vectors
@@ -27,7 +28,7 @@ from tiercache.training.matching import check_tables
 from tiercache.training.progress import prepare_kernels, rewrite_bars
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from tiercache.planning.schedule import OrderRule
     from tiercache.store import Commit, Store, Table
     from tiercache.store.base_segment import Layout
+    from tiercache.store.scan import Chunk
 
 
 def reorganize(
@@ -97,6 +99,31 @@ def reorganize(
         return store.rewrite(
             first, schedule_digest=schedule.digest, first_rows=make_first_rows, progress=advance, layout=layout,
             start=None if start is None else begin,
+        )  # fmt: skip
+
+
+def import_rows(
+    store: Store,
+    passes: PassDataset,
+    rows: Callable[[Table], Iterator[Chunk]],
+    *,
+    order: OrderRule,
+    progress: bool | None = None,
+) -> Commit:
+    """Give a store without a commit its first rows, in the order in which ``passes`` will use them; returns the commit.
+
+    ``rows(table)`` yields keys (n,) in hash order, each once, and all fields (n, width), float32. Keys of the passes
+    that it lacks get their first row. Memory and temporary files as for ``reorganize``, of all rows; killed at any
+    moment, the store is empty or has them. Raises ValueError for a store that is not empty, and StoreFullError.
+    """
+    schedule = Schedule(num_passes=len(passes.passes), dataset_digest=passes.digest, order=order)
+    first, layout = first_uses(store, passes, schedule, Cursor(0, 0))
+    prepare_kernels()
+    rows_used = sum(sum(first.counts(table.name).values()) for table in store.tables)
+    with rewrite_bars(rows_used, shown=sys.stderr.isatty() if progress is None else progress) as advance:
+        return load_sorted(
+            store, rows, uses=first, layout=layout, schedule_digest=schedule.digest, first_rows=make_first_rows,
+            progress=advance,
         )  # fmt: skip
 
 
