@@ -84,6 +84,9 @@ class Engine(Protocol):
         Raises CorruptStoreError.
         """
 
+    def drop_records(self) -> None:
+        """Let go of records that are kept in memory: whoever asked for them has what it needs."""
+
     def commit(self, records: Mapping[str, bytes | None]) -> None:
         """Make everything durable that was written, then set records (None removes one): all or nothing, durably.
 

@@ -25,7 +25,7 @@ from tiercache.store.errors import BlockReadError, CorruptStoreError, StoreError
 from tiercache.store.full_disk import FULL, ROOM_FOR_RECORDS, check_limit, check_room, full_disk
 from tiercache.store.lmdb_head import HEAD, Head
 from tiercache.store.lmdb_records import DATA, MANIFEST, LmdbRecords, read_head, unreadable
-from tiercache.store.record_chain import Manifest, update
+from tiercache.store.record_chain import Manifest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -68,7 +68,8 @@ class LmdbEngine:
             if create and not (path / HEAD).exists():
                 self._clear()
                 self._head, self._manifest = Head(0, ""), Manifest(number=0)
-                self._records: dict[str, bytes] = {}
+                self._records: dict[str, bytes] | None = {}
+                """Those that were read, until somebody writes or lets go of them."""
             else:
                 found = LmdbRecords.read(path, self.label)
                 self._head, self._manifest, self._records = found.head, found.manifest, found.records
@@ -86,10 +87,18 @@ class LmdbEngine:
 
     def records(self) -> dict[str, bytes]:
         """Return those of the last commit; for reading those of the newest one that there is now."""
-        if self._readonly and read_head(self.path) != self._head:
+        if self._env is not None:
+            with self._translated(), self._env.begin() as txn:
+                return {name.decode(): bytes(data) for name, data in txn.cursor() if name != MANIFEST.encode()}
+        if self._records is None or (self._readonly and read_head(self.path) != self._head):
             found = LmdbRecords.read(self.path, self.label)
             self._head, self._manifest, self._records = found.head, found.manifest, found.records
         return dict(self._records)
+
+    def drop_records(self) -> None:
+        """Where they are read: what is written begins with a copy of them."""
+        if self._readonly:
+            self._records = None
 
     def commit(self, records: Mapping[str, bytes | None]) -> None:
         """Sync the file of blocks; then set records in one transaction; then have HEAD name its manifest."""
@@ -99,7 +108,7 @@ class LmdbEngine:
         self._name_manifest()
         self._sync()
         if self._env is None:
-            self._env = self._open_records()
+            self._env, self._records = self._open_records(), None
         env, manifest, number = self._env, self._manifest.after(records), -1
         try:
             with self._translated(), env.begin(write=True) as txn:
@@ -114,7 +123,6 @@ class LmdbEngine:
             # An interrupt may come when the transaction is done, or when nothing of it is.
             if number >= 0 and int(env.info()["last_txnid"]) >= number:
                 self._manifest = manifest
-                update(self._records, records)
         self._name_manifest()
 
     # -- blocks ------------------------------------------------------------------------------------------
@@ -242,6 +250,7 @@ class LmdbEngine:
         return self._environment(self.path)
 
     def _copy_records(self) -> None:
+        assert self._records is not None, "they are kept until they are copied"
         fresh = self.path / FRESH
         try:
             shutil.rmtree(fresh, ignore_errors=True)

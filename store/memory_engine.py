@@ -45,6 +45,9 @@ class MemoryEngine:
         with self._lock:
             return dict(self.by_name)
 
+    def drop_records(self) -> None:
+        """Nothing: they are the store."""
+
     def commit(self, records: Mapping[str, bytes | None]) -> None:
         """Set and remove under one lock."""
         with self._lock:

@@ -77,6 +77,7 @@ class Store:
             for snapshot in found.history.snapshots:
                 check_blocks(engine, snapshot, self.groups, label)
             self._commits = CommitWriter(engine, self.groups, label, self.counters, found, retention)
+        engine.drop_records()
         explain = self._commits.explain if isinstance(self._commits, CommitReader) else lambda error: error
         self._reader = BlockReader(engine, self.groups, label, self.counters, opened.uses, explain)
 

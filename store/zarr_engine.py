@@ -126,6 +126,9 @@ class ZarrEngine:
             return found
         return self._records.of(self._manifest)
 
+    def drop_records(self) -> None:
+        """Nothing: they are read each time."""
+
     def commit(self, records: Mapping[str, bytes | None]) -> None:
         """Write and sync the records' objects, then the manifest; then delete those that it replaces."""
         self._check_writable()
