@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraint
 # What is imported is compiled once and kept: less than all that is installed, and not again by every process.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-long test-gpu test-stacks lint format rules types layers compiled-kernels compiled-shim compiled-tests checked install clean
+.PHONY: demo test test-long test-gpu test-stacks test-torchrec lint format rules types layers compiled-kernels compiled-shim compiled-tests checked install clean
 
 install: $(VENV)/.dev
 
@@ -66,6 +66,13 @@ test-stacks: $(VENV)/.dev
 	@echo "installing Lightning and Accelerate into $(VENV) ..."
 	$(PIP) --no-build-isolation --editable ".[stacks]"
 	$(BIN)/python -m pytest tests/stacks
+
+# Without what they ask for, as torchrec asks for fbgemm-gpu where fbgemm-gpu-cpu is.
+test-torchrec: $(VENV)/.dev
+	@echo "installing torchrec into $(VENV) ..."
+	$(PIP) --no-deps torchrec fbgemm-gpu-cpu tensordict pyvers cloudpickle torchmetrics lightning-utilities tqdm \
+		pyre-extensions typing-inspect mypy_extensions iopath portalocker
+	$(BIN)/python -m pytest tests/stacks/test_torchrec.py
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m tests.gpu

@@ -17,6 +17,15 @@ from tiercache.store.hashing import hash_keys, keys_of
 from tiercache.training.batch import Batch, JaggedIds
 from tiercache.training.embedding import Embedding, EmbeddingBag
 from tiercache.training.table_module import TableModule, table_modules
+from tiercache.training.torchrec_modules import (
+    ConvertedBags,
+    ConvertedRows,
+    KeyedCollection,
+    converted_collection,
+    feature_names,
+    is_collection,
+    tables_of,
+)
 
 if TYPE_CHECKING:
     import os
@@ -42,6 +51,9 @@ def convert(
 ) -> nn.Module:
     """Replace the `nn.Embedding`s and `nn.EmbeddingBag`s of ``model`` by modules that look up ``data``; returns it.
 
+    And torchrec's `EmbeddingBagCollection`s and `EmbeddingCollection`s, which then take a batch where they took a
+    `KeyedJaggedTensor`, look up the features that they name, and return torchrec's types.
+
     A module looks up the feature that has its name: ``user`` and ``user_emb`` look up "user". The new modules take a
     batch, or a feature of one (``batch.features["user"]``), where the old ones took ids and offsets, and return what
     they returned. The trained weights become rows of the store: row i that of key i. A cache that is given the model
@@ -52,13 +64,16 @@ def convert(
         model: the model. It is changed in place; if it is itself an embedding, use what is returned.
         data: the dataset, its path, or its schema.
         features: by name of a module (as in ``named_modules``) the feature that it looks up, or several for a module
-            that the model uses for several features; by name of an `nn.ModuleList` a feature for each of its modules.
+            that the model uses for several features; by name of an `nn.ModuleList` a feature for each of its modules;
+            by name of a collection its features, in its order.
         filter_fn: ``filter_fn(module, name)`` says whether a module is replaced; default: all are.
 
     Raises:
         ValueError: no feature has the name of a module, or the feature's table has another dimension; a module has
             ``max_norm`` or ``scale_grad_by_freq``, or ``padding_idx`` and pools by max; two modules of one table have
-            different weights. The model is unchanged then. ``sparse`` is ignored: no gradient of a whole table exists.
+            different weights; a collection has ``need_indices``, or weights of ids where the schema has none, or has
+            none where the schema has some. The model is unchanged then. ``sparse`` is ignored: no gradient of a whole
+            table exists.
     """
     schema = data if isinstance(data, Schema) else PassDataset.of(data).schema
     names = _names_of(model, filter_fn)
@@ -77,13 +92,13 @@ def convert(
 
 def weights_of(objects: Iterable[object]) -> dict[str, torch.Tensor]:
     """Return by table the weights (rows, dim) that converted modules among ``objects`` had."""
-    return {one.tables[0]: one.weights for one in table_modules(objects) if one.weights is not None}
+    return {table: weight for one in table_modules(objects) for table, weight in one.weights.items()}
 
 
 def drop_weights(objects: Iterable[object]) -> None:
     """Have converted modules let go of the weights that they had."""
     for one in table_modules(objects):
-        one.weights = None
+        one.weights = {}
 
 
 def refuse_weights(objects: Iterable[object]) -> None:
@@ -114,6 +129,7 @@ def to_torch(
 ) -> nn.Module:
     """Return a copy of ``model`` whose embeddings are plain modules of torch with the rows of a store.
 
+    What was a collection of torchrec takes a `KeyedJaggedTensor` of raw keys.
     They take raw keys, int64 of any shape, and map them to rows by a sorted list of keys, a buffer beside the weight:
     an `EmbeddingBag` (N, L), or (keys,) with offsets. A key without a row gives zeros and counts in no mean. Modules of
     one table share it. ``keys``: by table those whose rows are taken, where not all are; a table is in memory whole.
@@ -127,16 +143,17 @@ def to_torch(
         raise ValueError("the model has no embedding of tiercache's: there is nothing to bring back")
     plain: dict[int, nn.Module] = {}
     for name, one in places:
-        if not isinstance(one, EmbeddingBag | Embedding):
+        if not isinstance(one, EmbeddingBag | Embedding | ConvertedBags | ConvertedRows):
             raise ValueError(  # noqa: TRY004 - the model is what it should not have
                 f"{name or 'the model'} is an {type(one).__name__}, which looks whole batches up: give a model whose "
                 "modules look up one feature each"
             )
-        table = one.tables[0]
-        if table not in tables:
-            tables[table] = _KeyedRows.of(store, table, (keys or {}).get(table))
-        pooling = one.pooling[one.features[0]] if isinstance(one, EmbeddingBag) else None
-        plain.setdefault(id(one), KeyedEmbedding(tables[table], pooling))
+        for table in one.tables:
+            if table not in tables:
+                tables[table] = _KeyedRows.of(store, table, (keys or {}).get(table))
+        lookups = [KeyedEmbedding(tables[one.table_of(feature)], pooling) for feature, pooling in one.pooling.items()]
+        collection = one if isinstance(one, ConvertedBags | ConvertedRows) else None
+        plain.setdefault(id(one), KeyedCollection(lookups, collection) if collection is not None else lookups[0])
     for name, one in places:
         parent, _, child = name.rpartition(".")
         if not name:
@@ -230,8 +247,15 @@ class _KeyedRows(nn.Module):
 def _names_of(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) -> dict[nn.Module, list[str]]:
     """Return the modules to be replaced, each with all names that it has. Raises ValueError where there is none."""
     found: dict[nn.Module, list[str]] = {}
+    inside: tuple[str, ...] = ()
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (filter_fn is None or filter_fn(module, name)):
+        if name.startswith(inside):
+            continue  # the plain modules that a collection consists of
+        if is_collection(module):
+            inside += (f"{name}." if name else "",)
+        elif not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if filter_fn is None or filter_fn(module, name):
             found.setdefault(module, []).append(name)
     if not found:
         raise ValueError("the model has no nn.Embedding and no nn.EmbeddingBag to convert: see filter_fn, too")
@@ -257,7 +281,9 @@ def _features_of(
             said[name] = listed
     found = {}
     for module, places in names.items():
-        asked = [one for place in places for one in said.get(place, [])] or _by_name(places, known)
+        asked = [one for place in places for one in said.get(place, [])]
+        if not asked:
+            asked = feature_names(module) if is_collection(module) else _by_name(places, known)
         if not asked:
             raise ValueError(
                 f"no feature is called like the module {places[0]!r}: give features={{{places[0]!r}: NAME}}, where the "
@@ -292,10 +318,60 @@ def _replacement(
     weights: dict[str, torch.Tensor],
 ) -> nn.Module:
     """Return what takes the place of a module; ``weights`` has those of the tables before, and gets its own."""
+    if is_collection(old):
+        return _collection(old, name, features, schema, tables, weights)
     if old.max_norm is not None:
         raise ValueError(f"{name} has max_norm={old.max_norm!r}: make it without, as rows are not renormalized")
     if old.scale_grad_by_freq:
         raise ValueError(f"{name} has scale_grad_by_freq=True: make it without, and give weights for ids instead")
+    kept = _weight_of(old, name, features, schema, tables, weights)
+    lookups: dict[str, EmbeddingBag | Embedding] = {}
+    for feature in features:
+        made: EmbeddingBag | Embedding
+        if isinstance(old, nn.EmbeddingBag):
+            made = EmbeddingBag(schema, feature, mode=old.mode, padding_idx=old.padding_idx)
+        else:
+            made = Embedding(schema, feature, padding_idx=old.padding_idx)
+        made.weights = kept
+        made.requires_grad_(old.weight.requires_grad)
+        lookups[feature] = made.train(old.training)
+    return next(iter(lookups.values())) if len(lookups) == 1 else SharedLookup(lookups)
+
+
+def _collection(
+    old: Any,
+    name: str,
+    features: Sequence[str],
+    schema: Schema,
+    tables: Mapping[str, str],
+    weights: dict[str, torch.Tensor],
+) -> nn.Module:
+    """Do what ``_replacement`` does for a collection of torchrec."""
+    if len(features) != len(feature_names(old)):
+        raise ValueError(
+            f"{name} looks up {', '.join(feature_names(old))}, and {len(features)} features of the schema take their "
+            "place: a feature has one table, so name as many in features=, all different"
+        )
+    trained = {plain.weight.requires_grad for _, plain in tables_of(old)}
+    if len(trained) > 1:
+        raise ValueError(f"{name} has tables that are frozen beside others that are not: make two collections of it")
+    made, left = converted_collection(old, name, features, schema), iter(features)
+    for config, plain in tables_of(old):
+        some = [next(left) for _ in config.feature_names]
+        made.weights |= _weight_of(plain, f"{name}.{config.name}", some, schema, tables, weights)
+    made.requires_grad_(trained.pop())
+    return made.train(old.training)
+
+
+def _weight_of(
+    old: Any,
+    name: str,
+    features: Sequence[str],
+    schema: Schema,
+    tables: Mapping[str, str],
+    weights: dict[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """Return the weight that a table has by what was converted so far, ``old`` with it; none of a module on "meta"."""
     table = tables[features[0]]
     if others := [one for one in features if tables[one] != table]:
         raise ValueError(
@@ -313,14 +389,4 @@ def _replacement(
                 f"{name} and a module before it are of table {table!r} and have different weights: give their features "
                 "tables of their own, or use one module for all"
             )
-    lookups: dict[str, EmbeddingBag | Embedding] = {}
-    for feature in features:
-        made: EmbeddingBag | Embedding
-        if isinstance(old, nn.EmbeddingBag):
-            made = EmbeddingBag(schema, feature, mode=old.mode, padding_idx=old.padding_idx)
-        else:
-            made = Embedding(schema, feature, padding_idx=old.padding_idx)
-        made.weights = weights.get(table)
-        made.requires_grad_(old.weight.requires_grad)
-        lookups[feature] = made.train(old.training)
-    return next(iter(lookups.values())) if len(lookups) == 1 else SharedLookup(lookups)
+    return {table: weights[table]} if table in weights else {}

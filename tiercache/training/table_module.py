@@ -42,10 +42,14 @@ class TableModule(nn.Module):
         """The parameter; on the CPU also of a module that is made on "meta"."""
         self._rows: Callable[[], Callable[[], dict[str, Any]] | None] = _of_no_cache
         self._loaded: dict[str, Any] | None = None
-        self.weights: torch.Tensor | None = None
-        """Of the module that it took the place of: rows for a store that is made."""
+        self.weights: dict[str, torch.Tensor] = {}
+        """By table, those of the module that it took the place of: rows for a store that is made."""
         self.number = number_module(self)
         """By it compiled models look the module up."""
+
+    def table_of(self, feature: str) -> str:
+        """Return the table of a feature that is looked up."""
+        return self._specs[feature].table
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         found = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
