@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraint
 # What is imported is compiled once and kept: less than all that is installed, and not again by every process.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-long test-gpu test-stacks test-torchrec lint format rules types layers compiled-kernels compiled-shim compiled-tests checked install clean
+.PHONY: demo docs test test-long test-gpu test-stacks test-torchrec lint format rules types layers compiled-kernels compiled-shim compiled-tests checked install clean
 
 install: $(VENV)/.dev
 
@@ -28,6 +28,10 @@ $(VENV)/.dev: $(VENV)/.created pyproject.toml constraints.txt
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.flights
+
+# The site, into site/: reads nothing from a network, and a warning is an error.
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 lint: format rules types layers
 
@@ -54,7 +58,7 @@ compiled-tests: $(VENV)/.dev
 	$(BIN)/python -m pytest --collect-only -qq > /dev/null || true # the tests themselves say what is wrong
 
 checked: $(VENV)/.dev
-	$(MAKE) --no-print-directory --jobs=2 compiled-kernels lint compiled-shim compiled-tests
+	$(MAKE) --no-print-directory --jobs=2 compiled-kernels lint docs compiled-shim compiled-tests
 
 test: checked
 	$(BIN)/python -m pytest -n 2 -m "not long" --durations=25
