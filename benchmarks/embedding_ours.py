@@ -43,6 +43,7 @@ class _WholeTables:
         features = tuple(
             tc.Feature(name=f"feature{f}", table=names[shape.table_of(f)]) for f in range(shape.num_features)
         )
+        self.whole = self
         self.schema = tc.Schema(label=None, dense=(), features=features, tables=tuple(self._tables.values()))
         self.tables, self.passes = self.schema.ordered_tables, (self,)
         self._rows, self._ids_BFN = shape.rows, ids_BFN
