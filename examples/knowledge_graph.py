@@ -82,10 +82,14 @@ class Graph:
         """Return triples and their reciprocals, (tail, relation + relations, head)."""
         return np.concatenate([triples, triples[:, ::-1] + [0, self.relations, 0]])
 
+    def buckets(self, parts: int) -> NDArray[np.int64]:
+        """Return the bucket of each entity, drawn at random."""
+        return np.random.default_rng(1).integers(0, parts, self.entities)
+
     def cut(self, parts: int) -> list[Triples]:
         """Return the triples of each pair of entity buckets, neighbors with a bucket in common where they can."""
         both = self.both_ways(self.train)
-        bucket = np.random.default_rng(1).integers(0, parts, self.entities)
+        bucket = self.buckets(parts)
         heads, tails = bucket[both[:, 0]], bucket[both[:, 2]]
         pairs = np.minimum(heads, tails) * parts + np.maximum(heads, tails)
         return [
@@ -140,18 +144,25 @@ class Scorer(nn.Module):
 
 
 def batches(
-    triples: Triples, entities: NDArray[np.int64], size: int, drawn: int, seed: Any
+    triples: Triples, entities: NDArray[np.int64], bucket: NDArray[np.int64], size: int, drawn: int, seed: Any
 ) -> Iterator[dict[str, Any]]:
-    """Yield the keys of each batch: triples in another order each time, and entities of the pass, drawn for all."""
+    """Yield the keys of each batch: triples in another order each time, and entities of the pass, drawn for all.
+
+    They are of the bucket of the batch's tails: others would be told from tails by their bucket.
+    """
     chance = np.random.default_rng(seed)
-    order = chance.permutation(len(triples))
-    for low in range(0, order.size, size):
-        some = triples[order[low : low + size]]
+    cuts = []
+    for number in np.unique(bucket[triples[:, 2]]):
+        order = chance.permutation(np.nonzero(bucket[triples[:, 2]] == number)[0])
+        cuts += [(number, order[low : low + size]) for low in range(0, order.size, size)]
+    for cut in chance.permutation(len(cuts)):
+        number, places = cuts[cut]
+        some = triples[places]
         offsets = np.full(len(some) + 1, drawn)
         offsets[0] = 0
         yield {
             "head": some[:, 0].copy(), "relation": some[:, 1].copy(), "tail": some[:, 2].copy(),
-            "drawn": (chance.choice(entities, drawn), offsets),
+            "drawn": (chance.choice(entities[bucket[entities] == number], drawn), offsets),
         }  # fmt: skip
 
 
@@ -176,7 +187,7 @@ def ranks(graph: Graph, model: Scorer, store: tc.Store, most: int) -> NDArray[np
 
 def run(graph: Graph, options: argparse.Namespace) -> dict[str, Any]:
     """Train and rank; returns the figures."""
-    parts, begun = graph.cut(options.parts), time.perf_counter()
+    parts, bucket, begun = graph.cut(options.parts), graph.buckets(options.parts), time.perf_counter()
     sets = [{"entity": np.unique(part[:, [0, 2]]), "relation": np.unique(part[:, 1])} for part in parts]
     data = tc.write_key_sets(options.folder / "passes", schema(options.dim), sets)
     model, losses = Scorer(options.dim, options.model), []
@@ -188,7 +199,7 @@ def run(graph: Graph, options: argparse.Namespace) -> dict[str, Any]:
         for p in cache.passes(epochs=options.epochs):
             triples, entities = parts[p.sub_dataset], sets[p.sub_dataset]["entity"]
             of_pass = []
-            for keys in batches(triples, entities, options.batch, options.drawn, (p.index, 1)):
+            for keys in batches(triples, entities, bucket, options.batch, options.drawn, (p.index, 1)):
                 loss = model(p.batch(keys), options.penalty)
                 loss.backward()
                 cache.optimizer.step()
@@ -235,9 +246,9 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="an archive with train.txt, valid.txt and test.txt")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--model", choices=["complex", "transe"], default="complex")
-    for name, value in {"dim": 200, "epochs": 20, "batch": 1024, "drawn": 1000, "parts": 2, "most": 1 << 40}.items():
+    for name, value in {"dim": 200, "epochs": 15, "batch": 512, "drawn": 1500, "parts": 2, "most": 1 << 40}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--penalty", type=float, default=0.01, help="of N3")
+    parser.add_argument("--penalty", type=float, default=0.02, help="of N3")
     parser.add_argument("--device-budget", default="256MiB")
     options = parser.parse_args()
     if options.quick:
