@@ -15,6 +15,7 @@ from tests.training.cases import Case, Net, Spec, table
 
 if TYPE_CHECKING:
     from pathlib import Path
+from types import SimpleNamespace
 
 CASE = Case(tables=(table("item", 4),), specs=(Spec(name="a", table="item"),), num_samples=96, pass_rows=24, batch=8)
 
@@ -53,7 +54,13 @@ def test_a_run_is_one_page(tmp_path: Path) -> None:
                 optimizer.zero_grad()
                 p.log_loss(loss.item())
         cache.write_report(tmp_path / "run.jsonl")
-        reports = cache.reports
+        reports, told_to = cache.reports, list[tuple[str, float, int]]()
+        for _ in range(2):  # the second time there is nothing new
+            cache.write_scalars(SimpleNamespace(add_scalar=lambda *one: told_to.append(one)))  # type: ignore[arg-type]
+    assert [(value, step) for tag, value, step in told_to if tag == "tiercache/rows"] == [
+        (one.rows, one.pass_index) for one in reports
+    ]
+    assert {"tiercache/wait_seconds/store", "tiercache/losses"} <= {tag for tag, _, _ in told_to}
     records = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     assert [one["rows"] for one in records] == [one.rows for one in reports]
     out = tmp_path / "page.html"

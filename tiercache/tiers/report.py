@@ -177,6 +177,18 @@ def write_json_lines(reports: Sequence[PassReport], path: Path) -> None:
     path.write_text("".join(json.dumps(report.record()) + "\n" for report in reports))
 
 
+def write_scalars(reports: Sequence[PassReport], writer: Any) -> None:
+    """Give a `SummaryWriter` of TensorBoard the numbers of each pass, at the step of its index."""
+    for report in reports:
+        for name, value in report.record().items():
+            if isinstance(value, list):
+                value = {"": sum(value) / len(value)} if value else {}  # noqa: PLW2901 - the mean of losses
+            parts = value if isinstance(value, dict) else {"": value}
+            for part, number in parts.items():
+                if isinstance(number, int | float):  # spans are moments, and a bound is a word
+                    writer.add_scalar(f"tiercache/{name}{part and '/'}{part}", number, report.pass_index)
+
+
 def pass_table(reports: Sequence[PassReport]) -> Table:
     """Return the table for people: one line a pass, 126 columns wide, and 20 more with seconds that were predicted.
 

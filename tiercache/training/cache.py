@@ -23,7 +23,7 @@ from tiercache.ranks.rank_exchange import RankExchange
 from tiercache.ranks.shares import Share
 from tiercache.ranks.training_store import StoreOptions, TrainingStore
 from tiercache.store.table import group_tables
-from tiercache.tiers.report import write_json_lines
+from tiercache.tiers.report import write_json_lines, write_scalars
 from tiercache.training.batch_pipeline import BatchPipeline
 from tiercache.training.convert import drop_weights, refuse_weights, weight_rows, weights_of
 from tiercache.training.evaluation import Evaluation
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch.distributed import ProcessGroup
+    from torch.utils.tensorboard import SummaryWriter
 
     from tiercache.backends.base import Backend
     from tiercache.planning.pass_plan import PassPlan
@@ -219,6 +220,7 @@ class TierCache(SteppedCache):
             )
             self.reports: list[PassReport] = self._loop.reports
             """What this rank moved, a report for each pass trained by this object; the last one while it runs."""
+            self._scalars_written = 0
             self.register(**objects)
 
     @staticmethod
@@ -335,6 +337,17 @@ class TierCache(SteppedCache):
         """
         self.drain(staged=False)
         write_json_lines(self.reports, Path(path))
+
+    def write_scalars(self, writer: SummaryWriter) -> None:
+        """Give the numbers of ``reports`` to TensorBoard, those of each pass once, whenever it is called.
+
+        ``writer``: a `torch.utils.tensorboard.SummaryWriter`, or what has its ``add_scalar(tag, value, step)``. Waits
+        until the passes are durable. Not collective: each rank has reports of its own.
+        """
+        self.drain(staged=False)
+        ended = [report for report in self.reports if report.durable.is_set()]
+        write_scalars(ended[self._scalars_written :], writer)
+        self._scalars_written = len(ended)
 
     @property
     def samples_of_pass(self) -> int:

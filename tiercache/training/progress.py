@@ -22,7 +22,10 @@ _STAGES = {"sort": "sorting keys", "read": "reading", "write": "writing"}
 
 
 class TrainingProgress:
-    """A bar with samples per second, time left, passes so far and seconds waited; nothing where ``shown`` is false."""
+    """A bar with samples per second, time left, passes, seconds waited and rows at hand; nothing if not ``shown``.
+
+    Rows at hand are those of the last pass that were on device or host, of those that were not new.
+    """
 
     def __init__(self, total_samples: int, *, shown: bool) -> None:
         self._progress = Progress(
@@ -30,13 +33,15 @@ class TrainingProgress:
             BarColumn(),
             TextColumn("{task.percentage:>3.0f} %  pass {task.fields[pass_index]}  {task.fields[rate]} samples/s"),
             TimeRemainingColumn(),
-            TextColumn("waited {task.fields[waited]:.2f} s"),
+            TextColumn("waited {task.fields[waited]:.2f} s  {task.fields[at_hand]} of rows at hand"),
             console=Console(stderr=True),
             disable=not shown,
             transient=True,
         )
         self._shown = shown
-        self._task = self._progress.add_task("training", total=total_samples, pass_index="-", rate="-", waited=0.0)
+        self._task = self._progress.add_task(
+            "training", total=total_samples, pass_index="-", rate="-", waited=0.0, at_hand="-"
+        )
         self._before = 0
         self._waited = 0.0
         self._begun = time.perf_counter()
@@ -58,6 +63,9 @@ class TrainingProgress:
         """Take in a pass that ended."""
         self._before += samples
         self._waited += report.waited
+        old = report.rows - report.rows_generated
+        at_hand = f"{(old - report.rows_read) / old:.0%}" if old else "-"
+        self._progress.update(self._task, at_hand=at_hand)
         self._next = 0.0
 
     def stop(self) -> None:

@@ -129,10 +129,11 @@ class RawReader:
         name, found = next((name, found) for name, found in ids.items() if found.first <= entry < found.last)
         at, table = entry - found.first, self._table_of[name]
         key = int(features[name].keys[at])
+        wrapped = "" if not -(1 << 31) <= key < 0 else "; ids from 2**31 on are negative where they were int32"
         raise KeyNotInPassError(
             f"batch {number} of {pass_name} has the key {key} of table {table!r} at entry {at} of feature "
             f"{name!r}, and the key set of its pass lacks it: give samples of this pass, write key sets that have "
-            "all keys, or choose missing='load', 'init' or 'zero', which train no row for it",
+            f"all keys, or choose missing='load', 'init' or 'zero', which train no row for it{wrapped}",
             table=table,
             key=key,
             batch=number,

@@ -99,6 +99,11 @@ class TableModule(nn.Module):
         self._loaded = local_metadata.get("rows")
         self._check_rows()
         state_dict.setdefault(f"{prefix}handle", self.handle.detach())
+        if state_dict.pop(f"{prefix}weight", None) is not None:
+            args[3].append(
+                f"{prefix}weight is a whole table, whose rows are in the store now: load it into the plain model "
+                "before tc.convert, or import it into a new store with tc.import_store"
+            )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 
