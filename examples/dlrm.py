@@ -163,7 +163,7 @@ def main() -> int:
     small = options.quick
     options.dim, options.batch = (8, 128) if small else (64, 2048)
     options.bottom, options.top = ([16], [16]) if small else ([512, 256], [512, 256])
-    options.device_budget = options.device_budget or ("448KiB" if small else "48MiB")
+    options.device_budget = options.device_budget or ("448KiB" if small else "24MiB")
     if options.data is None:
         options.data, options.test = options.folder / "day_0", options.folder / "day_1"
         write_day(options.data, 0, 8000 if small else 400_000, 4000 if small else 300_000)

@@ -58,7 +58,8 @@ def made_text(sentences: int, themes: int) -> tuple[str, dict[str, int]]:
     words = np.array(
         [[stem + end for stem in stems[t::themes] for end in ("", "s", "er", "ing")] for t in range(themes)]
     )
-    text = "\n".join(" ".join(chance.choice(words[theme], 8)) for theme in chance.integers(0, themes, sentences))
+    about = np.linspace(0, themes, sentences) + chance.normal(scale=themes / 20, size=sentences)  # a text has an order
+    text = "\n".join(" ".join(chance.choice(words[int(theme) % themes], 8)) for theme in about)
     return text, {word: theme for theme in range(themes) for word in words[theme].tolist()}
 
 
@@ -216,10 +217,10 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few sentences")
     parser.add_argument("--data", type=Path, help="a text in UTF-8, a sentence a line")
     parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--device-budget", default="64MiB")
+    parser.add_argument("--device-budget", default="32MiB")
     options = parser.parse_args()
     small = options.quick
-    options.dim, options.batch, options.epochs, options.lines = (16, 512, 3, 400) if small else (64, 4096, 3, 20_000)
+    options.dim, options.batch, options.epochs, options.lines = (16, 512, 3, 400) if small else (64, 4096, 3, 10_000)
     options.folder.mkdir(parents=True, exist_ok=True)
     source, themes = (
         (options.data.read_text(), dict[str, int]())
