@@ -94,7 +94,7 @@ def test_the_flights_start_under_torchrun(tmp_path: Path) -> None:
 
 def test_a_dense_part_in_two_stages_has_the_losses_of_a_whole_one(tmp_path: Path) -> None:
     """The example compares them itself and ends with an error where they differ."""
-    assert "in 2 stages" in launch("examples.pipeline_stages", 2, "--folder", str(tmp_path / "made"))
+    assert "in 2 stages" in launch("tests.ranks.pipeline_stages", 2, "--folder", str(tmp_path / "made"))
 
 
 @pytest.mark.parametrize(
