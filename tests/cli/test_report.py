@@ -64,7 +64,11 @@ def test_a_run_is_one_page(tmp_path: Path) -> None:
     records = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     assert [one["rows"] for one in records] == [one.rows for one in reports]
     out = tmp_path / "page.html"
-    assert told("report", tmp_path / "run.jsonl", "-o", out, "--title", "<b>a run")["passes"] == len(reports) > 4
+    assert (
+        told("report", tmp_path / "run.jsonl", "-o", out, "--title", "<b>a run", "--png")["passes"] == len(reports) > 4
+    )
+    for what in ("timeline", "bytes"):
+        assert (tmp_path / f"page-{what}.png").read_bytes().startswith(b"\x89PNG")
     text = out.read_text()
     page = Page(text)
     assert all(place.startswith("#") for place in page.places)

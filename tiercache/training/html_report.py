@@ -79,7 +79,7 @@ def write_html(reports: Sequence[PassReport], out: Path, *, title: str) -> None:
         "Middle: the rows of each pass by where they came from. Below: the loss.</p>",
         _svg(picture.getvalue()),
         "<h2>Bytes of each pass, planned and measured</h2>",
-        _svg(_bytes_drawn(passes)),
+        _svg(_bytes_drawn(passes).getvalue()),
         "<h2>Every pass</h2>",
         f'<div class="wide">{_table(passes)}</div>',
     ]
@@ -92,8 +92,16 @@ def _svg(text: str) -> str:
     return text[text.index("<svg") :]
 
 
-def _bytes_drawn(passes: Sequence[PassReport]) -> str:
-    """Draw the bytes that were read and written, beside what was planned."""
+def write_pngs(reports: Sequence[PassReport], out: Path) -> list[Path]:
+    """Write the page's pictures beside it, as NAME-timeline.png and NAME-bytes.png. Raises what ``write_html`` does."""
+    timeline, amounts = (out.with_name(f"{out.stem}-{what}.png") for what in ("timeline", "bytes"))
+    draw_passes(reports, timeline)
+    _bytes_drawn(trained_passes(reports), amounts)
+    return [timeline, amounts]
+
+
+def _bytes_drawn(passes: Sequence[PassReport], path: Path | None = None) -> io.StringIO:
+    """Draw the bytes that were read and written, beside what was planned: into a file, or the SVG that is returned."""
     figure = new_figure(13, 3.4)
     of_reads, of_writes = figure.subplots(1, 2, sharex=True)
     places = [r.pass_index for r in passes]
@@ -109,8 +117,11 @@ def _bytes_drawn(passes: Sequence[PassReport]) -> str:
         axes.set_ylim(0, 1.05 * max(*planned, *measured, 1 << 10) / 2**20)
         axes.legend(frameon=False, fontsize=9, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
     picture = io.StringIO()
-    figure.savefig(picture, format="svg")
-    return picture.getvalue()
+    if path is None:
+        figure.savefig(picture, format="svg")
+    else:
+        figure.savefig(path, dpi=130)
+    return picture
 
 
 def _table(passes: Sequence[PassReport]) -> str:
