@@ -45,6 +45,7 @@ CPU_ALONE = {
     "damaged_passes": "what reads files, before a device has a part in it",
     "sample_order": "the order of samples, which the host makes",
     "scaled_loss": "what is refused, with models on the CPU",
+    "shared_tables": "several models on the CPU, which read the same rows",
     "registered": "what a cache is given beside tables, with models on the CPU",
     "compiled": "operators and graphs, with models on the CPU",
     "convert": "which modules take the place of which, with models on the CPU",
