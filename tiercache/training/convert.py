@@ -78,9 +78,8 @@ def convert(
     schema = data if isinstance(data, Schema) else PassDataset.of(data).schema
     names = _names_of(model, filter_fn)
     chosen = _features_of(model, names, schema, features or {})
-    tables = {feature.name: feature.table for feature in schema.features}
-    weights: dict[str, torch.Tensor] = {}
-    made = {id(old): _replacement(old, names[old][0], chosen[old], schema, tables, weights) for old in names}
+    replacer = _Replacer(schema)
+    made = {id(old): replacer.of(old, names[old][0], chosen[old]) for old in names}
     for old, places in names.items():
         for place in places:
             if not place:
@@ -309,84 +308,71 @@ def _by_name(places: Sequence[str], known: Sequence[str]) -> list[str]:
     return found
 
 
-def _replacement(
-    old: Any,
-    name: str,
-    features: Sequence[str],
-    schema: Schema,
-    tables: Mapping[str, str],
-    weights: dict[str, torch.Tensor],
-) -> nn.Module:
-    """Return what takes the place of a module; ``weights`` has those of the tables before, and gets its own."""
-    if is_collection(old):
-        return _collection(old, name, features, schema, tables, weights)
-    if old.max_norm is not None:
-        raise ValueError(f"{name} has max_norm={old.max_norm!r}: make it without, as rows are not renormalized")
-    if old.scale_grad_by_freq:
-        raise ValueError(f"{name} has scale_grad_by_freq=True: make it without, and give weights for ids instead")
-    kept = _weight_of(old, name, features, schema, tables, weights)
-    lookups: dict[str, EmbeddingBag | Embedding] = {}
-    for feature in features:
-        made: EmbeddingBag | Embedding
-        if isinstance(old, nn.EmbeddingBag):
-            made = EmbeddingBag(schema, feature, mode=old.mode, padding_idx=old.padding_idx)
-        else:
-            made = Embedding(schema, feature, padding_idx=old.padding_idx)
-        made.weights = kept
-        made.requires_grad_(old.weight.requires_grad)
-        lookups[feature] = made.train(old.training)
-    return next(iter(lookups.values())) if len(lookups) == 1 else SharedLookup(lookups)
+class _Replacer:
+    """Makes what takes the place of modules, and keeps by table the weights that these had."""
 
+    def __init__(self, schema: Schema) -> None:
+        self._schema = schema
+        self._tables = {feature.name: feature.table for feature in schema.features}
+        self._weights: dict[str, torch.Tensor] = {}
 
-def _collection(
-    old: Any,
-    name: str,
-    features: Sequence[str],
-    schema: Schema,
-    tables: Mapping[str, str],
-    weights: dict[str, torch.Tensor],
-) -> nn.Module:
-    """Do what ``_replacement`` does for a collection of torchrec."""
-    if len(features) != len(feature_names(old)):
-        raise ValueError(
-            f"{name} looks up {', '.join(feature_names(old))}, and {len(features)} features of the schema take their "
-            "place: a feature has one table, so name as many in features=, all different"
-        )
-    trained = {plain.weight.requires_grad for _, plain in tables_of(old)}
-    if len(trained) > 1:
-        raise ValueError(f"{name} has tables that are frozen beside others that are not: make two collections of it")
-    made, left = converted_collection(old, name, features, schema), iter(features)
-    for config, plain in tables_of(old):
-        some = [next(left) for _ in config.feature_names]
-        made.weights |= _weight_of(plain, f"{name}.{config.name}", some, schema, tables, weights)
-    made.requires_grad_(trained.pop())
-    return made.train(old.training)
+    def of(self, old: Any, name: str, features: Sequence[str]) -> nn.Module:
+        """Return what takes the place of a module."""
+        if is_collection(old):
+            return self._collection(old, name, features)
+        if old.max_norm is not None:
+            raise ValueError(f"{name} has max_norm={old.max_norm!r}: make it without, as rows are not renormalized")
+        if old.scale_grad_by_freq:
+            raise ValueError(f"{name} has scale_grad_by_freq=True: make it without, and give weights for ids instead")
+        kept = self._weight(old, name, features)
+        lookups: dict[str, EmbeddingBag | Embedding] = {}
+        for feature in features:
+            made: EmbeddingBag | Embedding
+            if isinstance(old, nn.EmbeddingBag):
+                made = EmbeddingBag(self._schema, feature, mode=old.mode, padding_idx=old.padding_idx)
+            else:
+                made = Embedding(self._schema, feature, padding_idx=old.padding_idx)
+            made.weights = kept
+            made.requires_grad_(old.weight.requires_grad)
+            lookups[feature] = made.train(old.training)
+        return next(iter(lookups.values())) if len(lookups) == 1 else SharedLookup(lookups)
 
-
-def _weight_of(
-    old: Any,
-    name: str,
-    features: Sequence[str],
-    schema: Schema,
-    tables: Mapping[str, str],
-    weights: dict[str, torch.Tensor],
-) -> dict[str, torch.Tensor]:
-    """Return the weight that a table has by what was converted so far, ``old`` with it; none of a module on "meta"."""
-    table = tables[features[0]]
-    if others := [one for one in features if tables[one] != table]:
-        raise ValueError(
-            f"{name} looks up {features[0]!r} and {others[0]!r}, which are of tables {table!r} and "
-            f"{tables[others[0]]!r}: give both features one table"
-        )
-    dim = next(one.dim for one in schema.tables if one.name == table)
-    if old.embedding_dim != dim:
-        raise ValueError(f"{name} has {old.embedding_dim} columns and table {table!r} {dim}: make them the same")
-    kept = None if old.weight.is_meta else old.weight.detach()
-    if kept is not None:
-        before = weights.setdefault(table, kept)
-        if before.data_ptr() != kept.data_ptr() and not torch.equal(before, kept):
+    def _collection(self, old: Any, name: str, features: Sequence[str]) -> nn.Module:
+        """Do what ``of`` does for a collection of torchrec."""
+        if len(features) != len(feature_names(old)):
             raise ValueError(
-                f"{name} and a module before it are of table {table!r} and have different weights: give their features "
-                "tables of their own, or use one module for all"
+                f"{name} looks up {', '.join(feature_names(old))}, and {len(features)} features of the schema take "
+                "their place: a feature has one table, so name as many in features=, all different"
             )
-    return {table: weights[table]} if table in weights else {}
+        trained = {plain.weight.requires_grad for _, plain in tables_of(old)}
+        if len(trained) > 1:
+            raise ValueError(
+                f"{name} has tables that are frozen beside others that are not: make two collections of it"
+            )
+        made, left = converted_collection(old, name, features, self._schema), iter(features)
+        for config, plain in tables_of(old):
+            some = [next(left) for _ in config.feature_names]
+            made.weights |= self._weight(plain, f"{name}.{config.name}", some)
+        made.requires_grad_(trained.pop())
+        return made.train(old.training)
+
+    def _weight(self, old: Any, name: str, features: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return the weight that a table has by what was converted so far, ``old`` too; none if all are on "meta"."""
+        table = self._tables[features[0]]
+        if others := [one for one in features if self._tables[one] != table]:
+            raise ValueError(
+                f"{name} looks up {features[0]!r} and {others[0]!r}, which are of tables {table!r} and "
+                f"{self._tables[others[0]]!r}: give both features one table"
+            )
+        dim = next(one.dim for one in self._schema.tables if one.name == table)
+        if old.embedding_dim != dim:
+            raise ValueError(f"{name} has {old.embedding_dim} columns and table {table!r} {dim}: make them the same")
+        kept = None if old.weight.is_meta else old.weight.detach()
+        if kept is not None:
+            before = self._weights.setdefault(table, kept)
+            if before.data_ptr() != kept.data_ptr() and not torch.equal(before, kept):
+                raise ValueError(
+                    f"{name} and a module before it are of table {table!r} and have different weights: give their "
+                    "features tables of their own, or use one module for all"
+                )
+        return {table: self._weights[table]} if table in self._weights else {}
