@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from griffe import Extension
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
@@ -40,6 +41,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     uri = page.file.src_uri
     source = next((source for source, made in PAGES.items() if made == uri), f"docs/{uri}")
     return LINK.sub(partial(_link, source, uri), markdown)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> None:
+    """Refuse a page that loads something from a network."""
+    if found := re.search(r'<(?:script|img|link|iframe)\b[^>]*?(?:src|href)="?(?:https?:)?//[^">\s]+', output):
+        raise PluginError(f"{page.file.src_uri} loads from a network, and pages read nothing from one: {found[0]}")
 
 
 def _link(source: str, uri: str, found: re.Match[str]) -> str:
