@@ -37,7 +37,7 @@ def write_key_sets(
     tables: the tables, each looked up by one feature of its name with any number of keys a sample; or a schema, whose
     features are looked up by their names and hotness.
     passes: for each sub-dataset its keys by table, as one array or an iterable of arrays: integers, NumPy or torch, in
-    any order, also files that ``exchange.key_set_file.read_key_set`` mapped. A key may occur more than once:
+    any order, also files that ``tiercache.io.key_set_file.read_key_set`` mapped. A key may occur more than once:
     occurrences are counted. A table that is not named has no keys in the sub-dataset.
 
     Passes are taken one at a time, and in each one table at a time, in stretches of a million keys; memory is 16 bytes
