@@ -222,6 +222,15 @@ def test_a_cache_closes_after_its_store(tmp_path: Path, passes: tc.PassDataset) 
     assert not [t for t in threading.enumerate() if t not in before and t.is_alive()]
 
 
+def test_a_dropped_loop_that_the_reader_collects_holds_nobody_up(cache: TierCache) -> None:
+    """Garbage is collected on whatever thread is running: the reader would wait for itself."""
+    registered(cache, CASE)
+    loop = cache.passes(epochs=2)
+    first = next(loop)
+    cache._rows.transfer._reader.submit(loop.close).result(timeout=20)
+    assert next(cache.passes(epochs=2)).index == first.index
+
+
 def test_a_slice_of_evaluation_is_refused_after_it_ended(cache: TierCache, passes: tc.PassDataset) -> None:
     """Its rows are gone when the next slice is asked for."""
     model, _ = registered(cache, CASE)

@@ -7,6 +7,7 @@ lookup that trains a batch of the next pass.
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 from tiercache.errors import StateError
@@ -78,6 +79,7 @@ class PassLoop:
             rows.begin(end)
         total = rows.schedule.samples_left(first, epochs, [one.samples for one in rows.source.passes])
         progress = self._progress = TrainingProgress(total, shown=self._shown)
+        thread = threading.get_ident()
         try:
             with ranks.raise_on_all(_SWITCHING):
                 current = self._enter(self._make(first, first_sample))
@@ -104,7 +106,8 @@ class PassLoop:
                         current = self._ahead = self._make(index + 1)
         finally:
             progress.stop()
-            if self._run is run and not self._is_over:
+            # A dropped loop may be collected on the reader, which must not wait for itself: what comes next ends it.
+            if self._run is run and not self._is_over and threading.get_ident() == thread:
                 self._end_pass()
                 rows.stop()
 
