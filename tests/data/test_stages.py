@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -27,6 +28,7 @@ from tests.data.shared_files import FATAL
 from tests.files import files_of
 from tiercache.data.cuts import Cut
 from tiercache.data.inputs import find_inputs
+from tiercache.data.resume import WorkFolder
 from tiercache.data.row_budget import RowBudget
 from tiercache.data.stages import Job, place_passes, scan_file, write_pass
 from tiercache.data.workers import Workers
@@ -200,6 +202,26 @@ def test_an_extraction_goes_from_a_cluster_to_one_machine_and_back(
             tc.extract(paths[:2], rich_schema(), tmp_path / out, dask=second, progress=False, **options)
             tc.extract(paths, rich_schema(), tmp_path / out, dask=first, append=True, progress=False, **options)
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b") == files_of(tmp_path / "c")
+
+
+def test_a_dataset_is_finished_while_a_stage_of_a_stopped_one_cleans_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stage that still runs on a cluster makes and deletes files of its own in the folder that goes."""
+    work, unlink = WorkFolder(tmp_path), os.unlink
+    stage = work.path / "stage-1"
+    stage.mkdir()
+    (stage / "lock").touch()
+
+    def beaten(path: Any, **options: Any) -> None:
+        monkeypatch.setattr(os, "unlink", unlink)
+        unlink(path, **options)
+        (stage / "pass-0").touch()
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+    monkeypatch.setattr(os, "unlink", beaten)
+    work.remove()
+    assert not work.path.exists()
 
 
 def test_the_command_counts_the_rows_that_a_cluster_left_out(cluster: tuple[Any, Stages, Path], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import shutil
@@ -127,8 +128,13 @@ class WorkFolder:
                 path.unlink()
 
     def remove(self) -> None:
-        """Delete the folder: the dataset is finished."""
-        shutil.rmtree(self.path)
+        """Delete the folder: the dataset is finished. A stage that a stop left on a cluster may write in it yet."""
+        while self.path.exists():
+            try:
+                shutil.rmtree(self.path)
+            except OSError as error:
+                if error.errno not in {errno.ENOENT, errno.ENOTEMPTY}:
+                    raise
         self._lock.close()
 
     def close(self) -> None:
