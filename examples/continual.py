@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import nn
 
 import tiercache as tc
-from examples.flights_scores import area_under_curve
+from examples.scores import score
 from tiercache.data.from_arrays import write_dataset
 from tiercache.data.raw_batch import RawBatch
 
@@ -86,17 +86,6 @@ class Server:
         return len(wanted.items() ^ self.rows.items())
 
 
-def score(cache: tc.TierCache, model: Model, data: tc.PassDataset) -> float:
-    """Return the area under the curve over a day that was not trained."""
-    logits, labels = list[torch.Tensor](), list[torch.Tensor]()
-    with torch.no_grad():
-        for part in cache.evaluate(data):
-            for batch in part.batches(4096):
-                logits.append(model(batch))
-                labels.append(batch.label)
-    return area_under_curve(torch.cat(logits).numpy(), torch.cat(labels).numpy())
-
-
 def run(folder: Path, days: int, samples: int) -> int:
     """Train all days; returns how many rows the server has wrong at the end."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +101,7 @@ def run(folder: Path, days: int, samples: int) -> int:
             ) as cache:
                 if day:
                     cache.restore()
-                    scores.append(score(cache, model, data))
+                    scores.append(score(cache, model, data, 4096))
                 for p in cache.passes(epochs=1):
                     for batch in p.batches(BATCH, shuffle=True):
                         nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label).backward()
@@ -155,9 +144,7 @@ def draw(path: Path, scores: list[float], shares: list[float]) -> None:
 def main() -> int:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--folder", type=Path, default=Path("continual"), help="where everything is written; must be new"
-    )
+    parser.add_argument("--folder", type=Path, default=Path("continual"), help="where all is written; must be new")
     parser.add_argument("--quick", action="store_true", help="few days of few clicks")
     arguments = parser.parse_args()
     days, samples = (4, 4000) if arguments.quick else (14, 60_000)

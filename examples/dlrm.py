@@ -1,10 +1,11 @@
-"""Train DLRM on Criteo's layout: python -m examples.dlrm [--quick] [--data FILE --test FILE] [--folder DIR].
+"""Train DLRM: python -m examples.dlrm [--quick] [--data FILE --test FILE | --synthetic tiny] [--folder DIR].
 
 The published model (Naumov et al. 2019): a bottom MLP for 13 dense features, a vector for each of 26 categories, dot
 products of all pairs, and a top MLP. The files are those of Criteo, tab-separated, with a label; without ``--data``
 they are made: categories follow power laws as in Merlin's synthetic models, and labels depend on hidden effects of
 both kinds of features. The rows are out of core: the device holds one pass. It prints samples per second and, for a
-day that was not trained, the area under the ROC curve.
+day that was not trained, the area under the ROC curve. ``--synthetic`` trains one of Merlin's models instead, as large
+as it is published, on batches that are drawn afresh, without a test: their labels are drawn too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,12 +27,16 @@ from rich.console import Console
 from torch import nn
 
 import tiercache as tc
-from examples.flights_scores import area_under_curve
+from benchmarks.synthetic_case import FULL, MODELS, QUICK, Data, Net, dataset
+from benchmarks.window import Budgets
+from examples.scores import score
+from tiercache.training.figure import draw_passes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 DENSE, CATEGORIES = 13, 26
+SYNTHETIC = replace(FULL, passes=6)
 SCHEMA = """
 [source]
 format = "criteo"
@@ -86,32 +92,39 @@ def write_day(path: Path, day: int, samples: int, most_rows: int) -> None:
     pyarrow.csv.write_csv(pa.table({"label": label, **columns}), path, options)
 
 
-def score(cache: tc.TierCache, model: DLRM, test: tc.PassDataset, batch: int) -> float:
-    """Return the area under the curve."""
-    logits, labels = [], []
-    with torch.no_grad():
-        for part in cache.evaluate(test):
-            for one in part.batches(batch):
-                logits.append(model(one))
-                labels.append(one.label)
-    return area_under_curve(torch.cat(logits).numpy(), torch.cat(labels).numpy())
+def extract(options: argparse.Namespace) -> tuple[nn.Module, tc.PassDataset, tc.PassDataset]:
+    """Return a model, and passes to train and to score."""
+    folder: Path = options.folder
+    if options.data is None:
+        samples, tested, most_rows = (8000, 2000, 4000) if options.quick else (400_000, 40_000, 300_000)
+        options.data, options.test = folder / "day_0", folder / "day_1"
+        write_day(options.data, 0, samples, most_rows)
+        write_day(options.test, 1, tested, most_rows)
+    (folder / "criteo.toml").write_text(SCHEMA.format(dim=8 if options.quick else 64))
+    budgets: dict[str, Any] = {"device_budget": options.device_budget, "progress": False}
+    train = tc.extract(options.data, folder / "criteo.toml", folder / "passes", batch_multiple=options.batch, **budgets)
+    test = tc.extract(options.test, folder / "criteo.toml", folder / "test", **budgets)
+    widths = ([16], [16]) if options.quick else ([512, 256], [512, 256])
+    return DLRM(train.schema, *widths), train, test
+
+
+def draw_synthetic(options: argparse.Namespace) -> tuple[nn.Module, tc.PassDataset, None]:
+    """Return one of Merlin's models and its passes."""
+    size, name = QUICK if options.quick else SYNTHETIC, options.synthetic
+    train = dataset(options.folder, Data(name, size))
+    options.batch = size.batch
+    options.device_budget, options.host_budget = (one := Budgets.least(train)).device, one.host
+    return Net(train, MODELS[name].layers), train, None
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Extract, train and score; returns the figures."""
-    folder: Path = options.folder
-    (folder / "criteo.toml").write_text(SCHEMA.format(dim=options.dim))
-    begun = time.perf_counter()
-    budgets: dict[str, Any] = {"device_budget": options.device_budget, "progress": False}
-    train = tc.extract(options.data, folder / "criteo.toml", folder / "passes", batch_multiple=options.batch, **budgets)
-    test = tc.extract(options.test, folder / "criteo.toml", folder / "test", **budgets)
-    rows = sum(np.unique(np.concatenate([p.keys(t.name) for p in train.passes])).size for t in train.tables)
-    console.print(
-        f"{train.samples:,} samples in {len(train)} passes, {rows:,} rows, extracted in "
-        f"{time.perf_counter() - begun:.1f} s"
-    )
+    folder, begun = options.folder, time.perf_counter()
     torch.manual_seed(0)
-    model = DLRM(train.schema, options.bottom, options.top)
+    model, train, test = draw_synthetic(options) if options.synthetic else extract(options)
+    rows = sum(np.unique(np.concatenate([p.keys(t.name) for p in train.passes])).size for t in train.tables)
+    seconds = time.perf_counter() - begun
+    console.print(f"{train.samples:,} samples in {len(train)} passes, {rows:,} rows, extracted in {seconds:.1f} s")
     optimizer, criterion = torch.optim.Adagrad(model.parameters(), lr=0.01), nn.BCEWithLogitsLoss()
     with tc.TierCache(
         folder / "model.tc", train, model=model, optimizer=optimizer, device_budget=options.device_budget,
@@ -127,24 +140,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 p.log_loss(loss.item())
                 done += len(batch)
         seconds = time.perf_counter() - begun
-        area = score(cache, model, test, options.batch)
+        area = score(cache, model, test, options.batch) if test else None
         cache.write_report(folder / "run.jsonl")
-        draw(folder / "dlrm.png", cache)
+        if cache.reports:
+            console.print(f"figure: {draw_passes(cache.reports, folder / 'dlrm.png', title='DLRM over three tiers')}")
         figures = {
-            "samples": train.samples, "rows": rows, "row_bytes": train.tables[0].row_bytes, "passes": len(train),
+            "model": options.synthetic or "dlrm", "samples": train.samples, "rows": rows, "passes": len(train),
             "epochs": options.epochs, "samples_per_s": done / seconds if done else 0.0, "auc": area,
             "rows_on_device_share": max(sum(p.rows(t.name) for t in train.tables) for p in train.passes) / rows,
         }  # fmt: skip
-    console.print(f"{figures['samples_per_s']:,.0f} samples/s; area under the curve {area:.4f}")
+    scored = f"; area under the curve {area:.4f}" if area else ""
+    console.print(f"{figures['samples_per_s']:,.0f} samples/s{scored}")
     return figures
-
-
-def draw(path: Path, cache: tc.TierCache) -> None:
-    """Draw what each pass did."""
-    from tiercache.training.figure import draw_passes
-
-    if cache.reports:
-        console.print(f"figure: {draw_passes(cache.reports, path, title='DLRM over three tiers')}")
 
 
 def main() -> int:
@@ -154,21 +161,16 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few samples, narrow layers")
     parser.add_argument("--data", type=Path, help="a file of Criteo's to train")
     parser.add_argument("--test", type=Path, help="another one to score")
+    parser.add_argument("--synthetic", choices=sorted(MODELS), help="one of Merlin's models")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--device-budget", default=None)
     parser.add_argument("--host-budget", default="512MiB")
     parser.add_argument("--epochs", type=int, default=2)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    small = options.quick
-    options.dim, options.batch = (8, 128) if small else (64, 2048)
-    options.bottom, options.top = ([16], [16]) if small else ([512, 256], [512, 256])
-    options.device_budget = options.device_budget or ("448KiB" if small else "24MiB")
-    if options.data is None:
-        options.data, options.test = options.folder / "day_0", options.folder / "day_1"
-        write_day(options.data, 0, 8000 if small else 400_000, 4000 if small else 300_000)
-        write_day(options.test, 1, 2000 if small else 40_000, 4000 if small else 300_000)
-    elif options.test is None:
+    options.batch = 128 if options.quick else 2048
+    options.device_budget = options.device_budget or ("448KiB" if options.quick else "24MiB")
+    if options.data and not options.test:
         parser.error("--data needs --test, the file that is scored")
     figures = run(options)
     if options.json:

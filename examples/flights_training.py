@@ -1,129 +1,192 @@
-"""The training loop of the demo: the same for a TierCache, a InMemoryCache, and a child process that is killed.
+"""What the demo trains, and its loop: on one device, on several, and in a process that kills itself on the way.
 
-As a program (``python -m examples.flights_training FOLDER STORE``) it opens or begins a store, trains from its last
-commit to the end and, if told so, kills itself on the way.
+``torchrun --nproc-per-node 2 -m examples.flights_training [--quick]`` trains on two devices: every rank its part of
+each batch, and its share of the rows stands in its own part of the store. It prints the area under the curve, and a
+digest of all rows, which two runs on as many ranks share.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import hashlib
 import os
 import signal
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import tiercache as tc
-from examples.flights_model import FlightsModel
+from examples import flights_data as data
+from examples.scores import score
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-SETTINGS = "settings.json"
-PASSES = "passes"
+SCHEMA = Path(__file__).with_name("flights.toml")
+PASSES, TEST = "passes", "test-passes"
+SEED, EPOCHS = 2013, 2
+LEARNING_RATE = 1e-3
+"""Of the dense layers in the first epoch; those of the tables stand in flights.toml."""
+DROP = 0.1
+"""What every learning rate is multiplied by after an epoch: rare keys are learned by heart otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """What decides the result (all but the budgets), in one place for every process."""
+class Size:
+    """How large a training is."""
 
-    device_budget: int
-    """Bytes."""
-    host_budget: int
-    """Bytes."""
-    eval_budget: int
-    """Bytes of the host budget."""
+    first: int | None
+    """So many of the earliest flights; None: all."""
+    budgets: dict[str, str]
     batch: int
-    epochs: int = 2
-    learning_rate: float = 1e-3
-    """Of the dense layers in the first epoch; those of the tables stand in flights.toml."""
-    drop: float = 0.1
-    """What every learning rate is multiplied by after an epoch: rare keys are learned by heart otherwise."""
-    seed: int = 2013
-
-    def write(self, folder: Path) -> None:
-        """Leave the settings where child processes read them."""
-        (folder / SETTINGS).write_text(json.dumps(asdict(self)))
-
-    @classmethod
-    def read(cls, folder: Path) -> Settings:
-        """Read what ``write`` left."""
-        return cls(**json.loads((folder / SETTINGS).read_text()))
+    batch_multiple: int
+    """Passes end at multiples of so many samples."""
 
 
-@dataclass(frozen=True, slots=True)
+FULL = Size(
+    first=None, batch=2048, batch_multiple=1024,
+    budgets={"device_budget": "4.25MiB", "host_budget": "16MiB", "eval_budget": "2MiB"},
+)  # fmt: skip
+QUICK = Size(
+    first=60_000, batch=512, batch_multiple=512,
+    budgets={"device_budget": "1MiB", "host_budget": "6.5MiB", "eval_budget": "256KiB"},
+)  # fmt: skip
+
+
+class FlightsModel(nn.Module):
+    """A model in the style of DLRM (Naumov et al., 2019): every pair of vectors gives a dot product.
+
+    Bottom layers turn the dense features into one more vector. The first number of every vector also adds to the logit
+    as it is, so that a key counts from its first step on.
+    """
+
+    def __init__(self, schema: tc.Schema) -> None:
+        super().__init__()
+        self.embeddings = tc.EmbeddingBagCollection(schema)
+        (dim,) = set(self.embeddings.dims)
+        num_vectors = len(self.embeddings.dims) + 1
+        self.bottom = _layers([len(schema.dense), 32, dim])
+        self.top = _layers([num_vectors * dim + num_vectors * (num_vectors - 1) // 2, 64, 32])
+        self.out = nn.Linear(32, 1)
+        self.register_buffer("pairs", torch.triu_indices(num_vectors, num_vectors, 1), persistent=False)
+
+    def forward(self, batch: tc.Batch) -> torch.Tensor:
+        """Return one logit a sample: (N,)."""
+        looked_up, described = self.embeddings(batch), self.bottom(batch.dense)
+        flat = torch.cat([looked_up, described], dim=1)
+        vectors_NVD = flat.view(len(batch), -1, described.shape[1])
+        dots = torch.bmm(vectors_NVD, vectors_NVD.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
+        interacting = self.out(self.top(torch.cat([flat, dots], dim=1))).squeeze(1)
+        return interacting + vectors_NVD[:, :-1, 0].sum(dim=1)
+
+
+def _layers(widths: Sequence[int]) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def extract(folder: Path, size: Size, flights: data.Flights, *, progress: bool | None = None) -> None:
+    """Cut passes to train on, and one of the test flights."""
+    options: dict[str, Any] = {
+        "batch_multiple": size.batch_multiple, "memory_limit": "128MiB", "progress": progress,
+    }  # fmt: skip
+    tc.extract(flights.train, SCHEMA, folder / PASSES, device_budget=size.budgets["device_budget"], **options)
+    tc.extract(flights.test, SCHEMA, folder / TEST, device_budget="1GiB", split_by="file", **options)
+
+
+def open_tiers(store: Path, passes: tc.PassDataset, size: Size, **options: Any) -> tc.TierCache:
+    """Return a cache within the budgets; under torchrun every rank opens its part."""
+    return tc.TierCache(store, passes, seed=SEED, **size.budgets, **options)
+
+
 class Training:
-    """A cache with its model and its dense optimizer."""
+    """A cache with its model and its dense optimizer; the seed decides the first weights."""
 
-    cache: Any
-    model: FlightsModel
-    optimizer: torch.optim.Optimizer
-    schedulers: list[torch.optim.lr_scheduler.LambdaLR]
-    settings: Settings
-
-    @classmethod
-    def begin(cls, cache: Any, settings: Settings) -> Training:
-        """Make a model whose first weights the seed decides, and track it."""
-        torch.manual_seed(settings.seed)
-        model = FlightsModel(cache.schema)
-        optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
-        schedulers = [
-            torch.optim.lr_scheduler.LambdaLR(one, lambda epoch: settings.drop**epoch)
-            for one in (optimizer, cache.optimizer)
+    def __init__(self, cache: Any, size: Size) -> None:
+        self.cache, self.size = cache, size
+        torch.manual_seed(SEED)
+        self.model: nn.Module = FlightsModel(cache.schema).to(cache.device)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self.model = DistributedDataParallel(self.model)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=LEARNING_RATE)
+        self.schedulers = [
+            torch.optim.lr_scheduler.LambdaLR(one, lambda epoch: DROP**epoch)
+            for one in (self.optimizer, cache.optimizer)
         ]
-        cache.register(model=model, optimizer=optimizer, dense_rate=schedulers[0], row_rate=schedulers[1])
-        return cls(cache, model, optimizer, schedulers, settings)
+        cache.register(
+            model=self.model, optimizer=self.optimizer, dense_rate=self.schedulers[0], row_rate=self.schedulers[1]
+        )
 
-    def run(self, after_batch: Callable[[Any, int, float], None] = lambda p, samples, loss: None) -> None:
-        """Train from the last commit to the last epoch; ``after_batch(p, samples, loss)`` follows every batch."""
+    def run(self, after_batch: Callable[[Any], bool | None] = lambda p: None) -> None:
+        """Train from the last commit to the last epoch, or until ``after_batch(p)`` is true: that is committed."""
         criterion = nn.BCEWithLogitsLoss()
-        for p in self.cache.passes(epochs=self.settings.epochs):
+        for p in self.cache.passes(epochs=EPOCHS):
             for scheduler in self.schedulers:
                 if scheduler.last_epoch < p.epoch:
                     scheduler.step()
-            for batch in p.batches(self.settings.batch, shuffle=True):
-                loss = criterion(self.model(batch), batch.label)
+            for batch in p.batches(self.size.batch, shuffle=True):
+                loss = criterion(self.model(batch), batch.label) * batch.weight
                 loss.backward()
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 p.log_loss(loss.item())
-                after_batch(p, len(batch), loss.item())
+                if after_batch(p):
+                    self.cache.commit()
+                    return
 
 
-def open_tiers(store: tc.Store, passes: tc.PassDataset, settings: Settings) -> tc.TierCache:
-    """Return a cache within the budgets of the settings."""
-    return tc.TierCache(
-        store,
-        passes,
-        device_budget=settings.device_budget,
-        host_budget=settings.host_budget,
-        eval_budget=settings.eval_budget,
-        seed=settings.seed,
-    )
+def digest(path: Path) -> str:
+    """Return a digest of all rows with their optimizer state, whatever shards they stand in."""
+    found = hashlib.sha256()
+    with tc.Store.open(path, mode="r") as store:
+        for table in store.tables:
+            for keys, fields in store.scan(table.name):
+                for values in (keys, *fields):
+                    found.update(np.ascontiguousarray(values).tobytes())
+    return found.hexdigest()
 
 
 def main() -> None:
-    """Train one store to its end, or to a sudden one."""
-    parser = argparse.ArgumentParser(description="Train a store of the flights demo from its last commit to the end.")
-    parser.add_argument("folder", type=Path, help="the folder of the demo")
-    parser.add_argument("store", type=Path, help="the store, begun where there is none")
+    """Train to the end, or to a sudden one; under torchrun, score the test flights too."""
+    parser = argparse.ArgumentParser(description="Train the flights of the demo from the last commit to the end.")
+    parser.add_argument("--folder", type=Path, default=Path("flights-ranks"), help="where everything goes")
+    parser.add_argument("--quick", action="store_true", help="the first weeks of the year")
+    parser.add_argument("--first", type=int, help="so many of the earliest flights")
+    parser.add_argument("--store", default="model.tc", help="the store's name in the folder, begun where there is none")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda: each rank on the GPU of its LOCAL_RANK")
     parser.add_argument("--die-in-pass", type=int, help="kill this process in the middle of this pass")
-    arguments = parser.parse_args()
-    passes, settings = tc.PassDataset.open(arguments.folder / PASSES), Settings.read(arguments.folder)
+    options = parser.parse_args()
+    size, folder, store = QUICK if options.quick else FULL, options.folder, options.folder / options.store
+    ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if dist.is_torchelastic_launched():
+        dist.init_process_group()
+    if rank == 0 and not (folder / TEST / "dataset.json").exists():
+        extract(folder, size, data.prepare(folder, first=options.first or size.first), progress=False)
+    if dist.is_initialized():
+        dist.barrier()
+    passes, test = (tc.PassDataset.open(folder / name) for name in (PASSES, TEST))
 
-    def after_batch(p: Any, _samples: int, _loss: float) -> None:
-        if p.index == arguments.die_in_pass and p.samples_done >= p.num_samples // 2:
+    def after_batch(p: Any) -> None:
+        if p.index == options.die_in_pass and p.samples_done >= p.num_samples // 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with (
-        tc.Store.open(arguments.store, tables=passes.schema.tables) as store,
-        open_tiers(store, passes, settings) as cache,
-    ):
-        Training.begin(cache, settings).run(after_batch)
+    with open_tiers(store, passes, size, device=options.device) as cache:
+        training = Training(cache, size)
+        training.run(after_batch)
+        area = score(cache, training.model, test, size.batch) if dist.is_initialized() else None
+    if rank == 0 and area is not None:
+        print(f"{ranks} ranks: area under the curve {area:.4f}, rows {digest(store)[:16]}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

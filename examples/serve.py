@@ -66,15 +66,13 @@ def run(folder: Path, epochs: int, samples: int, every: float) -> int:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         train(folder, epochs, samples)
         answers = [json.loads(line) for line in server.communicate("ended\n")[0].splitlines()]
-    seconds = sorted(one["seconds"] for one in answers)
-    commits = [one["commit"] for one in answers]
-    console.print(
-        f"{len(answers)} answers of commits {commits[0]} to {commits[-1]}, of 64 keys each; the median took "
-        f"{1e3 * seconds[len(seconds) // 2]:.1f} ms"
-        if answers
-        else "nothing was answered"
-    )
-    return int(not answers or commits != sorted(commits))
+    commits, milliseconds = [one["commit"] for one in answers], sorted(1e3 * one["seconds"] for one in answers)
+    if not answers:
+        console.print("nothing was answered")
+        return 1
+    median = f"the median took {milliseconds[len(answers) // 2]:.1f} ms"
+    console.print(f"{len(answers)} answers of commits {commits[0]} to {commits[-1]}, of 64 keys each; {median}")
+    return int(commits != sorted(commits))
 
 
 def main() -> int:

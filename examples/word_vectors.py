@@ -100,10 +100,7 @@ def schema(dim: int) -> tc.Schema:
     """Words, by their parts, and what stands near them."""
     rule = tc.optim.Adagrad(learning_rate=0.1)
     begin = tc.init.Uniform(low=-1 / dim, high=1 / dim)
-    tables = (
-        tc.Table(name="part", dim=dim, optimizer=rule, initializer=begin),
-        tc.Table(name="near", dim=dim, optimizer=rule, initializer=begin),
-    )
+    tables = tuple(tc.Table(name=name, dim=dim, optimizer=rule, initializer=begin) for name in ("part", "near"))
     features = (
         tc.Feature(name="word", table="part", hotness="ragged"),
         tc.Feature(name="near", hotness="multi_hot", length=1 + DRAWN),
@@ -146,12 +143,8 @@ def run(text: Text, themes: dict[str, int], options: argparse.Namespace) -> dict
     for lines in cuts:
         near = np.unique(np.concatenate([text.lines[i] for i in lines]))
         sets.append({"part": np.unique(text.bags(near)[0]), "near": near})
-    data, model, losses, pairs = (
-        tc.write_key_sets(options.folder / "passes", schema(options.dim), sets),
-        SkipGram(options.dim),
-        [],
-        0,
-    )
+    data = tc.write_key_sets(options.folder / "passes", schema(options.dim), sets)
+    model, losses, pairs = SkipGram(options.dim), list[float](), 0
     with tc.TierCache(
         options.folder / "model.tc", data, model=model, device_budget=options.device_budget, host_budget="512MiB"
     ) as cache:
@@ -173,11 +166,8 @@ def run(text: Text, themes: dict[str, int], options: argparse.Namespace) -> dict
     nearest = [np.argsort(-vectors @ vectors[i])[1:20] for i in range(min(most, 200))]
     for i in range(0, min(most, 200), 40):
         console.print(f"{text.words[i]}: {', '.join(text.words[j] for j in nearest[i][:6])}")
-    right = [
-        themes.get(text.words[i])
-        == themes.get(next(text.words[j] for j in near if text.words[j][:4] != text.words[i][:4]))
-        for i, near in enumerate(nearest)
-    ]
+    other = (next(j for j in near if text.words[j][:4] != text.words[i][:4]) for i, near in enumerate(nearest))
+    right = [themes.get(text.words[i]) == themes.get(text.words[j]) for i, j in enumerate(other)]
     figures = {
         "words": len(text.words), "rows": stored, "passes": len(cuts), "pairs": pairs,
         "pairs_per_s": pairs / (time.perf_counter() - begun), "loss_first": losses[0] if losses else None,
@@ -186,9 +176,7 @@ def run(text: Text, themes: dict[str, int], options: argparse.Namespace) -> dict
     }  # fmt: skip
     console.print(f"{pairs:,} pairs, {figures['pairs_per_s']:,.0f} a second; {stored:,} rows of parts")
     if themes:
-        console.print(
-            f"of the most frequent words {np.mean(right):.0%} have one of their theme nearest, of another stem"
-        )
+        console.print(f"of the frequent words {np.mean(right):.0%} have one of their theme nearest, of another stem")
     draw(options.folder / "word_vectors.png", losses, vectors[:200], text.words)
     return figures
 
@@ -222,11 +210,9 @@ def main() -> int:
     small = options.quick
     options.dim, options.batch, options.epochs, options.lines = (16, 512, 3, 400) if small else (64, 4096, 3, 10_000)
     options.folder.mkdir(parents=True, exist_ok=True)
-    source, themes = (
-        (options.data.read_text(), dict[str, int]())
-        if options.data
-        else made_text(1200 if small else 100_000, 60 if small else 3000)
-    )
+    source, themes = made_text(*((1200, 60) if small else (100_000, 3000)))
+    if options.data:
+        source, themes = options.data.read_text(), {}
     figures = run(Text(source, least=2), themes, options)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")

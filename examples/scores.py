@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     import tiercache as tc
-    from examples.flights_training import Training
 
 
 def area_under_curve(scores: NDArray[np.float32], labels: NDArray[np.float32]) -> float:
@@ -23,15 +23,14 @@ def area_under_curve(scores: NDArray[np.float32], labels: NDArray[np.float32]) -
     return float((ranks[labels > 0].sum() - num_ones * (num_ones + 1) / 2) / (num_ones * num_others))
 
 
-def model_area(training: Training, test: tc.PassDataset) -> tuple[float, int]:
-    """Score a test set over the tiers, slice by slice; returns the area and the number of slices."""
-    scores, labels, num_slices = [], [], 0
-    training.model.eval()
+def score(cache: tc.TierCache, model: nn.Module, test: tc.PassDataset, batch: int) -> float:
+    """Return the area under the curve of test samples, read slice by slice; of several ranks, each scores its part."""
+    found: list[Any] = [torch.empty(0, 2)]
+    model.eval()
     with torch.no_grad():
-        for piece in training.cache.evaluate(test):
-            num_slices += 1
-            for batch in piece.batches(training.settings.batch):
-                scores.append(training.model(batch).numpy().copy())
-                labels.append(batch.label.numpy().copy())
-    training.model.train()
-    return area_under_curve(np.concatenate(scores), np.concatenate(labels)), num_slices
+        for piece in cache.evaluate(test):
+            found += [torch.stack([model(one), one.label], dim=1).cpu() for one in piece.batches(batch) if one.weight]
+    model.train()
+    flat, ranks = torch.cat(found).reshape(-1), cache.communicator
+    scores, labels = ranks.all_gather(flat, ranks.all_gather_object(flat.numel())).reshape(-1, 2).numpy().T
+    return area_under_curve(scores, labels)
