@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tiercache.store import errors
 from tiercache.store.directory import FORMAT_VERSION, StoreDirectory
 from tiercache.store.shards.manifest import Manifest
-from tiercache.store.shards.sharded_store import ShardedStore
+from tiercache.store.shards.store import Shards
 from tiercache.store.store import Store
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
 
         return describe_shards(Path(path), manifest)
     with Store.open(path, mode="r") as store:
-        if isinstance(store, ShardedStore):  # it was sharded meanwhile
+        if isinstance(store, Shards):  # it was sharded meanwhile
             from tiercache.store.shards.inspection import describe_shards
 
             return describe_shards(Path(path), store.manifest)

@@ -18,7 +18,7 @@ from tiercache.store.opening import open_engine
 from tiercache.store.read_ahead import read_ahead
 from tiercache.store.record_check import record_problems
 from tiercache.store.recovery import commit_ids
-from tiercache.store.shards.sharded_store import ShardedStore
+from tiercache.store.shards.store import Shards
 from tiercache.store.store import Store
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def main(path: str) -> None:
     try:
         try:
             with Store.open(path, mode="r") as store:
-                if isinstance(store, ShardedStore):
+                if isinstance(store, Shards):
                     raise StoreError(f"{store.label} was sharded while it was read: verify it again")
                 report = Verification(store).run()
         except CorruptStoreError as error:

@@ -26,12 +26,12 @@ class Commands:
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
     """Have a GPU and compute-sanitizer, and run nothing."""
-    standing_in = Commands()
-    monkeypatch.setattr(gpu, "run", standing_in)
+    fake = Commands()
+    monkeypatch.setattr(gpu, "run", fake)
     monkeypatch.setattr(gpu, "open_runtime", lambda _: None)
     monkeypatch.setattr(gpu.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(gpu.sys, "argv", ["gpu"])
-    return standing_in
+    return fake
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tiercache.store.shards.sharded_store import ShardedStore
+    from tiercache.store.shards.store import Shards
     from tiercache.store.store import Store
     from tiercache.store.table import Table
 
@@ -70,7 +70,7 @@ def describe_shards(path: Path, manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _described(store: ShardedStore, rank: int) -> dict[str, Any]:
+def _described(store: Shards, rank: int) -> dict[str, Any]:
     """Return what ``info`` says of a shard, as far as it is the whole store's: nothing of a commit of its own."""
     shard = store.shards[rank]
     own = [store.at(commit.id).shards[rank].commit for commit in store.named]
@@ -120,7 +120,7 @@ def verify_shards(path: Path, manifest: Manifest, progress: Callable[[int, int],
     return report
 
 
-def _strays(store: ShardedStore) -> Iterator[str]:
+def _strays(store: Shards) -> Iterator[str]:
     """Yield a sentence for each table of each shard that has rows of other ranks, or other rows than its slices."""
     for table in store.tables:
         slices = store.sharding.tables[table.name].slices

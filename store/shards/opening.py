@@ -12,8 +12,8 @@ from tiercache.store.directory import RANKS_LOCK, StoreDirectory, WriterLock
 from tiercache.store.errors import CommitMissingError, CorruptStoreError, StoreError, StoreMissingError
 from tiercache.store.opening import ENGINES, compare_tables, label_of, open_engine
 from tiercache.store.shards.manifest import HERE, GlobalCommit, Manifest
-from tiercache.store.shards.sharded_store import ShardedStore
 from tiercache.store.shards.sharding import ShardingPlan
+from tiercache.store.shards.store import Shards
 from tiercache.store.store import Store
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def open_sharded(
     mode: str,
     commit: int | None = None,
     retention: int | None = None,
-) -> ShardedStore | None:
+) -> Shards | None:
     """Open the sharded store at ``path``; None where a plain store is there, ready to be opened, or none at all.
 
     Of older commits it has those that all shards have, whole, when it is opened: a training drops the oldest meanwhile,
@@ -57,7 +57,7 @@ def open_sharded(
     return open_shards(path, manifest, commit)
 
 
-def open_shards(path: Path, manifest: Manifest, commit: int | None = None) -> ShardedStore:
+def open_shards(path: Path, manifest: Manifest, commit: int | None = None) -> Shards:
     """Open the shards that a manifest names, or those that the one after it does, for reading."""
     label = label_of(path)
     for _ in range(_TRIES):
@@ -72,7 +72,7 @@ def open_shards(path: Path, manifest: Manifest, commit: int | None = None) -> Sh
                 raise
             manifest = now
             continue
-        return ShardedStore(path, manifest, opened, _kept(manifest, opened) if only is None else (only,))
+        return Shards(path, manifest, opened, _kept(manifest, opened) if only is None else (only,))
     raise StoreError(f"{label} went on {_TRIES} times while it was opened: open it again")
 
 
@@ -141,7 +141,7 @@ def settle(path: Path) -> None:
         replace(manifest, obsolete=()).write(path)
 
 
-def _open_to_write(path: Path, retention: int | None, *, anew: bool) -> ShardedStore | None:
+def _open_to_write(path: Path, retention: int | None, *, anew: bool) -> Shards | None:
     """Open all shards; None where a plain store is there, or, ``anew``, may be made where nothing was committed."""
     with ExitStack() as stack:
         lock = WriterLock(path, RANKS_LOCK)
@@ -167,7 +167,7 @@ def _open_to_write(path: Path, retention: int | None, *, anew: bool) -> ShardedS
             manifest.write(path)
             for rank, shard in enumerate(opened):
                 keep(shard, manifest.commits_of(rank))
-        store = ShardedStore(path, manifest, opened, manifest.commits, mode="a", lock=lock)
+        store = Shards(path, manifest, opened, manifest.commits, mode="a", lock=lock)
         stack.pop_all()
     return store
 

@@ -177,20 +177,20 @@ class Module:
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> Cupy:
     """Stand in for CuPy and NVRTC, and keep no compiled code on disk."""
-    standing_in = Cupy(capability)
-    monkeypatch.setattr(cuda, "_import_cupy", lambda: standing_in)
-    monkeypatch.setattr(cuda, "_nvrtc", lambda: standing_in.nvrtc)
+    fake = Cupy(capability)
+    monkeypatch.setattr(cuda, "_import_cupy", lambda: fake)
+    monkeypatch.setattr(cuda, "_nvrtc", lambda: fake.nvrtc)
     monkeypatch.setattr(jit, "cache_folder", lambda: None)
     monkeypatch.setattr(cubins, "_IN_MEMORY", {})
-    return standing_in
+    return fake
 
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cupy]:
     """Stand in for CuPy and NVRTC."""
-    standing_in = stand_in(monkeypatch)
-    yield standing_in
-    standing_in.shim.close()
+    fake = stand_in(monkeypatch)
+    yield fake
+    fake.shim.close()
 
 
 def opened(cupy: Cupy) -> tuple[cuda.CudaDevice, Torch]:

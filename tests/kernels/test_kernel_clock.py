@@ -65,9 +65,9 @@ class Event:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     """Let the benchmark read the clock of the stand-in."""
-    standing_in = Gpu()
-    monkeypatch.setattr(kernel_clock, "time", SimpleNamespace(perf_counter=lambda: standing_in.now))
-    return standing_in
+    fake = Gpu()
+    monkeypatch.setattr(kernel_clock, "time", SimpleNamespace(perf_counter=lambda: fake.now))
+    return fake
 
 
 def clock_of(gpu: Gpu) -> GpuClock:

@@ -34,8 +34,8 @@ from tiercache.ranks.opening import open_for_share
 from tiercache.ranks.shares import Share
 from tiercache.store import Store
 from tiercache.store.shards.manifest import Manifest
-from tiercache.store.shards.sharded_store import ShardedStore
 from tiercache.store.shards.sharding import ShardingPlan
+from tiercache.store.shards.store import Shards
 from tiercache.store.verification import Verification
 
 if TYPE_CHECKING:
@@ -115,12 +115,12 @@ def whole(path: Path) -> tuple[int, dict[str, Any], list[str]]:
     """Return generation and contents of a store, -1 of a plain one, and what is wrong with any of its shards."""
     with Store.open(path, mode="r") as store, contextlib.redirect_stdout(io.StringIO()):
         problems = [problem for shard in shards_of(store) for problem in Verification(shard).run()["problems"]]
-        return store.manifest.generation if isinstance(store, ShardedStore) else -1, contents(store), problems
+        return store.manifest.generation if isinstance(store, Shards) else -1, contents(store), problems
 
 
 def shards_of(store: Store) -> Sequence[Store]:
     """Return the shards of a store; a plain one is one."""
-    return store.shards if isinstance(store, ShardedStore) else [store]
+    return store.shards if isinstance(store, Shards) else [store]
 
 
 def _digest(data: Iterable[bytes]) -> str:

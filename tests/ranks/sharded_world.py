@@ -16,8 +16,8 @@ from tiercache.errors import RankError
 from tiercache.ranks.shard_writer import ShardWriter
 from tiercache.store import Adagrad, Adam, Cursor, MemoryEngine, RowWiseAdagrad, Store, Table, Uniform, Zeros, hash_keys
 from tiercache.store.shards.manifest import GlobalCommit, Manifest, shard_name
-from tiercache.store.shards.sharded_store import ShardedStore
 from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, hash_bounds, sliced
+from tiercache.store.shards.store import Shards
 from tiercache.store.vectors import row_words
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def expected(cursor: Cursor) -> dict[str, dict[int, tuple[int, int]]]:
     return found
 
 
-def problems(store: ShardedStore) -> Iterator[str]:
+def problems(store: Shards) -> Iterator[str]:
     """Yield a sentence for each thing that is not as it is at the store's cursor."""
     for rank, shard in enumerate(store.shards):
         if shard.commit is None or shard.commit.cursor != store.commit.cursor:
@@ -183,7 +183,7 @@ def problems(store: ShardedStore) -> Iterator[str]:
                     yield f"row {key} of table {name!r} at {store.commit.cursor} has other bits"
 
 
-def one_store(tables: Sequence[Table], sharding: ShardingPlan, shards: Sequence[Store]) -> ShardedStore:
+def one_store(tables: Sequence[Table], sharding: ShardingPlan, shards: Sequence[Store]) -> Shards:
     """Return the sharded store that stores in memory would be, at their newest commits."""
     manifest = Manifest(
         id="0" * 32,
@@ -196,7 +196,7 @@ def one_store(tables: Sequence[Table], sharding: ShardingPlan, shards: Sequence[
     )
     commits = [shard.commit for shard in shards]
     newest = GlobalCommit(id=0, cursor=commits[0].cursor, shards=tuple(one.id for one in commits))
-    return ShardedStore(Path("memory"), manifest, tuple(shards), (newest,))
+    return Shards(Path("memory"), manifest, tuple(shards), (newest,))
 
 
 def old_shards(sharding: ShardingPlan, commits: int) -> list[Store]:

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from tiercache.store.base_segment import Layout
     from tiercache.store.rewrite import FirstUses
     from tiercache.store.scan import Chunk
-    from tiercache.store.shards.sharded_store import ShardedStore
     from tiercache.store.shards.sharding import ShardingPlan
+    from tiercache.store.shards.store import Shards
 
 __all__ = ["Need", "copy_share", "place_of", "reshard"]
 
@@ -107,7 +107,7 @@ def reshard(
 
 
 def copy_share(
-    old: ShardedStore,
+    old: Shards,
     store: Store,
     sharding: ShardingPlan,
     rank: int,
@@ -185,9 +185,7 @@ class Need:
         return self.shard + self.scratch
 
     @classmethod
-    def of(
-        cls, old: ShardedStore, store: Store, share: Share, uses: FirstUses, cursor: Cursor, state_bytes: int
-    ) -> Need:
+    def of(cls, old: Shards, store: Store, share: Share, uses: FirstUses, cursor: Cursor, state_bytes: int) -> Need:
         """Predict it from sizes. ``uses`` are those of the new share."""
         rows = row_bytes = 0
         for group in store.groups:
@@ -208,7 +206,7 @@ class Need:
 class _Copy:
     """The work of one rank: decided when it is made, done by ``run``."""
 
-    def __init__(self, old: ShardedStore, store: Store, share: Share, order: OrderRule, *, reorganized: bool) -> None:
+    def __init__(self, old: Shards, store: Store, share: Share, order: OrderRule, *, reorganized: bool) -> None:
         self._old, self._store, self._share = old, store, share
         self.start = _start(old, share, order, reorganized=reorganized)
         schedule = Schedule(num_passes=len(share), dataset_digest=share.digest, order=order)
@@ -247,7 +245,7 @@ def place_of(commit: Commit, sharding: ShardingPlan, rank: int, share: Share, or
     return Cursor(*split_cursor(share.whole, commit.cursor, order=samples, order_seed=order))
 
 
-def _start(old: ShardedStore, share: Share, order: OrderRule, *, reorganized: bool) -> Cursor:
+def _start(old: Shards, share: Share, order: OrderRule, *, reorganized: bool) -> Cursor:
     """Return where training goes on in the schedule of ``share``. Raises DatasetError where that is another one."""
     commit = old.shards[0].commit
     assert commit is not None

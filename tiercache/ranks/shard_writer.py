@@ -13,7 +13,7 @@ Why a kill at any instant, of one rank or of all, loses nothing. Let c be the ne
    and a new id, and c is kept as well. A kill meanwhile leaves some shards with the new commit and some without: all
    still have c, and are rolled back again. When all stand there, the manifest is replaced by one in which c is the new
    commits; no shard makes another commit before.
-5. To go back to an older commit (``ShardedStore.rollback``), all shards are rolled back to it, each in one atomic,
+5. To go back to an older commit (``Shards.rollback``), all shards are rolled back to it, each in one atomic,
    durable step that keeps c as well: a kill leaves shards that are one ahead, as in 4. Then the manifest is replaced by
    one that names the new commits and not c, and shards drop c. Shards are compacted likewise.
 6. Shards of another generation are made beside those that the manifest names, and become the store's when one manifest

@@ -18,8 +18,8 @@ from tiercache.store import Store, StoreMissingError
 from tiercache.store.bulk_load import load_sorted
 from tiercache.store.scratch_file import scratch_of
 from tiercache.store.shards.manifest import Manifest
-from tiercache.store.shards.sharded_store import ShardedStore
 from tiercache.store.shards.sharding import ShardingPlan
+from tiercache.store.shards.store import Shards
 from tiercache.training.matching import check_tables
 from tiercache.training.reorganize import import_rows, reorganize
 
@@ -97,7 +97,7 @@ class TrainingStore:
             if not is_sharded and found is not None:
                 is_sharded = found.num_ranks == 1 and not found.is_plain
                 self._unites = found.num_ranks > 1 and found.newest is not None
-        if isinstance(self._given, ShardedStore):
+        if isinstance(self._given, Shards):
             check_same(self._ranks, {"the commit of the store": self._given.commit.id})
             self.sharding = self._given.sharding
         elif is_sharded:
@@ -121,7 +121,7 @@ class TrainingStore:
                 "engine, retention and shard_dirs are of a store that the cache opens: give its path, or open the "
                 "Store with them"
             )
-        if isinstance(given, ShardedStore):
+        if isinstance(given, Shards):
             if given.sharding.num_ranks != ranks or options.sharding != "auto":
                 raise ValueError(
                     f"{given.label} was opened with shards for {given.sharding.num_ranks} ranks: give it to as many "
@@ -185,7 +185,7 @@ class TrainingStore:
         if first is not None:
             self._fill(first, budgets, progress=progress)
         options = self._options
-        if isinstance(self._given, ShardedStore):
+        if isinstance(self._given, Shards):
             self._store = self._given.shards[self._ranks.rank]
             return self._store
         if self.sharding is not None:

@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from tiercache.store.segment import Segment
     from tiercache.store.table import Table
 
-__all__ = ["ShardedStore"]
+__all__ = ["Shards"]
 
 
-class ShardedStore(Store):
+class Shards(Store):
     """All shards of a store. ``Store.open`` makes it where a store is sharded.
 
     Opened for reading it stays at its commit while it is open, whatever a training commits meanwhile; shards for
@@ -63,7 +63,7 @@ class ShardedStore(Store):
         *,
         mode: str = "r",
         lock: WriterLock | None = None,
-        of: ShardedStore | None = None,
+        of: Shards | None = None,
     ) -> None:
         """Only the functions of ``opening`` and ``at`` call this.
 
@@ -95,14 +95,14 @@ class ShardedStore(Store):
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def at(self, commit: int) -> ShardedStore:
+    def at(self, commit: int) -> Shards:
         """Return this store as it stood at a ``commit`` that it keeps, for reading, while it is open.
 
         Raises CommitMissingError.
         """
         found = replace(self.manifest, commits=self.named).find(commit, self.label)
         shards = self.shards if commit == self.commit.id else self._all  # what is held may be gone for others
-        return ShardedStore(self.path, self.manifest, shards, (found,), of=self._whole or self)
+        return Shards(self.path, self.manifest, shards, (found,), of=self._whole or self)
 
     def check_shards(self) -> None:
         """Raise where a shard, opened with all its commits, lacks an older one that the manifest names and still does.
