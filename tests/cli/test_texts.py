@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TEXTS = ["alice", "bob", "", "größe", "x" * 100, "17", "[b]"]
+IDS = [17, 0, -5, 1 << 62, 8, 9, 10]
+FEW: dict[str, Any] = {
+    "user": {"columns": ("user",), "key": "string"},
+    "id": {"columns": ("id",)},
+    "both": {"columns": ("user", "hour")},
+}
+"""Features whose keys are hashes modulo 7."""
 HOURS = [0, 5, -1, (1 << 63) - 1, -(1 << 63), 17, 3]
 
 
@@ -30,14 +37,15 @@ def table(name: str) -> tc.Table:
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
     """An extraction of a column of texts, one of integers, and crosses of them."""
     folder = tmp_path_factory.mktemp("texts")
-    pq.write_table(pa.table({"user": TEXTS, "hour": HOURS}), folder / "data.parquet")
+    pq.write_table(pa.table({"user": TEXTS, "hour": HOURS, "id": IDS}), folder / "data.parquet")
     schema = tc.Schema(
         features=(
             tc.Feature(name="user", key="string"),
             tc.Feature(name="user_hour", key="cross", columns=("user", "hour")),
             tc.Feature(name="hour_user", key="cross", columns=("hour", "user")),
+            *(tc.Feature(name=f"few_{name}", num_buckets=7, **columns) for name, columns in FEW.items()),
         ),
-        tables=(table("user"), table("user_hour"), table("hour_user")),
+        tables=tuple(map(table, ("user", "user_hour", "hour_user", *(f"few_{name}" for name in FEW)))),
     )
     return tc.extract(folder / "data.parquet", schema, folder / "passes", device_budget="1MiB", progress=False)
 
@@ -49,6 +57,15 @@ def test_key_of_gives_the_keys_of_an_extraction(dataset: tc.PassDataset) -> None
     pairs = list(zip(TEXTS, HOURS, strict=True))
     assert set(only.keys("user_hour").tolist()) == {tc.key_of(text, hour) for text, hour in pairs}
     assert set(only.keys("hour_user").tolist()) == {tc.key_of(hour, text) for text, hour in pairs}
+
+
+def test_key_of_gives_the_buckets_of_an_extraction(dataset: tc.PassDataset) -> None:
+    """For texts, integers and crosses of a feature with a number of buckets."""
+    (only,) = dataset
+    values = {"user": zip(TEXTS, strict=True), "id": zip(IDS, strict=True), "both": zip(TEXTS, HOURS, strict=True)}
+    for name, given in values.items():
+        assert set(only.keys(f"few_{name}").tolist()) == {tc.key_of(*one, num_buckets=7) for one in given}
+    assert tc.key_of(None, num_buckets=7) == NULL_KEY
 
 
 def test_key_of_knows_integers_bytes_nulls_and_reserved_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,6 +106,10 @@ def test_the_rows_of_texts_and_crosses_are_shown(dataset: tc.PassDataset, tmp_pa
     assert cross["vector"] == number("hour_user", tc.key_of(17, "17"))
     assert cross["key"] == tc.key_of(17, "17")
     assert "[b]" in run("lookup", tmp_path / "s.tc", "user", "--string", "[b]")
+    (few,) = told("lookup", tmp_path / "s.tc", "few_user", "--string", "bob", "--num-buckets", 7)
+    assert few["key"] == tc.key_of("bob", num_buckets=7)
+    (few,) = told("lookup", tmp_path / "s.tc", "few_id", "17", "--num-buckets", 7)
+    assert few["key"] == tc.key_of(17, num_buckets=7)
     assert "bob x 5" in run("lookup", tmp_path / "s.tc", "user_hour", "--cross", "bob", "5")
     assert "table 'user' of the store" in (
         gone := error_of("lookup", tmp_path / "s.tc", "user", "--string", "bob", "eve")

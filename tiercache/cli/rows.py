@@ -37,6 +37,7 @@ def lookup(
             'values of integer columns; put "..." around a text of digits.',
         ),
     ] = False,
+    num_buckets: Annotated[int | None, typer.Option(min=1, help="Those of the feature in the schema.")] = None,
     keys_file: Annotated[Path | None, typer.Option("--keys", help="A .npy file of keys (int64).")] = None,
     missing: Annotated[str, typer.Option(help="Rows of missing keys: error, initial or zeros.")] = "error",
     commit: Annotated[int | None, typer.Option(help="The commit to read; the newest where not given.")] = None,
@@ -48,7 +49,7 @@ def lookup(
 
     if string and cross:
         raise ValueError("give either --string or --cross: a cross may have texts among its values")
-    texts, wanted = _keys(keys or [], string=string, cross=cross)
+    texts, wanted = _keys(keys or [], num_buckets, string=string, cross=cross)
     if keys_file is not None:
         stored = _read_keys(keys_file)
         wanted, texts = np.concatenate([wanted, stored]), [*texts, *map(str, stored.tolist())]
@@ -131,15 +132,17 @@ def diff(
         raise typer.Exit(1)
 
 
-def _keys(given: Sequence[str], *, string: bool, cross: bool) -> tuple[list[str], NDArray[np.int64]]:
+def _keys(
+    given: Sequence[str], num_buckets: int | None, *, string: bool, cross: bool
+) -> tuple[list[str], NDArray[np.int64]]:
     """Return how the rows are called, and the keys."""
     from tiercache.data.key_of import key_of
 
     if cross:
-        keys = [key_of(*map(_cross_value, given))]
+        keys = [key_of(*map(_cross_value, given), num_buckets=num_buckets)]
         return [" x ".join(given)], np.array(keys, dtype=np.int64)
     if string:
-        return list(given), np.array([key_of(text) for text in given], dtype=np.int64)
+        return list(given), np.array([key_of(text, num_buckets=num_buckets) for text in given], dtype=np.int64)
     keys = []
     for text in given:
         try:
@@ -148,7 +151,7 @@ def _keys(given: Sequence[str], *, string: bool, cross: bool) -> tuple[list[str]
             raise ValueError(f"{text!r} is no integer key: give --string to look a text up") from None
         if not -(1 << 63) <= key < 1 << 63:
             raise ValueError(f"key {key} is beyond int64, which keys are: give keys of -2**63 to 2**63 - 1")
-        keys.append(key)
+        keys.append(key_of(key, num_buckets=num_buckets) if num_buckets else key)
     return list(given), np.array(keys, dtype=np.int64)
 
 

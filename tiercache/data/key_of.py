@@ -11,12 +11,12 @@ from tiercache.store.hashing import xxh64
 __all__ = ["key_of"]
 
 
-def key_of(*values: str | bytes | int | None) -> int:
+def key_of(*values: str | bytes | int | None, num_buckets: int | None = None) -> int:
     """Return the int64 key that extraction gives to a value, or to a cross of several values.
 
     One text or byte string: its hash, the key of a feature with ``key = "string"``. One integer: itself. Several
     values: the key of a cross of columns with these values, in the order of the schema. None is null, and so is a cross
-    with a null: the key of the null row.
+    with a null: the key of the null row. ``num_buckets``: that of the feature in the schema, where it has one.
 
     >>> store.lookup("user", np.array([tc.key_of("alice")]))
 
@@ -27,9 +27,11 @@ def key_of(*values: str | bytes | int | None) -> int:
     words = [_word(value) for value in values if value is not None]
     if len(words) < len(values):
         return NULL_KEY
-    if len(values) > 1:
-        return _off_reserved(xxh64(struct.pack(f"<{len(words)}Q", *words)))
-    if isinstance(values[0], str | bytes):
+    if len(values) > 1 or (num_buckets and not isinstance(values[0], str | bytes)):
+        words = [xxh64(struct.pack(f"<{len(words)}Q", *words))]
+    if num_buckets:
+        return words[0] % num_buckets
+    if len(values) > 1 or isinstance(values[0], str | bytes):
         return _off_reserved(words[0])
     if _signed(words[0]) <= RESERVED[1]:
         raise ValueError(f"key {values[0]} is reserved: keys start at {RESERVED[1] + 1}")
