@@ -42,6 +42,7 @@ CPU_ALONE = {
     "switch": "the order in which threads do their work, on any device",
     "moves": "counts what the shim's GPU is asked for",
     "dense_state": "the generators of the host",
+    "progress": "what a terminal shows",
     "damaged_passes": "what reads files, before a device has a part in it",
     "sample_order": "the order of samples, which the host makes",
     "scaled_loss": "what is refused, with models on the CPU",

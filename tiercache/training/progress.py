@@ -1,47 +1,89 @@
-"""What a person sees while training runs: one bar over all passes, and the first compilation of kernels."""
+"""What a person sees while training runs: the last passes, one bar over all, and the first compilation of kernels."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table as Shown
+from rich.text import Text
 
 from tiercache.progress import progress_bars
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from rich.console import RenderableType
+
     from tiercache.store.table import Table
     from tiercache.tiers.report import PassReport
 
 REFRESH_SECONDS = 0.2
+_LAST_PASSES = 6
+_BAR_WIDTH = 30
+_TIERS = {"kept": "green", "from host": "cyan", "read": "yellow", "new": "magenta"}
+"""Where the rows of a pass come from, in the order of ``_rows_by_tier``, and their colors."""
 _STAGES = {"sort": "sorting keys", "read": "reading", "write": "writing"}
 
 
+class _PassView(Progress):
+    """A bar, and above it the last passes: where the rows of each came from, what it read and waited, its loss."""
+
+    def __init__(self, *columns: ProgressColumn, **options: Any) -> None:
+        self.passes: deque[PassReport] = deque(maxlen=_LAST_PASSES)
+        super().__init__(*columns, **options)
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """Yield what is on the screen."""
+        if self.passes:
+            yield self._table()
+        yield self.make_tasks_table(self.tasks)
+
+    def _table(self) -> Shown:
+        table = Shown(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        legend = Text(" ").join(Text(name, style=color) for name, color in _TIERS.items())
+        for name in ("pass", "data", "rows", legend, "read MiB", "waited s", "seconds", "loss"):
+            table.add_column(name, justify="left" if name is legend else "right")
+        for r in tuple(self.passes):  # the thread that draws is another one
+            loss = f"{sum(r.losses) / len(r.losses):.4f}" if r.losses else "-"
+            table.add_row(
+                f"{r.pass_index}", f"{r.sub_dataset}", f"{r.rows:,}", _tier_bar(r), f"{r.bytes_read / (1 << 20):,.1f}",
+                f"{r.waited:.2f}", f"{r.seconds:.2f}", loss,
+            )  # fmt: skip
+        return table
+
+
+def _tier_bar(report: PassReport) -> Text:
+    """Return a bar that shows which part of a pass's rows came from where."""
+    counts, bar, done = (report.rows_kept, report.rows_from_host, report.rows_read, report.rows_generated), Text(), 0
+    for count, color in zip(counts, _TIERS.values(), strict=True):
+        first, done = done, done + count
+        begin, last = (_BAR_WIDTH * place // max(1, report.rows) for place in (first, done))
+        bar.append("━" * (last - begin), style=color)
+    return bar
+
+
 class TrainingProgress:
-    """A bar with samples per second, time left, passes, seconds waited and rows at hand; nothing if not ``shown``.
+    """The last passes, and a bar with samples per second, time left and seconds waited; nothing if not ``shown``."""
 
-    Rows at hand are those of the last pass that were on device or host, of those that were not new.
-    """
-
-    def __init__(self, total_samples: int, *, shown: bool) -> None:
-        self._progress = Progress(
+    def __init__(self, total_samples: int, *, shown: bool, console: Console | None = None) -> None:
+        self._progress = _PassView(
             TextColumn("training"),
             BarColumn(),
             TextColumn("{task.percentage:>3.0f} %  pass {task.fields[pass_index]}  {task.fields[rate]} samples/s"),
             TimeRemainingColumn(),
-            TextColumn("waited {task.fields[waited]:.2f} s  {task.fields[at_hand]} of rows at hand"),
-            console=Console(stderr=True),
+            TextColumn("waited {task.fields[waited]:.2f} s"),
+            console=console or Console(stderr=True),
             disable=not shown,
             transient=True,
         )
         self._shown = shown
-        self._task = self._progress.add_task(
-            "training", total=total_samples, pass_index="-", rate="-", waited=0.0, at_hand="-"
-        )
+        self._task = self._progress.add_task("training", total=total_samples, pass_index="-", rate="-", waited=0.0)
         self._before = 0
         self._waited = 0.0
         self._begun = time.perf_counter()
@@ -63,9 +105,8 @@ class TrainingProgress:
         """Take in a pass that ended."""
         self._before += samples
         self._waited += report.waited
-        old = report.rows - report.rows_generated
-        at_hand = f"{(old - report.rows_read) / old:.0%}" if old else "-"
-        self._progress.update(self._task, at_hand=at_hand)
+        self._progress.passes.append(report)
+        self._progress.update(self._task, waited=self._waited)
         self._next = 0.0
 
     def stop(self) -> None:
