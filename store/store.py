@@ -100,9 +100,9 @@ class Store:
         Mode "a" takes the one right to write and deletes blocks that no commit names; mode "r" sees the newest
         commit as of now, or ``commit``, for as long as it is open. ``engine`` is "lmdb" or "zarr"; None takes the
         store's own, of a new store "lmdb", or "zarr" where a table is compressed. It may be an instance, which keeps
-        bytes as it does: then ``path`` only names the store in messages. ``store_budget`` bounds the bytes of blocks;
-        None means the size of the file system. Commits from now on keep the newest ``retention`` commits, themselves
-        included; None means as many as before, or 1.
+        bytes as it does: then ``path`` only names the store in messages. ``store_budget`` bounds the bytes of blocks,
+        of each shard where there are several; None means the size of the file system. Commits from now on keep the
+        newest ``retention`` commits, themselves included; None means as many as before, or 1.
 
         Raises StoreMissingError, NotAStoreError, FormatVersionError, TableMismatchError, StoreInUseError,
         StoreFullError, CommitMissingError, CorruptStoreError; ValueError for mode "a" of one shard.
@@ -113,7 +113,10 @@ class Store:
         if place is not None and (engine is None or isinstance(engine, str)):
             from tiercache.store.shards.opening import open_sharded
 
-            find = partial(open_sharded, place, tables, engine, mode=mode, commit=commit, retention=retention)
+            find = partial(
+                open_sharded, place, tables, engine, mode=mode, commit=commit, retention=retention,
+                store_budget=store_budget,
+            )  # fmt: skip
             if (sharded := find()) is not None:
                 return sharded
         try:

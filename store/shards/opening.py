@@ -36,6 +36,7 @@ def open_sharded(
     mode: str,
     commit: int | None = None,
     retention: int | None = None,
+    store_budget: int | None = None,
 ) -> Shards | None:
     """Open the sharded store at ``path``; None where a plain store is there, ready to be opened, or none at all.
 
@@ -53,7 +54,7 @@ def open_sharded(
     if engine not in {None, manifest.engine}:
         raise ValueError(f"{label_of(path)} was made with engine {manifest.engine!r}, not {engine!r}: leave engine out")
     if mode == "a":
-        return _open_to_write(path, retention, anew=tables is not None)
+        return _open_to_write(path, retention, store_budget, anew=tables is not None)
     return open_shards(path, manifest, commit)
 
 
@@ -141,7 +142,7 @@ def settle(path: Path) -> None:
         replace(manifest, obsolete=()).write(path)
 
 
-def _open_to_write(path: Path, retention: int | None, *, anew: bool) -> Shards | None:
+def _open_to_write(path: Path, retention: int | None, store_budget: int | None, *, anew: bool) -> Shards | None:
     """Open all shards; None where a plain store is there, or, ``anew``, may be made where nothing was committed."""
     with ExitStack() as stack:
         lock = WriterLock(path, RANKS_LOCK)
@@ -161,7 +162,10 @@ def _open_to_write(path: Path, retention: int | None, *, anew: bool) -> Shards |
             return None
         found.delete_obsolete(path)
         manifest = replace(found, obsolete=(), retention=retention or found.retention)
-        opened = tuple(stack.enter_context(open_shard(path, manifest, rank)) for rank in range(manifest.num_ranks))
+        opened = tuple(
+            stack.enter_context(open_shard(path, manifest, rank, store_budget=store_budget))
+            for rank in range(manifest.num_ranks)
+        )
         manifest = manifest.renewed([shard.commits[-1].id for shard in opened])
         if manifest != found:
             manifest.write(path)

@@ -30,6 +30,7 @@ from tiercache.store import (
     KeyMissingError,
     Store,
     StoreError,
+    StoreFullError,
     StoreMissingError,
     info,
     verify,
@@ -230,6 +231,16 @@ def test_one_process_begins_anew_where_nothing_was_committed(tmp_path: Path) -> 
         assert type(store) is Store
         assert {table.name: store.live_rows(table.name) for table in store.tables} == dict.fromkeys(WHOLE, 4)
     assert [entry.name for entry in path.iterdir() if "shard" in entry.name] == []
+
+
+def test_a_budget_of_blocks_binds_every_shard(tmp_path: Path) -> None:
+    """Also where one process has all of them open."""
+    path = tmp_path / "s"
+    assert train_shards(path, 3, 5, engine="zarr") == [None] * 3
+    with Store.open(path, store_budget=1) as store, pytest.raises(StoreFullError, match="store_budget"):
+        store.compact()
+    with Store.open(path, store_budget=1 << 30) as store:
+        store.compact()
 
 
 def test_tables_may_be_given_as_an_iterator(tmp_path: Path) -> None:
