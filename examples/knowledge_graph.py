@@ -249,7 +249,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="an archive with train.txt, valid.txt and test.txt")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--model", choices=["complex", "transe"], default="complex")
-    for name, value in {"dim": 200, "epochs": 15, "batch": 512, "drawn": 1500, "parts": 2, "most": 1 << 40}.items():
+    for name, value in {"dim": 200, "epochs": 20, "batch": 512, "drawn": 1500, "parts": 2, "most": 1 << 40}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--penalty", type=float, default=0.02, help="of N3")
     parser.add_argument("--device-budget", default="256MiB")
