@@ -110,12 +110,10 @@ def load_sorted(
     if store.commit is not None or store.segments:
         raise ValueError(f"{store.label} has rows already: rows of other stores go into a new one")
     begin = Cursor(*start)
-    unchanged: NDArray[np.float32] = np.zeros(1, dtype=np.float32)  # the bits of commit 0
 
     def words(table: Table) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         for keys, fields in rows(table):
-            changed = np.broadcast_to(unchanged, (keys.size, 1))
-            yield keys, np.concatenate([row_words(table.fields, fields), changed], axis=1)
+            yield keys, row_words(table.fields, fields, changed=0)
 
     try:
         with Rewrite(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.store.key_memory import Recall
     from tiercache.store.segment import Segment
     from tiercache.store.segment_layout import SegmentLayout
     from tiercache.store.snapshot import Snapshot
@@ -45,17 +46,22 @@ def live_keys(
     readers: ThreadPoolExecutor,
     *,
     after: int,
+    recall: Recall | None = None,
 ) -> Iterator[tuple[Segment, int, Int64s, Int64s]]:
     """Yield (segment, place of the table, keys, rows) of live rows of ``tables``, each key page read at most once.
 
     ``tables`` gives, by place in the group, the hashes that are looked for; a few segments later what it gives by then.
     Of each run of rows in hash order only the key pages are read that may have one: for a single hash one page at most.
-    ``segments`` come in their order. Only rows with a next use after pass ``after``.
+    ``segments`` come in their order. Only rows with a next use after pass ``after``. ``recall`` knows where the keys of
+    some segments are, and learns it of others, of which all keys are read then.
     """
-    sweep = ((some,) for segment in segments for some in _together(_readings(snapshot, segment, group, tables, after)))
-    for (readings,), found in read_ahead(readers, partial(_read, store), sweep, most=2 * READERS):
+    readings = (_readings(snapshot, segment, group, tables, after, recall) for segment in segments)
+    sweep = ((some,) for of_segment in readings for some in _together(of_segment))
+    for (some,), found in read_ahead(readers, partial(_read, store), sweep, most=2 * READERS):
         for place, keys, rows in found:
-            yield readings[0].segment, place, keys, rows
+            if recall is not None:
+                recall.learn(some[0].segment, group, place, keys, rows)
+            yield some[0].segment, place, keys, rows
 
 
 def all_keys() -> None:
@@ -102,7 +108,12 @@ def _read(store: Store, readings: Sequence[_Reading]) -> list[tuple[int, Int64s,
 
 
 def _readings(
-    snapshot: Snapshot, segment: Segment, group: Group, tables: Mapping[int, Asked], after: int
+    snapshot: Snapshot,
+    segment: Segment,
+    group: Group,
+    tables: Mapping[int, Asked],
+    after: int,
+    recall: Recall | None,
 ) -> Iterator[_Reading]:
     """Yield what is read of the keys of a segment, in the order of its rows."""
     if all((wanted := asked()) is not None and not wanted.size for asked in tables.values()):
@@ -110,11 +121,24 @@ def _readings(
     layout = segment.layouts[group.index]
     live = max(snapshot.first_range(segment, group.index), int(layout.next_use_R.searchsorted(after, side="right")))
     runs = {place: layout.runs_of_table(place, live) for place in tables}
+    known: dict[int, Int64s] = {}
+    if recall is not None:
+        tables = dict(tables)
+        for place, asked in tables.items():
+            if (wanted := asked()) is None or not wanted.size:
+                continue
+            if (rows := recall.rows(segment, group.index, place, live, wanted)) is not None:
+                known[place] = rows
+            elif recall.is_learning(segment, group.index, place, live, runs[place][0].size, wanted):
+                tables[place] = all_keys
     step = max(1, _PAGES // layout.key_pages)
     for block in range(0, layout.num_blocks, step):
         low, high = layout.rows_of_block(block)[0], layout.rows_of_block(min(block + step, layout.num_blocks) - 1)[1]
         spans = []
         for place, asked in tables.items():
+            if place in known:
+                spans.append(_Spans.of_rows(layout, known[place], low, high))
+                continue
             wanted, table_id = asked(), group.tables[place].table_id
             spans.append(_Spans.of(layout, segment.first_keys[group.index], *runs[place], low, high, wanted, table_id))
         yield from _joined(segment, group.index, layout, dict(zip(tables, spans, strict=True)))
@@ -162,6 +186,13 @@ class _Spans(NamedTuple):
         cut = np.nonzero((lows[1:] != highs[:-1]) | (blocks[1:] != blocks[:-1]))[0] + 1
         begin, end = np.append(0, cut)[: lows.size or 0], np.append(cut, lows.size)[: lows.size or 0] - 1
         return cls(lows[begin], highs[end], pages[begin], pages[end] + 1)
+
+    @classmethod
+    def of_rows(cls, layout: SegmentLayout, rows: Int64s, low: int, high: int) -> _Spans:
+        """Return those of ``rows``, in order, that are in [low, high)."""
+        mine = rows[int(rows.searchsorted(low)) : int(rows.searchsorted(high))]
+        pages = layout.key_pages_of_rows(mine)
+        return cls(mine, mine + 1, pages, pages + 1)
 
 
 def _joined(segment: Segment, group: int, layout: SegmentLayout, spans: Mapping[int, _Spans]) -> Iterator[_Reading]:

@@ -15,6 +15,7 @@ from tiercache.store.errors import KeyMissingError, StoreError
 from tiercache.store.hashing import hash_keys
 from tiercache.store.huge_pages import huge_pages
 from tiercache.store.initial import initial_rows
+from tiercache.store.key_memory import Recall
 from tiercache.store.live_keys import READERS, live_keys
 from tiercache.store.read_ahead import read_ahead
 from tiercache.store.reading import Pages
@@ -70,13 +71,16 @@ def locate_at(
     least = -1 if retained else after
     groups = {table.name: group for group in store.groups for table in group.tables}
     wanted = {name: _Wanted(groups[name], name, values) for name, values in keys.items()}
+    recall = None
+    if store.key_memory is not None and store.path is not None:
+        recall = Recall(store.key_memory, store.path, {segment.id for segment in snapshot.segments})
     with ThreadPoolExecutor(READERS) as readers:
         for group in store.groups:
             tables = {group.place(name): w for name, w in wanted.items() if groups[name] is group and w.hashes.size}
             asked = {place: one.left for place, one in tables.items()}
             newest_first = reversed(snapshot.segments)
             for segment, place, stored, rows in live_keys(
-                store, snapshot, newest_first, group, asked, readers, after=least
+                store, snapshot, newest_first, group, asked, readers, after=least, recall=recall
             ):
                 tables[place].match(segment.id, stored, rows)
                 if progress is not None:

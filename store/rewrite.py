@@ -166,7 +166,6 @@ class Rewrite:
         Rows are words, and last their last change.
         """
         id_ = 0 if self._store.commit is None else self._store.commit.id + 1
-        now = np.array([id_], np.uint32).view(np.float32)
         mine = self._moved(table, moves) if self._stored is None else self._stored(table)
         stored = SortedCursor(hashed(table, mine), np.int64, (np.float32, (table.row_bytes // 4 + 1,)))
         wanted = SortedCursor(hashed(table, self._uses.slices(table.name)), np.int64, np.int64)
@@ -178,8 +177,7 @@ class Rewrite:
                 hit = wanted_hashes[at] == hashes
                 uses[hit], absent[at[hit]] = wanted_uses[at[hit]], False
             if np.any(absent):
-                first = row_words(table.fields, self._first_rows(table, wanted_keys[absent]))
-                new = np.concatenate([first, np.broadcast_to(now, (first.shape[0], 1))], axis=1)
+                new = row_words(table.fields, self._first_rows(table, wanted_keys[absent]), changed=id_)
                 order = np.argsort(np.concatenate([hashes, wanted_hashes[absent]]))
                 keys = np.concatenate([keys, wanted_keys[absent]])[order]
                 rows, uses = np.concatenate([rows, new])[order], np.concatenate([uses, wanted_uses[absent]])[order]

@@ -73,10 +73,14 @@ def to_words(field: Field, values: Floats, out: Floats) -> None:
         out[low : low + step].view(np.uint32)[:] = bits.view(np.uint32)
 
 
-def row_words(fields: Sequence[Field], values: Sequence[Floats]) -> Floats:
-    """Return whole rows (n, words of all fields) from the numbers (n, width) of each field."""
-    out = np.empty((values[0].shape[0], sum(field.words for field in fields)), np.float32)
-    at = 0
+def row_words(fields: Sequence[Field], values: Sequence[Floats], changed: int | None = None) -> Floats:
+    """Return whole rows (n, words of all fields) from the numbers (n, width) of each field.
+
+    changed: the commit that changed them last, for a word more at the end of each.
+    """
+    words, at = sum(field.words for field in fields), 0
+    out = np.empty((values[0].shape[0], words + (changed is not None)), np.float32)
+    out[:, words:].view(np.uint32)[:] = changed or 0
     for field, numbers in zip(fields, values, strict=True):
         to_words(field, numbers, out[:, at : at + field.words])
         at += field.words

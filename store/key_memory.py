@@ -1,0 +1,145 @@
+"""What a process that looks keys up again and again remembers of the segments that it has read: where which key is.
+
+Beside a training, rows stand in the order of their next uses: a segment has many short runs, a few keys meet nearly all
+its key pages, and a lookup reads nearly all its keys. Segments never change, and the next lookup meets most of them
+again. So of a segment whose keys were all read, 32 bits of the hash of each key stay in memory, and its row. They say
+which rows may have a key that is looked for; only the key pages of these are read then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from tiercache.store.hashing import hash_keys
+from tiercache.store.segment_layout import KEY_PAGE_ROWS
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from tiercache.store.segment import Segment
+    from tiercache.store.table import Group
+
+    Hashes = NDArray[np.uint64]
+    Rows = NDArray[np.int64]
+
+MOST_BYTES = 256 << 20
+"""Of all that a process remembers, at 8 bytes a key; further segments are read as if nothing was."""
+_MOST_ROWS = 1 << 32
+
+
+class _Keys(NamedTuple):
+    """The keys of one table in one segment, from a range on."""
+
+    first_range: int
+    prints: NDArray[np.uint32]
+    """Of each key, in order."""
+    rows: NDArray[np.uint32]
+    """Of each."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of both."""
+        return self.prints.nbytes + self.rows.nbytes
+
+
+class KeyMemory:
+    """The keys of all stores that this process has open for reading, or had; from any thread."""
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self.most_bytes, self.num_bytes = most_bytes, 0
+        self._known: dict[tuple[Path, int], dict[tuple[int, int, bytes], _Keys]] = {}
+        """By store and segment; then by group, table and what the segment has."""
+        self._lock = threading.Lock()
+
+    def find(self, path: Path, segment: Segment, group: int, table: int) -> _Keys | None:
+        """Return what is known of a table's keys in a segment."""
+        mine = self._known.get((path, segment.id))
+        return None if mine is None else mine.get((group, table, _content(segment, group)))
+
+    def add(self, path: Path, segment: Segment, group: int, table: int, made: _Keys) -> None:
+        """Remember keys, where there is room for them."""
+        with self._lock:
+            mine, place = self._known.setdefault((path, segment.id), {}), (group, table, _content(segment, group))
+            known = mine.get(place)
+            more = made.num_bytes - (0 if known is None else known.num_bytes)
+            is_wider = known is None or made.first_range < known.first_range
+            if is_wider and self.num_bytes + more <= self.most_bytes:
+                mine[place] = made
+                self.num_bytes += more
+
+    def keep(self, path: Path, segments: Collection[int]) -> None:
+        """Forget a store's segments that are not among these."""
+        with self._lock:
+            for place in [place for place in self._known if place[0] == path and place[1] not in segments]:
+                self.num_bytes -= sum(one.num_bytes for one in self._known.pop(place).values())
+
+
+KEY_MEMORY = KeyMemory()
+
+
+class Recall:
+    """What is known of one store during one lookup, and what is learned."""
+
+    def __init__(self, memory: KeyMemory, path: Path, segments: Collection[int]) -> None:
+        self._memory, self._path = memory, path
+        memory.keep(path, segments)
+        self._parts: dict[tuple[int, int, int], tuple[int, int, list[tuple[Hashes, Rows]]]] = {}
+        """By segment, group and table, where all keys are read: the first range, how many are left, those that came."""
+
+    def rows(self, segment: Segment, group: int, table: int, first_range: int, wanted: Hashes) -> Rows | None:
+        """Return, in order, the rows from ``first_range`` on that may have one of the hashes; None where any may."""
+        known = self._memory.find(self._path, segment, group, table)
+        if known is None or known.first_range > first_range:
+            return None
+        low, high = (np.searchsorted(known.prints, _prints(wanted), side=side) for side in ("left", "right"))
+        found = np.concatenate([known.rows[:0], *(known.rows[a:b] for a, b in zip(low, high, strict=True) if a < b)])
+        live = segment.layouts[group].first_row_R[first_range]
+        return np.unique(found[found >= live].astype(np.int64))
+
+    def is_learning(
+        self, segment: Segment, group: int, table: int, first_range: int, runs: int, wanted: Hashes
+    ) -> bool:
+        """Return whether all keys are to be read: where nearly all are read anyway, and there is room for them.
+
+        runs: of the table's rows from ``first_range`` on.
+        """
+        layout = segment.layouts[group]
+        rows = layout.rows_of_table(table, first_range)
+        room = self._memory.most_bytes - self._memory.num_bytes
+        if not rows or layout.rows > _MOST_ROWS or 8 * rows > room or wanted.size * runs * KEY_PAGE_ROWS < rows:
+            return False
+        self._parts[segment.id, group, table] = first_range, rows, []
+        return True
+
+    def learn(self, segment: Segment, group: Group, table: int, keys: NDArray[np.int64], rows: Rows) -> None:
+        """Take in keys that were read of a segment, and their rows."""
+        place = segment.id, group.index, table
+        if place in self._parts:
+            first_range, left, parts = self._parts.pop(place)
+            parts.append((hash_keys(keys, group.tables[table].table_id), rows))
+            if left > keys.size:
+                self._parts[place] = first_range, left - keys.size, parts
+            else:
+                prints = _prints(np.concatenate([hashes for hashes, _ in parts]))
+                of_prints = np.concatenate([of_part for _, of_part in parts]).astype(np.uint32)
+                order = np.argsort(prints)
+                made = _Keys(first_range, prints[order], of_prints[order])
+                self._memory.add(self._path, segment, group.index, table, made)
+
+
+def _prints(hashes: Hashes) -> NDArray[np.uint32]:
+    return (hashes >> np.uint64(32)).astype(np.uint32)
+
+
+def _content(segment: Segment, group: int) -> bytes:
+    """Return what no other segment of the same number has: of its key pages the first keys and the checksums."""
+    found = hashlib.blake2b(segment.first_keys[group].tobytes(), digest_size=16)
+    found.update(segment.key_checksums[group].tobytes())
+    return found.digest()

@@ -1,0 +1,136 @@
+"""Lookups of a process that opens a store again and again: the rows of each commit, and no keys that were read."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from tests.store.conftest import small_tables
+from tests.store.world import World
+from tiercache.store import Store, hash_keys
+from tiercache.store.key_memory import KeyMemory, Recall
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.store.world import Key
+
+KEYS = np.arange(-90, 90)
+NONE = np.arange(1000, 1100)
+"""Keys that no row has."""
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> KeyMemory:
+    """A memory of this test alone, in which nothing is known yet."""
+    made = KeyMemory()
+    monkeypatch.setattr("tiercache.store.store.KEY_MEMORY", made)
+    return made
+
+
+def look(path: Path, commit: int, rows: dict[Key, bytes]) -> None:
+    """Look all keys of all tables up in a commit, and compare them with its rows."""
+    with Store.open(path, mode="r", commit=commit) as store:
+        for table in store.tables:
+            fields = store.lookup(table.name, KEYS, missing="zeros")
+            for i, key in enumerate(KEYS.tolist()):
+                found = b"".join(values[i].tobytes() for values in fields.values())
+                assert found == rows.get((table.name, key), bytes(len(found))), (commit, table.name, key)
+
+
+def look_for_none(path: Path, commit: int) -> int:
+    """Look up keys without a row in a commit; returns the bytes of keys that were read."""
+    with Store.open(path, mode="r", commit=commit) as store:
+        for table in store.tables:
+            assert not any(np.any(values) for values in store.lookup(table.name, NONE, missing="zeros").values())
+        return store.counters.key_bytes_read
+
+
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+def test_lookups_again_and_again_have_the_rows_of_their_commit(engine: str, memory: KeyMemory, tmp_path: Path) -> None:
+    """Newer and older ones in turns, through a rollback behind which other segments get the same numbers."""
+    path = tmp_path / "s"
+    world = World(small_tables(), num_passes=5, keys_per_pass=60, universe=150)
+    worlds: dict[int, World] = {}
+    with Store.open(path, tables=world.tables, engine=engine, retention=3) as store:
+        for step in range(14):
+            world.train()
+            world.append(store)
+            world.pass_index += 1
+            world.publish(store)
+            assert store.commit is not None
+            worlds[store.commit.id] = copy.deepcopy(world)
+            for commit in store.commits if step % 2 else reversed(store.commits):
+                first, again = (look_for_none(path, commit.id) for _ in range(2))
+                assert again == 0
+                assert first > 0 or commit is not store.commit
+                look(path, commit.id, worlds[commit.id].rows)
+            if step == 8:
+                oldest = store.commits[0].id
+                worlds[store.rollback(oldest).id], world = worlds[oldest], copy.deepcopy(worlds[oldest])
+                world.schedule += 1  # other rows follow
+    assert memory.num_bytes > 0
+
+
+def test_what_is_remembered_has_a_bound_and_goes_with_its_segments(memory: KeyMemory, tmp_path: Path) -> None:
+    """Beyond it lookups read as before; a segment that no lookup meets any more makes room."""
+    path, world = tmp_path / "s", World(small_tables(), num_passes=4, keys_per_pass=60, universe=150)
+    memory.most_bytes = 1200
+    with Store.open(path, tables=world.tables) as store:
+        for _ in range(8):
+            world.train()
+            world.append(store)
+            world.pass_index += 1
+            world.publish(store)
+            assert store.commit is not None
+            look(path, store.commit.id, world.rows)
+            assert 0 < memory.num_bytes <= memory.most_bytes
+        store.compact()
+        assert store.commit is not None
+        look(path, store.commit.id, world.rows)
+        kept = {segment.id for segment in store.segments}
+    memory.keep(path, kept)
+    assert memory.num_bytes <= 8 * len(world.rows)
+    memory.keep(path, [])
+    assert memory.num_bytes == 0
+
+
+def test_a_store_for_writing_remembers_nothing(memory: KeyMemory, tmp_path: Path) -> None:
+    """Neither itself nor its older commits: a training's memory is planned."""
+    world = World(small_tables(), num_passes=3, keys_per_pass=40)
+    with Store.open(tmp_path / "s", tables=world.tables) as store:
+        world.train()
+        world.append(store)
+        world.pass_index += 1
+        world.publish(store)
+        assert store.commit is not None
+        for one in (store, store.at(store.commit.id)):
+            one.lookup("user", KEYS, missing="zeros")
+    assert memory.num_bytes == 0
+
+
+def test_a_hash_that_is_alike_in_its_first_half_is_looked_at(memory: KeyMemory, tmp_path: Path) -> None:
+    """The halves of hashes that are remembered say where a key may be; what is there is compared whole."""
+    world = World(small_tables(), num_passes=3, keys_per_pass=40)
+    with Store.open(tmp_path / "s", tables=world.tables) as store:
+        world.train()
+        world.append(store)
+        world.pass_index += 1
+        world.publish(store)
+        (segment,) = store.segments
+    look(tmp_path / "s", 0, world.rows)
+    recall = Recall(memory, tmp_path / "s", [segment.id])
+    group = store.groups[0]
+    table = group.tables[0]
+    keys = np.array([key for name, key in world.rows if name == table.name])
+    hashes = hash_keys(keys, table.table_id)
+    near = np.sort(hashes ^ np.uint64(1))
+    rows = recall.rows(segment, group.index, 0, 0, near)
+    assert rows is not None
+    assert rows.size == keys.size
+    far = recall.rows(segment, group.index, 0, 0, np.sort(hashes ^ np.uint64(1 << 63)))
+    assert far is not None
+    assert far.size == 0
