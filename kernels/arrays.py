@@ -14,11 +14,6 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-__all__ = [
-    "B1", "F4", "I1", "I2", "I4", "I8", "NONE_F4", "NONE_I4", "NONE_I8", "NONE_U8", "U1", "U4", "U8", "Matrix", "Rows",
-    "Single", "View", "Word", "Written", "address_of", "aligned_zeros", "expect", "same_length",
-]  # fmt: skip
-
 _Array = TypeVar("_Array")
 B1 = NDArray[np.bool_]
 I1 = NDArray[np.int8]

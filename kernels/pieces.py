@@ -10,8 +10,6 @@ import numpy as np
 
 from tiercache.kernels.arrays import F4, I8, address_of, expect
 
-__all__ = ["Memory", "Pieces", "host_memory"]
-
 _LEAST = np.minimum.reduce  # `min` goes by way of Python, with the interpreter's lock
 
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["publish", "sync", "write_whole"]
-
 
 def write_whole(path: Path, data: bytes) -> None:
     """Replace ``path`` by ``data`` in one step; both are on disk on return."""

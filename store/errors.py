@@ -124,20 +124,3 @@ class BlockReadError(CorruptStoreError):
     def __init__(self, seen: str) -> None:
         super().__init__(f"the block {seen}")
         self.seen = seen
-
-
-__all__ = [
-    "BlockReadError",
-    "CommitMissingError",
-    "CorruptBlockError",
-    "CorruptStoreError",
-    "FormatVersionError",
-    "KeyMissingError",
-    "NotAStoreError",
-    "StoreClosedError",
-    "StoreError",
-    "StoreFullError",
-    "StoreInUseError",
-    "StoreMissingError",
-    "TableMismatchError",
-]

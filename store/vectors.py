@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float32]
     Bits = NDArray[np.uint16]
 
-__all__ = ["ITEM_BYTES", "from_bits", "from_words", "nearest", "row_words", "to_bits", "to_words", "vector_words"]
-
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """By dtype of a vector: bytes of a number."""
 _BATCH_NUMBERS = 1 << 16

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from rich.progress import TaskID
 
-__all__ = ["progress_bars"]
-
 
 @contextmanager
 def progress_bars(*, shown: bool = True, unit: str = "rows") -> Iterator[Callable[[str, int, int | None], None]]:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-__all__ = ["CsvFormat", "DenseFeature", "Feature", "Schema", "SourceFormat"]
-
 _LARGEST = float(np.finfo(np.float32).max)
 _CONFIG = ConfigDict(extra="forbid")
 

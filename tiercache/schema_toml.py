@@ -16,8 +16,6 @@ from tiercache.store.initializer import initializer_from_record
 from tiercache.store.optimizer import optimizer_from_record
 from tiercache.store.table import Table
 
-__all__ = ["load_schema"]
-
 _FEATURE = {f.name for f in fields(Feature)} - {"name"} | {"column"}
 _TABLE = {"dim", "optimizer", "initializer", "seed", "dtype", "compression"}
 _STRICT = ConfigDict(extra="forbid")

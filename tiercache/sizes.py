@@ -6,8 +6,6 @@ import re
 
 from tiercache.errors import BudgetError
 
-__all__ = ["counted", "format_bytes", "option_bytes", "parse_bytes", "told_apart"]
-
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 

@@ -16,8 +16,6 @@ from tiercache.kernels.arrays import I8, U1, U4, Written, address_of, expect
 from tiercache.kernels.cpu.jit import inlined, intrinsic, serial_where
 from tiercache.kernels.cpu.simd import _call, element_address
 
-__all__ = ["crc32c", "has_crc32c"]
-
 _LONG = ir.IntType(64)
 _ORIGIN = np.zeros(1, np.uint8)  # places in memory are counted from here
 

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from tiercache.kernels.cpu.jit import KERNELS, Kernel, threads
 
-__all__ = ["is_cached", "prepare"]
-
 for _path in sorted(Path(__file__).parent.glob("[!_]*.py")):
     if _path != Path(__file__):
         importlib.import_module(f"tiercache.kernels.cpu.{_path.stem}")

@@ -18,8 +18,6 @@ from tiercache.kernels.cpu.checksum import _ORIGIN, Part, _checksums
 from tiercache.kernels.cpu.file_io import _PAGE_BYTES, _address, _copy, _or_error, _preadv, has_reads
 from tiercache.kernels.cpu.jit import inlined, serial_where
 
-__all__ = ["FieldFile", "read_fields"]
-
 FieldFile = tuple[str, int, int, int]
 """Path, bytes of the file, the byte of it where the field of the first row begins, bytes of the field in a row."""
 

@@ -20,8 +20,6 @@ from tiercache.kernels.cpu.checksum import _ORIGIN, Part, Runs, _checksums, has_
 from tiercache.kernels.cpu.jit import intrinsic, serial_where
 from tiercache.kernels.cpu.simd import _call, element_address
 
-__all__ = ["has_reads", "read_checked"]
-
 _PAGE_BYTES = 4096
 _LONG, _INT = ir.IntType(64), ir.IntType(32)
 

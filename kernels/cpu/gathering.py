@@ -15,8 +15,6 @@ from tiercache.kernels.cpu.simd import atomic_next, fence, store, stream
 from tiercache.kernels.cpu.vectors import ask_row, read, shape_of
 from tiercache.kernels.step import Vectors
 
-__all__ = ["can_spread", "check_ids", "gather", "map_slots", "pool_one", "spread_one"]
-
 BLOCK = 64  # samples of a task: 26 features of 64 floats are 416 KiB, which stays in a second-level cache
 GATHER_BLOCK = 1024
 MAP_PART = 1 << 14  # below this a second thread costs more than it saves
@@ -27,6 +25,7 @@ _HALF, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
 
 @inlined
 def map_entries(ids, first, last, base, slot_of_local, slots):  # type: ignore[no-untyped-def]
+    """Write the slots of entries [first, last)."""
     for e in range(first, last):
         slots[e] = slot_of_local[base + ids[e]]
 
@@ -204,6 +203,7 @@ def check_columns(cols: I8, dim: int, width: int) -> None:
 
 
 def num_parts(num_samples: int) -> int:
+    """Return how many threads share so many samples."""
     return max(1, min(threads(), num_samples // BLOCK))
 
 

@@ -8,8 +8,6 @@ import numpy as np
 from tiercache.kernels.cpu.jit import inlined
 from tiercache.kernels.cpu.simd import load, splat, store
 
-__all__ = ["add_entries", "add_mixed", "entry_of", "gradient_start", "same_row"]
-
 _ONE = np.ones(1, np.float32)
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 

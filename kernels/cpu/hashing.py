@@ -13,15 +13,6 @@ from numba.core import types
 from tiercache.kernels.arrays import I2, I8, U1, U8, Matrix, Word, Written, same_length
 from tiercache.kernels.cpu.jit import inlined, intrinsic, serial
 
-__all__ = [
-    "hash_keys",
-    "key_owners",
-    "mix",
-    "mix_word",
-    "xxh64_strings",
-    "xxh64_words",
-]
-
 MOST_OWNERS = 1024
 _U64 = (1 << 64) - 1
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)

@@ -28,22 +28,6 @@ from numba.core.registry import cpu_target
 
 from tiercache.kernels.cpu.signature import parameters_of
 
-__all__ = [
-    "KERNELS",
-    "Kernel",
-    "cache_folder",
-    "inlined",
-    "intrinsic",
-    "most_threads",
-    "on_all_cores",
-    "parallel",
-    "serial",
-    "serial_where",
-    "set_threads",
-    "threads",
-    "worker",
-]
-
 
 def _load_tbb() -> bool:
     """Load oneTBB from its wheel, whose folder is not among those that numba's own part of it is linked with."""

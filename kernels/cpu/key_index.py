@@ -20,8 +20,6 @@ from tiercache.kernels.cpu.hashing import mix_word
 from tiercache.kernels.cpu.jit import inlined, parallel, serial, threads, worker
 from tiercache.kernels.cpu.simd import prefetch
 
-__all__ = ["KeyIndex", "KeySet", "Missing"]
-
 EMPTY = -(1 << 63)
 MOST_POSITIONS = (1 << 31) - 1
 _NOWHERE = (1 << 32) - 1

@@ -7,8 +7,6 @@ from tiercache.kernels.cpu.hashing import mix_word
 from tiercache.kernels.cpu.jit import inlined, serial
 from tiercache.kernels.cpu.simd import prefetch
 
-__all__ = ["hash_range_bound", "search_keys", "sweep_uses"]
-
 _AHEAD = 8  # queries between asking for memory and using it
 
 

@@ -10,8 +10,6 @@ from tiercache.kernels.cpu.simd import load, splat, sqrt, store, total
 from tiercache.kernels.cpu.vectors import is_narrow, read, write_rounded
 from tiercache.kernels.step import ADAGRAD, ADAM, ROWWISE, SUM
 
-__all__ = ["RowFields", "apply"]
-
 
 class RowFields(NamedTuple):
     """The fields of a group's rows: those of `Vectors`, the states, (0, 0) where there is none, those of `Rounding`.

@@ -15,8 +15,6 @@ from tiercache.kernels.cpu.hashing import mix
 from tiercache.kernels.cpu.jit import inlined, intrinsic
 from tiercache.kernels.cpu.simd import element_address
 
-__all__ = ["draw", "set_streams"]
-
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _WORD = ir.IntType(32)
 _WORDS = ir.VectorType(_WORD, 8)

@@ -12,8 +12,6 @@ from tiercache.kernels.cpu.jit import inlined, on_all_cores, serial, worker
 from tiercache.kernels.cpu.simd import ask, atomic_next, fence, load, store, stream
 from tiercache.kernels.pieces import Pieces
 
-__all__ = ["pack", "unpack"]
-
 _TASK = 512  # rows a thread takes at a time
 _AHEAD = 8  # rows between asking for memory and copying it
 _LOOKUP = 64  # rows of which the piece is known in which the first one stands

@@ -7,8 +7,6 @@ Legend: n samples asked for, N samples of the sub-dataset, W words of a sample, 
 from tiercache.kernels.arrays import I4, I8, Matrix, Written
 from tiercache.kernels.cpu.jit import serial
 
-__all__ = ["gather_columns", "gather_lists", "gather_offsets", "gather_rows", "permute", "permute_columns"]
-
 
 @serial
 def gather_rows(

@@ -11,8 +11,6 @@ from tiercache.kernels.arrays import I8, U8, Word, Written
 from tiercache.kernels.cpu.hashing import mix_word
 from tiercache.kernels.cpu.jit import inlined, serial
 
-__all__ = ["shuffled"]
-
 _STEP = np.uint64(0x9E3779B97F4A7C15)  # of splitmix64's state
 _LEAST_BITS = 8  # in fewer, six rounds leave some orders of a few samples far more likely than others
 

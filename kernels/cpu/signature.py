@@ -10,8 +10,6 @@ from numba.np.numpy_support import from_dtype
 
 from tiercache.kernels.arrays import Matrix, Written, expect
 
-__all__ = ["Parameter", "parameters_of"]
-
 _TWO_AXES, _WRITTEN = (get_args(mark[Any])[1] for mark in (Matrix, Written))
 
 

@@ -15,24 +15,6 @@ from numba.extending import lower_builtin, models, register_model, type_callable
 
 from tiercache.kernels.cpu.jit import inlined, intrinsic
 
-__all__ = [
-    "WIDTH",
-    "ask",
-    "atomic_next",
-    "element_address",
-    "fence",
-    "lanes",
-    "load",
-    "masked_load",
-    "masked_store",
-    "prefetch",
-    "splat",
-    "sqrt",
-    "store",
-    "stream",
-    "total",
-]  # fmt: skip
-
 WIDTH = 16
 
 _FLOAT = ir.FloatType()

@@ -5,8 +5,6 @@ import numpy as np
 from tiercache.kernels.arrays import I4, I8, Written
 from tiercache.kernels.cpu.jit import serial
 
-__all__ = ["assign_slots", "count_gaps", "stable_order_by_gap", "take"]
-
 
 @serial
 def stable_order_by_gap(gap_K: I4, limit: int, order_K: Written[I4]) -> I8:

@@ -10,8 +10,6 @@ from numba import prange
 from tiercache.kernels.arrays import I4, I8, U8, Matrix, Written
 from tiercache.kernels.cpu.jit import inlined, parallel, threads, worker
 
-__all__ = ["SortBuffers", "sort_slots"]
-
 _DIGIT_BITS = 13
 _HALF = np.uint64(32)
 _PART_ENTRIES = 8192  # below this a second thread costs more than it saves

@@ -10,8 +10,6 @@ from numba import prange
 from tiercache.kernels.arrays import B1, I4, I8, U8, Written, same_length
 from tiercache.kernels.cpu.jit import inlined, parallel, serial, threads, worker
 
-__all__ = ["BITS_PER_ENTRY", "lay_out", "mark_slots", "unique_positions", "unique_slots"]
-
 BITS_PER_ENTRY = 64
 """`unique_positions` is quicker than a sort while there are at most about so many positions for each entry."""
 

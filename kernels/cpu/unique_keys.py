@@ -16,8 +16,6 @@ from tiercache.kernels.cpu.hashing import mix_word
 from tiercache.kernels.cpu.jit import inlined, serial, worker
 from tiercache.kernels.cpu.simd import prefetch
 
-__all__ = ["UniqueKeys"]
-
 _AHEAD = 24  # keys between asking for a slot and using it
 _ONE = np.uint64(1 << 32)
 _NUMBER = np.uint64((1 << 32) - 1)

@@ -17,8 +17,6 @@ from tiercache.kernels.cpu.simd import ask, atomic_next, load, splat, store
 from tiercache.kernels.cpu.vectors import ask_row, shape_of
 from tiercache.kernels.step import Gradients, Rule, Step, check_step
 
-__all__ = ["UpdateBuffers", "step_rows"]
-
 _STRETCH = 4096  # part of the definition of the bits
 _TASK = 1024  # entries a thread takes at a time
 _AHEAD = 6  # entries between asking for memory and using it

@@ -17,8 +17,6 @@ from numba.core import types
 from tiercache.kernels.cpu.jit import inlined, intrinsic
 from tiercache.kernels.cpu.simd import WIDTH, ask, element_address, lanes, masked_load, masked_store, prefetch
 
-__all__ = ["ask_row", "element", "is_narrow", "read", "shape_of", "write_rounded"]
-
 _LONG, _WORD, _SHORT, _FLOAT = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.FloatType()
 
 

@@ -19,19 +19,6 @@ from tiercache.kernels.arrays import View
 from tiercache.kernels.cuda.kernel_cache import kept
 from tiercache.kernels.cuda.launch import BLOCK_THREADS, Argument, Arrays, describe, source
 
-__all__ = [
-    "ARCHITECTURES",
-    "CudaDevice",
-    "CudaError",
-    "Host",
-    "NoGpuError",
-    "architecture_of",
-    "compile_all",
-    "compile_source",
-    "open_device",
-    "sources",
-]
-
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 """What every kernel is compiled for in the tests; a GPU gets what its own architecture needs."""
 

@@ -15,8 +15,6 @@ from tiercache.kernels.cuda.launch import Device, launch_parts, struct, view
 from tiercache.kernels.cuda.vectors import by_width, rows_at
 from tiercache.kernels.step import Vectors
 
-__all__ = ["Gathered", "Mapped", "gather", "limits_of", "map_slots"]
-
 _GATHER_PART, _MAP_PART = struct("GatherPart", "gathering"), struct("MapPart", "gathering")
 _GATHER_TASK, _MAP_TASK = 32, 256  # entries
 

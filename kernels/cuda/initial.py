@@ -13,8 +13,6 @@ from tiercache.kernels.cuda.launch import Device, blocks_for, launch_parts, stru
 from tiercache.kernels.cuda.vectors import rows_at
 from tiercache.kernels.step import Vectors
 
-__all__ = ["fill_rows", "initial_rows", "set_streams"]
-
 _PART = struct("NewRows", "initial")
 _TASK = 32  # rows
 

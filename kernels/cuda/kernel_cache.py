@@ -10,8 +10,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["kept"]
-
 _DIGEST = hashlib.sha256().digest_size
 _IN_MEMORY: dict[bytes, bytes] = {}
 

@@ -15,8 +15,6 @@ from tiercache.kernels.cpu.key_index import (
 )
 from tiercache.kernels.cuda.launch import Device, blocks_for, launch_parts, struct, view
 
-__all__ = ["KeyIndex", "MissingKeys"]
-
 _INSERT, _FIND = struct("InsertPart", "key_index"), struct("FindPart", "key_index")
 _TASK = 256  # keys
 

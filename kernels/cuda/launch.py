@@ -16,22 +16,6 @@ from numpy.typing import DTypeLike, NDArray
 
 from tiercache.kernels.arrays import View
 
-__all__ = [
-    "BLOCK_THREADS",
-    "Argument",
-    "Arrays",
-    "Device",
-    "Part",
-    "access",
-    "blocks_for",
-    "describe",
-    "given",
-    "launch_parts",
-    "source",
-    "struct",
-    "view",
-]
-
 BLOCK_THREADS = 256
 """Threads of a block, in every launch: as in lanes.cuh."""
 _BLOCKS_PER_SM = 32  # four times what an SM holds at once, so that the last ones end together

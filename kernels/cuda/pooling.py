@@ -17,8 +17,6 @@ from tiercache.kernels.cuda.launch import Device, blocks_for, given, struct, vie
 from tiercache.kernels.cuda.vectors import rows_at
 from tiercache.kernels.step import Vectors
 
-__all__ = ["Features", "Ids", "PoolPlan"]
-
 _FEATURE, _BATCH = struct("PoolFeature", "pooling"), struct("PoolBatch", "pooling")
 _SAMPLES_OF_TASK = 32
 

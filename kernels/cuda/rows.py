@@ -12,8 +12,6 @@ import numpy as np
 from tiercache.kernels.cuda.launch import Device, given, launch_parts, struct, view
 from tiercache.kernels.pieces import Pieces
 
-__all__ = ["pack", "unpack"]
-
 _PIECE, _FIELD = struct("Piece", "rows"), struct("Field", "rows")
 _TASK = 32  # rows
 _LINK_BLOCKS = 2

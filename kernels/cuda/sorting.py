@@ -8,8 +8,6 @@ import numpy as np
 
 from tiercache.kernels.cuda.launch import Device, launch_parts, struct, view
 
-__all__ = ["sort_groups"]
-
 _PART = struct("SortPart", "sorting")
 _TASK = 256  # entries
 _MOST = (1 << 31) - 1

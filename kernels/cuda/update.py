@@ -16,8 +16,6 @@ from tiercache.kernels.cuda.launch import Device, Part, given, launch_parts, str
 from tiercache.kernels.cuda.vectors import RowsAt, by_width, rows_at
 from tiercache.kernels.step import ADAGRAD, ADAM, ROWWISE, SGD, Step, check_step
 
-__all__ = ["STRETCH", "update_many"]
-
 STRETCH = 256  # part of the definition of the bits
 
 _PART = struct("UpdatePart", "update")

@@ -11,8 +11,6 @@ import numpy as np
 from tiercache.kernels.cuda.launch import Device, Part, access, view
 from tiercache.kernels.step import Vectors
 
-__all__ = ["RowsAt", "by_width", "rows_at"]
-
 
 class RowsAt(NamedTuple):
     """Where vectors lie."""

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from tiercache.store.store import Store
     from tiercache.store.table import Table
 
-__all__ = ["describe_shards", "verify_shards"]
-
 
 def describe_shards(path: Path, manifest: Manifest) -> dict[str, Any]:
     """Return what the sharded store at ``path`` holds at the commit of its manifest, as plain values; reads no row.

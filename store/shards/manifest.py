@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from tiercache.store.store import Store
 
-__all__ = ["HERE", "GlobalCommit", "Manifest", "in_words", "shard_name"]
-
 HERE = "."
 """The folder of the one shard that is the plain store in the same directory: while that becomes sharded, or again
 plain."""

@@ -19,8 +19,6 @@ from tiercache.store.directory import FORMAT_VERSION, StoreDirectory, check_vers
 from tiercache.store.errors import CorruptStoreError, NotAStoreError, StoreMissingError
 from tiercache.store.full_disk import room_for
 
-__all__ = ["Mark", "delete_shard", "is_shard", "mark_of", "refuse_shard"]
-
 _FORMAT = "tiercache shard"
 _BYTES = 4096
 """More than a mark has."""

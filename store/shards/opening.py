@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from tiercache.store.table import Table
 
-__all__ = ["open_shard", "open_sharded", "open_shards", "plain_manifest", "settle"]
-
 _TRIES = 32
 """How often opening begins anew, each time because a training had moved on."""
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from tiercache.store.table import Table
 
-__all__ = ["HASHES", "KINDS", "Kind", "ShardingPlan", "Slice", "TableSharding", "hash_bounds", "slice_widths", "sliced"]
-
 Kind = Literal["row", "table", "column", "replicate"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 HASHES = 1 << 64

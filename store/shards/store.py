@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from tiercache.store.segment import Segment
     from tiercache.store.table import Table
 
-__all__ = ["Shards"]
-
 
 class Shards(Store):
     """All shards of a store. ``Store.open`` makes it where a store is sharded.

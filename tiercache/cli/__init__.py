@@ -14,8 +14,6 @@ from typer.core import TyperGroup
 from tiercache.cli import commits, extract, files, info, plan, report, rows, warmup
 from tiercache.errors import CudaError, StoreError, TierCacheError
 
-__all__ = ["app", "main"]
-
 
 class _Commands(TyperGroup):
     """Turns an expected failure of a command into one sentence and exit code 1."""

@@ -10,8 +10,6 @@ import typer
 from tiercache.cli.output import Json, Output, Quiet, StorePath
 from tiercache.cli.target import open_store
 
-__all__ = ["compact", "reorganize", "repartition", "rollback"]
-
 _Dataset = Annotated[Path, typer.Argument(help="The directory of the dataset.")]
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from tiercache.planning.reuse import Reuse
     from tiercache.planning.schedule import OrderRule
 
-__all__ = ["curve_record", "curve_table", "describe", "reuse_of", "show", "verify"]
-
 
 def describe(path: Path, *, plot: Path | None = None, curve: bool = False) -> tuple[dict[str, Any], list[Point]]:
     """Return what is in a dataset as plain values, and its capacity curve; sweeps its key sets a hash range at a time.

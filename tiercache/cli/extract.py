@@ -9,8 +9,6 @@ import typer
 
 from tiercache.cli.output import Json, Output, Quiet
 
-__all__ = ["extract"]
-
 
 def extract(
     data: Annotated[

@@ -14,8 +14,6 @@ from tiercache.cli.target import kind_of, open_store
 if TYPE_CHECKING:
     from tiercache.io.export_manifest import ExportManifest
 
-__all__ = ["export", "import_"]
-
 
 def export(
     path: StorePath,

@@ -11,8 +11,6 @@ from tiercache.cli import dataset_info, store_info
 from tiercache.cli.output import AnyPath, Json, Output, Quiet
 from tiercache.cli.target import kind_of
 
-__all__ = ["info", "verify"]
-
 
 def info(
     path: AnyPath,

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["AnyPath", "Json", "Output", "Quiet", "StorePath", "new_table"]
-
-
 AnyPath = Annotated[Path, typer.Argument(help="The directory of a store or a dataset.")]
 StorePath = Annotated[Path, typer.Argument(help="The directory of the store.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value and nothing else.")]

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from tiercache.data.dataset import PassDataset
 
-__all__ = ["plan"]
-
 _MEMORY_SHARE = 0.7
 """Of the machine's memory that is free, what a plan takes at most."""
 

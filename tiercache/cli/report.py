@@ -9,8 +9,6 @@ import typer
 
 from tiercache.cli.output import Json, Output, Quiet
 
-__all__ = ["report"]
-
 
 def report(
     run: Annotated[Path, typer.Argument(help="What cache.write_report() wrote: a JSON object a line.")],

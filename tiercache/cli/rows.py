@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from rich.console import Console
 
-__all__ = ["changes", "diff", "lookup"]
-
 
 def lookup(
     path: StorePath,

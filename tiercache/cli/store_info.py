@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["show", "verified"]
-
 
 def show(console: Console, found: dict[str, Any], *, segments: bool) -> None:
     """Print what ``tiercache.store.info`` returned: a summary, and with ``segments`` each segment of each shard."""

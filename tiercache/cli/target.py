@@ -9,8 +9,6 @@ if TYPE_CHECKING:
 
     from tiercache.store import Store
 
-__all__ = ["kind_of", "open_store"]
-
 
 def kind_of(path: Path) -> Literal["store", "dataset"]:
     """Return what a directory holds. Raises DatasetError for an unfinished dataset and NotAStoreError for neither."""

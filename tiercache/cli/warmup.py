@@ -10,8 +10,6 @@ import typer
 
 from tiercache.cli.output import Json, Output, Quiet
 
-__all__ = ["warmup"]
-
 
 def warmup(
     device: Annotated[str, typer.Option(help="Also compile the kernels of this device: cuda, or cuda:1.")] = "cpu",

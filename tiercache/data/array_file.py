@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["BLOCK_BYTES", "ArrayFile", "ArrayFileWriter", "ArrayLayout", "ArraySpec", "bytes_of", "write_all"]
-
 BLOCK_BYTES = 1 << 20
 """Bytes under one checksum: part of the format."""
 _CODES = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "F32": np.dtype("<f4"), "U64": np.dtype("<u8")}

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from tiercache.data.inputs import InputFile
     from tiercache.schema import Schema
 
-__all__ = ["ArrayRows", "NumpyReader", "SplitBinaryReader", "split_files"]
-
 
 class ArrayRows:
     """Rows of one dtype and shape, one after another in a file that is open at the first."""

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from tiercache.data.resume import ExtractionState, WorkFolder
     from tiercache.data.workers import Workers
 
-__all__ = ["PassCloser", "close_pass"]
-
 _SYNC_SECONDS = 1.0
 
 

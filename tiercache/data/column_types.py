@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from tiercache.schema import Schema
 
-__all__ = ["ColumnUse", "check_columns", "column_uses", "csv_types", "kind_of"]
-
 Use = Literal["number", "integer", "string", "part", "cut"]
 _USE_OF_KEY: dict[str, Use] = {
     "integer": "integer",

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from tiercache.data.raw_batch import RawBatch
     from tiercache.data.source import SourceBatch
 
-__all__ = ["Cut", "Cutter"]
-
 
 @dataclass(frozen=True, slots=True)
 class Cut:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from tiercache.data.source import Source, SourceBatch
     from tiercache.schema import Feature, Schema
 
-__all__ = ["check_first_rows", "encode", "encode_dense", "encode_feature", "encode_label"]
-
 _FIRST_ROWS = 512
 _WHOLE = 1 << 53
 """Floats hold all whole numbers below it."""

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["EncodedBatch", "FeatureIds", "SampleBuffers"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureIds:

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from tiercache.schema import Schema
     from tiercache.store.table import Table
 
-__all__ = ["FrequencyFilter", "KeyCounter", "decide"]
-
 _MERGE_BYTES = 96
 """Host bytes for each key of a hash range while it is merged."""
 

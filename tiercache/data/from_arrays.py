@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from tiercache.data.raw_batch import RawBatch
     from tiercache.schema import Schema
 
-__all__ = ["write_dataset", "write_sub_dataset"]
-
 
 def write_dataset(
     out: str | Path, schema: Schema, passes: Iterable[RawBatch], options: dict[str, Any] | None = None

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from tiercache.data.python_batches import PythonBatches
 
-__all__ = ["InputFile", "file_system", "find_inputs", "open_binary"]
-
 FEATURE_SPEC = "feature_spec.yaml"
 _FORMATS = {
     ".parquet": ("parquet", ""),

@@ -8,8 +8,6 @@ import struct
 from tiercache.data.raw_batch import NULL_KEY, RESERVED
 from tiercache.store.hashing import xxh64
 
-__all__ = ["key_of"]
-
 
 def key_of(*values: str | bytes | int | None, num_buckets: int | None = None) -> int:
     """Return the int64 key that extraction gives to a value, or to a cross of several values.

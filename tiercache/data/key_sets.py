@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from tiercache.store.table import Table
 
-__all__ = ["as_keys", "write_key_sets"]
-
 _CHUNK_KEYS = 1 << 20
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from tiercache.store.table import Table
 
-__all__ = ["KeySet", "open_key_set", "write_key_set"]
-
 
 class KeySet:
     """The keys and counts of a file that has them, checked when they are first asked for; safe from any thread."""

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
-__all__ = ["MANIFEST", "RARE_KEYS", "UNFINISHED", "Manifest", "SubDatasetRecord", "file_name", "new_folder"]
-
 MANIFEST = "dataset.json"
 UNFINISHED = "unfinished"
 """The folder that an extraction works in; it is gone when the dataset is finished."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from tiercache.errors import BudgetError
 from tiercache.sizes import format_bytes
 
-__all__ = ["MemoryShares"]
-
 _SMALLEST_CHUNK = 256 << 10
 _LARGEST_CHUNK = 128 << 20
 

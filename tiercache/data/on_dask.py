@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from tiercache.data.progress import ExtractionProgress
     from tiercache.data.stages import Job
 
-__all__ = ["extract_on"]
-
 _AGAIN: dict[str, Any] = {"retries": 2, "pure": False}
 """How stages are submitted: Dask repeats those that raise, and keeps no result for equal ones."""
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from tiercache.data.workers import Workers
     from tiercache.schema import Feature
 
-__all__ = ["OpenPass", "Piece", "Stretch"]
-
 
 class Piece(NamedTuple):
     """Numbers of one array of samples in the scratch file."""

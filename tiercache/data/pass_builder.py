@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     _Numbers = dict[str, NDArray[np.int32]]
 
-__all__ = ["PassBuilder"]
-
 
 class PassBuilder:
     """Takes samples in their order and hands passes over to be closed.

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ExtractionProgress", "ProgressReporter"]
-
 _STAGES = {
     "compile": "compiling kernels (first run)",
     "count": "counting keys",

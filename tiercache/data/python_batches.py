@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from tiercache.data.inputs import InputFile
     from tiercache.schema import Schema
 
-__all__ = ["PythonBatches", "PythonReader"]
-
 
 class PythonBatches:
     """The batches of an iterable, whose first one was taken to see what it is.

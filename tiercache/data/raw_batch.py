@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from tiercache.schema import Schema
 
-__all__ = ["NULL_KEY", "OOV_KEY", "RESERVED", "FeatureKeys", "RawBatch", "join"]
-
 OOV_KEY = -(1 << 63)
 """The key of the out-of-vocabulary row, which rare keys share."""
 NULL_KEY = OOV_KEY + 1

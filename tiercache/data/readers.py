@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from tiercache.errors import SourceError
     from tiercache.schema import Schema
 
-__all__ = ["LARGEST_BATCH", "FileReader", "IpcReader", "ParquetReader", "Piece", "batch_rows"]
-
 LARGEST_BATCH = 1 << 15
 _MOST_DECODING_BYTES = 4 << 20
 """Of one Parquet column: pages are 1 MiB, compressed and not, and so are dictionary and buffer."""

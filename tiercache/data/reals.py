@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from tiercache.data.source import SourceBatch
 
-__all__ = ["Nulls", "reals"]
-
 
 @dataclass(frozen=True, slots=True)
 class Nulls:

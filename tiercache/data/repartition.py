@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from tiercache.data.encoded_batch import EncodedBatch
     from tiercache.schema import Schema
 
-__all__ = ["SplitSource", "repartition", "split_cursor", "split_source"]
-
 _CHUNK_SAMPLES = 1 << 15
 _ALIGN = 8192
 _PARTS = "parts"

@@ -16,8 +16,6 @@ from tiercache.store.atomic_file import write_whole
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["ExtractionState", "WorkFolder"]
-
 _STATE = "state.json"
 _LOCK = "lock"
 

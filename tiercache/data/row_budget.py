@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from tiercache.store.table import Group, Table
 
-__all__ = ["SLOT_MAP_BYTES", "STREAM_BYTES", "RowBudget", "device_bytes", "most_rows"]
-
 SLOT_MAP_BYTES = 28
 """Bytes on the device for each row beside the row itself: int32 maps from local ids to slots of this pass and the
 next, the order of loading, the orders of the last dump, this one and the next, and spare slots."""

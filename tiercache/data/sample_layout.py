@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from tiercache.schema import Feature, Schema
     from tiercache.store.table import Table
 
-__all__ = ["SampleColumn", "SampleLayout", "key_set_arrays", "key_set_layout"]
-
 
 @dataclass(frozen=True, slots=True)
 class SampleColumn:

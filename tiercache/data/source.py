@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from tiercache.data.readers import FileReader
     from tiercache.schema import Schema
 
-__all__ = ["READERS", "BadRows", "Source", "SourceBatch"]
-
 READERS: dict[str, type[FileReader]] = {
     "parquet": ParquetReader,
     "ipc": IpcReader,

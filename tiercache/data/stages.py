@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from tiercache.data.source import SourceBatch
     from tiercache.schema import Schema
 
-__all__ = ["Job", "PassRange", "place_passes", "scan_file", "write_pass"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:

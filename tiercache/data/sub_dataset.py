@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from tiercache.data.manifest import SubDatasetRecord
     from tiercache.data.sample_layout import SampleColumn, SampleLayout
 
-__all__ = ["SubDataset"]
-
 
 class SubDataset:
     """The samples and the key set of a pass, mapped at first use and held until ``close``.

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from tiercache.data.inputs import InputFile
     from tiercache.schema import Schema
 
-__all__ = ["CRITEO_COLUMNS", "TextReader"]
-
 CRITEO_COLUMNS = ("label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27)))
 """The columns of Criteo's files, which have no header."""
 _BLOCK_BYTES = 2 << 20

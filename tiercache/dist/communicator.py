@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["AnyCommunicator", "Communicator", "LocalCommunicator", "communicator_of", "rank_names"]
-
 AGREEMENT_TIMEOUT = timedelta(days=30)
 """Longer than any disk takes: a rank that is waited for either comes, or its process ends and Gloo says so."""
 MOST_NAMED = 8

@@ -14,8 +14,6 @@ from tiercache.store.table import Adam, Table
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["MANIFEST", "MAX_COUNT", "ExportManifest", "ExportedTable", "file_name"]
-
 MANIFEST = "tables.json"
 MAX_COUNT = (1 << 63) - 1
 """Of rows, and of steps of training."""

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from tiercache.store.scan import Chunk
     from tiercache.store.table import Table
 
-__all__ = ["export_store"]
-
 
 def export_store(
     store: Store | str | os.PathLike[str],

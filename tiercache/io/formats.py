@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from tiercache.store.scan import Chunk
     from tiercache.store.table import Field, Table
 
-__all__ = ["FORMATS", "ColumnFile", "ColumnWriter", "Format", "TableWriter", "find_format"]
-
 FORMATS = ("numpy", "parquet", "safetensors", "hugectr", "torch")
 
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from tiercache.store.table import Field, Table
 
-__all__ = ["FORMAT"]
-
 _STATE_FILES: dict[type, dict[str, str]] = {
     Adagrad: {"sum": "AdaGrad.accm"},
     Adam: {"exp_avg": "Adam.m", "exp_avg_sq": "Adam.v"},

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from tiercache.io.table_reader import TableReader
     from tiercache.store.table import Table
 
-__all__ = ["import_store"]
-
 
 def import_store(
     source: str | os.PathLike[str] | Mapping[str, Any],

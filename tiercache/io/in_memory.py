@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from tiercache.store.table import Table
 
-__all__ = ["read_array"]
-
 
 def read_array(place: str, table: Table, arrays: Mapping[str, Any], names: Mapping[str, str]) -> TableReader:
     """Return the reader of a table's array: a vector for each key (n, dim), or a pair of keys (n,) and vectors.

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from tiercache.data.dataset import PassDataset
 
-__all__ = ["export_key_sets", "read_key_set"]
-
 _DTYPES: dict[str, np.dtype[Any]] = {"uint32": np.dtype("<u4"), "int64": np.dtype("<i8")}
 
 

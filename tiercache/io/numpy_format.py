@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from tiercache.store.table import Field, Table
 
-__all__ = ["FORMAT", "keys_file", "map_array"]
-
 
 def _write(folder: Path, name: str, table: Table, fields: tuple[Field, ...], rows: int) -> ColumnWriter:
     del table

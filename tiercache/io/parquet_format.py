@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from tiercache.store.scan import Chunk
     from tiercache.store.table import Field, Table
 
-__all__ = ["FORMAT"]
-
 _GROUP_BYTES = 32 << 20
 """About the bytes of a row group: what a reader of one group holds."""
 _READ_BYTES = 1 << 20

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from tiercache.store.table import Field, Table
 
-__all__ = ["FORMAT"]
-
 _NAMES = {"int64": "I64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 

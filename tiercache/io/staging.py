@@ -16,8 +16,6 @@ from tiercache.sizes import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["check_space", "file_errors", "staging_directory", "to_path"]
-
 _NO_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 """What a file system says that locks no folders: there, two exports to one place are the caller's to avoid."""
 

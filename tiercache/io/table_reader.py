@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from tiercache.store.scan import Chunk
     from tiercache.store.table import Table
 
-__all__ = ["Column", "TableReader", "parsing", "regular_file"]
-
 
 @dataclass(frozen=True, slots=True)
 class Column:

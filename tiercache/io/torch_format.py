@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from tiercache.store.table import Field, Table
 
-__all__ = ["FORMAT", "load_tensors"]
-
 
 def _write(folder: Path, name: str, table: Table, fields: tuple[Field, ...], rows: int) -> ColumnWriter:
     """Begin to write vectors to a file of their own first, which torch saves from a map: memory stays bounded."""

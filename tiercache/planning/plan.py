@@ -14,8 +14,6 @@ from tiercache.sizes import option_bytes, parse_bytes
 if TYPE_CHECKING:
     from tiercache.planning.pass_plan import PassPlan
 
-__all__ = ["Budget", "PassPrediction", "Rates", "Seconds", "TrainingPlan"]
-
 Budget = Annotated[int, BeforeValidator(parse_bytes), PlainSerializer(option_bytes, when_used="json")]
 _KEY_BYTES = 8
 _SIGNIFICANT_DIGITS = 6

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from tiercache.schema import Feature
     from tiercache.store.table import Group
 
-__all__ = ["Asked", "Asking", "Layout", "Wanted", "check_tokens"]
-
 _SAMPLES, _POOLED, _MODES, _TOKEN, _ERROR = range(-5, 0)
 """The counts behind those of sections and features."""
 

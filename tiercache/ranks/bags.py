@@ -34,11 +34,6 @@ if TYPE_CHECKING:
     from tiercache.ranks.owners import Destination, Owners
     from tiercache.schema import Feature
 
-__all__ = [
-    "MODES", "AskedBags", "Block", "Candidate", "Chooser", "Part", "by_model", "candidates_of", "check_bags",
-    "cut_bags", "message_of", "read_message",
-]  # fmt: skip
-
 MODES = {"sum": SUM, "mean": MEAN}
 """How owners pool. For a maximum they would have to say, number by number, which entry it came from."""
 

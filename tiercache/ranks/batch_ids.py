@@ -9,8 +9,6 @@ from tiercache.data.encoded_batch import FeatureIds
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["BatchIds"]
-
 
 class BatchIds(dict[str, FeatureIds]):
     """Ids by feature, of those that some module looks up and no other rank pools.

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from tiercache.planning.schedule import OrderRule
     from tiercache.store import Store
 
-__all__ = ["Budgets"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budgets:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from tiercache.store.table import Table
     from tiercache.training.live_rows import LiveRows
 
-__all__ = ["LoadedRows", "RowLoader"]
-
 
 class LoadedRows:
     """Vectors of some keys, in memory."""

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from tiercache.ranks.received import Received
     from tiercache.tiers.rows import GroupRows
 
-__all__ = ["Mirrors"]
-
 PIECE_BYTES = 8 << 20
 """Of rows that a rank sends at once while mirrors are filled."""
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from tiercache.store import Table
     from tiercache.store.shards.sharding import ShardingPlan
 
-__all__ = ["OpenOptions"]
-
 
 class OpenOptions:
     """Tables, sharding and folders that are asked for. Raises ValueError for what makes no sense."""

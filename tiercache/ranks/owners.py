@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from tiercache.store.shards.sharding import Kind, ShardingPlan
     from tiercache.store.table import Group, Table
 
-__all__ = ["Destination", "Owners", "find_owners"]
-
 
 @dataclass(frozen=True, slots=True)
 class Destination:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from tiercache.tiers.rows import GroupRows
     from tiercache.training.tracers import Mark, Tracer, Tracers
 
-__all__ = ["AskedBatch", "BatchRows", "PendingBatches", "tensors_of"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AskedBatch:

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from tiercache.training.batch import Pooled
     from tiercache.training.row_gradients import RowGradients
 
-__all__ = ["PooledBatch", "Pooling"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PooledBatch:

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from tiercache.training.raw_samples import RawSamples
     from tiercache.training.row_optimizer import RowOptimizer
 
-__all__ = ["RankExchange"]
-
 _STEPS, _WAITS = 1, 2
 """What a rank says of a batch at a step: it has gradients to apply; some wait for the step of another optimizer. All do
 as one that says so, as a rank may leave out a backward."""

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from tiercache.backends.base import Backend
     from tiercache.training.row_gradients import RowGradients
 
-__all__ = ["Received"]
-
 
 class Received:
     """Gradients of one batch, from every rank, this one too."""

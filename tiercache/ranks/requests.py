@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from tiercache.data.encoded_batch import FeatureIds
     from tiercache.ranks.stretches import Stretches
 
-__all__ = ["Request", "Requester"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:

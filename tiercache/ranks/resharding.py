@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from tiercache.store.shards.sharding import ShardingPlan
     from tiercache.store.shards.store import Shards
 
-__all__ = ["Need", "copy_share", "place_of", "reshard"]
-
 _KEY_BYTES = 8
 
 

@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from tiercache.store import Commit, Store, Table
     from tiercache.store.shards.sharding import ShardingPlan
 
-__all__ = ["ShardWriter"]
-
 
 class ShardWriter:
     """This rank's shard of a sharded store, and the manifest of all. Made by ``open`` or ``begin_generation``.

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from tiercache.store.shards.sharding import Kind
     from tiercache.store.table import Table
 
-__all__ = ["plan_sharding", "sharding_of"]
-
 _COLUMNS_SAVE = 1.01
 """Columns must be so much better than all else: the ranks of a table make each of its new rows once for each slice."""
 

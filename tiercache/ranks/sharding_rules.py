@@ -15,8 +15,6 @@ from tiercache.store.shards.sharding import ShardingPlan
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["STRATEGIES", "CostModel", "ShardingRules", "Strategy", "asked_words", "check_strategy", "listed"]
-
 Strategy = Literal["auto", "basic", "memory_balanced", "memory_optimized", "cost"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from tiercache.store.shards.sharding import ShardingPlan
     from tiercache.store.table import Group, Table
 
-__all__ = ["Share", "SharedSubDataset", "share_digest"]
-
 
 def share_digest(passes: str, sharding: ShardingPlan, rank: int) -> str:
     """Return the digest of the share that a rank has of the dataset with the digest ``passes``: one rank has all."""

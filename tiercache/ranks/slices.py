@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from tiercache.training.row_gradients import RowGradients
     from tiercache.training.row_optimizer import RowOptimizer
 
-__all__ = ["SliceSteps"]
-
 _FIRST_COLUMN = np.zeros(1, dtype=np.int64)
 
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from tiercache.ranks.owners import Owners
     from tiercache.store.table import Group
 
-__all__ = ["Runs", "Stretches", "exclusive"]
-
 _MOST_POSITIONS = 1 << 31
 _WHOLE, _SLICED, _MIRRORED = range(3)
 

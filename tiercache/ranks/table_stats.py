@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from tiercache.data.dataset import PassDataset, SubDataset
 
-__all__ = ["TableStats", "stats_of"]
-
 COUNTED_KEYS = 1 << 22
 """Keys of a table whose counts are looked at: in hash order, so the first are a fair sample of all."""
 _SAMPLED_KEYS = 1 << 16

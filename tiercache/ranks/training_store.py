@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from tiercache.store import Table
     from tiercache.store.scan import Chunk
 
-__all__ = ["StoreOptions", "TrainingStore"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreOptions:

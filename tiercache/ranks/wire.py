@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from tiercache.dist.communicator import AnyCommunicator
 
-__all__ = ["WIRE_DTYPES", "Wire"]
-
 WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["cache_file", "existing_folder", "measure", "measured_rates"]
-
 _FILE_BYTES = 128 << 20
 _REQUEST_BYTES = 4 << 20
 _COPY_BYTES = 64 << 20

@@ -15,8 +15,6 @@ import torch
 if TYPE_CHECKING:
     from tiercache.schema import Schema
 
-__all__ = ["by_feature"]
-
 _FORMS = (
     "give a mapping from features to their keys, each (N,), (N, L), a pair (values, offsets), a nested tensor or a "
     "sparse one of shape (N, keys); or a KeyedJaggedTensor; or one tensor (N, features)"

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group
     from tiercache.training.tracers import Tracer
 
-__all__ = ["clip", "squared_norm"]
-
 _EPS = 1e-6
 """As torch.nn.utils.clip_grad_norm_ adds to the norm."""
 

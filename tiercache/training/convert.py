@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from tiercache.store import Store, Table
     from tiercache.store.scan import Chunk
 
-__all__ = ["convert", "drop_weights", "refuse_weights", "to_torch", "weight_rows", "weights_of"]
-
 _CHUNK_BYTES = 16 << 20
 _AFFIXES = {"emb", "embed", "embedding", "embeddings", "bag", "table", "lookup"}
 

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["hide_handles"]
-
 _hidden: list[Callable[[nn.Module], list[str]]] = []
 
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from tiercache.tiers.report import PassReport
 
-__all__ = ["draw_passes"]
-
 _LANES = ("train", "switch", "reader", "writer")
 _BARS = {
     "train": (0, "#3b6fb6"),

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from tiercache.training.cache import TierCache
     from tiercache.training.passes import Pass
 
-__all__ = ["PassesCallback", "PassesDataModule"]
-
 
 class PassesDataModule(LightningDataModule):
     """The batches of all passes of some epochs, from where the last commit stands: one epoch of Lightning.

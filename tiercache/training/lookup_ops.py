@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from tiercache.training.batch import Batch
     from tiercache.training.table_module import TableModule
 
-__all__ = ["look_up_bags", "look_up_rows", "number_batch", "number_module"]
-
 _numbers = itertools.count(1)
 _batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
 _modules: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()

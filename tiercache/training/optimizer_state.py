@@ -9,8 +9,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["state_without", "with_handles"]
-
 
 def state_without(optimizer: torch.optim.Optimizer, handles: Collection[int]) -> dict[str, Any]:
     """Return its ``state_dict()`` as if it had no parameter of ``handles``, which are ids of objects."""

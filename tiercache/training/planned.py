@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from tiercache.data.dataset import PassDataset
     from tiercache.planning.plan import Rates
 
-__all__ = ["Planned"]
-
 
 @dataclass(frozen=True, slots=True)
 class Planned:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     Agree = Callable[[torch.optim.Optimizer, torch.Tensor], None]
 
-__all__ = ["agree_on_overflow", "backward_number", "scale_of_backward", "watch_scalers"]
-
 _MOST = 64
 _scales: OrderedDict[int, torch.Tensor] = OrderedDict()
 """By the number of the backward pass, of the newest that began at a scaled loss; no more of them run at a time."""

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from tiercache.schema import Feature, Schema
 
-__all__ = ["TableModule", "handle_ids", "handle_names", "poolings", "table_modules"]
-
 
 class TableModule(nn.Module):
     """A module that looks up tables.

@@ -16,16 +16,6 @@ if TYPE_CHECKING:
     from tiercache.schema import Schema
     from tiercache.training.batch import Batch
 
-__all__ = [
-    "ConvertedBags",
-    "ConvertedRows",
-    "KeyedCollection",
-    "converted_collection",
-    "feature_names",
-    "is_collection",
-    "tables_of",
-]
-
 
 def is_collection(module: nn.Module) -> bool:
     """Whether it is torchrec's EmbeddingBagCollection or EmbeddingCollection; False where torchrec is not in use."""

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["Mark", "Tracer", "Tracers", "parameter_ids", "tracer_gradient"]
-
 _TRACER = 2.0**-60
 """Small enough to change no norm of gradients; a sum of up to 2^24 of them is exact, and so is one unscaled."""
 _TOLERANCE = 1e-5

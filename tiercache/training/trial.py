@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from tiercache.data.dataset import PassDataset
     from tiercache.training.batch import Batch
 
-__all__ = ["samples_per_second"]
-
 _BATCH = 4096
 _WIDTH = 128
 _WARM_BATCHES = 2
