@@ -90,3 +90,14 @@ def test_what_is_no_run_is_a_sentence(tmp_path: Path) -> None:
     assert "no pass was trained: there is nothing to draw" in error_of("report", tmp_path / "none.jsonl")
     assert "No such file" in error_of("report", tmp_path / "gone.jsonl")
     assert "report" in run("--help")
+
+
+def test_a_script_that_has_nothing_left_to_train_keeps_the_report_of_its_run(tmp_path: Path) -> None:
+    """Run again, it writes no empty one over it."""
+    data = CASE.cut(tmp_path / "passes")
+    for _ in range(2):
+        with tc.TierCache(tmp_path / "m.tc", data, device_budget="1MiB", host_budget="64MiB", progress=False) as cache:
+            for _ in cache.passes(epochs=1):
+                pass
+            cache.write_report(tmp_path / "run.jsonl")
+    assert len((tmp_path / "run.jsonl").read_text().splitlines()) == len(data.passes)

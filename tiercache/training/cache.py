@@ -333,10 +333,12 @@ class TierCache(SteppedCache):
     def write_report(self, path: str | os.PathLike[str]) -> None:
         """Write ``reports`` into a file, a JSON object for each pass: `tiercache report` makes a page of it.
 
-        Waits until the passes are durable. Not collective: each rank has reports of its own.
+        Waits until the passes are durable. Where no pass was trained, as when a script whose training has ended runs
+        again, the file stays as it is. Not collective: each rank has reports of its own.
         """
         self.drain(staged=False)
-        write_json_lines(self.reports, Path(path))
+        if self.reports:
+            write_json_lines(self.reports, Path(path))
 
     def write_scalars(self, writer: SummaryWriter) -> None:
         """Give the numbers of ``reports`` to TensorBoard, those of each pass once, whenever it is called.
