@@ -60,20 +60,19 @@ def locate_at(
     keys: Mapping[str, NDArray[np.int64]],
     *,
     after: int,
+    recall: Recall | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Found]:
     """Do what ``locate`` does for a snapshot that the caller holds.
 
-    ``progress`` is called with how many stored keys were looked at since the last call.
+    ``recall`` is as for ``live_keys``. ``progress`` is called with how many stored keys were looked at since the last
+    call.
     """
     retained = frozenset[int]() if snapshot.commit is None else snapshot.commit.retained_ids
     # The newest row of a key may be one that does not count: it hides the stale one of a retained segment all the same.
     least = -1 if retained else after
     groups = {table.name: group for group in store.groups for table in group.tables}
     wanted = {name: _Wanted(groups[name], name, values) for name, values in keys.items()}
-    recall = None
-    if store.key_memory is not None and store.path is not None:
-        recall = Recall(store.key_memory, store.path, {segment.id for segment in snapshot.segments})
     with ThreadPoolExecutor(READERS) as readers:
         for group in store.groups:
             tables = {group.place(name): w for name, w in wanted.items() if groups[name] is group and w.hashes.size}
@@ -329,9 +328,11 @@ def _find(
     progress: Progress,
 ) -> tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]:
     """Return which of the keys, all different, have no row, and the fields of all, zeros for those, where it stood."""
-    stored = rows_in(snapshot, snapshot.segments, group, table)
+    stored, recall = rows_in(snapshot, snapshot.segments, group, table), None
+    if store.key_memory is not None and store.path is not None:
+        recall = Recall(store.key_memory, store.path, {segment.id for segment in snapshot.segments})
     swept = _counted("keys", stored, progress)
-    ids, rows = locate_at(store, snapshot, {table.name: asked}, after=-1, progress=swept)[table.name]
+    ids, rows = locate_at(store, snapshot, {table.name: asked}, after=-1, recall=recall, progress=swept)[table.name]
     progress("keys", stored, stored)  # the others are in pages that cannot have the keys
     absent = np.nonzero(ids < 0)[0]
     if absent.size and missing == "error":

@@ -99,7 +99,7 @@ def test_what_is_remembered_has_a_bound_and_goes_with_its_segments(memory: KeyMe
 
 
 def test_a_store_for_writing_remembers_nothing(memory: KeyMemory, tmp_path: Path) -> None:
-    """Neither itself nor its older commits: a training's memory is planned."""
+    """Neither itself nor its older commits, nor what reads rows for an evaluation: that memory is planned."""
     world = World(small_tables(), num_passes=3, keys_per_pass=40)
     with Store.open(tmp_path / "s", tables=world.tables) as store:
         world.train()
@@ -109,7 +109,11 @@ def test_a_store_for_writing_remembers_nothing(memory: KeyMemory, tmp_path: Path
         assert store.commit is not None
         for one in (store, store.at(store.commit.id)):
             one.lookup("user", KEYS, missing="zeros")
-    assert memory.num_bytes == 0
+    with Store.open(tmp_path / "s", mode="r") as reader:
+        reader.locate("user", KEYS, after=-1)
+        assert memory.num_bytes == 0
+        reader.lookup("user", KEYS, missing="zeros")
+        assert memory.num_bytes > 0
 
 
 def test_a_hash_that_is_alike_in_its_first_half_is_looked_at(memory: KeyMemory, tmp_path: Path) -> None:
