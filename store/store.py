@@ -471,7 +471,8 @@ class Store:
         Rows are those of the newest commit, or newer where ``append`` was called since. A key without a row gets
         its first row with ``missing`` "initial", zeros with "zeros"; with "error" KeyMissingError is raised.
 
-        Sweeps the table's stored keys, then reads whole pages, neighbors together: ask for many keys at once.
+        Sweeps the table's stored keys, then reads whole pages, neighbors together: ask for many keys at once. Of
+        stores that it opened with mode "r" a process remembers where keys are, 8 bytes each, at most 256 MiB.
         ``progress(what, done, total)`` is called with "keys" and "rows". Raises ValueError and CorruptBlockError.
         """
         self._check_open()
