@@ -17,9 +17,12 @@ from tests.data.cases import plain_schema, reference, write_parquet
 from tests.files import flip
 from tests.io.cases import filled
 from tiercache.cli import app, main
+from tiercache.data.progress import ProgressReporter
+from tiercache.kernels.cpu import compile as kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
 
 SCHEMA = """
 [label]
@@ -236,3 +239,23 @@ def test_a_store_is_put_into_the_order_that_a_training_by_overlap_has(folder: Pa
     budgets = {"device_budget": "1MiB", "host_budget": "64MiB", "order": "overlap", "reorganize": False}
     with tc.Store.open("s.tc") as store, tc.TierCache(store, "passes", progress=False, **budgets):
         pass
+
+
+def test_warmup_compiles_all_kernels_and_says_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those for 16-bit dtypes too; and it says so before it begins."""
+    asked: list[Any] = []
+    monkeypatch.setattr(kernels, "is_cached", lambda *, narrow: False)
+    monkeypatch.setattr(kernels, "prepare", lambda notify=None, *, narrow=False: asked.append(narrow))
+    done = invoke("warmup")
+    assert (done.exit_code, asked) == (0, [True])
+    assert "compiling the CPU kernels of tiercache" in done.output
+    assert "kernels are compiled: " in done.stdout
+    monkeypatch.setattr(kernels, "is_cached", lambda *, narrow: True)
+    assert "it must be 'cpu', 'cuda'" in error_of("warmup", "--device", "tpu")
+
+
+def test_an_extraction_without_a_terminal_says_that_it_compiles(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line on standard error; none where nothing is to be shown."""
+    for shown, said in ((True, "compiling kernels (first run, about half a minute) ...\n"), (False, "")):
+        ProgressReporter(shown, 1).begin("compile")
+        assert capsys.readouterr().err == said

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 import tiercache as tc
 from tiercache.data.from_arrays import write_dataset
@@ -103,3 +104,41 @@ def reference(out: Path, schema: Schema, columns: dict[str, Any], bounds: list[i
 def bounds_of(dataset: PassDataset) -> list[int]:
     """Return where the passes of a set begin in its data, and the end."""
     return [0, *np.cumsum([p.samples for p in dataset]).tolist()]
+
+
+class Jagged:
+    """What torchrec's JaggedTensor has."""
+
+    def __init__(self, values: list[int], offsets: list[int], weights: list[float] | None = None) -> None:
+        self.parts = torch.tensor(values), torch.tensor(offsets), None if weights is None else torch.tensor(weights)
+
+    def values(self) -> torch.Tensor:
+        """All values."""
+        return self.parts[0]
+
+    def offsets(self) -> torch.Tensor:
+        """Where samples begin, and the end."""
+        return self.parts[1]
+
+    def weights_or_none(self) -> torch.Tensor | None:
+        """A weight for each value, or None."""
+        return self.parts[2]
+
+
+class KeyedJagged(Jagged):
+    """What torchrec's KeyedJaggedTensor has."""
+
+    def __init__(self, **features: Jagged) -> None:
+        self.features = features
+
+    def keys(self) -> list[str]:
+        """Names of the features."""
+        return list(self.features)
+
+    def values(self) -> torch.Tensor:
+        """All values of all features."""
+        return torch.cat([one.values() for one in self.features.values()])
+
+    def to_dict(self) -> dict[str, Jagged]:
+        """A JaggedTensor for each feature."""
+        return self.features

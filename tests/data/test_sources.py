@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import tiercache as tc
-from tests.data.cases import arrow, plain_schema, rich_columns, rich_schema, write_parquet
+from tests.data.cases import Jagged, KeyedJagged, arrow, plain_schema, rich_columns, rich_schema, write_parquet
 from tests.files import files_of
 from tiercache.data.extract import extract
 from tiercache.data.inputs import find_inputs
@@ -145,43 +145,9 @@ def test_a_data_loader_is_read_as_it_is(tmp_path: Path) -> None:
     assert found.passes[0].read(np.arange(100)).dense.shape == (100, 2)
 
 
-class Jagged:
-    """What torchrec's JaggedTensor has."""
-
-    def __init__(self, values: list[int], offsets: list[int], weights: list[float] | None = None) -> None:
-        self.parts = torch.tensor(values), torch.tensor(offsets), None if weights is None else torch.tensor(weights)
-
-    def values(self) -> torch.Tensor:
-        """All values."""
-        return self.parts[0]
-
-    def offsets(self) -> torch.Tensor:
-        """Where samples begin."""
-        return self.parts[1]
-
-    def weights_or_none(self) -> torch.Tensor | None:
-        """Of the values."""
-        return self.parts[2]
-
-
-class Keyed(Jagged):
-    """What torchrec's KeyedJaggedTensor has."""
-
-    def __init__(self, **features: Jagged) -> None:
-        self.features = features
-
-    def keys(self) -> list[str]:
-        """Names of the features."""
-        return list(self.features)
-
-    def to_dict(self) -> dict[str, Jagged]:
-        """A JaggedTensor for each feature."""
-        return self.features
-
-
 def test_a_keyed_jagged_tensor_is_its_features() -> None:
     """Known by its methods, in a dict or in torchrec's Batch; the schema names the column of weights."""
-    keyed = Keyed(u=Jagged([5, 6, 7], [0, 2, 2, 3], [0.5, 1.5, 2.0]), v=Jagged([1], [0, 0, 1, 1]))
+    keyed = KeyedJagged(u=Jagged([5, 6, 7], [0, 2, 2, 3], [0.5, 1.5, 2.0]), v=Jagged([1], [0, 0, 1, 1]))
     schema = Schema(
         label="y",
         dense=(tc.DenseFeature(column="d"),),

@@ -1,4 +1,4 @@
-"""Stochastic rounding in slow obvious NumPy: the definition of docs/format/bits.md, "Row dtypes"."""
+"""Random words, and rounding by them, in slow obvious NumPy: the definitions of docs/format/bits.md."""
 
 from __future__ import annotations
 
@@ -61,3 +61,13 @@ def rounded(value: np.float32, noise: int, dtype: str) -> int:
         steps = int(float(np.uint32(size).view(np.float32)) * 2.0**40)
         return sign | (steps + noise) >> 16
     return sign | min(((size + (noise >> 3)) >> 13) - (112 << 10), 0x7C00)
+
+
+def row_words(key: int, table_id: int, seed: int, dim: int) -> list[int]:
+    """Return the random word of every element of an initial row."""
+    stream = mix_one(seed ^ table_id)
+    key &= (1 << 64) - 1
+    words: list[int] = []
+    for block in range(-(-dim // 4)):
+        words += philox((key & MASK, key >> 32, block & MASK, block >> 32), (stream & MASK, stream >> 32))
+    return words[:dim]

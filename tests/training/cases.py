@@ -277,8 +277,8 @@ def open_store(path: Path, case: Case, engine: str, **options: Any) -> tc.Store:
     return tc.Store.open(path, tables=case.tables, engine=engine, **options)
 
 
-def tiered(store: tc.Store, passes: tc.PassDataset, **options: Any) -> TierCache:
-    """Open a cache with budgets that hold any small case."""
+def tiered(store: tc.Store | Path, passes: tc.PassDataset, **options: Any) -> TierCache:
+    """Open a cache, of a store or at a path, with budgets that hold any small case."""
     options.setdefault("device_budget", "64MiB")
     options.setdefault("host_budget", "64MiB")
     options.setdefault("device", device_of_tests())

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tiercache as tc
-from tests.training.cases import SPECS, Case, Net, Result, assert_same_bits, result_of, result_of_resident
+from tests.training.cases import SPECS, Case, Net, Result, assert_same_bits, result_of, result_of_resident, table
 from tests.training.devices import DEVICE, cuda_device
 from tiercache.errors import StateError
 from tiercache.store import MemoryEngine
@@ -21,17 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CASE = Case(
-    tables=(
-        tc.Table(
-            name="a",
-            dim=4,
-            optimizer=tc.optim.Adagrad(learning_rate=0.1),
-            initializer=tc.init.Uniform(low=-0.1, high=0.1),
-        ),
-        tc.Table(
-            name="b", dim=6, optimizer=tc.optim.SGD(learning_rate=0.1), initializer=tc.init.Uniform(low=-0.1, high=0.1)
-        ),
-    ),
+    tables=(table("a", 4, tc.optim.Adagrad(learning_rate=0.1)), table("b", 6, tc.optim.SGD(learning_rate=0.1))),
     specs=SPECS,
 )  # 4 passes of 4 batches, 2 epochs
 STEPS = 32
@@ -92,12 +82,6 @@ def opened(passes: tc.PassDataset, store: tc.Store, **options: Any) -> tc.TierCa
 def store_of(passes: tc.PassDataset) -> tc.Store:
     """Return a new store."""
     return tc.Store.open(None, engine=MemoryEngine(), tables=passes.tables)
-
-
-@pytest.fixture(scope="module")
-def passes(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
-    """The passes of the case."""
-    return CASE.cut(tmp_path_factory.mktemp("passes"))
 
 
 Plain = tuple[Result, dict[tuple[int, int], float]]
@@ -166,16 +150,12 @@ def test_a_cache_in_memory_ends_with_the_same_bits(passes: tc.PassDataset, plain
 @pytest.mark.parametrize("steps", range(1, STEPS, 3))
 def test_a_loop_given_up_at_any_step_goes_on_to_the_same_bits(passes: tc.PassDataset, plain: Plain, steps: int) -> None:
     """With random numbers in every step and a rate that changes: what was fetched and not trained is fetched again."""
-
-    class GivenUpError(Exception):
-        pass
-
     with store_of(passes) as store:
-        with pytest.raises(GivenUpError), opened(passes, store) as cache:  # noqa: PT012 - a with of two
+        with pytest.raises(InterruptedError), opened(passes, store) as cache:  # noqa: PT012 - a with of two
             training = Training(cache)
             training.run(2, steps=steps)
             cache.drain(staged=False)
-            raise GivenUpError
+            raise InterruptedError
         go_on(store, passes, training.losses, plain, at=(max(0, (steps - 1) // 4), 0))
 
 

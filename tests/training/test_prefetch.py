@@ -29,7 +29,7 @@ from tests.training.cases import (
     tiered,
     train,
 )
-from tests.training.devices import cuda_device, shim
+from tests.training.devices import DEVICES, shim
 from tests.training.shim_gpu import ShimRuntime
 from tiercache.backends.cuda import CudaBackend
 from tiercache.data.dataset import SubDataset
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 CASE = Case(
     tables=(table("a", 8), table("b", 3, dtype="bfloat16")), specs=SPECS, num_samples=200, pass_rows=100, batch=16
 )
-DEVICES = {"cpu": lambda: "cpu", "cuda": cuda_device}
 
 
 @pytest.fixture(autouse=True)
@@ -275,12 +274,13 @@ def test_a_batch_that_cannot_be_read_is_an_error_in_its_place(
 
 
 def test_a_number_of_batches_that_is_none_is_refused(passes: tc.PassDataset) -> None:
-    """Before anything is made; so is a size below 1."""
+    """Before anything is made; so is a size below 1, whether batches are made ahead or not."""
     loop, p = one_pass(passes)
     with pytest.raises(ValueError, match="prefetch is -1: it must be at least 0 batches"):
         next(p.batches(10, prefetch=-1))
-    with pytest.raises(ValueError, match="a batch of 0 samples was asked for"):
-        next(p.batches(0, prefetch=2))
+    for size, ahead in ((0, 2), (0, 0), (-1, 0)):
+        with pytest.raises(ValueError, match=f"a batch of {size} samples was asked for: the size must be at least 1"):
+            next(p.batches(size, prefetch=ahead))
     loop.close()
 
 
