@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import torch
 
 import tiercache as tc
+from tiercache.data.extract import extract
 from tiercache.data.from_arrays import write_dataset
 from tiercache.data.raw_batch import RawBatch
 from tiercache.schema import Schema
@@ -99,6 +100,11 @@ def reference(out: Path, schema: Schema, columns: dict[str, Any], bounds: list[i
     """Write the obvious dataset whose passes are rows [bounds[i], bounds[i + 1])."""
     batches = [key_batch(schema, columns, a, b) for a, b in pairwise(bounds)]
     return write_dataset(out, schema, batches)
+
+
+def extracted(data: Any, schema: Schema | None, out: Path, **options: Any) -> PassDataset:
+    """Extract and show nothing, with a budget that holds all unless another one is given."""
+    return extract(data, schema, out, **{"device_budget": "1GiB", "progress": False, **options})
 
 
 def bounds_of(dataset: PassDataset) -> list[int]:

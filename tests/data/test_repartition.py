@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tiercache as tc
-from tests.data.cases import ROW_BYTES, plain_schema, rich_columns, rich_schema
+from tests.data.cases import ROW_BYTES, key_batch, plain_schema, rich_columns, rich_schema
 from tests.training.cases import Case, Spec, assert_same_bits, resident_result, result_of, table, tiered, train
 from tiercache.data.from_arrays import write_dataset
 from tiercache.data.key_sets import write_key_sets
@@ -31,14 +31,7 @@ if TYPE_CHECKING:
 
 def batch_of(num_samples: int, seed: int = 0) -> RawBatch:
     """Return samples of ``rich_schema``."""
-    columns = rich_columns(num_samples, seed)
-    return RawBatch.of(
-        rich_schema(),
-        {name: columns[name] for name in ("a", "pair", "tags", "b")},
-        label=columns["y"],
-        dense=np.stack([columns["d0"], columns["d1"]], axis=1),
-        weights={"pair": columns["pair_w"], "tags": columns["tags_w"], "b": columns["b_w"]},
-    )
+    return key_batch(rich_schema(), rich_columns(num_samples, seed), 0, num_samples)
 
 
 def samples_of(passes: tc.PassDataset) -> list[tuple[object, ...]]:
@@ -68,13 +61,9 @@ def samples_of(passes: tc.PassDataset) -> list[tuple[object, ...]]:
     by_bytes=st.booleans(),
 )
 def test_parts_are_what_an_extraction_of_the_same_samples_gives(
-    tmp_path_factory: pytest.TempPathFactory,
-    sizes: list[int],
-    batch_multiple: int,
-    rows: int,
-    chunk: int,
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], batch_multiple: int, rows: int, chunk: int,
     by_bytes: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Samples, key sets, counts and digests; each part is as long as fits, and begins at an aligned sample."""
     path = tmp_path_factory.mktemp("split")
     ends = list(accumulate(sizes))

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import tiercache as tc
-from tests.data.cases import plain_schema, table
+from tests.data.cases import extracted, plain_schema, table
 from tests.files import files_of
 from tiercache.data import text_reader
 from tiercache.data.extract import ExtractionProgress, extract
@@ -24,23 +24,15 @@ from tiercache.schema import CsvFormat, Schema, SourceFormat
 if TYPE_CHECKING:
     from pathlib import Path
 
-
 ROWS = 5000
 FORMATS = ["parquet", "arrow", "arrows", "csv", "tsv", "csv.gz", "tsv.zst"]
 
 
 def schema(**changes: Any) -> Schema:
     """Return a schema that reads y, a, s and the cross of a and t."""
-    values: dict[str, Any] = {
-        "label": "y",
-        "features": (
-            tc.Feature(name="a"),
-            tc.Feature(name="s", key="string", table="a", null="embed"),
-            tc.Feature(name="cross", columns=("a", "t"), table="a", null="embed"),
-        ),
-        "tables": (table("a"),),
-    }
-    return Schema(**{**values, **changes})
+    text = tc.Feature(name="s", key="string", table="a", null="embed")
+    cross = tc.Feature(name="cross", columns=("a", "t"), table="a", null="embed")
+    return plain_schema(features=(tc.Feature(name="a"), text, cross), **changes)
 
 
 def rows(num_rows: int = ROWS, first: int = 0) -> pa.Table:
@@ -114,11 +106,7 @@ def test_patterns_are_sorted_and_named_files_keep_their_order(tmp_path: Path) ->
     paths = [write(tmp_path / f"{name}.parquet", rows(1)) for name in "bca"]
     (tmp_path / "notes.txt").write_text("not data")
     assert [f.path.name for f in find_inputs(paths)] == ["b.parquet", "c.parquet", "a.parquet"]
-    given: list[str | Path | list[str | Path]] = [
-        str(tmp_path / "*.parquet"),
-        tmp_path,
-        [tmp_path / "a.parquet", str(tmp_path / "[bc].*")],
-    ]
+    given: list[Any] = [str(tmp_path / "*.parquet"), tmp_path, [tmp_path / "a.parquet", str(tmp_path / "[bc].*")]]
     for data in given:
         assert [f.path.name for f in find_inputs(data)] == ["a.parquet", "b.parquet", "c.parquet"]
 
@@ -127,10 +115,7 @@ def test_text_without_a_header_has_numbered_columns(tmp_path: Path) -> None:
     """With header = false the first line is data and columns are f0, f1, ..."""
     path = tmp_path / "x.tsv"
     path.write_text("1\t5\tab\n0\t\tcd\n")
-    features = (
-        tc.Feature(name="f1", null="embed", table="a"),
-        tc.Feature(name="f2", key="string", table="a"),
-    )
+    features = tc.Feature(name="f1", null="embed", table="a"), tc.Feature(name="f2", key="string", table="a")
     spec = Schema(label="f0", features=features, tables=(table("a"),), csv=CsvFormat(header=False))
     (batch,) = Source(find_inputs(path), spec).batches()
     assert batch.columns.to_pydict() == {"f0": [1.0, 0.0], "f1": [5, None], "f2": ["ab", "cd"]}
@@ -205,15 +190,13 @@ def test_bad_rows_are_skipped_or_padded_and_counted(
 def test_an_error_names_the_first_bad_row(tmp_path: Path) -> None:
     """The row, its fields, and what decides about it."""
     (tmp_path / "x.csv").write_text(RAGGED)
-    with pytest.raises(
-        SourceError, match=r'x.csv, row 1: it has 2 fields, but the first line has 3: .* "skip" or "pad"'
-    ):
+    words = r'x.csv, row 1: it has 2 fields, but the first line has 3: .* "skip" or "pad"'
+    with pytest.raises(SourceError, match=words):
         Source(find_inputs(tmp_path), spec_of("error"))
     with pytest.raises(SourceError, match=r"x.csv, row 0: it has 1 field, but Criteo's files have 40"):
         Source(find_inputs(tmp_path, "criteo"), Schema.of(None, "criteo"))
-    named = Schema(
-        features=(tc.Feature(name="a", key="string"),), source=SourceFormat(columns=("a",)), csv=CsvFormat(header=False)
-    )
+    text, source = tc.Feature(name="a", key="string"), SourceFormat(columns=("a",))
+    named = Schema(features=(text,), source=source, csv=CsvFormat(header=False))
     (tmp_path / "x.csv").write_text("1,2\n")
     with pytest.raises(SourceError, match=r"x.csv, row 0: it has 2 fields, but \[source\] columns names 1"):
         Source(find_inputs(tmp_path), named)
@@ -298,15 +281,15 @@ def test_whole_numbers_may_be_written_as_floats(tmp_path: Path) -> None:
     """What pandas writes for nullable integers, in text and in Parquet; large ones are not rounded silently."""
     (tmp_path / "x.csv").write_text("a,y,b\n1,0,x\n5.0,1,y\n-3.0,1,\n")
     spec = spec_of("error")
-    expected = extract(tmp_path / "x.csv", spec, tmp_path / "csv", device_budget="1GiB", progress=False)
+    expected = extracted(tmp_path / "x.csv", spec, tmp_path / "csv")
     data = {"a": [1.0, 5.0, -3.0], "y": [0, 1, 1], "b": ["x", "y", None]}
     pq.write_table(pa.table(data), tmp_path / "x.parquet")
-    found = extract(tmp_path / "x.parquet", spec, tmp_path / "parquet", device_budget="1GiB", progress=False)
+    found = extracted(tmp_path / "x.parquet", spec, tmp_path / "parquet")
     assert sorted(expected.passes[0].keys("a").tolist()) == [-3, 1, 5]
     assert found.passes[0].keys("a").tolist() == expected.passes[0].keys("a").tolist()
     (tmp_path / "x.csv").write_text(f"a,y,b\n{2**53 + 1},0,x\n5.0,1,y\n")
     with pytest.raises(SourceError, match=r"row 0, column 'a': it is 9007199254740992.0, .* only below 2\^53"):
-        extract(tmp_path / "x.csv", spec, tmp_path / "large", device_budget="1GiB", progress=False)
+        extracted(tmp_path / "x.csv", spec, tmp_path / "large")
 
 
 def test_first_rows_are_checked_before_anything_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,28 +299,23 @@ def test_first_rows_are_checked_before_anything_is_compiled(tmp_path: Path, monk
     monkeypatch.setattr("tiercache.data.extract.prepare", lambda: pytest.fail("kernels were compiled first"))
     monkeypatch.setattr("tiercache.data.encode.xxh64_strings", lambda *_: pytest.fail("a kernel was called"))
     with pytest.raises(SourceError, match=r"x.csv, row 1, column 'a': it is null"):
-        extract(tmp_path / "x.csv", spec_of("error"), tmp_path / "out", device_budget="1GiB", progress=False)
+        extracted(tmp_path / "x.csv", spec_of("error"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_lists_stand_in_text_behind_a_separator(tmp_path: Path) -> None:
     """Of integers, strings and weights; an empty field is an empty list, and a bad value is named with its row."""
     (tmp_path / "x.csv").write_text('y,h,w,t\n1,3 4,0.5 1,a b\n0,,,\n2,1,1\n1, 5.0 ,2,"c"\n')
-    spec = Schema(
-        label="y",
-        features=(
-            tc.Feature(name="h", hotness="ragged", weights="w"),
-            tc.Feature(name="t", hotness="ragged", key="string"),
-        ),
-        csv=CsvFormat(list_separator=" ", bad_rows="skip"),
+    numbers, texts = (
+        tc.Feature(name="h", hotness="ragged", weights="w"),
+        tc.Feature(name="t", hotness="ragged", key="string"),
     )
+    spec = Schema(label="y", features=(numbers, texts), csv=CsvFormat(list_separator=" ", bad_rows="skip"))
     (batch,) = Source(find_inputs(tmp_path), spec).batches()
     assert batch.columns.to_pydict() == {
-        "y": [1.0, 0.0, 1.0],
-        "h": [[3.0, 4.0], [], [5.0]],
-        "w": [[0.5, 1.0], [], [2.0]],
+        "y": [1.0, 0.0, 1.0], "h": [[3.0, 4.0], [], [5.0]], "w": [[0.5, 1.0], [], [2.0]],
         "t": [["a", "b"], [], ["c"]],
-    }
+    }  # fmt: skip
     (tmp_path / "x.csv").write_text("y,h,w,t\n2,1,1\n1,3,1,a\n1,3 x,1 1,a\n")
     with pytest.raises(SourceError, match=r"x.csv, row 2, column 'h': 'x' in its list is no number"):
         list(Source(find_inputs(tmp_path), spec).batches())

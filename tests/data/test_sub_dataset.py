@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from tiercache.data.encoded_batch import EncodedBatch
 
-
 RICH = rich_schema()
 SINGLES = Schema(
     features=tuple(tc.Feature(name=n, columns=(n,), table=t) for n, t in [("p", "x"), ("q", "y"), ("r", "x")]),

@@ -30,7 +30,6 @@ from tiercache.store import MemoryEngine, Store
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-
 ITEM = table("item", 2, "adagrad")
 ROWS = random_rows([ITEM], [50])
 FOLDERS = {"numpy": "item", "parquet": "", "safetensors": "", "hugectr": "item", "torch": "item"}

@@ -26,7 +26,6 @@ from tiercache.store.vectors import ITEM_BYTES, from_bits, nearest, to_bits
 if TYPE_CHECKING:
     from pathlib import Path
 
-
 ADAM, ADAGRAD = table("user", 3, "adam"), table("item", 2, "adagrad")
 
 

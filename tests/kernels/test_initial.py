@@ -79,14 +79,6 @@ def test_a_row_depends_on_table_seed_and_key_only(kind: int) -> None:
         assert not np.any(np.all(other == whole, axis=1))
 
 
-def test_a_longer_row_begins_like_a_shorter_one() -> None:
-    """Elements are counted from the row's start: dim changes nothing before it."""
-    short, long = np.empty((5, 30), np.float32), np.empty((5, 130), np.float32)
-    for out in (short, long):
-        initial_rows(np.arange(5), 1, 1, UNIFORM, 0.0, 1.0, out)
-    assert np.array_equal(short, long[:, :30])
-
-
 def test_an_unknown_kind_or_a_wrong_length_is_refused() -> None:
     """A sentence, and nothing written."""
     out = np.zeros((2, 3), np.float32)

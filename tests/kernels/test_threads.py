@@ -18,7 +18,6 @@ from tiercache.kernels.cpu import jit
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
-
 PROGRAM = """
 import torch
 torch.set_num_threads(1)

@@ -298,6 +298,13 @@ def resident_result(case: Case, passes: tc.PassDataset, *, device: Any = None, *
     return result_of_resident(cache, train(cache, case, **options))
 
 
+def assert_bits_of_memory(
+    store: tc.Store, passes: tc.PassDataset, model: nn.Module, case: Case, *, device: Any = None
+) -> None:
+    """Compare what a training left in a store with the same training in memory."""
+    assert_same_bits(result_of(store, passes, model), resident_result(case, passes, device=device))
+
+
 def smallest_host_budget(store: tc.Store, passes: tc.PassDataset, **options: Any) -> int:
     """Return the host budget that the error of too small a one asks for."""
     with pytest.raises(tc.TierCacheError) as caught:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tiercache.backends.buffer_pool import BufferPool
 from tiercache.backends.runs import runs_of
-from tiercache.training.batch import cut_batches, sample_order
+from tiercache.training.batch import sample_order
 from tiercache.training.passes import Pass
 
 MANY = 10**15
@@ -43,18 +43,6 @@ def test_a_batch_from_the_midst_of_a_pass_makes_no_order_of_all_its_samples(shuf
         assert np.array_equal(places, order(done, done + 8192))
         assert end == done + 8192
     assert next(cuts, None) is None
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("size", [1, 7, 8, 50])
-def test_batches_of_any_size_are_stretches_of_one_order(size: int, shuffle: bool) -> None:
-    """From any place on; the last one may be short, and none is empty."""
-    order = sample_order(23, seed=1, epoch=0, sub_dataset=0, shuffle=shuffle)
-    for first in (0, 5, 22, 23):
-        cuts = list(cut_batches(order, size, first=first, last=23))
-        assert [end for end, _ in cuts] == [*range(first + size, 23, size), 23][: len(cuts)]
-        assert [sample for _, places in cuts for sample in places] == order(first, 23).tolist()
-        assert all(places.size for _, places in cuts)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 20), st.integers(0, 20)), max_size=8))

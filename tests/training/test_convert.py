@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from tests.ranks.pool import RanksPool
     from tiercache.dist.communicator import AnyCommunicator
 
-
 NAMES = [f"f{t}" for t in range(TABLES)]
 
 

@@ -12,10 +12,8 @@ import tiercache as tc
 from tests.training.cases import (
     Case,
     Net,
-    assert_same_bits,
+    assert_bits_of_memory,
     open_store,
-    resident_result,
-    result_of,
     smallest_host_budget,
     tiered,
     train,
@@ -96,7 +94,7 @@ def test_training_goes_on_from_any_place_of_a_schedule_to_the_same_bits(
         if again and pass_index < 13 and (pass_index or batches):
             train_to(store, passes, case, pass_index + 1, 2, **options)
         model = go_on(store, passes, case, **options)
-        assert_same_bits(resident_result(case, passes), result_of(store, passes, model))
+        assert_bits_of_memory(store, passes, model, case)
 
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
@@ -115,7 +113,7 @@ def test_a_store_on_disk_goes_on_from_inside_the_second_epoch(
     with tc.Store.open(tmp_path / "s.tc") as store:
         assert store.commit.cursor == Cursor(7, 16)
         model = go_on(store, passes, case)
-        assert_same_bits(resident_result(case, passes), result_of(store, passes, model))
+        assert_bits_of_memory(store, passes, model, case)
     assert verify(tmp_path / "s.tc")["problems"] == []
 
 

@@ -15,11 +15,10 @@ from tests.training.cases import (
     Case,
     Net,
     Spec,
-    assert_same_bits,
+    assert_bits_of_memory,
     open_store,
     registered,
     resident,
-    resident_result,
     result_of,
     run,
     smallest_host_budget,
@@ -126,7 +125,7 @@ def test_evaluation_sees_rows_as_of_now_and_changes_no_bit(
             assert asked == MOMENTS
             assert any(report.rows_read for report in cache.reports), "no row ever left host memory"
             assert_rows_as_of(cache, others, expected[-1, -1])
-        assert_same_bits(result_of(store, passes, model), resident_result(CASE, passes, device=DEVICES[device]()))
+        assert_bits_of_memory(store, passes, model, CASE, device=DEVICES[device]())
     if engine == "memory":
         return
     with tc.Store.open(tmp_path / "model.tc") as store, tiered(store, passes, device=DEVICES[device]()) as cache:

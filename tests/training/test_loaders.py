@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-
 PASSES, SAMPLES, BATCH = 3, 40, 8
 SCHEMA = tc.Schema(
     features=(tc.Feature(name="a", table="t"), tc.Feature(name="b", table="t")),

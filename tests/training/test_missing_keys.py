@@ -47,7 +47,6 @@ from tiercache.errors import KeyNotInPassError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-
 KEY = st.sampled_from(UNIVERSE)
 OTHER_MISSING = ["zero", "init", "load"]
 

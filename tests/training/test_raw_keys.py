@@ -55,7 +55,6 @@ from tiercache.store import MemoryEngine
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-
 CASE = Case(
     tables=(table("a", 8), table("b", 5, tc.optim.Adam(learning_rate=0.05)), table("c", 8, dtype="bfloat16")),
     specs=(

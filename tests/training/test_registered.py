@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-
 CASE = Case(tables=(table("a", 4), table("b", 6)), specs=SPECS, num_samples=64, pass_rows=32)
 
 

@@ -17,9 +17,9 @@ from tests.training.cases import (
     Case,
     Net,
     Spec,
+    assert_bits_of_memory,
     assert_same_bits,
     open_store,
-    resident_result,
     result_of,
     result_of_resident,
     smallest_host_budget,
@@ -100,7 +100,7 @@ def test_ten_days_into_one_store_equal_one_training_in_memory(tmp_path: Path, en
             last = model
             retained += len(store.commit.retained)
         assert retained > 0
-        assert_same_bits(resident_result(case, whole), result_of(store, whole, last))
+        assert_bits_of_memory(store, whole, last, case)
         assert store.commit.id == 10 * 2 + 9
         assert store.commit.settings["steps"] == sum(-(-cut.num_samples // case.batch) for cut in cuts)
         trained = {
@@ -143,7 +143,7 @@ def test_days_equal_memory_for_any_cut_and_budget(
             options["host_budget"] = smallest_host_budget(empty, whole, device_budget="64MiB")
         for _, model, _ in day_by_day(case, cuts, days, path, store, **options):
             last = model
-        assert_same_bits(resident_result(case, whole), result_of(store, whole, last))
+        assert_bits_of_memory(store, whole, last, case)
 
 
 @pytest.mark.parametrize("engine", ["memory", "lmdb"])
@@ -165,7 +165,7 @@ def test_a_day_of_few_keys_leaves_the_rows_of_others_where_they_are(tmp_path: Pa
         assert retained[1] > 0
         assert retained[3] > 0
         assert written[1] - written[0] < written[0] / 2
-        assert_same_bits(resident_result(case, whole), result_of(store, whole, last))
+        assert_bits_of_memory(store, whole, last, case)
     if engine != "memory":
         assert verify(tmp_path / "s.tc")["problems"] == []
 
@@ -204,7 +204,7 @@ def test_a_day_can_be_taken_back_to_before_the_store_was_reorganized(tmp_path: P
         with tiered(store, passes) as cache:
             last = train(cache, case, seed=77)
         assert store.commit.retained
-        assert_same_bits(resident_result(case, whole), result_of(store, whole, last))
+        assert_bits_of_memory(store, whole, last, case)
     assert verify(tmp_path / "s.tc")["problems"] == []
 
 
@@ -220,7 +220,7 @@ def test_more_epochs_of_the_same_days_go_on_as_if_never_reorganized(tmp_path: Pa
             tc.reorganize(store, passes, progress=False)
             with tiered(store, passes) as cache:
                 model = train(cache, case, epochs=epochs)
-        assert_same_bits(resident_result(case, whole), result_of(store, whole, model))
+        assert_bits_of_memory(store, whole, model, case)
 
 
 def test_a_store_that_follows_the_schedule_is_left_as_it_is(tmp_path: Path) -> None:

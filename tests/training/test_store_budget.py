@@ -26,7 +26,6 @@ from tiercache.training.reorganize import reorganize_plan
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-
 CASE = Case(
     tables=(table("user", 24), table("item", 24), table("word", 40, tc.optim.Adam())),
     specs=(

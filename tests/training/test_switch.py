@@ -14,11 +14,9 @@ import pytest
 from tests.training.cases import (
     Case,
     Spec,
-    assert_same_bits,
+    assert_bits_of_memory,
     open_store,
     registered,
-    resident_result,
-    result_of,
     run,
     smallest_host_budget,
     table,
@@ -64,7 +62,7 @@ def goes_on(folder: Path, stands: int | None = None) -> Iterator[tuple[TierCache
         assert store.commit.cursor.pass_index == (CASE.epochs * len(passes.passes) if stands is None else stands)
         with tiered(store, passes) as cache:
             model = train(cache, CASE)
-        assert_same_bits(result_of(store, passes, model), resident_result(CASE, passes))
+        assert_bits_of_memory(store, passes, model, CASE)
 
 
 def test_a_pass_that_cannot_be_planned_does_not_end_those_before_it(tmp_path: Path) -> None:
@@ -132,9 +130,8 @@ def test_room_that_comes_late_changes_no_bit_within_the_smallest_budget(
         with tiered(store, passes, host_budget=smallest) as cache:
             model = train(cache, CASE, each_batch=look)
             assert cache.host_bytes_peak <= smallest
-        result = result_of(store, passes, model)
+        assert_bits_of_memory(store, passes, model, CASE)
     assert len(made) == len(wanted)
-    assert_same_bits(result, resident_result(CASE, passes))
 
 
 def test_a_dump_is_written_behind_the_load_of_rows_that_are_there(tmp_path: Path) -> None:
@@ -353,4 +350,4 @@ def test_a_failure_leaves_no_memory_behind(
             optimizer.zero_grad()
             run(cache, CASE, model, optimizer)
             assert cache.host_bytes_peak <= smallest
-        assert_same_bits(result_of(store, passes, model), resident_result(CASE, passes))
+        assert_bits_of_memory(store, passes, model, CASE)

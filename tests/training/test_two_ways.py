@@ -10,10 +10,8 @@ import pytest
 from tests.training.cases import (
     Case,
     Spec,
-    assert_same_bits,
+    assert_bits_of_memory,
     open_store,
-    resident_result,
-    result_of,
     table,
     tiered,
     train,
@@ -48,7 +46,7 @@ def bits(case: Case, folder: Path, device: Any, *, in_memory: str | None = None)
     with open_store(folder / "x", case, "memory") as store:
         with tiered(store, passes, device=device) as cache:
             model = train(cache, case)
-        assert_same_bits(result_of(store, passes, model), resident_result(case, passes, device=in_memory))
+        assert_bits_of_memory(store, passes, model, case, device=in_memory)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
