@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 import tiercache as tc
 from tests.kernels.machines import Cpu
-from tests.kernels.shuffling import sample_at
-from tests.kernels.stochastic import philox, random_bits, rounded
+from tests.kernels.stochastic import philox, random_bits, rounded, sample_at
 from tiercache.data.keyset import write_key_set
 from tiercache.kernels.cpu.checksum import crc32c, has_crc32c
 from tiercache.kernels.cpu.hashing import hash_keys, mix, xxh64_strings, xxh64_words

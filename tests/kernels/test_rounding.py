@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.kernels.cases import DIMS, DTYPES, Bags, every_machine, machine, same_bits
 from tests.kernels.machines import Cpu, Cuda, narrow, numbers
 from tests.kernels.shim.device import ShimDevice
-from tests.kernels.stochastic import AWKWARD, mix_one, random_bits, rounded
+from tests.kernels.stochastic import AWKWARD, mix, random_bits, rounded
 from tests.kernels.test_pooling import pool
 from tests.kernels.test_update import OPTIMIZERS, same_but_nan, states, stepped
 from tiercache.kernels.cpu import vectors
@@ -200,7 +200,7 @@ def test_streams_go_to_the_slots_of_their_keys(kind: str, dim: int) -> None:
     """In the slots that were named, of which a device passes over -1; without slots side by side."""
     rng, size = np.random.default_rng(dim), 3 * dim
     keys, slots = rng.integers(-(2**63), 2**63 - 1, size), rng.permutation(size + 4)[:size].astype(np.int32)
-    of_keys = keys.view(np.uint64) ^ np.uint64(mix_one(SEED ^ TABLE_ID))
+    of_keys = keys.view(np.uint64) ^ np.uint64(mix(SEED ^ TABLE_ID))
     wanted = np.zeros(size + 4, np.uint64)
     first = int(kind == "cuda")
     slots[:first] = -1

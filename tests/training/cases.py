@@ -15,8 +15,10 @@ from torch import nn
 
 import tiercache as tc
 from tests.training.devices import device_of_tests
+from tiercache.data.dataset import SubDataset
 from tiercache.data.from_arrays import write_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
+from tiercache.errors import DatasetError
 from tiercache.planning.positions import Positions
 from tiercache.store import MemoryEngine
 from tiercache.training.live_rows import LiveRows
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.data.encoded_batch import EncodedBatch
     from tiercache.training.cache import TierCache
 
 
@@ -246,6 +249,28 @@ def result_of_resident(cache: tc.InMemoryCache, model: nn.Module) -> Result:
         order = np.argsort(keys)
         rows[table.name] = keys[order], tuple(f[order].copy() for f in cache.fields(table.name))
     return Result(rows, {k: v.clone() for k, v in model.state_dict().items()})
+
+
+def change_reads(patch: pytest.MonkeyPatch, change: Callable[[int, EncodedBatch], object]) -> None:
+    """Have something done with the first index and the samples of whatever is read of a sub-dataset."""
+    read = SubDataset.read
+
+    def changed(self: SubDataset, indices: Any, *others: Any, **named: Any) -> EncodedBatch:
+        samples = read(self, indices, *others, **named)
+        change(int(indices[0]), samples)
+        return samples
+
+    patch.setattr(SubDataset, "read", changed)
+
+
+def gone_from(index: int) -> Callable[[int, EncodedBatch], None]:
+    """Return a change of reads: there are no samples from an index on."""
+
+    def refuse(first: int, _: EncodedBatch) -> None:
+        if first >= index:
+            raise DatasetError("the samples are gone: extract the dataset again")
+
+    return refuse
 
 
 def assert_same_bits(ours: Result, theirs: Result) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import tiercache as tc
-from tests.training.cases import SPECS, Case, Net, open_store, resident, table, tiered, train
+from tests.training.cases import SPECS, Case, Net, change_reads, gone_from, open_store, resident, table, tiered, train
 from tests.training.devices import DEVICE, DEVICES, shim
 from tests.training.raw import batch_arguments, key_sets
 from tests.training.shim_gpu import ShimRuntime
@@ -24,7 +24,6 @@ from tiercache.backends.cuda import CudaBackend
 from tiercache.backends.jagged import FoundIds, LookupIds, SavedGradient
 from tiercache.backends.pinned_upload import PinnedUpload
 from tiercache.backends.upload import HostUpload
-from tiercache.data.dataset import SubDataset
 from tiercache.data.encoded_batch import EncodedBatch, FeatureIds, SampleBuffers
 from tiercache.errors import BudgetError, DatasetError, StateError
 from tiercache.training.batch import Batch
@@ -372,15 +371,7 @@ def test_what_went_wrong_in_making_a_batch_keeps_no_memory_of_it(
     one_pass: tc.PassDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once the error is handled: what was read and brought before is gone."""
-    read = SubDataset.read
-
-    def fails(self: SubDataset, indices: Any, *others: Any, **named: Any) -> EncodedBatch:
-        samples = read(self, indices, *others, **named)
-        if indices[0] >= 20:
-            raise DatasetError("the samples are gone: extract the dataset again")
-        return samples
-
-    monkeypatch.setattr(SubDataset, "read", fails)
+    change_reads(monkeypatch, gone_from(20))
     cache, before = resident(one_pass, device=shim()), left()
     loop = cache.passes(epochs=1)
     batches = next(loop).batches(20, prefetch=1)
