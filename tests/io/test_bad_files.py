@@ -10,6 +10,7 @@ import pickle
 import shutil
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -102,10 +103,7 @@ def edit(source: Path, change: Callable[[dict[str, Any]], None]) -> None:
         (lambda r: r["tables"][0]["table"].update(name="../item"), "there is no .*%2E%2E%2Fitem"),
         (lambda r: r["tables"][0].update(rows=10**40), r"cannot be read \(tables.0.rows: "),
         (lambda r: r.pop("tables"), r"cannot be read \(tables: Field required\): export again"),
-        *(
-            (lambda r, n=steps: r.update(steps=n), r"cannot be read \(steps: ")
-            for steps in (1 << 63, -1, True, "7", 1.5)
-        ),
+        *((lambda r, n=n: r.update(steps=n), r"cannot be read \(steps: ") for n in (1 << 63, -1, True, "7", 1.5)),
         (lambda r: r.update(since=3), "holds only the rows that changed since commit 3: import an export of all"),
         (lambda r: r["tables"].append(r["tables"][0]), "two tables are named 'item'"),
     ],
@@ -139,14 +137,9 @@ def test_numpy_files_of_other_types_are_refused(tmp_path: Path, exports: Path) -
     np.save(folder / "keys.npy", np.zeros(50, np.int64))
     refused(tmp_path / "out", tmp_path / "s.tc", "key 0 of table 'item' is given twice")
     shutil.copytree(exports / "numpy", tmp_path / "half")
-    adam = table("item", 2, "adam")
     np.save(tmp_path / "half" / "item" / "exp_avg.npy", good)
-    refused(
-        tmp_path / "half",
-        tmp_path / "t.tc",
-        "a part of the optimizer state of table 'item' and lacks exp_avg_sq",
-        tables=[adam],
-    )
+    words = "a part of the optimizer state of table 'item' and lacks exp_avg_sq"
+    refused(tmp_path / "half", tmp_path / "t.tc", words, tables=[table("item", 2, "adam")])
 
 
 @pytest.mark.parametrize(
@@ -156,10 +149,7 @@ def test_numpy_files_of_other_types_are_refused(tmp_path: Path, exports: Path) -
         ({"key": [1]}, "has no vector of table 'item', only keys: add it"),
         ({"key": pa.array([1], pa.int32()), "vector": [[1.0, 2.0]]}, r"keys in .* are \(1,\) of int32"),
         ({"key": [1], "vector": pa.array([[1.0, 2.0]], pa.list_(pa.float64()))}, "double: .* of float32"),
-        (
-            {"key": [1], "vector": pa.array([[1.0] * 3], pa.list_(pa.float32(), 3))},
-            r"is \(1, 3\) of float32: .*\(1, 2\)",
-        ),
+        ({"key": [1], "vector": pa.array([[1.0] * 3], pa.list_(pa.float32(), 3))}, r"is \(1, 3\) of .*\(1, 2\)"),
         ({"key": [1, 2], "vector": [[1.0, 2.0], [1.0]]}, "lacks a list of 2 numbers in a row"),
         ({"key": [1, 2], "vector": [[1.0, 2.0], None]}, "lacks a list of 2 numbers in a row"),
         ({"key": [1, 2], "vector": [[1.0, None], [1.0, 2.0]]}, "lacks a list of 2 numbers in a row"),
@@ -170,12 +160,8 @@ def test_numpy_files_of_other_types_are_refused(tmp_path: Path, exports: Path) -
 def test_parquet_columns_that_are_no_rows_are_refused(tmp_path: Path, columns: dict[str, Any], sentence: str) -> None:
     """Types, widths, nulls."""
     (tmp_path / "out").mkdir()
-    arrays = {
-        name: values
-        if isinstance(values, pa.Array)
-        else pa.array(values, pa.list_(pa.float32()) if name == "vector" else pa.int64())
-        for name, values in columns.items()
-    }
+    kinds = {"key": pa.int64(), "vector": pa.list_(pa.float32())}
+    arrays = {n: v if isinstance(v, pa.Array) else pa.array(v, kinds[n]) for n, v in columns.items()}
     pq.write_table(pa.table(arrays), tmp_path / "out" / "item.parquet")
     options = {"format": "parquet", "tables": [ITEM], "initial_state": True}
     refused(tmp_path / "out", tmp_path / "s.tc", sentence, **options)
@@ -284,10 +270,8 @@ def test_what_may_not_be_read_or_written_is_named(tmp_path: Path, exports: Path)
 def test_a_hugectr_folder_whose_sizes_disagree_is_refused(tmp_path: Path, exports: Path) -> None:
     """Sizes that do not divide, and those of another dim."""
     shutil.copytree(exports / "hugectr", tmp_path / "out")
-    refused(
-        tmp_path / "out", tmp_path / "s.tc", r"emb_vector has 400 bytes, but 50 keys with 12 bytes each make 600",
-        tables=[table("item", 3, "adagrad")],
-    )  # fmt: skip
+    words = "emb_vector has 400 bytes, but 50 keys with 12 bytes each make 600"
+    refused(tmp_path / "out", tmp_path / "s.tc", words, tables=[table("item", 3, "adagrad")])
     (tmp_path / "out" / "item" / "key").write_bytes(b"123456789")
     refused(tmp_path / "out", tmp_path / "s.tc", "key has 9 bytes, which are no whole rows of 8")
 
@@ -316,28 +300,24 @@ def test_what_cannot_be_asked_for_is_refused(tmp_path: Path, exports: Path) -> N
     assert not (tmp_path / "new").exists()
 
 
-def test_an_export_that_cannot_fit_is_refused_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the bytes that it needs."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1000, 900, 100))  # type: ignore[attr-defined]
-    with (
-        filled(None, [ITEM], ROWS) as store,
-        pytest.raises(ImportExportError, match=r"needs .*\(1,200 bytes\) and .* free"),
-    ):
-        tc.export_store(store, tmp_path / "new", format="numpy")
-    assert list(tmp_path.iterdir()) == []
+def full(*_: object) -> None:
+    """Be a disk that has no space."""
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_disk_that_fills_up_leaves_no_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one sentence."""
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(ColumnFile, "write", full)
-    with (
-        filled(None, [ITEM], ROWS) as store,
-        pytest.raises(ImportExportError, match=r"the export to .*/new failed: No space left on device"),
-    ):
+@pytest.mark.parametrize(
+    ("owner", "name", "instead", "sentence"),
+    [
+        (shutil, "disk_usage", lambda _: SimpleNamespace(free=100), r"needs .*\(1,200 bytes\) and .* free"),
+        (ColumnFile, "write", full, r"the export to .*/new failed: No space left on device"),
+    ],
+)
+def test_an_export_that_does_not_fit_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, instead: Any, sentence: str
+) -> None:
+    """It is refused before it begins, with the bytes that it needs, or ends with a sentence when the disk is full."""
+    monkeypatch.setattr(owner, name, instead)
+    with filled(None, [ITEM], ROWS) as store, pytest.raises(ImportExportError, match=sentence):
         tc.export_store(store, tmp_path / "new", format="numpy")
     assert list(tmp_path.iterdir()) == []
 
@@ -392,10 +372,7 @@ def test_the_state_dict_of_a_module_is_searched_by_name() -> None:
 @pytest.mark.parametrize(
     ("source", "sentence"),
     [
-        (
-            {"t": torch.empty(4, 2, device="meta")},
-            "'t' in the dict of arrays is on the meta device: it must be a dense",
-        ),
+        ({"t": torch.empty(4, 2, device="meta")}, "'t' in the dict of arrays is on the meta device: it must be a d"),
         ({"t": torch.eye(2).to_sparse()}, "is sparse_coo: it must be a dense tensor with values"),
         ({"t": VECTORS.astype(np.float64)}, r"is \(4, 2\) of float64: table 't' with 4 keys needs \(4, 2\) of float32"),
         ({"t": VECTORS.tolist()}, "'t' in the dict of arrays is of list: give an array or a tensor"),

@@ -285,6 +285,7 @@ def test_an_id_outside_its_table_is_found(bad: int, where: int) -> None:
     ids[where] = bad
     ids[4] = 3
     assert check_ids(ids, starts, limits) == where
+    assert check_ids(np.array([6, 6], np.int32), np.array([0, 1, 2]), limits) == 1, "it fits the other table"
     assert check_ids(np.array([0], np.int32), np.array([0, 1]), np.array([0])) == 0
     assert check_ids(np.empty(0, np.int32), np.array([0, 0]), np.array([0])) == -1
 

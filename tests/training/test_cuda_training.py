@@ -19,14 +19,12 @@ from tests.training.cases import (
     assert_same_bits,
     open_store,
     result_of,
-    result_of_resident,
     table,
     tiered,
     train,
 )  # fmt: skip
-from tests.training.devices import DEVICES, cuda_device, shim
+from tests.training.devices import DEVICES, cuda_device
 from tests.training.shim_gpu import ShimRuntime
-from tests.training.shim_streams import Event
 from tiercache.backends.base import Backend, Layout
 from tiercache.backends.cpu import CpuBackend
 from tiercache.backends.cuda import CudaBackend
@@ -34,7 +32,6 @@ from tiercache.backends.opening import open_backend
 from tiercache.data.row_budget import RowBudget
 from tiercache.errors import BudgetError, CudaError
 from tiercache.planning.budget import PAGE_BYTES, HostBudget, paged
-from tiercache.store.errors import CorruptBlockError
 from tiercache.store.segment_layout import Range, SegmentLayout
 from tiercache.tiers.pinned_region import PinnedRegion, moves_pages
 
@@ -42,24 +39,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
-
-
-def test_a_writer_that_does_not_wait_for_the_pack_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the shim moves are done as late as a GPU may do them: without the waits other bytes reach the store."""
-    tables = (table("a", 16, tc.optim.Adam(learning_rate=0.01)),)
-    case = Case(tables=tables, specs=SPECS[:1], num_samples=96, pass_rows=32, epochs=1)
-    passes = case.cut(tmp_path / "passes")
-    expected = result_of_resident(cache := tc.InMemoryCache(passes, device=shim()), train(cache, case))
-    monkeypatch.setattr(Event, "wait", lambda _: None)
-
-    def train_and_compare() -> None:
-        with open_store(tmp_path / "x", case, "memory") as store:
-            with tiered(store, passes, device=shim()) as tiers:
-                model = train(tiers, case)
-            assert_same_bits(result_of(store, passes, model), expected)
-
-    with pytest.raises((AssertionError, CorruptBlockError)):
-        train_and_compare()
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cuda", "float16"), ("cpu", "bfloat16"), ("cpu", "float16")])
