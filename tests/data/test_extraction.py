@@ -134,17 +134,6 @@ def test_exact_cuts_are_where_rows_files_or_values_change(tmp_path: Path, split_
     assert_same_files(made, reference(tmp_path / "ref", schema, columns, bounds))
 
 
-def test_the_host_budget_changes_no_bit(tmp_path: Path) -> None:
-    """Small chunks and large ones give the same files, manifest included."""
-    schema, columns = rich_schema(), rich_columns(20_000)
-    paths = write_parquet(tmp_path, columns, [0, 20_000])
-    how: dict[str, Any] = {"device_budget": 4000 * ROW_BYTES, "batch_multiple": 256}
-    for name, host in (("small", "16MiB"), ("large", "1GiB")):
-        extracted(paths, schema, tmp_path / name, memory_limit=host, **how)
-    assert files_of(tmp_path / "small") == files_of(tmp_path / "large")
-    assert len(tc.PassDataset.open(tmp_path / "small")) > 3
-
-
 def test_a_finished_set_is_returned_as_it_is(tmp_path: Path, paths: list[Path]) -> None:
     """The same call reads nothing and writes nothing; only training parameters of tables are taken over."""
     schema, out = plain_schema(), tmp_path / "out"

@@ -237,21 +237,6 @@ def test_a_cursor_has_the_same_samples_behind_it_in_both_sets(tmp_path: Path) ->
         split_cursor(old, (0, 0))
 
 
-def test_parts_of_many_samples_and_keys_are_those_of_one_sweep(tmp_path: Path) -> None:
-    """Across chunks: greedy from the first sample on, against a set that grows sample by sample."""
-    keys: NDArray[np.int64] = np.random.default_rng(0).integers(0, 30_000, 40_000)
-    old = write_dataset(tmp_path / "old", plain_schema(), [RawBatch.of(plain_schema(), {"a": keys}, label=keys % 2)])
-    new = tc.repartition(old, tmp_path / "new", rows=9_000, batch_multiple=1_000)
-    expected, begin, met = [], 0, set[int]()
-    for low in range(0, keys.size, 1_000):
-        more = met | set(keys[low : low + 1_000].tolist())
-        if len(more) > 9_000:
-            expected.append(low - begin)
-            begin, more = low, set(keys[low : low + 1_000].tolist())
-        met = more
-    assert new.manifest.options["parts"] == [[*expected, keys.size - begin]]
-
-
 A = table("a", 8)
 
 

@@ -76,7 +76,7 @@ def assert_read(one: SubDataset, samples: EncodedBatch, wanted: RawBatch, indice
                 np.testing.assert_array_equal(mine, theirs[indices])
                 continue
             rows = [theirs[source.offsets[i] : source.offsets[i + 1]] for i in indices]
-            np.testing.assert_array_equal(np.diff(entry.offsets), [len(row) for row in rows])
+            np.testing.assert_array_equal(entry.offsets, np.cumsum([0, *(len(row) for row in rows)]))
             np.testing.assert_array_equal(mine, np.concatenate([*rows, theirs[:0]]))
 
 
@@ -88,7 +88,7 @@ def assert_read(one: SubDataset, samples: EncodedBatch, wanted: RawBatch, indice
 )
 @settings(deadline=None, max_examples=40)
 def test_samples_come_back_in_any_order(num_samples: int, seed: int, picks: list[int], block: int) -> None:
-    """Every feature, label, weight and offset of every index, repeated or not, whatever blocks it lies in."""
+    """Every feature, label, weight and offset of any indices, repeated or not, whatever blocks they lie in."""
     samples = some_samples(num_samples, seed)
     indices = np.array(picks, dtype=np.int64) % num_samples
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
@@ -139,14 +139,6 @@ def test_indices_outside_the_sub_dataset_are_refused(tmp_path: Path, indices: li
     """No read ever leaves the file."""
     with pytest.raises(IndexError, match="has 10: indices start at 0"):
         write(tmp_path, some_samples(10, 5)).read(np.array(indices))
-
-
-def test_no_indices_are_no_samples(tmp_path: Path) -> None:
-    """An empty batch has arrays of length 0."""
-    read = write(tmp_path, some_samples(10, 6)).read(np.empty(0, np.int64))
-    assert read.num_samples == 0
-    assert read.ids["tags"].offsets is not None
-    assert read.ids["tags"].offsets.tolist() == [0]
 
 
 def test_a_sub_dataset_is_a_plain_safetensors_file(tmp_path: Path) -> None:

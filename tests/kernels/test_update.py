@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 F4 = np.float32
 OPTIMIZERS = ("sgd", "adagrad", "rowwise", "adam")
 APPLIED, RATE = 3, 0.1
-NO_COLS = np.zeros(1, np.int64)
 
 
 def rule_of(optimizer: str, decay: float = 0.0, rate: float = RATE) -> Rule:
