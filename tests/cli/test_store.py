@@ -259,6 +259,4 @@ def test_the_rows_of_texts_and_crosses_are_shown(dataset: tc.PassDataset, tmp_pa
     gone = error_of("lookup", tmp_path / "s.tc", "user", "--string", "bob", "eve")
     assert "table 'user' of the store" in gone
     assert gone.endswith("(eve): leave them out, or give --missing initial or zeros")
-    assert "no row in one_number 'user_hour'" in error_of(
-        "lookup", tmp_path / "s.tc", "user_hour", "--cross", "bob", "6"
-    )
+    assert "no row in table 'user_hour'" in error_of("lookup", tmp_path / "s.tc", "user_hour", "--cross", "bob", "6")

@@ -324,11 +324,11 @@ def test_lists_stand_in_text_behind_a_separator(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a,y,b\n1,0,x\n2\n3,1,z\nx4,0,y\n", r"row 3, column 'a' cannot be read_all .*invalid value 'x4'"),
-        ("a,y,b\n1,0,x\n2,1\nx3\n4,0,y\n", r"row 2, column 'a' cannot be read_all .*invalid value 'x3'"),
+        ("a,y,b\n1,0,x\n2\n3,1,z\nx4,0,y\n", r"row 3, column 'a' cannot be read .*invalid value 'x4'"),
+        ("a,y,b\n1,0,x\n2,1\nx3\n4,0,y\n", r"row 2, column 'a' cannot be read .*invalid value 'x3'"),
         ('a,y,b\n1,0,x\n"2\n3,0,y\n', "x.csv, row 1: a quote is not closed"),
-        ("a,y,b\n1,0,x\n2,1,\xff\n", "row 1, column 'b' cannot be read_all .*invalid UTF8"),
-        ("a,y,b\xff\n1,0,x\n", "x.csv cannot be read_all .*codec can't decode"),
+        ("a,y,b\n1,0,x\n2,1,\xff\n", "row 1, column 'b' cannot be read .*invalid UTF8"),
+        ("a,y,b\xff\n1,0,x\n", "x.csv cannot be read .*codec can't decode"),
     ],
 )
 def test_a_bad_value_among_bad_rows_is_named(tmp_path: Path, text: str, message: str) -> None:

@@ -238,7 +238,7 @@ OF_A_BATCH = (
 @pytest.fixture
 def one_pass(tmp_path: Path) -> tc.PassDataset:
     """One pass of the case."""
-    return ONE_PASS.cut(tmp_path / "one_pass")
+    return ONE_PASS.cut(tmp_path / "passes")
 
 
 def left() -> dict[str, int]:
