@@ -36,7 +36,6 @@ CPU_ALONE = {
     "gpu_streams": "stand-ins for torch and CuPy",
     "host_memory": "what the system gives and moves, with a stand-in for the GPU's locks",
     "switch": "the order in which threads do their work, on any device",
-    "progress": "what a terminal shows",
     "damaged_passes": "what reads files, before a device has a part in it",
     "batch_parts": "orders and arrays of the host",
     "scaled_loss": "what is refused, with models on the CPU",

@@ -29,9 +29,8 @@ ID_DTYPES = st.sampled_from((np.int32, np.int64))
 
 def as_held(case: Bags, dtype: str) -> Bags:
     """Return a case whose vectors are numbers of a dtype."""
-    return (
-        case if dtype == "float32" else dataclasses.replace(case, vectors=numbers(narrow(case.vectors, dtype), dtype))
-    )
+    held = case.vectors if dtype == "float32" else numbers(narrow(case.vectors, dtype), dtype)
+    return dataclasses.replace(case, vectors=held)
 
 
 def written(m: Any, case: Bags, *, scaled: bool = True) -> dict[str, Any]:
