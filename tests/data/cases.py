@@ -126,6 +126,11 @@ class Jagged:
         """Where samples begin, and the end."""
         return self.parts[1]
 
+    def weights(self) -> torch.Tensor:
+        """A weight for each value, if there are any."""
+        assert self.parts[2] is not None
+        return self.parts[2]
+
     def weights_or_none(self) -> torch.Tensor | None:
         """A weight for each value, or None."""
         return self.parts[2]

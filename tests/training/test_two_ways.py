@@ -66,7 +66,7 @@ def test_who_does_not_wait_for_what_was_begun_before_is_caught(
     """
     monkeypatch.setattr(owner, wait, lambda *_: None)
     with pytest.raises((AssertionError, CorruptBlockError)):
-        bits(CASE, tmp_path, shim())
+        bits(CASE, tmp_path, shim(), in_memory="cpu")
 
 
 class Early(ShimRuntime):
