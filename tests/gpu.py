@@ -22,37 +22,27 @@ ROOT = Path(__file__).parents[1]
 KERNELS = "tests/kernels"
 WITH_CUDA = (KERNELS, "-k", "cuda")
 TRAINING = [f"tests/training/test_{name}.py" for name in (
-    "cuda_training", "parity", "oracle", "evaluation", "cuda_raw_keys", "raw_keys", "missing_keys",
-    "prefetch", "fetch_ahead", "row_gradients", "adoption", "store_given", "single_modules",
-    "batch_memory", "closing", "locked_pages", "two_ways", "real_gpu",
+    "cuda_training", "parity", "oracle", "evaluation", "raw_keys", "missing_keys", "prefetch", "fetch_ahead",
+    "row_gradients", "adoption", "store_given", "single_modules", "closing", "two_ways", "real_gpu",
 )]  # fmt: skip
 # On a GPU alone: the shim guards each array with pages of its own, and a process has room for 20,000 of them.
 RECOVERY = [f"tests/training/test_{name}.py" for name in (
-    "crash", "entering", "reorganize", "reorganize_budget", "store_budget", "use_files", "readers",
+    "crash", "entering", "reorganize", "store_budget",
 )]  # fmt: skip
 CPU_ALONE = {
     "bad_input": "what is refused before a device has a part in it, with models on the CPU",
     "misuse": "the same",
-    "buffers": "the CPU's arrays",
     "large_lookups": "the order in which the CPU's kernels read rows",
-    "runs": "joins arrays in host memory",
     "gpu_streams": "stand-ins for torch and CuPy",
-    "gpu_devices": "the same",
     "host_memory": "what the system gives and moves, with a stand-in for the GPU's locks",
     "switch": "the order in which threads do their work, on any device",
-    "moves": "counts what the shim's GPU is asked for",
-    "dense_state": "the generators of the host",
-    "progress": "what a terminal shows",
     "damaged_passes": "what reads files, before a device has a part in it",
-    "sample_order": "the order of samples, which the host makes",
+    "batch_parts": "orders and arrays of the host",
     "scaled_loss": "what is refused, with models on the CPU",
-    "shared_tables": "several models on the CPU, which read the same rows",
     "registered": "what a cache is given beside tables, with models on the CPU",
     "compiled": "operators and graphs, with models on the CPU",
     "convert": "which modules take the place of which, with models on the CPU",
-    "batch_forms": "forms of keys in host memory",
-    "wrapped_loaders": "loaders of the host, whose batches test_raw_keys trains on a GPU",
-    "checkpoints": "names of commits",
+    "loaders": "loaders and forms of keys of the host, whose batches test_raw_keys trains on a GPU",
 }
 """The other files of tests/training, and why a GPU would show nothing there."""
 NOT_ON_GPU = (
@@ -60,7 +50,7 @@ NOT_ON_GPU = (
     "rows_from_outside",  # writes into the arrays of a InMemoryCache, which on a GPU are copies
 )
 SANITIZED = [f"{KERNELS}/test_{name}.py" for name in (
-    "pooling", "sorting", "update", "rows", "initial", "key_index", "rounding", "small",
+    "pooling", "sorting", "update", "rows", "initial", "key_index", "rounding",
 )]  # fmt: skip
 SANITIZER = ("--error-exitcode", "9", "--target-processes", "application-only")  # not the compilers that tests call
 SANITIZERS = {

@@ -17,9 +17,12 @@ from tests.data.cases import plain_schema, reference, write_parquet
 from tests.files import flip
 from tests.io.cases import filled
 from tiercache.cli import app, main
+from tiercache.data.progress import ProgressReporter
+from tiercache.kernels.cpu import compile as kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
 
 SCHEMA = """
 [label]
@@ -36,7 +39,7 @@ initializer = { name = "zeros" }
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory: a dataset ``passes``, a store ``s.tc`` with two commits, and files."""
     columns = {"a": np.arange(5000) % 700, "y": np.zeros(5000)}
-    write_parquet(tmp_path, columns, [0, 5000])
+    write_parquet(tmp_path, columns, [0, 2000, 5000])
     (tmp_path / "schema.toml").write_text(SCHEMA)
     dataset = reference(tmp_path / "passes", plain_schema(), columns, [0, 2000, 5000])
     filled(tmp_path / "s.tc", dataset.tables, {"a": {key: bytes(16) for key in range(700)}}).close()
@@ -216,6 +219,10 @@ def test_the_program_shows_its_version_and_ends_with_its_code(monkeypatch: pytes
     assert ended.value.code == 0
 
 
+EXTRACT = ("extract", "--device-budget", "1MiB", "--out")
+EXTRACT_ALL = ("extract", "part-0.parquet", "--schema", "schema.toml", "--device-budget", "1MiB", "--out")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -223,11 +230,22 @@ def test_the_program_shows_its_version_and_ends_with_its_code(monkeypatch: pytes
         (("info", "s.tc", "--curve"), "s.tc is a store: --curve and --plot are of datasets"),
         (("info", "s.tc", "--plot", "a.png"), "s.tc is a store: --curve and --plot are of datasets"),
         (("reorganize", "s.tc", "passes", "--order", "random"), "random"),
+        (
+            (*EXTRACT, "new", "no-*.csv", "--schema", "schema.toml"),
+            "no file matches 'no-*.csv': give files, folders or",
+        ),
+        ((*EXTRACT, "new", "part-0.parquet", "--schema", "none.toml"), "the schema none.toml cannot be read"),
+        ((*EXTRACT_ALL, "new", "--split-by", "day"), "split_by is 'day': one of budget"),
+        ((*EXTRACT_ALL, "new", "--memory-limit", "much"), "'much' is no size"),
+        ((*EXTRACT_ALL, "part-1.parquet"), "part-1.parquet is no directory"),
     ],
 )
-def test_an_option_of_the_other_kind_is_refused(folder: Path, arguments: tuple[str, ...], message: str) -> None:
-    """None is ignored."""
+def test_an_option_of_the_other_kind_or_of_no_sense_is_refused(
+    folder: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    """None is ignored, and nothing is made."""
     assert message in error_of(*arguments)
+    assert not (folder / "new").exists()
 
 
 def test_a_store_is_put_into_the_order_that_a_training_by_overlap_has(folder: Path) -> None:
@@ -236,3 +254,39 @@ def test_a_store_is_put_into_the_order_that_a_training_by_overlap_has(folder: Pa
     budgets = {"device_budget": "1MiB", "host_budget": "64MiB", "order": "overlap", "reorganize": False}
     with tc.Store.open("s.tc") as store, tc.TierCache(store, "passes", progress=False, **budgets):
         pass
+
+
+def test_warmup_compiles_all_kernels_and_says_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those for 16-bit dtypes too; and it says so before it begins."""
+    asked: list[Any] = []
+    monkeypatch.setattr(kernels, "is_cached", lambda *, narrow: False)
+    monkeypatch.setattr(kernels, "prepare", lambda notify=None, *, narrow=False: asked.append(narrow))
+    done = invoke("warmup")
+    assert (done.exit_code, asked) == (0, [True])
+    assert "compiling the CPU kernels of tiercache" in done.output
+    assert "kernels are compiled: " in done.stdout
+    monkeypatch.setattr(kernels, "is_cached", lambda *, narrow: True)
+    assert "it must be 'cpu', 'cuda'" in error_of("warmup", "--device", "tpu")
+
+
+def test_an_extraction_without_a_terminal_says_that_it_compiles(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line on standard error; none where nothing is to be shown."""
+    for shown, said in ((True, "compiling kernels (first run, about half a minute) ...\n"), (False, "")):
+        ProgressReporter(shown, 1).begin("compile")
+        assert capsys.readouterr().err == said
+
+
+def test_the_command_extracts(folder: Path) -> None:
+    """Files, patterns, options and earlier datasets go to the function; one line says what was made."""
+    command = (
+        "extract", "part-*.parquet", "--schema", "schema.toml", "--out", "new", "--device-budget", "64MiB",
+        "--split-by", "rows=1000", "--batch-multiple", "1000", "--min-count", "2", "--memory-limit", "32MiB",
+    )  # fmt: skip
+    for begin in ("new: 5 passes, 5,000 samples, ", "new: 5 passes, 5,000 samples, extracted before, "):
+        done = ran(f"import sys; from tiercache.cli import main; sys.argv = {['tiercache', *command]}; main()")
+        assert (done.returncode, done.stdout) == (0, "")
+        assert done.stderr.startswith(begin)
+    assert len(tc.PassDataset.open("new")) == 5
+    more = ("--schema", "schema.toml", "--device-budget", "1MiB", "--min-count", "2", "--prior-counts", "new")
+    assert run("extract", "part-0.parquet", "--out", "second", "--quiet", *more) == ""
+    assert tc.PassDataset.open("second").samples == 2000

@@ -1,21 +1,28 @@
-"""``tiercache report``: a run as one page that needs nothing else."""
+"""What a run shows: its passes on a terminal, and ``tiercache report``, one page that needs nothing else."""
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from html.parser import HTMLParser
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
+from rich.console import Console
 
 import tiercache as tc
 from tests.cli.command import error_of, run, told
-from tests.training.cases import Case, Net, Spec, table
+from tests.training.cases import Case, Spec, registered, table, tiered, train
+from tiercache.tiers.report import PassReport
+from tiercache.training.progress import TrainingProgress
 
 if TYPE_CHECKING:
     from pathlib import Path
-from types import SimpleNamespace
+
+    import pytest
+
 
 CASE = Case(tables=(table("item", 4),), specs=(Spec(name="a", table="item"),), num_samples=96, pass_rows=24, batch=8)
 
@@ -41,11 +48,8 @@ class Page(HTMLParser):
 def test_a_run_is_one_page(tmp_path: Path) -> None:
     """With every pass, pictures in it, and nothing from elsewhere; a title of any text is text."""
     data = CASE.cut(tmp_path / "passes")
-    with tc.TierCache(tmp_path / "m.tc", data, device_budget="1MiB", host_budget="64MiB", progress=False) as cache:
-        torch.manual_seed(1)
-        model = Net(cache, CASE)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        cache.register(model=model, optimizer=optimizer)
+    with tiered(tmp_path / "m.tc", data) as cache:
+        model, optimizer = registered(cache, CASE)
         for p in cache.passes(epochs=2):
             for batch in p.batches(CASE.batch):
                 loss = torch.nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label)
@@ -90,6 +94,57 @@ def test_what_is_no_run_is_a_sentence(tmp_path: Path) -> None:
     assert "no pass was trained: there is nothing to draw" in error_of("report", tmp_path / "none.jsonl")
     assert "No such file" in error_of("report", tmp_path / "gone.jsonl")
     assert "report" in run("--help")
+
+
+def report(**numbers: int) -> PassReport:
+    """Return a report of a pass of 100 rows."""
+    found = PassReport(
+        pass_index=7, epoch=0, sub_dataset=3, rows=100, rows_kept=0, rows_generated=0, rows_from_host=0, rows_read=0,
+        rows_read_planned=0, bytes_loaded=0, bytes_read=3 << 20, bytes_read_planned=0,
+    )  # fmt: skip
+    for name, value in numbers.items():
+        setattr(found, name, value)
+    found.losses, found.wait_seconds, found.spans = [0.25, 0.75], {"store": 1.5}, {"train": (0.0, 2.0)}
+    return found
+
+
+def test_the_last_passes_show_where_their_rows_came_from() -> None:
+    """One line for each, the bar parted by tier, and above all nothing where nothing is to be shown."""
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=120, color_system="standard")
+    shown = TrainingProgress(1000, shown=True, console=console)
+    for _ in range(9):
+        shown.pass_done(100, report(rows_kept=50, rows_from_host=20, rows_read=20, rows_generated=10))
+    shown.batch(8, 50)
+    shown.stop()
+
+    text = screen.getvalue()
+    last = text.rpartition("kept")[2]
+    assert last.count("0.5000") == 6, "the last six passes and no more"
+    bars = re.findall(r"\x1b\[32m(━+)\x1b\[0m\x1b\[36m(━+)\x1b\[0m\x1b\[33m(━+)\x1b\[0m\x1b\[35m(━+)", last)
+    assert [len(part) for part in bars[0]] == [15, 6, 6, 3]
+    assert "3.0" in last
+    assert "waited 13.50 s" in last
+
+    quiet = io.StringIO()
+    silent = TrainingProgress(1000, shown=False, console=Console(file=quiet, force_terminal=True))
+    silent.pass_done(100, report(rows_kept=100))
+    silent.batch(0, 10)
+    silent.stop()
+    assert not quiet.getvalue()
+
+
+def test_a_training_shows_its_passes_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bar, and each pass with its rows."""
+    screen = io.StringIO()
+    monkeypatch.setattr(
+        "tiercache.training.progress.Console", lambda **_: Console(file=screen, force_terminal=True, width=120)
+    )
+    data = CASE.cut(tmp_path / "passes")
+    with tiered(tmp_path / "model.tc", data, progress=True) as cache:
+        train(cache, CASE)
+    assert "samples/s" in screen.getvalue()
+    assert "from host" in screen.getvalue()
 
 
 def test_a_script_that_has_nothing_left_to_train_keeps_the_report_of_its_run(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 import tiercache as tc
+from tiercache.data.extract import extract
 from tiercache.data.from_arrays import write_dataset
 from tiercache.data.raw_batch import RawBatch
 from tiercache.schema import Schema
@@ -100,6 +102,54 @@ def reference(out: Path, schema: Schema, columns: dict[str, Any], bounds: list[i
     return write_dataset(out, schema, batches)
 
 
+def extracted(data: Any, schema: Schema | None, out: Path, **options: Any) -> PassDataset:
+    """Extract and show nothing, with a budget that holds all unless another one is given."""
+    return extract(data, schema, out, **{"device_budget": "1GiB", "progress": False, **options})
+
+
 def bounds_of(dataset: PassDataset) -> list[int]:
     """Return where the passes of a set begin in its data, and the end."""
     return [0, *np.cumsum([p.samples for p in dataset]).tolist()]
+
+
+class Jagged:
+    """What torchrec's JaggedTensor has."""
+
+    def __init__(self, values: list[int], offsets: list[int], weights: list[float] | None = None) -> None:
+        self.parts = torch.tensor(values), torch.tensor(offsets), None if weights is None else torch.tensor(weights)
+
+    def values(self) -> torch.Tensor:
+        """All values."""
+        return self.parts[0]
+
+    def offsets(self) -> torch.Tensor:
+        """Where samples begin, and the end."""
+        return self.parts[1]
+
+    def weights(self) -> torch.Tensor:
+        """A weight for each value, if there are any."""
+        assert self.parts[2] is not None
+        return self.parts[2]
+
+    def weights_or_none(self) -> torch.Tensor | None:
+        """A weight for each value, or None."""
+        return self.parts[2]
+
+
+class KeyedJagged(Jagged):
+    """What torchrec's KeyedJaggedTensor has."""
+
+    def __init__(self, **features: Jagged) -> None:
+        self.features = features
+
+    def keys(self) -> list[str]:
+        """Names of the features."""
+        return list(self.features)
+
+    def values(self) -> torch.Tensor:
+        """All values of all features."""
+        return torch.cat([one.values() for one in self.features.values()])
+
+    def to_dict(self) -> dict[str, Jagged]:
+        """A JaggedTensor for each feature."""
+        return self.features

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 import tiercache as tc
-from tests.data.cases import plain_schema, table
+from tests.data.cases import extracted, plain_schema, table
 from tests.files import files_of
-from tiercache.data.extract import extract
 from tiercache.errors import ExtractionError, SourceError
 from tiercache.schema import Schema
 
@@ -26,15 +25,10 @@ if TYPE_CHECKING:
 GOOD: dict[str, Any] = {"a": [1, 2, 3], "y": [0.0, 1.0, 0.0]}
 
 
-def run(data: Any, tmp_path: Path, schema: Schema | None = None) -> tc.PassDataset:
-    """Extract with a budget that is large enough."""
-    return extract(data, schema or plain_schema(), tmp_path / "out", device_budget="1GiB", progress=False)
-
-
 def refuse(tmp_path: Path, data: Any, message: str, schema: Schema | None = None) -> None:
     """Expect a SourceError in one line, and no finished dataset."""
     with pytest.raises(SourceError, match=message) as caught:
-        run(data, tmp_path, schema)
+        extracted(data, schema or plain_schema(), tmp_path / "out")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out" / "dataset.json").exists()
 
@@ -150,17 +144,7 @@ def test_data_without_rows_is_refused(tmp_path: Path) -> None:
     pq.write_table(empty, tmp_path / "a.parquet")
     refuse(tmp_path, tmp_path / "a.parquet", "no row was found in .*/a.parquet: give some data")
     pq.write_table(pa.table(GOOD), tmp_path / "b.parquet")
-    assert (
-        extract(
-            tmp_path / "*.parquet",
-            plain_schema(),
-            tmp_path / "two",
-            device_budget="1MiB",
-            split_by="file",
-            progress=False,
-        ).samples
-        == 3
-    )
+    assert extracted(tmp_path / "*.parquet", plain_schema(), tmp_path / "two", split_by="file").samples == 3
 
 
 @pytest.mark.parametrize(
@@ -191,7 +175,7 @@ def test_a_file_given_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "linked").mkdir()
     pq.write_table(pa.table(GOOD), tmp_path / "days" / "1" / "x.parquet")
     (tmp_path / "linked" / "days").symlink_to(tmp_path / "days")
-    assert run(tmp_path / "linked", tmp_path).samples == 3
+    assert extracted(tmp_path / "linked", plain_schema(), tmp_path / "out").samples == 3
     shutil.rmtree(tmp_path / "out")
     (tmp_path / "days" / "again").symlink_to(tmp_path / "days" / "1")
     refuse(tmp_path, tmp_path / "linked", "x.parquet is given twice")
@@ -203,62 +187,35 @@ def test_a_bad_value_leaves_the_closed_passes(tmp_path: Path) -> None:
     """Passes before the bad row stay closed, but a file that was mended since is another file."""
     path = tmp_path / "x.parquet"
     data = {"a": [None if i == 99_000 else i for i in range(100_000)], "y": [0.0] * 100_000}
-    call: dict[str, Any] = {
-        "device_budget": "1GiB",
-        "split_by": "rows=20000",
-        "batch_multiple": 1000,
-        "progress": False,
-    }
+    call: dict[str, Any] = {"split_by": "rows=20000", "batch_multiple": 1000}
     pq.write_table(pa.table(data), path)
     with pytest.raises(SourceError, match="row 99000"):
-        extract(path, plain_schema(), tmp_path / "out", **call)
+        extracted(path, plain_schema(), tmp_path / "out", **call)
     kept = sorted(name for name in files_of(tmp_path / "out") if name.startswith("pass-"))
     assert kept == [f"pass-0000{i}.safetensors" for i in range(4)]
     with pytest.raises(ValueError, match="is unfinished"):
         tc.PassDataset.open(tmp_path / "out")
     pq.write_table(pa.table({**data, "a": range(100_000)}), path)
     with pytest.raises(ValueError, match=r"an extraction of other data .*delete this one to start over"):
-        extract(path, plain_schema(), tmp_path / "out", **call)
+        extracted(path, plain_schema(), tmp_path / "out", **call)
 
 
 def test_a_disk_that_fills_is_a_sentence_and_the_same_call_goes_on(tmp_path: Path) -> None:
     """The kernel refuses to write on, as it does where a disk is full; what was closed stays."""
     n = 40_000
     pq.write_table(pa.table({"a": list(range(n)), "y": [0.0] * n}), tmp_path / "x.parquet")
-    how: dict[str, Any] = {
-        "device_budget": "1GiB",
-        "split_by": f"rows={n // 4}",
-        "batch_multiple": 100,
-        "progress": False,
-    }
-    extract(tmp_path / "x.parquet", plain_schema(), tmp_path / "whole", **how)
+    how: dict[str, Any] = {"split_by": f"rows={n // 4}", "batch_multiple": 100}
+    extracted(tmp_path / "x.parquet", plain_schema(), tmp_path / "whole", **how)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, hard))
     try:
         with pytest.raises(ExtractionError, match=r"out cannot take more \(.*\): free space there") as caught:
-            extract(tmp_path / "x.parquet", plain_schema(), tmp_path / "out", **how)
+            extracted(tmp_path / "x.parquet", plain_schema(), tmp_path / "out", **how)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "\n" not in str(caught.value)
-    extract(tmp_path / "x.parquet", plain_schema(), tmp_path / "out", **how)
+    extracted(tmp_path / "x.parquet", plain_schema(), tmp_path / "out", **how)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ({"split_by": None}, "split_by is None: one of budget, rows=N, file, column=NAME"),
-        ({"data": None}, "the data are None: give files, folders or patterns"),
-        ({"data": 5}, "the data are 5: give files"),
-        ({"out": "a\0b"}, r"the path 'a\\x00b' has a NUL character: give the dataset another directory"),
-    ],
-)
-def test_what_is_no_argument_is_a_sentence(tmp_path: Path, how: dict[str, Any], message: str) -> None:
-    """None, numbers and paths that no file system takes."""
-    pq.write_table(pa.table({"a": [1], "y": [0.0]}), tmp_path / "x.parquet")
-    call: dict[str, Any] = {"data": tmp_path / "x.parquet", "schema": plain_schema(), "out": tmp_path / "out"}
-    with pytest.raises(tc.TierCacheError, match=message):
-        extract(**{**call, **how}, device_budget="1MiB", progress=False)
 
 
 @pytest.mark.parametrize(

@@ -88,19 +88,11 @@ def test_a_hash_never_is_a_reserved_key(monkeypatch: pytest.MonkeyPatch) -> None
 def test_null_has_its_own_row_where_the_schema_says_so() -> None:
     """Null integers, strings, dictionary entries and crosses with a null part become the null key."""
     columns = {
-        "a": pa.array([1, None], pa.int32()),
-        "s": ["x", None],
-        "d": pa.array([None, "y"]).dictionary_encode(),
+        "a": pa.array([1, None], pa.int32()), "s": ["x", None], "d": pa.array([None, "y"]).dictionary_encode(),
         "n": pa.array([None, None], pa.null()),
-    }
-    batch = encoded(
-        columns,
-        tc.Feature(name="a", null="embed"),
-        tc.Feature(name="s", key="string", null="embed"),
-        tc.Feature(name="d", key="string", null="embed"),
-        tc.Feature(name="n", null="embed"),
-        tc.Feature(name="x", columns=("a", "s"), null="embed"),
-    )
+    }  # fmt: skip
+    features = [tc.Feature(name=n, key="string" if n in "sd" else "integer", null="embed") for n in "asdn"]
+    batch = encoded(columns, *features, tc.Feature(name="x", columns=("a", "s"), null="embed"))
     is_null = {name: (entry.keys == NULL_KEY).tolist() for name, entry in batch.features.items()}
     assert is_null == {"a": [False, True], "s": [False, True], "d": [True, False], "n": [True] * 2, "x": [False, True]}
 
@@ -216,93 +208,53 @@ def test_labels_and_dense_features_become_float32() -> None:
 
 
 INTEGERS = tc.Feature(name="a")
+RAGGED = tc.Feature(name="l", hotness="ragged")
 WEIGHTED = tc.Feature(name="l", hotness="ragged", weights="w")
 LISTS = pa.list_(pa.int64())
 
 
 @pytest.mark.parametrize(
-    ("columns", "feature", "more", "message"),
+    ("columns", "feature", "message"),
     [
-        ({"a": [1, None]}, INTEGERS, {}, "row 1001, column 'a': it is null, an error for feature 'a'"),
-        ({"a": [1, 2, OOV_KEY]}, INTEGERS, {}, "row 1002, column 'a': key -9223372036854775808 is reserved"),
-        ({"a": [NULL_KEY]}, INTEGERS, {}, "row 1000, column 'a': key -9223372036854775807 is reserved"),
-        ({"a": pa.array([1 << 63], pa.uint64())}, INTEGERS, {}, "key -9223372036854775808 is reserved"),
-        ({"a": ["x", None]}, tc.Feature(name="a", key="string"), {}, "row 1001, column 'a': it is null"),
+        ({"a": [1, None]}, INTEGERS, "row 1001, column 'a': it is null, an error for feature 'a'"),
+        ({"a": [1, 2, OOV_KEY]}, INTEGERS, "row 1002, column 'a': key -9223372036854775808 is reserved"),
+        ({"a": [NULL_KEY]}, INTEGERS, "row 1000, column 'a': key -9223372036854775807 is reserved"),
+        ({"a": pa.array([1 << 63], pa.uint64())}, INTEGERS, "key -9223372036854775808 is reserved"),
+        ({"a": ["x", None]}, tc.Feature(name="a", key="string"), "row 1001, column 'a': it is null"),
+        ({"a": [1, 2], "b": ["x", None]}, tc.Feature(name="x", columns=("a", "b")), "1001, column 'b': it is null"),
+        ({"a": [1.0, 2.5]}, INTEGERS, "row 1001, column 'a': it is 2.5, but feature 'a' needs integers"),
+        ({"a": [[1.0], [2.0, 3.5]]}, tc.Feature(name="a", hotness="ragged"), "row 1001, column 'a': it is 3.5"),
+        ({"a": [2.0**53]}, INTEGERS, r"row 1000, column 'a': it is 9007199254740992.0, .*only below 2\^53"),
+        ({"a": ["f", "0x1"]}, tc.Feature(name="a", key="hex"), "row 1001, .*: it is '0x1', but .* 1 to 16 hex"),
+        ({"a": ["f", ""]}, tc.Feature(name="a", key="hex"), "row 1001, column 'a': it is '', but"),
+        ({"a": ["1" * 17]}, tc.Feature(name="a", key="hex"), "row 1000, column 'a': it is '1{17}', but"),
+        ({"a": [1.0, None]}, tc.Feature(name="a", buckets=(0,)), "row 1001, column 'a': it is null"),
+        ({"a": [1, 2], "y": [1.0, float("nan")]}, INTEGERS, "row 1001, column 'y': it is nan"),
+        ({"a": [1, 2], "y": [1.0, None]}, INTEGERS, "row 1001, column 'y': it is null, but a label"),
+        ({"a": [1, 2], "y": [1.0, 1e300]}, INTEGERS, "row 1001, column 'y': it is 1e[+]300"),
+        ({"a": [1], "d": [float("nan")]}, INTEGERS, "column 'd': it is nan, but a dense"),
+        ({"a": [1], "e": [float("inf")]}, INTEGERS, "column 'e': it is inf, but a dense"),
+        ({"l": pa.array([[1], [], [5], [2, None]], LISTS)}, RAGGED, "row 1003, column 'l': it is null"),
+        ({"l": pa.array([[1], None], LISTS)}, RAGGED, "row 1001, column 'l': it is null"),
+        ({"l": pa.array([[], [5], [1, OOV_KEY]], LISTS)}, RAGGED, "row 1002, column 'l': key -9223372036854775808 is"),
         (
-            {"a": [1, 2], "b": ["x", None]},
-            tc.Feature(name="x", columns=("a", "b")),
-            {},
-            "row 1001, column 'b': it is null",
-        ),
-        ({"a": [1.0, 2.5]}, INTEGERS, {}, "row 1001, column 'a': it is 2.5, but feature 'a' needs integers"),
-        ({"a": [[1.0], [2.0, 3.5]]}, tc.Feature(name="a", hotness="ragged"), {}, "row 1001, column 'a': it is 3.5"),
-        ({"a": [2.0**53]}, INTEGERS, {}, r"row 1000, column 'a': it is 9007199254740992.0, .*only below 2\^53"),
-        (
-            {"a": ["f", "0x1"]},
-            tc.Feature(name="a", key="hex"),
-            {},
-            "row 1001, column 'a': it is '0x1', but .* 1 to 16 hex",
-        ),
-        ({"a": ["f", ""]}, tc.Feature(name="a", key="hex"), {}, "row 1001, column 'a': it is '', but"),
-        ({"a": ["1" * 17]}, tc.Feature(name="a", key="hex"), {}, "row 1000, column 'a': it is '1{17}', but"),
-        ({"a": [1.0, None]}, tc.Feature(name="a", buckets=(0,)), {}, "row 1001, column 'a': it is null"),
-        ({"a": [1, 2], "y": [1.0, float("nan")]}, INTEGERS, {"label": "y"}, "row 1001, column 'y': it is nan"),
-        ({"a": [1, 2], "y": [1.0, None]}, INTEGERS, {"label": "y"}, "row 1001, column 'y': it is null, but a label"),
-        ({"a": [1, 2], "y": [1.0, 1e300]}, INTEGERS, {"label": "y"}, "row 1001, column 'y': it is 1e[+]300"),
-        (
-            {"a": [1], "d": [float("nan")]},
-            INTEGERS,
-            {"dense": (tc.DenseFeature(column="d"),)},
-            "column 'd': it is nan, but a dense",
-        ),
-        (
-            {"a": [1], "d": [float("inf")]},
-            INTEGERS,
-            {"dense": (tc.DenseFeature(column="d", null=0.0),)},
-            "column 'd': it is inf, but a dense",
-        ),
-        (
-            {"l": pa.array([[1], [], [5], [2, None]], LISTS)},
-            tc.Feature(name="l", hotness="ragged"),
-            {},
-            "row 1003, column 'l': it is null",
-        ),
-        (
-            {"l": pa.array([[1], None], LISTS)},
-            tc.Feature(name="l", hotness="ragged"),
-            {},
-            "row 1001, column 'l': it is null",
-        ),
-        (
-            {"l": pa.array([[], [5], [1, OOV_KEY]], LISTS)},
-            tc.Feature(name="l", hotness="ragged"),
-            {},
-            "row 1002, column 'l': key -9223372036854775808 is reserved",
-        ),
-        (
-            {"l": pa.array([[1, 2], [3]], LISTS)},
-            tc.Feature(name="l", hotness="multi_hot", length=2),
-            {},
+            {"l": pa.array([[1, 2], [3]], LISTS)}, tc.Feature(name="l", hotness="multi_hot", length=2),
             "row 1001, column 'l': it has 1 keys, but feature 'l' has length = 2",
         ),
         (
-            {"l": pa.array([[1, 2], [3]], LISTS), "w": [[0.5, 1.0], []]},
-            WEIGHTED,
-            {},
+            {"l": pa.array([[1, 2], [3]], LISTS), "w": [[0.5, 1.0], []]}, WEIGHTED,
             "row 1001, column 'w': it has 0 weights for the 1 keys of feature 'l'",
         ),
         (
-            {"l": pa.array([[1, 2], [3]], LISTS), "w": [[0.5, float("nan")], [1.0]]},
-            WEIGHTED,
-            {},
+            {"l": pa.array([[1, 2], [3]], LISTS), "w": [[0.5, float("nan")], [1.0]]}, WEIGHTED,
             "row 1000, column 'w': it is nan, but a weight",
         ),
     ],
-)
-def test_a_bad_value_names_file_row_and_column(
-    columns: dict[str, Any], feature: tc.Feature, more: dict[str, Any], message: str
-) -> None:
-    """Rows are counted from 0 in their file, whatever batch they were read in."""
+)  # fmt: skip
+def test_a_bad_value_names_file_row_and_column(columns: dict[str, Any], feature: tc.Feature, message: str) -> None:
+    """Rows are counted from 0 in their file, whatever batch they were read in; ``e`` has a number for null."""
+    dense = (tc.DenseFeature(column="d"), tc.DenseFeature(column="e", null=0.0))
+    label = "y" if "y" in columns else None
     with pytest.raises(SourceError, match=message) as caught:
-        encoded(columns, feature, **more)
+        encoded(columns, feature, label=label, dense=tuple(one for one in dense if one.column in columns))
     assert str(caught.value).startswith("data.parquet, row 10")

@@ -20,11 +20,13 @@ from tests.data.cases import (
     ROW_BYTES,
     arrow,
     bounds_of,
+    extracted,
     key_batch,
     plain_schema,
     reference,
     rich_columns,
     rich_schema,
+    table,
     write_parquet,
 )
 from tests.files import files_of
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
     from tiercache.data.extract import ExtractionProgress
     from tiercache.schema import Schema
 
-
 SMALL: dict[str, Any] = {"schema": plain_schema(), "device_budget": "1MiB", "progress": False}
 
 
@@ -47,6 +48,16 @@ SMALL: dict[str, Any] = {"schema": plain_schema(), "device_budget": "1MiB", "pro
 def paths(tmp_path: Path) -> list[Path]:
     """Two files of 25 samples."""
     return write_parquet(tmp_path, {"a": np.arange(50), "y": np.zeros(50)}, [0, 25, 50])
+
+
+def interrupt_at(passes: int) -> Callable[[ExtractionProgress], None]:
+    """Return a progress function that stops an extraction when so many passes are handed over."""
+
+    def stop(event: ExtractionProgress) -> None:
+        if event.passes == passes:
+            raise KeyboardInterrupt
+
+    return stop
 
 
 def greedy_bounds(schema: Schema, columns: dict[str, Any], budget: int, batch_multiple: int) -> list[int]:
@@ -97,9 +108,7 @@ def test_passes_close_before_the_unit_that_exceeds_the_budget(
         patch.setattr("tiercache.data.memory._LARGEST_CHUNK", chunk)
         folder = Path(name)
         paths = write_parquet(folder, columns, sorted({0, *cuts, 3000}))
-        made = extract(
-            paths, schema, folder / "out", device_budget=budget, batch_multiple=batch_multiple, progress=False
-        )
+        made = extracted(paths, schema, folder / "out", device_budget=budget, batch_multiple=batch_multiple)
         assert bounds_of(made) == bounds
         assert_same_files(made, reference(folder / "ref", schema, columns, bounds))
 
@@ -120,30 +129,9 @@ def test_exact_cuts_are_where_rows_files_or_values_change(tmp_path: Path, split_
     days = np.repeat(np.array(["mon", "tue", "", "mon"]), np.diff([0, 300, 1500, 1501, 3500]))
     data = {**columns, "day": [day or None for day in days.tolist()]}
     write_parquet(tmp_path, data, [0, 701, 2000, 3500])
-    made = extract(
-        tmp_path / "*.parquet",
-        schema,
-        tmp_path / "out",
-        device_budget="1GiB",
-        split_by=split_by,
-        batch_multiple=500,
-        progress=False,
-    )
+    made = extracted(tmp_path / "*.parquet", schema, tmp_path / "out", split_by=split_by, batch_multiple=500)
     assert bounds_of(made) == bounds
     assert_same_files(made, reference(tmp_path / "ref", schema, columns, bounds))
-
-
-def test_the_host_budget_changes_no_bit(tmp_path: Path) -> None:
-    """Small chunks and large ones give the same files, manifest included."""
-    schema, columns = rich_schema(), rich_columns(20_000)
-    paths = write_parquet(tmp_path, columns, [0, 20_000])
-    budget = 4000 * ROW_BYTES
-    for name, host in (("small", "16MiB"), ("large", "1GiB")):
-        extract(
-            paths, schema, tmp_path / name, device_budget=budget, batch_multiple=256, memory_limit=host, progress=False
-        )
-    assert files_of(tmp_path / "small") == files_of(tmp_path / "large")
-    assert len(tc.PassDataset.open(tmp_path / "small")) > 3
 
 
 def test_a_finished_set_is_returned_as_it_is(tmp_path: Path, paths: list[Path]) -> None:
@@ -169,14 +157,7 @@ def test_a_finished_set_is_returned_as_it_is(tmp_path: Path, paths: list[Path]) 
         ({"split_by": "file"}, 'split_by was "budget" and is "file" now'),
         ({"min_count": 2}, "min_count was 1 and is 2 now"),
         ({"schema": plain_schema(label=None)}, "schema was"),
-        (
-            {
-                "schema": plain_schema(
-                    tables=(tc.Table(name="a", dim=9, optimizer=tc.optim.Adam(), initializer=tc.init.Zeros()),)
-                )
-            },
-            "groups was",
-        ),
+        ({"schema": plain_schema(tables=(table("a", dim=9),))}, "groups was"),
     ],
 )
 def test_a_finished_set_of_other_options_is_refused(
@@ -224,24 +205,14 @@ def test_a_failed_extraction_goes_on_when_its_cause_is_gone(tmp_path: Path) -> N
     """An exception in the middle leaves closed passes; the same call ends with the files of an undisturbed one."""
     schema, columns = rich_schema(), rich_columns(6000)
     paths = write_parquet(tmp_path, columns, [0, 3000, 6000])
-    call: dict[str, Any] = {
-        "schema": schema,
-        "device_budget": 2000 * ROW_BYTES,
-        "batch_multiple": 64,
-        "memory_limit": "16MiB",
-    }
-
-    def stop(event: ExtractionProgress) -> None:
-        if event.passes == 2:
-            raise KeyboardInterrupt
-
-    whole = extract(paths, out=tmp_path / "whole", progress=False, **call)
+    call: dict[str, Any] = {"device_budget": 2000 * ROW_BYTES, "batch_multiple": 64, "memory_limit": "16MiB"}
+    whole = extracted(paths, schema, tmp_path / "whole", **call)
     assert len(whole) > 3
     with pytest.raises(KeyboardInterrupt):
-        extract(paths, out=tmp_path / "cut", progress=stop, **call)
+        extracted(paths, schema, tmp_path / "cut", progress=interrupt_at(2), **call)
     with pytest.raises(ExtractionError, match="batch_multiple was 64 and is 128 now"):
-        extract(paths, out=tmp_path / "cut", progress=False, **{**call, "batch_multiple": 128})
-    extract(paths, out=tmp_path / "cut", progress=False, **call)
+        extracted(paths, schema, tmp_path / "cut", **{**call, "batch_multiple": 128})
+    extracted(paths, schema, tmp_path / "cut", **call)
     assert files_of(tmp_path / "cut") == files_of(tmp_path / "whole")
 
 
@@ -259,25 +230,27 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path, paths: 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (
-            {"device_budget": 99 * ROW_BYTES, "batch_multiple": 100},
-            BudgetError,
-            "one batch multiple of 100 samples needs 100 rows",
-        ),
+        ({"device_budget": 99 * ROW_BYTES, "batch_multiple": 100}, BudgetError, "multiple of 100 samples needs 100 r"),
         (
             {"device_budget": 150 * ROW_BYTES, "split_by": "rows=200", "batch_multiple": 100},
             BudgetError,
             "sub-dataset 0, of at least 200 samples, needs 200 rows",
         ),
         ({"device_budget": 150 * ROW_BYTES, "split_by": "file"}, BudgetError, "device_budget or cut smaller passes"),
-        ({"device_budget": "1GiB", "memory_limit": "1MiB"}, BudgetError, "the memory limit is 1 MiB, but extraction"),
-        ({"device_budget": "1GiB", "split_by": "rows=150", "batch_multiple": 100}, ExtractionError, "take rows=200"),
-        ({"device_budget": "1GiB", "split_by": "rows=0"}, ExtractionError, "one of budget, rows=N, file, column=NAME"),
-        ({"device_budget": "1GiB", "split_by": "column="}, ExtractionError, "one of budget, rows=N"),
-        ({"device_budget": "1GiB", "batch_multiple": 0}, ExtractionError, "batch_multiple is 0"),
-        ({"device_budget": "1GiB", "batch_multiple": 1 << 70}, ExtractionError, "a whole number from 1 to"),
-        ({"device_budget": "1GiB", "devices": 0}, ExtractionError, "devices is 0"),
-        ({"device_budget": "1GiB", "min_count": 0}, ExtractionError, "min_count is 0"),
+        ({"memory_limit": "1MiB"}, BudgetError, "the memory limit is 1 MiB, but extraction"),
+        ({"split_by": "rows=150", "batch_multiple": 100}, ExtractionError, "take rows=200"),
+        ({"split_by": "rows=0"}, ExtractionError, "one of budget, rows=N, file, column=NAME"),
+        ({"split_by": "column="}, ExtractionError, "one of budget, rows=N"),
+        ({"split_by": None}, TierCacheError, "split_by is None: one of budget, rows=N, file, column=NAME"),
+        ({"batch_multiple": 0}, ExtractionError, "batch_multiple is 0"),
+        ({"batch_multiple": 1 << 70}, ExtractionError, "a whole number from 1 to"),
+        ({"devices": 0}, ExtractionError, "devices is 0"),
+        ({"min_count": 0}, ExtractionError, "min_count is 0"),
+        ({"workers": 0}, TierCacheError, "workers is 0: a whole number from 1"),
+        ({"schema": "a\0b"}, TierCacheError, "a.x00b"),
+        ({"data": None}, TierCacheError, "the data are None: give files, folders or patterns"),
+        ({"data": 5}, TierCacheError, "the data are 5: give files"),
+        ({"out": "a\0b"}, TierCacheError, r"the path 'a\\x00b' has a NUL character: give the dataset another dir"),
         ({"device_budget": "much"}, ValueError, "'much' is no size"),
     ],
 )
@@ -286,8 +259,9 @@ def test_what_cannot_be_done_says_the_numbers(
 ) -> None:
     """Budgets that are too small and options that make no sense are one sentence, and leave no dataset."""
     paths = write_parquet(tmp_path, {"a": np.arange(1000), "y": np.zeros(1000)}, [0, 1000])
+    call: dict[str, Any] = {"data": paths, "schema": plain_schema(), "out": tmp_path / "out", **options}
     with pytest.raises(error, match=message):
-        extract(paths, plain_schema(), tmp_path / "out", progress=False, **options)
+        extracted(**call)
     assert not (tmp_path / "out" / "dataset.json").exists()
 
 
@@ -301,9 +275,9 @@ def test_what_cannot_be_done_says_the_numbers(
 def test_what_does_not_fit_the_host_budget_is_refused(tmp_path: Path, batch_multiple: int, message: str) -> None:
     """The keys of a pass, and an aligned unit, which is numbered whole."""
     paths = write_parquet(tmp_path, {"a": np.arange(600_000), "y": np.zeros(600_000)}, [0, 600_000])
-    how: dict[str, Any] = {"device_budget": "1GiB", "memory_limit": "16MiB", "progress": False}
+    how: dict[str, Any] = {"batch_multiple": batch_multiple, "memory_limit": "16MiB"}
     with pytest.raises(BudgetError, match=message):
-        extract(paths, plain_schema(), tmp_path / "out", batch_multiple=batch_multiple, **how)
+        extracted(paths, plain_schema(), tmp_path / "out", **how)
 
 
 def test_progress_tells_samples_passes_and_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -325,19 +299,14 @@ def test_progress_tells_samples_passes_and_bytes(tmp_path: Path, capsys: pytest.
 
 def test_an_arrow_table_of_every_type_survives_the_whole_way(tmp_path: Path) -> None:
     """Text files and Parquet of the same values give the same passes, strings and crosses included."""
-    schema = tc.Schema(
-        label="y",
-        dense=(tc.DenseFeature(column="d", null=-1.0),),
-        features=(
-            tc.Feature(name="s", key="string", null="embed"),
-            tc.Feature(name="i", table="s"),
-            tc.Feature(name="x", columns=("s", "i"), null="embed"),
-        ),
-        tables=tuple(
-            tc.Table(name=n, dim=4, optimizer=tc.optim.SGD(learning_rate=1.0), initializer=tc.init.Zeros())
-            for n in ("s", "x")
-        ),
+    text, cross = (
+        tc.Feature(name="s", key="string", null="embed"),
+        tc.Feature(name="x", columns=("s", "i"), null="embed"),
     )
+    schema = plain_schema(
+        dense=(tc.DenseFeature(column="d", null=-1.0),), features=(text, tc.Feature(name="i", table="s"), cross),
+        tables=(table("s"), table("x")),
+    )  # fmt: skip
     random = np.random.default_rng(0)
     data = arrow(
         {
@@ -349,20 +318,8 @@ def test_an_arrow_table_of_every_type_survives_the_whole_way(tmp_path: Path) -> 
     )
     pq.write_table(data, tmp_path / "x.parquet")
     data.to_pandas().assign(d=data["d"].to_pandas()).to_csv(tmp_path / "x.csv.gz", index=False)
-    sets = [
-        extract(tmp_path / f"x.{kind}", schema, tmp_path / kind, device_budget="1MiB", progress=False)
-        for kind in ("parquet", "csv.gz")
-    ]
-    assert sets[0].digest == sets[1].digest
-
-
-@pytest.mark.parametrize(("name", "value"), [("workers", 0), ("schema", "a\0b")])
-def test_no_workers_and_a_schema_with_nul_are_refused(tmp_path: Path, name: str, value: Any) -> None:
-    """In a sentence that shows the value."""
-    paths = write_parquet(tmp_path, {"a": np.arange(9), "y": np.zeros(9)}, [0, 9])
-    how: dict[str, Any] = {"schema": plain_schema(), "out": tmp_path / "out", "device_budget": "1MiB", name: value}
-    with pytest.raises(TierCacheError, match=r"workers is 0: a whole number from 1|a.x00b"):
-        extract(paths, progress=False, **how)
+    one, other = (extracted(tmp_path / f"x.{kind}", schema, tmp_path / kind) for kind in ("parquet", "csv.gz"))
+    assert one.digest == other.digest
 
 
 @pytest.mark.parametrize("split_by", ["budget", "rows=1500"])
@@ -373,10 +330,9 @@ def test_workers_and_memory_change_no_byte(tmp_path: Path, split_by: str) -> Non
     if split_by != "budget":
         call |= {"device_budget": "1GiB"}
     found = [
-        files_of(extract(paths, rich_schema(), tmp_path / f"{n}-{limit}", progress=False, workers=n, memory_limit=limit,
-                         **call).path)
+        files_of(extracted(paths, rich_schema(), tmp_path / f"{n}-{limit}", workers=n, memory_limit=limit, **call).path)
         for n, limit in ((1, "1GiB"), (2, "16MiB"), (4, "16MiB"), (4, "1GiB"))
-    ]  # fmt: skip
+    ]
     assert len(found[0]) > 4
     assert all(one == found[0] for one in found)
 
@@ -406,31 +362,19 @@ def test_new_files_add_sub_datasets(tmp_path: Path) -> None:
         extract(paths[0], rich_schema(), first.path, append=True, min_count=2, **{**call, "progress": False})
 
 
-def interrupt_at(passes: int) -> Callable[[ExtractionProgress], None]:
-    """Return a progress function that stops an extraction when so many passes are handed over."""
-
-    def stop(event: ExtractionProgress) -> None:
-        if event.passes == passes:
-            raise KeyboardInterrupt
-
-    return stop
-
-
 def test_passes_of_one_batch_multiple_are_told(tmp_path: Path) -> None:
     """They cost a switch each: the warning says what makes them larger."""
     paths = write_parquet(tmp_path, {"a": np.arange(2000), "y": np.zeros(2000)}, [0, 2000])
     with pytest.warns(UserWarning, match="19 of 19 sub-datasets hold one batch multiple of 100 samples"):
-        extract(
-            paths, plain_schema(), tmp_path / "out", device_budget=150 * ROW_BYTES, batch_multiple=100, progress=False
-        )
+        extracted(paths, plain_schema(), tmp_path / "out", device_budget=150 * ROW_BYTES, batch_multiple=100)
 
 
 def test_key_sets_alone_are_those_of_the_dataset(tmp_path: Path) -> None:
     """Without samples, sub-datasets end where they would with them and have the same keys and counts."""
     paths = write_parquet(tmp_path, rich_columns(6000), [0, 3000, 6000])
-    call: dict[str, Any] = {"device_budget": 2000 * ROW_BYTES, "batch_multiple": 64, "progress": False}
-    whole = extract(paths, rich_schema(), tmp_path / "whole", **call)
-    alone = extract(paths, rich_schema(), tmp_path / "alone", samples=False, **call)
+    call: dict[str, Any] = {"device_budget": 2000 * ROW_BYTES, "batch_multiple": 64}
+    whole = extracted(paths, rich_schema(), tmp_path / "whole", **call)
+    alone = extracted(paths, rich_schema(), tmp_path / "alone", samples=False, **call)
     assert len(alone) == len(whole) > 2
     assert alone.summary == f"{len(whole)} passes of key sets without samples"
     for one, other in zip(alone, whole, strict=True):

@@ -12,6 +12,7 @@ import pytest
 import tiercache as tc
 from tests.data.cases import (
     bounds_of,
+    extracted,
     plain_schema,
     reference,
     rich_columns,
@@ -20,7 +21,6 @@ from tests.data.cases import (
     write_parquet,
 )
 from tests.files import files_of
-from tiercache.data.extract import extract
 from tiercache.data.raw_batch import NULL_KEY, OOV_KEY
 from tiercache.errors import DatasetError, ExtractionError
 from tiercache.schema import Schema
@@ -50,12 +50,7 @@ def without_rare(columns: dict[str, Any], counts: dict[str, Counter[int]], least
         return [[k if k in keep[name] else OOV_KEY for k in row] for row in values]
 
     flat = {name: np.array(kept(columns[name][:, None].tolist(), name))[:, 0] for name in ("a", "b")}
-    return {
-        **columns,
-        **flat,
-        "pair": np.array(kept(columns["pair"].tolist(), "b")),
-        "tags": kept(columns["tags"], "a"),
-    }
+    return columns | flat | {"pair": np.array(kept(columns["pair"].tolist(), "b")), "tags": kept(columns["tags"], "a")}
 
 
 def counted(dataset: tc.PassDataset, name: str) -> Counter[int]:
@@ -86,16 +81,8 @@ def test_rare_keys_share_the_out_of_vocabulary_row(
     monkeypatch.setattr(frequency.KeyCounter, "write_run", count_run)
     schema, columns = rich_schema(), rich_columns(20_000)
     paths = write_parquet(tmp_path, columns, [0, 9000, 20_000])
-    made = extract(
-        paths,
-        schema,
-        tmp_path / "out",
-        device_budget="110KiB",
-        batch_multiple=512,
-        min_count=3,
-        memory_limit="16MiB",
-        progress=False,
-    )
+    how: dict[str, Any] = {"device_budget": "110KiB", "batch_multiple": 512, "memory_limit": "16MiB"}
+    made = extracted(paths, schema, tmp_path / "out", min_count=3, **how)
     assert (len(runs) > 5) == (run_bytes == 1 << 17)
     counts = keys_by_table(columns)
     kept = without_rare(columns, counts, 3)
@@ -114,10 +101,10 @@ def test_merging_works_one_hash_range_at_a_time(tmp_path: Path, monkeypatch: pyt
     """With little memory the counts are merged in many ranges, to the same files."""
     schema, columns = rich_schema(), rich_columns(5000)
     paths = write_parquet(tmp_path, columns, [0, 5000])
-    call: dict[str, Any] = {"device_budget": "1MiB", "min_count": 2, "memory_limit": "16MiB", "progress": False}
-    extract(paths, schema, tmp_path / "one", **call)
+    call: dict[str, Any] = {"min_count": 2, "memory_limit": "16MiB"}
+    extracted(paths, schema, tmp_path / "one", **call)
     monkeypatch.setattr("tiercache.data.frequency._MERGE_BYTES", 96 * 300_000)
-    extract(paths, schema, tmp_path / "many", **call)
+    extracted(paths, schema, tmp_path / "many", **call)
     assert files_of(tmp_path / "one") == files_of(tmp_path / "many")
 
 
@@ -131,8 +118,8 @@ def test_counts_go_on_from_earlier_datasets(tmp_path: Path) -> None:
         folder = tmp_path / str(day)
         folder.mkdir()
         paths = write_parquet(folder, data, [0, len(data["a"])])
-        options: dict[str, Any] = {"device_budget": "1MiB", "min_count": 2, "prior_counts": sets, "progress": False}
-        sets.append(extract(paths, plain_schema(), folder / "out", **options))
+        options: dict[str, Any] = {"min_count": 2, "prior_counts": sets}
+        sets.append(extracted(paths, plain_schema(), folder / "out", **options))
     keys = [p.keys("a")[p.read(np.arange(p.samples)).ids["a"].ids].tolist() for s in sets for p in s]
     assert keys == [[1, 1, OOV_KEY, OOV_KEY], [2, OOV_KEY, 5, 5], [3, 4, OOV_KEY]]
 
@@ -141,7 +128,7 @@ def test_null_keeps_its_row_however_rare(tmp_path: Path) -> None:
     """The null row is the schema's choice, not a key of the data."""
     schema = Schema(features=(tc.Feature(name="a", null="embed"),), tables=(table("a"),))
     paths = write_parquet(tmp_path, {"a": [7, None, 7, 8]}, [0, 4])
-    made = extract(paths, schema, tmp_path / "out", device_budget="1MiB", min_count=2, progress=False)
+    made = extracted(paths, schema, tmp_path / "out", min_count=2)
     assert sorted(made.passes[0].keys("a").tolist()) == [OOV_KEY, NULL_KEY, 7]
     rare = made.rare_keys()
     assert rare is not None
@@ -166,23 +153,21 @@ def test_counting_goes_on_from_its_last_run(tmp_path: Path, monkeypatch: pytest.
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        extract(paths, schema, tmp_path / "cut", progress=stop, **call)
+        extracted(paths, schema, tmp_path / "cut", progress=stop, **call)
     assert {e.stage for e in events} == {"count"}
     events.clear()
-    extract(paths, schema, tmp_path / "cut", progress=events.append, **call)
+    extracted(paths, schema, tmp_path / "cut", progress=events.append, **call)
     assert max(e.samples for e in events if e.stage == "count") < 20_000
-    extract(paths, schema, tmp_path / "whole", progress=False, **call)
+    extracted(paths, schema, tmp_path / "whole", **call)
     assert files_of(tmp_path / "cut") == files_of(tmp_path / "whole")
 
 
 def test_earlier_sets_must_mean_the_same(tmp_path: Path) -> None:
     """Counts of another schema say nothing, and without min_count there is nothing to count on."""
     paths = write_parquet(tmp_path, {"a": np.arange(4), "y": np.zeros(4)}, [0, 4])
-    first = extract(paths, plain_schema(), tmp_path / "first", device_budget="1MiB", progress=False)
+    first = extracted(paths, plain_schema(), tmp_path / "first")
     other = replace(plain_schema(), label=None)
     with pytest.raises(DatasetError, match="other label"):
-        extract(
-            paths, other, tmp_path / "x", device_budget="1MiB", min_count=2, prior_counts=[first.path], progress=False
-        )
+        extracted(paths, other, tmp_path / "x", min_count=2, prior_counts=[first.path])
     with pytest.raises(ExtractionError, match="prior_counts changes nothing with min_count = 1"):
-        extract(paths, plain_schema(), tmp_path / "y", device_budget="1MiB", prior_counts=[first], progress=False)
+        extracted(paths, plain_schema(), tmp_path / "y", prior_counts=[first])

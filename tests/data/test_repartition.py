@@ -1,4 +1,4 @@
-"""Smaller passes from larger ones: the same samples, and no pass with more rows than fit."""
+"""Smaller passes from larger ones: the same samples, and no pass with more rows than fit one of several devices."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tiercache as tc
-from tests.data.cases import ROW_BYTES, plain_schema, rich_columns, rich_schema
+from tests.data.cases import ROW_BYTES, key_batch, plain_schema, rich_columns, rich_schema
 from tests.training.cases import Case, Spec, assert_same_bits, resident_result, result_of, table, tiered, train
 from tiercache.data.from_arrays import write_dataset
 from tiercache.data.key_sets import write_key_sets
 from tiercache.data.raw_batch import RawBatch
 from tiercache.data.repartition import split_cursor
 from tiercache.data.row_budget import RowBudget, device_bytes, most_rows
-from tiercache.store import MemoryEngine
+from tiercache.store import MemoryEngine, hash_keys
+from tiercache.store.shards.sharding import hash_bounds
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
@@ -30,14 +31,7 @@ if TYPE_CHECKING:
 
 def batch_of(num_samples: int, seed: int = 0) -> RawBatch:
     """Return samples of ``rich_schema``."""
-    columns = rich_columns(num_samples, seed)
-    return RawBatch.of(
-        rich_schema(),
-        {name: columns[name] for name in ("a", "pair", "tags", "b")},
-        label=columns["y"],
-        dense=np.stack([columns["d0"], columns["d1"]], axis=1),
-        weights={"pair": columns["pair_w"], "tags": columns["tags_w"], "b": columns["b_w"]},
-    )
+    return key_batch(rich_schema(), rich_columns(num_samples, seed), 0, num_samples)
 
 
 def samples_of(passes: tc.PassDataset) -> list[tuple[object, ...]]:
@@ -67,13 +61,9 @@ def samples_of(passes: tc.PassDataset) -> list[tuple[object, ...]]:
     by_bytes=st.booleans(),
 )
 def test_parts_are_what_an_extraction_of_the_same_samples_gives(
-    tmp_path_factory: pytest.TempPathFactory,
-    sizes: list[int],
-    batch_multiple: int,
-    rows: int,
-    chunk: int,
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], batch_multiple: int, rows: int, chunk: int,
     by_bytes: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Samples, key sets, counts and digests; each part is as long as fits, and begins at an aligned sample."""
     path = tmp_path_factory.mktemp("split")
     ends = list(accumulate(sizes))
@@ -247,16 +237,42 @@ def test_a_cursor_has_the_same_samples_behind_it_in_both_sets(tmp_path: Path) ->
         split_cursor(old, (0, 0))
 
 
-def test_parts_of_many_samples_and_keys_are_those_of_one_sweep(tmp_path: Path) -> None:
-    """Across chunks: greedy from the first sample on, against a set that grows sample by sample."""
-    keys: NDArray[np.int64] = np.random.default_rng(0).integers(0, 30_000, 40_000)
-    old = write_dataset(tmp_path / "old", plain_schema(), [RawBatch.of(plain_schema(), {"a": keys}, label=keys % 2)])
-    new = tc.repartition(old, tmp_path / "new", rows=9_000, batch_multiple=1_000)
-    expected, begin, met = [], 0, set[int]()
-    for low in range(0, keys.size, 1_000):
-        more = met | set(keys[low : low + 1_000].tolist())
-        if len(more) > 9_000:
-            expected.append(low - begin)
-            begin, more = low, set(keys[low : low + 1_000].tolist())
-        met = more
-    assert new.manifest.options["parts"] == [[*expected, keys.size - begin]]
+A = table("a", 8)
+
+
+def rows_of(keys: NDArray[np.int64], devices: int) -> list[int]:
+    """Return how many keys fall to each device."""
+    bounds = np.array(hash_bounds(devices)[1:-1], dtype=np.uint64)
+    return np.bincount(np.searchsorted(bounds, hash_keys(keys, A.table_id), side="right"), minlength=devices).tolist()
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=st.integers(0, 20_000), devices=st.integers(1, 64), seed=st.integers(0, 1 << 32))
+def test_no_device_gets_more_rows_than_are_counted_with(rows: int, devices: int, seed: int) -> None:
+    """Of random keys: one example in 10^9 / W may."""
+    keys = np.unique(np.random.default_rng(seed).integers(-(1 << 63), 1 << 63, rows, dtype=np.int64))
+    assert max(rows_of(keys, devices)) <= most_rows(keys.size, devices)
+
+
+def test_an_even_share_is_too_few() -> None:
+    """Hashes do not divide evenly, and few rows may well fall to one device; of many the margin is small."""
+    keys = np.arange(10_000)
+    assert max(rows_of(keys, 8)) > 10_000 // 8
+    assert most_rows(5, 4) == 5
+    assert most_rows(10**6, 8) < 1.02 * 10**6 / 8
+    assert all(most_rows(n, 3) <= most_rows(n + 1, 3) <= most_rows(n, 3) + 1 for n in range(5000))
+
+
+def test_one_device_gets_all_rows() -> None:
+    """To the row, as ever."""
+    assert all(most_rows(n, 1) == n for n in (0, 1, 7, 10**9))
+    assert RowBudget([A], 10**6, devices=1).needed([1000]) == RowBudget([A], 10**6).needed([1000])
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_a_budget_of_several_devices_counts_what_each_holds(devices: int) -> None:
+    """The most that a pass gives to any of them."""
+    budget = RowBudget([A], 0, devices=devices)
+    budget.close([5000])
+    assert budget.needed([3000]) == most_rows(5000, devices) * device_bytes(group_tables([A])[0])
+    assert f"on each of {devices} devices with what earlier passes need" in budget.excess([3000])

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 import tiercache as tc
 from tests.cli.command import invoke
-from tests.data.cases import ROW_BYTES, bounds_of, plain_schema, rich_columns, rich_schema, write_parquet
+from tests.data.cases import ROW_BYTES, bounds_of, extracted, plain_schema, rich_columns, rich_schema, write_parquet
 from tests.data.shared_files import FATAL
 from tests.files import files_of
 from tiercache.data.cuts import Cut
@@ -45,15 +45,9 @@ DAYS = [0, 300, 1500, 1501, 3000]
 def job(schema: Schema, split_by: str, unit: int, budget: int) -> Job:
     """Return a job of one device."""
     return Job(
-        schema=schema,
-        cut=Cut.parse(split_by, unit),
-        unit=unit,
-        device_bytes=budget,
-        devices=1,
-        memory_bytes=1 << 28,
-        workers=1,
-        with_samples=True,
-    )
+        schema=schema, cut=Cut.parse(split_by, unit), unit=unit, device_bytes=budget, devices=1, memory_bytes=1 << 28,
+        workers=1, with_samples=True,
+    )  # fmt: skip
 
 
 @given(
@@ -75,9 +69,8 @@ def test_passes_are_placed_where_one_machine_ends_them(
     budget = int(slack * 105_000) if split_by == "budget" and unit < 1000 else 1 << 30
     with tempfile.TemporaryDirectory() as name:
         paths = write_parquet(Path(name), data, sorted({0, *cuts, 3000}))
-        made = tc.extract(
-            paths, schema, f"{name}/out", device_budget=budget, split_by=split_by, batch_multiple=unit, progress=False
-        )
+        how: dict[str, Any] = {"device_budget": budget, "split_by": split_by, "batch_multiple": unit}
+        made = extracted(paths, schema, Path(name) / "out", **how)
         one, files = job(schema, split_by, unit, budget), find_inputs(paths)
         found = list(place_passes(one, (scan_file(one, file) for file in files), Workers(2)))
         index = len(found) // 2
@@ -99,9 +92,7 @@ def test_a_unit_over_the_budget_is_refused_as_on_one_machine(tmp_path: Path) -> 
     assert [at.samples for at in place_passes(one, tables, Workers(1))] == [100] * 6
     one = replace(one, device_bytes=49 * row_bytes)
     with pytest.raises(BudgetError) as error:
-        tc.extract(
-            paths, plain_schema(), tmp_path / "out", device_budget=one.device_bytes, batch_multiple=100, progress=False
-        )
+        extracted(paths, plain_schema(), tmp_path / "out", device_budget=one.device_bytes, batch_multiple=100)
     with pytest.raises(BudgetError, match=re.escape(str(error.value))):
         list(place_passes(one, tables, Workers(1)))
 
@@ -252,12 +243,9 @@ def test_the_command_counts_the_rows_that_a_cluster_left_out(cluster: tuple[Any,
     ],
 )
 def test_what_a_cluster_cannot_do_is_one_sentence(
-    cluster: tuple[Any, Stages, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, Any],
+    cluster: tuple[Any, Stages, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any],
     expected: str,
-) -> None:
+) -> None:  # fmt: skip
     """Wherever it is found; nothing is finished then."""
     monkeypatch.chdir(tmp_path)
     keys = np.concatenate([np.zeros(400), np.arange(200)]).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Sub-datasets: any samples in any order are what was written, and damage is found before it is used."""
+"""Sub-datasets: samples in any order, or key sets alone, are what was written; damage is found before it is used."""
 
 from __future__ import annotations
 
@@ -9,21 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiercache as tc
 from tests.data.cases import rich_schema, table
-from tiercache.data import array_file
+from tiercache.data import array_file, key_sets
 from tiercache.data.encoded_batch import SampleBuffers
 from tiercache.data.from_arrays import write_sub_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.data.sample_layout import SampleLayout
 from tiercache.data.sub_dataset import SubDataset
 from tiercache.errors import DatasetError
+from tiercache.io.key_set_file import read_key_set
+from tiercache.kernels.cpu.hashing import hash_keys
 from tiercache.schema import Schema
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from tiercache.data.encoded_batch import EncodedBatch
 
 RICH = rich_schema()
@@ -71,7 +76,7 @@ def assert_read(one: SubDataset, samples: EncodedBatch, wanted: RawBatch, indice
                 np.testing.assert_array_equal(mine, theirs[indices])
                 continue
             rows = [theirs[source.offsets[i] : source.offsets[i + 1]] for i in indices]
-            np.testing.assert_array_equal(np.diff(entry.offsets), [len(row) for row in rows])
+            np.testing.assert_array_equal(entry.offsets, np.cumsum([0, *(len(row) for row in rows)]))
             np.testing.assert_array_equal(mine, np.concatenate([*rows, theirs[:0]]))
 
 
@@ -83,7 +88,7 @@ def assert_read(one: SubDataset, samples: EncodedBatch, wanted: RawBatch, indice
 )
 @settings(deadline=None, max_examples=40)
 def test_samples_come_back_in_any_order(num_samples: int, seed: int, picks: list[int], block: int) -> None:
-    """Every feature, label, weight and offset of every index, repeated or not, whatever blocks it lies in."""
+    """Every feature, label, weight and offset of any indices, repeated or not, whatever blocks they lie in."""
     samples = some_samples(num_samples, seed)
     indices = np.array(picks, dtype=np.int64) % num_samples
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
@@ -134,14 +139,6 @@ def test_indices_outside_the_sub_dataset_are_refused(tmp_path: Path, indices: li
     """No read ever leaves the file."""
     with pytest.raises(IndexError, match="has 10: indices start at 0"):
         write(tmp_path, some_samples(10, 5)).read(np.array(indices))
-
-
-def test_no_indices_are_no_samples(tmp_path: Path) -> None:
-    """An empty batch has arrays of length 0."""
-    read = write(tmp_path, some_samples(10, 6)).read(np.empty(0, np.int64))
-    assert read.num_samples == 0
-    assert read.ids["tags"].offsets is not None
-    assert read.ids["tags"].offsets.tolist() == [0]
 
 
 def test_a_sub_dataset_is_a_plain_safetensors_file(tmp_path: Path) -> None:
@@ -213,3 +210,94 @@ def test_a_file_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert few < everything == len(checked)
     one.verify()
     assert len(checked) > 2 * everything - few
+
+
+USERS = (table("user"), table("item", dim=8))
+USER_KEYS = st.lists(st.one_of(st.integers(-(1 << 63) + 2, (1 << 63) - 1), st.integers(-3, 3)), max_size=20)
+
+
+def forms(keys: list[int]) -> list[Any]:
+    """Return the same keys in every form that is taken."""
+    array = np.array(keys, np.int64)
+    return [array, keys, torch.from_numpy(array.copy()), iter([array[:3], array[3:3], torch.from_numpy(array[3:])])]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(USER_KEYS, USER_KEYS), min_size=1, max_size=3), st.integers(0, 3), st.integers(1, 4))
+def test_key_sets_are_the_unique_keys_in_hash_order_with_counts(
+    passes: list[tuple[list[int], list[int]]], form: int, chunk: int
+) -> None:
+    """Whatever their order and form and however they come in stretches; the digest follows from nothing else."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(key_sets, "_CHUNK_KEYS", chunk)
+        given = ({"user": forms(user)[form], "item": forms(item)[form]} for user, item in passes)
+        written = tc.write_key_sets(Path(folder) / "a", USERS, given)
+        backwards = [{"item": item[::-1], "user": user[::-1]} for user, item in passes]
+        again = tc.write_key_sets(Path(folder) / "b", USERS, backwards)
+        assert again.digest == written.digest
+        written.verify()
+        assert [p.samples for p in written] == [0] * len(passes)
+        for found, (user, item) in zip(written, passes, strict=True):
+            for spec, keys in ((USERS[0], user), (USERS[1], item)):
+                unique, counts = np.unique(np.array(keys, np.int64), return_counts=True)
+                order = np.argsort(hash_keys(unique, spec.table_id))
+                assert found.keys(spec.name).tolist() == unique[order].tolist()
+                assert found.counts(spec.name).tolist() == counts[order].tolist()
+
+
+def test_key_set_files_of_hugectr_are_taken_as_they_are_mapped(tmp_path: Path) -> None:
+    """Both dtypes, without a copy of the file in memory."""
+    rng = np.random.default_rng(0)
+    keys: dict[str, NDArray[np.int64]] = {name: rng.permutation(1000)[:500] for name in ("user", "item")}
+    keys["user"].astype("<u4").tofile(tmp_path / "user")
+    keys["item"].astype("<i8").tofile(tmp_path / "item")
+    mapped = {"user": read_key_set(tmp_path / "user", "uint32"), "item": read_key_set(tmp_path / "item", "int64")}
+    written = tc.write_key_sets(tmp_path / "passes", USERS, [mapped])
+    for name, expected in keys.items():
+        assert sorted(written.passes[0].keys(name).tolist()) == sorted(expected.tolist())
+
+
+def test_a_changed_key_set_is_found(tmp_path: Path) -> None:
+    """Verification reads key sets where there are no samples."""
+    written = tc.write_key_sets(tmp_path / "passes", USERS, [{"user": [1, 2, 3]}, {"item": [5]}])
+    path = tmp_path / "passes" / "pass-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    at = data.index((5).to_bytes(8, "little"))
+    data[at] = 6
+    path.write_bytes(data)
+    with pytest.raises(DatasetError, match=r"sub-dataset 1: .* is not what was extracted"):
+        tc.PassDataset.open(written.path).verify()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"user": [-(1 << 63)]}, "INT64_MIN"),
+        ({"user": [1, -(1 << 63) + 1]}, "INT64_MIN"),
+        ({"usr": [1]}, "unknown table 'usr' .did you mean 'user'"),
+        ({"user": [0.5]}, "are float64: keys are int64"),
+        ({"user": ["bob"]}, r"are texts or objects: keys are int64, that of a text is tiercache.key_of\(text\)"),
+        ({"user": np.array([1], np.uint64)}, "are uint64: keys are int64"),
+        ({"user": [True]}, "are bool"),
+    ],
+)
+def test_what_are_no_keys_is_refused_and_no_set_is_left(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+    """By a sentence that names table and pass; the directory can be written to again."""
+    with pytest.raises(ValueError, match=message):
+        tc.write_key_sets(tmp_path / "passes", USERS, [{}, keys])
+    with pytest.raises(DatasetError, match="no dataset"):
+        tc.PassDataset.open(tmp_path / "passes")
+    tc.write_key_sets(tmp_path / "passes", USERS, [{"user": [1]}])
+    with pytest.raises(DatasetError, match="holds a dataset already"):
+        tc.write_key_sets(tmp_path / "passes", USERS, [{"user": [1]}])
+
+
+def test_a_set_has_at_least_one_pass_and_no_samples_to_read(tmp_path: Path) -> None:
+    """The error of reading samples says what to call."""
+    with pytest.raises(DatasetError, match="no passes were given"):
+        tc.write_key_sets(tmp_path / "none", USERS, [])
+    written = tc.write_key_sets(tmp_path / "passes", USERS, [{"user": [1]}])
+    passes = tc.InMemoryCache(written).passes(epochs=1)
+    p = next(passes)
+    with pytest.raises(DatasetError, match=r"no samples: give the keys of each batch to Pass\.batch"):
+        list(p.batches(4))

@@ -6,18 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.store import (
-    SGD,
-    Adagrad,
-    Adam,
-    MemoryEngine,
-    RowWiseAdagrad,
-    Store,
-    Table,
-    Uniform,
-    Zeros,
-    load_rows,
-)
+import tiercache as tc
+from tiercache.store import MemoryEngine, Store, Table, Uniform, Zeros, load_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,10 +17,10 @@ if TYPE_CHECKING:
 
 FORMATS = ("numpy", "parquet", "safetensors", "hugectr", "torch")
 OPTIMIZERS: dict[str, Optimizer] = {
-    "sgd": SGD(learning_rate=0.1),
-    "adagrad": Adagrad(learning_rate=0.1, initial_accumulator=0.25),
-    "rowwise": RowWiseAdagrad(learning_rate=0.1),
-    "adam": Adam(),
+    "sgd": tc.optim.SGD(learning_rate=0.1),
+    "adagrad": tc.optim.Adagrad(learning_rate=0.1, initial_accumulator=0.25),
+    "rowwise": tc.optim.RowWiseAdagrad(learning_rate=0.1),
+    "adam": tc.optim.Adam(),
 }
 
 Rows = dict[str, dict[int, bytes]]
@@ -38,10 +28,10 @@ Rows = dict[str, dict[int, bytes]]
 
 def keeps_state(format_: str, table: Table) -> bool:
     """Say whether a round trip through a format keeps every bit of a row."""
-    if isinstance(table.optimizer, SGD):
+    if isinstance(table.optimizer, tc.optim.SGD):
         return True
     if format_ == "hugectr":
-        return isinstance(table.optimizer, Adagrad | Adam)
+        return isinstance(table.optimizer, tc.optim.Adagrad | tc.optim.Adam)
     return format_ != "torch"
 
 

@@ -1,4 +1,4 @@
-"""Files that are not what they should be: one sentence, and no commit."""
+"""Files and arrays that become stores; whatever is not what it should be is one sentence, and no commit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pickle
 import shutil
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from tiercache.errors import ImportExportError
 from tiercache.io.formats import ColumnFile
 from tiercache.io.key_set_file import read_key_set
 from tiercache.io.numpy_format import map_array
-from tiercache.store import Store
+from tiercache.store import MemoryEngine, Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -102,10 +103,7 @@ def edit(source: Path, change: Callable[[dict[str, Any]], None]) -> None:
         (lambda r: r["tables"][0]["table"].update(name="../item"), "there is no .*%2E%2E%2Fitem"),
         (lambda r: r["tables"][0].update(rows=10**40), r"cannot be read \(tables.0.rows: "),
         (lambda r: r.pop("tables"), r"cannot be read \(tables: Field required\): export again"),
-        *(
-            (lambda r, n=steps: r.update(steps=n), r"cannot be read \(steps: ")
-            for steps in (1 << 63, -1, True, "7", 1.5)
-        ),
+        *((lambda r, n=n: r.update(steps=n), r"cannot be read \(steps: ") for n in (1 << 63, -1, True, "7", 1.5)),
         (lambda r: r.update(since=3), "holds only the rows that changed since commit 3: import an export of all"),
         (lambda r: r["tables"].append(r["tables"][0]), "two tables are named 'item'"),
     ],
@@ -139,14 +137,9 @@ def test_numpy_files_of_other_types_are_refused(tmp_path: Path, exports: Path) -
     np.save(folder / "keys.npy", np.zeros(50, np.int64))
     refused(tmp_path / "out", tmp_path / "s.tc", "key 0 of table 'item' is given twice")
     shutil.copytree(exports / "numpy", tmp_path / "half")
-    adam = table("item", 2, "adam")
     np.save(tmp_path / "half" / "item" / "exp_avg.npy", good)
-    refused(
-        tmp_path / "half",
-        tmp_path / "t.tc",
-        "a part of the optimizer state of table 'item' and lacks exp_avg_sq",
-        tables=[adam],
-    )
+    words = "a part of the optimizer state of table 'item' and lacks exp_avg_sq"
+    refused(tmp_path / "half", tmp_path / "t.tc", words, tables=[table("item", 2, "adam")])
 
 
 @pytest.mark.parametrize(
@@ -156,10 +149,7 @@ def test_numpy_files_of_other_types_are_refused(tmp_path: Path, exports: Path) -
         ({"key": [1]}, "has no vector of table 'item', only keys: add it"),
         ({"key": pa.array([1], pa.int32()), "vector": [[1.0, 2.0]]}, r"keys in .* are \(1,\) of int32"),
         ({"key": [1], "vector": pa.array([[1.0, 2.0]], pa.list_(pa.float64()))}, "double: .* of float32"),
-        (
-            {"key": [1], "vector": pa.array([[1.0] * 3], pa.list_(pa.float32(), 3))},
-            r"is \(1, 3\) of float32: .*\(1, 2\)",
-        ),
+        ({"key": [1], "vector": pa.array([[1.0] * 3], pa.list_(pa.float32(), 3))}, r"is \(1, 3\) of .*\(1, 2\)"),
         ({"key": [1, 2], "vector": [[1.0, 2.0], [1.0]]}, "lacks a list of 2 numbers in a row"),
         ({"key": [1, 2], "vector": [[1.0, 2.0], None]}, "lacks a list of 2 numbers in a row"),
         ({"key": [1, 2], "vector": [[1.0, None], [1.0, 2.0]]}, "lacks a list of 2 numbers in a row"),
@@ -170,12 +160,8 @@ def test_numpy_files_of_other_types_are_refused(tmp_path: Path, exports: Path) -
 def test_parquet_columns_that_are_no_rows_are_refused(tmp_path: Path, columns: dict[str, Any], sentence: str) -> None:
     """Types, widths, nulls."""
     (tmp_path / "out").mkdir()
-    arrays = {
-        name: values
-        if isinstance(values, pa.Array)
-        else pa.array(values, pa.list_(pa.float32()) if name == "vector" else pa.int64())
-        for name, values in columns.items()
-    }
+    kinds = {"key": pa.int64(), "vector": pa.list_(pa.float32())}
+    arrays = {n: v if isinstance(v, pa.Array) else pa.array(v, kinds[n]) for n, v in columns.items()}
     pq.write_table(pa.table(arrays), tmp_path / "out" / "item.parquet")
     options = {"format": "parquet", "tables": [ITEM], "initial_state": True}
     refused(tmp_path / "out", tmp_path / "s.tc", sentence, **options)
@@ -284,24 +270,10 @@ def test_what_may_not_be_read_or_written_is_named(tmp_path: Path, exports: Path)
 def test_a_hugectr_folder_whose_sizes_disagree_is_refused(tmp_path: Path, exports: Path) -> None:
     """Sizes that do not divide, and those of another dim."""
     shutil.copytree(exports / "hugectr", tmp_path / "out")
-    refused(
-        tmp_path / "out", tmp_path / "s.tc", r"emb_vector has 400 bytes, but 50 keys with 12 bytes each make 600",
-        tables=[table("item", 3, "adagrad")],
-    )  # fmt: skip
+    words = "emb_vector has 400 bytes, but 50 keys with 12 bytes each make 600"
+    refused(tmp_path / "out", tmp_path / "s.tc", words, tables=[table("item", 3, "adagrad")])
     (tmp_path / "out" / "item" / "key").write_bytes(b"123456789")
     refused(tmp_path / "out", tmp_path / "s.tc", "key has 9 bytes, which are no whole rows of 8")
-
-
-def test_an_import_of_no_tables_is_refused(tmp_path: Path) -> None:
-    """It would make a store with a commit of nothing."""
-    (tmp_path / "out").mkdir()
-    refused(
-        tmp_path / "out",
-        tmp_path / "s.tc",
-        "tables is empty: give the tables that the source holds",
-        format="numpy",
-        tables=[],
-    )
 
 
 def test_what_cannot_be_asked_for_is_refused(tmp_path: Path, exports: Path) -> None:
@@ -328,28 +300,24 @@ def test_what_cannot_be_asked_for_is_refused(tmp_path: Path, exports: Path) -> N
     assert not (tmp_path / "new").exists()
 
 
-def test_an_export_that_cannot_fit_is_refused_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the bytes that it needs."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1000, 900, 100))  # type: ignore[attr-defined]
-    with (
-        filled(None, [ITEM], ROWS) as store,
-        pytest.raises(ImportExportError, match=r"needs .*\(1,200 bytes\) and .* free"),
-    ):
-        tc.export_store(store, tmp_path / "new", format="numpy")
-    assert list(tmp_path.iterdir()) == []
+def full(*_: object) -> None:
+    """Be a disk that has no space."""
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_disk_that_fills_up_leaves_no_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one sentence."""
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(ColumnFile, "write", full)
-    with (
-        filled(None, [ITEM], ROWS) as store,
-        pytest.raises(ImportExportError, match=r"the export to .*/new failed: No space left on device"),
-    ):
+@pytest.mark.parametrize(
+    ("owner", "name", "instead", "sentence"),
+    [
+        (shutil, "disk_usage", lambda _: SimpleNamespace(free=100), r"needs .*\(1,200 bytes\) and .* free"),
+        (ColumnFile, "write", full, r"the export to .*/new failed: No space left on device"),
+    ],
+)
+def test_an_export_that_does_not_fit_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, instead: Any, sentence: str
+) -> None:
+    """It is refused before it begins, with the bytes that it needs, or ends with a sentence when the disk is full."""
+    monkeypatch.setattr(owner, name, instead)
+    with filled(None, [ITEM], ROWS) as store, pytest.raises(ImportExportError, match=sentence):
         tc.export_store(store, tmp_path / "new", format="numpy")
     assert list(tmp_path.iterdir()) == []
 
@@ -360,3 +328,103 @@ def test_a_changed_byte_of_a_parquet_file_is_found(tmp_path: Path, exports: Path
     path = tmp_path / "out" / "item.parquet"
     flip(path, path.read_bytes().index(next(iter(ROWS["item"].values()))[:4]))
     refused(tmp_path / "out", tmp_path / "s.tc", "is no whole Parquet file")
+
+
+T, U = table("t", 2, "sgd"), table("u", 3, "adagrad")
+VECTORS = np.arange(8, dtype=np.float32).reshape(4, 2)
+
+
+def imported(source: Any, *tables: tc.Table, **options: Any) -> dict[str, dict[int, list[float]]]:
+    """Import into a store in memory; returns the vector of each key."""
+    with Store.open(None, tables=tables, engine=MemoryEngine()) as store:
+        tc.import_store(source, store, initial_state=True, **options)
+        return {
+            one.name: {
+                key: vector.tolist()
+                for keys, (vectors, *_) in store.scan(one.name)
+                for key, vector in zip(keys.tolist(), vectors, strict=True)
+            }
+            for one in tables
+        }
+
+
+@pytest.mark.parametrize("values", [VECTORS, torch.from_numpy(VECTORS), torch.nn.Parameter(torch.from_numpy(VECTORS))])
+def test_key_i_is_row_i_or_keys_are_given(values: Any) -> None:
+    """Of arrays, tensors and parameters, which may be part of a graph."""
+    expected = VECTORS.tolist()
+    assert imported({"t": values}, T) == {"t": dict(enumerate(expected))}
+    keys = np.array([-5, 1 << 62, 0, 9])
+    for given in (keys, torch.from_numpy(keys)):
+        assert imported({"t": (given, values)}, T) == {"t": dict(zip(keys.tolist(), expected, strict=True))}
+
+
+def test_the_state_dict_of_a_module_is_searched_by_name() -> None:
+    """A table's tensor is called after it, or named; half precision is taken by a table of that dtype."""
+    model = torch.nn.ModuleDict({"t": torch.nn.Embedding(4, 2), "tower": torch.nn.EmbeddingBag(5, 3)})
+    found = imported({f"m.{k}": v for k, v in model.state_dict().items()}, T, U, names={"u": "m.tower.weight"})
+    assert found["t"] == dict(enumerate(model["t"].weight.detach().tolist()))
+    assert found["u"] == dict(enumerate(model["tower"].weight.detach().tolist()))
+    half = tc.Table(name="t", dim=2, optimizer=T.optimizer, initializer=T.initializer, dtype="bfloat16")
+    weights = torch.tensor([[1.0, -2.5]] * 3, dtype=torch.bfloat16)
+    assert imported({"t.weight": weights}, half, steps=3) == {"t": {key: [1.0, -2.5] for key in range(3)}}
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ({"t": torch.empty(4, 2, device="meta")}, "'t' in the dict of arrays is on the meta device: it must be a d"),
+        ({"t": torch.eye(2).to_sparse()}, "is sparse_coo: it must be a dense tensor with values"),
+        ({"t": VECTORS.astype(np.float64)}, r"is \(4, 2\) of float64: table 't' with 4 keys needs \(4, 2\) of float32"),
+        ({"t": VECTORS.tolist()}, "'t' in the dict of arrays is of list: give an array or a tensor"),
+        ({"t": np.float32(3)}, "is of float32: give an array"),
+        ({"t": np.zeros((), np.float32)}, r"is \(\) of float32"),
+        ({"t": VECTORS[:, :1]}, r"is \(4, 1\) of float32"),
+        ({"t": (np.arange(3), VECTORS)}, r"is \(4, 2\) of float32: table 't' with 3 keys"),
+        ({"t": (np.arange(4.0), VECTORS)}, r"are \(4,\) of float64: they must be \(n,\) of int64"),
+        ({"t": (np.array([1, 1, 2, 3]), VECTORS)}, "key 1 of table 't' is given twice"),
+        ({"x": VECTORS}, "has no array for table 't': name one of x for it"),
+        ({"a.t": VECTORS, "b.t": VECTORS}, "has several arrays for table 't': name one of a.t, b.t for it"),
+    ],
+)
+def test_what_is_no_array_of_the_table_is_refused(tmp_path: Path, source: Any, sentence: str) -> None:
+    """Before a store is made, but for what only reading the keys shows."""
+    with pytest.raises(ImportExportError, match=sentence):
+        tc.import_store(source, tmp_path / "s.tc", tables=[T])
+    if (tmp_path / "s.tc").exists():
+        with Store.open(tmp_path / "s.tc", mode="r") as store:
+            assert store.commit is None
+
+
+def test_an_export_of_some_tables_makes_a_store_of_all_that_are_given(tmp_path: Path) -> None:
+    """The others begin empty."""
+    with Store.open(None, tables=[T], engine=MemoryEngine()) as store:
+        tc.import_store({"t": VECTORS}, store)
+        tc.export_store(store, tmp_path / "out", format="numpy")
+    tc.import_store(tmp_path / "out", tmp_path / "s.tc", tables=[T, U])
+    with Store.open(tmp_path / "s.tc", mode="r") as store:
+        assert {one.name: store.live_rows(one.name) for one in store.tables} == {"t": 4, "u": 0}
+        assert store.lookup("t", np.arange(4))["vector"].tolist() == VECTORS.tolist()
+
+
+def test_what_an_interrupted_creation_left_becomes_a_store_and_takes_rows_again(tmp_path: Path) -> None:
+    """A folder with the lock alone, an empty one, and a store without a commit; then rows are imported over them."""
+    path = tmp_path / "s.tc"
+    path.mkdir()
+    (path / "writer.lock").touch()
+    (tmp_path / "e.tc").mkdir()
+    Store.open(tmp_path / "o.tc", tables=[T]).close()
+    for name in ("s.tc", "e.tc", "o.tc"):
+        for value in (1.0, 2.0):
+            tc.import_store({"t": np.full((3, 2), value, np.float32)}, tmp_path / name, tables=[T])
+            with Store.open(tmp_path / name, mode="r") as store:
+                assert (store.lookup("t", np.arange(3))["vector"] == value).all()
+
+
+def test_tables_must_be_given_and_not_be_empty(tmp_path: Path) -> None:
+    """An import of no tables would commit nothing."""
+    with pytest.raises(ImportExportError, match="the dict of arrays does not describe its tables: give the tables"):
+        tc.import_store({"t": VECTORS}, tmp_path / "s.tc")
+    for source in ({"t": VECTORS}, tmp_path):
+        with pytest.raises(ImportExportError, match="tables is empty: give the tables that the source holds"):
+            tc.import_store(source, tmp_path / "s.tc", tables=[], format="numpy")
+    assert not (tmp_path / "s.tc").exists()

@@ -1,8 +1,9 @@
-"""Every bit comes back: store to files to store, in every format, against a dict."""
+"""Every bit comes back: store to files to store, in every format, against a dict; two do not write to one place."""
 
 from __future__ import annotations
 
 import tempfile
+import threading
 import warnings
 from pathlib import Path
 
@@ -24,7 +25,8 @@ from tests.io.cases import (
     rows_of,
     table,
 )
-from tiercache.errors import ImportExportWarning
+from tiercache.errors import ImportExportError, ImportExportWarning
+from tiercache.io.staging import staging_directory
 from tiercache.store import MemoryEngine, Store
 
 
@@ -144,3 +146,55 @@ def test_a_trained_store_is_exported_at_its_commit(tmp_path: Path) -> None:
         fields = [np.load(tmp_path / "out" / one.name / f"{f.name}.npy") for f in one.fields]
         found = {(one.name, k): b"".join(f[i].tobytes() for f in fields) for i, k in enumerate(keys.tolist())}
         assert found == {key: row for key, row in rows.items() if key[0] == one.name}
+
+
+def test_of_two_exports_to_one_place_the_second_is_refused(tmp_path: Path) -> None:
+    """It touches nothing of the first, which ends whole; when that has ended the place is taken."""
+    tables = all_tables()
+    rows = random_rows(tables, [40, 30, 20, 10, 10])
+    out = tmp_path / "out"
+    with filled(None, tables, rows) as store:
+        refused: list[ImportExportError] = []
+
+        def second(done: int, total: int) -> None:
+            if not refused:
+                with pytest.raises(ImportExportError, match="is being written by another process: wait until") as error:
+                    tc.export_store(store, out, format="numpy")
+                refused.append(error.value)
+
+        tc.export_store(store, out, format="numpy", progress=second)
+        assert refused
+        with pytest.raises(ImportExportError, match="exists: give the export a path that is free"):
+            tc.export_store(store, out, format="numpy")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+    with Store.open(None, tables=tables, engine=MemoryEngine()) as copy:
+        tc.import_store(out, copy)
+        assert rows_of(copy) == rows
+
+
+def test_a_draft_is_had_by_one_at_a_time_whenever_others_come(tmp_path: Path) -> None:
+    """Threads that open, fill and publish the same place again and again: what is published is of one of them."""
+    out, published, refused = tmp_path / "out", [], []
+
+    def write(number: int) -> None:
+        for turn in range(60):
+            try:
+                with staging_directory(out, replaces=True) as draft:
+                    assert list(draft.iterdir()) == []
+                    (draft / "a").write_text(f"{number} {turn}")
+                    (draft / "b").mkdir()
+                    assert sorted(entry.name for entry in draft.iterdir()) == ["a", "b"]
+                    draft.rename(tmp_path / f"{number}-{turn}")
+                published.append((number, turn))
+            except ImportExportError:
+                refused.append((number, turn))
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(published) + len(refused) == 240
+    assert {entry.name for entry in tmp_path.iterdir()} == {f"{number}-{turn}" for number, turn in published}
+    for number, turn in published:
+        assert (tmp_path / f"{number}-{turn}" / "a").read_text() == f"{number} {turn}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import warnings
 from typing import TYPE_CHECKING
 
@@ -103,10 +104,9 @@ def test_rows_of_16_bits_leave_with_the_count(tmp_path: Path, optimizer: tc.opti
         assert copy.commit is not None
         assert copy.commit.settings == {"steps": 100}
     (tmp_path / "out" / "tables.json").unlink()
+    words = r"table 'b' was trained, and the rounding to float16 goes on with .* count"
     with (
-        pytest.warns(
-            ImportExportWarning, match=r"table 'b' was trained, and the rounding to float16 goes on with .* count"
-        ),
+        pytest.warns(ImportExportWarning, match=words),
         Store.open(None, tables=[narrow], engine=MemoryEngine()) as copy,
     ):
         tc.import_store(tmp_path / "out", copy, format="numpy")
@@ -116,20 +116,15 @@ def test_files_that_do_not_say_it_are_asked_about(trained: Path, tmp_path: Path)
     """A warning says that Adam begins anew; steps say otherwise, also on the command line."""
     tc.export_store(trained, tmp_path / "out", format="numpy")
     (tmp_path / "out" / "tables.json").unlink()
-    with (
-        pytest.warns(
-            ImportExportWarning,
-            match=r"how many steps table 'a' was trained, and Adam's state .* unless you give steps",
-        ),
-        Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as copy,
-    ):
-        assert tc.import_store(tmp_path / "out", copy, format="numpy").steps is None
-    with (
-        warnings.catch_warnings(),
-        Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as copy,
-    ):
-        warnings.simplefilter("error")
-        assert tc.import_store(tmp_path / "out", copy, format="numpy", steps=7).steps == 7
+    words = r"how many steps table 'a' was trained, and Adam's state .* unless you give steps"
+    for options, steps in (({}, None), ({"steps": 7}, 7)):
+        with (
+            Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as copy,
+            warnings.catch_warnings(record=True) as said,
+        ):
+            warnings.simplefilter("always")
+            assert tc.import_store(tmp_path / "out", copy, format="numpy", **options).steps == steps
+        assert [bool(re.search(words, str(one.message))) for one in said] == [True] * (steps is None)
     with pytest.raises(ImportExportError, match=r"steps is -1: it must be 0 \.\. 9,223,372,036,854,775,807"):
         tc.import_store(tmp_path / "out", tmp_path / "c.tc", format="numpy", tables=CASE.tables, steps=-1)
     assert not (tmp_path / "c.tc").exists()

@@ -1,4 +1,4 @@
-"""Stochastic rounding in slow obvious NumPy: the definition of docs/format/bits.md, "Row dtypes"."""
+"""Random words, rounding and orders in slow obvious Python: the definitions of docs/format/bits.md."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.store.hashing import mix
-
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-MASK = 0xFFFFFFFF
+
+MASK, ALL = 0xFFFFFFFF, (1 << 64) - 1
 AWKWARD = (
     0x00000000, 0x80000000, 0x00000001, 0x0003A5C1, 0x33000000, 0x33000001, 0xB3800000, 0x33C00000, 0x34200000,
     0x387FC000, 0x387FE000, 0x387FFFFF, 0x38800000, 0x38801000, 0x38803000, 0x3F800000, 0x3F801000, 0x3F808000,
@@ -21,9 +20,12 @@ AWKWARD = (
 """float32 bits: zeros, subnormals of both, ties, the ends of float16 and bfloat16, infinities."""
 
 
-def mix_one(number: int) -> int:
+def mix(x: int) -> int:
     """Return splitmix64's finalizer of a number."""
-    return int(mix(np.array([number & 0xFFFFFFFFFFFFFFFF], np.uint64))[0])
+    x &= ALL
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & ALL
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & ALL
+    return x ^ x >> 31
 
 
 def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
@@ -38,8 +40,8 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 
 def random_bits(table_id: int, seed: int, key: int, step: int, dim: int) -> NDArray[np.uint32]:
     """Return 16 random bits for each number of a row."""
-    stream = (key & 0xFFFFFFFFFFFFFFFF) ^ mix_one(seed ^ table_id)
-    words = mix_one(step)
+    stream = (key & ALL) ^ mix(seed ^ table_id)
+    words = mix(step)
     out: list[int] = []
     for block in range(-(-dim // 8)):
         for word in philox((stream & MASK, stream >> 32, block, 1 << 31), (words & MASK, words >> 32)):
@@ -61,3 +63,28 @@ def rounded(value: np.float32, noise: int, dtype: str) -> int:
         steps = int(float(np.uint32(size).view(np.float32)) * 2.0**40)
         return sign | (steps + noise) >> 16
     return sign | min(((size + (noise >> 3)) >> 13) - (112 << 10), 0x7C00)
+
+
+def row_words(key: int, table_id: int, seed: int, dim: int) -> list[int]:
+    """Return the random word of every element of an initial row."""
+    stream = mix(seed ^ table_id)
+    key &= ALL
+    words: list[int] = []
+    for block in range(-(-dim // 4)):
+        words += philox((key & MASK, key >> 32, block & MASK, block >> 32), (stream & MASK, stream >> 32))
+    return words[:dim]
+
+
+def sample_at(place: int, count: int, state: int) -> int:
+    """Return the sample at a place of the order of ``count`` samples that a state decides."""
+    bits = next(b for b in range(8, 65) if 2**b >= count)
+    high_size, low_size = 2 ** (bits // 2), 2 ** ((bits + 1) // 2)
+    keys = [mix(state + j * 0x9E3779B97F4A7C15) for j in range(1, 7)]
+    while True:
+        high, low = divmod(place, low_size)
+        for j in (0, 2, 4):
+            high = (high ^ mix(low ^ keys[j])) % high_size
+            low = (low ^ mix(high ^ keys[j + 1])) % low_size
+        place = high * low_size + low
+        if place < count:
+            return place

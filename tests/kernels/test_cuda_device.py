@@ -257,12 +257,20 @@ def test_a_gpu_that_the_compiler_does_not_know_gets_code_that_its_driver_compile
     assert all(code.startswith(b"cubin" if wanted.startswith("sm") else b"// ptx") for code in cupy.loaded)
 
 
-def test_a_gpu_that_the_compiler_no_longer_knows_is_refused(cupy: Cupy) -> None:
-    """NVRTC of a later CUDA."""
-    cupy.nvrtc.known = (100, 120)
-    with pytest.raises(
-        cuda.CudaError, match=r"NVRTC of CUDA 99\.1 compiles for .* 10\.0 and newer, .* has 9\.0: install"
-    ):
+@pytest.mark.parametrize(
+    ("capability", "known", "said"),
+    [
+        ((9, 0), (100, 120), r"NVRTC of CUDA 99\.1 compiles for .* 10\.0 and newer, .* has 9\.0: install"),
+        ((7, 5), (80, 90, 100), r"GPU 0 has compute capability 7\.5: at least 8\.0 is needed"),
+    ],
+)
+def test_a_gpu_that_kernels_are_not_compiled_for_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], known: tuple[int, ...], said: str
+) -> None:
+    """One that NVRTC of a later CUDA no longer knows, and one older than 8.0."""
+    cupy = stand_in(monkeypatch, capability)
+    cupy.nvrtc.known = known
+    with pytest.raises(cuda.CudaError, match=said):
         cuda.open_device(0, Torch(cupy.shim))
 
 
@@ -300,10 +308,3 @@ def test_an_array_that_is_not_on_the_device_is_refused(cupy: Cupy) -> None:
     for host in (out, torch.from_numpy(out)):
         with pytest.raises(ValueError, match=r"out is of type (ndarray|Tensor): give an array on the CUDA device"):
             gather(device, [Gathered(Vectors(vectors, 4), slots, host)])
-
-
-def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are compiled for 8.0 and newer."""
-    cupy = stand_in(monkeypatch, (7, 5))
-    with pytest.raises(cuda.CudaError, match=r"GPU 0 has compute capability 7\.5: at least 8\.0 is needed"):
-        cuda.open_device(0, Torch(cupy.shim))

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tests.kernels.cases import DIMS, DTYPES, every_machine, machine, machines, same_bits
 from tests.kernels.machines import Cuda
 from tests.kernels.shim.device import ShimDevice
-from tests.kernels.stochastic import AWKWARD, philox
-from tiercache.kernels.cpu.hashing import mix
+from tests.kernels.stochastic import AWKWARD, philox, row_words
 from tiercache.kernels.cpu.initial import CONSTANT, NORMAL, UNIFORM, ZEROS, initial_rows
 from tiercache.kernels.cuda import initial as cuda_initial
 from tiercache.kernels.cuda.launch import launch_parts, view
@@ -33,16 +32,6 @@ KNOWN = [
 ]
 
 
-def words_of(key: int, table_id: int, seed: int, dim: int) -> np.ndarray:
-    """Return the word of every element of a row, by the definition."""
-    stream = mix((seed ^ table_id) & MASK)
-    key &= MASK
-    words: list[int] = []
-    for block in range(-(-dim // 4)):
-        words += philox((key & LOW, key >> 32, block & LOW, block >> 32), (stream & LOW, stream >> 32))
-    return np.array(words[:dim], np.uint64)
-
-
 @pytest.mark.parametrize(("counter", "key", "wanted"), KNOWN)
 def test_philox_gives_the_published_answers(
     counter: tuple[int, int, int, int], key: tuple[int, int], wanted: tuple[int, ...]
@@ -58,7 +47,7 @@ def test_normal_rows_are_box_mullers(keys: list[int], dim: int) -> None:
     out = np.full((len(keys), dim), np.nan, np.float32)
     initial_rows(np.array(keys, np.int64), 5, 6, NORMAL, 1.0, 2.0, out)
     for row, key in zip(out, keys, strict=True):
-        words = (words_of(key, 5, 6, dim + dim % 2) >> np.uint64(8)).astype(np.float64)
+        words = (np.array(row_words(key, 5, 6, dim + dim % 2), np.uint64) >> np.uint64(8)).astype(np.float64)
         radius, angle = np.sqrt(-2 * np.log((words[::2] + 1) / 2**24)), 2 * np.pi * words[1::2] / 2**24
         wanted = 1 + 2 * np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1).reshape(-1)[:dim]
         np.testing.assert_allclose(row, wanted, rtol=0, atol=2e-5)
@@ -88,14 +77,6 @@ def test_a_row_depends_on_table_seed_and_key_only(kind: int) -> None:
     for table_id, seed in ((10, 8), (9, 9)):
         initial_rows(keys, table_id, seed, kind, -1.0, 1.0, other)
         assert not np.any(np.all(other == whole, axis=1))
-
-
-def test_a_longer_row_begins_like_a_shorter_one() -> None:
-    """Elements are counted from the row's start: dim changes nothing before it."""
-    short, long = np.empty((5, 30), np.float32), np.empty((5, 130), np.float32)
-    for out in (short, long):
-        initial_rows(np.arange(5), 1, 1, UNIFORM, 0.0, 1.0, out)
-    assert np.array_equal(short, long[:, :30])
 
 
 def test_an_unknown_kind_or_a_wrong_length_is_refused() -> None:
@@ -132,7 +113,7 @@ def test_rows_follow_their_definition_bit_for_bit(
     wanted = np.full((size, dim), low if kind_of_row == CONSTANT else 0, f4)
     if kind_of_row == UNIFORM:
         for row, key in zip(wanted, keys, strict=True):
-            unit = (words_of(key, table_id, seed, dim) >> np.uint64(8)).astype(f4) * f4(2.0**-24)
+            unit = (np.array(row_words(key, table_id, seed, dim), np.uint64) >> np.uint64(8)).astype(f4) * f4(2.0**-24)
             row[:] = f4(low) + unit * (f4(high) - f4(low))
     dtype = "float32" if kind == "cpu" else dtype
     with machine(kind, turn) as m:

@@ -121,9 +121,7 @@ def test_key_sets_fill_an_index_to_four_fifths(kind: str, size: int) -> None:
         one = np.array([5])
         with pytest.raises(ValueError, match=r"room for .* make one with more room. Nothing was changed"):
             index.extend(KeySet(2, one, 5))
-        index.check(
-            (0, keys.tolist()), (1, others.tolist()), (2, [*more.tolist(), 5, 1]), (0, [9, MIN, 2**62])
-        )  # fmt: skip
+        index.check((0, keys.tolist()), (1, others.tolist()), (2, [*more.tolist(), 5, 1]), (0, [9, MIN, 2**62]))
         index.clear()
         index.extend(KeySet(1, one, 3))
         index.check((0, [5, *keys[:9].tolist()]), (1, [5, MIN]))
@@ -170,9 +168,11 @@ def test_threads_that_overtake_each_other_lose_no_key_on_cuda(planted: bool) -> 
     def changed(_: str, text: str) -> str:
         text = text.replace("__ldcg(at) == EMPTY &&", "__ldcg(at) == EMPTY && await_others() &&")
         if planted:
-            text = text.replace(
-                "atomicCAS(at, EMPTY, static_cast<uint64>(key))", "atomicExch(at, static_cast<uint64>(key))"
+            swap, exchange = (
+                "atomicCAS(at, EMPTY, static_cast<uint64>(key))",
+                "atomicExch(at, static_cast<uint64>(key))",
             )
+            text = text.replace(swap, exchange)
             text = text.replace("== EMPTY) {\n            at[1]", "!= 1) {\n            at[1]")
         return PAUSE + text
 
@@ -201,9 +201,8 @@ def test_missing_keys_add_up_until_they_are_forgotten_on_cuda() -> None:
     there.extend([KeySet(0, device.place(np.array([8])), 0)])
     one = np.zeros(1, np.int64)
     for keys in ([8, 8, 1], [8, 2]):
-        there.find(
-            device.place(np.array(keys)), np.array([0, len(keys)]), one, device.empty(len(keys), np.int32), missing
-        )
+        found = device.empty(len(keys), np.int32)
+        there.find(device.place(np.array(keys)), np.array([0, len(keys)]), one, found, missing)
     assert missing.read() == Missing(2, 1)
     missing.forget()
     assert missing.read() == Missing(0, -1)

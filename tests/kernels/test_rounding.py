@@ -1,7 +1,8 @@
-"""Steps of 16-bit rows: rounded stochastically, float32 in everything between, whatever the slot."""
+"""Steps of 16-bit rows: rounded stochastically, float32 in everything between; and numbers below 2^-126, which stay."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numba
@@ -10,15 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.cases import DIMS, DTYPES, every_machine, machine, same_bits
-from tests.kernels.machines import Cpu, narrow, numbers
-from tests.kernels.stochastic import AWKWARD, mix_one, random_bits, rounded
+from tests.kernels.cases import DIMS, DTYPES, Bags, every_machine, machine, same_bits
+from tests.kernels.machines import Cpu, Cuda, narrow, numbers
+from tests.kernels.shim.device import ShimDevice
+from tests.kernels.stochastic import AWKWARD, mix, random_bits, rounded
+from tests.kernels.test_pooling import pool
 from tests.kernels.test_update import OPTIMIZERS, same_but_nan, states, stepped
 from tiercache.kernels.cpu import vectors
+from tiercache.kernels.cpu.pooling import SUM
 from tiercache.kernels.cpu.rounding import set_streams
 from tiercache.kernels.cpu.simd import store
 from tiercache.kernels.cpu.vectors import read
-from tiercache.kernels.step import SGD, Rule, Step, Vectors, make_rounding
+from tiercache.kernels.step import NO_ROUNDING, SGD, Rule, Step, Vectors, make_rounding
 from tiercache.store.vectors import from_bits, nearest, to_bits
 
 F4 = np.float32
@@ -196,7 +200,7 @@ def test_streams_go_to_the_slots_of_their_keys(kind: str, dim: int) -> None:
     """In the slots that were named, of which a device passes over -1; without slots side by side."""
     rng, size = np.random.default_rng(dim), 3 * dim
     keys, slots = rng.integers(-(2**63), 2**63 - 1, size), rng.permutation(size + 4)[:size].astype(np.int32)
-    of_keys = keys.view(np.uint64) ^ np.uint64(mix_one(SEED ^ TABLE_ID))
+    of_keys = keys.view(np.uint64) ^ np.uint64(mix(SEED ^ TABLE_ID))
     wanted = np.zeros(size + 4, np.uint64)
     first = int(kind == "cuda")
     slots[:first] = -1
@@ -210,3 +214,43 @@ def test_streams_go_to_the_slots_of_their_keys(kind: str, dim: int) -> None:
         for given_slots, room in ((m.place(slots[:2]), 3), (None, 2)):
             with pytest.raises(ValueError, match=r"3 keys have 2 slots|one length"):
                 m.set_streams(streams[:room], given_slots, m.place(keys[:3]), 0, 0)
+
+
+SUBNORMAL = (np.arange(1, 25, dtype=F4) * F4(2.0**-133)).reshape(6, 4)
+CASE = Bags(
+    num_samples=3, dim=4, table_rows=[6], modes=np.array([SUM], np.int8), offsets=np.array([0, 2, 4, 6]),
+    ids=np.array([0, 1, 2, 3, 3, 5], np.int32), weights=np.empty(0, F4), slot_of_local=np.arange(6, dtype=np.int32),
+    vectors=SUBNORMAL, gap=0,
+)  # fmt: skip
+
+
+def results(m: Any, dtype: str) -> list[Any]:
+    """Pool small rows, and step them by small gradients."""
+    done = pool(m, CASE, dtype)
+    streams = m.place(np.arange(6, dtype=np.uint64))
+    rounding = NO_ROUNDING if dtype == "float32" else make_rounding(streams, 1)
+    gradients = m.of_bags(SUBNORMAL[:3], done)._replace(argmax=np.empty(0, np.int32))
+    (rows,) = stepped(m, "sgd", [SUBNORMAL], m.read(done["slots"]), gradients, dtype=dtype, rounding=rounding)
+    return [m.read(done["out"]), rows]
+
+
+def agrees(m: Any, dtype: str) -> bool:
+    """Tell whether a machine has the CPU's bits, none of which is 0."""
+    (out, rows), (wanted, stepped_rows) = results(m, dtype), results(Cpu(), dtype)
+    before = SUBNORMAL if dtype == "float32" else narrow(SUBNORMAL, dtype).values
+    assert not np.array_equal(stepped_rows, before), "the step changed nothing"
+    return bool(wanted.all()) and same_bits(out, wanted) and np.array_equal(rows, stepped_rows)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_subnormal_rows_and_gradients_are_kept_on_cuda(dtype: str) -> None:
+    """Sums, products and steps of numbers from 2^-133 on: the CPU's bits."""
+    with machine("cuda", 2) as m:
+        assert agrees(m, dtype)
+
+
+@pytest.mark.skipif(bool(os.environ.get("TIERCACHE_TEST_GPU")), reason="shows what a GPU must not do")
+def test_a_device_that_takes_them_for_zero_is_found_on_cuda() -> None:
+    """What -ftz=true would do, on the shim."""
+    assert agrees(Cuda(ShimDevice("random")), "float32")
+    assert not agrees(Cuda(ShimDevice("random", flush=True)), "float32")

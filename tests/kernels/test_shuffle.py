@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.kernels.shuffling import mix, sample_at
+from tests.kernels.stochastic import mix, sample_at
 from tiercache.kernels.cpu.shuffle import shuffled
 
 STATES = st.integers(0, 2**64 - 1)

@@ -42,12 +42,6 @@ def test_entries_come_by_slot_and_within_it_in_batch_order(
         assert np.array_equal(pairs & np.uint64(2**32 - 1), order)
 
 
-def test_one_slot_keeps_batch_order() -> None:
-    """All ids equal: the order is the batch's."""
-    pairs = sort_slots(np.full(20_000, 5, np.int32), 6, SortBuffers())
-    assert np.array_equal(pairs & np.uint64(2**32 - 1), np.arange(20_000))
-
-
 def test_buffers_are_reused_for_smaller_steps() -> None:
     """A small step after a large one sorts right and takes no new memory."""
     buffers, rng = SortBuffers(), np.random.default_rng(0)

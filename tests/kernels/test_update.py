@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 F4 = np.float32
 OPTIMIZERS = ("sgd", "adagrad", "rowwise", "adam")
 APPLIED, RATE = 3, 0.1
-NO_COLS = np.zeros(1, np.int64)
 
 
 def rule_of(optimizer: str, decay: float = 0.0, rate: float = RATE) -> Rule:
@@ -110,12 +109,7 @@ def hot_bags(modes: tuple[int, ...], *, weighted: bool) -> Bags:
 @settings(max_examples=120, deadline=None)
 @example(case=hot_bags((MEAN, MAX, SUM), weighted=False), optimizer="adam", decay=0.01, turn=2)
 @example(case=hot_bags((SUM, MEAN), weighted=True), optimizer="rowwise", decay=0.0, turn=1)
-@given(
-    case=bags(),
-    optimizer=st.sampled_from(OPTIMIZERS),
-    decay=st.sampled_from((0.0, 0.01)),
-    turn=st.integers(0, 2),
-)
+@given(case=bags(), optimizer=st.sampled_from(OPTIMIZERS), decay=st.sampled_from((0.0, 0.01)), turn=st.integers(0, 2))
 def test_a_step_of_bags_is_the_sum_of_all_gradients_then_one_update(
     kind: str, case: Bags, optimizer: str, decay: float, turn: int
 ) -> None:
@@ -124,11 +118,8 @@ def test_a_step_of_bags_is_the_sum_of_all_gradients_then_one_update(
     To the last bit it is the step of one entry a row that has the defined sum; the sum is that of the definition.
     """
     rng, cpu = np.random.default_rng(0), Cpu()
-    gradient, state = (
-        rng.standard_normal((case.num_samples, case.width)).astype(F4),
-        states(optimizer, case.vectors.shape[0], case.dim, rng),
-    )
-    fields = [case.vectors, *state]
+    gradient = rng.standard_normal((case.num_samples, case.width)).astype(F4)
+    fields = [case.vectors, *states(optimizer, case.vectors.shape[0], case.dim, rng)]
     with machine(kind, turn) as m:
         done = pool(m, case)
         described = m.of_bags(gradient, done)

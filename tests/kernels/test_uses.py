@@ -1,4 +1,4 @@
-"""Next and last uses, and searches in hash order."""
+"""Keys over passes: next and last uses, searches in hash order, slots of the next pass, and the rank of each key."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.test_key_index import keys_of_hashes
-from tiercache.kernels.cpu.hashing import hash_keys
+from tiercache.kernels.cpu.hashing import hash_keys, key_owners
 from tiercache.kernels.cpu.next_use import hash_range_bound, search_keys, sweep_uses
+from tiercache.kernels.cpu.slots import assign_slots, stable_order_by_gap
 
 
 @settings(max_examples=100, deadline=None)
@@ -79,3 +80,85 @@ def test_search_results_need_one_place_a_query() -> None:
     """A short output is refused before anything is written."""
     with pytest.raises(ValueError, match="one length"):
         search_keys(np.arange(3), 0, np.arange(3), np.empty(2, np.int64))
+
+
+def owner_by_definition(hashed: int, num_owners: int) -> int:
+    """Return the r with floor(r * 2^64 / W) <= hash < floor((r + 1) * 2^64 / W), by whole numbers."""
+    bounds = [r * 2**64 // num_owners for r in range(num_owners + 1)]
+    return int(np.searchsorted(np.array(bounds[1:], object), hashed, side="right"))
+
+
+@pytest.mark.parametrize("num_owners", [1, 2, 3, 5, 7, 64, 100, 1000, 1023, 1024])
+def test_a_key_belongs_to_the_rank_whose_range_has_its_hash(num_owners: int) -> None:
+    """At every bound, one before and one behind, and at both ends of the hashes: as whole numbers of any size say."""
+    bounds = [r * 2**64 // num_owners for r in range(1, num_owners)]
+    some = bounds[:: max(1, num_owners // 25)]
+    hashes = [0, 1, 2**64 - 1, 2**63, *(bound + step for bound in some for step in (-1, 0, 1))]
+    keys, table_id = keys_of_hashes(hashes, 99), 99
+    wanted = [owner_by_definition(h, num_owners) for h in hashes]
+    owners = np.empty(keys.size, np.int16)
+    key_owners(keys, table_id, num_owners, owners)
+    assert owners.tolist() == wanted
+
+
+def test_owners_that_cannot_be_are_refused() -> None:
+    """Too few, too many, and room for fewer."""
+    keys, owners = np.arange(3), np.zeros(3, np.int16)
+    for num_owners in (0, 1025):
+        with pytest.raises(ValueError, match=f"{num_owners} owners: from 1 to 1024"):
+            key_owners(keys, 0, num_owners, owners)
+    with pytest.raises(ValueError, match="one length"):
+        key_owners(keys, 0, 2, owners[:2])
+
+
+LONGEST = 4
+
+
+@st.composite
+def next_pass(draw: st.DrawFn) -> tuple[np.ndarray, ...]:
+    """Return slots and next gaps of a pass, previous gaps of the next one, and slots in no use."""
+    next_gap = np.array(draw(st.lists(st.integers(1, LONGEST), max_size=30)), np.int32)
+    kept = int((next_gap == 1).sum())
+    others = draw(st.lists(st.integers(2, LONGEST), max_size=30))
+    prev_gap = np.array(draw(st.permutations([1] * kept + others)), np.int32)
+    capacity = max(next_gap.size, prev_gap.size) + draw(st.integers(0, 5))
+    slots = np.array(draw(st.permutations(range(capacity))), np.int32)
+    return slots[: next_gap.size], next_gap, prev_gap, slots[next_gap.size :]
+
+
+def by_gap(gaps: np.ndarray) -> np.ndarray:
+    """Return their stable order."""
+    order = np.empty(gaps.size, np.int32)
+    stable_order_by_gap(gaps, LONGEST, order)
+    return order
+
+
+@given(next_pass())
+def test_rows_take_spare_slots_first_and_then_those_that_depart_in_the_order_of_their_dump(
+    given: tuple[np.ndarray, ...],
+) -> None:
+    """Kept rows stay where they are, in the order in which both sides meet them; what nobody has is spare again."""
+    old_slots, next_gap, prev_gap, spare = given
+    stack = np.full(old_slots.size + spare.size + 1, -1, np.int32)
+    stack[: spare.size], stack[-1] = spare, spare.size
+    dump_order, load_order, slots = by_gap(next_gap), by_gap(prev_gap), np.empty(prev_gap.size, np.int32)
+    kept = assign_slots(old_slots, next_gap, dump_order, prev_gap, load_order, stack, slots)
+    assert kept == (next_gap == 1).sum()
+    free = [*old_slots[dump_order[:kept]], *spare[::-1], *old_slots[dump_order[kept:]]]
+    taken = [*range(kept), *range(kept, prev_gap.size)]
+    assert slots[load_order].tolist() == [free[place] for place in taken]
+    left = set(old_slots.tolist()) | set(spare.tolist())
+    assert sorted(stack[: stack[-1]]) == sorted(left - set(slots.tolist()))
+
+
+@given(next_pass())
+def test_sides_that_keep_different_rows_are_told(given: tuple[np.ndarray, ...]) -> None:
+    """By -1: a row would have the slot of another."""
+    old_slots, next_gap, prev_gap, spare = given
+    for one, other in ((np.append(prev_gap, 1), next_gap), (prev_gap, np.append(next_gap, 1))):
+        mine, theirs = one.astype(np.int32), other.astype(np.int32)
+        held = np.append(old_slots, old_slots.size + spare.size).astype(np.int32)[: theirs.size]
+        stack = np.zeros(theirs.size + mine.size + 1, np.int32)
+        stack[-1] = mine.size
+        slots = np.empty(mine.size, np.int32)
+        assert assign_slots(held, theirs, by_gap(theirs), mine, by_gap(mine), stack, slots) == -1

@@ -15,8 +15,10 @@ from torch import nn
 
 import tiercache as tc
 from tests.training.devices import device_of_tests
+from tiercache.data.dataset import SubDataset
 from tiercache.data.from_arrays import write_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
+from tiercache.errors import DatasetError
 from tiercache.planning.positions import Positions
 from tiercache.store import MemoryEngine
 from tiercache.training.live_rows import LiveRows
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.data.encoded_batch import EncodedBatch
     from tiercache.training.cache import TierCache
 
 
@@ -248,6 +251,28 @@ def result_of_resident(cache: tc.InMemoryCache, model: nn.Module) -> Result:
     return Result(rows, {k: v.clone() for k, v in model.state_dict().items()})
 
 
+def change_reads(patch: pytest.MonkeyPatch, change: Callable[[int, EncodedBatch], object]) -> None:
+    """Have something done with the first index and the samples of whatever is read of a sub-dataset."""
+    read = SubDataset.read
+
+    def changed(self: SubDataset, indices: Any, *others: Any, **named: Any) -> EncodedBatch:
+        samples = read(self, indices, *others, **named)
+        change(int(indices[0]), samples)
+        return samples
+
+    patch.setattr(SubDataset, "read", changed)
+
+
+def gone_from(index: int) -> Callable[[int, EncodedBatch], None]:
+    """Return a change of reads: there are no samples from an index on."""
+
+    def refuse(first: int, _: EncodedBatch) -> None:
+        if first >= index:
+            raise DatasetError("the samples are gone: extract the dataset again")
+
+    return refuse
+
+
 def assert_same_bits(ours: Result, theirs: Result) -> None:
     """Compare rows, optimizer state and dense weights bit for bit."""
     assert ours.rows.keys() == theirs.rows.keys()
@@ -277,8 +302,8 @@ def open_store(path: Path, case: Case, engine: str, **options: Any) -> tc.Store:
     return tc.Store.open(path, tables=case.tables, engine=engine, **options)
 
 
-def tiered(store: tc.Store, passes: tc.PassDataset, **options: Any) -> TierCache:
-    """Open a cache with budgets that hold any small case."""
+def tiered(store: tc.Store | Path, passes: tc.PassDataset, **options: Any) -> TierCache:
+    """Open a cache, of a store or at a path, with budgets that hold any small case."""
     options.setdefault("device_budget", "64MiB")
     options.setdefault("host_budget", "64MiB")
     options.setdefault("device", device_of_tests())
@@ -296,6 +321,13 @@ def resident_result(case: Case, passes: tc.PassDataset, *, device: Any = None, *
     """Train ``case`` in memory."""
     cache = resident(passes, order_seed=case.order_seed, **({} if device is None else {"device": device}))
     return result_of_resident(cache, train(cache, case, **options))
+
+
+def assert_bits_of_memory(
+    store: tc.Store, passes: tc.PassDataset, model: nn.Module, case: Case, *, device: Any = None
+) -> None:
+    """Compare what a training left in a store with the same training in memory."""
+    assert_same_bits(result_of(store, passes, model), resident_result(case, passes, device=device))
 
 
 def smallest_host_budget(store: tc.Store, passes: tc.PassDataset, **options: Any) -> int:

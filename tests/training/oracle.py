@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import tiercache as tc
+from tests.kernels.stochastic import row_words
 from tests.training.cases import all_keys
 
 if TYPE_CHECKING:
@@ -18,42 +19,16 @@ if TYPE_CHECKING:
 
     from tests.training.cases import Case
 
-LOW, MASK = 0xFFFF_FFFF, (1 << 64) - 1
-
-
-def mix(x: int) -> int:
-    """Return splitmix64's finalizer of x, as docs/format/bits.md has it."""
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
-    return x ^ x >> 31
-
-
-def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Return Philox4x32-10 from its paper, round by round."""
-    (c0, c1, c2, c3), (k0, k1) = counter, key
-    for _ in range(10):
-        one, two = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = two >> 32 ^ c1 ^ k0, two & LOW, one >> 32 ^ c3 ^ k1, one & LOW
-        k0, k1 = k0 + 0x9E3779B9 & LOW, k1 + 0xBB67AE85 & LOW
-    return c0, c1, c2, c3
-
-
-def words(table: tc.Table, key: int) -> list[int]:
-    """Return the random words of a row, one for each element."""
-    stream, unsigned = mix((table.seed ^ table.table_id) & MASK), key & MASK
-    found: list[int] = []
-    for block in range(-(-table.dim // 4)):
-        counter = unsigned & LOW, unsigned >> 32, block & LOW, block >> 32
-        found += philox(counter, (stream & LOW, stream >> 32))
-    return found[: table.dim]
-
 
 def initial_row(table: tc.Table, key: int) -> NDArray[np.float32]:
     """Return the documented initial row, number by number in NumPy; uniform, zeros or constant."""
     match table.initializer:
         case tc.init.Uniform(low=low, high=high):
             low, high = np.float32(low), np.float32(high)
-            units = [np.float32(word >> 8) * np.float32(2.0**-24) for word in words(table, key)]
+            units = [
+                np.float32(word >> 8) * np.float32(2.0**-24)
+                for word in row_words(key, table.table_id, table.seed, table.dim)
+            ]
             return np.array([low + unit * np.float32(high - low) for unit in units], np.float32)
         case tc.init.Constant(value=value):
             return np.full(table.dim, value, np.float32)

@@ -1,4 +1,4 @@
-"""Streams of a GPU on the CPU: what is done on one of them is done as late as a GPU might.
+"""Memory and streams of a GPU on the CPU: arrays are guarded, and work is done as late as a GPU might do it.
 
 That is when somebody waits for it, or when something comes that was told to come behind it; and of two streams that
 wait for nothing of each other, the one that was begun last goes first.
@@ -7,6 +7,7 @@ wait for nothing of each other, the one that was begun last goes first.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tests.kernels.shim.device import ShimDevice
-from tests.training.shim_memory import LentMemory
+from tests.kernels.shim.memory import _LIBC, GuardedMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,29 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from tiercache.kernels.cuda.launch import Argument
+
+
+class LentMemory(GuardedMemory):
+    """Arrays that come back when nobody refers to them."""
+
+    def __init__(self, *, at_end: bool) -> None:
+        super().__init__(at_end=at_end)
+        self._lock = threading.RLock()  # batches are made on threads of their own
+
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        """Return an array full of rubbish."""
+        with self._lock:
+            flat = super().empty((int(np.prod(shape, dtype=np.int64)),), dtype)
+            block = self._blocks[-1]
+        if flat.size:
+            weakref.finalize(flat.base, self._come_back, block)  # what all its views refer to
+        return flat.reshape(shape)
+
+    def _come_back(self, block: tuple[int, int, int, int]) -> None:
+        with self._lock:
+            if block in self._blocks:
+                self._blocks.remove(block)
+                _LIBC.munmap(block[0], block[1])
 
 
 class Late(NamedTuple):

@@ -89,18 +89,13 @@ class DLRM(nn.Module):
 def schema_of(optimizer: str) -> tc.Schema:
     """Eight tables, of which half have bags of any length."""
     features = [tc.Feature(name=f"f{t}", hotness="ragged" if t % 2 else "one_hot") for t in range(TABLES)]
+    initializer = tc.init.Uniform(low=-0.3, high=0.3)
     tables = [
-        tc.Table(
-            name=f"f{t}", dim=DIM, optimizer=ROW_OPTIMIZERS[optimizer], initializer=tc.init.Uniform(low=-0.3, high=0.3)
-        )
-        for t in range(TABLES)
+        tc.Table(name=one.name, dim=DIM, optimizer=ROW_OPTIMIZERS[optimizer], initializer=initializer)
+        for one in features
     ]
-    return tc.Schema(
-        features=tuple(features),
-        tables=tuple(tables),
-        label="y",
-        dense=tuple(tc.DenseFeature(column=f"d{i}") for i in range(DENSE)),
-    )
+    dense = tuple(tc.DenseFeature(column=f"d{i}") for i in range(DENSE))
+    return tc.Schema(features=tuple(features), tables=tuple(tables), label="y", dense=dense)
 
 
 def samples() -> list[RawBatch]:
@@ -176,23 +171,27 @@ def theirs(optimizer: str, data: list[RawBatch], loop: Loop, *, gan: bool) -> Si
     model = DLRM(list(tables))
     for table, spec in zip(tables, schema_of(optimizer).tables, strict=True):
         table.weight.data = torch.from_numpy(initial_vectors(spec, np.arange(ROWS)))
+    optimizers = [torch_optimizer(optimizer, model)]
     if gan:
         optimizers = [
             torch_optimizer(optimizer, model, slice(0, 4), [*model.bottom.parameters()]),
             torch_optimizer(optimizer, model, slice(4, 8), [*model.top.parameters()]),
         ]
-    else:
-        optimizers = [torch_optimizer(optimizer, model)]
     side = Side(
         model, optimizers, lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm), optimizers, lambda **_: None
     )
+    train_in_memory(side, loop, data)
+    return side
+
+
+def train_in_memory(side: Side, loop: Loop, data: list[RawBatch]) -> None:
+    """Run a loop over all batches as torch takes them."""
     state: dict[str, Any] = {}
     loop.begin(side, state)
     for index in range(PASSES * EPOCHS):
         part = data[index % PASSES]
         cuts = [part.slice(b * BATCH, min(SAMPLES, b * BATCH + BATCH)) for b in range(BATCHES)]
         loop.run(side, state, [(index * BATCHES + b, *torch_batch(cut)) for b, cut in enumerate(cuts)])
-    return side
 
 
 def torch_batch(part: RawBatch) -> tuple[Any, ...]:
@@ -235,11 +234,10 @@ def killed(optimizer: str, folder: Path, name: str) -> None:
     ours_until(optimizer, folder, passes, LOOPS[name], losses, GIVEN_UP, kill, gan=name == "two optimizers")
 
 
-def on_ranks(
-    ranks: AnyCommunicator, *, name: str, optimizer: str, folder: str, stop: int | None
-) -> dict[str, Any]:  # fmt: skip
+def on_ranks(ranks: AnyCommunicator, *, name: str, optimizer: str, folder: str, stop: int | None) -> dict[str, Any]:
     """Train as one of several ranks, with DistributedDataParallel; only the first one's losses overflow."""
     losses: dict[int, float] = {}
+    dense: list[Any] = []
     passes = tc.PassDataset.open(Path(folder) / "passes")
     with suppress(GivenUpError):
         side = ours_until(
@@ -247,8 +245,7 @@ def on_ranks(
             size=ranks.size,
         )  # fmt: skip
         dense = [one.detach().numpy() for one in side.model.module.dense_parameters()]  # type: ignore[operator, union-attr]
-        return {"losses": {str(step): loss for step, loss in losses.items()}, "dense": dense}
-    return {"losses": {str(step): loss for step, loss in losses.items()}}
+    return {"losses": {str(step): loss for step, loss in losses.items()}, "dense": dense}
 
 
 def give_up() -> None:
@@ -274,11 +271,8 @@ def ours_until(
                  for one, tables in ((model.bottom, model.tables[:4]), (model.top, model.tables[4:]))]  # fmt: skip
     optimizers = [make_optimizer(optimizer, part) for part in parts]
     model = DistributedDataParallel(model) if size > 1 else model
-    row_bytes = ROWS * TABLES * (DIM + (DIM if optimizer == "Adagrad" else 0)) * 4
-    with tc.TierCache(
-        store, passes, model=model, optimizer=optimizers, device_budget=row_bytes // 4, host_budget="32MiB",
-        progress=False,
-    ) as cache:  # fmt: skip
+    budgets: dict[str, Any] = {"device_budget": row_bytes(optimizer) // 4, "host_budget": "32MiB"}
+    with tc.TierCache(store, passes, model=model, optimizer=optimizers, **budgets, progress=False) as cache:
         side = Side(
             model, optimizers, cache.clip_grad_norm_, [*optimizers, cache.optimizer], cache.register, losses, rank == 0
         )
@@ -290,13 +284,23 @@ def ours_until(
     return side
 
 
+def row_bytes(optimizer: str) -> int:
+    """Return the bytes of all rows, with the state of an optimizer."""
+    return ROWS * TABLES * (DIM + (DIM if optimizer == "Adagrad" else 0)) * 4
+
+
+def numbered(p: tc.Pass, batches: Iterator[tc.Batch]) -> Batches:
+    """Give the batches of a pass with their steps, as loops take them."""
+    return (
+        (p.index * BATCHES + b, batch.dense, list(batch.features.values()), batch.label, batch.weight)
+        for b, batch in enumerate(batches)
+    )
+
+
 def by_pass(cache: tc.TierCache, stop: int | None, end: Callable[[], None]) -> Iterator[Batches]:
     """Yield the batches of each pass."""
     for p in cache.passes(epochs=EPOCHS):
-        yield (
-            (p.index * BATCHES + b, batch.dense, list(batch.features.values()), batch.label, batch.weight)
-            for b, batch in enumerate(checked(p, stop, end))
-        )
+        yield numbered(p, checked(p, stop, end))
 
 
 def one_ahead(loader: Iterator[Any]) -> Iterator[Any]:
@@ -385,27 +389,28 @@ def stepped_rate(side: Side, state: dict[str, Any], batches: Batches) -> None:
 
 def begin_stepped_rate(side: Side, state: dict[str, Any]) -> None:
     """Make the schedulers."""
-    state["schedulers"] = [StepLR(one, step_size=3, gamma=0.7) for one in side.rate_optimizers]
-    side.register(**{f"scheduler{i}": one for i, one in enumerate(state["schedulers"])})
+    begin_schedulers(side, state, [StepLR(one, step_size=3, gamma=0.7) for one in side.rate_optimizers])
+
+
+def begin_schedulers(side: Side, state: dict[str, Any], schedulers: list[Any]) -> None:
+    """Have them stepped, and kept by commits."""
+    state["schedulers"] = schedulers
+    side.register(**{f"scheduler{i}": one for i, one in enumerate(schedulers)})
 
 
 def one_cycle(side: Side, state: dict[str, Any], batches: Batches) -> None:
     """A rate of its own for every step."""
     for batch in batches:
-        plain(side, state, [batch])
-        for scheduler in state["schedulers"]:
-            scheduler.step()
+        stepped_rate(side, state, [batch])
 
 
 def begin_one_cycle(side: Side, state: dict[str, Any]) -> None:
     """Make the schedulers."""
-    rates = [[2 * (ROW_RATE if "table" in group else group["lr"]) for group in one.param_groups]
-             for one in side.rate_optimizers]  # fmt: skip
-    state["schedulers"] = [
-        OneCycleLR(one, max_lr=rate, total_steps=STEPS + 1, cycle_momentum=False)
-        for one, rate in zip(side.rate_optimizers, rates, strict=True)
-    ]
-    side.register(**{f"scheduler{i}": one for i, one in enumerate(state["schedulers"])})
+    schedulers = []
+    for one in side.rate_optimizers:
+        rates = [2 * (ROW_RATE if "table" in group else group["lr"]) for group in one.param_groups]
+        schedulers.append(OneCycleLR(one, max_lr=rates, total_steps=STEPS + 1, cycle_momentum=False))
+    begin_schedulers(side, state, schedulers)
 
 
 def accumulated(side: Side, _state: dict[str, Any], batches: Batches) -> None:
@@ -463,9 +468,7 @@ def test_a_loop_gives_the_numbers_of_torch(tmp_path: Path, name: str, optimizer:
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
 @pytest.mark.parametrize("name", ["plain", "GradScaler", "clip_grad_norm", "both", "OneCycleLR", "accumulation"])
-def test_two_ranks_give_the_numbers_of_torch(
-    ranks_pool: RanksPool, tmp_path: Path, name: str, optimizer: str
-) -> None:  # fmt: skip
+def test_two_ranks_give_the_numbers_of_torch(ranks_pool: RanksPool, tmp_path: Path, name: str, optimizer: str) -> None:
     """With DistributedDataParallel and last batches that two do not share evenly; where one overflows all skip."""
     data = samples()
     write_dataset(tmp_path / "passes", schema_of(optimizer), data)

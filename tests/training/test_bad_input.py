@@ -37,11 +37,8 @@ if TYPE_CHECKING:
 CASE = Case(
     tables=(table("a", 4), table("b", 4), table("c", 6, tc.optim.SGD(learning_rate=0.1))),
     specs=(Spec(name="f", table="a", hotness="ragged"), Spec(name="g", table="b"), Spec(name="h", table="c")),
-    num_samples=240,
-    pass_rows=80,
-    num_keys=100,
-    epochs=1,
-)
+    num_samples=240, pass_rows=80, num_keys=100, epochs=1,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -166,18 +163,6 @@ def test_a_store_in_use_names_the_process_that_has_it(store: tc.Store) -> None:
     assert f"process {store._pid}" in found.stderr
 
 
-def test_training_on_a_store_open_for_reading_is_refused(tmp_path: Path, passes: tc.PassDataset) -> None:
-    """Mode "r" never writes; a cache on it serves evaluation."""
-    with tc.Store.open(tmp_path / "new.tc", tables=CASE.tables) as store, tiered(store, passes) as cache:
-        train(cache, CASE)
-    with tc.Store.open(tmp_path / "new.tc", mode="r") as store, tiered(store, passes) as cache:
-        registered(cache, CASE)
-        assert list(cache.passes(epochs=1)) == []
-        assert sum(piece.num_samples for piece in cache.evaluate(passes)) == CASE.num_samples
-        with one_sentence(StateError, "open for reading", "mode='a'"):
-            next(cache.passes(epochs=2))
-
-
 # -- register() --------------------------------------------------------------------------------------------------
 
 
@@ -206,18 +191,12 @@ UNSTORABLE: list[Callable[[], Any]] = [
 def test_state_that_cannot_be_stored_is_refused_when_it_is_tracked(
     store: tc.Store, passes: tc.PassDataset, make: Callable[[], Any]
 ) -> None:
-    """Functions, files, arrays and numbers of numpy, and classes name their place in the state_dict."""
-    with (
-        tiered(store, passes) as cache,
-        one_sentence(StateError, "extra['inside'][0]['value']", "keep only tensors, numbers"),
-    ):
-        cache.register(extra=Holder(make()))
-
-
-def test_an_object_without_state_is_refused_when_it_is_tracked(store: tc.Store, passes: tc.PassDataset) -> None:
-    """What has no state_dict cannot be tracked."""
-    with tiered(store, passes) as cache, one_sentence(StateError, "register(extra=...)", "state_dict"):
-        cache.register(extra=object())
+    """Functions, files, arrays and numbers of numpy, classes: their place in a state_dict, or that they have none."""
+    with tiered(store, passes) as cache:
+        with one_sentence(StateError, "extra['inside'][0]['value']", "keep only tensors, numbers"):
+            cache.register(extra=Holder(make()))
+        with one_sentence(StateError, "register(extra=...)", "state_dict"):
+            cache.register(extra=make())
 
 
 def test_state_that_became_unstorable_stops_the_commit_and_not_a_later_resume(
@@ -238,31 +217,30 @@ def test_state_that_became_unstorable_stops_the_commit_and_not_a_later_resume(
         assert store.commit.cursor.pass_index <= 1
 
 
-def test_tracking_other_names_than_the_last_commit_is_refused_on_resume(
-    store: tc.Store, passes: tc.PassDataset
+@pytest.mark.parametrize(
+    ("name", "outputs", "words"),
+    [
+        ("network", 1, ["model, optimizer", "network", "same names"]),
+        ("model", 2, ["'model'", "top.weight", "size mismatch"]),
+    ],
+)
+def test_tracking_other_objects_than_the_last_commit_is_refused_on_resume(
+    store: tc.Store, passes: tc.PassDataset, name: str, outputs: int, words: list[str]
 ) -> None:
-    """The error names both sets of names."""
-    with tiered(store, passes) as cache:
-        cache.register(network=Net(cache, CASE))
-        with one_sentence(StateError, "model, optimizer", "network", "same names"):
-            next(cache.passes(epochs=2))
-
-
-def test_tracking_a_model_of_another_shape_is_refused_on_resume(store: tc.Store, passes: tc.PassDataset) -> None:
-    """The error names the object and what does not fit."""
+    """The error names both sets of names, or the object and what does not fit."""
     with tiered(store, passes) as cache:
         model = Net(cache, CASE)
-        model.top = nn.Linear(model.bag.out_features + 1, 2)
-        cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5))
-        with one_sentence(StateError, "'model'", "top.weight", "size mismatch"):
+        model.top = nn.Linear(model.bag.out_features + 1, outputs)
+        others = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)} if name == "model" else {}
+        cache.register(**{name: model}, **others)
+        with one_sentence(StateError, *words):
             next(cache.passes(epochs=2))
 
 
 def test_a_dataset_may_be_given_by_its_path_and_nothing_else_is_one(store: tc.Store, passes: tc.PassDataset) -> None:
     """A path is opened; None, or a folder without a dataset, is a sentence."""
-    budgets: dict[str, Any] = {"device_budget": "1MiB", "host_budget": "64MiB", "progress": False}
-    with tc.TierCache(store, passes.path, **budgets) as cache:
+    with tiered(store, passes.path) as cache:  # type: ignore[arg-type]
         assert cache.dataset.digest == passes.digest
     for data, message in ((None, "the data are NoneType: give a PassDataset"), ("nowhere", "there is no dataset in")):
         with pytest.raises(DatasetError, match=message):
-            tc.TierCache(store, data, **budgets)  # type: ignore[arg-type]
+            tiered(store, data)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""An existing model's embeddings become ours with its weights, and plain modules of torch again."""
+"""An existing model's embeddings become ours with its weights, and modules of torch again; models share tables."""
 
 from __future__ import annotations
 
@@ -10,27 +10,34 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import tiercache as tc
+from tests.training.cases import table, tiered
 from tests.training.test_adoption import (
     BATCH,
     DIM,
     DLRM,
     EPOCHS,
+    LOOPS,
     PASSES,
     ROWS,
     TABLES,
     Side,
     compare,
     make_optimizer,
+    numbered,
     plain,
+    row_bytes,
     rows_of,
     samples,
     schema_of,
     torch_batch,
-)  # fmt: skip
+    torch_optimizer,
+    train_in_memory,
+)
 from tiercache.data.from_arrays import write_dataset
-from tiercache.data.raw_batch import FeatureKeys, RawBatch
+from tiercache.data.raw_batch import RawBatch
 from tiercache.errors import StateError
 
 if TYPE_CHECKING:
@@ -44,8 +51,8 @@ def trained_before() -> DLRM:
     """Return a plain model whose tables do not begin as the schema says."""
     torch.manual_seed(3)
     tables = [nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=t == 3) for t in range(TABLES)]
-    for table in tables:
-        nn.init.uniform_(table.weight, -0.2, 0.2)
+    for one in tables:
+        nn.init.uniform_(one.weight, -0.2, 0.2)
     torch.manual_seed(1)
     return DLRM(list(tables))
 
@@ -60,33 +67,18 @@ def test_a_converted_model_gives_the_numbers_of_the_model_that_it_was(tmp_path: 
     losses: dict[int, float] = {}
     for stop in (PASSES * EPOCHS // 2, None):
         torch.manual_seed(1)
-        model = tc.convert(
-            copy.deepcopy(begin)
-            if stop
-            else DLRM([nn.EmbeddingBag(ROWS, DIM, mode="sum", device="meta") for _ in NAMES]),
-            passes,
-            {"tables": NAMES},
-        )
+        empty = DLRM([nn.EmbeddingBag(ROWS, DIM, mode="sum", device="meta") for _ in NAMES])
+        model = tc.convert(copy.deepcopy(begin) if stop else empty, passes, {"tables": NAMES})
         assert isinstance(model, DLRM)
         trainer = make_optimizer(optimizer, model.parameters())
-        row_bytes = ROWS * TABLES * (DIM + (DIM if optimizer == "Adagrad" else 0)) * 4
-        with tc.TierCache(
-            tmp_path / "model.tc", passes, model=model, optimizer=trainer, device_budget=row_bytes // 4,
-            host_budget="32MiB", progress=False,
-        ) as cache:  # fmt: skip
-            assert all(not table.weights for table in model.tables)
+        budget = row_bytes(optimizer) // 4
+        with tiered(tmp_path / "model.tc", passes, model=model, optimizer=trainer, device_budget=budget) as cache:
+            assert not any(one.weights for one in model.tables)
             side = Side(model, [trainer], cache.clip_grad_norm_, [trainer], cache.register, losses)
             for p in cache.passes(epochs=EPOCHS):
                 if p.index == stop:
                     break
-                plain(
-                    side,
-                    {},
-                    [
-                        (p.index * 5 + b, one.dense, list(one.features.values()), one.label, 1.0)
-                        for b, one in enumerate(p.batches(BATCH))
-                    ],
-                )
+                plain(side, {}, numbered(p, p.batches(BATCH)))
     with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
         compare(losses, model.dense_parameters(), rows_of(store), reference)
         back = tc.to_torch(model, store)
@@ -99,32 +91,22 @@ def test_a_converted_model_gives_the_numbers_of_the_model_that_it_was(tmp_path: 
 
 def theirs_from(model: DLRM, optimizer: str, data: list[Any]) -> Side:
     """Train the model as it is, in memory."""
-    groups = [
-        {"params": model.dense_parameters(), "lr": 0.05},
-        {"params": [p for table in model.tables for p in table.parameters()], "lr": 0.2},
-    ]
-    for table in model.tables:
-        table.sparse = False
-    side = Side(model, [make_optimizer(optimizer, groups)], lambda _: None, [], lambda **_: None)
-    for index in range(PASSES * EPOCHS):
-        part, size = data[index % PASSES], data[0].num_samples
-        cuts = [part.slice(low, min(size, low + BATCH)) for low in range(0, size, BATCH)]
-        plain(side, {}, [(index * 5 + b, *torch_batch(cut)) for b, cut in enumerate(cuts)])
+    for one in model.tables:
+        one.sparse = False
+    side = Side(model, [torch_optimizer(optimizer, model)], lambda _: None, [], lambda **_: None)
+    train_in_memory(side, LOOPS["plain"], data)
     return side
 
 
 SCHEMA = tc.Schema(
     features=(
-        tc.Feature(name="user", table="user"), tc.Feature(name="item", table="item"),
+        tc.Feature(name="user"),
+        tc.Feature(name="item"),
         tc.Feature(name="seen", table="item", hotness="ragged"),
     ),
-    tables=tuple(
-        tc.Table(name=name, dim=4, optimizer=tc.optim.SGD(learning_rate=0.1), initializer=tc.init.Zeros())
-        for name in ("user", "item")
-    ),
+    tables=tuple(table(name, 4, tc.optim.SGD(learning_rate=0.1), tc.init.Zeros()) for name in ("user", "item")),
     label="y",
-    dense=(),
-)  # fmt: skip
+)
 
 
 class Small(nn.Module):
@@ -193,11 +175,10 @@ def test_weights_go_to_the_cache_that_makes_the_store(tmp_path: Path) -> None:
     data, model = tc.PassDataset.open(tmp_path / "passes"), Small(mode="sum")
     user, items = model.user_emb.weight.data.clone(), model.items.weight.data.clone()
     tc.convert(model, data, {"items": ["item", "seen"]})
-    budgets = {"device_budget": "1MiB", "host_budget": "64MiB", "progress": False}
     words = r"a converted model brings rows .* give it to TierCache\(model=...\)"
-    with tc.TierCache(tmp_path / "other.tc", data, **budgets) as cache, pytest.raises(StateError, match=words):
+    with tiered(tmp_path / "other.tc", data) as cache, pytest.raises(StateError, match=words):
         cache.register(model=model)
-    with tc.TierCache(tmp_path / "model.tc", data, model=model, **budgets) as cache:
+    with tiered(tmp_path / "model.tc", data, model=model) as cache:
         for p in cache.passes(epochs=1):
             batch = p.batch(keys)
             assert torch.equal(model.user_emb(batch.features["user"]), user[[1, 2]])
@@ -217,7 +198,7 @@ def test_weights_go_to_the_cache_that_makes_the_store(tmp_path: Path) -> None:
                        torch.stack([user[[9, 0]], torch.stack([user[1], torch.zeros(4)])]))  # fmt: skip
     assert served.same is served.items
     again = tc.convert(Small(mode="sum"), data, {"items": ["item", "seen"]})
-    with tc.TierCache(tmp_path / "model.tc", data, model=again, **budgets) as cache:
+    with tiered(tmp_path / "model.tc", data, model=again) as cache:
         cache.restore()
         assert again.user_emb.weights == {}
         assert np.array_equal(cache.store.lookup("user", np.arange(10))["vector"], user.numpy())
@@ -240,50 +221,37 @@ class Padded(nn.Module):
 def test_padding_is_zeros_and_is_not_trained(tmp_path: Path, mode: str, by: str) -> None:
     """As torch has it: in lists and bags, also where a bag has nothing else, and where no key of a pass is padding."""
     schema = tc.Schema(
-        features=(
-            tc.Feature(name="words", hotness="multi_hot", length=3), tc.Feature(name="bag", hotness="ragged"),
-        ),
-        tables=tuple(
-            tc.Table(name=name, dim=4, optimizer=tc.optim.Adagrad(learning_rate=0.1), initializer=tc.init.Zeros())
-            for name in ("words", "bag")
-        ),
-        label="y", dense=(),
-    )  # fmt: skip
+        features=(tc.Feature(name="words", hotness="multi_hot", length=3), tc.Feature(name="bag", hotness="ragged")),
+        tables=tuple(table(n, 4, tc.optim.Adagrad(learning_rate=0.1), tc.init.Zeros()) for n in ("words", "bag")),
+        label="y",
+    )
     chance, low = np.random.default_rng(1), int(by == "no padding in the pass")
     words = chance.integers(low, 30, (12, 3))
     words[3] = low
     offsets = np.concatenate([[0], np.cumsum(chance.integers(0, 4, 12))])
     bag = np.where(chance.random(offsets[-1]) < 0.4, low, chance.integers(low, 30, offsets[-1]))
-    features = {
-        "words": FeatureKeys(words.reshape(-1), np.arange(13) * 3), "bag": FeatureKeys(bag.astype(np.int64), offsets)
-    }  # fmt: skip
-    data = write_dataset(
-        tmp_path / "d", schema, [RawBatch(np.zeros(12, np.float32), np.zeros((12, 0), np.float32), features)]
-    )
+    bag = bag.astype(np.int64)
+    batch = RawBatch.of(schema, {"words": words, "bag": np.split(bag, offsets[1:-1])}, label=np.zeros(12))
+    data = write_dataset(tmp_path / "d", schema, [batch])
+    given = tuple(torch.from_numpy(one) for one in (words, bag, offsets[:-1]))
     torch.manual_seed(0)
     theirs = Padded(mode)
     ours = tc.convert(copy.deepcopy(theirs), data)
     optimizer = torch.optim.Adagrad(theirs.parameters(), lr=0.1)
-    with tc.TierCache(
-        tmp_path / "m.tc", data, model=ours, device_budget="1MiB", host_budget="64MiB", progress=False
-    ) as cache:
+    with tiered(tmp_path / "m.tc", data, model=ours) as cache:
         for p in cache.passes(epochs=4):
             whole = {"words": words, "bag": (bag, offsets)}
             for batch in [p.batch(whole)] if by == "raw keys" else p.batches(12):
                 mine = ours(batch.features["words"], batch.features["bag"])
-                other = theirs(torch.from_numpy(words), torch.from_numpy(bag), torch.from_numpy(offsets[:-1]))
+                other = theirs(*given)
                 torch.testing.assert_close(mine, other)
                 mine.square().sum().backward()
                 other.square().sum().backward()
                 cache.optimizer.step()
                 optimizer.step()
                 optimizer.zero_grad()
-        for slices in cache.evaluate(data):
-            for batch in slices.batches(12):
-                found = ours(batch.features["words"], batch.features["bag"])
-        torch.testing.assert_close(
-            found, theirs(torch.from_numpy(words), torch.from_numpy(bag), torch.from_numpy(offsets[:-1]))
-        )
+        (batch,) = next(iter(cache.evaluate(data))).batches(12)
+        torch.testing.assert_close(ours(batch.features["words"], batch.features["bag"]), theirs(*given))
         for name in ("words", "bag"):
             vectors = cache.store.lookup(name, np.arange(30))["vector"]
             torch.testing.assert_close(torch.from_numpy(vectors), getattr(theirs, name).weight.data)
@@ -303,10 +271,7 @@ class Published(nn.Module):
 
     def apply_emb(self, offsets: Any, ids: Any) -> list[torch.Tensor]:
         """Look every table up."""
-        found = []
-        for k, of_table in enumerate(ids):
-            found.append(self.emb_l[k](of_table, offsets[k], per_sample_weights=None))
-        return found
+        return [self.emb_l[k](of_table, offsets[k], per_sample_weights=None) for k, of_table in enumerate(ids)]
 
     def forward(self, dense: torch.Tensor, offsets: Any, ids: Any) -> torch.Tensor:
         """Return chances (N, 1)."""
@@ -328,10 +293,7 @@ def test_the_layout_of_the_published_dlrm_is_converted_as_it_is(tmp_path: Path) 
         torch.optim.SGD([*one.bot_l.parameters(), *one.top_l.parameters()], lr=0.05) for one in (ours, theirs)
     ]
     rows = torch.optim.SGD(theirs.emb_l.parameters(), lr=0.2)
-    with tc.TierCache(
-        tmp_path / "m.tc", passes, model=ours, optimizer=optimizers[0], device_budget="1MiB", host_budget="64MiB",
-        progress=False,
-    ) as cache:  # fmt: skip
+    with tiered(tmp_path / "m.tc", passes, model=ours, optimizer=optimizers[0]) as cache:
         for p in cache.passes(epochs=1):
             for b, batch in enumerate(p.batches(BATCH)):
                 part = data[p.index].slice(b * BATCH, min(data[0].num_samples, (b + 1) * BATCH))
@@ -347,9 +309,9 @@ def test_the_layout_of_the_published_dlrm_is_converted_as_it_is(tmp_path: Path) 
                     optimizer.step()
                 for optimizer in (*optimizers, rows):
                     optimizer.zero_grad()
-        for name, table in zip(NAMES, theirs.emb_l, strict=True):
+        for name, bag in zip(NAMES, theirs.emb_l, strict=True):
             found = torch.from_numpy(cache.store.lookup(name, np.arange(ROWS))["vector"])
-            torch.testing.assert_close(found, table.weight.data, atol=1e-5, rtol=0)
+            torch.testing.assert_close(found, bag.weight.data, atol=1e-5, rtol=0)
 
 
 def opened_on_ranks(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
@@ -359,9 +321,7 @@ def opened_on_ranks(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
     model = Small(mode="sum")
     weights = {"user": model.user_emb.weight.data.clone().numpy(), "item": model.items.weight.data.clone().numpy()}
     tc.convert(model, data, {"items": ["item", "seen"]})
-    with tc.TierCache(
-        Path(folder) / "model.tc", data, model=model, device_budget="1MiB", host_budget="64MiB", progress=False
-    ) as cache:
+    with tiered(Path(folder) / "model.tc", data, model=model) as cache:
         cache.restore()
         assert cache.sharding is not None
     return weights
@@ -377,3 +337,72 @@ def test_ranks_shard_the_weights_of_a_converted_model(ranks_pool: RanksPool, tmp
             for name, rows in weights.items():
                 assert np.array_equal(store.lookup(name, np.arange(rows.shape[0]))["vector"], rows)
                 assert store.live_rows(name) == rows.shape[0]
+
+
+class Student(nn.Module):
+    """Two embeddings and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors, self.top = Small(mode="sum"), nn.Linear(8, 1)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        """Return numbers (N,)."""
+        user, item = self.vectors.user_emb(batch.features["user"]), self.vectors.items(batch.features["item"])
+        return self.top(torch.cat([user, item], dim=1)).squeeze(1)
+
+
+def trained_beside(folder: Path, data: tc.PassDataset, *, others: bool) -> dict[str, Any]:
+    """Train with a teacher and an average beside, or alone; what these return must not matter."""
+    torch.manual_seed(0)
+    model = tc.convert(Student(), data, {"vectors.items": "item", "vectors.user_emb": "user"})
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    average: Any = AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tiered(folder, data, model=[model, teacher] if others else model, optimizer=optimizer) as cache:
+        for p in cache.passes(epochs=2):
+            for _ in range(2):
+                batch = p.batch({"user": np.array([1, 2, 2]), "item": np.array([3, 4, 3]), "seen": ([5], [0, 1, 1, 1])})
+                found = model(batch)
+                loss = found.square().sum()
+                if others:
+                    rows = [one.vectors.user_emb(batch) for one in (model, teacher, average.module)]
+                    assert torch.equal(rows[0], rows[1])
+                    assert torch.equal(rows[0], rows[2])
+                    assert not teacher(batch).requires_grad
+                    loss = loss + 0 * (average(batch).detach() + teacher(batch)).sum()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                average.update_parameters(model)
+        cache.drain()
+        rows = {name: cache.store.lookup(name, np.arange(6), missing="initial")["vector"] for name in ("user", "item")}
+    return rows | {name: value.numpy() for name, value in model.state_dict().items()}
+
+
+def test_a_teacher_and_an_average_read_the_rows_that_a_model_trains(tmp_path: Path) -> None:
+    """As they are at the moment; and training is what it is without them."""
+    tc.write_key_sets(tmp_path / "p", SCHEMA, [{"user": np.arange(1, 3), "item": np.arange(3, 6)}] * 2)
+    data = tc.PassDataset.open(tmp_path / "p")
+    alone, beside = (trained_beside(tmp_path / f"{others}.tc", data, others=others) for others in (False, True))
+    assert alone.keys() == beside.keys()
+    for name, values in alone.items():
+        np.testing.assert_array_equal(values, beside[name])
+    assert np.any(alone["user"][1])
+
+
+def test_keys_that_were_wrapped_and_weights_that_are_rows_now_get_a_sentence(tmp_path: Path) -> None:
+    """Ids of 32 bits, and the state of the model that was converted."""
+    tc.write_key_sets(tmp_path / "p", SCHEMA, [{"user": np.arange(1, 3), "item": np.arange(3, 6)}])
+    data, model = tc.PassDataset.open(tmp_path / "p"), tc.convert(Small(mode="sum"), SCHEMA, {"items": "item"})
+    with pytest.raises(
+        RuntimeError, match=r"user_emb.weight is a whole table, whose rows are in the store now: load it"
+    ):
+        model.load_state_dict(Small().state_dict())
+    with tiered(tmp_path / "m.tc", data, model=model) as cache:
+        for p in cache.passes(epochs=1):
+            wrapped = np.array([3_000_000_000], np.int64).astype(np.int32)
+            with pytest.raises(
+                tc.errors.KeyNotInPassError, match=r"; ids from 2\*\*31 on are negative where they were"
+            ):
+                p.batch({"user": wrapped, "item": np.array([3]), "seen": ([], [0, 0])})

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 import tiercache as tc
+from tests.crash.told import finish, start
 from tests.files import flip
 from tests.store.big import file_of
 from tests.store.failing import FailingEngine
+from tests.store.reader import digest, read_on
 from tests.training.cases import (
+    SPECS,
     Case,
     Result,
     Spec,
+    assert_bits_of_memory,
     assert_same_bits,
     resident_result,
     result_of,
@@ -26,10 +33,12 @@ from tests.training.cases import (
     tiered,
     train,
 )
-from tiercache.store import MemoryEngine
+from tiercache.store import MemoryEngine, Store, verify
 from tiercache.store.blocks import ROWS
 from tiercache.store.errors import CorruptBlockError, CorruptStoreError, StoreFullError
-from tiercache.store.inspect import verify
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 CASE = Case(
     tables=(table("a", 128), table("b", 5, tc.optim.Adam(learning_rate=0.01))),
@@ -219,3 +228,76 @@ def test_a_flipped_byte_in_the_dense_state_is_found_and_refused(trained: Path, p
             train(cache, CASE)
         assert cache.reports == []
     assert_one_sentence(caught.value)
+
+
+USED = Case(tables=(table("a", 3), table("b", 5)), specs=SPECS)
+
+
+@pytest.mark.parametrize("damage", ["a number", "two swapped", "all zeros", "a checksum", "cut short", "none"])
+def test_a_damaged_file_of_next_uses_is_found_anew(tmp_path: Path, damage: str) -> None:
+    """A run that goes on ends with the same bits, and its file is what was written first."""
+    passes, path = USED.cut(tmp_path / "passes"), tmp_path / "s"
+
+    def stop(pass_index: int, _: int) -> None:
+        if pass_index == 3:
+            raise InterruptedError
+
+    with Store.open(path, tables=USED.tables) as store, tiered(store, passes) as cache, pytest.raises(InterruptedError):
+        train(cache, USED, each_batch=stop)
+    (file,) = (path / "schedule").glob("*.gaps")
+    written = file.read_bytes()
+    numbers = np.frombuffer(bytearray(written), np.int32).copy()
+    i = int(np.nonzero(np.diff(numbers[: numbers.size // 2]))[0][50])
+    match damage:
+        case "a number":
+            numbers[i] += 1
+        case "two swapped":
+            numbers[[i, i + 1]] = numbers[[i + 1, i]]
+        case "all zeros":
+            numbers[:] = 0
+        case "a checksum":
+            numbers[-1] ^= 1
+    file.write_bytes(numbers.tobytes()[: -4 if damage == "cut short" else None])
+    before = file.stat().st_mtime_ns
+    with Store.open(path, tables=USED.tables) as store, tiered(store, passes) as cache:
+        model = train(cache, USED)
+        assert_bits_of_memory(store, passes, model, USED)
+    assert verify(path)["problems"] == []
+    assert file.read_bytes() == written
+    assert (file.stat().st_mtime_ns == before) == (damage == "none")
+
+
+READ = replace(CASE, tables=(table("a", 16), CASE.tables[1]), num_samples=600, pass_rows=100, num_keys=5000, batch=50)
+READ_PASSES = 18
+READERS = 2
+
+
+def train_into(store: Store, passes: tc.PassDataset, each_pass: Callable[[], None] = lambda: None) -> None:
+    """Train the case, one commit a pass; ``each_pass`` is called within some of them."""
+    with tiered(store, passes, host_budget="2MiB", eval_budget="128KiB") as cache:
+        train(cache, READ, each_batch=lambda number, batch: each_pass() if 0 < number < 7 and not batch else None)
+
+
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+def test_readers_in_other_processes_see_whole_commits_while_a_training_goes_on(tmp_path: Path, engine: str) -> None:
+    """Whatever a reader sees, rows, states and dense state, are those of its one commit, and stay so."""
+    passes = READ.cut(tmp_path / "passes")
+    with Store.open(tmp_path / "kept.tc", tables=READ.tables, engine=engine, retention=READ_PASSES + 1) as store:
+        train_into(store, passes)
+        expected = {commit.id: digest(store.at(commit.id)) for commit in store.commits}
+    assert len(set(expected.values())) == READ_PASSES + 1, "one before the first pass and one after each"
+
+    path, ends, seen = tmp_path / "read.tc", [], list[tuple[int, str, str]]()
+    with Store.open(path, tables=READ.tables, engine=engine) as store:
+        for _ in range(READERS):
+            mine, other = multiprocessing.Pipe()
+            ends.append((start(read_on, path, other), mine))
+        for process, mine in ends:
+            assert mine.recv() == "ready", process
+        train_into(store, passes, lambda: seen.extend(mine.recv() for _, mine in ends))
+        for process, mine in ends:
+            mine.send("stop")
+            seen += iter(mine.recv, None)
+            assert finish(process) == 0
+    assert all(first == again == expected[commit] for commit, first, again in seen)
+    assert len({commit for commit, *_ in seen}) > 3, "the readers saw hardly any of the training"

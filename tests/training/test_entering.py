@@ -12,10 +12,8 @@ import tiercache as tc
 from tests.training.cases import (
     Case,
     Net,
-    assert_same_bits,
+    assert_bits_of_memory,
     open_store,
-    resident_result,
-    result_of,
     smallest_host_budget,
     tiered,
     train,
@@ -25,10 +23,6 @@ from tiercache.store import Cursor, verify
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-class _StopError(Exception):
-    """Ends a training where the test wants it."""
 
 
 def five_passes(**options: Any) -> Case:
@@ -47,11 +41,11 @@ def train_to(
             if (at, batch + 1) == (pass_index, batches):
                 cache.commit()
                 if batches * case.batch == case.pass_rows:
-                    raise _StopError
+                    raise InterruptedError
             if (at, batch) == (pass_index, batches):  # what was trained since is not kept
-                raise _StopError
+                raise InterruptedError
 
-        with pytest.raises(_StopError):
+        with pytest.raises(InterruptedError):
             train(cache, case, each_batch=stop)
     assert store.commit.cursor == (pass_index, batches * case.batch)
 
@@ -74,16 +68,9 @@ def go_on(store: tc.Store, passes: tc.PassDataset, case: Case, **options: Any) -
     again=st.booleans(),
 )
 def test_training_goes_on_from_any_place_of_a_schedule_to_the_same_bits(
-    tmp_path_factory: pytest.TempPathFactory,
-    seed: int,
-    pass_index: int,
-    batches: int,
-    order_seed: int | None,
-    commit_every: int,
-    detour: str,
-    small: bool,
-    again: bool,
-) -> None:
+    tmp_path_factory: pytest.TempPathFactory, seed: int, pass_index: int, batches: int, order_seed: int | None,
+    commit_every: int, detour: str, small: bool, again: bool,
+) -> None:  # fmt: skip
     """At any pass of any epoch and inside it, whatever order the rows stood in meanwhile, and stopped once more."""
     path = tmp_path_factory.mktemp("entering")
     case = five_passes(data_seed=seed, order_seed=order_seed)
@@ -103,13 +90,11 @@ def test_training_goes_on_from_any_place_of_a_schedule_to_the_same_bits(
             assert commit.cursor == at
         options: dict[str, Any] = {"commit_every": commit_every}
         if small:
-            options["host_budget"] = smallest_host_budget(
-                store, passes, device_budget="64MiB", order_seed=order_seed, **options
-            )
+            options["host_budget"] = smallest_host_budget(store, passes, order_seed=order_seed, **options)
         if again and pass_index < 13 and (pass_index or batches):
             train_to(store, passes, case, pass_index + 1, 2, **options)
         model = go_on(store, passes, case, **options)
-        assert_same_bits(resident_result(case, passes), result_of(store, passes, model))
+        assert_bits_of_memory(store, passes, model, case)
 
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
@@ -128,7 +113,7 @@ def test_a_store_on_disk_goes_on_from_inside_the_second_epoch(
     with tc.Store.open(tmp_path / "s.tc") as store:
         assert store.commit.cursor == Cursor(7, 16)
         model = go_on(store, passes, case)
-        assert_same_bits(resident_result(case, passes), result_of(store, passes, model))
+        assert_bits_of_memory(store, passes, model, case)
     assert verify(tmp_path / "s.tc")["problems"] == []
 
 

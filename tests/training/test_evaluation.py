@@ -15,17 +15,18 @@ from tests.training.cases import (
     Case,
     Net,
     Spec,
-    assert_same_bits,
+    assert_bits_of_memory,
     open_store,
+    registered,
     resident,
-    resident_result,
     result_of,
+    run,
     smallest_host_budget,
     table,
     tiered,
     train,
 )
-from tests.training.devices import DEVICES, device_of_tests
+from tests.training.devices import DEVICES
 from tiercache.data.raw_batch import OOV_KEY
 from tiercache.store.initial import initial_rows
 
@@ -39,16 +40,11 @@ if TYPE_CHECKING:
 CASE = Case(
     tables=(table("a", 8), table("b", 5, tc.optim.Adam(learning_rate=0.05)), table("c", 8, dtype="bfloat16")),
     specs=(
-        Spec(name="f", table="a", hotness="ragged"),
-        Spec(name="g", table="b"),
+        Spec(name="f", table="a", hotness="ragged"), Spec(name="g", table="b"),
         Spec(name="h", table="c", hotness="multi_hot"),
     ),
-    num_samples=256,
-    pass_rows=64,
     num_keys=300,
-    batch=16,
-    epochs=2,
-)
+)  # fmt: skip
 MOMENTS = [(0, 0), (1, 3), (3, 1), (4, 0), (6, 2), (7, 3)]
 Rows = dict[str, dict[int, "NDArray[np.float32]"]]
 
@@ -106,7 +102,10 @@ def assert_rows_as_of(cache: TierCache, others: tc.PassDataset, now: Rows) -> No
 def test_evaluation_sees_rows_as_of_now_and_changes_no_bit(
     tmp_path: Path, passes: tc.PassDataset, others: tc.PassDataset, engine: str, commit_every: int, device: str
 ) -> None:
-    """At any moment of a run with a tight host: rows of this pass, of earlier ones and of none; the run ends equal."""
+    """At any moment of a run with a tight host: rows of this pass, of earlier ones and of none; the run ends equal.
+
+    Before the first commit any key has its initial row; a store opened again has the rows that the run ended with.
+    """
     expected = resident_rows(passes, MOMENTS, DEVICES[device]())
     with open_store(tmp_path / "model.tc", CASE, engine) as store:
         options: dict[str, Any] = {"device_budget": "1MiB", "commit_every": commit_every, "eval_budget": 4000}
@@ -114,6 +113,8 @@ def test_evaluation_sees_rows_as_of_now_and_changes_no_bit(
         options["host_budget"] = smallest_host_budget(store, passes, **options)
         with tiered(store, passes, **options) as cache:
             asked = []
+            assert_rows_as_of(cache, others, {t.name: {} for t in CASE.tables})
+            assert store.commit is None
 
             def evaluate(pass_index: int, batch: int) -> None:
                 if (pass_index, batch) in MOMENTS:
@@ -124,7 +125,11 @@ def test_evaluation_sees_rows_as_of_now_and_changes_no_bit(
             assert asked == MOMENTS
             assert any(report.rows_read for report in cache.reports), "no row ever left host memory"
             assert_rows_as_of(cache, others, expected[-1, -1])
-        assert_same_bits(result_of(store, passes, model), resident_result(CASE, passes, device=DEVICES[device]()))
+        assert_bits_of_memory(store, passes, model, CASE, device=DEVICES[device]())
+    if engine == "memory":
+        return
+    with tc.Store.open(tmp_path / "model.tc") as store, tiered(store, passes, device=DEVICES[device]()) as cache:
+        assert_rows_as_of(cache, others, expected[-1, -1])
 
 
 def test_the_same_script_evaluates_in_memory(tmp_path: Path, passes: tc.PassDataset) -> None:
@@ -133,41 +138,21 @@ def test_the_same_script_evaluates_in_memory(tmp_path: Path, passes: tc.PassData
     with open_store(tmp_path / "model.tc", CASE, "lmdb") as store:
         for cache in (tiered(store, passes), resident(passes)):
             seen: list[torch.Tensor] = []
-            torch.manual_seed(3)
-            model = Net(cache, CASE).to(cache.device)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            cache.register(model=model, optimizer=optimizer)
-            for p in cache.passes(epochs=1):
-                for batch in p.batches(CASE.batch):
-                    model(batch).sum().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                if p.index % 2:
-                    seen += [model(batch).detach() for part in cache.evaluate(others) for batch in part.batches(64)]
-            seen += [model(batch).detach() for part in cache.evaluate(others) for batch in part.batches(64)]
+            model, optimizer = registered(cache, CASE)
+
+            def evaluate(
+                pass_index: int = 1, batch: int = 2, *, seen: Any = seen, model: Any = model, cache: Any = cache
+            ) -> None:
+                if pass_index % 2 and batch == 2:
+                    parts = cache.evaluate(others)
+                    seen += [model(batch).detach() for part in parts for batch in part.batches(64)]
+
+            run(cache, CASE, model, optimizer, epochs=1, each_batch=evaluate)
+            evaluate()
             found.append(torch.cat(seen))
             cache.close()
     assert found[0].numel() > others.passes[0].samples
     assert torch.equal(*found)
-
-
-def test_evaluation_before_the_first_commit_sees_initial_rows(
-    tmp_path: Path, passes: tc.PassDataset, others: tc.PassDataset
-) -> None:
-    """Nothing is trained and nothing committed, and any key has its initial row."""
-    with tc.Store.open(tmp_path / "model.tc", tables=CASE.tables) as store, tiered(store, passes) as cache:
-        assert_rows_as_of(cache, others, {t.name: {} for t in CASE.tables})
-        assert store.commit is None
-
-
-def test_evaluation_after_the_last_pass_works_in_a_new_process_too(
-    tmp_path: Path, passes: tc.PassDataset, others: tc.PassDataset
-) -> None:
-    """A store that was closed and opened again shows the rows that the training ended with."""
-    with tc.Store.open(tmp_path / "model.tc", tables=CASE.tables) as store, tiered(store, passes) as cache:
-        train(cache, CASE)
-    with tc.Store.open(tmp_path / "model.tc") as store, tiered(store, passes) as cache:
-        assert_rows_as_of(cache, others, resident_rows(passes, [], device_of_tests())[-1, -1])
 
 
 def written(store: tc.Store) -> tuple[object, ...]:
@@ -197,7 +182,6 @@ def test_evaluation_writes_nothing_and_leaves_no_gradient(
                 assert written(store) == before
                 assert torch.equal(torch.get_rng_state(), state)
 
-        torch.manual_seed(1)
         model = Net(cache, CASE).to(cache.device)
         for p in cache.passes(epochs=1):
             for number, _ in enumerate(p.batches(16)):

@@ -12,26 +12,16 @@ import torch.distributed as dist
 from torch import nn
 
 import tiercache as tc
-from tests.training.cases import SPECS, Case, Net, Result, assert_same_bits, result_of, result_of_resident
-from tests.training.devices import DEVICE, cuda_device
+from tests.training.cases import SPECS, Case, Net, Result, assert_same_bits, result_of, result_of_resident, table
+from tests.training.devices import DEVICE, DEVICES
 from tiercache.errors import StateError
 from tiercache.store import MemoryEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 CASE = Case(
-    tables=(
-        tc.Table(
-            name="a",
-            dim=4,
-            optimizer=tc.optim.Adagrad(learning_rate=0.1),
-            initializer=tc.init.Uniform(low=-0.1, high=0.1),
-        ),
-        tc.Table(
-            name="b", dim=6, optimizer=tc.optim.SGD(learning_rate=0.1), initializer=tc.init.Uniform(low=-0.1, high=0.1)
-        ),
-    ),
+    tables=(table("a", 4, tc.optim.Adagrad(learning_rate=0.1)), table("b", 6, tc.optim.SGD(learning_rate=0.1))),
     specs=SPECS,
 )  # 4 passes of 4 batches, 2 epochs
 STEPS = 32
@@ -94,12 +84,6 @@ def store_of(passes: tc.PassDataset) -> tc.Store:
     return tc.Store.open(None, engine=MemoryEngine(), tables=passes.tables)
 
 
-@pytest.fixture(scope="module")
-def passes(tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
-    """The passes of the case."""
-    return CASE.cut(tmp_path_factory.mktemp("passes"))
-
-
 Plain = tuple[Result, dict[tuple[int, int], float]]
 
 
@@ -132,7 +116,7 @@ def plain_on(passes: tc.PassDataset, device: Any) -> Plain:
         return result_of(store, passes, training.net), training.losses
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_loop_that_fetches_ahead_ends_with_the_same_bits(
@@ -142,7 +126,7 @@ def test_a_loop_that_fetches_ahead_ends_with_the_same_bits(
     if device == DEVICE == "cuda":  # whose dense part has bits of its own
         plain = plain_on(passes, device)
     with store_of(passes) as store:
-        with opened(passes, store, commit_every=3, device=cuda_device() if device == "cuda" else device) as cache:
+        with opened(passes, store, commit_every=3, device=DEVICES[device]()) as cache:
             training = Training(cache)
             training.run(depth, prefetch=prefetch)
             assert len(cache.reports) == 8
@@ -166,16 +150,12 @@ def test_a_cache_in_memory_ends_with_the_same_bits(passes: tc.PassDataset, plain
 @pytest.mark.parametrize("steps", range(1, STEPS, 3))
 def test_a_loop_given_up_at_any_step_goes_on_to_the_same_bits(passes: tc.PassDataset, plain: Plain, steps: int) -> None:
     """With random numbers in every step and a rate that changes: what was fetched and not trained is fetched again."""
-
-    class GivenUpError(Exception):
-        pass
-
     with store_of(passes) as store:
-        with pytest.raises(GivenUpError), opened(passes, store) as cache:  # noqa: PT012 - a with of two
+        with pytest.raises(InterruptedError), opened(passes, store) as cache:  # noqa: PT012 - a with of two
             training = Training(cache)
             training.run(2, steps=steps)
             cache.drain(staged=False)
-            raise GivenUpError
+            raise InterruptedError
         go_on(store, passes, training.losses, plain, at=(max(0, (steps - 1) // 4), 0))
 
 
@@ -202,26 +182,19 @@ def test_a_last_batch_that_was_not_trained_is_not_counted(passes: tc.PassDataset
         go_on(store, passes, training.losses, plain, at=(7, 3 * CASE.batch))
 
 
-def test_a_loop_behind_one_that_fetched_ahead_commits_its_last_pass_first(passes: tc.PassDataset) -> None:
-    """As does commit(); without them a training that fails commits it not."""
-    with store_of(passes) as store, opened(passes, store) as cache:
-        training = Training(cache)
-        training.run(1)
-        cache.drain(staged=False)
-        assert store.commit is not None
-        assert store.commit.cursor.pass_index == 7
-        assert [*cache.passes(epochs=2)] == []
-        assert store.commit.cursor.pass_index == 8
-
-
-def test_commit_behind_a_loop_that_fetched_ahead_commits_its_last_pass(passes: tc.PassDataset) -> None:
-    """And a failure later changes nothing."""
+@pytest.mark.parametrize("by", [lambda cache: [*cache.passes(epochs=2)], lambda cache: cache.commit()])
+def test_a_loop_or_a_commit_behind_one_that_fetched_ahead_commits_its_last_pass(
+    passes: tc.PassDataset, by: Callable[[Any], object]
+) -> None:
+    """A failure later changes nothing; without them a training that fails commits it not."""
     with store_of(passes) as store:
         with pytest.raises(ZeroDivisionError), opened(passes, store) as cache:  # noqa: PT012 - as above
             Training(cache).run(1)
-            cache.commit()
+            cache.drain(staged=False)
+            assert store.commit is not None
+            assert store.commit.cursor.pass_index == 7
+            assert not by(cache)
             raise ZeroDivisionError
-        assert store.commit is not None
         assert store.commit.cursor.pass_index == 8
 
 

@@ -47,7 +47,6 @@ from tiercache.errors import KeyNotInPassError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-
 KEY = st.sampled_from(UNIVERSE)
 OTHER_MISSING = ["zero", "init", "load"]
 
@@ -293,6 +292,9 @@ def keys_with(**changed: Any) -> dict[str, Any]:
         (keys_with(bag=([1, 3], [0, 1, 1, 1, 1])), {}, "offsets of feature 'bag' are .*: give .* number of keys, 2"),
         (keys_with(bag=([1, 3], [0, 3, 2, 2, 2])), {}, "never fall"),
         (keys_with(bag=([1, 3], [])), {}, "offsets of feature 'bag'"),
+        (keys_with(bag=([1, 3], [1, 1, 2, 2, 2])), {}, "the offsets of feature 'bag' are .* begin with 0"),
+        (keys_with(bag=torch.ones(4)), {}, "the keys of feature 'bag' are float32: keys are int64"),
+        (keys_with(bag=torch.zeros(4, 1, 1).to_sparse()), {}, "a sparse tensor of shape"),
         (keys_with(), {"missing": "zeros"}, "missing is 'zeros': it must be one of 'error', 'zero', 'init', 'load'"),
         (keys_with(), {"weights": {"one": [1.0]}}, r"weights of feature 'one' are float64 of shape \(1,\)"),
         (keys_with(), {"weights": {"one": torch.ones(4, requires_grad=True)}}, "require a gradient"),

@@ -13,11 +13,8 @@ from torch import nn
 import tiercache as tc
 from tests.training.cases import Case, Spec, result_of, table, tiered
 from tests.training.devices import DEVICES, device_of_tests
-from tests.training.oracle import Oracle, initial_row
-from tiercache.data.raw_batch import NULL_KEY, OOV_KEY
-from tiercache.kernels.cpu.initial import initial_rows
+from tests.training.oracle import Oracle
 from tiercache.store import MemoryEngine
-from tiercache.store.table import initializer_code
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,15 +41,9 @@ SPECS = (
 
 
 def compare(
-    case: Case,
-    folder: Path,
-    *,
-    exact: bool = False,
-    unpooled: bool = False,
-    weigh: tuple[str, ...] = (),
-    device: str | None = None,
-    later_rate: float = 0.05,
-) -> None:
+    case: Case, folder: Path, *, exact: bool = False, unpooled: bool = False, weigh: tuple[str, ...] = (),
+    device: str | None = None, later_rate: float = 0.05,
+) -> None:  # fmt: skip
     """Train ``case`` tiered and with the oracle, batch by batch, and compare outputs, gradients, rows and weights.
 
     The rows' learning rate changes to ``later_rate`` in the third pass. ``weigh``: features that get weights whose
@@ -123,32 +114,32 @@ def loss(case: Case, top: nn.Linear, out: torch.Tensor, batch: tc.Batch) -> torc
     return nn.functional.binary_cross_entropy_with_logits(logits, batch.label)
 
 
+def two_tables(optimizer: str) -> tuple[tc.Table, ...]:
+    """Return tables of two dims."""
+    wide = tc.init.Uniform(low=-1, high=1)
+    return table("a", 12, OPTIMIZERS[optimizer], wide), table("b", 7, OPTIMIZERS[optimizer], wide)
+
+
 @pytest.mark.parametrize(("optimizer", "accumulate"), [(name, 1 + 2 * (i % 2)) for i, name in enumerate(OPTIMIZERS)])
 def test_training_equals_torch_within_rounding(tmp_path: Path, optimizer: str, accumulate: int) -> None:
     """Sum, mean, max, weights of the data, empty bags, shared tables, lists, accumulation and a change of rate."""
     specs = [s for s in SPECS if s.mode != "max"] if optimizer == "adam" else SPECS  # SparseAdam takes no max
-    tables = tuple(
-        table(n, dim, OPTIMIZERS[optimizer], tc.init.Uniform(low=-1, high=1)) for n, dim in (("a", 12), ("b", 7))
-    )
-    compare(Case(tables=tables, specs=tuple(specs), num_keys=60, accumulate=accumulate), tmp_path)
+    compare(Case(tables=two_tables(optimizer), specs=tuple(specs), num_keys=60, accumulate=accumulate), tmp_path)
 
 
 @pytest.mark.parametrize(("optimizer", "device"), [*((name, "cpu") for name in OPTIMIZERS), ("adagrad", "cuda")])
 def test_unpooled_training_equals_torch_within_rounding(tmp_path: Path, optimizer: str, device: str) -> None:
     """One vector for each id, of single ids, fixed and ragged lists that share tables."""
     specs = tuple(Spec(name=s.name, table=s.table, hotness=s.hotness) for s in SPECS)
-    tables = tuple(
-        table(n, dim, OPTIMIZERS[optimizer], tc.init.Uniform(low=-1, high=1)) for n, dim in (("a", 12), ("b", 7))
-    )
-    compare(Case(tables=tables, specs=specs, num_keys=60, accumulate=2), tmp_path, unpooled=True, device=device)
+    case = Case(tables=two_tables(optimizer), specs=specs, num_keys=60, accumulate=2)
+    compare(case, tmp_path, unpooled=True, device=device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_weights_get_the_gradients_that_torch_gives_them(tmp_path: Path, device: str) -> None:
     """Weights given in the call, for single ids, lists and means, with their gradients."""
     specs = tuple(s for s in SPECS if s.mode != "max")
-    tables = tuple(table(n, 6, tc.optim.SGD(learning_rate=0.1), tc.init.Uniform(low=-1, high=1)) for n in "ab")
-    case = Case(tables=tables, specs=specs, num_keys=60)
+    case = Case(tables=two_tables("sgd"), specs=specs, num_keys=60)
     compare(case, tmp_path, weigh=("one", "shared", "mean", "fixed", "mean weighted"), device=device)
 
 
@@ -171,16 +162,3 @@ def test_every_dim_from_1_to_130_equals_torch(tmp_path: Path) -> None:
         for d in range(1, 131)
     )
     compare(Case(tables=tables, specs=specs, num_samples=48, pass_rows=16, num_keys=12, batch=8), tmp_path)
-
-
-@pytest.mark.parametrize("dim", [1, 2, 3, 4, 5, 64, 130])
-@pytest.mark.parametrize("seed", [0, 7, (1 << 64) - 1])
-def test_initial_rows_have_the_documented_bits(dim: int, seed: int) -> None:
-    """Uniform rows, for usual and extreme keys, equal the slow version from the format's definition, bit for bit."""
-    keys = np.array([0, 1, -1, 2**40 + 3, (1 << 63) - 1, OOV_KEY, NULL_KEY, -(1 << 40)], np.int64)
-    for low, high in ((-0.1, 0.1), (0.0, 1.0), (-3.0, 1e-3)):
-        spec = table("item", dim, initializer=tc.init.Uniform(low=low, high=high), seed=seed)
-        out = np.empty((keys.size, dim), np.float32)
-        initial_rows(keys, spec.table_id, seed, *initializer_code(spec.initializer), out)
-        expected = np.stack([initial_row(spec, int(key)) for key in keys])
-        np.testing.assert_array_equal(out.view(np.uint32), expected.view(np.uint32))

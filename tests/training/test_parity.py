@@ -125,11 +125,14 @@ def test_rows_of_16_bits_end_with_the_bits_of_training_in_memory(
         if (pass_index, batch) == (2, 0):
             cache.commit()
         if (pass_index, batch) == (2, 1):
-            raise Stop
+            raise InterruptedError
 
     with open_store(tmp_path / "model.tc", stored, engine) as store:
         options["host_budget"] = smallest_host_budget(store, passes, device=DEVICES[device](), **options)
-        with pytest.raises(Stop), tiered(store, passes, device=DEVICES[device]("random"), **options) as cache:
+        with (
+            pytest.raises(InterruptedError),
+            tiered(store, passes, device=DEVICES[device]("random"), **options) as cache,
+        ):
             train(cache, case, each_batch=each_batch)
         with tiered(store, passes, device=DEVICES[device](), **options) as cache:
             model = train(cache, case)
@@ -164,15 +167,9 @@ def cases(draw: st.DrawFn) -> tuple[Case, dict[str, Any]]:
     for i in range(draw(st.integers(1, 4))):
         hotness = draw(st.sampled_from(["one_hot", "one_hot", "multi_hot", "ragged"]))
         mode = draw(st.sampled_from(["sum", "mean", "max"]))
-        specs.append(
-            Spec(
-                name=f"f{i}",
-                table=f"t{draw(st.integers(0, num_tables - 1))}",
-                hotness=hotness,
-                mode=mode,
-                weighted=hotness == "ragged" and mode != "max" and draw(st.booleans()),
-            )
-        )
+        weighted = hotness == "ragged" and mode != "max" and draw(st.booleans())
+        of = f"t{draw(st.integers(0, num_tables - 1))}"
+        specs.append(Spec(name=f"f{i}", table=of, hotness=hotness, mode=mode, weighted=weighted))
     used = {spec.table for spec in specs}
     case = Case(
         tables=tuple(t for t in tables if t.name in used),
@@ -195,10 +192,6 @@ def cases(draw: st.DrawFn) -> tuple[Case, dict[str, Any]]:
         "commits": draw(st.sets(st.tuples(st.integers(0, 6), st.integers(0, 3)), max_size=2)),
         "stop_after": draw(st.one_of(st.none(), st.tuples(st.integers(0, 6), st.integers(0, 3)))),
     }
-
-
-class Stop(Exception):  # noqa: N818 - not an error
-    """Leaves the loop in the middle."""
 
 
 def resumed_in_a_seeded_order() -> tuple[Case, dict[str, Any]]:
@@ -227,12 +220,12 @@ def interrupted(
             if (pass_index, batch) in how["commits"]:
                 cache.commit()
             if (pass_index, batch) == how["stop_after"]:
-                raise Stop
+                raise InterruptedError
 
         with tiered(store, passes, device=device(), **options) as cache:
             try:
                 model = train(cache, case, each_batch=each_batch)
-            except Stop:
+            except InterruptedError:
                 how["stop_after"] = None
                 with tiered(store, passes, device=device(), **options) as cache:  # noqa: PLW2901 - the run goes on
                     model = train(cache, case, seed=99, each_batch=each_batch)

@@ -21,6 +21,8 @@ from tests.training.cases import (
     SPECS,
     Case,
     assert_same_bits,
+    change_reads,
+    gone_from,
     open_store,
     resident,
     result_of,
@@ -29,23 +31,20 @@ from tests.training.cases import (
     tiered,
     train,
 )
-from tests.training.devices import cuda_device, shim
+from tests.training.devices import DEVICES, shim
 from tests.training.shim_gpu import ShimRuntime
 from tiercache.backends.cuda import CudaBackend
-from tiercache.data.dataset import SubDataset
 from tiercache.errors import DatasetError, StateError
 from tiercache.training.batch import sample_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tiercache.data.encoded_batch import EncodedBatch
     from tiercache.training.passes import Pass
 
 CASE = Case(
     tables=(table("a", 8), table("b", 3, dtype="bfloat16")), specs=SPECS, num_samples=200, pass_rows=100, batch=16
 )
-DEVICES = {"cpu": lambda: "cpu", "cuda": cuda_device}
 
 
 @pytest.fixture(autouse=True)
@@ -225,15 +224,12 @@ def test_a_wrong_id_is_an_error_at_the_lookup_of_its_batch(
     passes: tc.PassDataset, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the same sentence as without threads; batches before it train, made ahead though it was."""
-    read = SubDataset.read
 
-    def wrong(self: SubDataset, indices: Any, *others: Any, **named: Any) -> EncodedBatch:
-        samples = read(self, indices, *others, **named)
-        if indices[0] == 40:
+    def wrong(first: int, samples: Any) -> None:
+        if first == 40:
             samples.ids["h"].ids[5] = 10**6
-        return samples
 
-    monkeypatch.setattr(SubDataset, "read", wrong)
+    change_reads(monkeypatch, wrong)
     said = []
     for ahead in (0, 2):
         loop, p = one_pass(passes, device)
@@ -256,14 +252,7 @@ def test_a_batch_that_cannot_be_read_is_an_error_in_its_place(
     passes: tc.PassDataset, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those before it are yielded and counted, it is not, on the training thread."""
-    read = SubDataset.read
-
-    def fails(self: SubDataset, indices: Any, *others: Any, **named: Any) -> EncodedBatch:
-        if indices[0] >= 40:
-            raise DatasetError("the samples are gone: extract the dataset again")
-        return read(self, indices, *others, **named)
-
-    monkeypatch.setattr(SubDataset, "read", fails)
+    change_reads(monkeypatch, gone_from(40))
     loop, p = one_pass(passes)
     batches = p.batches(20, prefetch=ahead)
     assert [next(batches).num_samples for _ in range(2)] == [20, 20]
@@ -275,12 +264,13 @@ def test_a_batch_that_cannot_be_read_is_an_error_in_its_place(
 
 
 def test_a_number_of_batches_that_is_none_is_refused(passes: tc.PassDataset) -> None:
-    """Before anything is made; so is a size below 1."""
+    """Before anything is made; so is a size below 1, whether batches are made ahead or not."""
     loop, p = one_pass(passes)
     with pytest.raises(ValueError, match="prefetch is -1: it must be at least 0 batches"):
         next(p.batches(10, prefetch=-1))
-    with pytest.raises(ValueError, match="a batch of 0 samples was asked for"):
-        next(p.batches(0, prefetch=2))
+    for size, ahead in ((0, 2), (0, 0), (-1, 0)):
+        with pytest.raises(ValueError, match=f"a batch of {size} samples was asked for: the size must be at least 1"):
+            next(p.batches(size, prefetch=ahead))
     loop.close()
 
 

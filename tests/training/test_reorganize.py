@@ -17,9 +17,9 @@ from tests.training.cases import (
     Case,
     Net,
     Spec,
+    assert_bits_of_memory,
     assert_same_bits,
     open_store,
-    resident_result,
     result_of,
     result_of_resident,
     smallest_host_budget,
@@ -90,10 +90,8 @@ def test_ten_days_into_one_store_equal_one_training_in_memory(tmp_path: Path, en
     And each row is known to have changed when it was last trained, however often it was moved.
     """
     case = one_case(tc.optim.Adam(learning_rate=0.01), num_samples=20 * 32, pass_rows=32, num_keys=60)
-    tables = (*case.tables[:2], replace(case.tables[2], dtype="bfloat16"))
-    case = replace(
-        case, tables=(*tables, table("city", 3, dtype="float16")), specs=(*case.specs, Spec(name="d", table="city"))
-    )
+    tables = *case.tables[:2], replace(case.tables[2], dtype="bfloat16"), table("city", 3, dtype="float16")
+    case = replace(case, tables=tables, specs=(*case.specs, Spec(name="d", table="city")))
     cuts = cuts_of(case, drift=7)
     whole = write_dataset(tmp_path / "whole", case.schema, cuts)
     with open_store(tmp_path / "s.tc", case, engine) as store:
@@ -102,7 +100,7 @@ def test_ten_days_into_one_store_equal_one_training_in_memory(tmp_path: Path, en
             last = model
             retained += len(store.commit.retained)
         assert retained > 0
-        assert_same_bits(resident_result(case, whole), result_of(store, whole, last))
+        assert_bits_of_memory(store, whole, last, case)
         assert store.commit.id == 10 * 2 + 9
         assert store.commit.settings["steps"] == sum(-(-cut.num_samples // case.batch) for cut in cuts)
         trained = {
@@ -130,14 +128,9 @@ def test_ten_days_into_one_store_equal_one_training_in_memory(tmp_path: Path, en
     small=st.booleans(),
 )
 def test_days_equal_memory_for_any_cut_and_budget(
-    tmp_path_factory: pytest.TempPathFactory,
-    seed: int,
-    days: int,
-    each: int,
-    drift: int,
-    commit_every: int,
+    tmp_path_factory: pytest.TempPathFactory, seed: int, days: int, each: int, drift: int, commit_every: int,
     small: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Whatever the passes of a day, the keys they share, the commits and the host budget."""
     path = tmp_path_factory.mktemp("days")
     case = one_case(num_samples=days * each * 16, pass_rows=16, num_keys=40, data_seed=seed, batch=8)
@@ -150,7 +143,7 @@ def test_days_equal_memory_for_any_cut_and_budget(
             options["host_budget"] = smallest_host_budget(empty, whole, device_budget="64MiB")
         for _, model, _ in day_by_day(case, cuts, days, path, store, **options):
             last = model
-        assert_same_bits(resident_result(case, whole), result_of(store, whole, last))
+        assert_bits_of_memory(store, whole, last, case)
 
 
 @pytest.mark.parametrize("engine", ["memory", "lmdb"])
@@ -172,7 +165,7 @@ def test_a_day_of_few_keys_leaves_the_rows_of_others_where_they_are(tmp_path: Pa
         assert retained[1] > 0
         assert retained[3] > 0
         assert written[1] - written[0] < written[0] / 2
-        assert_same_bits(resident_result(case, whole), result_of(store, whole, last))
+        assert_bits_of_memory(store, whole, last, case)
     if engine != "memory":
         assert verify(tmp_path / "s.tc")["problems"] == []
 
@@ -186,11 +179,8 @@ def test_retained_segments_are_of_no_pass_of_the_new_schedule(tmp_path: Path) ->
         with tiered(store, one) as cache:
             train(cache, case)
         tc.reorganize(store, two, progress=False)
-        assert {segment.pass_index for segment in store.segments if segment.id in store.commit.retained_ids} == {
-            0,
-            1,
-            2,
-        }
+        retained = [segment for segment in store.segments if segment.id in store.commit.retained_ids]
+        assert {segment.pass_index for segment in retained} == {0, 1, 2}
         assert segments_by_pass(store).keys() == {BASE_PASS}
         with tiered(store, two) as cache:
             train(cache, case)
@@ -214,7 +204,7 @@ def test_a_day_can_be_taken_back_to_before_the_store_was_reorganized(tmp_path: P
         with tiered(store, passes) as cache:
             last = train(cache, case, seed=77)
         assert store.commit.retained
-        assert_same_bits(resident_result(case, whole), result_of(store, whole, last))
+        assert_bits_of_memory(store, whole, last, case)
     assert verify(tmp_path / "s.tc")["problems"] == []
 
 
@@ -230,7 +220,7 @@ def test_more_epochs_of_the_same_days_go_on_as_if_never_reorganized(tmp_path: Pa
             tc.reorganize(store, passes, progress=False)
             with tiered(store, passes) as cache:
                 model = train(cache, case, epochs=epochs)
-        assert_same_bits(resident_result(case, whole), result_of(store, whole, model))
+        assert_bits_of_memory(store, whole, model, case)
 
 
 def test_a_store_that_follows_the_schedule_is_left_as_it_is(tmp_path: Path) -> None:

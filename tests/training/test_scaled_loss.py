@@ -73,26 +73,22 @@ def test_a_scaled_loss_trains_rows_as_one_that_is_not(tmp_path: Path, passes: tc
     assert np.array_equal(*found)
 
 
-def test_a_subclass_with_its_own_scale_is_noticed(cache: Trained) -> None:
-    """As FSDP's has; it scales by 4 and unscales by what the base class keeps, which is refused."""
+class OwnScale(GradScaler):
+    """Scales by 4, as a subclass of its own may, and unscales by what the base class keeps."""
 
-    class OwnScale(GradScaler):
-        def scale(self, outputs: Any) -> Any:
-            return outputs * 4.0
-
-    loop, _, batch, (model, optimizer) = opened(cache)
-    OwnScale("cpu").scale(model(batch).sum()).backward()
-    with one_sentence(StateError, "scaled by a GradScaler", "were not unscaled", "scaler.step(optimizer)"):
-        optimizer.step()
-    loop.close()
+    def scale(self, outputs: Any) -> Any:
+        """Scale."""
+        return outputs * 4.0
 
 
-def test_a_step_beside_the_scaler_is_refused(cache: Trained) -> None:
-    """The gradients are 65,536 times too large, and no row has changed."""
+@pytest.mark.parametrize("kind", [GradScaler, OwnScale])
+def test_a_step_beside_the_scaler_is_refused(cache: Trained, kind: type[GradScaler]) -> None:
+    """The gradients are too large, also by a scale of a subclass's own, as FSDP's has; no row has changed."""
     loop, pass_index, batch, (model, optimizer) = opened(cache)
     before = vectors_of(cache, pass_index)
-    GradScaler("cpu").scale(model(batch).sum()).backward()
-    with one_sentence(StateError, "scaled by a GradScaler", "were not unscaled", "parameters of the embedding modules"):
+    kind("cpu").scale(model(batch).sum()).backward()
+    words = "parameters of the embedding modules", "scaler.step(optimizer)"
+    with one_sentence(StateError, "scaled by a GradScaler", "were not unscaled", *words):
         optimizer.step()
     assert np.array_equal(vectors_of(cache, pass_index), before)
     loop.close()

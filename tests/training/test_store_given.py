@@ -48,24 +48,21 @@ def test_a_store_at_a_path_is_made_trained_and_closed_with_the_cache(tmp_path: P
         assert_same_bits(result_of(store, passes, model), expected)
 
 
-def test_a_store_that_was_given_stays_open_and_reading_is_all_that_one_for_reading_does(
+def test_a_store_that_was_given_stays_open_and_one_for_reading_is_evaluated_and_not_trained(
     tmp_path: Path, passes: tc.PassDataset
 ) -> None:
-    """It is evaluated, and not trained."""
+    """Mode "r" never writes: what was trained is done, and more is refused."""
     with tc.TierCache(tmp_path / "model.tc", passes, **BUDGETS) as cache:
-        bag = tc.EmbeddingBagCollection(cache.schema)
-        for p in cache.passes(epochs=1):
-            for batch in p.batches(50):
-                bag(batch).sum().backward()
-                cache.optimizer.step()
+        train(cache, CASE, epochs=1)
     with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
         with tc.TierCache(store, passes, **BUDGETS) as cache:
-            found = [bag(batch) for piece in cache.evaluate(passes) for batch in piece.batches(50)]
-            with pytest.raises(
-                StateError, match="is open for reading: to train, give a path, or a Store opened with mode='a'"
-            ):
+            model, _ = registered(cache, CASE)
+            assert list(cache.passes(epochs=1)) == []
+            found = [model(batch) for piece in cache.evaluate(passes) for batch in piece.batches(50)]
+            words = "is open for reading: to train, give a path, or a Store opened with mode='a'"
+            with pytest.raises(StateError, match=words):
                 next(cache.passes(epochs=2))
-        assert torch.cat(found).shape[0] == 200
+        assert torch.cat(found).shape[0] == CASE.num_samples
         assert store.lookup("a", passes.passes[0].keys("a")[:1])
 
 
@@ -73,9 +70,8 @@ def test_what_is_said_of_a_store_that_is_open_already_is_refused(tmp_path: Path,
     """How it was opened was decided before."""
     with open_store(tmp_path, CASE, "memory") as store:
         for options in ({"engine": "zarr"}, {"retention": 3}, {"shard_dirs": [tmp_path]}):
-            with pytest.raises(
-                ValueError, match="engine, retention and shard_dirs are of a store that the cache opens"
-            ):
+            words = "engine, retention and shard_dirs are of a store that the cache opens"
+            with pytest.raises(ValueError, match=words):
                 tc.TierCache(store, passes, **BUDGETS, **options)
         with pytest.raises(ValueError, match="unknown table 't9'"):
             tc.TierCache(store, passes, **BUDGETS, sharding={"t9": "row"})

@@ -14,11 +14,9 @@ import pytest
 from tests.training.cases import (
     Case,
     Spec,
-    assert_same_bits,
+    assert_bits_of_memory,
     open_store,
     registered,
-    resident_result,
-    result_of,
     run,
     smallest_host_budget,
     table,
@@ -44,6 +42,7 @@ CASE = Case(
     tables=(table("a", 8), table("b", 3)), specs=(Spec(name="f", table="a"), Spec(name="g", table="b")),
     num_samples=400, pass_rows=120, num_keys=300, batch=50, epochs=2,
 )  # fmt: skip
+NUM_PASSES = CASE.epochs * -(-CASE.num_samples // CASE.pass_rows)
 SLOW = 0.01
 """Seconds that each call of the host tier takes, where it is slow."""
 STEPS = 1000.0
@@ -64,7 +63,18 @@ def goes_on(folder: Path, stands: int | None = None) -> Iterator[tuple[TierCache
         assert store.commit.cursor.pass_index == (CASE.epochs * len(passes.passes) if stands is None else stands)
         with tiered(store, passes) as cache:
             model = train(cache, CASE)
-        assert_same_bits(result_of(store, passes, model), resident_result(CASE, passes))
+        assert_bits_of_memory(store, passes, model, CASE)
+
+
+def precede(patch: pytest.MonkeyPatch, owner: Any, name: str, first: Callable[..., object]) -> None:
+    """Have something done before each call of a function or method, with its arguments."""
+    right = getattr(owner, name)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        first(*arguments, **options)
+        return right(*arguments, **options)
+
+    patch.setattr(owner, name, call)
 
 
 def test_a_pass_that_cannot_be_planned_does_not_end_those_before_it(tmp_path: Path) -> None:
@@ -88,15 +98,13 @@ def test_a_pass_that_cannot_be_planned_does_not_end_those_before_it(tmp_path: Pa
 
 def test_room_that_cannot_be_made_ends_the_training_and_loses_no_commit(tmp_path: Path) -> None:
     """The words of what went wrong reach the training loop; a new run goes on from the last commit to the same bits."""
-    make_room = pass_switcher.make_room
 
-    def make(host: Any, packer: Any, unpacker: Any, plan: PassPlan, *others: Any) -> Any:
+    def refuse(_host: Any, _packer: Any, _unpacker: Any, plan: PassPlan, *_: Any) -> None:
         if plan.pass_index == 2:
             raise MemoryError("no room for pass 2")
-        return make_room(host, packer, unpacker, plan, *others)
 
     with goes_on(tmp_path, stands=2) as (cache, patch):
-        patch.setattr(pass_switcher, "make_room", make)
+        precede(patch, pass_switcher, "make_room", refuse)
         with pytest.raises(MemoryError, match="no room for pass 2"):
             train(cache, CASE)
 
@@ -128,19 +136,17 @@ def test_room_that_comes_late_changes_no_bit_within_the_smallest_budget(
 
     monkeypatch.setattr(pass_switcher, "make_room", make)
     with open_store(tmp_path / "x", CASE, engine) as store:
-        smallest = smallest_host_budget(store, passes, device_budget="64MiB")
+        smallest = smallest_host_budget(store, passes)
         with tiered(store, passes, host_budget=smallest) as cache:
             model = train(cache, CASE, each_batch=look)
             assert cache.host_bytes_peak <= smallest
-        result = result_of(store, passes, model)
+        assert_bits_of_memory(store, passes, model, CASE)
     assert len(made) == len(wanted)
-    assert_same_bits(result, resident_result(CASE, passes))
 
 
 def test_a_dump_is_written_behind_the_load_of_rows_that_are_there(tmp_path: Path) -> None:
     """Both want the memory; and a dump behind which a load fails is written all the same."""
-    unpack, write = Unpacker.unpack, PassSwitcher._write
-    loading, seen = threading.Event(), list[bool]()
+    unpack, loading, seen = Unpacker.unpack, threading.Event(), list[bool]()
 
     def slow(self: Unpacker, layout: Any, held_G: Any, departed_G: Any) -> Any:
         loading.set()
@@ -152,14 +158,13 @@ def test_a_dump_is_written_behind_the_load_of_rows_that_are_there(tmp_path: Path
         finally:
             loading.clear()
 
-    def writing(self: PassSwitcher, *arguments: Any) -> None:
+    def writing(*_: Any) -> None:
         time.sleep(SLOW / 2)  # a load that would be beside it has begun
         seen.append(loading.is_set())
-        write(self, *arguments)
 
     with goes_on(tmp_path, stands=3) as (cache, patch):
         patch.setattr(Unpacker, "unpack", slow)
-        patch.setattr(PassSwitcher, "_write", writing)
+        precede(patch, PassSwitcher, "_write", writing)
         with pytest.raises(MemoryError, match="no memory to load pass 3"):
             train(cache, CASE, each_batch=lambda _, __: cache.drain())
         cache.close()
@@ -168,21 +173,15 @@ def test_a_dump_is_written_behind_the_load_of_rows_that_are_there(tmp_path: Path
 
 def test_a_dump_is_written_at_once_where_the_rows_of_the_next_pass_are_not_there(tmp_path: Path) -> None:
     """Then the training waits for the disk."""
-    stage, write = RowPrefetcher.stage, PassSwitcher._write
-    begun = [threading.Event() for _ in range(CASE.epochs * -(-CASE.num_samples // CASE.pass_rows))]
+    begun = [threading.Event() for _ in range(NUM_PASSES)]
 
-    def late(self: RowPrefetcher, plan: PassPlan, assignments: Any) -> Any:
+    def late(_: RowPrefetcher, plan: PassPlan, *_others: Any) -> None:
         if plan.pass_index:
             assert begun[plan.pass_index - 1].wait(timeout=60), f"nobody wrote pass {plan.pass_index - 1}"
-        return stage(self, plan, assignments)
-
-    def writing(self: PassSwitcher, plan: PassPlan, *others: Any) -> None:
-        begun[plan.pass_index].set()
-        write(self, plan, *others)
 
     with goes_on(tmp_path) as (cache, patch):
-        patch.setattr(RowPrefetcher, "stage", late)
-        patch.setattr(PassSwitcher, "_write", writing)
+        precede(patch, RowPrefetcher, "stage", late)
+        precede(patch, PassSwitcher, "_write", lambda _, plan, *_others: begun[plan.pass_index].set())
         train(cache, CASE)
 
 
@@ -193,7 +192,7 @@ class QueueingBackend(CpuStreams, CpuBackend):
         super().__init__()
         self.streams = self
         self.now, self.queued, self.pass_index = 0.0, False, 0
-        self.over = [threading.Event() for _ in range(CASE.epochs * -(-CASE.num_samples // CASE.pass_rows))]
+        self.over = [threading.Event() for _ in range(NUM_PASSES)]
         self.log: list[str] = []
         self._lock = threading.Lock()
 
@@ -242,14 +241,11 @@ def test_seconds_in_which_steps_still_run_on_the_device_are_no_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: str
 ) -> None:
     """Neither behind moved rows nor behind a late disk. Where all is there, rows are on their way before the wait."""
-    passes, stage, backend = CASE.cut(tmp_path / "passes"), RowPrefetcher.stage, QueueingBackend()
+    passes, backend = CASE.cut(tmp_path / "passes"), QueueingBackend()
 
-    def late(self: RowPrefetcher, plan: PassPlan, assignments: Any) -> Any:
-        if plan.pass_index:
-            assert backend.over[plan.pass_index - 1].wait(timeout=60), (
-                f"nobody waited for the steps of pass {plan.pass_index - 1}"
-            )
-        return stage(self, plan, assignments)
+    def late(_: RowPrefetcher, plan: PassPlan, *_others: Any) -> None:
+        before = plan.pass_index - 1
+        assert before < 0 or backend.over[before].wait(timeout=60), f"nobody waited for the steps of pass {before}"
 
     def each_batch(pass_index: int, batch: int) -> None:
         backend.queue(pass_index, batch)
@@ -258,7 +254,7 @@ def test_seconds_in_which_steps_still_run_on_the_device_are_no_waiting(
 
     monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: backend.now))
     if disk == "late":
-        monkeypatch.setattr(RowPrefetcher, "stage", late)
+        precede(monkeypatch, RowPrefetcher, "stage", late)
     with open_store(tmp_path / "x", CASE, "lmdb") as store, tiered(store, passes, device=backend) as cache:
         train(cache, CASE, each_batch=each_batch)
         reports = cache.reports
@@ -321,31 +317,26 @@ def test_a_failure_leaves_no_memory_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
 ) -> None:
     """Its words reach the training loop, all regions are given back, and the same cache goes on."""
-    passes, calls, right = CASE.cut(tmp_path / "passes"), list[int](), getattr(owner, method)
-    take, give_back, out = PinnedArena.take, PinnedArena.give_back, list[int]()
+    passes, calls = CASE.cut(tmp_path / "passes"), list[int]()
+    take, out = PinnedArena.take, list[int]()
 
     def taking(memory: PinnedArena, num_bytes: int) -> Any:
         region = take(memory, num_bytes)
         out.append(id(region))
         return region
 
-    def giving(memory: PinnedArena, region: Any) -> None:
-        out.remove(id(region))
-        give_back(memory, region)
-
-    def fail(*arguments: Any, **options: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> None:
         calls.append(1)
         if len(calls) == 4:
             raise OSError(f"no {method} today")
-        return right(*arguments, **options)
 
     with open_store(tmp_path / "x", CASE, "lmdb") as store:
-        smallest = smallest_host_budget(store, passes, device_budget="64MiB")
+        smallest = smallest_host_budget(store, passes)
         with tiered(store, passes, host_budget=smallest) as cache:
             model, optimizer = registered(cache, CASE)
             monkeypatch.setattr(PinnedArena, "take", taking)
-            monkeypatch.setattr(PinnedArena, "give_back", giving)
-            monkeypatch.setattr(owner, method, fail)
+            precede(monkeypatch, PinnedArena, "give_back", lambda _, region: out.remove(id(region)))
+            precede(monkeypatch, owner, method, fail)
             with pytest.raises(OSError, match=f"no {method} today"):
                 run(cache, CASE, model, optimizer)
             assert not out
@@ -353,4 +344,4 @@ def test_a_failure_leaves_no_memory_behind(
             optimizer.zero_grad()
             run(cache, CASE, model, optimizer)
             assert cache.host_bytes_peak <= smallest
-        assert_same_bits(result_of(store, passes, model), resident_result(CASE, passes))
+        assert_bits_of_memory(store, passes, model, CASE)

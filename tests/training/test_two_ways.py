@@ -10,16 +10,15 @@ import pytest
 from tests.training.cases import (
     Case,
     Spec,
-    assert_same_bits,
+    assert_bits_of_memory,
     open_store,
-    resident_result,
-    result_of,
     table,
     tiered,
     train,
 )
-from tests.training.devices import cuda_device, shim
+from tests.training.devices import DEVICES, shim
 from tests.training.shim_gpu import ShimRuntime
+from tests.training.shim_streams import Event
 from tiercache.backends.cpu import CompleteEvent, CpuBackend, CpuStreams
 from tiercache.backends.cuda import CudaBackend
 from tiercache.store import CorruptBlockError
@@ -48,23 +47,26 @@ def bits(case: Case, folder: Path, device: Any, *, in_memory: str | None = None)
     with open_store(folder / "x", case, "memory") as store:
         with tiered(store, passes, device=device) as cache:
             model = train(cache, case)
-        assert_same_bits(result_of(store, passes, model), resident_result(case, passes, device=in_memory))
+        assert_bits_of_memory(store, passes, model, case, device=in_memory)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", DEVICES)
 def test_rows_that_move_in_many_parts_have_the_bits_of_a_training_in_memory(tmp_path: Path, device: str) -> None:
     """Where the next pass has more rows than the last, as many, and fewer."""
-    on_gpu = device == "cuda"
-    bits(CASE, tmp_path, cuda_device() if on_gpu else device, in_memory=None if on_gpu else device)
+    bits(CASE, tmp_path, DEVICES[device](), in_memory="cpu" if device == "cpu" else None)
 
 
-def test_a_load_that_does_not_wait_for_the_rows_before_it_to_leave_is_caught(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("owner", "wait"), [(Unpacker, "_await_departed"), (Event, "wait")])
+def test_who_does_not_wait_for_what_was_begun_before_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, wait: str
 ) -> None:
-    """On the shim loads go before dumps where nothing holds them: other bytes reach the store."""
-    monkeypatch.setattr(Unpacker, "_await_departed", lambda *_: None)
+    """On the shim moves are done as late as a GPU may do them, and loads before dumps where nothing holds them.
+
+    So other bytes reach the store: of a load that does not wait for rows to leave, or a writer for the pack.
+    """
+    monkeypatch.setattr(owner, wait, lambda *_: None)
     with pytest.raises((AssertionError, CorruptBlockError)):
-        bits(CASE, tmp_path, shim())
+        bits(CASE, tmp_path, shim(), in_memory="cpu")
 
 
 class Early(ShimRuntime):

@@ -1,7 +1,8 @@
-"""A loader of one's own is wrapped: its items become batches of raw keys, from where a commit stands."""
+"""Loaders of one's own: wrapped, they go on from a commit; keys in all forms that people have are the same batch."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import tiercache as tc
+from tests.data.cases import Jagged, KeyedJagged
+from tests.training.cases import table, tiered
+from tiercache.training.raw_keys import feature_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,15 +23,10 @@ if TYPE_CHECKING:
 PASSES, SAMPLES, BATCH = 3, 40, 8
 SCHEMA = tc.Schema(
     features=(tc.Feature(name="a", table="t"), tc.Feature(name="b", table="t")),
-    tables=(
-        tc.Table(
-            name="t", dim=4, optimizer=tc.optim.Adagrad(learning_rate=0.1),
-            initializer=tc.init.Uniform(low=-0.5, high=0.5),
-        ),
-    ),
+    tables=(table("t", 4, tc.optim.Adagrad(learning_rate=0.1), tc.init.Uniform(low=-0.5, high=0.5)),),
     label="y",
     dense=(tc.DenseFeature(column="d"),),
-)  # fmt: skip
+)
 
 
 class Samples(Dataset[Any]):
@@ -81,9 +80,7 @@ def train(folder: Path, name: str, *, stop: tuple[int, int] | None = None, worke
     bags, top = tc.EmbeddingBagCollection(SCHEMA), nn.Linear(9, 1)
     model = nn.ModuleList([bags, top])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with tc.TierCache(
-        folder / name, data, model=model, optimizer=optimizer, device_budget="1MiB", host_budget="64MiB", progress=False
-    ) as cache:
+    with tiered(folder / name, data, model=model, optimizer=optimizer) as cache:
         for p in cache.passes(epochs=2):
             if by == "wrap":
                 batches: Any = p.wrap(loader(p.sub_dataset, workers))
@@ -123,9 +120,7 @@ def test_a_loader_with_a_state_goes_on_by_itself(folder: Path) -> None:
     for stop in (2, None):
         mine = Stateful()
         bags = tc.EmbeddingBagCollection(SCHEMA)
-        with tc.TierCache(
-            folder / "m.tc", data, model=bags, device_budget="1MiB", host_budget="64MiB", progress=False
-        ) as cache:
+        with tiered(folder / "m.tc", data, model=bags) as cache:
             cache.register(loader=mine)
             passes = cache.passes(epochs=1)
             p = next(passes)
@@ -142,10 +137,7 @@ def test_a_loader_with_a_state_goes_on_by_itself(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("item", "words"),
     [
-        (
-            torch.zeros(3),
-            r"the loader gave a Tensor: it must give \(keys, label\), \(keys, dense, label\) or a mapping",
-        ),
+        (torch.zeros(3), r"the loader gave a Tensor: it must give \(keys, label\), \(keys, dense, label\) or a map"),
         ((1,), "the loader gave a tuple of 1: it must"),
         ({"a": 1, "b": 2}, "the loader gave a mapping of 'a', 'b': it must"),
     ],
@@ -160,3 +152,80 @@ def test_an_item_that_is_none_is_a_sentence(folder: Path, item: Any, words: str)
     keys, dense, label = next(iter(loader(0)))
     (batch,) = p.wrap([item], lambda _: {"keys": keys, "dense": dense, "label": label})
     assert len(batch) == BATCH
+
+
+FORMS = tc.Schema(
+    features=(
+        tc.Feature(name="user", table="t"),
+        tc.Feature(name="seen", table="t", hotness="ragged"),
+        tc.Feature(name="words", table="t", hotness="multi_hot", length=2),
+    ),
+    tables=(table("t", 4),),
+    label="y",
+)
+USER, WORDS = [7, 8, 9], [[1, 2], [3, 4], [5, 6]]
+VALUES, OFFSETS = [10, 11, 12], [0, 2, 2, 3]
+LISTS = [torch.tensor(VALUES[low:high], dtype=torch.int64) for low, high in pairwise(OFFSETS)]
+
+
+def sparse() -> torch.Tensor:
+    """Return the lists as a matrix."""
+    rows = [i for i, one in enumerate(LISTS) for _ in one]
+    return torch.sparse_coo_tensor(torch.tensor([rows, VALUES]), torch.tensor([1.0, 2.0, 3.0]), (3, 20))
+
+
+WHOLE = {"user": USER, "seen": (VALUES, OFFSETS), "words": WORDS}
+
+
+@pytest.mark.parametrize(
+    ("seen", "weights"),
+    [
+        ((VALUES, OFFSETS), None),
+        ((torch.tensor(VALUES), torch.tensor(OFFSETS[:-1])), None),
+        ((np.array(VALUES), np.array(OFFSETS[:-1], np.int32)), None),
+        (torch.nested.nested_tensor(LISTS), None),
+        (torch.nested.nested_tensor(LISTS, layout=torch.jagged), None),
+        (Jagged(VALUES, OFFSETS, [1.0, 2.0, 3.0]), [1.0, 2.0, 3.0]),
+        (sparse(), [1.0, 2.0, 3.0]),
+        (sparse().to_sparse_csr(), [1.0, 2.0, 3.0]),
+    ],
+)
+def test_lists_of_any_length_come_in_many_forms(seen: Any, weights: Any) -> None:
+    """Offsets with the last or without it, nested and sparse tensors, and what torchrec has."""
+    samples, found = feature_keys(FORMS, WHOLE | {"seen": seen}, None)
+    assert samples == 3
+    assert found["seen"].keys.tolist() == VALUES
+    assert found["seen"].offsets.tolist() == OFFSETS
+    assert (None if found["seen"].weights is None else found["seen"].weights.tolist()) == weights
+
+
+def test_a_whole_keyed_jagged_tensor_is_taken() -> None:
+    """Features with one key a sample, or a few, stand in it as lists do."""
+    lists = Jagged(USER, [0, 1, 2, 3]), Jagged(VALUES, OFFSETS), Jagged([1, 2, 3, 4, 5, 6], [0, 2, 4, 6])
+    given = KeyedJagged(**dict(zip(("user", "seen", "words"), lists, strict=True)))
+    samples, found = feature_keys(FORMS, given, None)
+    expected = feature_keys(FORMS, WHOLE, None)
+    assert samples == expected[0] == 3
+    for name, one in found.items():
+        assert one.keys.tolist() == expected[1][name].keys.tolist()
+        np.testing.assert_equal((one.offsets, one.weights), (expected[1][name].offsets, expected[1][name].weights))
+
+
+def test_offsets_without_the_last_are_known_by_other_features() -> None:
+    """Also where the last list is empty, and they could be whole."""
+    given = WHOLE | {"seen": (torch.tensor(VALUES), torch.tensor([0, 2, 3]))}
+    assert feature_keys(FORMS, given, None)[1]["seen"].offsets.tolist() == [0, 2, 3, 3]
+
+
+def test_one_tensor_has_a_column_for_each_feature() -> None:
+    """As loaders of categorical columns give them."""
+    schema = tc.Schema(features=tuple(tc.Feature(name=n, table="t") for n in "abc"), tables=FORMS.tables, label="y")
+    for keys in (torch.arange(12).view(4, 3), np.arange(12).reshape(4, 3)):
+        samples, found = feature_keys(schema, keys, None)
+        assert samples == 4
+        assert [found[n].keys.tolist() for n in "abc"] == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
+    words = r"one array of shape \(4, 2\) and there are 3 features \(a, b, c\): give a map"
+    with pytest.raises(ValueError, match=words):
+        feature_keys(schema, torch.zeros(4, 2, dtype=torch.int64), None)
+    with pytest.raises(ValueError, match="the keys are a list: give a mapping from features to their keys"):
+        feature_keys(schema, [1, 2, 3], None)
