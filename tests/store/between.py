@@ -1,17 +1,11 @@
 """An engine between whose calls something else happens, at a place that a test chooses."""
 
-from __future__ import annotations
-
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
-from tiercache.store import LmdbEngine, MemoryEngine, ZarrEngine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
-    from tiercache.store import Engine
+from tiercache.store import Engine, LmdbEngine, MemoryEngine, ZarrEngine
 
 
 def engine_of(kind: str, path: Path) -> Engine:

@@ -1,20 +1,14 @@
 """Rows of 2 KiB in blocks of many pages: dumps, loads, and where their bytes are."""
 
-from __future__ import annotations
-
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 
 from tiercache.store import Adagrad, Cursor, Range, SegmentLayout, Store, Table, Zeros, hash_keys
+from tiercache.store.engine import Block
 from tiercache.store.lmdb_file import LmdbFile, Value
 from tiercache.store.zarr_layout import Arrays, state_key
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tiercache.store.engine import Block
 
 BIG = Table(name="big", dim=256, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros())
 

@@ -1,18 +1,14 @@
 """Tables, and the two engines behind one way to open a store."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.store.big import BIG
 from tests.store.world import World
 from tiercache.store import SGD, Adagrad, Adam, Constant, MemoryEngine, RowWiseAdagrad, Store, Table, Uniform, Zeros
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 def small_tables() -> list[Table]:

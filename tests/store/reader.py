@@ -1,15 +1,10 @@
 """A process that reads a store again and again while another writes it."""
 
-from __future__ import annotations
-
 import hashlib
-from typing import TYPE_CHECKING
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 from tiercache.store import Store
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-    from pathlib import Path
 
 
 def digest(store: Store) -> str:

@@ -1,12 +1,12 @@
 """Filling an empty store with rows from outside."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
 import tracemalloc
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,10 +29,6 @@ from tiercache.store import (
     load_rows,
     verify,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 ONE = Table(name="one", dim=2, optimizer=Adagrad(learning_rate=0.1, initial_accumulator=0.5), initializer=Zeros())
 

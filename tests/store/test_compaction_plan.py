@@ -1,10 +1,8 @@
 """What moves when a schedule begins, and what a process that dies meanwhile leaves."""
 
-from __future__ import annotations
-
 import copy
 import signal
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,9 +14,6 @@ from tests.store.world import World, WorldUses
 from tiercache.store import MemoryEngine, Range, SegmentLayout, Store, Table, Zeros, hash_keys
 from tiercache.store.optimizer import SGD
 from tiercache.store.scan import live_rows
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 WIDE = Table(name="wide", dim=64, optimizer=SGD(learning_rate=0.1), initializer=Zeros())
 

@@ -1,9 +1,7 @@
 """Tables that are compressed: the same rows in fewer bytes, read by ranges, by plain Zarr too, and damage is found."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,10 +24,6 @@ from tiercache.store import (
 )
 from tiercache.store.base_segment import base_layout
 from tiercache.store.zarr_codec import cut
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 KINDS = ("zstd", "blosc")
 

@@ -1,7 +1,5 @@
 """Flipped bytes and files cut short: a sentence each."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What differs between commits and stores."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,24 +1,17 @@
 """Rows whose vectors are bfloat16 or float16, in stores of every engine."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.store.conftest import narrow_tables
+from tests.store.conftest import Home, narrow_tables
 from tests.store.world import World
 from tiercache.store import SGD, Adagrad, Constant, MemoryEngine, Store, Table, Zeros
 from tiercache.store.bulk_load import load_rows
 from tiercache.store.diff import differences
 from tiercache.store.initial import initial_rows
 from tiercache.store.vectors import from_bits, nearest, row_words, to_bits
-
-if TYPE_CHECKING:
-    from tests.store.conftest import Home
 
 DTYPES = ("bfloat16", "float16")
 

@@ -1,20 +1,15 @@
 """Every engine keeps the contract of ``store/engine.py``."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, ClassVar
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from tests.store.engine_contract import EngineContract
+from tiercache.store.engine import Engine
 from tiercache.store.lmdb_engine import LmdbEngine
 from tiercache.store.memory_engine import MemoryEngine
 from tiercache.store.zarr_engine import ZarrEngine
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tiercache.store.engine import Engine
 
 
 class TestMemoryEngine(EngineContract):

@@ -1,7 +1,5 @@
 """The external sort: what it yields, in which memory, and where its file is."""
 
-from __future__ import annotations
-
 import tempfile
 from itertools import pairwise
 from pathlib import Path

@@ -1,10 +1,9 @@
 """Whatever call fails, the store is at its last commit."""
 
-from __future__ import annotations
-
 import copy
 import threading
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +11,10 @@ import pytest
 from tests.store.conftest import held_blocks
 from tests.store.failing import FailingEngine, KilledError, SlowEngine
 from tests.store.world import World
-from tiercache.store import Cursor, LmdbEngine, MemoryEngine, Store, StoreFullError, ZarrEngine
+from tiercache.store import Cursor, LmdbEngine, MemoryEngine, Store, StoreFullError, Table, ZarrEngine
 from tiercache.store.blocks import STATE
 from tiercache.store.engine import Block
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tiercache.store import Table
 ON_DISK: dict[str, Any] = {"lmdb": LmdbEngine, "zarr": ZarrEngine}
 
 

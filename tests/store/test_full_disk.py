@@ -1,15 +1,14 @@
 """What a full disk says: a need that is more than what is free, and whatever else is the cause."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from tests.store.big import BIG, dump, publish
 from tests.store.conftest import small_tables
@@ -21,12 +20,7 @@ from tiercache.store.full_disk import ROOM_FOR_RECORDS, full_disk, room_for
 from tiercache.store.hashing import hash_keys
 from tiercache.store.scratch_file import ScratchFile
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import NDArray
-
-    Leave = Callable[..., None]
+Leave = Callable[..., None]
 
 pytestmark = pytest.mark.disk
 

@@ -1,9 +1,7 @@
 """A store on Zarr whose objects have other bytes: the manifest, and what describes the arrays to other readers."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -20,9 +18,6 @@ from tests.store.damage import (
 from tests.store.test_fuzz import bounded_memory  # noqa: F401 - a fixture
 from tiercache.store import CorruptStoreError, Store, StoreError
 from tiercache.store.record_chain import Manifest
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 STEPS = 5
 

@@ -1,9 +1,7 @@
 """A store whose files have other bytes: in LMDB's pages, and in the places of blocks that they hold."""
 
-from __future__ import annotations
-
 import struct
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -12,9 +10,6 @@ from tests.crash.store_steps import TABLES, problems, quiet, take
 from tests.store.damage import assert_sentence, generator_of
 from tiercache.store import LmdbEngine, Store, StoreError
 from tiercache.store.record import decode, encode
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 STEPS = 5
 PAGE_BYTES = 4096

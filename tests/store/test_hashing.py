@@ -1,7 +1,5 @@
 """Bits that must not drift: table ids and the order of keys."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,15 +1,15 @@
 """An LMDB store that lost its newest commit, or shows another, is refused; nothing of it is freed or written."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import struct
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import google_crc32c
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from tests.files import flipped
 from tests.store.big import values
@@ -21,13 +21,7 @@ from tiercache.store.lmdb_engine import LmdbEngine
 from tiercache.store.lmdb_head import HEAD, Head
 from tiercache.store.record_chain import Manifest
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    Rows = dict[str, tuple[NDArray[np.int64], dict[str, NDArray[np.float32]]]]
+Rows = dict[str, tuple[NDArray[np.int64], dict[str, NDArray[np.float32]]]]
 
 PAGE_BYTES, META_BYTES, SLOT_BYTES = 4096, 152, 52
 COMMITS = 3

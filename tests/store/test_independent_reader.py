@@ -1,11 +1,10 @@
 """What docs/format says is enough to read a store of either engine; one on Zarr is read by Zarr alone."""
 
-from __future__ import annotations
-
 import ast
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +16,7 @@ from tests.store.conftest import narrow_tables, small_tables
 from tests.store.independent_reader import read_table
 from tests.store.test_row_versions import mixed
 from tests.store.world import World
-from tiercache.store import Store
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tiercache.store import Group, Segment, Table
+from tiercache.store import Group, Segment, Store, Table
 
 
 def compressed_tables(kind: str) -> list[Table]:

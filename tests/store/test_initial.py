@@ -1,7 +1,5 @@
 """Initial rows in NumPy."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,9 +1,7 @@
 """Looking at a store from outside, from Python and from the command line."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -11,12 +9,7 @@ from typer.testing import CliRunner
 from tests.store.conftest import Careless
 from tests.store.world import World
 from tiercache.cli import app
-from tiercache.store import NotAStoreError, Store, StoreMissingError, info, verify
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tiercache.store import Table
+from tiercache.store import NotAStoreError, Store, StoreMissingError, Table, info, verify
 
 
 def make(path: Path, tables: list[Table], passes: int) -> World:

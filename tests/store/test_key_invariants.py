@@ -1,9 +1,9 @@
 """What verification finds where every checksum is right: rows that stand twice, changed too late, or are lost."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,17 +11,11 @@ import pytest
 from tests.store.conftest import Home, held_blocks, small_tables
 from tests.store.test_retained_segments import retained_store, rewritten
 from tests.store.world import World
-from tiercache.store import CorruptStoreError, key_invariants
+from tiercache.store import CorruptStoreError, Store, key_invariants
 from tiercache.store.blocks import CHANGED, KEYS
 from tiercache.store.verification import Verification
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tiercache.store import Store
-
-    Plant = Callable[[Home], list[str]]
+Plant = Callable[[Home], list[str]]
 
 
 def stale_place(store: Store, table: str, *, some: bool = True) -> tuple[int, int, int]:

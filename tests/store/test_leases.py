@@ -1,7 +1,5 @@
 """Leases: what readers hold, whoever they are, and what the writer frees when they are gone."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import subprocess

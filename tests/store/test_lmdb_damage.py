@@ -1,12 +1,12 @@
 """An LMDB engine whose files are damaged, cut short or something else: its records, or a sentence."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +18,6 @@ from tiercache.store.engine import Block
 from tiercache.store.errors import CorruptStoreError, StoreError, StoreFullError
 from tiercache.store.lmdb_engine import LmdbEngine
 from tiercache.store.lmdb_file import LmdbFile
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 PAGE_BYTES = 4096
 FILES = ("HEAD", "data.mdb", "blocks.bin")

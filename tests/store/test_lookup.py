@@ -1,16 +1,13 @@
 """Finding and reading single rows."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from tests.store.big import dump, publish
-from tests.store.conftest import small_tables
+from tests.store.conftest import Home, small_tables
 from tests.store.world import World
 from tiercache.store import (
     NEVER,
@@ -27,11 +24,6 @@ from tiercache.store.base_segment import base_layout, blocks_of
 from tiercache.store.block_file import BlockFile
 from tiercache.store.lookup import locate, read_found
 from tiercache.store.write_queue import PAGE_BYTES
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from tests.store.conftest import Home
 
 
 def trained(seed: int, passes: int, *, commit: bool = True) -> tuple[Store, World]:

@@ -1,8 +1,8 @@
 """The store against a dict on every engine, and the machine against engines that are wrong."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -10,14 +10,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.store import test_engines
 from tests.store.machine import StoreMachine
-from tiercache.store import MemoryEngine, StoreError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from tiercache.store import Engine
-
+from tiercache.store import Engine, MemoryEngine, StoreError
 
 CONTRACTS = {
     "memory": test_engines.TestMemoryEngine,

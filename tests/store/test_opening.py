@@ -1,17 +1,16 @@
 """Opening: what is there, whose it is, and who has it."""
 
-from __future__ import annotations
-
 import json
 import os
 from importlib import import_module
+from pathlib import Path
 from subprocess import PIPE, Popen
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.apart import command
-from tests.store.conftest import small_tables
+from tests.store.conftest import Home, small_tables
 from tests.store.world import World
 from tiercache.store import (
     SGD,
@@ -27,11 +26,6 @@ from tiercache.store import (
     TableMismatchError,
     Zeros,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.store.conftest import Home
 
 
 def one(name: str = "t", **changes: object) -> Table:

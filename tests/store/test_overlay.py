@@ -1,9 +1,5 @@
 """Rows that are imported into a store that has rows: they hide the old ones until a schedule folds them in."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,11 +11,8 @@ from tests.store.test_retained_segments import check
 from tests.store.test_rewrite import rows_of
 from tests.store.test_scan import check as check_scans
 from tests.store.world import World
-from tiercache.store import Cursor, MemoryEngine, Store, StoreFullError, load_rows
+from tiercache.store import Commit, Cursor, MemoryEngine, Store, StoreFullError, load_rows
 from tiercache.store.verification import Verification
-
-if TYPE_CHECKING:
-    from tiercache.store import Commit
 
 
 def check_overlaid(store: Store, world: World, commit: Commit) -> None:

@@ -1,16 +1,11 @@
 """What the crash harness must find: engines with a defect planted in them."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.store.test_crash import crash
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NOTHING = ("--points", "0", "--torn", "0", "--instants", "0", "--replays", "0", "--full", "0")
 PLANT = """

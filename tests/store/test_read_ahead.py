@@ -1,7 +1,5 @@
 """Reading ahead."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

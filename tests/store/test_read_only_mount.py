@@ -1,9 +1,8 @@
 """A reader on a file system that is mounted read-only for it: the writer, elsewhere, does not see it."""
 
-from __future__ import annotations
-
 import subprocess
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,10 +10,6 @@ from tests.apart import ran
 from tests.files import flip
 from tests.store.big import BIG, dump, load, publish
 from tiercache.store import CommitMissingError, CorruptBlockError, Store, verify
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.disk
 

@@ -1,7 +1,5 @@
 """Reading many pages at once."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

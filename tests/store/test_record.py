@@ -1,7 +1,5 @@
 """Manifest records refuse what was not written."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

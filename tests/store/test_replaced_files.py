@@ -1,12 +1,10 @@
 """A store whose files were removed, cut, replaced by something else or by each other: right, or a sentence."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,9 +13,6 @@ from tests.store.conftest import small_tables
 from tests.store.damage import assert_sentence
 from tests.store.world import World
 from tiercache.store import Store, StoreError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def fifo(file: Path) -> None:

@@ -1,16 +1,17 @@
 """Segments that a new schedule leaves where they are."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from tests.store.conftest import Home, small_tables
 from tests.store.test_rewrite import rows_of
@@ -28,12 +29,6 @@ from tiercache.store import (
 from tiercache.store.commit import Commit
 from tiercache.store.record import decode, encode
 from tiercache.store.verification import Verification
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 Key = tuple[str, int]
 

@@ -1,9 +1,7 @@
 """Commits that are kept, opened again, and gone back to."""
 
-from __future__ import annotations
-
 import copy
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -15,9 +13,6 @@ from tiercache.store import CommitMissingError, CorruptStoreError, MemoryEngine,
 from tiercache.store.blocks import STATE
 from tiercache.store.commit_writer import keep, release
 from tiercache.store.verification import Verification
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def committed(store: Store, world: World, passes: int, past: dict[int, World]) -> None:

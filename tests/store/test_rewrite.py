@@ -1,11 +1,9 @@
 """All rows of a store in a new order."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
+from pathlib import Path
 from subprocess import PIPE, Popen
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -19,9 +17,6 @@ from tests.store.world import World, WorldUses
 from tiercache.store import NEVER, CorruptStoreError, MemoryEngine, Store, StoreError, StoreFullError, verify
 from tiercache.store.initial import initial_rows
 from tiercache.store.segment import Segment
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 READER = """
 import hashlib, sys

@@ -1,10 +1,8 @@
 """Temporary files: what they keep, where they stand, and that nothing of them is left."""
 
-from __future__ import annotations
-
 import os
 import tempfile
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +11,6 @@ from tests.store.conftest import small_tables
 from tests.store.world import World
 from tiercache.store import MemoryEngine, Store
 from tiercache.store.scratch_file import ScratchFile, scratch_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.disk
 

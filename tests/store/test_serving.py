@@ -1,7 +1,5 @@
 """Rows by key at any time, and what changed since a commit."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

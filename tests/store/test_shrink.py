@@ -1,12 +1,10 @@
 """Compaction gives room back: what no commit and no reader needs is not kept on the disk."""
 
-from __future__ import annotations
-
 import errno
 import os
 from contextlib import closing
+from pathlib import Path
 from subprocess import PIPE, Popen
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -19,9 +17,6 @@ from tiercache.store import block_file as module
 from tiercache.store.block_file import BlockFile
 from tiercache.store.punch_hole import punch_hole
 from tiercache.store.write_queue import PAGE_BYTES
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.disk
 

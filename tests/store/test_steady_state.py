@@ -1,17 +1,12 @@
 """The size of a store on disk, pass after pass."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.store.big import BIG, dump, publish
 from tiercache.store import Store
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TRAINED, PASSES, PASS_ROWS = 50, 6, 1000
 PASS_BYTES = PASS_ROWS * BIG.row_bytes

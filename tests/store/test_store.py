@@ -1,19 +1,13 @@
 """What a store promises, on every engine."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.store.conftest import held_blocks
+from tests.store.conftest import Home, held_blocks
 from tests.store.world import World
-from tiercache.store import CorruptBlockError, Cursor, SegmentLayout, StoreClosedError
-
-if TYPE_CHECKING:
-    from tests.store.conftest import Home
-    from tiercache.store import Store, Table
+from tiercache.store import CorruptBlockError, Cursor, SegmentLayout, Store, StoreClosedError, Table
 
 PLAIN: dict[str, Any] = {"state": b"", "schedule_digest": "", "settings": {}, "environment": {}}
 

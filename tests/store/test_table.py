@@ -1,9 +1,7 @@
 """Tables as values."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -21,9 +19,7 @@ from tiercache.store import (
     initializer_code,
     xxh64,
 )
-
-if TYPE_CHECKING:
-    from tiercache.store.optimizer import Optimizer
+from tiercache.store.optimizer import Optimizer
 
 
 def table(**changes: Any) -> Table:

@@ -1,10 +1,9 @@
 """Every commit that is kept is verified, each block once, and damage is said of the commits that it touches."""
 
-from __future__ import annotations
-
 import contextlib
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -18,10 +17,7 @@ from tiercache.store import Store, info, verify
 from tiercache.store.blocks import ROWS, STATE
 from tiercache.store.verification import Verification
 
-if TYPE_CHECKING:
-    Name = tuple[bytes, int, int, int]
-    from collections.abc import Iterator
-    from pathlib import Path
+Name = tuple[bytes, int, int, int]
 
 KEPT = [3, 4, 5]
 

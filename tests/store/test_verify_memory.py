@@ -1,8 +1,6 @@
 """Verification takes as much memory of a store whose keys exceed it as its bound says."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +10,6 @@ from tiercache.store import SGD, Cursor, Range, Store, Table, Zeros, hash_keys
 from tiercache.store.base_segment import base_layout
 from tiercache.store.key_invariants import SORT_BYTES, VERIFY_BYTES
 from tiercache.store.verification import Verification
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.disk
 

@@ -1,11 +1,10 @@
 """What is special about Zarr: what stands where, for ``zarr.open`` too; objects that are torn, missing or swapped."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import weakref
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,17 +26,12 @@ from tests.store.engine_contract import (
 from tiercache.store import zarr_layout, zarr_writer
 from tiercache.store.blocks import CHANGED, KEYS, ROWS
 from tiercache.store.direct_file import PAGE_BYTES, write_at
-from tiercache.store.engine import MEMORY_BYTES
+from tiercache.store.engine import MEMORY_BYTES, Block, BlockLayout
 from tiercache.store.errors import BlockReadError, CorruptStoreError, StoreInUseError
 from tiercache.store.huge_pages import huge_pages
 from tiercache.store.zarr_engine import ZarrEngine
 from tiercache.store.zarr_layout import split
 from tiercache.store.zarr_writer import Buffers
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tiercache.store.engine import Block, BlockLayout
 
 pytestmark = pytest.mark.disk
 
