@@ -1,17 +1,16 @@
 """What ranks do in the tests of how they talk: each function runs on every rank of a run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.nn.parallel import DistributedDataParallel
 
 from tiercache.dist.communicator import AnyCommunicator, communicator_of
@@ -19,9 +18,6 @@ from tiercache.dist.consistency import check_same
 from tiercache.errors import BudgetError, RankError
 from tiercache.ranks.pipeline import StageInput
 from tiercache.training.batch import Batch
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 def who(ranks: AnyCommunicator) -> list[int]:

@@ -1,15 +1,21 @@
-"""Which features are pooled by their owners: those for which that is fewer bytes, by the formula."""
-
-from __future__ import annotations
+"""Which features are pooled by their owners, those for which that is fewer bytes; and the tensors of a batch."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from tiercache.backends.jagged import LookupIds
 from tiercache.data.encoded_batch import FeatureIds
-from tiercache.ranks.bags import Block, Candidate, Chooser, cut_bags, message_of
+from tiercache.kernels.step import Vectors
+from tiercache.ranks.bags import Candidate, Chooser
 from tiercache.ranks.owners import Destination
+from tiercache.ranks.pending_batches import tensors_of
+from tiercache.ranks.pooling import PooledBatch
+from tiercache.tiers.rows import GroupRows
+from tiercache.training.batch import Pooled
 
 WHOLE = (Destination(1, 0, 1000, 0, 40, 0, 16),)
 HALVES = (Destination(2, 0, 1000, 1, 0, 0, 8), Destination(0, 0, 1000, 0, 7, 8, 16))
@@ -63,33 +69,14 @@ def test_one_id_a_sample_a_maximum_and_empty_bags_stay_rows() -> None:
         assert not Chooser().choose([RAGGED], {"f": many}, {"f": mode}, 1, item_bytes=4, trained=True, where="a test")
 
 
-def test_a_wrong_id_is_named() -> None:
-    """As a lookup names it."""
-    with pytest.raises(IndexError, match=r"feature 'f' has local id 1000 at entry 1 of the batch.* 0 to 999 in a test"):
-        is_pooled(RAGGED, bags([3, 1000], [2]), 1)
-
-
-def test_a_block_has_features_by_group_and_its_message_their_bags() -> None:
-    """Lengths where bags may have any number of ids, then ids, then weights."""
-    first = Candidate("f", "t", None, True, 16, 1000, HALVES)
-    second = Candidate("g", "u", 2, False, 16, 1000, (replace(WHOLE[0], rank=2),))
-    block = Block.of([first, second, RAGGED], np.array([3, 3, 0]), 2)
-
-    assert (block.features, block.cols, block.width) == ((1, 0), (0, 16), 24)
-    pieces = message_of(block, [first, second], {"f": bags([4, 5, 6], [1, 2], [1, 2, 3]), "g": bags([7, 8], [2])})
-    words = [7, 8, 1, 2, 4, 5, 6, *np.array([1, 2, 3], np.float32).view(np.int32).tolist()]
-    assert np.concatenate(pieces).tolist() == words
-
-
-def test_bags_of_all_ranks_are_divided_by_rank() -> None:
-    """Offsets of each begin with 0."""
-    every = {"f": bags([1, 2, 3, 4], [1, 0, 3], [1, 2, 3, 4]), "g": bags([5, 6, 7], None)}
-    first, second = cut_bags(every, [2, 1])
-
-    assert first["f"].ids.tolist() == [1]
-    assert first["g"].ids.tolist() == [5, 6]
-    assert second["f"].ids.tolist() == [2, 3, 4]
-    assert second["f"].offsets is not None
-    assert second["f"].offsets.tolist() == [0, 3]
-    assert second["f"].weights is not None
-    assert second["f"].weights.tolist() == [2, 3, 4]
+def test_every_tensor_of_a_batch_is_found_wherever_it_is() -> None:
+    """In rows, entries and pooled vectors; arrays of the host are none."""
+    all_ = [torch.full((2,), float(i)) for i in range(9)]
+    host = np.zeros(1, np.int64)
+    rows = GroupRows(Vectors(all_[0], 1, 0), (), all_[1], {"t": 0}, {"t": 1}, host)
+    entries = LookupIds(ids=all_[2], starts=host, bases=host, modes=host.astype(np.int8), cols=host, offsets=all_[3],
+                      weights=all_[4], slots=all_[5], places=all_[6], scales=all_[7])  # fmt: skip
+    asked: Any = None
+    pooled = PooledBatch({"f": Pooled("sum", all_[8])}, asked, (((asked, entries),),))
+    found = tensors_of(([rows], pooled, None, "words", 3))
+    assert {int(tensor[0]) for tensor in found} == set(range(9))

@@ -1,19 +1,16 @@
 """Ranks tell each other values, splits and rows, and all fail where one fails."""
 
-from __future__ import annotations
-
 import re
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 
+import tiercache
+from tests.ranks.pool import RanksPool, RunFailedError
 from tiercache.dist.communicator import communicator_of
-
-if TYPE_CHECKING:
-    from tests.ranks.pool import RanksPool
 
 SIZES = (1, 2, 3, 4)
 BODIES = "tests.ranks.bodies:"
@@ -190,3 +187,68 @@ def test_torch_distributed_is_called_in_one_module() -> None:
         if uses.search(file.read_text("utf-8")):
             users.add(str(file.relative_to(package)))
     assert users == {"dist/communicator.py"}
+
+
+# -- what must be alike on all ranks -------------------------------------------------------------------------
+
+COMPARE = "tests.ranks.bodies:compare"
+END = ": give all ranks the same, then start them again"
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_ranks_with_the_same_facts_go_on(ranks_pool: RanksPool, size: int) -> None:
+    """Order within a fact does not count."""
+    facts = [{"the schema": {"a": 1, "b": [1, 2]}, "the seed": 5}] * 2 + [
+        {"the seed": 5, "the schema": {"b": [1, 2], "a": 1}}
+    ]
+    assert ranks_pool.errors(size, COMPARE, by_rank=facts) == [None] * size
+
+
+def test_what_differs_is_named_with_its_values_and_ranks(ranks_pool: RanksPool) -> None:
+    """On every rank the same sentence, of all differences."""
+    facts = [{"the seed": 1, "the schema": "aa"}, {"the seed": 2, "the schema": "aa"}, {"the seed": 1}]
+    seed, schema = "the seed (1 on ranks 0 and 2, 2 on rank 1)", "the schema (aa on ranks 0 and 1, nothing on rank 2)"
+    sentence = f"ranks differ in {seed}; {schema}{END}"
+    assert ranks_pool.errors(3, COMPARE, by_rank=facts) == [("RankError", sentence)] * 3
+
+
+def test_long_facts_are_told_by_digest(ranks_pool: RanksPool) -> None:
+    """Two sharding plans that differ in one letter of many."""
+    facts = [{"the sharding": "x" * 500}, {"the sharding": "x" * 499 + "y"}]
+    (first, second) = ranks_pool.errors(2, COMPARE, by_rank=facts)
+    assert first == second is not None
+    words = first[1].removeprefix("ranks differ in the sharding (digest ").removesuffix(f" on rank 1){END}").split()
+    assert words[1:5] == ["on", "rank", "0,", "digest"]
+    assert words[0] != words[5]
+
+
+def test_ranks_with_different_versions_do_not_train_together(ranks_pool: RanksPool) -> None:
+    """The version is compared though nobody asked."""
+    here = tiercache.__version__
+    sentence = f"ranks differ in the version of tiercache ({here} on ranks 0 and 1, 9.9 on rank 2){END}"
+    assert ranks_pool.errors(3, COMPARE, by_rank=[{}] * 3, version="9.9") == [("RankError", sentence)] * 3
+
+
+# -- the pool that tests share -------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_a_rank_that_hangs_fails_its_test_and_no_other(tmp_path: Path) -> None:
+    """The test sees where each rank hangs and what it wrote; new processes serve the next run."""
+    with RanksPool(tmp_path, most=2) as pool:
+        pool.run(2, "tests.ranks.bodies:who")
+        begin = time.monotonic()
+        with pytest.raises(RunFailedError, match=r"(?s)hanging: \[1\].*about to hang.*in hangs"):
+            pool.run(2, "tests.ranks.bodies:hangs", limit=3)
+        assert time.monotonic() - begin < 30
+        assert pool.run(2, "tests.ranks.bodies:who") == [[0, 2], [1, 2]]
+
+
+@pytest.mark.long
+def test_a_rank_that_dies_fails_its_test_and_no_other(tmp_path: Path) -> None:
+    """The others say who died."""
+    with RanksPool(tmp_path, most=2) as pool:
+        with pytest.raises(RunFailedError, match=r"rank 1 died|rank 1: died") as failed:
+            pool.run(2, "tests.ranks.bodies:dies")
+        assert "while rank 0 was waiting for all ranks" in str(failed.value)
+        assert pool.run(2, "tests.ranks.bodies:who") == [[0, 2], [1, 2]]

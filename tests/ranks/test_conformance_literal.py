@@ -1,25 +1,21 @@
 """Literal rows, bags and steps on 1 to 4 ranks: every number stands here."""
 
-from __future__ import annotations
-
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
 import tiercache as tc
 from tests.ranks.conformance import WAYS
+from tests.ranks.pool import RanksPool
 from tests.ranks.trainings import OPTIONS, stored
 from tests.training.cases import table
 from tiercache.data.from_arrays import write_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
+from tiercache.dist.communicator import AnyCommunicator
 from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, sliced
-
-if TYPE_CHECKING:
-    from tests.ranks.pool import RanksPool
-    from tiercache.dist.communicator import AnyCommunicator
 
 SUM = [[2, 4], [4, 6], [0, 0], [12, 15]]
 MEAN = [[0, 1], [3, 4], [0, 0], [4 / 3, 7 / 3]]

@@ -1,20 +1,16 @@
 """Random trainings on random ranks are those of one process."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.ranks.conformance import WAYS, known
+from tests.ranks.pool import RanksPool
 from tests.ranks.test_conformance import BODY, assert_as_alone, train_alone
-
-if TYPE_CHECKING:
-    from tests.ranks.pool import RanksPool
 
 ANY = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
 

@@ -1,7 +1,5 @@
 """The flights of the demo on several ranks, and a dense part in stages: what the examples print is so."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re
@@ -9,19 +7,16 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import pytest
 
 import tiercache as tc
 from examples import flights_data
-from tests.ranks.trainings import stored
+from tests.ranks.pool import RanksPool
+from tests.ranks.trainings import assert_same_rows, stored
+from tiercache.dist.communicator import AnyCommunicator
 from tiercache.ranks.pipeline import check_micro_batches
-
-if TYPE_CHECKING:
-    from tests.ranks.pool import RanksPool
-    from tiercache.dist.communicator import AnyCommunicator
 
 ROOT = Path(__file__).parents[2]
 FLIGHTS = 12_000
@@ -72,10 +67,7 @@ def test_flights_on_one_two_and_three_ranks_are_one_training(ranks_pool: RanksPo
 
     alone = stored(tmp_path, "five-1.tc")
     for size in (2, 3):
-        for name, (keys, fields) in stored(tmp_path, f"five-{size}.tc").items():
-            np.testing.assert_array_equal(keys, alone[name][0])
-            for mine, other in zip(fields, alone[name][1], strict=True):
-                np.testing.assert_allclose(mine, other, atol=1e-5, err_msg=name)
+        assert_same_rows(stored(tmp_path, f"five-{size}.tc"), alone, 1e-5)
     assert ended["1"][0] == pytest.approx(ended["2"][0], abs=0.002)
     assert ended["1"][0] == pytest.approx(ended["3"][0], abs=0.002)
     assert ended["2"] == ended["again"]

@@ -1,7 +1,5 @@
 """The manifest of a sharded store: what was written comes back, and anything else is refused in a sentence."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

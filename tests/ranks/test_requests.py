@@ -1,15 +1,13 @@
 """What a batch asks its owners for, against the slow definition, and for passes that no int32 counts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tiercache as tc
 from tests.training.cases import table
 from tiercache.data.encoded_batch import FeatureIds
+from tiercache.ranks.bounds import out_of_bounds
 from tiercache.ranks.owners import Destination, Owners
 from tiercache.ranks.requests import Requester
 from tiercache.ranks.stretches import Stretches
@@ -121,7 +119,14 @@ def test_an_id_outside_its_table_is_refused_by_name(id_: int) -> None:
         Requester().request(stretches, ids, {"f": "b"}, "pass 3")
 
 
-def test_tables_differ() -> None:
-    """The cases above need a group of two tables and one of one."""
-    assert sorted(len(group.tables) for group in GROUPS) == [1, 2]
-    assert all(isinstance(one, tc.Table) for one in TABLES)
+@pytest.mark.parametrize(("low", "high"), [(0, 5), (-1, 3), (2, 2147483647)])
+def test_numbers_that_are_no_rows_are_named(low: int, high: int) -> None:
+    """With the rank that was asked, and what they are of."""
+    said = str(out_of_bounds(2, np.array([low, high], np.int32), 5, "of a table"))
+    assert f"rank 2 was asked for rows {low:,} to {high:,} of a table: start all" in said
+
+
+def test_rows_that_are_there_may_be_asked_for() -> None:
+    """All of them, and none of an empty table."""
+    assert out_of_bounds(2, np.array([0, 4], np.int32), 5, "of a table") is None
+    assert out_of_bounds(2, np.empty(0, np.int32), 0, "of an empty table") is None

@@ -1,7 +1,5 @@
 """Sharding plans as values, and their records."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from typing import Any

@@ -1,8 +1,7 @@
 """Strategies of sharding."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +16,6 @@ from tiercache.ranks.sharding_planner import plan_sharding, sharding_of
 from tiercache.ranks.sharding_rules import STRATEGIES, CostModel
 from tiercache.ranks.table_stats import TableStats, stats_of
 from tiercache.store.shards.sharding import ShardingPlan, TableSharding
-from tiercache.store.table import group_tables
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SGD = tc.optim.SGD(learning_rate=1.5)
 
@@ -135,23 +130,6 @@ def test_slices_that_meet_on_the_emptiest_rank_are_one() -> None:
     assert sorted(owned_bytes(sharding, tables, table_stats)) == [400, 400, 416]
 
 
-def test_a_table_of_15_columns_is_cut_for_8_ranks() -> None:
-    """Seven slices of two columns and one of one."""
-    tables, table_stats = sizes([(10, 15)])
-    for how in ({"kinds": {"t0": "column"}}, {"column_threshold": 1}, {"column_threshold": 1, "strategy": "basic"}):
-        table_sharding = plan_sharding(tables, table_stats, 8, **how).tables["t0"]  # type: ignore[arg-type]
-        assert [part.last - part.first for part in table_sharding.slices] == [2, 2, 2, 2, 2, 2, 2, 1]
-
-
-def test_eight_tables_of_width_two_are_one_group_on_every_rank() -> None:
-    """Those that a rank has no row of too."""
-    tables, table_stats = sizes([(rows, 2) for rows in (10, 11, 4, 4, 10, 11, 4, 4)])
-    for strategy in STRATEGIES:
-        sharding = plan_sharding(tables, table_stats, 4, strategy=strategy)
-        for rank in range(4):
-            assert len(group_tables(sharding.shard_tables(tables, rank))) == 1
-
-
 def test_thresholds_choose_all_kinds_at_once() -> None:
     """Small ones are copied, large ones cut by columns, and the largest by row."""
     tables, table_stats = sizes([(2, 8), (100, 32), (10_000, 64), (100_000, 128)])
@@ -195,17 +173,6 @@ def test_by_cost_a_hot_table_is_copied_where_steps_are_rare() -> None:
     table_stats = {"t0": TableStats(rows=2000, samples=1_000_000, hotness=10.0)}
     assert plan_sharding(tables, table_stats, 2).tables["t0"].kind == "row"
     assert plan_sharding(tables, table_stats, 2, costs=CostModel(batches_per_step=8)).tables["t0"].kind == "replicate"
-
-
-def test_wrong_words_are_refused_with_those_that_are_allowed() -> None:
-    """Strategy, kind, and table."""
-    tables, table_stats = sizes([(5, 1)])
-    with pytest.raises(ValueError, match="strategy of sharding is 'best': it must be one of 'auto', 'basic'"):
-        plan_sharding(tables, table_stats, 2, strategy="best")
-    with pytest.raises(ValueError, match="to be sharded by 'rows': it must be one of 'row', 'table'"):
-        plan_sharding(tables, table_stats, 2, kinds={"t0": "rows"})
-    with pytest.raises(ValueError, match="unknown table 't1': the tables are 't0'"):
-        plan_sharding(tables, table_stats, 2, kinds={"t1": "row"})
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,25 +1,20 @@
 """What users say of where tables stand."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import tiercache as tc
+from tests.ranks.pool import RanksPool
 from tests.ranks.trainings import ONE, open_sharded
 from tests.training.cases import table
 from tiercache.data.from_arrays import write_dataset
 from tiercache.data.raw_batch import RawBatch
+from tiercache.dist.communicator import AnyCommunicator
 from tiercache.ranks.sharding_planner import sharding_of
 from tiercache.store.shards.sharding import ShardingPlan, TableSharding
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.ranks.pool import RanksPool
-    from tiercache.dist.communicator import AnyCommunicator
 
 OPEN = "tests.ranks.test_sharding_rules:chosen"
 

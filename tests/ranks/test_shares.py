@@ -1,8 +1,7 @@
 """Shares of a dataset: every row has one owner, every rank knows where, and a rank's own cache keeps its rows."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,9 +18,6 @@ from tiercache.store.hashing import hash_keys
 from tiercache.store.inspect import verify
 from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, sliced
 from tiercache.store.table import group_tables
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CASE = Case(
     tables=(table("a", 4), table("b", 4), table("c", 6, tc.optim.RowWiseAdagrad(learning_rate=0.1)), table("d", 4)),

@@ -1,9 +1,8 @@
 """Column slices: a rank that keeps some columns of a table makes, keeps and writes what the whole table has there."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,9 +20,6 @@ from tiercache.store.table import group_tables
 from tiercache.store.vectors import from_words
 from tiercache.tiers.device_tier import DeviceTier, SlotAssignment
 from tiercache.tiers.first_vectors import first_vectors, initial_vectors
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 STARTS: dict[str, Any] = {
     "uniform": tc.init.Uniform(low=-1.0, high=1.0),

@@ -1,31 +1,25 @@
 """A rank whose disk is slower than the time-out of data is waited for."""
 
-from __future__ import annotations
-
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 
 from tests.ranks import trainings
-from tests.ranks.trainings import ONE, assert_same_rows, dense_of, model_of, open_sharded
+from tests.ranks.pool import RanksPool
+from tests.ranks.trainings import ONE, assert_same_rows, dense_of, model_of, open_sharded, stored
 from tests.store.failing import SlowEngine
 from tests.training.cases import Case
-from tiercache.dist.communicator import communicator_of
+from tiercache.dist.communicator import AnyCommunicator, communicator_of
 from tiercache.errors import RankError
+from tiercache.store.opening import Opened
 from tiercache.store.shards import opening
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.ranks.pool import RanksPool
-    from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.store.opening import Opened
 
 TIMEOUT, HITCH = 3.0, 5.0
 """Seconds."""
@@ -116,7 +110,7 @@ def test_a_slow_disk_is_not_a_dead_rank(ranks_pool: RanksPool, tmp_path: Path, i
         assert late["left"] == 0
         for one in fast.keys() - {"left", "read"}:
             np.testing.assert_array_equal(fast[one], late[one])
-    assert_same_rows(in_time[0], tmp_path)
+    assert_same_rows(stored(in_time[0]), stored(tmp_path))
 
 
 def test_an_error_of_a_slow_disk_reaches_all(ranks_pool: RanksPool) -> None:

@@ -3,13 +3,11 @@
 ``python -m tests.ranks.test_torchrun FOLDER STEP`` is one of its ranks; rank 1 dies.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,14 +15,10 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import tiercache as tc
-from tests.ranks.trainings import CASES, assert_same_rows, on_ranks, train
+from tests.ranks.pool import RanksPool
+from tests.ranks.trainings import CASES, assert_same_rows, on_ranks, stored, train
 from tiercache.dist.communicator import communicator_of
 from tiercache.training.row_optimizer import RowOptimizer
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.ranks.pool import RanksPool
 
 
 def kill_at(step: int) -> None:
@@ -74,7 +68,7 @@ def test_a_job_whose_rank_is_killed_names_it_and_goes_on_to_the_same_bits(
 
     for name, value in whole[0].items():
         np.testing.assert_array_equal(resumed[0][name], value, err_msg=name)
-    assert_same_rows(tmp_path / "killed", tmp_path / "whole")
+    assert_same_rows(stored(tmp_path / "killed"), stored(tmp_path / "whole"))
 
 
 if __name__ == "__main__":

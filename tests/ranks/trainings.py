@@ -1,28 +1,22 @@
 """Trainings that run on every rank of a run, and what they end with."""
 
-from __future__ import annotations
-
 import threading
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import tiercache as tc
+from tests.ranks.pool import RanksPool
 from tests.training.cases import Case, Net, Result, Spec, table
 from tests.training.devices import shim
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from numpy.typing import NDArray
-
-    from tests.ranks.pool import RanksPool
-    from tiercache.dist.communicator import AnyCommunicator
+from tiercache.dist.communicator import AnyCommunicator
 
 ONE = Case(
     tables=(table("users", 8), table("items", 8)),
@@ -48,6 +42,8 @@ SHORT = Case(tables=ONE.tables, specs=ONE.specs, num_samples=131, pass_rows=40, 
 """Passes and batches that no number of ranks divides; the last batch of a pass has a sample, so ranks have none."""
 CASES = {"one": ONE, "bags": BAGS, "short": SHORT}
 OPTIONS: dict[str, Any] = {"device_budget": "4MiB", "host_budget": "32MiB"}
+Rows = dict[str, tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]]
+"""Keys and fields by table."""
 
 
 def open_sharded(case: Case, folder: str, *, queued: bool = False, **options: Any) -> tc.TierCache:
@@ -133,9 +129,7 @@ def dense_of(model: nn.Module) -> dict[str, Any]:
     return {f"dense.{name}": value.numpy().copy() for name, value in inner.state_dict().items()}
 
 
-def stored(
-    folder: Path, name: str = "model.tc"
-) -> dict[str, tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]]:
+def stored(folder: Path, name: str = "model.tc") -> Rows:
     """Return all rows of a store by table, keys ascending."""
     rows = {}
     with tc.Store.open(folder / name, mode="r") as store:
@@ -149,29 +143,21 @@ def stored(
     return rows
 
 
-def assert_same_rows(ours: Path, theirs: Path, name: str = "model.tc") -> None:
-    """Compare all rows of the stores in two folders bit for bit."""
-    mine, others = stored(ours, name), stored(theirs, name)
-    assert mine.keys() == others.keys()
-    for table_name, (keys, fields) in mine.items():
-        np.testing.assert_array_equal(keys, others[table_name][0], err_msg=table_name)
-        for one, other in zip(fields, others[table_name][1], strict=True):
-            np.testing.assert_array_equal(one.view(np.uint32), other.view(np.uint32), err_msg=table_name)
-
-
-def assert_as_alone(
-    ours: dict[str, tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]],
-    dense: dict[str, Any],
-    theirs: Result,
-    *,
-    tolerance: float = 1e-5,
-) -> None:
-    """Compare all rows that ``stored`` returned, and dense weights, with one process."""
-    assert ours.keys() == theirs.rows.keys()
+def assert_same_rows(ours: Rows, theirs: Rows, tolerance: float = 0.0) -> None:
+    """Compare all rows that ``stored`` returned, bit for bit or within a tolerance."""
+    assert ours.keys() == theirs.keys()
     for name, (keys, fields) in ours.items():
-        np.testing.assert_array_equal(keys, theirs.rows[name][0], err_msg=name)
-        for mine, other in zip(fields, theirs.rows[name][1], strict=True):
-            np.testing.assert_allclose(mine, other, atol=tolerance, rtol=tolerance, err_msg=name)
+        np.testing.assert_array_equal(keys, theirs[name][0], err_msg=name)
+        for one, other in zip(fields, theirs[name][1], strict=True):
+            if tolerance:
+                np.testing.assert_allclose(one, other, atol=tolerance, rtol=tolerance, err_msg=name)
+            else:
+                np.testing.assert_array_equal(one.view(np.uint32), other.view(np.uint32), err_msg=name)
+
+
+def assert_as_alone(ours: Rows, dense: dict[str, Any], theirs: Result, *, tolerance: float = 1e-5) -> None:
+    """Compare all rows that ``stored`` returned, and dense weights, with one process."""
+    assert_same_rows(ours, theirs.rows, tolerance)
     for name, weight in theirs.dense.items():
         np.testing.assert_allclose(dense[f"dense.{name}"], weight.numpy(), atol=tolerance, rtol=tolerance, err_msg=name)
 

@@ -8,7 +8,20 @@ import pytest
 
 from tests.store.big import BIG
 from tests.store.world import World
-from tiercache.store import SGD, Adagrad, Adam, Constant, MemoryEngine, RowWiseAdagrad, Store, Table, Uniform, Zeros
+from tiercache.store import (
+    SGD,
+    Adagrad,
+    Adam,
+    Constant,
+    LmdbEngine,
+    MemoryEngine,
+    RowWiseAdagrad,
+    Store,
+    Table,
+    Uniform,
+    ZarrEngine,
+    Zeros,
+)
 
 
 def small_tables() -> list[Table]:
@@ -42,6 +55,14 @@ def held_blocks(store: Store) -> dict[tuple[bytes, int, int, int], int]:
     """Return the bytes of each block that a store keeps, by kind, owner, group and index."""
     needed = store.commit_writer._allocated if store.mode == "a" else store.history.needed
     return {block[:4]: block.size for block in needed.blocks(store.groups)}
+
+
+def engine_of(kind: str, path: Path, *, create: bool = True) -> Any:
+    """Return an empty engine, or the one that is there."""
+    if kind == "memory":
+        return MemoryEngine()
+    path.mkdir(parents=True, exist_ok=True)
+    return {"lmdb": LmdbEngine, "zarr": ZarrEngine}[kind](path, create=create)
 
 
 class Careless(World):

@@ -18,6 +18,19 @@ def digest(store: Store) -> str:
     return found.hexdigest()
 
 
+READER = """
+import sys
+from tests.store.reader import digest
+from tiercache.store import Store
+
+with Store.open(sys.argv[1], mode="r") as store:
+    for _ in range(2):
+        print(store.commit.id, digest(store), flush=True)
+        sys.stdin.readline()
+"""
+"""Code that opens a store and says twice what it sees, the second time when it is told to."""
+
+
 def read_on(path: Path, end: Connection) -> None:
     """Say that this process is there; send each commit from the first on, digested twice, until told to stop."""
     end.send("ready")

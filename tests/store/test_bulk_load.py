@@ -13,22 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.store.big import BIG
+from tests.store.big import BIG, dump
 from tests.store.conftest import Home, small_tables
 from tests.store.failing import FailingEngine
 from tests.store.test_scan import scanned
-from tiercache.store import (
-    NEVER,
-    Adagrad,
-    MemoryEngine,
-    Store,
-    StoreFullError,
-    Table,
-    Zeros,
-    info,
-    load_rows,
-    verify,
-)
+from tiercache.store import NEVER, Adagrad, MemoryEngine, Store, StoreFullError, Table, Zeros, info, load_rows, verify
 
 ONE = Table(name="one", dim=2, optimizer=Adagrad(learning_rate=0.1, initial_accumulator=0.5), initializer=Zeros())
 
@@ -73,7 +62,6 @@ def test_a_filled_store_holds_the_rows_that_were_given(
         assert load_rows(store, parts, memory_bytes=memory_bytes, progress=count).id == 0
         assert set(done.values()) == {sum(k.size for k in keys.values())}
     with Store.open(None, engine=engine, mode="r") as store:
-        assert store.commit is not None
         assert store.commit.cursor == (0, 0)
         assert {r.next_use for s in store.segments for layout in s.layouts for r in layout.ranges} <= {NEVER}
         for t in tables:
@@ -146,8 +134,6 @@ def test_state_and_reserved_keys_are_taken_where_they_are_asked_for(home: Home) 
 
 def test_a_store_with_uncommitted_rows_is_refused(big: Store) -> None:
     """They would be part of the commit."""
-    from tests.store.big import dump
-
     dump(big, 0, {1: 10})
     with pytest.raises(ValueError, match="has rows that no commit names"):
         load_rows(big, [])

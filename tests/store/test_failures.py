@@ -1,21 +1,22 @@
 """Whatever call fails, the store is at its last commit."""
 
 import copy
+import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.store.conftest import held_blocks
-from tests.store.failing import FailingEngine, KilledError, SlowEngine
+from tests.store.conftest import engine_of, held_blocks, small_tables
+from tests.store.failing import Between, FailingEngine, KilledError, SlowEngine
 from tests.store.world import World
-from tiercache.store import Cursor, LmdbEngine, MemoryEngine, Store, StoreFullError, Table, ZarrEngine
+from tiercache.store import Cursor, MemoryEngine, Store, StoreFullError, Table
 from tiercache.store.blocks import STATE
 from tiercache.store.engine import Block
-
-ON_DISK: dict[str, Any] = {"lmdb": LmdbEngine, "zarr": ZarrEngine}
+from tiercache.store.reading import Pages
 
 
 @pytest.mark.parametrize("kind", ["memory", "lmdb", "zarr"])
@@ -26,8 +27,7 @@ def test_any_failing_write_or_commit_leaves_the_last_commit(
     """Each call of a dump and its commit in turn: the error comes out, the store can be closed and read on, and
     opened again it stands where it stood; what is tried again then works.
     """
-    memory = MemoryEngine()
-    inner: Any = memory if kind == "memory" else ON_DISK[kind](tmp_path, create=True)
+    inner = engine_of(kind, tmp_path)
     store, world = Store.open(None, tables=tables, engine=inner), World(tables)
     world.run(store, 3)
     call = 0
@@ -37,10 +37,9 @@ def test_any_failing_write_or_commit_leaves_the_last_commit(
         engine = FailingEngine(inner, verbs=("write", "commit"), lasting=lasting)
         store.close()
         if kind != "memory":
-            engine.engine = inner = ON_DISK[kind](tmp_path, create=False)
+            engine.engine = inner = engine_of(kind, tmp_path, create=False)
         store = Store.open(None, engine=engine)
         world.check(store, after=world.pass_index - 1)
-        assert store.commit is not None
         assert store.commit.cursor == Cursor(world.pass_index, 0)
         assert store.state() == f"state at {world.pass_index}, 0".encode()
         engine.fail_in(call)
@@ -66,8 +65,7 @@ def test_any_failing_write_or_commit_leaves_the_last_commit(
 @pytest.mark.parametrize("call", [1, 2])
 def test_a_commit_can_be_tried_again(kind: str, call: int, tables: list[Table], tmp_path: Path) -> None:
     """After it failed while its state was written, or at the very end, with another state."""
-    inner: Any = MemoryEngine() if kind == "memory" else ON_DISK[kind](tmp_path, create=True)
-    engine = FailingEngine(inner)
+    engine = FailingEngine(engine_of(kind, tmp_path))
     store, world = Store.open(None, tables=tables, engine=engine), World(tables)
     world.run(store, 2)
     plain: dict[str, Any] = {"schedule_digest": "", "settings": {}, "environment": {}}
@@ -110,25 +108,6 @@ def test_a_slow_engine_changes_nothing_but_the_time(tables: list[Table]) -> None
     world.check(store, after=2)
 
 
-def test_a_disk_that_fills_up_says_how_much_it_holds(tables: list[Table]) -> None:
-    """Over all calls, in real bytes, and with nothing kept of the write that did not fit."""
-    inner = MemoryEngine()
-    engine = FailingEngine(inner)
-    store, world = Store.open(None, tables=tables, engine=engine), World(tables)
-    world.run(store, 2)
-    held = sum(held_blocks(store).values())
-    engine.capacity_bytes = held + 2000
-    before = copy.deepcopy(world)
-    world.train()
-    with pytest.raises(StoreFullError, match=rf"may hold {held + 2000:,} and holds [0-9,]+: raise capacity_bytes"):
-        world.append(store)
-    store.discard_uncommitted()
-    assert sum(held_blocks(store).values()) == held == sum(block.size for block in inner.blocks.values())
-    before.check(store, after=1)
-    engine.capacity_bytes = None
-    before.run(store, 1)
-
-
 def test_a_torn_write_ends_the_process_as_far_as_its_engine_goes() -> None:
     """A part of the blocks arrives, and of one of them a part; then nothing is answered any more."""
     inner = MemoryEngine()
@@ -140,3 +119,33 @@ def test_a_torn_write_ends_the_process_as_far_as_its_engine_goes() -> None:
         with pytest.raises(KilledError, match="open the engine again"):
             call()
     assert {index: data.size for (*_, index), data in inner.blocks.items()} == {0: 5, 1: 3}
+
+
+@pytest.mark.parametrize("interruptions", [1, 2])
+def test_an_interrupted_load_leaves_nothing_that_is_being_read(interruptions: int) -> None:
+    """Ctrl-C, pressed once or twice while threads read: the memory is the caller's when the interruption comes."""
+    engine = Between(MemoryEngine())
+    with Store.open(None, tables=small_tables(), engine=engine) as store:
+        World(store.tables, keys_per_pass=80).run(store, 1)
+        segment = store.segments[0]
+        byte = segment.layouts[0].byte_of_page
+        wanted = [
+            Pages(segment, 0, i, i + 1, np.zeros(byte(i + 1) - byte(i), np.uint8))
+            for i in range(segment.layouts[0].num_pages)
+        ]
+
+        def interrupt() -> None:
+            for _ in range(interruptions):
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                time.sleep(0.1)  # the other thread has time to go wrong
+
+        engine.in_reads(2, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            store.load(wanted)
+        assert engine.reading == 0
+        assert engine.reached
+        store.load(wanted)
+        data = np.concatenate([pages.out for pages in wanted])
+        whole = np.empty_like(data)
+        store.read(segment, 0, 0, segment.layouts[0].num_pages, whole)
+        assert np.array_equal(data, whole)

@@ -40,6 +40,19 @@ def raised(store: Store, home: Home, i: int, group: int, place: int, more: int) 
     rewritten(store, home.engine, change)
 
 
+@pytest.mark.parametrize(("more", "words"), [(-1, "has two live rows"), (1, "stale rows")])
+def test_stale_rows_that_are_not_as_many_as_the_commit_says_are_found(more: int, words: str, tmp_path: Path) -> None:
+    """Two live rows of a key are damage, as without retained segments; so is a row that should be there twice."""
+    home = Home("memory", tmp_path)
+    store, _ = retained_store(home)
+    raised(store, home, *stale_place(store, "user"), more)
+    store = home.open()
+    with pytest.raises(CorruptStoreError, match=words):
+        list(store.scan("user"))
+    (problem,) = Verification(store).run()["problems"]
+    assert ("have two live rows" if more < 0 else "stale rows and its commit says") in problem
+
+
 def test_a_stale_row_that_is_missing_does_not_hide_a_key_that_is_there_twice(tmp_path: Path) -> None:
     """Two dumps of a pass, and as many stale rows said that are none: the sum is right, and both are found."""
     home = Home("memory", tmp_path)

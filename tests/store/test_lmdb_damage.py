@@ -17,7 +17,6 @@ from tiercache.store.blocks import STATE
 from tiercache.store.engine import Block
 from tiercache.store.errors import CorruptStoreError, StoreError, StoreFullError
 from tiercache.store.lmdb_engine import LmdbEngine
-from tiercache.store.lmdb_file import LmdbFile
 
 PAGE_BYTES = 4096
 FILES = ("HEAD", "data.mdb", "blocks.bin")
@@ -82,47 +81,6 @@ def test_a_file_that_this_user_may_not_open_is_no_damage(
 
 
 # -- other bytes -----------------------------------------------------------------------------------------
-
-
-def test_records_cut_short_at_any_length_are_refused_or_whole(tmp_path: Path) -> None:
-    """They are whole where only pages that are free were cut off."""
-    records = made(tmp_path)
-    whole = (tmp_path / "data.mdb").read_bytes()
-    found = []
-    for size in range(0, len(whole), 509):
-        (tmp_path / "data.mdb").write_bytes(whole[:size])
-        found.append(read(tmp_path))
-        assert found[-1] in (None, records), size
-    assert found[0] is None
-    assert found.count(None) > len(found) // 2
-
-
-@pytest.mark.parametrize("name", ["data.mdb", "HEAD"])
-def test_no_flipped_bit_shows_other_records(tmp_path: Path, name: str) -> None:
-    """Any bit of headers, nodes and keys; of values, which one digest guards, some."""
-    records = made(tmp_path)
-    path = tmp_path / name
-    whole, skipped = path.read_bytes(), set[int]()
-    if name == "data.mdb":
-        file = LmdbFile(str(path))
-        for value in file.values(file.metas()[0]):
-            skipped |= set(range(value.offset, value.offset + value.size)) - {
-                value.offset,
-                value.offset + value.size - 1,
-            }
-        file.close()
-    used = [at for at in range(len(whole)) if at not in skipped and (whole[at] or at % PAGE_BYTES < 160)]
-    refused = 0
-    with path.open("r+b", buffering=0) as file_:
-        for at in used:
-            for bit in range(8) if at % PAGE_BYTES < 160 else (at % 8,):
-                os.pwrite(file_.fileno(), bytes([whole[at] ^ 1 << bit]), at)
-                found = read(tmp_path)
-                assert found in (None, records), (at, bit)
-                refused += found is None
-            os.pwrite(file_.fileno(), whole[at : at + 1], at)
-    assert refused > 40 if name == "data.mdb" else refused == 0
-    assert read(tmp_path) == records
 
 
 def test_needed_blocks_beyond_the_end_are_refused_and_the_file_stays(tmp_path: Path) -> None:

@@ -14,16 +14,12 @@ from tests.apart import ran
 from tests.store.big import dump, load, publish
 from tiercache.kernels.cpu.file_io import has_reads, read_checked
 from tiercache.store import LmdbEngine, Store, verify
-from tiercache.store.blocks import STATE
-from tiercache.store.engine import Block, ReadRequest
 from tiercache.store.lmdb_file import LmdbFile
 from tiercache.store.record_chain import Manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
-    from tiercache.store.engine import Data
 
 pytestmark = pytest.mark.disk
 
@@ -103,35 +99,6 @@ def test_a_reader_beside_the_writer_sees_whole_blocks(big: Store, *, at_once: bo
     assert not failures, failures
 
 
-def test_a_write_that_fails_gives_its_room_back(tmp_path: Path) -> None:
-    """The file is as long as before, and opens."""
-    engine = LmdbEngine(tmp_path, create=True)
-    kept, gone = Block(STATE, 0, 0, 0, 5000), Block(STATE, 1, 0, 0, 900_000)
-    places = engine.write([(kept, np.ones(5000, np.uint8)), (gone, np.zeros(900_000, np.uint8))])
-    kept, gone = kept._replace(place=places[0]), gone._replace(place=places[1])
-    engine.commit({"r": b"1"})
-    engine.free([gone])
-
-    def blocks() -> Iterator[Data]:
-        yield Block(STATE, 2, 0, 0, 10_000), np.zeros(10_000, np.uint8)
-        raise RuntimeError("the source broke")
-
-    with pytest.raises(RuntimeError, match="the source broke"):
-        engine.write(blocks())
-    assert (tmp_path / "blocks.bin").stat().st_size < 100_000
-    engine.close()
-    for readonly in (True, False, False):
-        engine = LmdbEngine(tmp_path, create=False, readonly=readonly)
-        out = np.empty(5000, np.uint8)
-        engine.read(ReadRequest(kept, 0, out))
-        assert out.all()
-        if not readonly:
-            engine.retain([kept])
-            engine.write([(Block(STATE, 3, 0, 0, 2_000_000), np.full(2_000_000, 3, np.uint8))])
-            engine.commit({})
-        engine.close()
-
-
 @pytest.mark.parametrize("done", [True, False])
 def test_an_interrupt_at_the_end_of_a_commit_leaves_what_is_durable(
     big: Store, monkeypatch: pytest.MonkeyPatch, *, done: bool
@@ -164,12 +131,10 @@ def test_an_interrupt_at_the_end_of_a_commit_leaves_what_is_durable(
     monkeypatch.undo()
     assert bool(raised) == done
     big.discard_uncommitted()
-    assert big.commit is not None
     assert big.commit.cursor.pass_index == (2 if done else 1)
     assert load(big, 2) == ({0: stored[0][2], 1: stored[1][2]} if done else {0: stored[0][2]})
     pass_index = big.commit.cursor.pass_index
     dump(big, pass_index, {pass_index + 1: 80})
     publish(big, pass_index + 1)
     big.close()
-    assert big.path is not None
     assert verify(big.path)["problems"] == []

@@ -140,7 +140,6 @@ def test_a_second_writer_is_refused_whatever_way_the_first_was_opened(tmp_path: 
             assert caught.value.pid == os.getpid()
     code = HOLDER.format(module=module, engine=engine)
     with Popen(command(code, tmp_path), stdin=PIPE, stdout=PIPE) as holder:
-        assert holder.stdout is not None
         assert holder.stdout.readline() == b"open\n"
         for second in (lambda: engine_of(tmp_path, create=False), lambda: Store.open(tmp_path)):
             with pytest.raises(StoreInUseError, match="is being written by process") as caught:

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.store.between import Between, engine_of
-from tests.store.conftest import held_blocks, small_tables
+from tests.store.conftest import engine_of, held_blocks, small_tables
+from tests.store.failing import Between
 from tests.store.world import World
 from tiercache.store import CommitMissingError, CorruptBlockError, Store, StoreClosedError, StoreError
 from tiercache.store.changes import changed_rows

@@ -14,15 +14,7 @@ from hypothesis import strategies as st
 from zarr.storage import LocalStore, MemoryStore
 
 from tests.files import files_of, flip
-from tests.store.engine_contract import (
-    bytes_of,
-    check,
-    layout_of,
-    put,
-    segment_blocks,
-    some_bytes,
-    state_block,
-)
+from tests.store.engine_contract import bytes_of, check, layout_of, put, segment_blocks, some_bytes, state_block
 from tiercache.store import zarr_layout, zarr_writer
 from tiercache.store.blocks import CHANGED, KEYS, ROWS
 from tiercache.store.direct_file import PAGE_BYTES, write_at
