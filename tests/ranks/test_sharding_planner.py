@@ -130,17 +130,6 @@ def test_slices_that_meet_on_the_emptiest_rank_are_one() -> None:
     assert sorted(owned_bytes(sharding, tables, table_stats)) == [400, 400, 416]
 
 
-def test_thresholds_choose_all_kinds_at_once() -> None:
-    """Small ones are copied, large ones cut by columns, and the largest by row."""
-    tables, table_stats = sizes([(2, 8), (100, 32), (10_000, 64), (100_000, 128)])
-    sharding = plan_sharding(
-        tables, table_stats, 4, strategy="memory_balanced", replicate_threshold=4 * 1000, column_threshold=4 * 100_000,
-        row_threshold=4 * 1_000_000,
-    )  # fmt: skip
-    assert [sharding.tables[t.name].kind for t in tables] == ["replicate", "table", "column", "row"]
-    assert len(sharding.tables["t2"].slices) == 4
-
-
 @pytest.mark.parametrize("num_ranks", [2, 3, 8, 64])
 def test_by_cost_fewer_tables_than_ranks_keep_all_ranks_at_work(num_ranks: int) -> None:
     """No rank is left without rows or columns."""

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -225,22 +224,10 @@ def misuse(ranks: AnyCommunicator, case: str, folder: str, *, what: str) -> None
                 if ranks.rank == 1:
                     p.source.whole.read = _broken  # type: ignore[method-assign]
                 list(batches)
-            if what == "one rank's id":
-                if ranks.rank == 1:
-                    p.source.read = partial(_with_a_wrong_id, p.source.read)  # type: ignore[method-assign]
-                list(batches)
 
 
 def _broken(*_: Any, **__: Any) -> Any:
     raise OSError("the disk of rank 1 is gone")
-
-
-def _with_a_wrong_id(read: Any, places: Any, **options: Any) -> Any:
-    samples = read(places, **options)
-    ids = samples.ids["user"].ids
-    ids.setflags(write=True)
-    ids[0] = 1 << 20
-    return samples
 
 
 def overlapped(ranks: AnyCommunicator, case: str, folder: str, *, schedule: str, queued: bool = False) -> list[str]:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiercache.kernels.cpu.initial as kernels
-from tiercache.store import Adam, Constant, Normal, Table, Uniform, Zeros, hash_keys, initializer_code, mix, xxh64
+from tiercache.store import Adam, Constant, Normal, Table, Uniform, Zeros, initializer_code, mix, xxh64
 from tiercache.store.initial import initial_rows
 
 
@@ -34,31 +34,11 @@ def test_xxh64_reads_every_byte_and_the_seed() -> None:
     assert len(seen) == 302
 
 
-@pytest.mark.parametrize(
-    ("state", "expected"),
-    [
-        (0x9E3779B97F4A7C15, 0xE220A8397B1DCDAF),
-        (1234567 + 0x9E3779B97F4A7C15, 6457827717110365317),
-        (1234567 + 2 * 0x9E3779B97F4A7C15, 3203168211198807973),
-    ],
-)
-def test_mix_gives_the_published_values_of_splitmix64(state: int, expected: int) -> None:
-    """splitmix64 from seeds 0 and 1234567 adds its constant, then mixes."""
-    assert mix(np.array([state % 2**64], dtype=np.uint64)).tolist() == [expected]
-
-
 def test_mix_leaves_its_argument_alone() -> None:
     """It returns a new array."""
     values = np.arange(5, dtype=np.uint64)
     mix(values)
     assert values.tolist() == [0, 1, 2, 3, 4]
-
-
-def test_hash_keys_mixes_key_and_table() -> None:
-    """The hash of a key is mix(key xor table id), for negative keys too."""
-    keys = np.array([0, 1, -1, np.iinfo(np.int64).min], dtype=np.int64)
-    expected = mix(keys.view(np.uint64) ^ np.uint64(xxh64(b"user")))
-    assert np.array_equal(hash_keys(keys, xxh64(b"user")), expected)
 
 
 # -- initial rows --------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from zarr.storage import LocalStore, MemoryStore
@@ -22,7 +21,6 @@ from tiercache.store.engine import MEMORY_BYTES, Block, BlockLayout
 from tiercache.store.errors import BlockReadError, CorruptStoreError, StoreInUseError
 from tiercache.store.huge_pages import huge_pages
 from tiercache.store.zarr_engine import ZarrEngine
-from tiercache.store.zarr_layout import split
 from tiercache.store.zarr_writer import Buffers
 
 pytestmark = pytest.mark.disk
@@ -40,45 +38,6 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def objects(path: Path) -> dict[str, bytes]:
     """Return the objects of a store, by name."""
     return {name: data for name, data in files_of(path).items() if name != "writer.lock"}
-
-
-def field_of(layout: BlockLayout, written: dict[Block, bytes], at: int, row_bytes: int) -> bytes:
-    """Return one field of all rows, in order."""
-    found = b""
-    for block, data in sorted(written.items(), key=lambda pair: pair[0].index):
-        if block.kind == ROWS:
-            out = np.empty(len(data) // layout.segment_layout.row_bytes * row_bytes, np.uint8)
-            split(layout.segment_layout, block.index, np.frombuffer(data, np.uint8), at, out)
-            found += out.tobytes()
-    return found
-
-
-def joined(written: dict[Block, bytes], kind: bytes) -> bytes:
-    """Return the blocks of a kind one after another."""
-    return b"".join(data for block, data in sorted(written.items(), key=lambda p: p[0].index) if block.kind == kind)
-
-
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("place", ["disk", "elsewhere"])
-@pytest.mark.parametrize("compression", [None, "zstd", "blosc"])
-def test_plain_zarr_reads_the_arrays(tmp_path: Path, compression: str | None, place: str) -> None:
-    """Keys, last changes and each field, in the order of the layout, however many chunks they have."""
-    for rows in ((10, 47), (3,), (7,), (21,), (30,)):
-        store: Any = tmp_path / str(rows) if place == "disk" else MemoryStore()
-        engine = ZarrEngine(store, create=True)
-        layout = layout_of(rows, compression=compression)
-        written = put(engine, segment_blocks(layout, 5))
-        engine.commit({"r": b"1"})
-        engine.close()
-        group = zarr.open(str(store) if place == "disk" else store, mode="r")[
-            f"segments/5{'' if place == 'disk' else '-1'}/0"
-        ]
-        assert group.attrs["tables"] == ["t"]
-        assert group["keys"][:].tobytes() == joined(written, KEYS)
-        assert group["changed"][:].tobytes() == joined(written, CHANGED)
-        assert group["vector"].shape == (sum(rows), 3)
-        assert group["vector"][:].tobytes() == field_of(layout, written, 0, VECTOR)
-        assert group["sum"][:].tobytes() == field_of(layout, written, VECTOR, 4)
 
 
 @pytest.mark.usefixtures("small_chunks")
