@@ -18,10 +18,15 @@ BODIES = "tests.ranks.bodies:"
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_rank_knows_itself_and_hears_all(ranks_pool: RanksPool, size: int) -> None:
-    """Values arrive in rank order, whatever their kinds and lengths."""
+    """Values arrive in rank order, whatever their kinds and lengths; no rank waits for bytes that nobody has.
+
+    Row r of the splits that a rank gets is what rank r sent to it; the least of all ranks is known to all.
+    """
     assert ranks_pool.run(size, BODIES + "who") == [[rank, size] for rank in range(size)]
     expected = [{"rank": r, "words": "é" * r, "list": list(range(r)), "none": None} for r in range(size)]
-    assert ranks_pool.run(size, BODIES + "tell") == [expected] * size
+    for rank, found in enumerate(ranks_pool.run(size, BODIES + "small_values")):
+        splits = [[source, rank, 2**40 + source] for source in range(size)]
+        assert found == [expected, [0, 0], splits, [0, -(2**40) * (size - 1)]]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -36,31 +41,12 @@ def test_uneven_pieces_of_any_dtype_arrive_in_rank_order(ranks_pool: RanksPool, 
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_ranks_that_have_nothing_exchange_nothing(ranks_pool: RanksPool, size: int) -> None:
-    """No rank waits for bytes that nobody has."""
-    assert ranks_pool.run(size, BODIES + "nothing_at_all") == [[0, 0]] * size
-
-
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
 def test_pieces_of_uneven_sizes_are_gathered_in_rank_order(ranks_pool: RanksPool, size: int, dtype: str) -> None:
     """Everybody has everybody's, empty pieces left out."""
     for sizes in ([3, 0, 2, 5], [0, 0, 1, 0], [1, 4, 0, 0]):
         got = ranks_pool.run(size, BODIES + "uneven_gather", dtype=dtype, sizes=sizes[:size])
         assert got == [[float(rank + 1) for rank in range(size) for _ in range(sizes[rank])]] * size
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_counts_of_64_bits_are_transposed(ranks_pool: RanksPool, size: int) -> None:
-    """Row r of what a rank gets is what rank r sent to it."""
-    for rank, got in enumerate(ranks_pool.run(size, BODIES + "counts")):
-        np.testing.assert_array_equal(got, [[source, rank, 2**40 + source] for source in range(size)])
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_the_least_of_all_ranks_is_known_to_all(ranks_pool: RanksPool, size: int) -> None:
-    """Place by place."""
-    assert ranks_pool.run(size, BODIES + "least") == [[0, -(2**40) * (size - 1)]] * size
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -87,6 +73,7 @@ def test_a_group_of_some_of_the_processes_is_joined(ranks_pool: RanksPool) -> No
 
 def test_an_error_on_one_rank_is_raised_on_all(ranks_pool: RanksPool) -> None:
     """The rank that has it keeps its type, the others name the rank, what it did and its sentence; nobody waits."""
+    assert ranks_pool.errors(1, BODIES + "fails_in_the_body", who=[0], kind="OSError") == [("OSError", "no room 0")]
     got = ranks_pool.errors(3, BODIES + "fails_in_the_body", who=[1], kind="BudgetError")
     other = ("RankError", "rank 1 failed while opening the store: no room 1")
     assert got == [other, ("BudgetError", "no room 1"), other]
@@ -110,11 +97,6 @@ def test_gradients_that_are_given_back_before_their_backward_are_refused_on_all_
     other = f"RankError: rank 0 failed while giving gradients of collected vectors back: ValueError: {sentence}"
     assert [one[0] for one in told] == [f"ValueError: {sentence}", other, other]
     assert [one[1] for one in told] == pytest.approx([2 * 3 * size / 9 for size in (2, 3, 4)])
-
-
-def test_one_rank_alone_raises_its_own_error(ranks_pool: RanksPool) -> None:
-    """As several do."""
-    assert ranks_pool.errors(1, BODIES + "fails_in_the_body", who=[0], kind="OSError") == [("OSError", "no room 0")]
 
 
 def test_ranks_talk_on_after_an_agreed_error(ranks_pool: RanksPool) -> None:

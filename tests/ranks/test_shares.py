@@ -199,14 +199,6 @@ def test_every_maker_of_initial_rows_cuts_a_slice_out_of_the_whole_ones(start: s
         np.testing.assert_array_equal(initial_rows(part, keys)[0], mine)
 
 
-def test_a_device_that_makes_rows_itself_leaves_slices_to_the_host() -> None:
-    """Its kernel counts elements from the first of the whole row."""
-    whole = table("t", 8)
-    backend = shim()
-    assert backend.generates(whole)
-    assert not backend.generates(ShardingPlan(2, {"t": sliced(8, [0, 1])}).shard_tables([whole], 1)[0])
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("start", ["uniform", "normal"])
 def test_the_parts_of_all_ranks_put_side_by_side_are_the_whole_rows(tmp_path: Path, start: str, dtype: str) -> None:

@@ -1,8 +1,5 @@
 """Filling an empty store with rows from outside."""
 
-import multiprocessing
-import os
-import signal
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,37 +182,3 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         assert 24_000 * BIG.row_bytes > 5 * memory
         assert store.counters.spill_bytes_written == 24_000 * (BIG.row_bytes + 8)
     assert [entry.name for entry in tmp_path.iterdir()] == ["s"]
-
-
-def die_filling(path: Path, at: int) -> None:
-    """Fill a store and die after so many steps."""
-    steps = 0
-
-    def count(*_: object) -> None:
-        nonlocal steps
-        steps += 1
-        if steps == at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    keys = np.arange(3000, dtype=np.int64)
-    with Store.open(path, tables=[BIG]) as store:
-        load_rows(
-            store,
-            [("big", (keys[i::3], rows_of(BIG, keys[i::3]))) for i in range(3)],
-            memory_bytes=1 << 20,
-            progress=count,
-        )
-
-
-@pytest.mark.parametrize("at", [2, 4])
-def test_a_killed_filling_leaves_an_empty_store(tmp_path: Path, at: int) -> None:
-    """While rows are sorted and while they are written; nothing is left beside it, and the next filling succeeds."""
-    process = multiprocessing.get_context("forkserver").Process(target=die_filling, args=(tmp_path / "s", at))
-    process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
-    assert info(tmp_path / "s")["commit"] is None
-    assert [entry.name for entry in tmp_path.iterdir()] == ["s"]
-    die_filling(tmp_path / "s", -1)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["s"]
-    assert info(tmp_path / "s")["rows"] == 3000

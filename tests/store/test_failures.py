@@ -1,6 +1,5 @@
 """What a full disk says; and whatever call fails, the store is at its last commit."""
 
-import copy
 import errno
 import os
 import re
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from tests.store.big import BIG, dump, publish
 from tests.store.conftest import engine_of, held_blocks, small_tables
-from tests.store.failing import Between, FailingEngine, KilledError, SlowEngine
+from tests.store.failing import Between, FailingEngine, KilledError
 from tests.store.world import World, WorldUses
 from tiercache.store import Cursor, MemoryEngine, Store, StoreFullError, Table
 from tiercache.store.blocks import STATE
@@ -169,48 +168,6 @@ def test_a_scan_that_sorts_names_all_it_sorts(leave: Leave) -> None:
 
 
 @pytest.mark.parametrize("kind", ["memory", "lmdb", "zarr"])
-@pytest.mark.parametrize("lasting", [False, True])
-def test_any_failing_write_or_commit_leaves_the_last_commit(
-    kind: str, lasting: bool, tables: list[Table], tmp_path: Path
-) -> None:
-    """Each call of a dump and its commit in turn: the error comes out, the store can be closed and read on, and
-    opened again it stands where it stood; what is tried again then works.
-    """
-    inner = engine_of(kind, tmp_path)
-    store, world = Store.open(None, tables=tables, engine=inner), World(tables)
-    world.run(store, 3)
-    call = 0
-    while True:
-        call += 1
-        before = copy.deepcopy(world)
-        engine = FailingEngine(inner, verbs=("write", "commit"), lasting=lasting)
-        store.close()
-        if kind != "memory":
-            engine.engine = inner = engine_of(kind, tmp_path, create=False)
-        store = Store.open(None, engine=engine)
-        world.check(store, after=world.pass_index - 1)
-        assert store.commit.cursor == Cursor(world.pass_index, 0)
-        assert store.state() == f"state at {world.pass_index}, 0".encode()
-        engine.fail_in(call)
-        try:
-            world.train()
-            world.append(store)
-            world.pass_index += 1
-            world.publish(store)
-        except StoreFullError:
-            world = before
-            engine.fail_in(None)
-            if call % 2:
-                store.discard_uncommitted()
-                world.check(store, after=world.pass_index - 1)
-        else:
-            break
-    assert call == 4
-    world.check(store, after=world.pass_index - 1)
-    store.close()
-
-
-@pytest.mark.parametrize("kind", ["memory", "lmdb", "zarr"])
 @pytest.mark.parametrize("call", [1, 2])
 def test_a_commit_can_be_tried_again(kind: str, call: int, tables: list[Table], tmp_path: Path) -> None:
     """After it failed while its state was written, or at the very end, with another state."""
@@ -239,22 +196,6 @@ def test_a_failing_read_is_raised_where_it_happened(tables: list[Table]) -> None
         world.check_load(store, 1)
     assert engine.failed == 1
     world.check_load(store, 1)
-
-
-def test_a_slow_engine_changes_nothing_but_the_time(tables: list[Table]) -> None:
-    """Reads on another thread while the writer waits give the same bits."""
-    store = Store.open(None, tables=tables, engine=SlowEngine(MemoryEngine(), write_seconds=0.01, read_seconds=1e-4))
-    world = World(tables)
-    world.run(store, 2)
-    before = copy.deepcopy(world)
-    world.train()
-    writer = threading.Thread(target=world.append, args=(store,))
-    writer.start()
-    before.check_load(store, 2)
-    writer.join()
-    world.pass_index += 1
-    world.publish(store)
-    world.check(store, after=2)
 
 
 def test_a_torn_write_ends_the_process_as_far_as_its_engine_goes() -> None:

@@ -43,21 +43,17 @@ def test_a_missing_store_is_an_error_without_tables(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_is_not_a_store(tmp_path: Path) -> None:
-    """Nor can one be made below it, and it stays as it is."""
-    (tmp_path / "file").write_text("mine")
-    for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(NotAStoreError, match="is a file"):
-            Store.open(path, tables=[one()])
-    assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_a_folder_of_other_things_is_not_a_store(tmp_path: Path) -> None:
-    """It is named with what is in it, and nothing is added to it."""
+def test_a_file_and_a_folder_of_other_things_are_no_stores(tmp_path: Path) -> None:
+    """Nor can one be made below the file; the folder is named with what is in it, and both stay as they are."""
     (tmp_path / "photo.jpg").write_text("mine")
-    with pytest.raises(NotAStoreError, match=r"holds 'photo.jpg', not a store"):
-        Store.open(tmp_path, tables=[one()])
-    assert [entry.name for entry in tmp_path.iterdir()] == ["photo.jpg"]
+    for path, words in (
+        ("photo.jpg", "is a file"),
+        ("photo.jpg/below", "is a file"),
+        (".", "holds 'photo.jpg', not a"),
+    ):
+        with pytest.raises(NotAStoreError, match=words):
+            Store.open(tmp_path / path, tables=[one()])
+    assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("photo.jpg", "mine")]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "other"}', "\x00\xff"])

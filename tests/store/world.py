@@ -279,24 +279,24 @@ class World:
 
     def check_load(self, store: Store, pass_index: int) -> None:
         """Assert that the ranges with next use ``pass_index`` hold exactly the rows that it needs and that exist."""
-        loaded: dict[Key, bytes] = {}
-        for segment in scheduled(store):
-            for group in store.groups:
-                loaded |= self.load_range(store, segment, group, pass_index)
         expected = {key: self.rows[key] for key in self.keys(pass_index) if key in self.rows}
-        assert loaded == expected
+        assert self._loaded(store, pass_index) == expected
 
     def check_within(self, store: Store) -> None:
         """Assert that, after a commit inside the present pass, its key set loads as it is now."""
-        loaded: dict[Key, bytes] = {}
-        for segment in scheduled(store):
-            for group in store.groups:
-                loaded |= self.load_range(store, segment, group, self.pass_index)
-        assert loaded == {key: self.rows[key] for key in self.keys(self.pass_index)}
+        assert self._loaded(store, self.pass_index) == {key: self.rows[key] for key in self.keys(self.pass_index)}
         for name, keys in self.passes[self.pass_index % self.num_passes].items():
             ids, _ = store.locate(name, keys, after=self.pass_index - 1)
             assert len(set(ids.tolist())) == 1
             assert store.segments[-1].id == ids[0]
+
+    def _loaded(self, store: Store, pass_index: int) -> dict[Key, bytes]:
+        """Read the live ranges of the schedule with next use ``pass_index``."""
+        loaded: dict[Key, bytes] = {}
+        for segment in scheduled(store):
+            for group in store.groups:
+                loaded |= self.load_range(store, segment, group, pass_index)
+        return loaded
 
     def load_range(self, store: Store, segment: Segment, group: Group, pass_index: int) -> dict[Key, bytes]:
         """Read the live range with next use ``pass_index`` of a layout, row by row."""
