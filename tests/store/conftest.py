@@ -117,11 +117,3 @@ def big(tmp_path: Path) -> Iterator[Store]:
     store = Store.open(tmp_path / "big.tc", tables=[BIG])
     yield store
     store.close()
-
-
-@pytest.fixture
-def big_zarr(tmp_path: Path) -> Iterator[Store]:
-    """The same on Zarr."""
-    store = Store.open(tmp_path / "big.tc", tables=[BIG], engine="zarr")
-    yield store
-    store.close()

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from tests.files import flipped
 from tests.memory import Peak, run_alone
-from tests.store.big import file_of
+from tests.store.big import append, file_of, publish
 from tests.store.conftest import held_blocks, small_tables
 from tests.store.world import World
 from tiercache.cli import app
-from tiercache.store import SGD, Cursor, Range, Store, Table, Zeros, hash_keys, info, verify
+from tiercache.store import SGD, Range, Store, Table, Zeros, hash_keys, info, verify
 from tiercache.store.base_segment import base_layout
 from tiercache.store.blocks import ROWS, STATE
 from tiercache.store.key_invariants import SORT_BYTES, VERIFY_BYTES
@@ -129,14 +129,12 @@ def make(path: Path) -> None:
     """Dump pass after pass, each with other keys."""
     with Store.open(path, tables=[ONE]) as store:
         layout = base_layout(store.groups[0], [Range(next_use=9, table_rows=(PASS_ROWS,))])
-        rows = np.zeros(layout.block_rows * ONE.row_bytes, np.uint8)
+        rows = np.zeros(layout.rows * ONE.row_bytes, np.uint8)
         for index in range(PASSES):
             keys = np.arange(index * PASS_ROWS, (index + 1) * PASS_ROWS)
             keys = keys[np.argsort(hash_keys(keys, ONE.table_id))]
-            cuts = [(b, *layout.rows_of_block(b)) for b in range(layout.num_blocks)]
-            blocks = ((0, b, rows[: (high - low) * ONE.row_bytes], keys[low:high]) for b, low, high in cuts)
-            store.append(index, [layout], blocks)
-            store.publish(Cursor(index + 1, 0), state=b"", schedule_digest="", settings={}, environment={})
+            append(store, index, layout, rows, keys)
+            publish(store, index + 1)
 
 
 def measure(path: Path) -> None:
