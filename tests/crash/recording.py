@@ -1,7 +1,6 @@
-"""Everything that a run of the workload had on disk, moment after moment, and what a loss of power can leave of it."""
+"""Everything that a run of the workload had on disk, moment after moment, and what of it was synced when."""
 
 import os
-import random
 import threading
 from bisect import bisect_right
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.crash.child import Teller
-from tests.crash.image import PAGE_BYTES, ROOT, SECTOR_BYTES, Camera, File, Image, put
+from tests.crash.image import Camera, File, Image
 from tests.crash.points import Point, unwatch, watch
 from tests.crash.store_steps import go_on
 
@@ -176,84 +175,3 @@ def _environments(image: Image) -> list[int]:
         for name, number in names.items()
         if name == "data.mdb" and number in image.files
     ]
-
-
-# -- what a loss of power can leave --------------------------------------------------------------------------
-
-KINDS = ("suffix", "torn", "pages", "sectors", "names")
-"""How far what was not synced arrived.
-
-    suffix    everything up to a call, nothing after it
-    torn      the same, and some sectors of what that call wrote
-    pages     some pages of each file, each as it was at some moment, and some length; names up to a call
-    sectors   the same of sectors of 512 bytes
-    names     the same of sectors, and each name of a directory as it was at some moment
-"""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Loss:
-    """One loss of power: just after a moment of a recording; ``seed`` decides what arrived of what was not synced."""
-
-    kind: str
-    moment: int
-    seed: int
-
-    def build(self, recording: Recording, folder: Path) -> None:
-        """Make ``folder``, which must not exist, what is there after the loss."""
-        _Rest(self, recording).build(folder)
-
-
-class _Rest:
-    """Decides what arrived. Every file and directory is as it was at some moment from its newest sync on."""
-
-    def __init__(self, loss: Loss, recording: Recording) -> None:
-        self._kind, self._moment, self._recording = loss.kind, loss.moment, recording
-        self._random = random.Random(f"{loss.kind} {loss.moment} {loss.seed}")
-        self._cut = max(0, loss.moment - int(self._random.expovariate(0.1)))
-        """Up to where all arrived; near the loss, as a far cut only shows again what the syncs left."""
-
-    def build(self, folder: Path) -> None:
-        """Choose the names of directories, and the content of the files that they name."""
-        directories: dict[int, dict[str, int]] = {}
-        files: dict[int, bytes] = {}
-        waiting = [ROOT]
-        while waiting:
-            directory = waiting.pop()
-            directories[directory] = self._names(directory)
-            for number in directories[directory].values():
-                if number in self._recording.directories:
-                    waiting.append(number)
-                elif number not in files:
-                    files[number] = self._content(number)
-        put(folder, directories, files)
-
-    def _names(self, directory: int) -> dict[str, int]:
-        versions = [(m, names or {}) for m, names in self._versions(directory)]
-        if self._kind != "names":
-            return next((names for m, names in reversed(versions) if m <= self._cut), versions[0][1])
-        known = sorted({name for _, names in versions for name in names})
-        chosen = {name: self._random.choice(versions)[1].get(name) for name in known}
-        return {name: number for name, number in chosen.items() if number is not None}
-
-    def _content(self, number: int) -> bytes:
-        versions = [(m, file) for m, file in self._versions(number) if file is not None]
-        at = max((i for i, (m, _) in enumerate(versions) if m <= self._cut), default=0)
-        choices: list[File] = [file for _, file in versions]
-        if self._kind == "suffix":
-            choices = choices[at : at + 1]
-        elif self._kind == "torn":
-            later = versions[at + 1][0] if at + 1 < len(versions) else 0
-            choices = choices[at : at + 2] if later == self._cut + 1 else choices[at : at + 1]
-        length = self._random.choice(choices).size
-        return b"".join(self._page(i, choices) for i in range(-(-length // PAGE_BYTES)))[:length]
-
-    def _page(self, index: int, choices: list[File]) -> bytes:
-        pages = list({id(page): page for page in (file.page(index) for file in choices)}.values())
-        if len(pages) == 1 or self._kind == "pages":
-            return self._random.choice(pages)
-        return b"".join(self._random.choice(pages)[at : at + SECTOR_BYTES] for at in range(0, PAGE_BYTES, SECTOR_BYTES))
-
-    def _versions(self, number: int) -> list[tuple[int, Any]]:
-        """Return what a file or directory may be: as it was synced, and each change since, with its moment."""
-        return self._recording.between(number, self._recording.durable(number, self._moment), self._moment)

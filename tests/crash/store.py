@@ -29,10 +29,11 @@ from typing import TYPE_CHECKING, Any
 from tests.crash.child import Ended, Teller, run
 from tests.crash.image import Camera
 from tests.crash.killer import Killer
+from tests.crash.loss import KINDS as LOSSES
+from tests.crash.loss import Loss
 from tests.crash.outcome import FAILING, KINDS, LOST, MOST_PROBLEMS, SILENT, EnoughError, Found
 from tests.crash.points import Point, unwatch, watch
-from tests.crash.recording import KINDS as LOSSES
-from tests.crash.recording import Loss, Recording, record
+from tests.crash.recording import Recording, record
 from tests.crash.report import add_options, report, working_folder
 from tests.crash.schedule import After, At, Torn, deal, spread
 from tests.crash.store_steps import STEPS, go_on, prepare, problems, stands
