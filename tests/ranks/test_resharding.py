@@ -132,10 +132,7 @@ def test_a_training_goes_on_with_other_ranks_to_the_same_bits(
     with Store.open(None, tables=case.tables, engine=MemoryEngine()) as plain:
         model = train_to_cursor(plain, passes, case, (14, 0), skip=skip, seed=1)
         end = result_of(plain, passes, model)
-    alone = Share(passes, ways(1, 0), 0)
-    with ShardWriter.open(path, case.tables, alone.sharding, communicator_of(), engine="zarr") as shards:
-        train_to_cursor(shards.store, alone, case, stops[0][0], seed=1, shards=shards)
-        shards.publish(stops[0][0])
+    sharded(path, case, passes, stops[0][0])
     for (cursor, size, turn), after in zip(stops, [*(stop[0] for stop in stops[1:]), (14, 0)], strict=True):
 
         def body(ranks: Any, cursor: Any = cursor, size: int = size, turn: int = turn) -> Any:

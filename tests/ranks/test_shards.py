@@ -10,6 +10,7 @@ from tests.ranks import sharded_world
 from tests.ranks.meeting import meet
 from tests.ranks.sharded_world import (
     TABLES,
+    advance,
     check_shards,
     divide_anew,
     opened,
@@ -108,11 +109,7 @@ def test_nothing_is_published_unless_all_shards_stand_there(tmp_path: Path) -> N
         shards, world = opened(path, ranks)
         with shards:
             if ranks.rank:
-                world.pass_index = 0
-                world.train(part=1)
-                world.append(shards.store)
-                world.pass_index = 1
-                world.publish(shards.store)
+                advance(shards.store, world, Cursor(0))
             shards.publish(Cursor(1))
 
     assert "stands at pass 0 and pass 1 is to be published" in sentences(meet(2, missing))

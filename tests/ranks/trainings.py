@@ -1,7 +1,7 @@
 """Trainings that run on every rank of a run, and what they end with."""
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -230,36 +230,53 @@ def _broken(*_: Any, **__: Any) -> Any:
     raise OSError("the disk of rank 1 is gone")
 
 
+def noting_rows(rows: Any, events: list[str], check: Callable[[], None] = lambda: None) -> list[threading.Event]:
+    """Have what answers for rows note "rows 0", "rows 1" and so on; return what is set then, one after the other."""
+    answer, arrived = rows.answer, [threading.Event() for _ in range(5)]
+
+    def answered(*arguments: Any, **options: Any) -> Any:
+        check()
+        number = sum(event.is_set() for event in arrived)
+        found = answer(*arguments, **options)
+        events.append(f"rows {number}")
+        arrived[number].set()
+        return found
+
+    rows.answer = answered
+    return arrived
+
+
+def note_dense(number: int, events: list[str], arrived: list[threading.Event], schedule: str) -> None:
+    """Note "dense" of a batch, once the rows of the next one have come where the schedule says so."""
+    if schedule == "interleaved" and number < 3:
+        assert arrived[number + 1].wait(30), "the next rows never come while this one is in the dense part"
+    events.append(f"dense {number}")
+
+
 def overlapped(ranks: AnyCommunicator, case: str, folder: str, *, schedule: str, queued: bool = False) -> list[str]:
     """Train one batch of 4 micro-batches, whose dense parts wait until what must come before has; return the order.
 
     queued: the training thread brings rows, and another one only asks for them.
     """
-    one, events, arrived = CASES[case], [], [threading.Event() for _ in range(5)]
+    one, events = CASES[case], list[str]()
     with open_sharded(one, folder, queued=queued) as cache:
         model, optimizer = model_of(cache, one)
-        ask, answer = cache._exchange.asking.ask, cache._exchange.rows.answer
+        ask = cache._exchange.asking.ask
 
         def asked(*arguments: Any, **options: Any) -> Any:
             assert threading.current_thread().name.startswith("tiercache-asking")
             return ask(*arguments, **options)
 
-        def answered(*arguments: Any, **options: Any) -> Any:
+        def check() -> None:
             assert (threading.current_thread() is threading.main_thread()) == (queued or schedule == "simple")
-            number = sum(event.is_set() for event in arrived)
-            found = answer(*arguments, **options)
-            events.append(f"rows {number}")
-            arrived[number].set()
-            return found
 
-        cache._exchange.asking.ask, cache._exchange.rows.answer = asked, answered  # type: ignore[method-assign]
+        cache._exchange.asking.ask = asked  # type: ignore[method-assign]
+        arrived = noting_rows(cache._exchange.rows, events, check)
         passes = cache.passes(epochs=1)
         for batches in next(passes).steps(one.batch, micro_batches=4, schedule=schedule):
             for number, batch in enumerate(batches):
                 out = model(batch)
-                if schedule == "interleaved" and number < 3:
-                    assert arrived[number + 1].wait(30), "the next rows never come while this one is in the dense part"
-                events.append(f"dense {number}")
+                note_dense(number, events, arrived, schedule)
                 (nn.functional.binary_cross_entropy_with_logits(out, batch.label) * batch.weight).backward()
             optimizer.step()
             events.append("step")
@@ -354,23 +371,14 @@ def waits(ranks: AnyCommunicator, case: str, folder: str, *, sharding: dict[str,
 
 def overlapped_evaluation(ranks: AnyCommunicator, case: str, folder: str, *, schedule: str) -> list[str]:
     """Evaluate 4 batches, each of which is looked at when what must come before has; return the order."""
-    one, events, arrived = CASES[case], [], [threading.Event() for _ in range(5)]
+    one, events, arrived = CASES[case], list[str](), list[threading.Event]()
     with open_sharded(one, folder) as cache:
         model, _ = model_of(cache, one)
         evaluating = cache._exchange.evaluating
 
         def noted(passes: Any) -> Any:
             exchange = evaluating(passes)
-            answer = exchange.rows.answer
-
-            def answered(*arguments: Any, **options: Any) -> Any:
-                number = sum(event.is_set() for event in arrived)
-                found = answer(*arguments, **options)
-                events.append(f"rows {number}")
-                arrived[number].set()
-                return found
-
-            exchange.rows.answer = answered  # type: ignore[method-assign]
+            arrived.extend(noting_rows(exchange.rows, events))
             return exchange
 
         cache._exchange.evaluating = noted  # type: ignore[method-assign]
@@ -378,9 +386,7 @@ def overlapped_evaluation(ranks: AnyCommunicator, case: str, folder: str, *, sch
         with torch.no_grad():
             for number, batch in enumerate(some.batches(-(-some.num_samples // 4), schedule=schedule)):
                 model(batch)
-                if schedule == "interleaved" and number < 3:
-                    assert arrived[number + 1].wait(30), "the next rows never come while this batch is looked at"
-                events.append(f"dense {number}")
+                note_dense(number, events, arrived, schedule)
     return events
 
 

@@ -228,6 +228,7 @@ def test_a_writer_whose_records_have_no_room_opens_and_changes_nothing(
 COMMIT_ON = """
 import sys
 from pathlib import Path
+from tiercache.store import LmdbEngine
 
 for opened in range(4):
     engine = LmdbEngine(Path(sys.argv[1]), create=False)
