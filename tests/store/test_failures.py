@@ -205,9 +205,9 @@ def test_a_torn_write_ends_the_process_as_far_as_its_engine_goes() -> None:
     engine.tear(1, 3)
     with pytest.raises(KilledError):
         engine.write([(Block(STATE, 0, 0, i, 5), np.full(5, i, np.uint8)) for i in range(3)])
-    for call in (lambda: engine.write([]), lambda: engine.commit({}), lambda: engine.records()):
+    for call, *given in ((engine.write, []), (engine.commit, {}), (getattr, engine, "records")):
         with pytest.raises(KilledError, match="open the engine again"):
-            call()
+            call(*given)
     assert {index: data.size for (*_, index), data in inner.blocks.items()} == {0: 5, 1: 3}
 
 

@@ -76,9 +76,9 @@ def test_the_independent_reader_is_independent() -> None:
 def check_arrays(place: Any, world: World, segment: Segment, groups: Sequence[Group]) -> None:
     """Compare the arrays of a segment, as in a notebook, with the rows of a world: ranges stand as attributes."""
     segments = zarr.open(str(place) if isinstance(place, Path) else place, mode="r")["segments"]
-    name = str(segment.id) if isinstance(place, Path) else f"{segment.id}-1"
+    folder = str(segment.id) if isinstance(place, Path) else f"{segment.id}-1"
     for group, layout in zip(groups, segment.layouts, strict=True):
-        node = segments[f"{name}/{group.index}"]
+        node = segments[f"{folder}/{group.index}"]
         assert node.attrs["tables"] == [table.name for table in group.tables]
         keys, fields = node["keys"][:], [node[field.name][:] for field in group.fields]
         assert keys.dtype == np.int64
