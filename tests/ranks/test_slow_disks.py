@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.ranks import trainings
 from tests.ranks.pool import RanksPool
 from tests.ranks.trainings import ONE, assert_same_rows, dense_of, model_of, open_sharded, stored
-from tests.store.failing import SlowEngine
+from tests.store.failing import HitchingEngine
 from tests.training.cases import Case
 from tiercache.dist.communicator import AnyCommunicator, communicator_of
 from tiercache.errors import RankError
@@ -28,26 +28,6 @@ WIDE = Case(tables=ONE.tables, specs=ONE.specs, num_samples=512, num_keys=2000, 
 BODIES = "tests.ranks.test_slow_disks:"
 
 
-class Hitching(SlowEngine):
-    """Is slow once whenever its seconds are set."""
-
-    def read(self, *arguments: Any) -> None:
-        """Read, and be fast from then on."""
-        super().read(*arguments)
-        self.read_seconds = 0.0
-
-    def write(self, *arguments: Any, **options: Any) -> list[int]:
-        """Write, and be fast from then on."""
-        places = super().write(*arguments, **options)
-        self.write_seconds = 0.0
-        return places
-
-    def commit(self, *arguments: Any, **options: Any) -> None:
-        """Commit, and be fast from then on."""
-        super().commit(*arguments, **options)
-        self.commit_seconds = 0.0
-
-
 @contextmanager
 def impatient(seconds: float = TIMEOUT) -> Iterator[pytest.MonkeyPatch]:
     """Have new process groups give a rank up soon."""
@@ -58,12 +38,12 @@ def impatient(seconds: float = TIMEOUT) -> Iterator[pytest.MonkeyPatch]:
 
 def trained(ranks: AnyCommunicator, folder: str, slow: str | None) -> dict[str, Any]:
     """Train, with a commit inside pass 3; on rank 1 something of the disk takes longer than the timeout in pass 2."""
-    case, engines = WIDE, list[Hitching]()
+    case, engines = WIDE, list[HitchingEngine]()
     open_engine = opening.open_engine
 
     def opened(*arguments: Any, **options: Any) -> Opened:
         found = open_engine(*arguments, **options)
-        found.engine = made = Hitching(found.engine)
+        found.engine = made = HitchingEngine(found.engine)
         engines.append(made)
         return found
 
@@ -74,11 +54,10 @@ def trained(ranks: AnyCommunicator, folder: str, slow: str | None) -> dict[str, 
             for p, number in trainings.trained(cache, case, (model, optimizer)):
                 if slow and number == 0 and p.index == (3 if slow == "commit" else 2) and ranks.rank == 1:
                     cache.drain()
-                    setattr(engines[-1], f"{slow}_seconds", HITCH)
+                    engines[-1].seconds[slow] = HITCH
                 if p.index == 3 and number == 0:
                     cache.commit()
-            left = 0.0 if slow is None else getattr(engines[-1], f"{slow}_seconds")
-            return dense_of(model) | {"left": left, "read": sum(r.rows_read for r in cache.reports)}
+            return dense_of(model) | {"left": len(engines[-1].seconds), "read": sum(r.rows_read for r in cache.reports)}
 
 
 def fails_late(_: AnyCommunicator) -> None:

@@ -1,4 +1,4 @@
-"""Engines that pass calls on to another: they fail when told to, are slow, or have things happen between calls."""
+"""Engines that pass calls on to another: they fail when told to, are late, or have things happen between calls."""
 
 from __future__ import annotations
 
@@ -120,28 +120,26 @@ class FailingEngine(PassingEngine):
             raise KilledError("the process died before: open the engine again")
 
 
-class SlowEngine(PassingEngine):
-    """Passes calls to ``engine`` after a delay, so that what depends on timing shows."""
+class HitchingEngine(PassingEngine):
+    """Passes calls to ``engine``; the next "read", "write" or "commit" after its ``seconds`` were set is late once."""
 
-    def __init__(
-        self, engine: Engine, *, read_seconds: float = 0.0, write_seconds: float = 0.0, commit_seconds: float = 0.0
-    ) -> None:
+    def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self.read_seconds, self.write_seconds, self.commit_seconds = read_seconds, write_seconds, commit_seconds
+        self.seconds: dict[str, float] = {}
 
     def write(self, blocks: Iterable[Data], *, stable: bool = False) -> list[int]:
         """Wait, then write."""
-        time.sleep(self.write_seconds)
+        time.sleep(self.seconds.pop("write", 0.0))
         return self.engine.write(blocks, stable=stable)
 
     def read(self, request: ReadRequest) -> None:
         """Wait, then read."""
-        time.sleep(self.read_seconds)
+        time.sleep(self.seconds.pop("read", 0.0))
         self.engine.read(request)
 
     def commit(self, records: Mapping[str, bytes | None]) -> None:
         """Wait, then commit."""
-        time.sleep(self.commit_seconds)
+        time.sleep(self.seconds.pop("commit", 0.0))
         self.engine.commit(records)
 
 
