@@ -4,22 +4,22 @@ class TestMyEngine(EngineContract): ...
 test_store = StoreMachine.on(TestMyEngine).TestCase
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.store.engine_contract import EngineContract
 from tests.store.failing import FailingEngine, KilledError
 from tests.store.world import World
 from tiercache.store.commit import Cursor
+from tiercache.store.engine import Engine
 from tiercache.store.errors import StoreError, StoreFullError
 from tiercache.store.initial import initial_rows
 from tiercache.store.initializer import Uniform, Zeros
@@ -27,10 +27,6 @@ from tiercache.store.optimizer import SGD, Adagrad, Adam
 from tiercache.store.store import Store
 from tiercache.store.table import Table
 from tiercache.store.verification import Verification
-
-if TYPE_CHECKING:
-    from tests.store.engine_contract import EngineContract
-    from tiercache.store.engine import Engine
 
 TABLES = (
     Table(name="user", dim=3, optimizer=Adagrad(learning_rate=0.1), initializer=Uniform(low=-0.1, high=0.1)),
@@ -76,7 +72,7 @@ class StoreMachine(RuleBasedStateMachine):
         raise NotImplementedError
 
     @classmethod
-    def on(cls, contract: type[EngineContract]) -> type[StoreMachine]:
+    def on(cls, contract: type[EngineContract]) -> type[Self]:
         """Return the machine on the engine that keeps ``contract``."""
 
         class Machine(cls):  # type: ignore[valid-type, misc]

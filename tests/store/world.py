@@ -3,34 +3,27 @@
 The slow obvious version of what a store is for: tests compare the store with it.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tiercache.store.bulk_load import load_rows
 from tiercache.store.changes import changed_rows
-from tiercache.store.commit import Cursor
+from tiercache.store.commit import Commit, Cursor
 from tiercache.store.hashing import hash_keys
 from tiercache.store.initial import initial_rows
 from tiercache.store.lookup import locate
+from tiercache.store.segment import Segment
 from tiercache.store.segment_layout import NEVER, Range, SegmentLayout
+from tiercache.store.store import Store
+from tiercache.store.table import Group, Table
 from tiercache.store.vectors import row_words
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from tiercache.store.commit import Commit
-    from tiercache.store.segment import Segment
-    from tiercache.store.store import Store
-    from tiercache.store.table import Group, Table
-
-    Key = tuple[str, int]
-    Int64s = NDArray[np.int64]
+Key = tuple[str, int]
+Int64s = NDArray[np.int64]
 
 
 @dataclass
@@ -205,7 +198,7 @@ class World:
         self.uses = dict.fromkeys(self.rows, NEVER)
         return commit
 
-    def run_to(self, other: World) -> None:
+    def run_to(self, other: Self) -> None:
         """Stand where another world of the same passes stands."""
         self.pass_index, self.rows, self.uses, self.state = (
             other.pass_index,
