@@ -1,4 +1,4 @@
-"""Ranks tell each other values, splits and rows, and all fail where one fails."""
+"""Ranks tell each other values, splits and rows, compare what must be alike, and all fail where one fails."""
 
 import re
 import time

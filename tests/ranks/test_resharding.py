@@ -1,4 +1,4 @@
-"""Shards for another number of ranks or another sharding have the rows, the state and the place of the old ones."""
+"""Shards for other ranks or another sharding have the rows, the state, the rates and the place of the old ones."""
 
 from itertools import pairwise
 from pathlib import Path

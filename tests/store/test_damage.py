@@ -1,4 +1,4 @@
-"""Flipped bytes and files cut short: a sentence each."""
+"""Flipped bytes, and files that were cut short, removed or replaced: a sentence each, or what was written."""
 
 import os
 import shutil

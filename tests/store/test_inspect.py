@@ -1,4 +1,4 @@
-"""Looking at a store from outside, from Python and from the command line."""
+"""Looking at a store from outside, and at what differs between two: from Python and from the command line."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Leases: what readers hold, whoever they are, and what the writer frees when they are gone."""
+"""Leases: what readers hold, whoever and wherever they are, and what the writer frees when they are gone."""
 
 import multiprocessing
 import os

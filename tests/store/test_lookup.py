@@ -1,4 +1,4 @@
-"""Finding and reading single rows."""
+"""Finding and reading single rows by key, and what changed since a commit."""
 
 import copy
 

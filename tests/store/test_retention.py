@@ -1,4 +1,4 @@
-"""Commits that are kept, opened again, and gone back to."""
+"""Commits that are kept, opened again, and gone back to; and the size of a store on disk."""
 
 import copy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every commit that is kept is verified, each block once, and damage is said of the commits that it touches."""
+"""Every commit that is kept is verified, each block once, in bounded memory; damage is said of whom it touches."""
 
 import contextlib
 import re
