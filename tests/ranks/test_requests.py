@@ -13,7 +13,7 @@ from tests.training.cases import table
 from tiercache.backends.jagged import LookupIds
 from tiercache.data.encoded_batch import FeatureIds
 from tiercache.kernels.step import Vectors
-from tiercache.ranks.bags import Candidate, Chooser
+from tiercache.ranks.bags import Block, Candidate, Chooser, cut_bags, message_of
 from tiercache.ranks.bounds import out_of_bounds
 from tiercache.ranks.owners import Destination, Owners
 from tiercache.ranks.pending_batches import tensors_of
@@ -195,6 +195,38 @@ def test_one_id_a_sample_a_maximum_and_empty_bags_stay_rows() -> None:
     assert is_pooled(RAGGED, many, 1)
     for mode in ("max", None):
         assert not Chooser().choose([RAGGED], {"f": many}, {"f": mode}, 1, item_bytes=4, trained=True, where="a test")
+
+
+def test_a_wrong_id_is_named() -> None:
+    """As a lookup names it."""
+    with pytest.raises(IndexError, match=r"feature 'f' has local id 1000 at entry 1 of the batch.* 0 to 999 in a test"):
+        is_pooled(RAGGED, bags([3, 1000], [2]), 1)
+
+
+def test_a_block_has_features_by_group_and_its_message_their_bags() -> None:
+    """Lengths where bags may have any number of ids, then ids, then weights."""
+    first = Candidate("f", "t", None, True, 16, 1000, HALVES)
+    second = Candidate("g", "u", 2, False, 16, 1000, (replace(WHOLE[0], rank=2),))
+    block = Block.of([first, second, RAGGED], np.array([3, 3, 0]), 2)
+
+    assert (block.features, block.cols, block.width) == ((1, 0), (0, 16), 24)
+    pieces = message_of(block, [first, second], {"f": bags([4, 5, 6], [1, 2], [1, 2, 3]), "g": bags([7, 8], [2])})
+    words = [7, 8, 1, 2, 4, 5, 6, *np.array([1, 2, 3], np.float32).view(np.int32).tolist()]
+    assert np.concatenate(pieces).tolist() == words
+
+
+def test_bags_of_all_ranks_are_divided_by_rank() -> None:
+    """Offsets of each begin with 0."""
+    every = {"f": bags([1, 2, 3, 4], [1, 0, 3], [1, 2, 3, 4]), "g": bags([5, 6, 7], None)}
+    first, second = cut_bags(every, [2, 1])
+
+    assert first["f"].ids.tolist() == [1]
+    assert first["g"].ids.tolist() == [5, 6]
+    assert second["f"].ids.tolist() == [2, 3, 4]
+    assert second["f"].offsets is not None
+    assert second["f"].offsets.tolist() == [0, 3]
+    assert second["f"].weights is not None
+    assert second["f"].weights.tolist() == [2, 3, 4]
 
 
 def test_every_tensor_of_a_batch_is_found_wherever_it_is() -> None:

@@ -164,6 +164,17 @@ def test_by_cost_a_hot_table_is_copied_where_steps_are_rare() -> None:
     assert plan_sharding(tables, table_stats, 2, costs=CostModel(batches_per_step=8)).tables["t0"].kind == "replicate"
 
 
+def test_wrong_words_are_refused_with_those_that_are_allowed() -> None:
+    """Strategy, kind, and table."""
+    tables, table_stats = sizes([(5, 1)])
+    with pytest.raises(ValueError, match="strategy of sharding is 'best': it must be one of 'auto', 'basic'"):
+        plan_sharding(tables, table_stats, 2, strategy="best")
+    with pytest.raises(ValueError, match="to be sharded by 'rows': it must be one of 'row', 'table'"):
+        plan_sharding(tables, table_stats, 2, kinds={"t0": "rows"})
+    with pytest.raises(ValueError, match="unknown table 't1': the tables are 't0'"):
+        plan_sharding(tables, table_stats, 2, kinds={"t1": "row"})
+
+
 @settings(max_examples=40, deadline=None)
 @given(counts=st.lists(st.integers(1, 50), min_size=1, max_size=60), samples=st.integers(0, 400))
 def test_unique_ids_are_those_of_drawing_with_the_keys_shares(counts: list[int], samples: int) -> None:

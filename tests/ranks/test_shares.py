@@ -19,6 +19,7 @@ from tiercache.ranks.shares import Share
 from tiercache.store import MemoryEngine
 from tiercache.store.hashing import hash_keys
 from tiercache.store.initial import initial_rows
+from tiercache.store.inspect import verify
 from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, sliced
 from tiercache.store.table import group_tables
 from tiercache.store.vectors import from_words
@@ -171,6 +172,37 @@ def test_a_group_of_more_rows_than_an_address_can_count_is_refused() -> None:
         find_owners(sharding, 3, tables, groups, lambda _: cast("Any", Many()))
 
 
+@pytest.mark.parametrize("sharding", [MIXED, ONE_RANK], ids=["mixed", "all on rank 1"])
+@pytest.mark.parametrize("engine", ["memory", "lmdb", "zarr"])
+def test_a_cache_walks_the_passes_of_a_share(
+    tmp_path: Path, passes: tc.PassDataset, sharding: ShardingPlan, engine: str
+) -> None:
+    """Where the rank owns some tables, slices, or nothing at all; through commits inside passes and a reopening."""
+    for rank in range(sharding.num_ranks if engine == "memory" else 1):
+        share = Share(passes, sharding, rank)
+        path = None if engine == "memory" else tmp_path / str(rank)
+        kind = MemoryEngine() if engine == "memory" else engine
+        store = None
+        for epochs in (1, 2):
+            if store is None or path is not None:
+                store = tc.Store.open(path, tables=share.tables, engine=kind)
+            options: Any = {"device_budget": "1MiB", "host_budget": "8MiB", "device": device_of_tests()}
+            with tc.TierCache(store, cast("tc.PassDataset", share), order_seed=5, commit_every=2, **options) as cache:
+                for current in cache.passes(epochs):
+                    assert current.num_samples == passes.passes[current.sub_dataset].samples
+                    batch = next(current.batches(16))
+                    batch.rows.look_up(batch.end)  # as a module does
+                    cache.commit()
+            for one in share.tables:
+                wanted = np.unique(np.concatenate([p.keys(one.name) for p in share.passes]))
+                found = [keys for keys, _ in store.scan(one.name)]
+                np.testing.assert_array_equal(np.sort(np.concatenate([*found, wanted[:0]])), wanted)
+            if path is not None:
+                store.close()
+        if path is not None:
+            assert verify(path)["problems"] == []
+
+
 # -- column slices -------------------------------------------------------------------------------------------
 
 STARTS: dict[str, Any] = {
@@ -197,6 +229,14 @@ def test_every_maker_of_initial_rows_cuts_a_slice_out_of_the_whole_ones(start: s
         first_vectors(part, keys, words)
         np.testing.assert_array_equal(from_words(part.fields[:1], [words])[0], mine)
         np.testing.assert_array_equal(initial_rows(part, keys)[0], mine)
+
+
+def test_a_device_that_makes_rows_itself_leaves_slices_to_the_host() -> None:
+    """Its kernel counts elements from the first of the whole row."""
+    whole = table("t", 8)
+    backend = shim()
+    assert backend.generates(whole)
+    assert not backend.generates(ShardingPlan(2, {"t": sliced(8, [0, 1])}).shard_tables([whole], 1)[0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
