@@ -157,6 +157,27 @@ def test_a_training_goes_on_with_other_ranks_to_the_same_bits(
             assert after != (14, 0) or assert_same_bits(end, result_of(shards.store, passes, model)) is None
 
 
+@pytest.mark.parametrize("cursor", [(0, 40), (3, 16), (7, 48), (8, 0)])
+def test_fewer_devices_go_on_with_smaller_passes(tmp_path: Path, cursor: tuple[int, int]) -> None:
+    """Passes are split at aligned samples, and the new shards continue them from the midst of an old one."""
+    case = one_case(shuffle=False)
+    passes = case.cut(tmp_path / "passes")
+    sharded(tmp_path / "sharded", case, passes, cursor)
+    split = tc.repartition(passes, tmp_path / "split", rows=60, batch_multiple=8)
+    assert len(split) >= 2 * len(passes)
+    with Store.open(None, tables=case.tables, engine=MemoryEngine()) as plain:
+        end = result_of(plain, passes, train_to_cursor(plain, passes, case, (10, 0), seed=1))
+
+    def body(ranks: Any) -> Any:
+        with made(tmp_path / "sharded", split, ways(2, 1), ranks) as shards:
+            return shards.cursor
+
+    on_ranks(2, body)
+    with made(tmp_path / "sharded", split, ways(1, 1), communicator_of()) as shards:
+        model = train_to_cursor(shards.store, Share(split, ways(1, 1), 0), case, (2 * len(split), 0))
+        assert_same_bits(end, result_of(shards.store, passes, model))
+
+
 def test_what_cannot_go_on_is_refused_on_every_rank_and_nothing_has_changed(tmp_path: Path) -> None:
     """Other passes, another order, too little room: a sentence with the numbers, and the store stands as it stood."""
     case = one_case(shuffle=True)

@@ -174,6 +174,19 @@ def test_a_file_that_this_user_may_not_open_is_no_damage(
 # -- other bytes -----------------------------------------------------------------------------------------
 
 
+def test_records_cut_short_at_any_length_are_refused_or_whole(tmp_path: Path) -> None:
+    """They are whole where only pages that are free were cut off."""
+    records = made(tmp_path)
+    whole = (tmp_path / "data.mdb").read_bytes()
+    found = []
+    for size in range(0, len(whole), 509):
+        (tmp_path / "data.mdb").write_bytes(whole[:size])
+        found.append(read(tmp_path))
+        assert found[-1] in (None, records), size
+    assert found[0] is None
+    assert found.count(None) > len(found) // 2
+
+
 def test_needed_blocks_beyond_the_end_are_refused_and_the_file_stays(tmp_path: Path) -> None:
     """It does not grow to where a place that lies points, nor is a file that was cut short made whole with zeros."""
     made(tmp_path)
