@@ -60,6 +60,14 @@ def test_a_part_that_is_ahead_steps_back(tmp_path: Path) -> None:
         check_shards(path, Cursor(4))
 
 
+def test_shards_keep_one_commit_more_than_asked_for(tmp_path: Path) -> None:
+    """So that the manifest's is there while the next is made; a later opening may ask for another number."""
+    for retention, kept in ((None, 2), (3, 4), (None, 4), (1, 2)):
+        assert train_shards(tmp_path / "s", 2, 5, retention=retention) == [None] * 2
+        with Store.open(tmp_path / "s" / "shard-0-1", mode="r") as shard:
+            assert (shard.retention, len(shard.commits)) == (kept, kept)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_part_keeps_the_commit_of_the_record_whatever_it_commits_beside(tmp_path: Path, engine: str) -> None:
     """Here compactions of one rank's open store: the ranks go on from the commit of all, and it goes when it is old."""
