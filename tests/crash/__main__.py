@@ -1,7 +1,5 @@
 """Run the harness: ``python -m tests.crash store`` and ``python -m tests.crash training``; ``--help`` has options."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

@@ -1,17 +1,12 @@
 """What stands in a folder at a moment: directories, files and their pages, each known by its inode."""
 
-from __future__ import annotations
-
 import contextlib
 import os
+import random
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Mapping
-    from pathlib import Path
+from pathlib import Path
 
 PAGE_BYTES, SECTOR_BYTES = 4096, 512
 _ZEROS = bytes(PAGE_BYTES)

@@ -1,17 +1,11 @@
 """What a process was doing when it died: a few numbers in a mapped file, which outlive the process."""
 
-from __future__ import annotations
-
 import mmap
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-from contextlib import contextmanager
 
 PHASES = (
     "beginning",  # of the process

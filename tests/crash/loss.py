@@ -1,18 +1,12 @@
 """What a loss of power can leave of a recorded run: any of the states that the syncs before it allow."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from tests.crash.image import PAGE_BYTES, ROOT, SECTOR_BYTES, put
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.crash.image import File
-    from tests.crash.recording import Recording
+from tests.crash.image import PAGE_BYTES, ROOT, SECTOR_BYTES, File, put
+from tests.crash.recording import Recording
 
 KINDS = ("suffix", "torn", "pages", "sectors", "names")
 """How far what was not synced arrived.

@@ -1,17 +1,12 @@
 """The moments at which a store touches the disk, found while it does: calls of the system, of files and of LMDB."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import sys
 import threading
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import FrameType
+from collections.abc import Callable
+from types import FrameType, ModuleType
+from typing import Any, NamedTuple
 
 _SYSTEM = {
     "copy_file_range", "fdatasync", "fsync", "ftruncate", "link", "mkdir", "open", "posix_fallocate", "pwrite",

@@ -1,24 +1,19 @@
 """Everything that a run of the workload had on disk, moment after moment, and what of it was synced when."""
 
-from __future__ import annotations
-
 import os
 import threading
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from tests.crash.child import Teller
 from tests.crash.image import Camera, File, Image
 from tests.crash.points import Point, unwatch, watch
 from tests.crash.store_steps import go_on
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.crash.child import Teller
 
 _NO_CHANGE = {"Transaction.put", "Transaction.delete"}
 """Calls that only change memory."""

@@ -1,22 +1,17 @@
 """What the commands of the harness have in common: options, and how they say what came out."""
 
-from __future__ import annotations
-
+import argparse
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 
 from benchmarks.machine import console, environment
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
-
-    from tests.crash.outcome import Outcome
+from tests.crash.outcome import Outcome
 
 
 def add_options(parser: argparse.ArgumentParser, quick: str) -> None:

@@ -110,6 +110,26 @@ class After:
 
 
 @dataclass(frozen=True, slots=True)
+class Moment:
+    """A kill by the parent, which decides when; counts what was said meanwhile, by another name."""
+
+    said: str
+    counted: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"a kill{self.where}"
+
+    def armed(self, folder: Path, rank: int, teller: Teller) -> AbstractContextManager[Any]:
+        """Do nothing: the parent kills."""
+        raise NotImplementedError
+
+    def count(self, ended: Ended, counts: Counter[str]) -> None:
+        """Count what was said."""
+        counts[self.counted] += len(ended.of(self.said))
+
+
+@dataclass(frozen=True, slots=True)
 class Torn:
     """A kill in the middle of the write that ends at a point, or of the next one."""
 

@@ -4,18 +4,20 @@ All rows are functions of table, key and the pass that changed them last. So wha
 is known without having run anything: that is the oracle.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tiercache.store import (
     NEVER,
     Adagrad,
     Cursor,
+    Group,
     Range,
     SegmentLayout,
     Store,
@@ -28,14 +30,6 @@ from tiercache.store import (
     mix,
     write_queue,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from tiercache.store import Group
 
 TABLES = (
     Table(name="item", dim=256, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros()),  # rows of 2 KiB

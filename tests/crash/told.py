@@ -1,16 +1,12 @@
 """Calls that tell their progress and die at one of its events, in processes of the session's fork server."""
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
+from typing import Any
 
 from tests.crash.schedule import die
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from multiprocessing.context import ForkServerProcess
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PATIENCE_SECONDS = 120

@@ -3,19 +3,19 @@
 Imported by a fork server, so importing it opens nothing and runs no parallel kernel.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random
 import traceback
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 import tiercache as tc
@@ -24,14 +24,8 @@ import tiercache.store.lmdb_engine
 import tiercache.training.cache
 import tiercache.training.embedding
 from tests.crash.ledger import Ledger
+from tiercache.training.cache import TierCache
 from tiercache.training.progress import prepare_kernels
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from tiercache.training.cache import TierCache
 
 DATA, PASSES, STORE, RESULT, ERROR = "data.parquet", "passes", "model.tc", "result.json", "error.txt"
 

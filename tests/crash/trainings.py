@@ -6,8 +6,6 @@ After each kill the store is opened for reading and verified, must stand at a co
 one, and the next process goes on. Ends with status 1 where anything was lost or differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing
@@ -16,25 +14,23 @@ import os
 import random
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
 
 from tests.crash.child import Ended
 from tests.crash.killer import Killer
 from tests.crash.ledger import PHASES, Ledger
 from tests.crash.outcome import FAILING, LOST, SILENT, EnoughError, Found
 from tests.crash.report import add_options, report, working_folder
+from tests.crash.schedule import Moment
 from tests.crash.training import ERROR, PASSES, RESULT, STORE, TRAININGS, Training, prepare, run
 from tiercache.data.manifest import MANIFEST
 from tiercache.store.errors import StoreError, StoreMissingError
 from tiercache.store.inspect import info, verify
-
-if TYPE_CHECKING:
-    from collections import Counter
-    from collections.abc import Sequence
-    from multiprocessing.process import BaseProcess
-    from pathlib import Path
 
 PACKAGES = ("tiercache", "torch", "numpy", "numba", "lmdb", "pyarrow")
 BEFORE_FIRST_COMMIT = "before the first commit"
@@ -51,22 +47,10 @@ _KILLS_WITHOUT_PASSES = 2
 """Of a training, after a random time; where extraction outlasts them, kills are aimed at what comes after it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """A kill at a random moment, or, where ``aimed``, soon after a phase begins."""
-
-    aimed: bool
-
-    def __str__(self) -> str:
-        return "a kill in a phase" if self.aimed else "a kill"
-
-    def armed(self, *_: object) -> Any:
-        """Do nothing: the parent kills."""
-        raise NotImplementedError
-
-    def count(self, ended: Ended, counts: Counter[str]) -> None:
-        """Count what the parent saw."""
-        counts["readers_beside_the_writer"] += len(ended.of("reader"))
+RANDOM = Moment("reader", "readers_beside_the_writer")
+"""A kill at a random moment."""
+AIMED = replace(RANDOM, where=" in a phase")
+"""A kill soon after a phase begins."""
 
 
 class TrainingWorkload:
@@ -112,7 +96,7 @@ class TrainingWorkload:
         if self.kills_left <= 0:
             return None
         self._without_passes += 1
-        return Moment(generator.random() < 0.5)
+        return AIMED if generator.random() < 0.5 else RANDOM
 
     def run(self, folder: Path, death: Any) -> Ended:
         """Train from whatever is there, and kill the process at a moment."""
@@ -121,7 +105,7 @@ class TrainingWorkload:
         said: list[list[Any]] = []
         if death is not None:
             extracted = (folder / PASSES / MANIFEST).exists()
-            aimed = death.aimed if extracted else self._without_passes > _KILLS_WITHOUT_PASSES
+            aimed = death is AIMED if extracted else self._without_passes > _KILLS_WITHOUT_PASSES
             self._wait(process, ledger, 0.35 * seconds, aimed=aimed)
             if self._random.random() < 0.25 and process.exitcode is None and self._commit(folder)[0] is not None:
                 said.append(["reader", 1])

@@ -1,7 +1,5 @@
 """What a fork server imports so that its children begin at once; it opens nothing and starts no thread."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch._dynamo  # torch imports it when the first optimizer is made
 

@@ -1,13 +1,11 @@
 """What ranks do in the tests of how they talk: each function runs on every rank of a run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,20 +18,20 @@ from tiercache.errors import BudgetError, RankError
 from tiercache.ranks.pipeline import StageInput
 from tiercache.training.batch import Batch
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 def who(ranks: AnyCommunicator) -> list[int]:
     """Say who this is."""
     return [ranks.rank, ranks.size]
 
 
-def tell(ranks: AnyCommunicator) -> list[Any]:
-    """Tell each other a value of many kinds."""
-    return ranks.all_gather_object(
-        {"rank": ranks.rank, "words": "é" * ranks.rank, "list": list(range(ranks.rank)), "none": None}
-    )
+def small_values(ranks: AnyCommunicator) -> list[Any]:
+    """Tell each other a value of many kinds, nothing at all, numbers beyond 32 bits, and the least of some."""
+    told = {"rank": ranks.rank, "words": "é" * ranks.rank, "list": list(range(ranks.rank)), "none": None}
+    none, zeros = torch.empty(0, dtype=torch.float32), [0] * ranks.size
+    nothing = [len(ranks.all_to_all(none, zeros, zeros)), len(ranks.all_gather(none, zeros))]
+    to = [[ranks.rank, target, 2**40 + ranks.rank] for target in range(ranks.size)]
+    splits = ranks.exchange_splits(np.array(to, dtype=np.int64)).tolist()
+    return [ranks.all_gather_object(told), nothing, splits, ranks.all_reduce_min([ranks.rank, -(2**40) * ranks.rank])]
 
 
 def uneven_exchange(ranks: AnyCommunicator, dtype: str, silent: bool = False) -> list[Any]:
@@ -56,30 +54,12 @@ def uneven_exchange(ranks: AnyCommunicator, dtype: str, silent: bool = False) ->
     return received.to(torch.float64).tolist()
 
 
-def nothing_at_all(ranks: AnyCommunicator) -> list[int]:
-    """Exchange and gather where nobody has anything."""
-    none = torch.empty(0, dtype=torch.float32)
-    zeros = [0] * ranks.size
-    return [len(ranks.all_to_all(none, zeros, zeros)), len(ranks.all_gather(none, zeros))]
-
-
 def uneven_gather(ranks: AnyCommunicator, dtype: str, sizes: list[int]) -> list[float]:
     """Gather ``sizes[r]`` elements of value r + 1 from every rank r."""
     mine = torch.full((sizes[ranks.rank],), ranks.rank + 1).to(getattr(torch, dtype))
     gathered = ranks.all_gather(mine, sizes)
     assert gathered.dtype == mine.dtype
     return gathered.to(torch.float64).tolist()
-
-
-def counts(ranks: AnyCommunicator) -> NDArray[np.int64]:
-    """Send [sender, receiver, a number beyond 32 bits] to every rank."""
-    to = [[ranks.rank, target, 2**40 + ranks.rank] for target in range(ranks.size)]
-    return ranks.exchange_splits(np.array(to, dtype=np.int64))
-
-
-def least(ranks: AnyCommunicator) -> list[int]:
-    """Compare two numbers, one of which is least here and the other on the last rank."""
-    return ranks.all_reduce_min([ranks.rank, -(2**40) * ranks.rank])
 
 
 def two_threads(ranks: AnyCommunicator) -> list[float]:

@@ -1,16 +1,16 @@
 """One entry of the conformance list: tables, features, where they stand; its training on ranks and in one process."""
 
-from __future__ import annotations
-
 import gc
 import re
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,14 +18,8 @@ import tiercache as tc
 from tests.training.cases import Case, Spec
 from tiercache.data.from_arrays import write_dataset
 from tiercache.data.raw_batch import OOV_KEY, FeatureKeys, RawBatch
+from tiercache.dist.communicator import AnyCommunicator
 from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, sliced
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from numpy.typing import NDArray
-
-    from tiercache.dist.communicator import AnyCommunicator
 
 WAYS = ("row", "replicate", "column", "table")
 
@@ -38,8 +32,8 @@ class Entry:
     rows: tuple[int, ...]
     """How many keys each table may have."""
     specs: tuple[Spec, ...]
-    sharding: Callable[[Entry, int], ShardingPlan | str]
-    """Says where tables stand on so many ranks."""
+    sharding: Callable[[Any, int], ShardingPlan | str]
+    """Says where tables of an entry stand on so many ranks."""
     num_samples: int = 67
     pass_samples: int = 35
     batch: int = 16

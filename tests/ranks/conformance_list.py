@@ -4,10 +4,9 @@ The first half are the behaviors that sharded embeddings of other projects are t
 are not.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tiercache as tc
 from tests.ranks.conformance import WAYS, Entry, in_turn
@@ -15,9 +14,6 @@ from tests.training.cases import Spec, table
 from tiercache.ranks.sharding_planner import plan_sharding
 from tiercache.ranks.table_stats import TableStats
 from tiercache.store.shards.sharding import ShardingPlan, TableSharding, sliced
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 UNIFORM = tc.init.Uniform(low=-1.0, high=1.0)
 FAST = tc.optim.SGD(learning_rate=1.5)

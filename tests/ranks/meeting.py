@@ -1,18 +1,14 @@
 """Ranks without torch: threads of one process, or forked processes that any of which may be killed."""
 
-from __future__ import annotations
-
 import json
+import socket
 import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tiercache.errors import RankError
-
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable, Iterator, Sequence
 
 SECONDS = 60.0
 """After which a rank is given up."""

@@ -5,8 +5,6 @@ first stage gets the vectors of all, and the last stage has the loss. It prints 
 epoch, and those of the same model without stages on one process, which they equal.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

@@ -1,12 +1,13 @@
 """Trainings by raw keys that run on every rank of a run, or in one process: the same loop over the same samples."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
 import tiercache as tc
 from tests.ranks import trainings
@@ -14,15 +15,8 @@ from tests.ranks.trainings import BAGS, OPTIONS, dense_of, model_of, step
 from tests.training.cases import Net
 from tests.training.devices import shim
 from tests.training.raw import batch_arguments
+from tiercache.dist.communicator import AnyCommunicator
 from tiercache.errors import KeyNotInPassError, RankError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import torch
-    from torch import nn
-
-    from tiercache.dist.communicator import AnyCommunicator
 
 CASE = replace(BAGS, num_samples=81, pass_rows=40, batch=14, shuffle=False)
 """Passes of 40, 40 and 1 samples, in batches of 14, 14 and 12; of the last one only one rank has any."""

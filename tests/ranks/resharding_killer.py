@@ -9,24 +9,27 @@ new ones, with their bits; at the end in the new ones, with the bits of a run wi
 Ends with status 1 otherwise.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io
 import itertools
 import json
+import random
 import shutil
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from tests.crash.child import Ended, Teller
 from tests.crash.killer import Killer
 from tests.crash.outcome import FAILING, EnoughError, Found, Outcome
 from tests.crash.points import unwatch, watch
-from tests.crash.schedule import After, At, die
+from tests.crash.schedule import After, At, Death, die
+from tests.ranks.meeting import Processes
 from tests.ranks.reshardings import let_through, one_case, sharded, train_to_cursor, ways
 from tests.ranks.shards_killer import options_of, run
 from tiercache.data.dataset import PassDataset
@@ -37,15 +40,6 @@ from tiercache.store.shards.manifest import Manifest
 from tiercache.store.shards.sharding import ShardingPlan
 from tiercache.store.shards.store import Shards
 from tiercache.store.verification import Verification
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
-
-    from tests.crash.child import Ended, Teller
-    from tests.crash.schedule import Death
-    from tests.ranks.meeting import Processes
 
 PHASES = (
     "making new shards", "writing rows", "committing a shard", "between commits and manifest", "writing the manifest",

@@ -1,8 +1,8 @@
 """A small training of a sharded store that is divided anew: its case, sharding plans, and what each rank does."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,13 +14,8 @@ from tiercache.dist.communicator import communicator_of
 from tiercache.ranks.resharding import reshard
 from tiercache.ranks.shard_writer import ShardWriter
 from tiercache.ranks.shares import Share
+from tiercache.store import Store
 from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, sliced
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-    from pathlib import Path
-
-    from tiercache.store import Store
 
 
 def one_case(**options: Any) -> Case:

@@ -8,35 +8,28 @@ every commit that is kept; some rollbacks are made again and killed again. Then 
 with status 1 otherwise.
 """
 
-from __future__ import annotations
-
 import json
+import random
 import shutil
 import sys
 from collections import Counter
 from contextlib import redirect_stdout, suppress
 from io import StringIO
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from tests.crash.child import Ended, Teller
 from tests.crash.killer import Killer
 from tests.crash.outcome import FAILING, EnoughError, Found
 from tests.crash.points import unwatch
-from tests.crash.schedule import At
+from tests.crash.schedule import At, Death
 from tests.ranks import sharded_world
-from tests.ranks.meeting import meet
+from tests.ranks.meeting import Processes, meet
 from tests.ranks.sharded_world import opened, problems, roll_back, take, train_shards
 from tests.ranks.shards_killer import options_of, run
 from tiercache.store import Cursor, Store
 from tiercache.store.shards.manifest import Manifest
 from tiercache.store.verification import Verification
-
-if TYPE_CHECKING:
-    import random
-    from pathlib import Path
-
-    from tests.crash.child import Ended, Teller
-    from tests.crash.schedule import Death
-    from tests.ranks.meeting import Processes
 
 RANKS, COMMITS, RETENTION = 3, 6, 3
 TO, NEW = COMMITS - 3, COMMITS

@@ -102,16 +102,24 @@ def next_cursor(cursor: Cursor | None) -> Cursor:
     return Cursor(cursor.pass_index + 1)
 
 
-def take(shards: ShardWriter, world: ShardWorld, note: Callable[..., None] = lambda **_: None) -> None:
-    """Train to the next commit and make it that of all ranks."""
-    before, after = shards.cursor, next_cursor(shards.cursor)
+def advance(
+    store: Store, world: ShardWorld, before: Cursor | None, note: Callable[..., None] = lambda **_: None
+) -> Cursor:
+    """Train a rank to the next commit and make it; return where that stands."""
+    after = next_cursor(before)
     if before is not None:
         world.pass_index = before.pass_index
         world.train(part=0 if after.sample else 1)
-        world.append(shards.store, within=after.sample > 0)
+        world.append(store, within=after.sample > 0)
         world.pass_index = after.pass_index
     note(begun=after)
-    world.publish(shards.store, sample=after.sample)
+    world.publish(store, sample=after.sample)
+    return after
+
+
+def take(shards: ShardWriter, world: ShardWorld, note: Callable[..., None] = lambda **_: None) -> None:
+    """Train to the next commit and make it that of all ranks."""
+    after = advance(shards.store, world, shards.cursor, note)
     shards.publish(after)
     note(done=after)
 
@@ -123,12 +131,15 @@ def roll_back(path: Path, to: int) -> Commit:
 
 
 def divide_anew(
-    path: Path, ranks: AnyCommunicator, sharding: ShardingPlan, note: Callable[..., None], **options: object
+    path: Path,
+    ranks: AnyCommunicator,
+    sharding: ShardingPlan,
+    note: Callable[..., None] = lambda **_: None,
+    **options: object,
 ) -> None:
     """Make shards of another sharding; the new ones have the rows that the old ones have."""
     with ShardWriter.begin_generation(path, TABLES, sharding, ranks, **options) as shards:  # type: ignore[arg-type]
         cursor = shards.manifest.cursor
-        assert cursor is not None
         assert not cursor.sample
         world = world_of(sharding, ranks.rank)
         for pass_index in range(max(0, cursor.pass_index - NUM_PASSES), cursor.pass_index):
@@ -205,15 +216,9 @@ def old_shards(sharding: ShardingPlan, commits: int) -> list[Store]:
     for rank in range(sharding.num_ranks):
         world = world_of(sharding, rank)
         store = Store.open(None, tables=world.tables, engine=MemoryEngine())
-        cursor = Cursor(0)
-        world.publish(store)
+        cursor = advance(store, world, None)
         for _ in range(commits):
-            after = next_cursor(cursor)
-            world.pass_index = cursor.pass_index
-            world.train(part=0 if after.sample else 1)
-            world.append(store, within=after.sample > 0)
-            world.pass_index, cursor = after.pass_index, after
-            world.publish(store, sample=after.sample)
+            cursor = advance(store, world, cursor)
         shards.append(store)
     return shards
 
@@ -256,11 +261,6 @@ def ahead(path: Path, num_ranks: int, *who: int) -> None:
         shards, world = opened(path, ranks)
         with shards:
             if ranks.rank in who:
-                before, after = shards.cursor, next_cursor(shards.cursor)
-                world.pass_index = before.pass_index
-                world.train(part=0 if after.sample else 1)
-                world.append(shards.store, within=after.sample > 0)
-                world.pass_index = after.pass_index
-                world.publish(shards.store, sample=after.sample)
+                advance(shards.store, world, shards.cursor)
 
     assert meet(num_ranks, body) == [None] * num_ranks

@@ -1,26 +1,30 @@
 """A budget that is too small is refused while the store still stands as it stood."""
 
-from __future__ import annotations
-
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
 import tiercache as tc
-from tests.ranks.trainings import CASES, ONE, assert_as_alone, dense_of, model_of, open_sharded, resident, stored
+from tests.ranks.pool import RanksPool
+from tests.ranks.trainings import (
+    CASES,
+    ONE,
+    assert_as_alone,
+    assert_same_rows,
+    dense_of,
+    model_of,
+    open_sharded,
+    resident,
+    stored,
+)
 from tests.ranks.trainings import trained as trained_by_step
 from tests.training.cases import Case
 from tiercache.data.row_budget import device_bytes
+from tiercache.dist.communicator import AnyCommunicator
 from tiercache.store.shards.manifest import Manifest
 from tiercache.store.table import group_tables
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.ranks.pool import RanksPool
-    from tiercache.dist.communicator import AnyCommunicator
 
 LARGE = Case(tables=ONE.tables, specs=ONE.specs, num_samples=3000, num_keys=1 << 20, batch=250, epochs=2, shuffle=False)
 ROW_BYTES = device_bytes(group_tables(LARGE.tables)[0])
@@ -38,17 +42,13 @@ TOO_SMALL = {"device_budget": 4096, "host_budget": 1, "store_budget": "1MiB", "c
 def opened(ranks: AnyCommunicator, folder: str, **options: Any) -> list[int]:
     """Open the store and leave; return where it stands."""
     with open_sharded(ONE, folder, **options) as cache:
-        commit = cache.store.commit
-        assert commit is not None
-        return list(commit.cursor)
+        return list(cache.store.commit.cursor)
 
 
 def needed(ranks: AnyCommunicator, folder: str, **options: Any) -> int:
     """Open the store and leave; return the bytes that it needs."""
     with open_sharded(ONE, folder, **options) as cache:
-        commit = cache.store.commit
-        assert commit is not None
-        return cache.store_plan(commit.state_bytes).needed
+        return cache.store_plan(cache.store.commit.state_bytes).needed
 
 
 def trained_large(ranks: AnyCommunicator, folder: str, **options: Any) -> dict[str, Any]:
@@ -98,10 +98,7 @@ def test_parts_are_not_written_anew_for_a_budget_that_is_too_small(
         assert files_of(tmp_path / "model.tc") == before
 
     assert ranks_pool.run(size, OPEN, **options) == [[8, 0]] * size
-    for name, (keys, fields) in stored(tmp_path).items():
-        np.testing.assert_array_equal(keys, rows[name][0])
-        for mine, other in zip(fields, rows[name][1], strict=True):
-            np.testing.assert_array_equal(mine.view(np.uint32), other.view(np.uint32))
+    assert_same_rows(stored(tmp_path), rows)
 
 
 @pytest.mark.parametrize("order_seed", [None, 5])

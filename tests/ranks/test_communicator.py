@@ -1,19 +1,16 @@
-"""Ranks tell each other values, splits and rows, and all fail where one fails."""
-
-from __future__ import annotations
+"""Ranks tell each other values, splits and rows, compare what must be alike, and all fail where one fails."""
 
 import re
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 
+import tiercache
+from tests.ranks.pool import RanksPool, RunFailedError
 from tiercache.dist.communicator import communicator_of
-
-if TYPE_CHECKING:
-    from tests.ranks.pool import RanksPool
 
 SIZES = (1, 2, 3, 4)
 BODIES = "tests.ranks.bodies:"
@@ -21,10 +18,15 @@ BODIES = "tests.ranks.bodies:"
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_rank_knows_itself_and_hears_all(ranks_pool: RanksPool, size: int) -> None:
-    """Values arrive in rank order, whatever their kinds and lengths."""
+    """Values arrive in rank order, whatever their kinds and lengths; no rank waits for bytes that nobody has.
+
+    Row r of the splits that a rank gets is what rank r sent to it; the least of all ranks is known to all.
+    """
     assert ranks_pool.run(size, BODIES + "who") == [[rank, size] for rank in range(size)]
     expected = [{"rank": r, "words": "é" * r, "list": list(range(r)), "none": None} for r in range(size)]
-    assert ranks_pool.run(size, BODIES + "tell") == [expected] * size
+    for rank, found in enumerate(ranks_pool.run(size, BODIES + "small_values")):
+        splits = [[source, rank, 2**40 + source] for source in range(size)]
+        assert found == [expected, [0, 0], splits, [0, -(2**40) * (size - 1)]]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -39,31 +41,12 @@ def test_uneven_pieces_of_any_dtype_arrive_in_rank_order(ranks_pool: RanksPool, 
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_ranks_that_have_nothing_exchange_nothing(ranks_pool: RanksPool, size: int) -> None:
-    """No rank waits for bytes that nobody has."""
-    assert ranks_pool.run(size, BODIES + "nothing_at_all") == [[0, 0]] * size
-
-
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
 def test_pieces_of_uneven_sizes_are_gathered_in_rank_order(ranks_pool: RanksPool, size: int, dtype: str) -> None:
     """Everybody has everybody's, empty pieces left out."""
     for sizes in ([3, 0, 2, 5], [0, 0, 1, 0], [1, 4, 0, 0]):
         got = ranks_pool.run(size, BODIES + "uneven_gather", dtype=dtype, sizes=sizes[:size])
         assert got == [[float(rank + 1) for rank in range(size) for _ in range(sizes[rank])]] * size
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_counts_of_64_bits_are_transposed(ranks_pool: RanksPool, size: int) -> None:
-    """Row r of what a rank gets is what rank r sent to it."""
-    for rank, got in enumerate(ranks_pool.run(size, BODIES + "counts")):
-        np.testing.assert_array_equal(got, [[source, rank, 2**40 + source] for source in range(size)])
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_the_least_of_all_ranks_is_known_to_all(ranks_pool: RanksPool, size: int) -> None:
-    """Place by place."""
-    assert ranks_pool.run(size, BODIES + "least") == [[0, -(2**40) * (size - 1)]] * size
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -90,6 +73,7 @@ def test_a_group_of_some_of_the_processes_is_joined(ranks_pool: RanksPool) -> No
 
 def test_an_error_on_one_rank_is_raised_on_all(ranks_pool: RanksPool) -> None:
     """The rank that has it keeps its type, the others name the rank, what it did and its sentence; nobody waits."""
+    assert ranks_pool.errors(1, BODIES + "fails_in_the_body", who=[0], kind="OSError") == [("OSError", "no room 0")]
     got = ranks_pool.errors(3, BODIES + "fails_in_the_body", who=[1], kind="BudgetError")
     other = ("RankError", "rank 1 failed while opening the store: no room 1")
     assert got == [other, ("BudgetError", "no room 1"), other]
@@ -113,11 +97,6 @@ def test_gradients_that_are_given_back_before_their_backward_are_refused_on_all_
     other = f"RankError: rank 0 failed while giving gradients of collected vectors back: ValueError: {sentence}"
     assert [one[0] for one in told] == [f"ValueError: {sentence}", other, other]
     assert [one[1] for one in told] == pytest.approx([2 * 3 * size / 9 for size in (2, 3, 4)])
-
-
-def test_one_rank_alone_raises_its_own_error(ranks_pool: RanksPool) -> None:
-    """As several do."""
-    assert ranks_pool.errors(1, BODIES + "fails_in_the_body", who=[0], kind="OSError") == [("OSError", "no room 0")]
 
 
 def test_ranks_talk_on_after_an_agreed_error(ranks_pool: RanksPool) -> None:
@@ -190,3 +169,68 @@ def test_torch_distributed_is_called_in_one_module() -> None:
         if uses.search(file.read_text("utf-8")):
             users.add(str(file.relative_to(package)))
     assert users == {"dist/communicator.py"}
+
+
+# -- what must be alike on all ranks -------------------------------------------------------------------------
+
+COMPARE = "tests.ranks.bodies:compare"
+END = ": give all ranks the same, then start them again"
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_ranks_with_the_same_facts_go_on(ranks_pool: RanksPool, size: int) -> None:
+    """Order within a fact does not count."""
+    facts = [{"the schema": {"a": 1, "b": [1, 2]}, "the seed": 5}] * 2 + [
+        {"the seed": 5, "the schema": {"b": [1, 2], "a": 1}}
+    ]
+    assert ranks_pool.errors(size, COMPARE, by_rank=facts) == [None] * size
+
+
+def test_what_differs_is_named_with_its_values_and_ranks(ranks_pool: RanksPool) -> None:
+    """On every rank the same sentence, of all differences."""
+    facts = [{"the seed": 1, "the schema": "aa"}, {"the seed": 2, "the schema": "aa"}, {"the seed": 1}]
+    seed, schema = "the seed (1 on ranks 0 and 2, 2 on rank 1)", "the schema (aa on ranks 0 and 1, nothing on rank 2)"
+    sentence = f"ranks differ in {seed}; {schema}{END}"
+    assert ranks_pool.errors(3, COMPARE, by_rank=facts) == [("RankError", sentence)] * 3
+
+
+def test_long_facts_are_told_by_digest(ranks_pool: RanksPool) -> None:
+    """Two sharding plans that differ in one letter of many."""
+    facts = [{"the sharding": "x" * 500}, {"the sharding": "x" * 499 + "y"}]
+    (first, second) = ranks_pool.errors(2, COMPARE, by_rank=facts)
+    assert first == second is not None
+    words = first[1].removeprefix("ranks differ in the sharding (digest ").removesuffix(f" on rank 1){END}").split()
+    assert words[1:5] == ["on", "rank", "0,", "digest"]
+    assert words[0] != words[5]
+
+
+def test_ranks_with_different_versions_do_not_train_together(ranks_pool: RanksPool) -> None:
+    """The version is compared though nobody asked."""
+    here = tiercache.__version__
+    sentence = f"ranks differ in the version of tiercache ({here} on ranks 0 and 1, 9.9 on rank 2){END}"
+    assert ranks_pool.errors(3, COMPARE, by_rank=[{}] * 3, version="9.9") == [("RankError", sentence)] * 3
+
+
+# -- the pool that tests share -------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_a_rank_that_hangs_fails_its_test_and_no_other(tmp_path: Path) -> None:
+    """The test sees where each rank hangs and what it wrote; new processes serve the next run."""
+    with RanksPool(tmp_path, most=2) as pool:
+        pool.run(2, "tests.ranks.bodies:who")
+        begin = time.monotonic()
+        with pytest.raises(RunFailedError, match=r"(?s)hanging: \[1\].*about to hang.*in hangs"):
+            pool.run(2, "tests.ranks.bodies:hangs", limit=3)
+        assert time.monotonic() - begin < 30
+        assert pool.run(2, "tests.ranks.bodies:who") == [[0, 2], [1, 2]]
+
+
+@pytest.mark.long
+def test_a_rank_that_dies_fails_its_test_and_no_other(tmp_path: Path) -> None:
+    """The others say who died."""
+    with RanksPool(tmp_path, most=2) as pool:
+        with pytest.raises(RunFailedError, match=r"rank 1 died|rank 1: died") as failed:
+            pool.run(2, "tests.ranks.bodies:dies")
+        assert "while rank 0 was waiting for all ranks" in str(failed.value)
+        assert pool.run(2, "tests.ranks.bodies:who") == [[0, 2], [1, 2]]

@@ -1,30 +1,23 @@
 """The conformance list: on 1 to 4 ranks, lookups, rows, states and dense weights are those of one process."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from numpy.typing import NDArray
 
 import tiercache as tc
-from tests.ranks.conformance import known, looked_up, run
+from tests.ranks.conformance import Entry, known, looked_up, run
 from tests.ranks.conformance_list import BEYOND, MERLIN
+from tests.ranks.pool import RanksPool
 from tests.ranks.trainings import stored
 from tests.training.cases import all_keys, tiered
 from tiercache.store import MemoryEngine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from tests.ranks.conformance import Entry
-    from tests.ranks.pool import RanksPool
 
 BODY = "tests.ranks.conformance:train"
 SIZES = (2, 3, 4)

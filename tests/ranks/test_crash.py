@@ -1,7 +1,5 @@
 """Whatever ends the processes of several ranks: the store stands at one commit of all, and goes on to the same bits."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,24 +1,20 @@
 """Loops of several ranks that fetch batches ahead of their training, over the ends of passes, as one rank's may."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
 import tiercache as tc
-from tests.ranks.trainings import dense_of, stored
+from tests.ranks.pool import RanksPool
+from tests.ranks.trainings import assert_same_rows, dense_of, stored
 from tests.training.devices import shim
 from tests.training.test_fetch_ahead import CASE, STEPS, Training, evaluate_of_the_next_pass, leave_gradients
-
-if TYPE_CHECKING:
-    from tests.ranks.pool import RanksPool
-    from tiercache.dist.communicator import AnyCommunicator
+from tiercache.dist.communicator import AnyCommunicator
 
 FETCH = f"{__name__}:fetch"
 
@@ -111,11 +107,7 @@ def assert_same(folder: Path, name: str, found: dict[str, Any], plain: dict[str,
     for key, value in plain.items():
         if key.startswith("dense."):
             np.testing.assert_array_equal(found[key], value, err_msg=key)
-    ours, others = stored(folder, name), stored(folder, theirs)
-    for table, (keys, fields) in others.items():
-        np.testing.assert_array_equal(ours[table][0], keys)
-        for mine, other in zip(ours[table][1], fields, strict=True):
-            np.testing.assert_array_equal(mine.view(np.uint32), other.view(np.uint32), err_msg=table)
+    assert_same_rows(stored(folder, name), stored(folder, theirs))
 
 
 @pytest.mark.parametrize(

@@ -1,35 +1,22 @@
 """Looking at a sharded store from outside: ``tiercache info``, ``verify`` and ``lookup``."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.cli.command import error_of, run
-from tests.ranks.meeting import meet
-from tests.ranks.sharded_world import TABLES, expected, opened, take
+from tests.ranks.sharded_world import TABLES, expected, train_shards
 from tiercache.store import Cursor, Store, StoreInUseError, TableMismatchError, info, verify
 from tiercache.store.shards.manifest import Manifest
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A store of three shards after some commits."""
-
-    def body(ranks: Any) -> None:
-        shards, world = opened(tmp_path / "s", ranks)
-        with shards:
-            for _ in range(4):
-                take(shards, world)
-
-    assert meet(3, body) == [None] * 3
+    assert train_shards(tmp_path / "s", 3, 4) == [None] * 3
     return tmp_path / "s"
 
 
@@ -55,11 +42,7 @@ def test_info_counts_every_row_once(path: Path) -> None:
 
 def test_info_of_a_store_without_a_commit(tmp_path: Path) -> None:
     """Says so, and who was to have which rows."""
-
-    def body(ranks: Any) -> None:
-        opened(tmp_path / "s", ranks)[0].close()
-
-    assert meet(2, body) == [None, None]
+    assert train_shards(tmp_path / "s", 2, 0) == [None, None]
     assert info(tmp_path / "s")["cursor"] is None
     assert "commit   none yet\n  rows     0 live rows" in run("info", tmp_path / "s")
     assert "is whole" in run("verify", tmp_path / "s")

@@ -1,7 +1,5 @@
 """The manifest of a sharded store: what was written comes back, and anything else is refused in a sentence."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -91,71 +89,61 @@ def test_records_count_commits_and_keep_the_newest() -> None:
         MANIFEST.find(8, "the store")
 
 
+CORRUPT = (
+    (b"", "it is not JSON"),
+    (DEEP, "it is not JSON"),
+    (changed(other=1), "it has 'other', which this version does not know"),
+    (changed(commits=...), "it lacks 'commits'"),
+    (changed(cursor=[7, 0]), "it has 'cursor', which this version does not know"),
+    (changed(first_commit=...), "it lacks 'first_commit'"),
+    (BYTES.replace(b'"retention": 2', b'"retention": 3'), "does not match its own digest"),
+    (changed(id="../x"), r"its id is '\.\./x'"),
+    (changed(engine="memory"), "its engine is 'memory'"),
+    (changed(retention=0), "it keeps no commit"),
+    (changed(shards=[], commits=[]), "it names no shard"),
+    (changed(shards=["shard-3-0", "shard-3-0"]), "names 'shard-3-0' as shard 1 of generation 3"),
+    (changed(shards=["shard-3-0", "shard-2-1"]), "names 'shard-2-1' as shard 1 of generation 3"),
+    (changed(shards=["shard-3-0", "../shard-3-1"]), "'../shard-3-1', which is none of a shard"),
+    (changed(shards=["shard-3-0", "a/shard-3-1"]), "'a/shard-3-1', which is none of a shard"),
+    (changed(shards=["shard-3-0", "/a/../shard-3-1"]), "which is none of a shard"),
+    (changed(shards=["shard-3-0", "/shard-3-1\0"]), "it names the folder"),
+    (changed(shards=["shard-3-0", "/etc"]), "'/etc', which is none of a shard"),
+    (changed(obsolete=["/home"]), "'/home', which is none of a shard"),
+    (changed(obsolete=["shard-3-5"]), "'shard-3-5' both as a shard and as what is to be deleted"),
+    (changed(commits=[ONE | {"cursor": [1]}]), "it cannot be read"),
+    (changed(commits=[12, 13]), "a commit of it is 12"),
+    (changed(commits=[ONE | {"more": 1}]), "a commit of it is {'id': 20"),
+    (changed(commits=[ONE | {"shards": [1]}]), "it names 1 commits of 2 shards"),
+    (changed(commits=[ONE | {"shards": 7}]), "the shards of a commit of it are 7"),
+    (changed(commits=[ONE | {"shards": [1, -1]}]), "the commit of a shard of a record is -1"),
+    (changed(commits=[ONE | {"id": 8}]), "it names commit 8 and begins with commit 9"),
+    (changed(commits=[ONE | {"cursor": 7}]), "its cursor is 7"),
+    (changed(commits=[ONE | {"cursor": [1, -1]}]), "the sample of a record is -1"),
+    (changed(commits=[OTHER, ONE]), "its commits 22 and 20 do not stand in the order in which"),
+    (changed(commits=[ONE, OTHER | {"shards": [21, 20]}]), "20 and 22 do not stand in the order"),
+    (changed(first_commit=-1), "the first commit of a record is -1"),
+    (changed(generation=1.0), "the generation of a record is 1.0"),
+    (changed(sharding=[]), r"a sharding plan's record is \[\]"),
+    (changed(shards=["."], commits=[]), "over 2 ranks and there are 1 shards"),
+    (changed(shards=[".", "shard-3-1"]), "names '.' as shard 0 of generation 3"),
+    (changed(obsolete=[".."]), "'..', which is none of a shard"),
+    (changed(tables=[]), "there are no tables"),
+    (changed(tables=[{}]), "a table's record lacks"),
+)
+"""Damage, and what is said of it."""
+OTHERS = (
+    (b"[]", NotAStoreError, "it is not a sharded store's: give the path"),
+    (changed(format="tiercache passes"), NotAStoreError, "it is not a sharded store's"),
+    (changed(version=0), FormatVersionError, "it has format version 0 and .* reads version 4: use the tiercache that"),
+    (changed(version=5, shards=7), FormatVersionError, "it has format version 5 and .* reads version 4: use a newer"),
+    (changed(version="new"), FormatVersionError, "it has format version 'new'"),
+    (changed(version=True), FormatVersionError, "it has format version True"),
+)
+"""What is none of this version's."""
+
+
 @pytest.mark.parametrize(
-    ("data", "kind", "words"),
-    [
-        (b"", CorruptStoreError, "it is not JSON"),
-        (DEEP, CorruptStoreError, "it is not JSON"),
-        (b"[]", NotAStoreError, "it is not a sharded store's: give the path"),
-        (changed(format="tiercache passes"), NotAStoreError, "it is not a sharded store's"),
-        (
-            changed(version=0),
-            FormatVersionError,
-            "it has format version 0 and .* reads version 4: use the tiercache that",
-        ),
-        (
-            changed(version=5, shards=7),
-            FormatVersionError,
-            "it has format version 5 and .* reads version 4: use a newer",
-        ),
-        (changed(version="new"), FormatVersionError, "it has format version 'new'"),
-        (changed(version=True), FormatVersionError, "it has format version True"),
-        (changed(other=1), CorruptStoreError, "it has 'other', which this version does not know"),
-        (changed(commits=...), CorruptStoreError, "it lacks 'commits'"),
-        (changed(cursor=[7, 0]), CorruptStoreError, "it has 'cursor', which this version does not know"),
-        (changed(first_commit=...), CorruptStoreError, "it lacks 'first_commit'"),
-        (BYTES.replace(b'"retention": 2', b'"retention": 3'), CorruptStoreError, "does not match its own digest"),
-        (changed(id="../x"), CorruptStoreError, r"its id is '\.\./x'"),
-        (changed(engine="memory"), CorruptStoreError, "its engine is 'memory'"),
-        (changed(retention=0), CorruptStoreError, "it keeps no commit"),
-        (changed(shards=[], commits=[]), CorruptStoreError, "it names no shard"),
-        (changed(shards=["shard-3-0", "shard-3-0"]), CorruptStoreError, "names 'shard-3-0' as shard 1 of generation 3"),
-        (changed(shards=["shard-3-0", "shard-2-1"]), CorruptStoreError, "names 'shard-2-1' as shard 1 of generation 3"),
-        (changed(shards=["shard-3-0", "../shard-3-1"]), CorruptStoreError, "'../shard-3-1', which is none of a shard"),
-        (changed(shards=["shard-3-0", "a/shard-3-1"]), CorruptStoreError, "'a/shard-3-1', which is none of a shard"),
-        (changed(shards=["shard-3-0", "/a/../shard-3-1"]), CorruptStoreError, "which is none of a shard"),
-        (changed(shards=["shard-3-0", "/shard-3-1\0"]), CorruptStoreError, "it names the folder"),
-        (changed(shards=["shard-3-0", "/etc"]), CorruptStoreError, "'/etc', which is none of a shard"),
-        (changed(obsolete=["/home"]), CorruptStoreError, "'/home', which is none of a shard"),
-        (
-            changed(obsolete=["shard-3-5"]),
-            CorruptStoreError,
-            "'shard-3-5' both as a shard and as what is to be deleted",
-        ),
-        (changed(commits=[ONE | {"cursor": [1]}]), CorruptStoreError, "it cannot be read"),
-        (changed(commits=[12, 13]), CorruptStoreError, "a commit of it is 12"),
-        (changed(commits=[ONE | {"more": 1}]), CorruptStoreError, "a commit of it is {'id': 20"),
-        (changed(commits=[ONE | {"shards": [1]}]), CorruptStoreError, "it names 1 commits of 2 shards"),
-        (changed(commits=[ONE | {"shards": 7}]), CorruptStoreError, "the shards of a commit of it are 7"),
-        (changed(commits=[ONE | {"shards": [1, -1]}]), CorruptStoreError, "the commit of a shard of a record is -1"),
-        (changed(commits=[ONE | {"id": 8}]), CorruptStoreError, "it names commit 8 and begins with commit 9"),
-        (changed(commits=[ONE | {"cursor": 7}]), CorruptStoreError, "its cursor is 7"),
-        (changed(commits=[ONE | {"cursor": [1, -1]}]), CorruptStoreError, "the sample of a record is -1"),
-        (changed(commits=[OTHER, ONE]), CorruptStoreError, "its commits 22 and 20 do not stand in the order in which"),
-        (
-            changed(commits=[ONE, OTHER | {"shards": [21, 20]}]),
-            CorruptStoreError,
-            "20 and 22 do not stand in the order",
-        ),
-        (changed(first_commit=-1), CorruptStoreError, "the first commit of a record is -1"),
-        (changed(generation=1.0), CorruptStoreError, "the generation of a record is 1.0"),
-        (changed(sharding=[]), CorruptStoreError, r"a sharding plan's record is \[\]"),
-        (changed(shards=["."], commits=[]), CorruptStoreError, "over 2 ranks and there are 1 shards"),
-        (changed(shards=[".", "shard-3-1"]), CorruptStoreError, "names '.' as shard 0 of generation 3"),
-        (changed(obsolete=[".."]), CorruptStoreError, "'..', which is none of a shard"),
-        (changed(tables=[]), CorruptStoreError, "there are no tables"),
-        (changed(tables=[{}]), CorruptStoreError, "a table's record lacks"),
-    ],
+    ("data", "kind", "words"), [*((data, CorruptStoreError, words) for data, words in CORRUPT), *OTHERS]
 )
 def test_a_record_that_makes_no_sense_is_one_sentence(data: bytes, kind: type[StoreError], words: str) -> None:
     """An older or newer format, unknown fields, folders that lead elsewhere, numbers that cannot be."""

@@ -1,10 +1,8 @@
 """Features that are pooled by the rank that owns their table train as those whose rows travel."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +11,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import tiercache as tc
-from tests.ranks.trainings import OPTIONS, dense_of, stored
+from tests.ranks.pool import RanksPool
+from tests.ranks.trainings import OPTIONS, assert_same_rows, dense_of, stored
 from tests.training.cases import Case, Spec, table
-
-if TYPE_CHECKING:
-    from tests.ranks.pool import RanksPool
-    from tiercache.dist.communicator import AnyCommunicator
+from tiercache.dist.communicator import AnyCommunicator
 
 BODIES = f"{__name__}:"
 CASE = Case(
@@ -229,12 +225,7 @@ def assert_equal(
     folder: Path, ours: list[dict[str, Any]], theirs: list[dict[str, Any]], tolerance: float = 1e-5
 ) -> None:
     """Compare rows, states, dense weights and the vectors of an evaluation; stores are "ours" and "theirs"."""
-    mine, other = stored(folder, "ours"), stored(folder, "theirs")
-    assert mine.keys() == other.keys()
-    for name, (keys, fields) in mine.items():
-        np.testing.assert_array_equal(keys, other[name][0])
-        for one, another in zip(fields, other[name][1], strict=True):
-            np.testing.assert_allclose(one, another, rtol=tolerance, atol=tolerance, err_msg=name)
+    assert_same_rows(stored(folder, "ours"), stored(folder, "theirs"), tolerance)
     for name in ("dense.top.weight", "dense.top.bias"):
         np.testing.assert_allclose(ours[0][name], theirs[0][name], rtol=tolerance, atol=tolerance)
     np.testing.assert_allclose(vectors_of(ours), vectors_of(theirs), rtol=tolerance, atol=tolerance)

@@ -1,8 +1,8 @@
 """Raw keys on several ranks: each brings its own samples, and all end as one process, and as from samples."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,20 +10,14 @@ import torch
 
 import tiercache as tc
 from tests.ranks import raw_trainings
+from tests.ranks.pool import RanksPool
 from tests.ranks.raw_trainings import CASE
-from tests.ranks.trainings import assert_as_alone, stored
-from tests.training.cases import Net, open_store, result_of, table, tiered
+from tests.ranks.trainings import assert_as_alone, assert_same_rows, stored
+from tests.training.cases import Net, Result, open_store, result_of, table, tiered
 from tests.training.oracle import initial_row
 from tests.training.raw import key_sets
 from tiercache.data.from_arrays import write_dataset
 from tiercache.data.raw_batch import OOV_KEY, RawBatch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.ranks.pool import RanksPool
-    from tests.training.cases import Result
 
 BODIES = "tests.ranks.raw_trainings:"
 NAMES = [table.name for table in CASE.tables]
@@ -78,14 +72,9 @@ def assert_close(folder: Path, dense: dict[str, Any], theirs: Result) -> None:
     assert_as_alone(stored(folder, "raw.tc"), dense, theirs)
 
 
-def assert_same_bits(ours: Path, theirs: Path) -> None:
+def assert_same_bits(folder: Path, ours: str, theirs: str) -> None:
     """Compare all rows of two sharded stores."""
-    for one, other in zip(
-        stored(ours.parent, ours.name).values(), stored(theirs.parent, theirs.name).values(), strict=True
-    ):
-        np.testing.assert_array_equal(one[0], other[0])
-        for mine, yours in zip(one[1], other[1], strict=True):
-            np.testing.assert_array_equal(mine.view(np.uint32), yours.view(np.uint32))
+    assert_same_rows(stored(folder, ours), stored(folder, theirs))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +91,7 @@ def test_raw_keys_end_with_the_bits_of_samples_and_as_one_process(
     found = ranks_pool.run(size, BODIES + "train", folder=str(place), sharding=sharding)
     samples = ranks_pool.run(size, BODIES + "train_samples", folder=str(place), sharding=sharding)
 
-    assert_same_bits(place / "raw.tc", place / "model.tc")
+    assert_same_bits(place, "raw.tc", "model.tc")
     for name, value in samples[0].items():
         np.testing.assert_array_equal(found[0][name], value, err_msg=name)
     assert_close(place, found[0], alone()[0])
@@ -119,7 +108,7 @@ def test_ranks_with_other_numbers_of_samples_and_of_batches_end_as_one_process(
         assert_close(place, found[0], alone()[0])
         (place / "raw.tc").rename(place / f"raw-{turn}.tc")
     if deal == "uneven":
-        assert_same_bits(place / "raw-0.tc", place / "raw-1.tc")
+        assert_same_bits(place, "raw-0.tc", "raw-1.tc")
 
 
 @pytest.mark.parametrize(
@@ -221,7 +210,7 @@ def test_a_training_by_raw_keys_goes_on_behind_a_commit_inside_a_pass(
 
     assert_close(place, found[0], alone()[0])
     if size == 2:
-        assert_same_bits(place / "raw.tc", place / "whole.tc")
+        assert_same_bits(place, "raw.tc", "whole.tc")
 
 
 def test_where_the_budget_has_no_room_for_an_index_keys_are_searched(
@@ -236,7 +225,7 @@ def test_where_the_budget_has_no_room_for_an_index_keys_are_searched(
     )
 
     assert max(one["index_bytes"] for one in found) < min(one["index_bytes"] for one in told) / 10  # of a small pass
-    assert_same_bits(place / "raw.tc", place / "before.tc")
+    assert_same_bits(place, "raw.tc", "before.tc")
 
 
 def test_raw_keys_are_found_by_the_cuda_kernels(ranks_pool: RanksPool, place: Path) -> None:
@@ -247,7 +236,7 @@ def test_raw_keys_are_found_by_the_cuda_kernels(ranks_pool: RanksPool, place: Pa
 
     found = ranks_pool.run(2, BODIES + "train", folder=str(place), on_shim=True, **options)
 
-    assert_same_bits(place / "raw.tc", place / "cpu.tc")
+    assert_same_bits(place, "raw.tc", "cpu.tc")
     assert all("key_index.find" in one["launches"] for one in found)
 
 

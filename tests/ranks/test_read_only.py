@@ -1,21 +1,17 @@
 """Ranks evaluate a sharded store that was opened for reading: as they did when they trained it, and train nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import tiercache as tc
+from tests.ranks.pool import RanksPool
 from tests.ranks.trainings import CASES, OPTIONS, model_of
+from tiercache.dist.communicator import AnyCommunicator
 from tiercache.errors import StateError
-
-if TYPE_CHECKING:
-    from tests.ranks.pool import RanksPool
-    from tiercache.dist.communicator import AnyCommunicator
 
 
 def evaluated(ranks: AnyCommunicator, case: str, folder: str, *, given: bool) -> dict[str, Any]:

@@ -1,19 +1,28 @@
-"""What a batch asks its owners for, against the slow definition, and for passes that no int32 counts."""
+"""What a batch asks its owners for, and what it has them pool, against the slow definition."""
 
-from __future__ import annotations
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tiercache as tc
 from tests.training.cases import table
+from tiercache.backends.jagged import LookupIds
 from tiercache.data.encoded_batch import FeatureIds
+from tiercache.kernels.step import Vectors
+from tiercache.ranks.bags import Block, Candidate, Chooser, cut_bags, message_of
+from tiercache.ranks.bounds import out_of_bounds
 from tiercache.ranks.owners import Destination, Owners
+from tiercache.ranks.pending_batches import tensors_of
+from tiercache.ranks.pooling import PooledBatch
 from tiercache.ranks.requests import Requester
 from tiercache.ranks.stretches import Stretches
 from tiercache.store.table import group_tables
+from tiercache.tiers.rows import GroupRows
+from tiercache.training.batch import Pooled
 
 TABLES = tuple(sorted((table(name, dim) for name, dim in (("a", 4), ("b", 6), ("c", 4))), key=lambda t: t.table_id))
 GROUPS = group_tables(TABLES)
@@ -121,7 +130,113 @@ def test_an_id_outside_its_table_is_refused_by_name(id_: int) -> None:
         Requester().request(stretches, ids, {"f": "b"}, "pass 3")
 
 
-def test_tables_differ() -> None:
-    """The cases above need a group of two tables and one of one."""
-    assert sorted(len(group.tables) for group in GROUPS) == [1, 2]
-    assert all(isinstance(one, tc.Table) for one in TABLES)
+@pytest.mark.parametrize(("low", "high"), [(0, 5), (-1, 3), (2, 2147483647)])
+def test_numbers_that_are_no_rows_are_named(low: int, high: int) -> None:
+    """With the rank that was asked, and what they are of."""
+    said = str(out_of_bounds(2, np.array([low, high], np.int32), 5, "of a table"))
+    assert f"rank 2 was asked for rows {low:,} to {high:,} of a table: start all" in said
+
+
+def test_rows_that_are_there_may_be_asked_for() -> None:
+    """All of them, and none of an empty table."""
+    assert out_of_bounds(2, np.array([0, 4], np.int32), 5, "of a table") is None
+    assert out_of_bounds(2, np.empty(0, np.int32), 0, "of an empty table") is None
+
+
+# -- which features are pooled by their owners ---------------------------------------------------------------
+
+WHOLE = (Destination(1, 0, 1000, 0, 40, 0, 16),)
+HALVES = (Destination(2, 0, 1000, 1, 0, 0, 8), Destination(0, 0, 1000, 0, 7, 8, 16))
+RAGGED = Candidate("f", "t", None, False, 16, 1000, WHOLE)
+
+
+def bags(ids: list[int], lengths: list[int] | None, weights: list[float] | None = None) -> FeatureIds:
+    """Return bags."""
+    offsets = None if lengths is None else np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    given = None if weights is None else np.array(weights, np.float32)
+    return FeatureIds(np.array(ids, np.int32), offsets, given)
+
+
+def is_pooled(one: Candidate, some: FeatureIds, num_samples: int, *, item_bytes: int = 4, trained: bool = True) -> bool:
+    """Whether the only candidate is pooled."""
+    found = Chooser().choose(
+        [one], {"f": some}, {"f": "sum"}, num_samples, item_bytes=item_bytes, trained=trained, where="a test"
+    )
+    return found == [0]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("item_bytes", [2, 4])
+@pytest.mark.parametrize("owners", [WHOLE, HALVES])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("length", [None, 8])
+def test_a_feature_is_pooled_exactly_where_that_is_fewer_bytes(
+    length: int | None, weighted: bool, owners: tuple[Destination, ...], item_bytes: int, trained: bool
+) -> None:
+    """One more row that is unique decides."""
+    n, ids, times = 4, 32, 1 + trained
+    words = ids * (1 + weighted) + (n if length is None else 0)
+    pooled = 4 * words * len(owners) + times * n * 16 * item_bytes
+    row = 4 * len(owners) + times * 16 * item_bytes
+    most = pooled // row  # so many unique rows are not more bytes than vectors
+    assert 1 <= most < ids
+    one = replace(RAGGED, length=length, weighted=weighted, owners=owners)
+
+    for unique, expected in ((most, False), (most + 1, True)):
+        some = bags(sorted([*range(unique), *([0] * (ids - unique))]), [8] * n, [1.0] * ids if weighted else None)
+        assert is_pooled(one, some, n, item_bytes=item_bytes, trained=trained) == expected
+
+
+def test_one_id_a_sample_a_maximum_and_empty_bags_stay_rows() -> None:
+    """Vectors of the samples are never fewer than their unique rows."""
+    assert not is_pooled(replace(RAGGED, length=1), bags([1, 2, 3], None), 3)
+    assert not is_pooled(RAGGED, bags([], [0, 0, 0]), 3)
+    many = bags(list(range(64)), [64])
+    assert is_pooled(RAGGED, many, 1)
+    for mode in ("max", None):
+        assert not Chooser().choose([RAGGED], {"f": many}, {"f": mode}, 1, item_bytes=4, trained=True, where="a test")
+
+
+def test_a_wrong_id_is_named() -> None:
+    """As a lookup names it."""
+    with pytest.raises(IndexError, match=r"feature 'f' has local id 1000 at entry 1 of the batch.* 0 to 999 in a test"):
+        is_pooled(RAGGED, bags([3, 1000], [2]), 1)
+
+
+def test_a_block_has_features_by_group_and_its_message_their_bags() -> None:
+    """Lengths where bags may have any number of ids, then ids, then weights."""
+    first = Candidate("f", "t", None, True, 16, 1000, HALVES)
+    second = Candidate("g", "u", 2, False, 16, 1000, (replace(WHOLE[0], rank=2),))
+    block = Block.of([first, second, RAGGED], np.array([3, 3, 0]), 2)
+
+    assert (block.features, block.cols, block.width) == ((1, 0), (0, 16), 24)
+    pieces = message_of(block, [first, second], {"f": bags([4, 5, 6], [1, 2], [1, 2, 3]), "g": bags([7, 8], [2])})
+    words = [7, 8, 1, 2, 4, 5, 6, *np.array([1, 2, 3], np.float32).view(np.int32).tolist()]
+    assert np.concatenate(pieces).tolist() == words
+
+
+def test_bags_of_all_ranks_are_divided_by_rank() -> None:
+    """Offsets of each begin with 0."""
+    every = {"f": bags([1, 2, 3, 4], [1, 0, 3], [1, 2, 3, 4]), "g": bags([5, 6, 7], None)}
+    first, second = cut_bags(every, [2, 1])
+
+    assert first["f"].ids.tolist() == [1]
+    assert first["g"].ids.tolist() == [5, 6]
+    assert second["f"].ids.tolist() == [2, 3, 4]
+    assert second["f"].offsets is not None
+    assert second["f"].offsets.tolist() == [0, 3]
+    assert second["f"].weights is not None
+    assert second["f"].weights.tolist() == [2, 3, 4]
+
+
+def test_every_tensor_of_a_batch_is_found_wherever_it_is() -> None:
+    """In rows, entries and pooled vectors; arrays of the host are none."""
+    all_ = [torch.full((2,), float(i)) for i in range(9)]
+    host = np.zeros(1, np.int64)
+    rows = GroupRows(Vectors(all_[0], 1, 0), (), all_[1], {"t": 0}, {"t": 1}, host)
+    entries = LookupIds(ids=all_[2], starts=host, bases=host, modes=host.astype(np.int8), cols=host, offsets=all_[3],
+                      weights=all_[4], slots=all_[5], places=all_[6], scales=all_[7])  # fmt: skip
+    asked: Any = None
+    pooled = PooledBatch({"f": Pooled("sum", all_[8])}, asked, (((asked, entries),),))
+    found = tensors_of(([rows], pooled, None, "words", 3))
+    assert {int(tensor[0]) for tensor in found} == set(range(9))

@@ -1,8 +1,8 @@
-"""Shards for another number of ranks or another sharding have the rows, the state and the place of the old ones."""
+"""Shards for other ranks or another sharding have the rows, the state, the rates and the place of the old ones."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ import tiercache as tc
 from tests.ranks.meeting import meet
 from tests.ranks.reshardings import let_through, made, on_ranks, one_case, sharded, train_to_cursor, ways
 from tests.ranks.sharded_world import TABLES, WHOLE, expected, old_shards, one_store, sharding_on, whole_row
-from tests.training.cases import assert_same_bits, result_of
+from tests.training.cases import assert_same_bits, result_of, table
 from tiercache.dist.communicator import communicator_of
 from tiercache.errors import BudgetError, DatasetError, RankError
 from tiercache.planning.schedule import Schedule
@@ -22,14 +22,9 @@ from tiercache.ranks.opening import open_for_share
 from tiercache.ranks.resharding import copy_share
 from tiercache.ranks.shard_writer import ShardWriter
 from tiercache.ranks.shares import Share
-from tiercache.store import MemoryEngine, Store, hash_keys
+from tiercache.store import Cursor, MemoryEngine, Store, hash_keys
 from tiercache.store.shards.manifest import Manifest
-from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, sliced
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
+from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, hash_bounds, sliced
 
 
 @st.composite
@@ -56,7 +51,7 @@ def check_rows(store: Store, sharding: ShardingPlan, rank: int, wanted: dict[str
     for shard in sharding.shard_tables(TABLES, rank):
         whole, hashes = WHOLE[shard.name], sharding.owned_hashes(shard.name, rank)
         keys = np.array(sorted(wanted[shard.name]), dtype=np.int64)
-        mine: NDArray[np.int64] = keys[:0]
+        mine = keys[:0]
         if hashes is not None:
             of = hash_keys(keys, shard.table_id).astype(object)
             mine = keys[(of >= hashes[0]) & (of < hashes[1])]
@@ -137,10 +132,7 @@ def test_a_training_goes_on_with_other_ranks_to_the_same_bits(
     with Store.open(None, tables=case.tables, engine=MemoryEngine()) as plain:
         model = train_to_cursor(plain, passes, case, (14, 0), skip=skip, seed=1)
         end = result_of(plain, passes, model)
-    alone = Share(passes, ways(1, 0), 0)
-    with ShardWriter.open(path, case.tables, alone.sharding, communicator_of(), engine="zarr") as shards:
-        train_to_cursor(shards.store, alone, case, stops[0][0], seed=1, shards=shards)
-        shards.publish(stops[0][0])
+    sharded(path, case, passes, stops[0][0])
     for (cursor, size, turn), after in zip(stops, [*(stop[0] for stop in stops[1:]), (14, 0)], strict=True):
 
         def body(ranks: Any, cursor: Any = cursor, size: int = size, turn: int = turn) -> Any:
@@ -274,3 +266,41 @@ def test_a_rank_that_fails_ends_the_work_of_the_others(tmp_path: Path, monkeypat
     with tc.Store.open(path, mode="r") as store:
         assert store.commit.cursor == (3, 0)
         assert [shard.name for shard in sorted(path.iterdir()) if shard.is_dir()] == list(store.manifest.shards)
+
+
+# -- what new shards take over beside rows, and what is known of it before -------------------------------------
+
+
+def test_learning_rates_follow_tables_to_their_new_groups() -> None:
+    """A table cut into columns had a group of its own; where its rate differs, it cannot join the others."""
+    alike = tuple(table(name, 4, tc.optim.RowWiseAdagrad(learning_rate=0.1)) for name in ("a", "b"))
+    row = TableSharding("row")
+    old = ShardingPlan(2, {"a": row, "b": sliced(4, [0, 1])})
+    new = ShardingPlan(1, {"a": row, "b": row})
+    for rates, answer in (({"a": 0.5, "b": 0.5}, [0.5]), ({"a": 0.5, "b": 0.25}, None)):
+        shards = [Store.open(None, tables=old.shard_tables(alike, rank), engine=MemoryEngine()) for rank in range(2)]
+        for shard in shards:
+            of_groups = [rates[group.tables[0].name] for group in shard.groups]
+            kept = {"steps": 7, "learning_rates": of_groups}
+            shard.publish(Cursor(0), state=b"", schedule_digest="", settings=kept, environment={})
+        with Store.open(None, tables=alike, engine=MemoryEngine()) as store:
+            if answer is None:
+                with pytest.raises(ValueError, match=r"'b', 'a' of .* share a group, .* and had 0.25 and 0.5: set one"):
+                    copy_share(one_store(alike, old, shards), store, new, 0)
+            else:
+                commit = copy_share(one_store(alike, old, shards), store, new, 0)
+                assert commit.settings == {"steps": 7, "learning_rates": answer}
+
+
+def test_rows_of_a_rank_are_predicted_from_sizes() -> None:
+    """As many as it gets, or up to four standard deviations more."""
+    old, new = sharding_on(3), sharding_on(4, 1)
+    shards = old_shards(old, 5)
+    known = expected(shards[0].commit.cursor)
+    predicted = one_store(TABLES, old, shards)
+    for name, keys in known.items():
+        hashes = hash_keys(np.array(list(keys), np.int64), WHOLE[name].table_id).astype(object)
+        assert predicted.most_rows(name, (0, 1 << 64)) == len(keys)
+        bounds = hash_bounds(new.num_ranks)
+        for low, high in pairwise(bounds):
+            assert np.count_nonzero((hashes >= low) & (hashes < high)) <= predicted.most_rows(name, (low, high))

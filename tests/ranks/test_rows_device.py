@@ -1,8 +1,7 @@
 """Rows are on the device of the ranks, beside what process groups need there."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Self
 
 import pytest
 import torch
@@ -16,9 +15,6 @@ from tiercache.tiers.device_tier import DeviceTier
 from tiercache.training import cache as cache_module
 from tiercache.training import rank_rows
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 log: list[str] = []
 
 
@@ -29,9 +25,9 @@ class Noting:
         self._alone = LocalCommunicator(torch.device("cuda:1"))
         log.append(device)
 
-    def clone(self, device: str = "all") -> Noting:
+    def clone(self, device: str = "all") -> Self:
         """Note it."""
-        return Noting(f"clone of {device}")
+        return type(self)(f"clone of {device}")
 
     def close(self, *, failed: bool = False) -> None:
         """Note it."""

@@ -1,10 +1,9 @@
 """A sharded store is read as whole tables by one process, beside a training too."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,13 +37,8 @@ from tiercache.store import (
 from tiercache.store.directory import StoreDirectory
 from tiercache.store.initial import initial_rows
 from tiercache.store.shards import opening
-from tiercache.store.shards.manifest import Manifest
+from tiercache.store.shards.manifest import GlobalCommit, Manifest
 from tiercache.store.shards.sharding import ShardingPlan
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tiercache.store.shards.manifest import GlobalCommit
 
 
 def test_lookup_gives_whole_rows_of_any_keys(tmp_path: Path) -> None:
@@ -90,7 +84,7 @@ def test_a_reader_begins_anew_where_a_training_goes_on_while_it_opens(
     def slow(place: Path, manifest: Manifest, only: GlobalCommit | None) -> tuple[Store, ...]:
         times[0] += 1
         if times[0] == 1 and divided:
-            assert meet(1, lambda ranks: divide_anew(path, ranks, sharding_on(1), lambda **_: None)) == [None]
+            assert meet(1, lambda ranks: divide_anew(path, ranks, sharding_on(1))) == [None]
         elif times[0] <= 2 and not divided:
             assert train_shards(path, 2, 2) == [None] * 2
         return plain(place, manifest, only)
@@ -115,7 +109,7 @@ def test_a_reader_opens_while_a_store_is_sharded_or_made_plain(
             sharding = sharding_on(2) if is_plain else ShardingPlan.of_one(TABLES)
             divided = meet(
                 sharding.num_ranks,
-                lambda ranks: divide_anew(path, ranks, sharding, lambda **_: None, plain=not is_plain),
+                lambda ranks: divide_anew(path, ranks, sharding, plain=not is_plain),
             )
             assert divided == [None] * sharding.num_ranks
 
@@ -211,7 +205,7 @@ def test_a_reader_of_shards_that_went_away_is_told_so(tmp_path: Path) -> None:
     path = tmp_path / "s"
     assert train_shards(path, 2, 4, engine="zarr") == [None] * 2
     with Store.open(path, mode="r") as store:
-        assert meet(1, lambda ranks: divide_anew(path, ranks, sharding_on(1), lambda **_: None)) == [None]
+        assert meet(1, lambda ranks: divide_anew(path, ranks, sharding_on(1))) == [None]
         for read in (lambda: store.lookup("item", np.arange(3)), lambda: list(store.scan("word")), store.state):
             with pytest.raises(StoreError, match=r"the store at .* was sharded anew while it was read: open it"):
                 read()
@@ -260,8 +254,8 @@ def test_what_others_keep_in_the_folder_stays(tmp_path: Path) -> None:
         other.parent.mkdir(exist_ok=True)
         other.touch()
     one = ShardingPlan.of_one(TABLES)
-    assert meet(1, lambda ranks: divide_anew(path, ranks, one, lambda **_: None, plain=True)) == [None]
-    assert meet(2, lambda ranks: divide_anew(path, ranks, sharding_on(2), lambda **_: None)) == [None] * 2
+    assert meet(1, lambda ranks: divide_anew(path, ranks, one, plain=True)) == [None]
+    assert meet(2, lambda ranks: divide_anew(path, ranks, sharding_on(2))) == [None] * 2
     assert not (path / "data.mdb").exists()
     assert all(other.exists() for other in others)
     check_shards(path, Cursor(2))

@@ -1,8 +1,7 @@
 """Strategies of sharding."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +16,6 @@ from tiercache.ranks.sharding_planner import plan_sharding, sharding_of
 from tiercache.ranks.sharding_rules import STRATEGIES, CostModel
 from tiercache.ranks.table_stats import TableStats, stats_of
 from tiercache.store.shards.sharding import ShardingPlan, TableSharding
-from tiercache.store.table import group_tables
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SGD = tc.optim.SGD(learning_rate=1.5)
 
@@ -133,34 +128,6 @@ def test_slices_that_meet_on_the_emptiest_rank_are_one() -> None:
     sharding = plan_sharding(tables, table_stats, 3, strategy="memory_balanced", column_threshold=4 * 100)
     assert sharding.tables["t2"].kind == "table"
     assert sorted(owned_bytes(sharding, tables, table_stats)) == [400, 400, 416]
-
-
-def test_a_table_of_15_columns_is_cut_for_8_ranks() -> None:
-    """Seven slices of two columns and one of one."""
-    tables, table_stats = sizes([(10, 15)])
-    for how in ({"kinds": {"t0": "column"}}, {"column_threshold": 1}, {"column_threshold": 1, "strategy": "basic"}):
-        table_sharding = plan_sharding(tables, table_stats, 8, **how).tables["t0"]  # type: ignore[arg-type]
-        assert [part.last - part.first for part in table_sharding.slices] == [2, 2, 2, 2, 2, 2, 2, 1]
-
-
-def test_eight_tables_of_width_two_are_one_group_on_every_rank() -> None:
-    """Those that a rank has no row of too."""
-    tables, table_stats = sizes([(rows, 2) for rows in (10, 11, 4, 4, 10, 11, 4, 4)])
-    for strategy in STRATEGIES:
-        sharding = plan_sharding(tables, table_stats, 4, strategy=strategy)
-        for rank in range(4):
-            assert len(group_tables(sharding.shard_tables(tables, rank))) == 1
-
-
-def test_thresholds_choose_all_kinds_at_once() -> None:
-    """Small ones are copied, large ones cut by columns, and the largest by row."""
-    tables, table_stats = sizes([(2, 8), (100, 32), (10_000, 64), (100_000, 128)])
-    sharding = plan_sharding(
-        tables, table_stats, 4, strategy="memory_balanced", replicate_threshold=4 * 1000, column_threshold=4 * 100_000,
-        row_threshold=4 * 1_000_000,
-    )  # fmt: skip
-    assert [sharding.tables[t.name].kind for t in tables] == ["replicate", "table", "column", "row"]
-    assert len(sharding.tables["t2"].slices) == 4
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8, 64])

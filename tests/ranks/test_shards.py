@@ -1,10 +1,8 @@
 """Shards of a sharded store: commits of all or none."""
 
-from __future__ import annotations
-
 import json
-import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +10,7 @@ from tests.ranks import sharded_world
 from tests.ranks.meeting import meet
 from tests.ranks.sharded_world import (
     TABLES,
+    advance,
     check_shards,
     divide_anew,
     opened,
@@ -22,17 +21,9 @@ from tests.ranks.sharded_world import (
 )
 from tiercache.errors import RankError, StateError
 from tiercache.ranks.shard_writer import ShardWriter
-from tiercache.store import (
-    Cursor,
-    Store,
-    verify,
-)
+from tiercache.store import Cursor, Store, verify
 from tiercache.store.shards.manifest import Manifest
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.ranks.pool import RanksPool
 ENGINES = ("lmdb", "zarr")
 
 
@@ -67,17 +58,6 @@ def test_a_part_that_is_ahead_steps_back(tmp_path: Path) -> None:
         check_shards(path, Cursor(2))
         assert train_shards(path, 3, 3) == [None] * 3
         check_shards(path, Cursor(4))
-
-
-def test_shards_that_stepped_back_may_be_left_behind_again(tmp_path: Path) -> None:
-    """The manifest names what was rolled back to before another commit is made, which may not be published either."""
-    path = tmp_path / "s"
-    assert train_shards(path, 2, 4) == [None] * 2
-    for _ in range(3):
-        sharded_world.ahead(path, 2, 0, 1)
-        check_shards(path, Cursor(2))
-    assert train_shards(path, 2, 3) == [None] * 2
-    check_shards(path, Cursor(4))
 
 
 def test_shards_keep_one_commit_more_than_asked_for(tmp_path: Path) -> None:
@@ -137,11 +117,7 @@ def test_nothing_is_published_unless_all_shards_stand_there(tmp_path: Path) -> N
         shards, world = opened(path, ranks)
         with shards:
             if ranks.rank:
-                world.pass_index = 0
-                world.train(part=1)
-                world.append(shards.store)
-                world.pass_index = 1
-                world.publish(shards.store)
+                advance(shards.store, world, Cursor(0))
             shards.publish(Cursor(1))
 
     assert "stands at pass 0 and pass 1 is to be published" in sentences(meet(2, missing))
@@ -221,14 +197,7 @@ def test_shards_of_another_division_take_the_place_of_the_old_ones(tmp_path: Pat
     names = {entry.name for entry in path.iterdir()}
     new = {f"shard-1-{rank}" for rank in range(after)}
     assert names == {"shards.json", "ranks.lock", "writer.lock", *new, *(f"{name}.json" for name in new)}
-
-    def go_on(ranks: Any) -> None:
-        shards, world = opened(path, ranks, 1)
-        with shards:
-            for _ in range(3):
-                take(shards, world)
-
-    assert meet(after, go_on) == [None] * after
+    assert train_shards(path, after, 3, turn=1) == [None] * after
     check_shards(path, Cursor(4))
     assert Manifest.read(path).obsolete == ()
 
@@ -271,26 +240,6 @@ def test_shards_may_be_on_other_disks_and_move(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="shard_dirs= names 1 folders for 2 ranks: give one for each rank"):
         raise train_shards(path, 2, 0, shard_dirs=[disks[0]])[0]
     assert "is there already" in sentences(train_shards(tmp_path / "other", 2, 0, shard_dirs=disks))
-
-
-def test_ranks_of_torch_make_commits_together(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """As the stand-ins do: train, go on, divide anew, and fail together where one shard is missing."""
-    path = tmp_path / "s"
-    assert ranks_pool.run(3, "tests.ranks.shards_bodies:train", path=str(path), commits=2) == [[1, 0]] * 3
-    assert ranks_pool.run(3, "tests.ranks.shards_bodies:train", path=str(path), commits=2) == [[2, 0]] * 3
-    check_shards(path, Cursor(2))
-    ranks_pool.run(2, "tests.ranks.shards_bodies:divide", path=str(path))
-    check_shards(path, Cursor(2))
-    assert ranks_pool.run(2, "tests.ranks.shards_bodies:train", path=str(path), commits=3, turn=1) == [[4, 0]] * 2
-    check_shards(path, Cursor(4))
-    shutil.rmtree(path / "shard-1-1")
-    other, own = ranks_pool.errors(2, "tests.ranks.shards_bodies:train", path=str(path), commits=0, turn=1)
-    assert other is not None
-    assert own is not None
-    assert own[0] == "StoreMissingError"
-    assert other == ("RankError", f"rank 1 failed while opening the shards of the store at {path}: {own[1]}")
-    errors = ranks_pool.errors(3, "tests.ranks.shards_bodies:train", path=str(path), commits=0, turn=1)
-    assert [error[0] for error in errors if error is not None] == ["StateError"] * 3
 
 
 def test_a_mark_and_a_record_are_plain_json(tmp_path: Path) -> None:

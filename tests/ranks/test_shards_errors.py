@@ -1,11 +1,10 @@
 """One sentence for each thing about shards that does not belong together."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -40,9 +39,6 @@ from tiercache.store import (
 from tiercache.store.shards.manifest import Manifest
 from tiercache.store.shards.opening import open_shard
 from tiercache.store.shards.sharding import ShardingPlan
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def damage(path: Path, what: str) -> None:
@@ -154,7 +150,7 @@ def test_one_training_at_a_time(tmp_path: Path) -> None:
         assert isinstance(errors[1], StoreInUseError)
         assert "shard-0-1 is being written by process" in sentences(errors)
         sharding = sharding_on(3, 1)
-        errors = meet(3, lambda ranks: divide_anew(path, ranks, sharding, lambda **_: None))
+        errors = meet(3, lambda ranks: divide_anew(path, ranks, sharding))
         assert isinstance(errors[1], StoreInUseError)
         assert "shard-0-1 is being written by process" in sentences(errors)
     assert train_shards(path, 2, 1) == [None] * 2
@@ -212,8 +208,8 @@ def test_a_plain_store_is_made_plain_by_one_alone(tmp_path: Path) -> None:
     """Who comes second finds it so, and leaves it as it is."""
     path, one = tmp_path / "s", ShardingPlan.of_one(TABLES)
     assert train_shards(path, 2, 4) == [None] * 2
-    assert meet(1, lambda ranks: divide_anew(path, ranks, one, lambda **_: None, plain=True)) == [None]
-    errors = meet(1, lambda ranks: divide_anew(path, ranks, one, lambda **_: None, plain=True))
+    assert meet(1, lambda ranks: divide_anew(path, ranks, one, plain=True)) == [None]
+    errors = meet(1, lambda ranks: divide_anew(path, ranks, one, plain=True))
     assert isinstance(errors[0], StateError)
     assert "is a plain one already: open it again" in sentences(errors)
     assert not (path / "shards.json").exists()

@@ -1,57 +1,31 @@
 """A rank whose disk is slower than the time-out of data is waited for."""
 
-from __future__ import annotations
-
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 
 from tests.ranks import trainings
-from tests.ranks.trainings import ONE, assert_same_rows, dense_of, model_of, open_sharded
-from tests.store.failing import SlowEngine
+from tests.ranks.pool import RanksPool
+from tests.ranks.trainings import ONE, assert_same_rows, dense_of, model_of, open_sharded, stored
+from tests.store.failing import HitchingEngine
 from tests.training.cases import Case
-from tiercache.dist.communicator import communicator_of
+from tiercache.dist.communicator import AnyCommunicator, communicator_of
 from tiercache.errors import RankError
+from tiercache.store.opening import Opened
 from tiercache.store.shards import opening
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.ranks.pool import RanksPool
-    from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.store.opening import Opened
 
 TIMEOUT, HITCH = 3.0, 5.0
 """Seconds."""
 WIDE = Case(tables=ONE.tables, specs=ONE.specs, num_samples=512, num_keys=2000, pass_rows=128, batch=64)
 """More rows than the host holds: some are read at every switch."""
 BODIES = "tests.ranks.test_slow_disks:"
-
-
-class Hitching(SlowEngine):
-    """Is slow once whenever its seconds are set."""
-
-    def read(self, *arguments: Any) -> None:
-        """Read, and be fast from then on."""
-        super().read(*arguments)
-        self.read_seconds = 0.0
-
-    def write(self, *arguments: Any, **options: Any) -> list[int]:
-        """Write, and be fast from then on."""
-        places = super().write(*arguments, **options)
-        self.write_seconds = 0.0
-        return places
-
-    def commit(self, *arguments: Any, **options: Any) -> None:
-        """Commit, and be fast from then on."""
-        super().commit(*arguments, **options)
-        self.commit_seconds = 0.0
 
 
 @contextmanager
@@ -64,12 +38,12 @@ def impatient(seconds: float = TIMEOUT) -> Iterator[pytest.MonkeyPatch]:
 
 def trained(ranks: AnyCommunicator, folder: str, slow: str | None) -> dict[str, Any]:
     """Train, with a commit inside pass 3; on rank 1 something of the disk takes longer than the timeout in pass 2."""
-    case, engines = WIDE, list[Hitching]()
+    case, engines = WIDE, list[HitchingEngine]()
     open_engine = opening.open_engine
 
     def opened(*arguments: Any, **options: Any) -> Opened:
         found = open_engine(*arguments, **options)
-        found.engine = made = Hitching(found.engine)
+        found.engine = made = HitchingEngine(found.engine)
         engines.append(made)
         return found
 
@@ -80,11 +54,10 @@ def trained(ranks: AnyCommunicator, folder: str, slow: str | None) -> dict[str, 
             for p, number in trainings.trained(cache, case, (model, optimizer)):
                 if slow and number == 0 and p.index == (3 if slow == "commit" else 2) and ranks.rank == 1:
                     cache.drain()
-                    setattr(engines[-1], f"{slow}_seconds", HITCH)
+                    engines[-1].seconds[slow] = HITCH
                 if p.index == 3 and number == 0:
                     cache.commit()
-            left = 0.0 if slow is None else getattr(engines[-1], f"{slow}_seconds")
-            return dense_of(model) | {"left": left, "read": sum(r.rows_read for r in cache.reports)}
+            return dense_of(model) | {"left": len(engines[-1].seconds), "read": sum(r.rows_read for r in cache.reports)}
 
 
 def fails_late(_: AnyCommunicator) -> None:
@@ -116,7 +89,7 @@ def test_a_slow_disk_is_not_a_dead_rank(ranks_pool: RanksPool, tmp_path: Path, i
         assert late["left"] == 0
         for one in fast.keys() - {"left", "read"}:
             np.testing.assert_array_equal(fast[one], late[one])
-    assert_same_rows(in_time[0], tmp_path)
+    assert_same_rows(stored(in_time[0]), stored(tmp_path))
 
 
 def test_an_error_of_a_slow_disk_reaches_all(ranks_pool: RanksPool) -> None:

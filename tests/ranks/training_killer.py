@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any
 from tests.crash.child import Ended
 from tests.crash.killer import Killer
 from tests.crash.outcome import FAILING, LOST, SILENT, EnoughError, Found
+from tests.crash.schedule import Moment
 
 if TYPE_CHECKING:
-    from collections import Counter
     from multiprocessing.process import BaseProcess
 
 CASE = "bags"
@@ -83,19 +83,8 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
 
 
-class Moment:
-    """A kill of one rank, or of all, at a random moment."""
-
-    def __str__(self) -> str:
-        return "a kill"
-
-    def armed(self, *_: object) -> Any:
-        """Do nothing: the parent kills."""
-        raise NotImplementedError
-
-    def count(self, ended: Ended, counts: Counter[str]) -> None:
-        """Count what the ranks that were not killed said."""
-        counts["told_why"] += len(ended.of("told why"))
+KILL = Moment("told why", "told_why")
+"""Of one rank, or of all, at a random moment; what the ranks that were not killed said is counted."""
 
 
 class Trainings:
@@ -136,7 +125,7 @@ class Trainings:
 
     def again(self, generator: random.Random, runs: list[Ended]) -> Moment | None:
         """Kill until enough are killed, of this training or at all."""
-        return Moment() if self.kills_left > 0 and len(runs) < self._due else None
+        return KILL if self.kills_left > 0 and len(runs) < self._due else None
 
     def run(self, folder: Path, death: Moment | None) -> Ended:
         """Train from whatever is there, and kill some at a moment."""

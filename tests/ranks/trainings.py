@@ -1,28 +1,21 @@
 """Trainings that run on every rank of a run, and what they end with."""
 
-from __future__ import annotations
-
 import threading
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import tiercache as tc
+from tests.ranks.pool import RanksPool
 from tests.training.cases import Case, Net, Result, Spec, table
 from tests.training.devices import shim
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from numpy.typing import NDArray
-
-    from tests.ranks.pool import RanksPool
-    from tiercache.dist.communicator import AnyCommunicator
+from tiercache.dist.communicator import AnyCommunicator
 
 ONE = Case(
     tables=(table("users", 8), table("items", 8)),
@@ -48,6 +41,8 @@ SHORT = Case(tables=ONE.tables, specs=ONE.specs, num_samples=131, pass_rows=40, 
 """Passes and batches that no number of ranks divides; the last batch of a pass has a sample, so ranks have none."""
 CASES = {"one": ONE, "bags": BAGS, "short": SHORT}
 OPTIONS: dict[str, Any] = {"device_budget": "4MiB", "host_budget": "32MiB"}
+Rows = dict[str, tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]]
+"""Keys and fields by table."""
 
 
 def open_sharded(case: Case, folder: str, *, queued: bool = False, **options: Any) -> tc.TierCache:
@@ -133,9 +128,7 @@ def dense_of(model: nn.Module) -> dict[str, Any]:
     return {f"dense.{name}": value.numpy().copy() for name, value in inner.state_dict().items()}
 
 
-def stored(
-    folder: Path, name: str = "model.tc"
-) -> dict[str, tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]]:
+def stored(folder: Path, name: str = "model.tc") -> Rows:
     """Return all rows of a store by table, keys ascending."""
     rows = {}
     with tc.Store.open(folder / name, mode="r") as store:
@@ -149,29 +142,21 @@ def stored(
     return rows
 
 
-def assert_same_rows(ours: Path, theirs: Path, name: str = "model.tc") -> None:
-    """Compare all rows of the stores in two folders bit for bit."""
-    mine, others = stored(ours, name), stored(theirs, name)
-    assert mine.keys() == others.keys()
-    for table_name, (keys, fields) in mine.items():
-        np.testing.assert_array_equal(keys, others[table_name][0], err_msg=table_name)
-        for one, other in zip(fields, others[table_name][1], strict=True):
-            np.testing.assert_array_equal(one.view(np.uint32), other.view(np.uint32), err_msg=table_name)
-
-
-def assert_as_alone(
-    ours: dict[str, tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]],
-    dense: dict[str, Any],
-    theirs: Result,
-    *,
-    tolerance: float = 1e-5,
-) -> None:
-    """Compare all rows that ``stored`` returned, and dense weights, with one process."""
-    assert ours.keys() == theirs.rows.keys()
+def assert_same_rows(ours: Rows, theirs: Rows, tolerance: float = 0.0) -> None:
+    """Compare all rows that ``stored`` returned, bit for bit or within a tolerance."""
+    assert ours.keys() == theirs.keys()
     for name, (keys, fields) in ours.items():
-        np.testing.assert_array_equal(keys, theirs.rows[name][0], err_msg=name)
-        for mine, other in zip(fields, theirs.rows[name][1], strict=True):
-            np.testing.assert_allclose(mine, other, atol=tolerance, rtol=tolerance, err_msg=name)
+        np.testing.assert_array_equal(keys, theirs[name][0], err_msg=name)
+        for one, other in zip(fields, theirs[name][1], strict=True):
+            if tolerance:
+                np.testing.assert_allclose(one, other, atol=tolerance, rtol=tolerance, err_msg=name)
+            else:
+                np.testing.assert_array_equal(one.view(np.uint32), other.view(np.uint32), err_msg=name)
+
+
+def assert_as_alone(ours: Rows, dense: dict[str, Any], theirs: Result, *, tolerance: float = 1e-5) -> None:
+    """Compare all rows that ``stored`` returned, and dense weights, with one process."""
+    assert_same_rows(ours, theirs.rows, tolerance)
     for name, weight in theirs.dense.items():
         np.testing.assert_allclose(dense[f"dense.{name}"], weight.numpy(), atol=tolerance, rtol=tolerance, err_msg=name)
 
@@ -239,22 +224,33 @@ def misuse(ranks: AnyCommunicator, case: str, folder: str, *, what: str) -> None
                 if ranks.rank == 1:
                     p.source.whole.read = _broken  # type: ignore[method-assign]
                 list(batches)
-            if what == "one rank's id":
-                if ranks.rank == 1:
-                    p.source.read = partial(_with_a_wrong_id, p.source.read)  # type: ignore[method-assign]
-                list(batches)
 
 
 def _broken(*_: Any, **__: Any) -> Any:
     raise OSError("the disk of rank 1 is gone")
 
 
-def _with_a_wrong_id(read: Any, places: Any, **options: Any) -> Any:
-    samples = read(places, **options)
-    ids = samples.ids["user"].ids
-    ids.setflags(write=True)
-    ids[0] = 1 << 20
-    return samples
+def noting_rows(rows: Any, events: list[str], check: Callable[[], None] = lambda: None) -> list[threading.Event]:
+    """Have what answers for rows note "rows 0", "rows 1" and so on; return what is set then, one after the other."""
+    answer, arrived = rows.answer, [threading.Event() for _ in range(5)]
+
+    def answered(*arguments: Any, **options: Any) -> Any:
+        check()
+        number = sum(event.is_set() for event in arrived)
+        found = answer(*arguments, **options)
+        events.append(f"rows {number}")
+        arrived[number].set()
+        return found
+
+    rows.answer = answered
+    return arrived
+
+
+def note_dense(number: int, events: list[str], arrived: list[threading.Event], schedule: str) -> None:
+    """Note "dense" of a batch, once the rows of the next one have come where the schedule says so."""
+    if schedule == "interleaved" and number < 3:
+        assert arrived[number + 1].wait(30), "the next rows never come while this one is in the dense part"
+    events.append(f"dense {number}")
 
 
 def overlapped(ranks: AnyCommunicator, case: str, folder: str, *, schedule: str, queued: bool = False) -> list[str]:
@@ -262,31 +258,25 @@ def overlapped(ranks: AnyCommunicator, case: str, folder: str, *, schedule: str,
 
     queued: the training thread brings rows, and another one only asks for them.
     """
-    one, events, arrived = CASES[case], [], [threading.Event() for _ in range(5)]
+    one, events = CASES[case], list[str]()
     with open_sharded(one, folder, queued=queued) as cache:
         model, optimizer = model_of(cache, one)
-        ask, answer = cache._exchange.asking.ask, cache._exchange.rows.answer
+        ask = cache._exchange.asking.ask
 
         def asked(*arguments: Any, **options: Any) -> Any:
             assert threading.current_thread().name.startswith("tiercache-asking")
             return ask(*arguments, **options)
 
-        def answered(*arguments: Any, **options: Any) -> Any:
+        def check() -> None:
             assert (threading.current_thread() is threading.main_thread()) == (queued or schedule == "simple")
-            number = sum(event.is_set() for event in arrived)
-            found = answer(*arguments, **options)
-            events.append(f"rows {number}")
-            arrived[number].set()
-            return found
 
-        cache._exchange.asking.ask, cache._exchange.rows.answer = asked, answered  # type: ignore[method-assign]
+        cache._exchange.asking.ask = asked  # type: ignore[method-assign]
+        arrived = noting_rows(cache._exchange.rows, events, check)
         passes = cache.passes(epochs=1)
         for batches in next(passes).steps(one.batch, micro_batches=4, schedule=schedule):
             for number, batch in enumerate(batches):
                 out = model(batch)
-                if schedule == "interleaved" and number < 3:
-                    assert arrived[number + 1].wait(30), "the next rows never come while this one is in the dense part"
-                events.append(f"dense {number}")
+                note_dense(number, events, arrived, schedule)
                 (nn.functional.binary_cross_entropy_with_logits(out, batch.label) * batch.weight).backward()
             optimizer.step()
             events.append("step")
@@ -381,23 +371,14 @@ def waits(ranks: AnyCommunicator, case: str, folder: str, *, sharding: dict[str,
 
 def overlapped_evaluation(ranks: AnyCommunicator, case: str, folder: str, *, schedule: str) -> list[str]:
     """Evaluate 4 batches, each of which is looked at when what must come before has; return the order."""
-    one, events, arrived = CASES[case], [], [threading.Event() for _ in range(5)]
+    one, events, arrived = CASES[case], list[str](), list[threading.Event]()
     with open_sharded(one, folder) as cache:
         model, _ = model_of(cache, one)
         evaluating = cache._exchange.evaluating
 
         def noted(passes: Any) -> Any:
             exchange = evaluating(passes)
-            answer = exchange.rows.answer
-
-            def answered(*arguments: Any, **options: Any) -> Any:
-                number = sum(event.is_set() for event in arrived)
-                found = answer(*arguments, **options)
-                events.append(f"rows {number}")
-                arrived[number].set()
-                return found
-
-            exchange.rows.answer = answered  # type: ignore[method-assign]
+            arrived.extend(noting_rows(exchange.rows, events))
             return exchange
 
         cache._exchange.evaluating = noted  # type: ignore[method-assign]
@@ -405,9 +386,7 @@ def overlapped_evaluation(ranks: AnyCommunicator, case: str, folder: str, *, sch
         with torch.no_grad():
             for number, batch in enumerate(some.batches(-(-some.num_samples // 4), schedule=schedule)):
                 model(batch)
-                if schedule == "interleaved" and number < 3:
-                    assert arrived[number + 1].wait(30), "the next rows never come while this batch is looked at"
-                events.append(f"dense {number}")
+                note_dense(number, events, arrived, schedule)
     return events
 
 

@@ -1,22 +1,26 @@
 """Rows of 2 KiB in blocks of many pages: dumps, loads, and where their bytes are."""
 
-from __future__ import annotations
-
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tiercache.store import Adagrad, Cursor, Range, SegmentLayout, Store, Table, Zeros, hash_keys
+from tiercache.store.engine import Block
 from tiercache.store.lmdb_file import LmdbFile, Value
 from tiercache.store.zarr_layout import Arrays, state_key
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tiercache.store.engine import Block
-
+Int64s = NDArray[np.int64]
 BIG = Table(name="big", dim=256, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros())
+
+
+def append(store: Store, pass_index: int, layout: SegmentLayout, data: NDArray[np.uint8], keys: Int64s) -> None:
+    """Append rows of a store of one group, cut into blocks."""
+    cuts = [(block, *layout.rows_of_block(block)) for block in range(layout.num_blocks)]
+    size = layout.row_bytes
+    blocks = ((0, block, data[low * size : high * size], keys[low:high]) for block, low, high in cuts)
+    store.append(pass_index, [layout], blocks)
 
 
 def dump(store: Store, pass_index: int, rows: dict[int, int], *, block_bytes: int = 1 << 17) -> dict[int, bytes]:
@@ -31,15 +35,7 @@ def dump(store: Store, pass_index: int, rows: dict[int, int], *, block_bytes: in
     keys = np.arange(layout.rows, dtype=np.int64) + 100_000 * pass_index
     for low, high in pairwise(layout.first_row_R.tolist()):
         keys[low:high] = keys[low:high][np.argsort(hash_keys(keys[low:high], BIG.table_id))]
-    cuts = [*range(0, layout.rows, layout.block_rows), layout.rows]
-    store.append(
-        pass_index,
-        [layout],
-        (
-            (0, b, data[cuts[b] * BIG.row_bytes : cuts[b + 1] * BIG.row_bytes], keys[cuts[b] : cuts[b + 1]])
-            for b in range(layout.num_blocks)
-        ),
-    )
+    append(store, pass_index, layout, data, keys)
     first = layout.first_row_R * BIG.row_bytes
     return {r.next_use: data[first[i] : first[i + 1]].tobytes() for i, r in enumerate(layout.ranges)}
 

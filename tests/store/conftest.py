@@ -1,18 +1,27 @@
 """Tables, and the two engines behind one way to open a store."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.store.big import BIG
 from tests.store.world import World
-from tiercache.store import SGD, Adagrad, Adam, Constant, MemoryEngine, RowWiseAdagrad, Store, Table, Uniform, Zeros
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+from tiercache.store import (
+    SGD,
+    Adagrad,
+    Adam,
+    Constant,
+    LmdbEngine,
+    MemoryEngine,
+    RowWiseAdagrad,
+    Store,
+    Table,
+    Uniform,
+    ZarrEngine,
+    Zeros,
+)
 
 
 def small_tables() -> list[Table]:
@@ -46,6 +55,14 @@ def held_blocks(store: Store) -> dict[tuple[bytes, int, int, int], int]:
     """Return the bytes of each block that a store keeps, by kind, owner, group and index."""
     needed = store.commit_writer._allocated if store.mode == "a" else store.history.needed
     return {block[:4]: block.size for block in needed.blocks(store.groups)}
+
+
+def engine_of(kind: str, path: Path, *, create: bool = True) -> Any:
+    """Return an empty engine, or the one that is there."""
+    if kind == "memory":
+        return MemoryEngine()
+    path.mkdir(parents=True, exist_ok=True)
+    return {"lmdb": LmdbEngine, "zarr": ZarrEngine}[kind](path, create=create)
 
 
 class Careless(World):
@@ -98,13 +115,5 @@ def home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Home]:
 def big(tmp_path: Path) -> Iterator[Store]:
     """A store of one table with rows of 2 KiB."""
     store = Store.open(tmp_path / "big.tc", tables=[BIG])
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def big_zarr(tmp_path: Path) -> Iterator[Store]:
-    """The same on Zarr."""
-    store = Store.open(tmp_path / "big.tc", tables=[BIG], engine="zarr")
     yield store
     store.close()

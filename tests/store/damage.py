@@ -1,18 +1,13 @@
 """Bytes that no store wrote: real ones that were flipped, cut, lengthened and mixed up, and headers that lie."""
 
-from __future__ import annotations
-
 import json
 import struct
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import google_crc32c
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.random import Generator
+from numpy.random import Generator
 
 LIES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 7, 255, 1 << 31, 1 << 32, (1 << 53) + 1, (1 << 63) - 1, 1 << 63,

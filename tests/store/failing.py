@@ -1,4 +1,4 @@
-"""Engines that pass calls on to another: one that fails when it is told to, and one that is slow."""
+"""Engines that pass calls on to another: they fail when told to, are late, or have things happen between calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiercache.store.errors import StoreError, StoreFullError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from tiercache.store.engine import Block, Data, Engine, ReadRequest
+    from tiercache.store.engine import Data, Engine, ReadRequest
 
 
 def disk_full() -> StoreError:
@@ -31,18 +31,6 @@ class PassingEngine:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    def write(self, blocks: Iterable[Data], *, stable: bool = False) -> list[int]:
-        """Pass on."""
-        return self.engine.write(blocks, stable=stable)
-
-    def read(self, request: ReadRequest) -> None:
-        """Pass on."""
-        self.engine.read(request)
-
-    def commit(self, records: Mapping[str, bytes | None]) -> None:
-        """Pass on."""
-        self.engine.commit(records)
-
     def __getattr__(self, name: str) -> Any:
         if name in {"locate", "fields_apart"}:
             raise AttributeError(name)  # so that each read is passed on
@@ -52,32 +40,24 @@ class PassingEngine:
 class FailingEngine(PassingEngine):
     """Passes calls to ``engine`` until a chosen one, which raises instead and changes nothing.
 
-    Calls of ``write``, ``read`` and ``commit`` count from 1 since ``fail_at`` was last set, in whatever thread.
-    It can also tear a write, as a process that dies in the middle of it does, and be a disk that fills up.
+    Calls of ``write``, ``read`` and ``commit`` count from 1 since ``fail_in`` was last called, in whatever thread.
+    It can also tear a write, as a process that dies in the middle of it does.
     """
 
     def __init__(
         self,
         engine: Engine,
         *,
-        fail_at: int | None = None,
         error: Callable[[], Exception] = disk_full,
         verbs: tuple[str, ...] = ("write", "read", "commit"),
         lasting: bool = False,
-        capacity_bytes: int | None = None,
     ) -> None:
-        """``verbs`` are the calls that count; with ``lasting``, every counted call after the chosen one fails too.
-
-        ``capacity_bytes`` bounds the blocks that are written by this one and not freed.
-        """
+        """``verbs`` are the calls that count; with ``lasting``, every counted call after the chosen one fails too."""
         super().__init__(engine)
         self.error, self.verbs, self.lasting = error, verbs, lasting
-        self.capacity_bytes = capacity_bytes
-        self.calls = 0
-        self.failed = 0
-        self.fail_at = fail_at
+        self.calls = self.failed = 0
+        self.fail_at: int | None = None
         self.killed = False
-        self._sizes: dict[tuple[Any, ...], int] = {}
         self._tear: tuple[int, int] | None = None
         self._lock = threading.Lock()
 
@@ -103,10 +83,7 @@ class FailingEngine(PassingEngine):
             self.engine.write(_torn(blocks, *self._tear))
             self.killed = True
             raise KilledError("the process died in the middle of a write")
-        sizes = dict(self._sizes)
-        places = self.engine.write(self._measured(blocks, sizes), stable=stable)
-        self._sizes = sizes
-        return places
+        return self.engine.write(blocks, stable=stable)
 
     def read(self, request: ReadRequest) -> None:
         """Read, or fail."""
@@ -120,31 +97,10 @@ class FailingEngine(PassingEngine):
             raise self.error()
         self.engine.commit(records)
 
-    def records(self) -> Mapping[str, bytes]:
-        """Pass on."""
-        self._check_alive()
-        return self.engine.records()
-
-    def free(self, blocks: Iterable[Block]) -> None:
-        """Pass on."""
-        self._check_alive()
-        gone = list(blocks)
-        for block in gone:
-            self._sizes.pop(block[:4], None)
-        self.engine.free(gone)
-
-    def _measured(self, blocks: Iterable[Data], sizes: dict[tuple[Any, ...], int]) -> Iterator[Data]:
-        """Yield blocks until the disk is full: then the engine's source fails, and it keeps none of them."""
-        for block, data in blocks:
-            held = sum(sizes.values())
-            if self.capacity_bytes is not None and held + data.nbytes > self.capacity_bytes:
-                raise StoreFullError(
-                    needed_bytes=data.nbytes,
-                    limit=f"the disk of a test may hold {self.capacity_bytes:,} and holds {held:,}",
-                    advice="raise capacity_bytes",
-                )
-            sizes[block[:4]] = data.nbytes
-            yield block, data
+    def __getattr__(self, name: str) -> Any:
+        if name in {"records", "free"}:
+            self._check_alive()
+        return super().__getattr__(name)
 
     def _due(self, verb: str) -> bool:
         self._check_alive()
@@ -164,29 +120,72 @@ class FailingEngine(PassingEngine):
             raise KilledError("the process died before: open the engine again")
 
 
-class SlowEngine(PassingEngine):
-    """Passes calls to ``engine`` after a delay, so that what depends on timing shows."""
+class HitchingEngine(PassingEngine):
+    """Passes calls to ``engine``; the next "read", "write" or "commit" after its ``seconds`` were set is late once."""
 
-    def __init__(
-        self, engine: Engine, *, read_seconds: float = 0.0, write_seconds: float = 0.0, commit_seconds: float = 0.0
-    ) -> None:
+    def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self.read_seconds, self.write_seconds, self.commit_seconds = read_seconds, write_seconds, commit_seconds
+        self.seconds: dict[str, float] = {}
 
     def write(self, blocks: Iterable[Data], *, stable: bool = False) -> list[int]:
         """Wait, then write."""
-        time.sleep(self.write_seconds)
+        time.sleep(self.seconds.pop("write", 0.0))
         return self.engine.write(blocks, stable=stable)
 
     def read(self, request: ReadRequest) -> None:
         """Wait, then read."""
-        time.sleep(self.read_seconds)
+        time.sleep(self.seconds.pop("read", 0.0))
         self.engine.read(request)
 
     def commit(self, records: Mapping[str, bytes | None]) -> None:
         """Wait, then commit."""
-        time.sleep(self.commit_seconds)
+        time.sleep(self.seconds.pop("commit", 0.0))
         self.engine.commit(records)
+
+
+class Between(PassingEngine):
+    """Passes calls to ``engine``: ``before_read`` is called once, before the read that ``in_reads`` counts to."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.after_commit: Callable[[], None] | None = None
+        """Called once, when the engine has committed and the store does not know it yet."""
+        self.reading = 0
+        """Reads that have begun and not ended."""
+        self._lock = threading.Lock()
+        self._before_read: Callable[[], None] | None = None
+        self._reads_left = 0
+
+    def in_reads(self, count: int, before_read: Callable[[], None]) -> None:
+        """Call ``before_read`` before the ``count``-th read from now."""
+        self._reads_left, self._before_read = count, before_read
+
+    @property
+    def reached(self) -> bool:
+        """Whether the read that was counted to has come."""
+        return self._before_read is None
+
+    def read(self, request: ReadRequest) -> None:
+        """Do what is to be done first."""
+        with self._lock:
+            self.reading += 1
+            self._reads_left -= 1
+            call = self._before_read if self._reads_left == 0 else None
+        try:
+            if call is not None:
+                self._before_read = None
+                call()
+            self.engine.read(request)
+        finally:
+            with self._lock:
+                self.reading -= 1
+
+    def commit(self, records: Mapping[str, bytes | None]) -> None:
+        """Commit, and do what is to be done then."""
+        self.engine.commit(records)
+        call, self.after_commit = self.after_commit, None
+        if call is not None:
+            call()
 
 
 def _torn(blocks: Iterable[Data], whole: int, num_bytes: int) -> Iterator[Data]:

@@ -1,18 +1,13 @@
 """Reads stores of both engines from docs/format alone: nothing of tiercache, and nothing of Zarr."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import struct
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import lmdb
 import numpy as np
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 Form = list[tuple[str, int, str]]
 """Name, numbers and dtype of each field of a row."""

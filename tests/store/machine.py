@@ -4,22 +4,22 @@ class TestMyEngine(EngineContract): ...
 test_store = StoreMachine.on(TestMyEngine).TestCase
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.store.engine_contract import EngineContract
 from tests.store.failing import FailingEngine, KilledError
 from tests.store.world import World
 from tiercache.store.commit import Cursor
+from tiercache.store.engine import Engine
 from tiercache.store.errors import StoreError, StoreFullError
 from tiercache.store.initial import initial_rows
 from tiercache.store.initializer import Uniform, Zeros
@@ -27,10 +27,6 @@ from tiercache.store.optimizer import SGD, Adagrad, Adam
 from tiercache.store.store import Store
 from tiercache.store.table import Table
 from tiercache.store.verification import Verification
-
-if TYPE_CHECKING:
-    from tests.store.engine_contract import EngineContract
-    from tiercache.store.engine import Engine
 
 TABLES = (
     Table(name="user", dim=3, optimizer=Adagrad(learning_rate=0.1), initializer=Uniform(low=-0.1, high=0.1)),
@@ -76,7 +72,7 @@ class StoreMachine(RuleBasedStateMachine):
         raise NotImplementedError
 
     @classmethod
-    def on(cls, contract: type[EngineContract]) -> type[StoreMachine]:
+    def on(cls, contract: type[EngineContract]) -> type[Self]:
         """Return the machine on the engine that keeps ``contract``."""
 
         class Machine(cls):  # type: ignore[valid-type, misc]
@@ -125,7 +121,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def commit(self) -> None:
         """What was dumped is committed."""
-        self.world.publish(self._store())
+        self.world.publish(self.store)
         self._keep(Cursor(self.world.pass_index))
 
     @precondition(lambda self: self._may_commit(3))
@@ -134,13 +130,13 @@ class StoreMachine(RuleBasedStateMachine):
         """A commit inside the pass, with all its rows."""
         if self._may_commit(sample):
             self._dump(within=True, part=sample)
-            self.world.publish(self._store(), sample=sample)
+            self.world.publish(self.store, sample=sample)
             self._keep(Cursor(self.world.pass_index, sample))
 
     @rule()
     def forget(self) -> None:
         """What was dumped since the commit is dropped."""
-        self._store().discard_uncommitted()
+        self.store.discard_uncommitted()
         self._step_back()
 
     @precondition(lambda self: self._between_passes())
@@ -148,7 +144,7 @@ class StoreMachine(RuleBasedStateMachine):
     def compact(self) -> None:
         """All rows in hash order: training does not go on from here, everything else does."""
         self._step_back()
-        self.world.compact(self._store())
+        self.world.compact(self.store)
         self.scheduled = False
         self._keep(Cursor(0))
 
@@ -158,7 +154,7 @@ class StoreMachine(RuleBasedStateMachine):
         """A schedule of other passes begins; segments are retained where it does not use most of their rows."""
         self._step_back()
         self.world.keys_per_pass = keys
-        self.world.follow(self._store(), self.world.draw(seed))
+        self.world.follow(self.store, self.world.draw(seed))
         self.scheduled = True
         self._keep(Cursor(0))
 
@@ -168,7 +164,7 @@ class StoreMachine(RuleBasedStateMachine):
         """An older commit is the newest again, under a new id; those between are gone."""
         to = sorted(self.kept)[-1 - back % len(self.kept)]
         newest, kept = max(self.kept), self.kept[to]
-        assert self._store().rollback(to).id == newest + 1
+        assert self.store.rollback(to).id == newest + 1
         self.kept = {id_: commit for id_, commit in self.kept.items() if id_ <= to}
         self.world, self.scheduled = copy.deepcopy(kept.world), kept.scheduled
         self._keep(kept.cursor, id_=newest + 1)
@@ -184,7 +180,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(retention=st.none() | st.integers(1, 3))
     def reopen(self, retention: int | None) -> None:
         """The store is closed and opened; from now on it may keep more commits, or fewer."""
-        self._store().close()
+        self.store.close()
         self._open_again(retention)
 
     @precondition(lambda self: self.scheduled)
@@ -221,7 +217,7 @@ class StoreMachine(RuleBasedStateMachine):
         world = copy.deepcopy(self.world)
         self.engine.fail_in(call)
         try:
-            world.compact(self._store())
+            world.compact(self.store)
         except StoreError:
             self.engine.fail_in(None)
         else:
@@ -239,7 +235,7 @@ class StoreMachine(RuleBasedStateMachine):
     def read(self, keys: list[int], table: Table, missing: str) -> None:
         """Rows by key, repeated or not, as of now; zeros, or the first row, for keys without one."""
         asked = np.array(keys, np.int64)
-        found, first = self._store().lookup(table.name, asked, missing=missing), initial_rows(table, asked)
+        found, first = self.store.lookup(table.name, asked, missing=missing), initial_rows(table, asked)
         for i, key in enumerate(keys):
             row, absent = (b"".join(values[i].tobytes() for values in fields) for fields in (found.values(), first))
             absent = absent if missing == "initial" else bytes(table.row_bytes)
@@ -251,7 +247,7 @@ class StoreMachine(RuleBasedStateMachine):
         """A commit that is kept has the rows and the state that it had."""
         id_ = sorted(self.kept)[-1 - back % len(self.kept)]
         kept = self.kept[id_]
-        with self._store().at(id_) as older:
+        with self.store.at(id_) as older:
             _check(older, kept.world, kept.cursor, scheduled=kept.scheduled)
             kept.world.check_changes(older, id_ - 1)
 
@@ -260,18 +256,17 @@ class StoreMachine(RuleBasedStateMachine):
     def follow_changes(self, since: int) -> None:
         """What changed since any commit, of those that were not given up, is what was written since, moved or not."""
         self._step_back()
-        store = self._store()
+        store = self.store
         store.discard_uncommitted()
-        assert store.commit is not None
         self.world.check_changes(store, store.commit.id - since % (store.commit.id + 2))
 
     @rule()
     def verify(self) -> None:
         """Everything that is kept is what was written."""
         self._step_back()
-        self._store().discard_uncommitted()
+        self.store.discard_uncommitted()
         with contextlib.redirect_stdout(io.StringIO()):
-            assert Verification(self._store()).run()["problems"] == []
+            assert Verification(self.store).run()["problems"] == []
 
     @invariant()
     def rows_are_those_of_the_dict(self) -> None:
@@ -290,10 +285,6 @@ class StoreMachine(RuleBasedStateMachine):
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _store(self) -> Store:
-        assert self.store is not None
-        return self.store
-
     def _cursor(self) -> Cursor | None:
         """Return where the newest commit stands."""
         return self.kept[max(self.kept)].cursor if self.kept else None
@@ -309,7 +300,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _dump(self, *, within: bool = False, part: int = 0) -> None:
         self.world.train(part=part)
-        self.world.append(self._store(), within=within)
+        self.world.append(self.store, within=within)
 
     def _keep(self, cursor: Cursor, *, id_: int | None = None) -> None:
         """Note a commit; from now on a crash leads here."""

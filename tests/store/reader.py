@@ -1,15 +1,10 @@
 """A process that reads a store again and again while another writes it."""
 
-from __future__ import annotations
-
 import hashlib
-from typing import TYPE_CHECKING
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 from tiercache.store import Store
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-    from pathlib import Path
 
 
 def digest(store: Store) -> str:
@@ -21,6 +16,19 @@ def digest(store: Store) -> str:
             for values in fields:
                 found.update(values.tobytes())
     return found.hexdigest()
+
+
+READER = """
+import sys
+from tests.store.reader import digest
+from tiercache.store import Store
+
+with Store.open(sys.argv[1], mode="r") as store:
+    for _ in range(2):
+        print(store.commit.id, digest(store), flush=True)
+        sys.stdin.readline()
+"""
+"""Code that opens a store and says twice what it sees, the second time when it is told to."""
 
 
 def read_on(path: Path, end: Connection) -> None:

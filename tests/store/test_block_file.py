@@ -1,28 +1,23 @@
 """The file of blocks and its free space: what is put comes back, whatever its size, place in memory and way to disk."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from tiercache.store import StoreFullError
 from tiercache.store.block_file import BlockFile, Extent
 from tiercache.store.errors import BlockReadError
 from tiercache.store.extent_allocator import ExtentAllocator
 from tiercache.store.write_queue import PAGE_BYTES
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 pytestmark = pytest.mark.disk
 
@@ -49,7 +44,6 @@ def test_free_space_is_what_a_set_of_bytes_says(steps: list[tuple[bool, int, int
                 space.grow(size)
                 free |= set(range(space.end - size, space.end))
                 at = space.take(size)
-                assert at is not None
             assert set(range(at, at + size)) <= free
             free -= set(range(at, at + size))
             taken.append((at, size))

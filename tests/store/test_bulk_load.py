@@ -1,38 +1,20 @@
 """Filling an empty store with rows from outside."""
 
-from __future__ import annotations
-
-import multiprocessing
-import os
-import signal
 import tracemalloc
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.store.big import BIG
+from tests.store.big import BIG, dump
 from tests.store.conftest import Home, small_tables
 from tests.store.failing import FailingEngine
 from tests.store.test_scan import scanned
-from tiercache.store import (
-    NEVER,
-    Adagrad,
-    MemoryEngine,
-    Store,
-    StoreFullError,
-    Table,
-    Zeros,
-    info,
-    load_rows,
-    verify,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+from tiercache.store import NEVER, Adagrad, MemoryEngine, Store, StoreFullError, Table, Zeros, info, load_rows, verify
 
 ONE = Table(name="one", dim=2, optimizer=Adagrad(learning_rate=0.1, initial_accumulator=0.5), initializer=Zeros())
 
@@ -77,7 +59,6 @@ def test_a_filled_store_holds_the_rows_that_were_given(
         assert load_rows(store, parts, memory_bytes=memory_bytes, progress=count).id == 0
         assert set(done.values()) == {sum(k.size for k in keys.values())}
     with Store.open(None, engine=engine, mode="r") as store:
-        assert store.commit is not None
         assert store.commit.cursor == (0, 0)
         assert {r.next_use for s in store.segments for layout in s.layouts for r in layout.ranges} <= {NEVER}
         for t in tables:
@@ -150,8 +131,6 @@ def test_state_and_reserved_keys_are_taken_where_they_are_asked_for(home: Home) 
 
 def test_a_store_with_uncommitted_rows_is_refused(big: Store) -> None:
     """They would be part of the commit."""
-    from tests.store.big import dump
-
     dump(big, 0, {1: 10})
     with pytest.raises(ValueError, match="has rows that no commit names"):
         load_rows(big, [])
@@ -203,37 +182,3 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         assert 24_000 * BIG.row_bytes > 5 * memory
         assert store.counters.spill_bytes_written == 24_000 * (BIG.row_bytes + 8)
     assert [entry.name for entry in tmp_path.iterdir()] == ["s"]
-
-
-def die_filling(path: Path, at: int) -> None:
-    """Fill a store and die after so many steps."""
-    steps = 0
-
-    def count(*_: object) -> None:
-        nonlocal steps
-        steps += 1
-        if steps == at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    keys = np.arange(3000, dtype=np.int64)
-    with Store.open(path, tables=[BIG]) as store:
-        load_rows(
-            store,
-            [("big", (keys[i::3], rows_of(BIG, keys[i::3]))) for i in range(3)],
-            memory_bytes=1 << 20,
-            progress=count,
-        )
-
-
-@pytest.mark.parametrize("at", [2, 4])
-def test_a_killed_filling_leaves_an_empty_store(tmp_path: Path, at: int) -> None:
-    """While rows are sorted and while they are written; nothing is left beside it, and the next filling succeeds."""
-    process = multiprocessing.get_context("forkserver").Process(target=die_filling, args=(tmp_path / "s", at))
-    process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
-    assert info(tmp_path / "s")["commit"] is None
-    assert [entry.name for entry in tmp_path.iterdir()] == ["s"]
-    die_filling(tmp_path / "s", -1)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["s"]
-    assert info(tmp_path / "s")["rows"] == 3000

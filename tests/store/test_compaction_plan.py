@@ -1,24 +1,20 @@
 """What moves when a schedule begins, and what a process that dies meanwhile leaves."""
 
-from __future__ import annotations
-
 import copy
 import signal
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.apart import ran
+from tests.store.big import append
 from tests.store.conftest import small_tables
 from tests.store.test_retained_segments import check
 from tests.store.world import World, WorldUses
 from tiercache.store import MemoryEngine, Range, SegmentLayout, Store, Table, Zeros, hash_keys
 from tiercache.store.optimizer import SGD
 from tiercache.store.scan import live_rows
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 WIDE = Table(name="wide", dim=64, optimizer=SGD(learning_rate=0.1), initializer=Zeros())
 
@@ -34,12 +30,7 @@ def days(store: Store, passes: int, rows: int) -> None:
             block_bytes=256 * 64,
             ranges=(Range(next_use=pass_index + passes, table_rows=(rows,)),),
         )
-        data = np.repeat(keys.astype(np.float32), 64).view(np.uint8)
-        cuts = [*range(0, layout.rows, layout.block_rows), layout.rows]
-        blocks = [
-            (0, b, data[256 * low : 256 * cuts[b + 1]], keys[low : cuts[b + 1]]) for b, low in enumerate(cuts[:-1])
-        ]
-        store.append(pass_index, [layout], blocks)
+        append(store, pass_index, layout, np.repeat(keys.astype(np.float32), 64).view(np.uint8), keys)
     store.publish((passes, 0), state=b"", schedule_digest="old", settings={}, environment={})
 
 

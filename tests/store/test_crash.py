@@ -1,7 +1,5 @@
 """Whatever ends a writing process: the store opens at a commit, verifies, and goes on to the same bits."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -9,7 +7,8 @@ import re
 import shutil
 import subprocess
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,9 +18,6 @@ from tests.crash.store import QUICK
 from tests.crash.store_steps import STEPS, TABLES, go_on, problems, quiet, stands, take
 from tests.store.big import BIG, dump, load, publish
 from tiercache.store import Store, StoreFullError, verify
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ENGINES = ("lmdb", "zarr")
 

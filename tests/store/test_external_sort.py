@@ -1,7 +1,6 @@
-"""The external sort: what it yields, in which memory, and where its file is."""
+"""The external sort: what it yields, in which memory, where its temporary file is, and that nothing of it is left."""
 
-from __future__ import annotations
-
+import os
 import tempfile
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +17,7 @@ from tiercache.store import Store, StoreError, StoreFullError, key_invariants, s
 from tiercache.store.counters import Counters
 from tiercache.store.external_sort import ExternalSorter
 from tiercache.store.full_disk import check_room
+from tiercache.store.scratch_file import ScratchFile
 from tiercache.store.verification import Verification
 
 
@@ -117,3 +117,46 @@ def test_the_temporary_directory_stands_in_for_a_folder_without_room(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with pytest.raises(StoreError, match=r"the check needs a temporary file of 120 bytes and .* takes none .*TMPDIR"):
         sorted_in(tmp_path)
+
+
+# -- temporary files -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.disk
+def test_a_reader_that_may_not_write_to_the_store_scans_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it sorts stands in the system's folder for temporary files; its writer sorts in the store's."""
+    world = World(small_tables(), keys_per_pass=60)
+    with Store.open(tmp_path / "s", tables=world.tables) as store:
+        world.run(store, 5)
+    used, make = [], tempfile.TemporaryFile
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **options: used.append(options["dir"]) or make(**options))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    for allowed, folder in ((True, tmp_path / "s"), (False, tmp_path / "tmp")):
+        with Store.open(tmp_path / "s", mode="r") as store:
+            monkeypatch.setattr(os, "access", lambda path, how, allowed=allowed: allowed)
+            keys = [key for keys, _ in store.scan("user", memory_bytes=2000) for key in keys.tolist()]
+        assert sorted(keys) == sorted(key for name, key in world.rows if name == "user")
+        assert used
+        assert {os.fspath(path) for path in used} == {os.fspath(folder)}
+        used.clear()
+
+
+@pytest.mark.disk
+def test_room_that_is_not_needed_any_more_comes_back(tmp_path: Path) -> None:
+    """Where the file system has holes; what was not freed is still there."""
+    with ScratchFile(tmp_path, "a test") as file:
+        data = np.random.default_rng(1).integers(0, 256, 1 << 20, dtype=np.uint8)
+        file.write(data, 0)
+        handle = file._file.fileno()
+        os.fsync(handle)
+        taken = os.fstat(handle).st_blocks
+        file.free(0, 1 << 19)
+        out = np.empty(1 << 19, dtype=np.uint8)
+        file.read(out, 1 << 19)
+        np.testing.assert_array_equal(out, data[1 << 19 :])
+        file.read(out, 0)
+        if out.any():
+            pytest.skip("the file system has no holes")
+        assert os.fstat(handle).st_blocks < taken
+    assert not [*tmp_path.iterdir()]

@@ -1,78 +1,177 @@
-"""Whatever call fails, the store is at its last commit."""
+"""What a full disk says; and whatever call fails, the store is at its last commit."""
 
-from __future__ import annotations
-
-import copy
+import errno
+import os
+import re
+import signal
 import threading
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from tests.store.conftest import held_blocks
-from tests.store.failing import FailingEngine, KilledError, SlowEngine
-from tests.store.world import World
-from tiercache.store import Cursor, LmdbEngine, MemoryEngine, Store, StoreFullError, ZarrEngine
+from tests.store.big import BIG, dump, publish
+from tests.store.conftest import engine_of, held_blocks, small_tables
+from tests.store.failing import Between, FailingEngine, KilledError
+from tests.store.world import World, WorldUses
+from tiercache.store import Cursor, MemoryEngine, Store, StoreFullError, Table
 from tiercache.store.blocks import STATE
+from tiercache.store.counters import Counters
 from tiercache.store.engine import Block
+from tiercache.store.external_sort import ExternalSorter
+from tiercache.store.full_disk import ROOM_FOR_RECORDS, full_disk, room_for
+from tiercache.store.hashing import hash_keys
+from tiercache.store.reading import Pages
+from tiercache.store.scratch_file import ScratchFile
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tiercache.store import Table
-ON_DISK: dict[str, Any] = {"lmdb": LmdbEngine, "zarr": ZarrEngine}
+Leave = Callable[..., None]
 
 
-@pytest.mark.parametrize("kind", ["memory", "lmdb", "zarr"])
-@pytest.mark.parametrize("lasting", [False, True])
-def test_any_failing_write_or_commit_leaves_the_last_commit(
-    kind: str, lasting: bool, tables: list[Table], tmp_path: Path
+@pytest.fixture
+def leave(monkeypatch: pytest.MonkeyPatch) -> Leave:
+    """What leaves so many bytes free, on every file system."""
+
+    def only(free: int, *, files: tuple[int, int] = (0, 0)) -> None:
+        told = os.statvfs_result((4096, 1, 1 << 40, free, free, *files, files[1], 0, 255))
+        monkeypatch.setattr(os, "statvfs", lambda _: told)
+
+    return only
+
+
+def numbers(error: StoreFullError) -> list[int]:
+    """Return the numbers of a sentence before its advice: bytes needed, those of them that stay free, bytes free."""
+    found = re.search(r" needs (.*) more bytes, (.*) of them kept free for records, but .* has (.*) free: ", str(error))
+    assert found, error
+    return [int(number.replace(",", "")) for number in found.groups()]
+
+
+@pytest.mark.disk
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+@pytest.mark.parametrize("free", [0, 921_600, ROOM_FOR_RECORDS + 4095])
+def test_a_dump_needs_more_than_what_is_free(tmp_path: Path, leave: Leave, engine: str, free: int) -> None:
+    """Its own bytes may be less: those that stay free for records are counted, and named."""
+    with Store.open(tmp_path / "s", tables=[BIG], engine=engine) as store:
+        dump(store, 0, {1: 10})
+        publish(store, 1)
+        leave(free)
+        with pytest.raises(StoreFullError, match="the dump of pass 1 to the store at") as full:
+            dump(store, 1, {2: 10})
+        needed, kept, said = numbers(full.value)
+        assert (kept, said) == (ROOM_FOR_RECORDS, free)
+        assert needed == full.value.needed_bytes > free
+        with pytest.raises(StoreFullError, match="commit 1 of the store at") as full:
+            publish(store, 1, bytes(5000))
+        assert numbers(full.value)[0] == full.value.needed_bytes > free
+
+
+@pytest.mark.disk
+def test_other_causes_than_bytes_are_named(tmp_path: Path, leave: Leave) -> None:
+    """Files, a quota, and bytes that were freed since, which none of them contradicts."""
+    for code, free, files, words in (
+        (errno.ENOSPC, 99, (0, 0), r"needs 100 more bytes but the file system of .* has 99 free: free some"),
+        (errno.ENOSPC, 500, (0, 0), r"but the file system of .* was full, and has 500 free by now: free some"),
+        (errno.ENOSPC, 500, (9, 0), r"but the file system of .* has no room for another file: free some"),
+        (errno.EDQUOT, 500, (9, 5), r"but the disk quota of .* is used up: free some"),
+    ):
+        leave(free, files=files)
+        assert re.search(words, str(full_disk(tmp_path, OSError(code, "full"), 100)))
+    with (
+        pytest.raises(StoreFullError, match=r"^it needs at least 7 more bytes but"),
+        room_for(7, tmp_path / "a", "it", at_least=True),
+    ):
+        raise OSError(errno.ENOSPC, "full")
+    error = full_disk(tmp_path, OSError(errno.ENOSPC, "full"), 1000, kept_bytes=50)
+    assert error.needed_bytes == 1050
+    assert error.during("a step", 2000).needed_bytes == 2050
+    assert error.during("a step", 10).needed_bytes == 1050
+
+
+@pytest.mark.disk
+@pytest.mark.parametrize("how", ["compact", "reorganize"])
+def test_a_rewrite_names_its_whole_temporary_files_before_it_reads_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leave: Leave, how: str
 ) -> None:
-    """Each call of a dump and its commit in turn: the error comes out, the store can be closed and read on, and
-    opened again it stands where it stood; what is tried again then works.
-    """
-    memory = MemoryEngine()
-    inner: Any = memory if kind == "memory" else ON_DISK[kind](tmp_path, create=True)
-    store, world = Store.open(None, tables=tables, engine=inner), World(tables)
-    world.run(store, 3)
-    call = 0
-    while True:
-        call += 1
-        before = copy.deepcopy(world)
-        engine = FailingEngine(inner, verbs=("write", "commit"), lasting=lasting)
-        store.close()
-        if kind != "memory":
-            engine.engine = inner = ON_DISK[kind](tmp_path, create=False)
-        store = Store.open(None, engine=engine)
-        world.check(store, after=world.pass_index - 1)
-        assert store.commit is not None
-        assert store.commit.cursor == Cursor(world.pass_index, 0)
-        assert store.state() == f"state at {world.pass_index}, 0".encode()
-        engine.fail_in(call)
-        try:
-            world.train()
-            world.append(store)
-            world.pass_index += 1
-            world.publish(store)
-        except StoreFullError:
-            world = before
-            engine.fail_in(None)
-            if call % 2:
-                store.discard_uncommitted()
-                world.check(store, after=world.pass_index - 1)
-        else:
-            break
-    assert call == 4
-    world.check(store, after=world.pass_index - 1)
-    store.close()
+    """As many bytes as it writes there where it has the room."""
+    world = World(small_tables(), keys_per_pass=60, universe=150)
+    written: list[int] = []
+    write = ScratchFile.write
+
+    def counted(file: ScratchFile, data: NDArray[np.generic], offset: int) -> None:
+        written.append(data.nbytes if "new order" in file._what else 0)
+        write(file, data, offset)
+
+    monkeypatch.setattr(ScratchFile, "write", counted)
+    with Store.open(tmp_path / "s", tables=world.tables) as store:
+        world.run(store, 6)
+        keys = [(table.name, key) for table in world.tables for key in range(40)]
+        uses = WorldUses(store.tables, dict.fromkeys(keys, 1), slice_keys=7)
+        said: list[str] = []
+
+        def rewrite() -> None:
+            if how == "compact":
+                store.compact(progress=lambda stage, _: said.append(stage))
+            else:
+                store.rewrite(uses, schedule_digest="x", progress=lambda stage, _: said.append(stage))
+
+        with monkeypatch.context() as patched:
+            told = os.statvfs_result((4096, 1, 1 << 40, 300, 300, 0, 0, 0, 0, 255))
+            patched.setattr(os, "statvfs", lambda _: told)
+            words = r"^a new order of the store's rows needs [\d,]+ more bytes but the file system of .* has 300 free"
+            with pytest.raises(StoreFullError, match=words) as full:
+                rewrite()
+        assert not any(written)
+        assert "read" not in said
+        rewrite()
+        assert sum(written) == full.value.needed_bytes > 300
+
+
+@pytest.mark.disk
+def test_a_file_of_unknown_size_needs_at_least_what_is_written_next(tmp_path: Path, leave: Leave) -> None:
+    """One of a known size is refused when it is made."""
+    keys = np.arange(1000, dtype=np.int64)
+    rows = np.zeros((1000, BIG.row_bytes // 4), np.float32)
+    leave(1000)
+    whole = 5000 * (8 + BIG.row_bytes)
+    with (
+        ExternalSorter(
+            [("<f4", (BIG.row_bytes // 4,))], tmp_path, "sorting a test", 1 << 16, Counters(), total_rows=5000
+        ) as sorter,
+        pytest.raises(StoreFullError, match=rf"sorting .* needs {whole:,} more bytes but .* has 1,000 free"),
+    ):
+        sorter.add(hash_keys(keys, BIG.table_id), rows)
+    with ScratchFile(tmp_path, "a test") as file:
+        file._file.close()
+        file._file = Path("/dev/full").open("r+b", buffering=0)  # noqa: SIM115 - the file closes it
+        with pytest.raises(StoreFullError, match=r"a test needs at least 8,000 more bytes but .* has 1,000 free"):
+            file.write(keys, 0)
+
+
+@pytest.mark.disk
+def test_a_scan_that_sorts_names_all_it_sorts(leave: Leave) -> None:
+    """Not the batch that comes next."""
+    world = World(small_tables(), keys_per_pass=60)
+    with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
+        world.run(store, 5)
+        name = world.tables[0].name
+        rows = sum(1 for table, _ in world.rows if table == name)
+        whole = rows * (8 + world.tables[0].row_bytes)
+        leave(whole - 1)
+        with pytest.raises(StoreFullError, match=rf"needs {whole:,} more bytes but .* has {whole - 1:,} free"):
+            list(store.scan(name, memory_bytes=2000))
+
+
+# -- any call fails ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["memory", "lmdb", "zarr"])
 @pytest.mark.parametrize("call", [1, 2])
 def test_a_commit_can_be_tried_again(kind: str, call: int, tables: list[Table], tmp_path: Path) -> None:
     """After it failed while its state was written, or at the very end, with another state."""
-    inner: Any = MemoryEngine() if kind == "memory" else ON_DISK[kind](tmp_path, create=True)
-    engine = FailingEngine(inner)
+    engine = FailingEngine(engine_of(kind, tmp_path))
     store, world = Store.open(None, tables=tables, engine=engine), World(tables)
     world.run(store, 2)
     plain: dict[str, Any] = {"schedule_digest": "", "settings": {}, "environment": {}}
@@ -99,41 +198,6 @@ def test_a_failing_read_is_raised_where_it_happened(tables: list[Table]) -> None
     world.check_load(store, 1)
 
 
-def test_a_slow_engine_changes_nothing_but_the_time(tables: list[Table]) -> None:
-    """Reads on another thread while the writer waits give the same bits."""
-    store = Store.open(None, tables=tables, engine=SlowEngine(MemoryEngine(), write_seconds=0.01, read_seconds=1e-4))
-    world = World(tables)
-    world.run(store, 2)
-    before = copy.deepcopy(world)
-    world.train()
-    writer = threading.Thread(target=world.append, args=(store,))
-    writer.start()
-    before.check_load(store, 2)
-    writer.join()
-    world.pass_index += 1
-    world.publish(store)
-    world.check(store, after=2)
-
-
-def test_a_disk_that_fills_up_says_how_much_it_holds(tables: list[Table]) -> None:
-    """Over all calls, in real bytes, and with nothing kept of the write that did not fit."""
-    inner = MemoryEngine()
-    engine = FailingEngine(inner)
-    store, world = Store.open(None, tables=tables, engine=engine), World(tables)
-    world.run(store, 2)
-    held = sum(held_blocks(store).values())
-    engine.capacity_bytes = held + 2000
-    before = copy.deepcopy(world)
-    world.train()
-    with pytest.raises(StoreFullError, match=rf"may hold {held + 2000:,} and holds [0-9,]+: raise capacity_bytes"):
-        world.append(store)
-    store.discard_uncommitted()
-    assert sum(held_blocks(store).values()) == held == sum(block.size for block in inner.blocks.values())
-    before.check(store, after=1)
-    engine.capacity_bytes = None
-    before.run(store, 1)
-
-
 def test_a_torn_write_ends_the_process_as_far_as_its_engine_goes() -> None:
     """A part of the blocks arrives, and of one of them a part; then nothing is answered any more."""
     inner = MemoryEngine()
@@ -141,7 +205,37 @@ def test_a_torn_write_ends_the_process_as_far_as_its_engine_goes() -> None:
     engine.tear(1, 3)
     with pytest.raises(KilledError):
         engine.write([(Block(STATE, 0, 0, i, 5), np.full(5, i, np.uint8)) for i in range(3)])
-    for call in (lambda: engine.write([]), lambda: engine.commit({}), engine.records):
+    for call, *given in ((engine.write, []), (engine.commit, {}), (getattr, engine, "records")):
         with pytest.raises(KilledError, match="open the engine again"):
-            call()
+            call(*given)
     assert {index: data.size for (*_, index), data in inner.blocks.items()} == {0: 5, 1: 3}
+
+
+@pytest.mark.parametrize("interruptions", [1, 2])
+def test_an_interrupted_load_leaves_nothing_that_is_being_read(interruptions: int) -> None:
+    """Ctrl-C, pressed once or twice while threads read: the memory is the caller's when the interruption comes."""
+    engine = Between(MemoryEngine())
+    with Store.open(None, tables=small_tables(), engine=engine) as store:
+        World(store.tables, keys_per_pass=80).run(store, 1)
+        segment = store.segments[0]
+        byte = segment.layouts[0].byte_of_page
+        wanted = [
+            Pages(segment, 0, i, i + 1, np.zeros(byte(i + 1) - byte(i), np.uint8))
+            for i in range(segment.layouts[0].num_pages)
+        ]
+
+        def interrupt() -> None:
+            for _ in range(interruptions):
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                time.sleep(0.1)  # the other thread has time to go wrong
+
+        engine.in_reads(2, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            store.load(wanted)
+        assert engine.reading == 0
+        assert engine.reached
+        store.load(wanted)
+        data = np.concatenate([pages.out for pages in wanted])
+        whole = np.empty_like(data)
+        store.read(segment, 0, 0, segment.layouts[0].num_pages, whole)
+        assert np.array_equal(data, whole)

@@ -1,10 +1,10 @@
 """Whatever bytes stand where a store's should: a sentence, or what was written; nothing else happens."""
 
-from __future__ import annotations
-
 import json
 import resource
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,10 +28,6 @@ from tiercache.store.directory import StoreDirectory
 from tiercache.store.errors import FormatVersionError
 from tiercache.store.record import decode
 from tiercache.store.verification import Verification
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 MORE_BYTES = 1 << 30
 """What a test may allocate beside what the process has: far more than the file could need, far less than a lie says."""

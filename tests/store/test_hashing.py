@@ -1,11 +1,15 @@
-"""Bits that must not drift: table ids and the order of keys."""
+"""Bits that must not drift: table ids, the order of keys, and the rows that training starts from."""
 
-from __future__ import annotations
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tiercache.store import hash_keys, mix, xxh64
+import tiercache.kernels.cpu.initial as kernels
+from tiercache.store import Adam, Constant, Normal, Table, Uniform, Zeros, initializer_code, mix, xxh64
+from tiercache.store.initial import initial_rows
 
 
 @pytest.mark.parametrize(
@@ -30,19 +34,6 @@ def test_xxh64_reads_every_byte_and_the_seed() -> None:
     assert len(seen) == 302
 
 
-@pytest.mark.parametrize(
-    ("state", "expected"),
-    [
-        (0x9E3779B97F4A7C15, 0xE220A8397B1DCDAF),
-        (1234567 + 0x9E3779B97F4A7C15, 6457827717110365317),
-        (1234567 + 2 * 0x9E3779B97F4A7C15, 3203168211198807973),
-    ],
-)
-def test_mix_gives_the_published_values_of_splitmix64(state: int, expected: int) -> None:
-    """splitmix64 from seeds 0 and 1234567 adds its constant, then mixes."""
-    assert mix(np.array([state % 2**64], dtype=np.uint64)).tolist() == [expected]
-
-
 def test_mix_leaves_its_argument_alone() -> None:
     """It returns a new array."""
     values = np.arange(5, dtype=np.uint64)
@@ -50,8 +41,45 @@ def test_mix_leaves_its_argument_alone() -> None:
     assert values.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_hash_keys_mixes_key_and_table() -> None:
-    """The hash of a key is mix(key xor table id), for negative keys too."""
-    keys = np.array([0, 1, -1, np.iinfo(np.int64).min], dtype=np.int64)
-    expected = mix(keys.view(np.uint64) ^ np.uint64(xxh64(b"user")))
-    assert np.array_equal(hash_keys(keys, xxh64(b"user")), expected)
+# -- initial rows --------------------------------------------------------------------------------------------
+
+STARTS = st.one_of(
+    st.just(Zeros()),
+    st.builds(Constant, value=st.floats(-2, 2, width=32)),
+    st.builds(Uniform, low=st.floats(-3, 0, width=32), high=st.floats(0, 3, width=32)),
+    st.builds(Normal, mean=st.floats(-1, 1, width=32), std=st.floats(0, 2, width=32)),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    start=STARTS,
+    dim=st.integers(1, 21),
+    seed=st.integers(0, 2**64 - 1),
+    keys=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=9),
+)
+def test_first_rows_have_the_bits_that_training_starts_from(
+    start: Zeros | Constant | Uniform | Normal, dim: int, seed: int, keys: list[int]
+) -> None:
+    """NumPy and the kernels make the same vectors; optimizer state begins at its constant."""
+    table = Table(name="item", dim=dim, optimizer=Adam(learning_rate=0.1), initializer=start, seed=seed)
+    numbers = np.array(keys, np.int64)
+    wanted = np.empty((len(keys), dim), np.float32)
+    kernels.initial_rows(numbers, table.table_id, seed, *initializer_code(start), wanted)
+    vectors, *states = initial_rows(table, numbers)
+    assert np.array_equal(vectors.view(np.uint32), wanted.view(np.uint32))
+    for field, state in zip(table.fields[1:], states, strict=True):
+        assert state.shape == (len(keys), field.width)
+        assert np.all(state == np.float32(field.initial))
+
+
+@settings(max_examples=60, deadline=None)
+@given(start=STARTS, dim=st.integers(1, 13), first=st.integers(0, 9), behind=st.integers(0, 5), seed=st.integers(0, 9))
+def test_first_rows_of_a_column_slice_are_columns_of_the_whole_rows(
+    start: Zeros | Constant | Uniform | Normal, dim: int, first: int, behind: int, seed: int
+) -> None:
+    """Wherever it begins, also between the two numbers that a Normal makes together."""
+    whole = Table(name="item", dim=first + dim + behind + 1, optimizer=Adam(), initializer=start, seed=seed)
+    part = replace(whole, dim=dim, first_column=first, whole_dim=whole.dim)
+    keys = np.array([0, -5, 2**63 - 1, 17], np.int64)
+    assert np.array_equal(initial_rows(part, keys)[0], initial_rows(whole, keys)[0][:, first : first + dim])

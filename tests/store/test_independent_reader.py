@@ -1,15 +1,15 @@
 """What docs/format says is enough to read a store of either engine; one on Zarr is read by Zarr alone."""
 
-from __future__ import annotations
-
 import ast
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import zarr
+from zarr.storage import MemoryStore
 
 from tests.store import independent_reader
 from tests.store.big import BIG, dump, publish
@@ -17,12 +17,7 @@ from tests.store.conftest import narrow_tables, small_tables
 from tests.store.independent_reader import read_table
 from tests.store.test_row_versions import mixed
 from tests.store.world import World
-from tiercache.store import Store
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tiercache.store import Group, Segment, Table
+from tiercache.store import Group, Segment, Store, Table, ZarrEngine, zarr_layout
 
 
 def compressed_tables(kind: str) -> list[Table]:
@@ -75,13 +70,16 @@ def test_the_independent_reader_is_independent() -> None:
     tree = ast.parse(Path(independent_reader.__file__).read_text())
     names = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
     names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert names == {"__future__", "hashlib", "json", "lmdb", "numpy", "pathlib", "struct", "typing"}
+    assert names == {"hashlib", "json", "lmdb", "numpy", "pathlib", "struct", "typing"}
 
 
-def check_arrays(root: Any, world: World, segment: Segment, groups: Sequence[Group]) -> None:
+def check_arrays(place: Any, world: World, segment: Segment, groups: Sequence[Group]) -> None:
     """Compare the arrays of a segment, as in a notebook, with the rows of a world: ranges stand as attributes."""
+    segments = zarr.open(str(place) if isinstance(place, Path) else place, mode="r")["segments"]
+    folder = str(segment.id) if isinstance(place, Path) else f"{segment.id}-1"
     for group, layout in zip(groups, segment.layouts, strict=True):
-        node = root[f"segments/{segment.id}/{group.index}"]
+        node = segments[f"{folder}/{group.index}"]
+        assert node.attrs["tables"] == [table.name for table in group.tables]
         keys, fields = node["keys"][:], [node[field.name][:] for field in group.fields]
         assert keys.dtype == np.int64
         assert str(fields[0].dtype) == {"bfloat16": "uint16"}.get(group.dtype, group.dtype)
@@ -108,21 +106,30 @@ def check_arrays(root: Any, world: World, segment: Segment, groups: Sequence[Gro
             assert changed.tolist() == [world.changed[pair] for pair in pairs]
 
 
+@pytest.mark.parametrize("where", ["disk", "elsewhere"])
+@pytest.mark.parametrize("chunk_bytes", [zarr_layout.CHUNK_BYTES, 400])
 @pytest.mark.parametrize(
     ("kind", "block_rows"),
     [("float32", 7), ("16 bits", 7), ("zstd", 7), ("zstd", 8), ("blosc", 8), ("blosc", 50), ("16 bits, zstd", 8)],
 )
-def test_plain_zarr_reads_keys_vectors_and_last_changes(tmp_path: Path, kind: str, block_rows: int) -> None:
-    """Of a pass's dump and of rows that moved: where pages divide a block, where not, and where it has all rows."""
+def test_plain_zarr_reads_keys_vectors_and_last_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, block_rows: int, chunk_bytes: int, where: str
+) -> None:
+    """Of a pass's dump and of rows that moved: where pages divide a block, where not, and where it has all rows.
+
+    However many chunks arrays have, and where they are in no folder.
+    """
+    monkeypatch.setattr(zarr_layout, "CHUNK_BYTES", chunk_bytes)
+    place: Any = tmp_path / "s" if where == "disk" else MemoryStore()
     tables = KINDS[kind]
     world = World(tables, num_passes=2, keys_per_pass=40, block_rows=block_rows)
-    with Store.open(tmp_path / "s", tables=tables, engine="zarr") as store:
+    with Store.open(None, tables=tables, engine=ZarrEngine(place, create=True)) as store:
         world.run(store, 1)
-        check_arrays(zarr.open(str(tmp_path / "s"), mode="r"), world, store.segments[0], store.groups)
+        check_arrays(place, world, store.segments[0], store.groups)
         mixed(store, world)
         segment, groups = store.segments[0], store.groups
     assert segment.changed
-    check_arrays(zarr.open(str(tmp_path / "s"), mode="r"), world, segment, groups)
+    check_arrays(place, world, segment, groups)
 
 
 def test_rows_that_a_commit_freed_are_zeros_or_gone_to_plain_zarr(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """What verification finds where every checksum is right: rows that stand twice, changed too late, or are lost."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,17 +11,11 @@ import pytest
 from tests.store.conftest import Home, held_blocks, small_tables
 from tests.store.test_retained_segments import retained_store, rewritten
 from tests.store.world import World
-from tiercache.store import CorruptStoreError, key_invariants
+from tiercache.store import CorruptStoreError, Store, key_invariants
 from tiercache.store.blocks import CHANGED, KEYS
 from tiercache.store.verification import Verification
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tiercache.store import Store
-
-    Plant = Callable[[Home], list[str]]
+Plant = Callable[[Home], list[str]]
 
 
 def stale_place(store: Store, table: str, *, some: bool = True) -> tuple[int, int, int]:
@@ -44,6 +38,19 @@ def raised(store: Store, home: Home, i: int, group: int, place: int, more: int) 
         values["retained"][i][1 + group][1 + place] += more
 
     rewritten(store, home.engine, change)
+
+
+@pytest.mark.parametrize(("more", "words"), [(-1, "has two live rows"), (1, "stale rows")])
+def test_stale_rows_that_are_not_as_many_as_the_commit_says_are_found(more: int, words: str, tmp_path: Path) -> None:
+    """Two live rows of a key are damage, as without retained segments; so is a row that should be there twice."""
+    home = Home("memory", tmp_path)
+    store, _ = retained_store(home)
+    raised(store, home, *stale_place(store, "user"), more)
+    store = home.open()
+    with pytest.raises(CorruptStoreError, match=words):
+        list(store.scan("user"))
+    (problem,) = Verification(store).run()["problems"]
+    assert ("have two live rows" if more < 0 else "stale rows and its commit says") in problem
 
 
 def test_a_stale_row_that_is_missing_does_not_hide_a_key_that_is_there_twice(tmp_path: Path) -> None:

@@ -1,18 +1,19 @@
-"""Leases: what readers hold, whoever they are, and what the writer frees when they are gone."""
-
-from __future__ import annotations
+"""Leases: what readers hold, whoever and wherever they are, and what the writer frees when they are gone."""
 
 import multiprocessing
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.apart import command
+from tests.apart import command, ran
+from tests.files import flip
 from tests.store.big import BIG, dump, load, publish
 from tests.store.conftest import held_blocks
-from tiercache.store import CommitMissingError, Store, StoreFullError
+from tests.store.reader import READER
+from tiercache.store import CommitMissingError, CorruptBlockError, Store, StoreFullError, verify
 from tiercache.store.leases import Lease, leased_commits
 
 
@@ -34,7 +35,6 @@ def go_on(store: Store, passes: range) -> None:
 
 def test_what_a_reader_sees_stays_until_it_is_closed(store: Store) -> None:
     """Whatever is committed, and when the writer is opened again; then the next commit frees it."""
-    assert store.path is not None
     reader = Store.open(store.path, mode="r")
     stored = load(reader, 1)
     go_on(store, range(1, 4))
@@ -55,7 +55,6 @@ def test_what_a_reader_sees_stays_until_it_is_closed(store: Store) -> None:
 
 def test_a_commit_that_only_its_readers_keep_is_opened_by_no_other(store: Store) -> None:
     """Its record is there for as long as they read; its blocks go when they end, before the next commit."""
-    assert store.path is not None
     reader = Store.open(store.path, mode="r")
     go_on(store, range(1, 3))
     for _ in range(2):
@@ -74,17 +73,8 @@ def test_a_commit_that_only_its_readers_keep_is_opened_by_no_other(store: Store)
 
 def test_a_reader_that_was_killed_holds_nothing(store: Store) -> None:
     """Its lock went with it."""
-    code = """
-import sys
-from tiercache.store import Store
-with Store.open(sys.argv[1], mode="r"):
-    print(1, flush=True)
-    input()
-"""
-    assert store.path is not None
-    with subprocess.Popen(command(code, store.path), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"1\n"
+    with subprocess.Popen(command(READER, store.path), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline().startswith(b"0 ")
         assert leased_commits(store.path / "leases") == {0}
         go_on(store, range(1, 3))
         before = len(held_blocks(store))
@@ -97,7 +87,6 @@ with Store.open(sys.argv[1], mode="r"):
 
 def test_a_lease_is_of_its_process_and_not_of_a_fork(store: Store) -> None:
     """A child that lives on keeps nothing."""
-    assert store.path is not None
     reader = Store.open(store.path, mode="r")
     ours, theirs = multiprocessing.get_context("fork").Pipe()
 
@@ -120,8 +109,6 @@ def test_a_lease_that_comes_when_its_commit_goes_is_seen_or_refused(tmp_path: Pa
     """The file of one that the writer just deleted is made again; what is no lease is let alone."""
     folder = tmp_path / "leases"
     first, second = Lease.take(folder, 3), Lease.take(folder, 3)
-    assert first is not None
-    assert second is not None
     (folder / "note.txt").touch()
     os.mkfifo(folder / "7")
     first.release()
@@ -146,3 +133,66 @@ def test_a_writer_that_readers_leave_no_room_says_so(tmp_path: Path) -> None:
                 dump(store, 2, {3: 500})
         dump(store, 2, {3: 500})
         publish(store, 3)
+
+
+# -- on a file system that is mounted read-only for the reader, which the writer does not see ------------------
+
+GO_ON = """
+import sys
+from tests.store.test_leases import go_on
+from tiercache.store import Store
+
+with Store.open(sys.argv[1]) as store:
+    go_on(store, range(1, 5))
+"""
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Path]:
+    """The folder ``home`` once more, read-only."""
+    home, there = tmp_path / "home", tmp_path / "there"
+    home.mkdir()
+    there.mkdir()
+    try:
+        subprocess.run(["mount", "--bind", str(home), str(there)], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("mounting is not permitted here")
+    try:
+        options = "remount,ro,bind"
+        if subprocess.run(["mount", "-o", options, str(home), str(there)], capture_output=True, check=False).returncode:
+            pytest.skip("mounting read-only is not permitted here")
+        yield there
+    finally:
+        subprocess.run(["umount", str(there)], check=True)
+
+
+@pytest.mark.disk
+@pytest.mark.parametrize("kind", ["lmdb", "zarr"])
+def test_a_reader_that_was_left_behind_is_told_so_and_not_of_damage(tmp_path: Path, mounted: Path, kind: str) -> None:
+    """It reads while the writer rests; then its commit is gone, the store is whole, and opened again it is read."""
+    home, there = tmp_path / "home" / "s", mounted / "s"
+    with Store.open(home, tables=[BIG], engine=kind) as store:
+        stored = dump(store, 0, {1: 200, 9: 100})
+        publish(store, 1)
+    with Store.open(there, mode="r") as reader:
+        assert load(reader, 1) == {0: stored[1]}
+        assert ran(GO_ON, home).returncode == 0  # LMDB opens it once in a process
+        with pytest.raises(CommitMissingError, match="was opened at commit 0, which its writer has given up since"):
+            load(reader, 1)
+    assert verify(there)["problems"] == []
+    with Store.open(there, mode="r") as reader:
+        assert load(reader, 9) == {0: stored[9]}
+
+
+@pytest.mark.disk
+@pytest.mark.parametrize("kind", ["lmdb", "zarr"])
+def test_damage_is_still_damage_there(tmp_path: Path, mounted: Path, kind: str) -> None:
+    """Where no writer went on, what is wrong is wrong."""
+    home = tmp_path / "home" / "s"
+    with Store.open(home, tables=[BIG], engine=kind) as store:
+        dump(store, 0, {1: 200})
+        publish(store, 1)
+    (file,) = [home / "blocks.bin"] if kind == "lmdb" else home.glob("segments/*/0/vector*/c.0.0")
+    flip(file, 5000)
+    with Store.open(mounted / "s", mode="r") as reader, pytest.raises(CorruptBlockError):
+        load(reader, 1)

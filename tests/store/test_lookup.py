@@ -1,21 +1,22 @@
-"""Finding and reading single rows."""
+"""Finding and reading single rows by key, and what changed since a commit."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+import copy
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from tests.store.big import dump, publish
-from tests.store.conftest import small_tables
+from tests.store.conftest import Home, small_tables
 from tests.store.world import World
 from tiercache.store import (
     NEVER,
     Adagrad,
+    CommitMissingError,
     CorruptBlockError,
+    KeyMissingError,
     MemoryEngine,
     Range,
     Store,
@@ -25,59 +26,17 @@ from tiercache.store import (
 )  # fmt: skip
 from tiercache.store.base_segment import base_layout, blocks_of
 from tiercache.store.block_file import BlockFile
-from tiercache.store.lookup import locate, read_found
+from tiercache.store.initial import initial_rows
 from tiercache.store.write_queue import PAGE_BYTES
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
-    from tests.store.conftest import Home
-
-
-def trained(seed: int, passes: int, *, commit: bool = True) -> tuple[Store, World]:
+def trained(seed: int, passes: int) -> tuple[Store, World]:
     """Return a store in memory after some passes."""
     tables = small_tables()
     store = Store.open(None, tables=tables, engine=MemoryEngine())
     world = World(tables, seed=seed, num_passes=1 + seed % 4, page_rows=1 + seed % 7, block_rows=1 + seed % 23)
-    for _ in range(passes):
-        world.train()
-        world.append(store)
-        world.pass_index += 1
-        if commit:
-            world.publish(store)
+    world.run(store, passes)
     return store, world
-
-
-def test_a_lookup_of_one_table_is_that_of_many(home: Home, tables: list[Table]) -> None:
-    """``Store.locate`` gives what one sweep for several tables gives, in the order of the keys that were asked for."""
-    store, world = home.open(tables), World(tables)
-    world.run(store, 4)
-    keys = np.random.default_rng(0).permutation(np.arange(-60, 60))
-    both = locate(store, {"user": keys, "word": keys[:7], "day": keys[:0]}, after=3)
-    for name, wanted in (("user", keys), ("word", keys[:7]), ("day", keys[:0])):
-        ids, rows = store.locate(name, wanted, after=3)
-        assert np.array_equal(ids, both[name][0])
-        assert np.array_equal(rows, both[name][1])
-        assert ids.dtype == rows.dtype == np.int64
-        assert ids.shape == wanted.shape
-    with pytest.raises(KeyError):
-        store.locate("nobody", keys, after=0)
-
-
-def test_rows_come_in_the_order_asked_for_and_twice_where_asked_twice(home: Home, tables: list[Table]) -> None:
-    """Reading rows is indexing into the layout."""
-    store, world = home.open(tables), World(tables)
-    world.run(store, 1)
-    segment = store.segments[0]
-    for group in store.groups:
-        everything = store.read_rows(segment, group.index, np.arange(segment.layouts[group.index].rows))
-        some = np.random.default_rng(1).integers(0, segment.layouts[group.index].rows, 60)
-        for field, all_rows, values in zip(
-            group.fields, everything, store.read_rows(segment, group.index, some), strict=True
-        ):
-            assert values.shape == (60, field.width)
-            assert np.array_equal(values, all_rows[some])
-    assert store.read_rows(segment, 0, np.empty(0, np.int64))[0].shape == (0, store.groups[0].dim)
 
 
 def test_pages_in_memory_are_not_read(home: Home, tables: list[Table]) -> None:
@@ -119,23 +78,22 @@ def test_contiguous_pages_are_read_at_once(home: Home, tables: list[Table]) -> N
     assert store.counters.reads - before == segment.layouts[0].num_blocks
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 1000), st.integers(1, 6), st.sampled_from([1, 200, 1 << 22]))
-def test_what_was_found_is_read_as_each_segment_alone_would_be(seed: int, passes: int, batch_bytes: int) -> None:
-    """Rows of all segments at once, in batches of any size, are those of one segment after another; else zeros."""
-    store, _ = trained(seed, passes)
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 1000), st.integers(1, 6), st.sampled_from([1, 200, 1 << 22]), st.sampled_from([1, 3, 1 << 20]))
+def test_a_lookup_gives_the_row_of_each_key_however_much_is_read_at_once(
+    seed: int, passes: int, batch_bytes: int, page_keys: int
+) -> None:
+    """Keys in any order, some twice, of all segments, whatever first keys a record has; zeros where there is no row."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tiercache.store.lookup.BATCH_BYTES", batch_bytes)
-        for group in store.groups:
-            keys = np.random.default_rng(seed).permutation(np.arange(-70, 70))
-            ids, rows = store.locate(group.tables[0].name, keys, after=passes - 1)
-            together = read_found(store, group.index, ids, rows)
-            assert all(np.all(values[ids < 0] == 0) for values in together)
-            for segment in store.segments:
-                mine = np.nonzero(ids == segment.id)[0]
-                alone = store.read_rows(segment, group.index, rows[mine])
-                for values, expected in zip(together, alone, strict=True):
-                    assert np.array_equal(values[mine], expected)
+        patch.setattr("tiercache.store.segment_layout.KEY_PAGE_ROWS", page_keys)
+        store, world = trained(seed, passes)
+        keys = np.random.default_rng(seed).integers(-70, 70, 1 + seed % 200)
+        for table in store.tables:
+            found = store.lookup(table.name, keys, missing="zeros")
+            for i, key in enumerate(keys.tolist()):
+                row = b"".join(values[i].tobytes() for values in found.values())
+                assert row == world.rows.get((table.name, key), bytes(table.row_bytes))
 
 
 def test_a_damaged_page_ends_a_lookup_with_its_error() -> None:
@@ -169,24 +127,6 @@ def test_large_runs_of_a_lookup_pass_the_page_cache(big: Store, monkeypatch: pyt
     assert found[0][7].tobytes() == alone[0][0].tobytes()
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 1000), st.integers(1, 6), st.sampled_from([1, 3, 1 << 20]))
-def test_key_pages_of_any_size_find_the_same_rows(seed: int, passes: int, page_keys: int) -> None:
-    """Whatever first keys a record has, and wherever its ranges and tables begin among them."""
-    asked = np.random.default_rng(seed).permutation(np.arange(-70, 70))[: 1 + seed % 140]
-
-    def found() -> list[NDArray[np.int64]]:
-        store, _ = trained(seed, passes)
-        tables = (table.name for group in store.groups for table in group.tables)
-        return [part for name in tables for part in store.locate(name, asked, after=passes - 1)]
-
-    expected = found()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tiercache.store.segment_layout.KEY_PAGE_ROWS", page_keys)
-        for mine, other in zip(found(), expected, strict=True):
-            assert np.array_equal(mine, other)
-
-
 def test_one_key_costs_a_page_of_keys_and_one_of_rows() -> None:
     """Of a table whose rows stand in one run, as compaction leaves them; a key without a row costs no page of rows."""
     table = Table(name="t", dim=8, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros())
@@ -214,3 +154,51 @@ def test_keys_that_do_not_begin_as_their_record_says_are_refused() -> None:
     segment.first_keys[0][0] += 1
     with pytest.raises(CorruptBlockError, match="other first keys"):
         store.read_keys(segment, 0, 0)
+
+
+def test_keys_without_a_row_are_an_error_unless_asked_for() -> None:
+    """The error has the table and all such keys; tables and keys that cannot be are refused."""
+    world = World(small_tables())
+    with Store.open(None, tables=world.tables, engine=MemoryEngine()) as store:
+        world.run(store, 3)
+        table = store.tables[0]
+        known = next(key for name, key in world.rows if name == table.name)
+        assert store.lookup(table.name, np.array([known]))["vector"].shape == (1, table.dim)
+        made = store.lookup(table.name, np.array([8000, known, 8000]), missing="initial")["vector"][[0, 2]]
+        assert np.array_equal(made, initial_rows(table, np.array([8000, 8000]))[0])
+        with pytest.raises(KeyMissingError, match=r"2 of 3 keys have no row .*\(7000, 8000\): leave them out") as error:
+            store.lookup(table.name, np.array([8000, known, 7000, 8000]))
+        assert (error.value.table, error.value.keys.tolist()) == (table.name, [7000, 8000])
+        with pytest.raises(ValueError, match="has no table 'nobody': it has "):
+            store.lookup("nobody", np.array([1]))
+        with pytest.raises(ValueError, match="keys are 1-dimensional float64"):
+            store.lookup(table.name, np.array([1.0]))
+        with pytest.raises(ValueError, match="is beyond int64"):
+            store.lookup(table.name, np.array([2**63], np.uint64))
+        with pytest.raises(ValueError, match="missing='skip' is unknown"):
+            store.lookup(table.name, np.array([1]), missing="skip")
+
+
+def test_changes_since_a_commit_that_was_given_up_are_refused() -> None:
+    """Whoever has rows of an abandoned commit is told what to do; rows since the commit before are right."""
+    world, past = World(small_tables()), dict[int, World]()
+    with Store.open(None, tables=world.tables, engine=MemoryEngine(), retention=4) as store:
+        for _ in range(4):
+            world.run(store, 1)
+            past[store.commit.id] = copy.deepcopy(world)
+        store.rollback(1)
+        world = copy.deepcopy(past[1])
+        world.run(store, 1)
+        for since in (2, 3):
+            with pytest.raises(
+                CommitMissingError, match=rf"commit {since} .* given up by a rollback to commit 1: give 1"
+            ):
+                list(store.changes("user", since=since))
+        world.check_changes(store, 1)
+        world.check_changes(store, 4)
+        with pytest.raises(CommitMissingError, match="knows no changes since 6"):
+            list(store.changes("user", since=6))
+        world.train()
+        world.append(store)
+        with pytest.raises(ValueError, match="rows that no commit names"):
+            list(store.changes("user", since=1))

@@ -1,9 +1,8 @@
 """Writers of one object store, which has no lock: each takes over by a conditional put and fences the one before."""
 
-from __future__ import annotations
-
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import boto3
 import obstore
@@ -18,11 +17,8 @@ from tests.store.test_rewrite import rows_of
 from tests.store.world import World
 from tiercache.store import CommitMissingError, Store, StoreError, StoreInUseError, ZarrEngine
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    Make = Callable[[], Any]
-    """Return a client of its own of the one object store of a test."""
+Make = Callable[[], Any]
+"""Return a client of its own of the one object store of a test."""
 
 
 @pytest.fixture(scope="module")

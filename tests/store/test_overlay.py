@@ -1,9 +1,5 @@
 """Rows that are imported into a store that has rows: they hide the old ones until a schedule folds them in."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,11 +11,8 @@ from tests.store.test_retained_segments import check
 from tests.store.test_rewrite import rows_of
 from tests.store.test_scan import check as check_scans
 from tests.store.world import World
-from tiercache.store import Cursor, MemoryEngine, Store, StoreFullError, load_rows
+from tiercache.store import Commit, Cursor, MemoryEngine, Store, StoreFullError, load_rows
 from tiercache.store.verification import Verification
-
-if TYPE_CHECKING:
-    from tiercache.store import Commit
 
 
 def check_overlaid(store: Store, world: World, commit: Commit) -> None:
@@ -30,7 +23,6 @@ def check_overlaid(store: Store, world: World, commit: Commit) -> None:
     for since in range(-1, commit.id + 1):
         world.check_changes(store, since)
     assert Verification(store).run()["problems"] == []
-    assert store.commit is not None
     assert (store.commit.id, store.commit.cursor) == (commit.id, Cursor(world.pass_index, 0))
     assert (store.commit.schedule_digest, store.state()) == ("", world.state)
 
@@ -52,20 +44,16 @@ def test_imported_rows_win_until_a_schedule_folds_them_in(
     with Store.open(None, tables=world.tables, engine=engine, retention=3) as store:
         world.run(store, trained)
         first = store.commit
-        assert first is not None
         for counts in overlays:
             keys = {
                 table.name: draw.choice(np.arange(-20, 25), count, replace=False).tolist()
                 for table, count in zip(world.tables, counts, strict=False)
             }
             check_overlaid(store, world, world.lay_over(store, keys))
-        assert store.commit is not None
         assert store.commit.overlaid == first.schedule_digest
     with Store.open(None, engine=engine) as store:
-        assert store.commit is not None
         check_overlaid(store, world, store.commit)
         world.follow(store, world.passes, start=(world.pass_index, 0))
-        assert store.commit is not None
         assert not store.commit.overlaid
         check(store, world)
         for _ in range(after):
@@ -79,12 +67,10 @@ def test_the_commit_before_an_import_can_be_gone_back_to(home: Home) -> None:
     store = home.open(world.tables, retention=2)
     world.run(store, 2)
     before, rows = store.commit, rows_of(store)
-    assert before is not None
     world.lay_over(store, {world.tables[0].name: [1, 2, 3]})
     assert rows_of(store) != rows
     store.rollback(before.id)
     assert rows_of(store) == rows
-    assert store.commit is not None
     assert store.commit.schedule_digest == before.schedule_digest
 
 

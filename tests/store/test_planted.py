@@ -1,16 +1,11 @@
 """What the crash harness must find: engines with a defect planted in them."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.store.test_crash import crash
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NOTHING = ("--points", "0", "--torn", "0", "--instants", "0", "--replays", "0", "--full", "0")
 PLANT = """
@@ -124,34 +119,3 @@ def test_the_harness_finds_an_engine_that_is_not_crash_proof(tmp_path: Path, def
     done = crash(*arguments, *options.split(), code=code)
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.search(words, done.stdout), done.stdout
-
-
-DEALT = """
-import sys
-import time
-from pathlib import Path
-from tests.crash.killer import Killer
-from tests.crash.outcome import EnoughError
-from tests.crash.schedule import deal
-from tests.crash.store import StoreWorkload
-folder, limit = Path(sys.argv[1]), time.monotonic() + 60
-
-def enough(killer): raise EnoughError
-def wait(killer):
-    while not (folder / "enough").exists() and time.monotonic() < limit: time.sleep(0.01)
-def count(killer): killer.outcome.counts["kills"] += 1
-
-killer = Killer(folder, StoreWorkload("lmdb"))
-deal([enough, wait, count, count], killer, 2, lambda found: None)
-print(killer.outcome.counts["kills"], [path.name for path in folder.iterdir() if path.is_file()])
-killer.folder = folder / "again"
-killer.folder.mkdir()
-deal([count, count, count], killer, 2, lambda found: None)
-print(killer.outcome.counts["kills"])
-"""
-
-
-def test_all_workers_stop_where_one_has_found_enough(tmp_path: Path) -> None:
-    """Each ends its case and takes no other, and those that are dealt cases afterward know nothing of it."""
-    done = crash(tmp_path, code=DEALT)
-    assert done.stdout.splitlines() == ["0 []", "3"], done.stdout + done.stderr

@@ -1,39 +1,26 @@
 """Segments that a new schedule leaves where they are."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from tests.store.conftest import Home, small_tables
 from tests.store.test_rewrite import rows_of
 from tests.store.test_scan import check as check_scans
 from tests.store.world import World, scheduled
-from tiercache.store import (
-    NEVER,
-    CorruptStoreError,
-    MemoryEngine,
-    Store,
-    compaction_plan,
-    differences,
-    info,
-)
+from tiercache.store import NEVER, CorruptStoreError, MemoryEngine, Store, compaction_plan, differences, info
 from tiercache.store.commit import Commit
 from tiercache.store.record import decode, encode
 from tiercache.store.verification import Verification
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 Key = tuple[str, int]
 
@@ -316,28 +303,6 @@ def test_a_segment_that_a_commit_inside_a_pass_wrote_is_not_retained(tmp_path: P
     home.engine.by_name[f"segment/{id_}"] = segment.to_bytes()
     with pytest.raises(CorruptStoreError, match="was written inside a pass"):
         home.open()
-
-
-@pytest.mark.parametrize("more", [-1, 1])
-def test_stale_rows_that_are_not_as_many_as_the_commit_says_are_found(more: int, tmp_path: Path) -> None:
-    """Two live rows of a key are damage, as without retained segments; so is a row that should be there twice."""
-    home = Home("memory", tmp_path)
-    store, _ = retained_store(home)
-    group = next(group for group in store.groups if "user" in [table.name for table in group.tables])
-    place = group.place("user")
-    i = next(i for i, one in enumerate(store.commit.retained) if one.stale_rows[group.index][place])
-
-    def change(values: Any) -> None:
-        values["retained"][i][1 + group.index][1 + place] += more
-
-    rewritten(store, home.engine, change)
-    store = home.open()
-    said = "has two live rows" if more < 0 else "stale rows"
-    with pytest.raises(CorruptStoreError, match=said):
-        list(store.scan("user"))
-    problems = Verification(store).run()["problems"]
-    assert len(problems) == 1
-    assert ("have two live rows" if more < 0 else "stale rows and its commit says") in problems[0]
 
 
 def test_segments_of_other_schedules_belong_to_no_pass(home: Home) -> None:

@@ -1,11 +1,9 @@
 """All rows of a store in a new order."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
+from pathlib import Path
 from subprocess import PIPE, Popen
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -15,26 +13,11 @@ from hypothesis import strategies as st
 from tests.apart import command
 from tests.store.conftest import small_tables
 from tests.store.failing import FailingEngine
+from tests.store.reader import READER
 from tests.store.world import World, WorldUses
 from tiercache.store import NEVER, CorruptStoreError, MemoryEngine, Store, StoreError, StoreFullError, verify
 from tiercache.store.initial import initial_rows
 from tiercache.store.segment import Segment
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-READER = """
-import hashlib, sys
-from tiercache.store import Store
-with Store.open(sys.argv[1], mode="r") as store:
-    for _ in range(2):
-        digest = hashlib.sha256()
-        for table in store.tables:
-            for keys, fields in store.changes(table.name, since=-1):
-                digest.update(keys.tobytes() + b"".join(values.tobytes() for values in fields.values()))
-        print(store.commit.id, digest.hexdigest(), flush=True)
-        sys.stdin.readline()
-"""
 
 
 def rows_of(store: Store) -> dict[tuple[str, int], bytes]:

@@ -1,10 +1,9 @@
 """The commit that last changed a row: kept by whatever moves the row, and read only where it must be."""
 
-from __future__ import annotations
-
 import copy
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,10 +14,12 @@ from tests.store.world import World
 from tiercache.store import (
     CorruptBlockError,
     CorruptStoreError,
+    Group,
     MemoryEngine,
     Range,
     SegmentLayout,
     Store,
+    Table,
     info,
     load_rows,
     verify,
@@ -28,12 +29,6 @@ from tiercache.store.changes import changed_rows
 from tiercache.store.rewrite import NoUses
 from tiercache.store.row_versions import CHANGED_BYTES
 from tiercache.store.verification import Verification
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    from tiercache.store import Group, Table
 
 
 def check_all(store: Store, world: World, *, least: int = -1) -> None:

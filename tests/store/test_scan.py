@@ -1,9 +1,8 @@
 """Scanning a table: all live rows in hash order, in bounded memory."""
 
-from __future__ import annotations
-
 import tracemalloc
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +12,8 @@ from hypothesis import strategies as st
 from tests.store.big import BIG, dump, publish
 from tests.store.conftest import Careless, Home, small_tables
 from tests.store.world import World
-from tiercache.store import CorruptStoreError, MemoryEngine, Store, hash_keys
+from tiercache.store import CorruptStoreError, MemoryEngine, Store, Table, hash_keys
 from tiercache.store.scan import live_rows
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tiercache.store import Table
 
 
 def scanned(store: Store, name: str, **options: Any) -> dict[int, bytes]:

@@ -1,7 +1,5 @@
 """The layout of a segment against a slow obvious one."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,24 +1,19 @@
 """Rows that are read while another thread makes commits."""
 
-from __future__ import annotations
-
 import threading
+from collections.abc import Iterator
 from itertools import count
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.store.between import Between, engine_of
-from tests.store.conftest import held_blocks, small_tables
+from tests.store.conftest import engine_of, held_blocks, small_tables
+from tests.store.failing import Between
 from tests.store.world import World
 from tiercache.store import CommitMissingError, CorruptBlockError, Store, StoreClosedError, StoreError
 from tiercache.store.changes import changed_rows
 from tiercache.store.lookup import read_found
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 Rows = dict[int, bytes]
 NAME = "user"

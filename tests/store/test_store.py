@@ -1,37 +1,26 @@
 """What a store promises, on every engine."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.store.conftest import held_blocks
+from tests.store.conftest import Home, held_blocks
 from tests.store.world import World
-from tiercache.store import CorruptBlockError, Cursor, SegmentLayout, StoreClosedError
-
-if TYPE_CHECKING:
-    from tests.store.conftest import Home
-    from tiercache.store import Store, Table
+from tiercache.store import CorruptBlockError, Cursor, SegmentLayout, Store, StoreClosedError, Table
 
 PLAIN: dict[str, Any] = {"state": b"", "schedule_digest": "", "settings": {}, "environment": {}}
 
 
 def test_a_new_store_has_tables_and_no_commit(home: Home, tables: list[Table]) -> None:
-    """A store is made of its tables, in the order of their ids, before anything is written."""
+    """It is made of its tables, in the order of their ids, and opens without naming them again."""
     store = home.open(tables)
     assert store.commit is None
     assert store.segments == ()
     assert {table.name for table in store.tables} == {table.name for table in tables}
     assert list(store.tables) == sorted(store.tables, key=lambda table: table.table_id)
     assert len(store.groups) == 4
-
-
-def test_a_store_opens_without_naming_its_tables_again(home: Home, tables: list[Table]) -> None:
-    """The tables stand in the store."""
-    made = home.open(tables).tables
-    assert home.open().tables == made
+    assert home.open().tables == store.tables
 
 
 def test_a_commit_survives_a_reopen(home: Home, tables: list[Table]) -> None:
@@ -39,7 +28,6 @@ def test_a_commit_survives_a_reopen(home: Home, tables: list[Table]) -> None:
     store, world = home.open(tables), World(tables)
     world.run(store, 4)
     store = home.open(tables)
-    assert store.commit is not None
     assert store.commit.cursor == Cursor(4, 0)
     assert store.commit.settings == {"seed": 0}
     assert store.commit.environment == {"threads": 1}
@@ -54,7 +42,6 @@ def test_blocks_without_live_rows_are_freed_by_the_commit(home: Home, tables: li
     store, world = home.open(tables), World(tables)
     for _ in range(7):
         world.run(store, 1)
-        assert store.commit is not None
         blocks = held_blocks(store)
         expected = len(store.commit.state_blocks())
         for segment in store.segments:
@@ -87,7 +74,6 @@ def test_a_commit_inside_a_pass_without_rows_is_a_commit(home: Home, tables: lis
     store.append(0, layouts, [], within=True)
     store.publish(Cursor(0, 7), **PLAIN)
     store = home.open()
-    assert store.commit is not None
     assert store.commit.cursor == Cursor(0, 7)
     assert [segment.rows for segment in store.segments] == [0]
 
@@ -109,24 +95,14 @@ def test_a_commit_cannot_name_a_dump_of_its_future(home: Home, tables: list[Tabl
         store.publish(Cursor(0, 0), **PLAIN)
 
 
-def test_a_commit_before_any_training_is_a_commit(home: Home, tables: list[Table]) -> None:
-    """Commit 0 holds the first dense state and no segment."""
-    store = home.open(tables)
-    store.publish(Cursor(0, 0), **{**PLAIN, "state": b"first"})
-    store = home.open()
-    assert store.state() == b"first"
-    assert store.commit is not None
-    assert store.commit.id == 0
-
-
 @pytest.mark.parametrize("size", [0, 1, (4 << 20) - 1, 4 << 20, (9 << 20) + 5])
 def test_dense_state_of_any_size_comes_back(home: Home, tables: list[Table], size: int) -> None:
-    """State is cut into blocks and put together again; the one before it is freed."""
+    """In a commit before any training: it is cut into blocks and put together again; the one before it is freed."""
     store = home.open(tables)
     state = np.random.default_rng(size).bytes(size)
     store.publish(Cursor(0, 0), **{**PLAIN, "state": b"x" * 5_000_000})
     store.publish(Cursor(0, 0), **{**PLAIN, "state": state})
-    assert home.open().state() == state
+    assert (home.open().state(), home.open().commit.id) == (state, 1)
     assert len(held_blocks(home.opened[0])) == -(-size // (4 << 20))
 
 

@@ -1,27 +1,27 @@
-"""Every commit that is kept is verified, each block once, and damage is said of the commits that it touches."""
-
-from __future__ import annotations
+"""Every commit that is kept is verified, each block once, in bounded memory; damage is said of whom it touches."""
 
 import contextlib
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from tests.files import flipped
-from tests.store.big import file_of
+from tests.memory import Peak, run_alone
+from tests.store.big import append, file_of, publish
 from tests.store.conftest import held_blocks, small_tables
 from tests.store.world import World
 from tiercache.cli import app
-from tiercache.store import Store, info, verify
+from tiercache.store import SGD, Range, Store, Table, Zeros, hash_keys, info, verify
+from tiercache.store.base_segment import base_layout
 from tiercache.store.blocks import ROWS, STATE
+from tiercache.store.key_invariants import SORT_BYTES, VERIFY_BYTES
 from tiercache.store.verification import Verification
 
-if TYPE_CHECKING:
-    Name = tuple[bytes, int, int, int]
-    from collections.abc import Iterator
-    from pathlib import Path
+Name = tuple[bytes, int, int, int]
 
 KEPT = [3, 4, 5]
 
@@ -117,3 +117,39 @@ def test_commits_that_do_not_open_are_named_and_the_others_are_read(path: Path) 
     assert problems[0].startswith("in commit 3, the dense state of commit 3 of the store")
     assert "is missing" in problems[0]
     assert said(problems[1]) == [5]
+
+
+# -- memory --------------------------------------------------------------------------------------------------
+
+ONE = Table(name="one", dim=1, optimizer=SGD(learning_rate=0.1), initializer=Zeros())
+PASSES, PASS_ROWS = 3, 6_000_000
+
+
+def make(path: Path) -> None:
+    """Dump pass after pass, each with other keys."""
+    with Store.open(path, tables=[ONE]) as store:
+        layout = base_layout(store.groups[0], [Range(next_use=9, table_rows=(PASS_ROWS,))])
+        rows = np.zeros(layout.rows * ONE.row_bytes, np.uint8)
+        for index in range(PASSES):
+            keys = np.arange(index * PASS_ROWS, (index + 1) * PASS_ROWS)
+            keys = keys[np.argsort(hash_keys(keys, ONE.table_id))]
+            append(store, index, layout, rows, keys)
+            publish(store, index + 1)
+
+
+def measure(path: Path) -> None:
+    """Verify, and compare what is taken with the bound."""
+    peak = Peak()
+    with Store.open(path, mode="r") as store:
+        peak.begin()
+        assert not Verification(store).run()["problems"]
+        assert peak.taken < VERIFY_BYTES
+        assert store.counters.spill_bytes_written == 8 * PASSES * PASS_ROWS
+
+
+@pytest.mark.disk
+def test_keys_that_exceed_the_memory_of_verification_are_sorted_in_a_file(tmp_path: Path) -> None:
+    """18 million of them, 144 MB of hashes, of rows of 4 bytes: hashes take more memory than rows."""
+    assert 8 * PASSES * PASS_ROWS > SORT_BYTES
+    make(tmp_path / "s")
+    run_alone(measure, tmp_path / "s")

@@ -1,7 +1,5 @@
 """Requests under way: what is written, by whom, and what is waited for."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

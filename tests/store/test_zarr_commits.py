@@ -1,10 +1,8 @@
 """Commits of the Zarr engine: a manifest is durable before it counts, and one that failed does not."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,9 +10,6 @@ from tests.store.engine_contract import check, layout_of, put, segment_blocks, s
 from tiercache.store import zarr_objects, zarr_writer
 from tiercache.store.errors import CorruptStoreError, StoreError, StoreFullError
 from tiercache.store.zarr_engine import ZarrEngine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.disk
 

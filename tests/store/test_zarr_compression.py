@@ -1,9 +1,7 @@
 """Compressed chunks of the Zarr engine: read by ranges, smaller, damage is found before anything is decompressed."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,12 +16,7 @@ from tiercache.store.errors import BlockReadError
 from tiercache.store.segment_layout import Range, SegmentLayout
 from tiercache.store.zarr_codec import Codec, Shards, cut, sealed
 from tiercache.store.zarr_engine import ZarrEngine
-from tiercache.store.zarr_objects import Objects
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tiercache.store.zarr_objects import Span
+from tiercache.store.zarr_objects import Objects, Span
 
 KINDS = ("zstd", "blosc")
 

@@ -1,43 +1,28 @@
 """What is special about Zarr: what stands where, for ``zarr.open`` too; objects that are torn, missing or swapped."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import weakref
-from typing import TYPE_CHECKING, Any
+from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from zarr.storage import LocalStore, MemoryStore
 
 from tests.files import files_of, flip
-from tests.store.engine_contract import (
-    bytes_of,
-    check,
-    layout_of,
-    put,
-    segment_blocks,
-    some_bytes,
-    state_block,
-)
+from tests.store.engine_contract import bytes_of, check, layout_of, put, segment_blocks, some_bytes, state_block
 from tiercache.store import zarr_layout, zarr_writer
 from tiercache.store.blocks import CHANGED, KEYS, ROWS
 from tiercache.store.direct_file import PAGE_BYTES, write_at
-from tiercache.store.engine import MEMORY_BYTES
+from tiercache.store.engine import MEMORY_BYTES, Block, BlockLayout
 from tiercache.store.errors import BlockReadError, CorruptStoreError, StoreInUseError
 from tiercache.store.huge_pages import huge_pages
 from tiercache.store.zarr_engine import ZarrEngine
-from tiercache.store.zarr_layout import split
 from tiercache.store.zarr_writer import Buffers
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tiercache.store.engine import Block, BlockLayout
 
 pytestmark = pytest.mark.disk
 
@@ -51,56 +36,24 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zarr_layout, "CHUNK_BYTES", 3 * 7 * VECTOR + 5)
 
 
+def made(path: Path, *blocks: Any) -> dict[Block, bytes]:
+    """Make an engine with some blocks and a record, and close it."""
+    engine = ZarrEngine(path, create=True)
+    written = put(engine, blocks)
+    engine.commit({"r": bytes(100)})
+    engine.close()
+    return written
+
+
 def objects(path: Path) -> dict[str, bytes]:
     """Return the objects of a store, by name."""
     return {name: data for name, data in files_of(path).items() if name != "writer.lock"}
 
 
-def field_of(layout: BlockLayout, written: dict[Block, bytes], at: int, row_bytes: int) -> bytes:
-    """Return one field of all rows, in order."""
-    found = b""
-    for block, data in sorted(written.items(), key=lambda pair: pair[0].index):
-        if block.kind == ROWS:
-            out = np.empty(len(data) // layout.segment_layout.row_bytes * row_bytes, np.uint8)
-            split(layout.segment_layout, block.index, np.frombuffer(data, np.uint8), at, out)
-            found += out.tobytes()
-    return found
-
-
-def joined(written: dict[Block, bytes], kind: bytes) -> bytes:
-    """Return the blocks of a kind one after another."""
-    return b"".join(data for block, data in sorted(written.items(), key=lambda p: p[0].index) if block.kind == kind)
-
-
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("place", ["disk", "elsewhere"])
-@pytest.mark.parametrize("compression", [None, "zstd", "blosc"])
-def test_plain_zarr_reads_the_arrays(tmp_path: Path, compression: str | None, place: str) -> None:
-    """Keys, last changes and each field, in the order of the layout, however many chunks they have."""
-    for rows in ((10, 47), (3,), (7,), (21,), (30,)):
-        store: Any = tmp_path / str(rows) if place == "disk" else MemoryStore()
-        engine = ZarrEngine(store, create=True)
-        layout = layout_of(rows, compression=compression)
-        written = put(engine, segment_blocks(layout, 5))
-        engine.commit({"r": b"1"})
-        engine.close()
-        group = zarr.open(str(store) if place == "disk" else store, mode="r")[
-            f"segments/5{'' if place == 'disk' else '-1'}/0"
-        ]
-        assert group.attrs["tables"] == ["t"]
-        assert group["keys"][:].tobytes() == joined(written, KEYS)
-        assert group["changed"][:].tobytes() == joined(written, CHANGED)
-        assert group["vector"].shape == (sum(rows), 3)
-        assert group["vector"][:].tobytes() == field_of(layout, written, 0, VECTOR)
-        assert group["sum"][:].tobytes() == field_of(layout, written, VECTOR, 4)
-
-
 @pytest.mark.usefixtures("small_chunks")
 def test_chunks_are_few_and_have_their_whole_length(tmp_path: Path) -> None:
     """Three blocks of vectors in each, nine of state; a layout with one chunk has no padding."""
-    engine = ZarrEngine(tmp_path, create=True)
-    put(engine, [*segment_blocks(layout_of((10, 47)), 1), *segment_blocks(layout_of((10,)), 2)])
-    engine.close()
+    made(tmp_path, *segment_blocks(layout_of((10, 47)), 1), *segment_blocks(layout_of((10,)), 2))
     sizes = {name: len(data) for name, data in objects(tmp_path).items() if "/c." in name}
     chunk = 21 * VECTOR
     assert {name: size for name, size in sizes.items() if "vector" in name} == {
@@ -166,10 +119,7 @@ def test_a_chunk_that_is_not_whole_is_a_sentence(
     tmp_path: Path, array: str, damage: str, compression: str | None
 ) -> None:
     """Never read as the array's fill value, never another error, and nothing waits for the end of a pipe."""
-    engine = ZarrEngine(tmp_path, create=True)
-    written = put(engine, segment_blocks(layout_of((100, 900), block_rows=2000, compression=compression), 1))
-    engine.commit({"r": b"1"})
-    engine.close()
+    written = made(tmp_path, *segment_blocks(layout_of((100, 900), block_rows=2000, compression=compression), 1))
     (chunk,) = (file for file in (tmp_path / "segments/1/0" / array).iterdir() if file.name != "zarr.json")
     spoil(chunk, damage)
     reader = ZarrEngine(tmp_path, create=False, readonly=True)
@@ -185,22 +135,11 @@ def test_a_chunk_that_is_not_whole_is_a_sentence(
     reader.close()
 
 
-def records_of(path: Path, *, readonly: bool) -> dict[str, bytes]:
-    """Open an engine, and return its records."""
-    engine = ZarrEngine(path, create=False, readonly=readonly)
-    try:
-        return engine.records()
-    finally:
-        engine.close()
-
-
 @pytest.mark.parametrize("which", ["records", "manifests"])
 @pytest.mark.parametrize("damage", [*DAMAGES, "flipped"])
 def test_a_damaged_record_is_refused(tmp_path: Path, which: str, damage: str) -> None:
     """Missing, with other bytes, or something else in its place: an older commit does not stand in for it."""
-    engine = ZarrEngine(tmp_path, create=True)
-    engine.commit({"r": bytes(100)})
-    engine.close()
+    made(tmp_path)
     shutil.copytree(tmp_path / which, tmp_path / "copy")
     (file,) = (tmp_path / which).iterdir()
     if damage == "flipped":
@@ -208,21 +147,18 @@ def test_a_damaged_record_is_refused(tmp_path: Path, which: str, damage: str) ->
     else:
         spoil(file, damage)
     for readonly in (False, True):
-        with pytest.raises(CorruptStoreError, match=r"(restore the store from a copy|mend that)"):
-            records_of(tmp_path, readonly=readonly)
+        refused = pytest.raises(CorruptStoreError, match=r"(restore the store from a copy|mend that)")
+        with refused, closing(ZarrEngine(tmp_path, create=False, readonly=readonly)) as engine:
+            engine.records()
     shutil.rmtree(tmp_path / which)
     (tmp_path / "copy").rename(tmp_path / which)
-    again = ZarrEngine(tmp_path, create=False)
-    assert again.records() == {"r": bytes(100)}
-    again.close()
+    with closing(ZarrEngine(tmp_path, create=False)) as again:
+        assert again.records() == {"r": bytes(100)}
 
 
 def test_segments_without_a_manifest_are_no_new_store(tmp_path: Path) -> None:
     """They are what is left of one: nothing is deleted."""
-    engine = ZarrEngine(tmp_path, create=True)
-    put(engine, segment_blocks(layout_of((10,)), 1))
-    engine.commit({"r": b"1"})
-    engine.close()
+    made(tmp_path, *segment_blocks(layout_of((10,)), 1))
     shutil.rmtree(tmp_path / "manifests")
     before = objects(tmp_path)
     for create in (False, True):
@@ -234,9 +170,7 @@ def test_segments_without_a_manifest_are_no_new_store(tmp_path: Path) -> None:
 def test_one_writer_at_a_time_whatever_way_it_was_opened(tmp_path: Path) -> None:
     """By path or as a store object of Zarr; readers are no writers, and closing lets the next one in."""
     ways = (lambda: tmp_path, lambda: LocalStore(tmp_path), lambda: str(tmp_path))
-    engine = ZarrEngine(tmp_path, create=True)
-    engine.commit({"r": b"1"})
-    engine.close()
+    made(tmp_path)
     for first in ways:
         engine = ZarrEngine(first(), create=False)
         assert engine.lease_folder == tmp_path / "leases"
@@ -250,9 +184,7 @@ def test_one_writer_at_a_time_whatever_way_it_was_opened(tmp_path: Path) -> None
 
 def test_a_reader_is_refused_to_write(tmp_path: Path) -> None:
     """Whatever it asks for."""
-    engine = ZarrEngine(tmp_path, create=True)
-    engine.commit({"r": b"1"})
-    engine.close()
+    made(tmp_path)
     reader = ZarrEngine(tmp_path, create=False, readonly=True)
     for call in (reader.commit, reader.write, reader.free, reader.retain):
         with pytest.raises(ValueError, match="is open for reading"):
@@ -325,10 +257,7 @@ class TestRoom:
 
 def test_an_opening_for_writing_deletes_what_a_crash_left(tmp_path: Path) -> None:
     """Half-written objects, chunks and records that nothing names, bare folders; a reader deletes nothing."""
-    engine = ZarrEngine(tmp_path, create=True)
-    written = put(engine, [*segment_blocks(layout_of((10,)), 1), state_block(some_bytes(50))])
-    engine.commit({"r": b"1"})
-    engine.close()
+    written = made(tmp_path, *segment_blocks(layout_of((10,)), 1), state_block(some_bytes(50)))
     before = objects(tmp_path)
     left = [
         "segments/9/0/vector/c.0.0", "segments/9/0/vector/zarr.json", "segments/9/zarr.json", "state/8.0",

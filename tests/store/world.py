@@ -3,34 +3,27 @@
 The slow obvious version of what a store is for: tests compare the store with it.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tiercache.store.bulk_load import load_rows
 from tiercache.store.changes import changed_rows
-from tiercache.store.commit import Cursor
+from tiercache.store.commit import Commit, Cursor
 from tiercache.store.hashing import hash_keys
 from tiercache.store.initial import initial_rows
 from tiercache.store.lookup import locate
+from tiercache.store.segment import Segment
 from tiercache.store.segment_layout import NEVER, Range, SegmentLayout
+from tiercache.store.store import Store
+from tiercache.store.table import Group, Table
 from tiercache.store.vectors import row_words
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from tiercache.store.commit import Commit
-    from tiercache.store.segment import Segment
-    from tiercache.store.store import Store
-    from tiercache.store.table import Group, Table
-
-    Key = tuple[str, int]
-    Int64s = NDArray[np.int64]
+Key = tuple[str, int]
+Int64s = NDArray[np.int64]
 
 
 @dataclass
@@ -205,7 +198,7 @@ class World:
         self.uses = dict.fromkeys(self.rows, NEVER)
         return commit
 
-    def run_to(self, other: World) -> None:
+    def run_to(self, other: Self) -> None:
         """Stand where another world of the same passes stands."""
         self.pass_index, self.rows, self.uses, self.state = (
             other.pass_index,
@@ -279,24 +272,24 @@ class World:
 
     def check_load(self, store: Store, pass_index: int) -> None:
         """Assert that the ranges with next use ``pass_index`` hold exactly the rows that it needs and that exist."""
-        loaded: dict[Key, bytes] = {}
-        for segment in scheduled(store):
-            for group in store.groups:
-                loaded |= self.load_range(store, segment, group, pass_index)
         expected = {key: self.rows[key] for key in self.keys(pass_index) if key in self.rows}
-        assert loaded == expected
+        assert self._loaded(store, pass_index) == expected
 
     def check_within(self, store: Store) -> None:
         """Assert that, after a commit inside the present pass, its key set loads as it is now."""
-        loaded: dict[Key, bytes] = {}
-        for segment in scheduled(store):
-            for group in store.groups:
-                loaded |= self.load_range(store, segment, group, self.pass_index)
-        assert loaded == {key: self.rows[key] for key in self.keys(self.pass_index)}
+        assert self._loaded(store, self.pass_index) == {key: self.rows[key] for key in self.keys(self.pass_index)}
         for name, keys in self.passes[self.pass_index % self.num_passes].items():
             ids, _ = store.locate(name, keys, after=self.pass_index - 1)
             assert len(set(ids.tolist())) == 1
             assert store.segments[-1].id == ids[0]
+
+    def _loaded(self, store: Store, pass_index: int) -> dict[Key, bytes]:
+        """Read the live ranges of the schedule with next use ``pass_index``."""
+        loaded: dict[Key, bytes] = {}
+        for segment in scheduled(store):
+            for group in store.groups:
+                loaded |= self.load_range(store, segment, group, pass_index)
+        return loaded
 
     def load_range(self, store: Store, segment: Segment, group: Group, pass_index: int) -> dict[Key, bytes]:
         """Read the live range with next use ``pass_index`` of a layout, row by row."""

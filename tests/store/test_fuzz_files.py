@@ -1,0 +1,195 @@
+"""A store whose files have other bytes: LMDB's pages, Zarr's manifest and descriptions, and places that lie."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from tests.apart import ran
+from tests.crash.store_steps import TABLES, problems, quiet, take
+from tests.store.damage import DEEP, LIES, assert_sentence, damaged, generator_of, lying, resealed
+from tests.store.test_fuzz import bounded_memory  # noqa: F401 - a fixture
+from tiercache.store import CorruptStoreError, LmdbEngine, Store, StoreError
+from tiercache.store.record import decode, encode
+from tiercache.store.record_chain import Manifest
+
+STEPS = 5
+PAGE_BYTES = 4096
+
+
+def made(path: Path, engine: str) -> Path:
+    """Return a closed store after some steps, in a folder that holds nothing else."""
+    place = path / "inside" / "store.tc"
+    with Store.open(place, tables=TABLES, engine=engine) as store:
+        for number in range(STEPS):
+            take(store, number, quiet)
+    return place
+
+
+@pytest.fixture
+def lmdb_path(tmp_path: Path) -> Path:
+    """A store in LMDB."""
+    return made(tmp_path, "lmdb")
+
+
+@pytest.fixture
+def zarr_path(tmp_path: Path) -> Path:
+    """A store on Zarr."""
+    return made(tmp_path, "zarr")
+
+
+def read(path: Path, mode: str, told: object = None) -> bool:
+    """Read all of the store: whether it is right; False where it is refused in a sentence."""
+    try:
+        with Store.open(path, mode=mode) as store:
+            assert problems(store) == [], told
+    except StoreError as error:
+        assert_sentence(error)
+        return False
+    return True
+
+
+# -- LMDB ----------------------------------------------------------------------------------------------------
+
+
+def damaged_pages(whole: bytes, seed: int) -> bytes:
+    """Return LMDB's file with bits flipped, sectors lost, words changed or pages in each other's place."""
+    generator, out = generator_of(seed), bytearray(whole)
+    for _ in range(int(generator.integers(1, 6))):
+        page, other = (int(n) * PAGE_BYTES for n in generator.integers(0, len(whole) // PAGE_BYTES, 2))
+        at = page + 2 * int(generator.integers(0, PAGE_BYTES // 2))
+        match int(generator.integers(0, 5)):
+            case 0:
+                out[page + int(generator.integers(0, 64))] ^= 1 << int(generator.integers(0, 8))
+            case 1:
+                out[at] ^= int(generator.integers(1, 256))
+            case 2:
+                out[at - at % 512 : at - at % 512 + 512] = bytes(512)
+            case 3:
+                out[page : page + PAGE_BYTES] = whole[other : other + PAGE_BYTES]
+            case _:
+                struct.pack_into("<H", out, at, int(generator.choice([0, 1, 0xFF0, 0x1000, 0xFFFF])))
+    return bytes(out)
+
+
+def read_damaged(path: Path, low: int, high: int) -> None:
+    """Read the store with damage of each seed: right, or refused in a sentence."""
+    whole = (path / "data.mdb").read_bytes()
+    for seed in range(low, high):
+        (path / "data.mdb").write_bytes(damaged_pages(whole, seed))
+        print(seed, flush=True)  # noqa: T201  the last one is what a signal leaves to say
+        read(path, "r", seed)
+
+
+def test_damage_of_lmdbs_pages_is_refused_or_without_effect(lmdb_path: Path) -> None:
+    """In a process of its own, since a signal is what must not come: neither SIGSEGV nor SIGBUS, whatever the bytes."""
+    code = "import sys; from pathlib import Path; from tests.store.test_fuzz_files import read_damaged; "
+    code += "read_damaged(Path(sys.argv[1]), 0, 150)"
+    done = ran(code, lmdb_path)
+    assert done.returncode == 0, f"with seed {done.stdout.split()[-1:]}: {done.stderr[-2000:]}"
+
+
+def test_places_that_lie_are_refused_or_read_in_a_sentence(lmdb_path: Path) -> None:
+    """Places of blocks changed in whole records: nothing is read beyond the file, and no other block's bytes pass."""
+    path = lmdb_path
+    whole = {entry: entry.read_bytes() for entry in path.iterdir() if entry.is_file() and entry.name != "writer.lock"}
+    lies = [-(1 << 63), -4096, -1, 0, 1, 4095, 4096, 8192, 1 << 20, 1 << 40, (1 << 63) - 4096, (1 << 63) - 1]
+    for seed in range(40):
+        generator = generator_of(seed)
+        for file, data in whole.items():
+            file.write_bytes(data)
+        engine = LmdbEngine(path, create=False)
+        records = engine.records()
+        name = sorted(name for name in records if name != "tables")[int(generator.integers(0, len(records) - 1))]
+        kind = name.partition("/")[0]
+        values, arrays = decode(kind, records[name], "it")
+        told = [array for array in arrays if array.partition("/")[0].endswith("_at") and arrays[array].size]
+        for array in told[:: int(generator.integers(1, 3))]:
+            arrays[array] = arrays[array].copy()
+            arrays[array][int(generator.integers(0, arrays[array].size))] = int(generator.choice(lies))
+        engine.commit({name: encode(kind, values, arrays)})
+        engine.close()
+        for mode in ("r", "a"):
+            try:
+                with Store.open(path, mode=mode) as store:
+                    assert problems(store) == [] or told, seed
+            except StoreError as error:
+                assert_sentence(error)
+        assert (path / "blocks.bin").stat().st_size <= len(whole[path / "blocks.bin"]) + (1 << 20)
+
+
+# -- Zarr ----------------------------------------------------------------------------------------------------
+
+
+def manifest(path: Path) -> Path:
+    """Return the file of the manifest."""
+    (file,) = (path / "manifests").iterdir()
+    return file
+
+
+@pytest.mark.usefixtures("bounded_memory")
+def test_manifests_of_any_bytes_are_refused_in_a_sentence(zarr_path: Path) -> None:
+    """Random bytes, real ones with damage, damage and lies under a right checksum."""
+    whole, refused = manifest(zarr_path).read_bytes(), 0
+    for seed in range(1500):
+        generator = generator_of(seed)
+        match seed % 4:
+            case 0:
+                data = generator.bytes(int(generator.integers(0, 300)))
+            case 1:
+                data = damaged(whole, generator)
+            case 2:
+                data = resealed(whole, generator)
+            case _:
+                data = lying(whole, generator)
+        try:
+            Manifest.from_bytes(data, "it")
+        except CorruptStoreError as error:
+            assert_sentence(error)
+            refused += 1
+    assert refused > 700
+
+
+@pytest.mark.usefixtures("bounded_memory")
+@pytest.mark.parametrize("seed", range(3))
+def test_a_manifest_that_lies_is_refused_or_read_right(zarr_path: Path, seed: int) -> None:
+    """Any value replaced under a right checksum: no other block's bytes pass, and nothing beside the store changes."""
+    path, file = zarr_path, manifest(zarr_path)
+    whole = file.read_bytes()
+    for case in range(40):
+        file.write_bytes(lying(whole, generator_of(1000 * seed + case)))
+        read(path, "r")
+    assert [entry.name for entry in path.parent.parent.iterdir()] == ["inside"]
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    file.write_bytes(whole)
+    assert read(path, "r")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_damaged_manifest_loses_nothing(zarr_path: Path, seed: int) -> None:
+    """Opened for writing it is refused, or read right: with its bytes back the store is as it was."""
+    file = manifest(zarr_path)
+    whole = file.read_bytes()
+    for case in range(20):
+        file.write_bytes(damaged(whole, generator_of(1000 * seed + case)))
+        if read(zarr_path, "a"):
+            file = manifest(zarr_path)
+            whole = file.read_bytes()
+        file.write_bytes(whole)
+    assert read(zarr_path, "a")
+
+
+def test_what_describes_arrays_is_for_others(zarr_path: Path) -> None:
+    """Whatever stands there, rows are read right: places are computed from the store's own records."""
+    nodes = sorted(zarr_path.glob("**/zarr.json"))
+    assert len(nodes) > 10
+    for number, node in enumerate(nodes):
+        whole, generator = node.read_bytes(), generator_of(number)
+        lies = {key: LIES[int(generator.integers(0, len(LIES)))] for key in json.loads(whole)}
+        bytes_ = [b"", DEEP, damaged(whole, generator), json.dumps(lies).encode()]
+        node.write_bytes(bytes_[number % len(bytes_)])
+    assert all(read(zarr_path, mode) for mode in ("r", "a"))
+    for node in zarr_path.glob("**/zarr.json"):
+        node.unlink()
+    assert all(read(zarr_path, mode) for mode in ("r", "a"))
