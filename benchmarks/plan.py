@@ -18,12 +18,8 @@ each other.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import shutil
-import sys
-import tempfile
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +32,7 @@ import torch
 from torch import nn
 
 import tiercache as tc
-from benchmarks.machine import Goal, console, environment, file_system, middle, report
+from benchmarks.machine import Goal, called, console, middle, options_of
 from benchmarks.synthetic_case import QUICK, Data, dataset
 from tiercache.backends.opening import open_backend
 from tiercache.cli.dataset_info import reuse_of
@@ -84,19 +80,14 @@ SMALL = Size(
 )  # fmt: skip
 
 
-def goals_of(names: Sequence[str]) -> tuple[Goal, ...]:
-    """Return what is promised of each dataset."""
-    return tuple(
-        goal
-        for name in names
-        for goal in (
-            Goal(key=f"{name}_median_error_percent", goal=25, below=True),
-            Goal(key=f"{name}_plan_exact", goal=1),
-            Goal(key=f"{name}_bits_equal", goal=1),
-            Goal(key=f"{name}_memory_is_least", goal=1),
-            Goal(key=f"{name}_speed_over_fastest", goal=1.05, least=1.2, below=True),
-        )
-    )
+GOALS = (
+    Goal(key="median_error_percent", goal=25, below=True),
+    Goal(key="plan_exact", goal=1),
+    Goal(key="bits_equal", goal=1),
+    Goal(key="memory_is_least", goal=1),
+    Goal(key="speed_over_fastest", goal=1.05, least=1.2, below=True),
+)
+"""Of each dataset."""
 
 
 class Net(nn.Module):
@@ -253,28 +244,19 @@ class Case:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run it from the command line."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="under 45 seconds")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    options = parser.parse_args(given)
-    size = SMALL if options.quick else FULL
-    record = environment("benchmarks.plan", given, ("torch", "numpy", "numba", "tiercache"))
-    begun = time.perf_counter()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="plan-", dir=Path.cwd()) as made:
-        folder = Path(made)
-        record |= {"file_system": file_system(folder)}
-        data = {"synthetic": dataset(folder, Data("tiny", size.synthetic))}
+    with called(options_of("plan", __doc__, "fewer samples", tiny="as --quick"), arguments) as run:
+        size = run.size(FULL, SMALL, SMALL)
+        data = {"synthetic": dataset(run.folder, Data("tiny", size.synthetic))}
         if FLIGHTS.exists():
-            data["flights"] = flights(folder / "flights", size)
+            data["flights"] = flights(run.folder / "flights", size)
         else:
             console.print(f"no flights: {FLIGHTS} is not there")
         for name, one in data.items():
-            found = Case(name, one, folder, size.batch).run()
-            record |= {f"{name}_{key}": value for key, value in found.items()}
-    record["benchmark_seconds"] = time.perf_counter() - begun
-    report(record, goals_of(list(data)), title="what was promised", path=options.json)
+            found = Case(name, one, run.folder, size.batch).run()
+            run.record |= {f"{name}_{key}": value for key, value in found.items()}
+    goals = [replace(goal, key=f"{name}_{goal.key}") for name in data for goal in GOALS]
+    run.report(goals)
 
 
 if __name__ == "__main__":

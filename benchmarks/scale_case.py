@@ -31,7 +31,6 @@ WATCH_SECONDS = 0.02
 class Size:
     """How much is trained."""
 
-    name: str
     passes: int
     samples: int
     """Of each pass; each has one row that no other sample has, and one that is drawn."""
@@ -51,9 +50,9 @@ class Size:
         return self.passes * self.samples
 
 
-FULL = Size(name="full", passes=324, samples=65_000, limit_bytes=2 << 30, memory_passes=16)
-QUICK = Size(name="quick", passes=40, samples=2000, limit_bytes=None, memory_passes=4, batch=500)
-TINY = replace(QUICK, name="tiny", passes=12, samples=500, batch=250)
+FULL = Size(passes=324, samples=65_000, limit_bytes=2 << 30, memory_passes=16)
+QUICK = Size(passes=40, samples=2000, limit_bytes=None, memory_passes=4, batch=500)
+TINY = replace(QUICK, passes=12, samples=500, batch=250)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ crashes = a process that a signal ended, or that gave no answer within a minute
 
 from __future__ import annotations
 
-import argparse
 import json
 import queue
 import shutil
@@ -25,20 +24,19 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+import numpy as np
 
-from benchmarks.machine import Goal, console, environment, report
+from benchmarks.flip_places import TRAINED, Places, Training, places
+from benchmarks.machine import Goal, called, console, options_of, table_of
+from tiercache.store import Store, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from benchmarks.flip_places import Places, Training
 
 ENGINES = ("lmdb", "zarr")
 BAD = ("silent", "tracebacks", "crashes")
@@ -50,7 +48,6 @@ WORKERS, PATIENCE_SECONDS = 4, 60
 class Size:
     """How many bits are flipped."""
 
-    name: str
     drawn: int
     """Bits of each kind of which not all are flipped."""
     bits: dict[str, int]
@@ -58,9 +55,9 @@ class Size:
     flips: int
 
 
-FULL = Size(name="full", drawn=2700, bits={"meta": 8, "head": 8, "tree": 1, "free_list": 1}, flips=20_000)
-QUICK = Size(name="quick", drawn=84, bits={}, flips=1000)
-TINY = replace(QUICK, name="tiny", drawn=3, flips=30)
+FULL = Size(drawn=2700, bits={"meta": 8, "head": 8, "tree": 1, "free_list": 1}, flips=20_000)
+QUICK = Size(drawn=84, bits={}, flips=1000)
+TINY = Size(drawn=3, bits={}, flips=30)
 
 Flip = tuple[str, str, int, int]
 """The kind of a byte, its file, its place there, and one of its bits."""
@@ -68,16 +65,18 @@ Flip = tuple[str, str, int, int]
 
 def draw(found: Places, size: Size) -> list[Flip]:
     """Choose bits, always the same ones."""
-    import numpy as np
-
     generator, chosen = np.random.default_rng(11), list[Flip]()
-    for kind, places in found.items():
+    for kind, bytes_of_kind in found.items():
         each = size.bits.get(kind)
         if each is not None:
-            chosen += [(kind, *place, (3 * i + bit) % 8) for i, place in enumerate(places) for bit in range(each)]
+            chosen += [
+                (kind, *place, (3 * i + bit) % 8) for i, place in enumerate(bytes_of_kind) for bit in range(each)
+            ]
             continue
-        for at in generator.choice(8 * len(places), min(size.drawn, 8 * len(places)), replace=False).tolist():
-            chosen.append((kind, *places[at // 8], at % 8))
+        for at in generator.choice(
+            8 * len(bytes_of_kind), min(size.drawn, 8 * len(bytes_of_kind)), replace=False
+        ).tolist():
+            chosen.append((kind, *bytes_of_kind[at // 8], at % 8))
     return chosen
 
 
@@ -113,9 +112,6 @@ def outcome(training: Training, whole: Path, copy: Path, one: Flip) -> str:
 
 
 def _read(training: Training, path: Path) -> str:
-    from benchmarks.flip_places import TRAINED
-    from tiercache.store import Store, StoreError
-
     try:
         with Store.open(path, mode="r") as store:
             return "right" if training.is_right(store, TRAINED) else "silent: other rows were read"
@@ -124,9 +120,6 @@ def _read(training: Training, path: Path) -> str:
 
 
 def _write(training: Training, path: Path) -> str:
-    from benchmarks.flip_places import TRAINED
-    from tiercache.store import Store, StoreError
-
     try:
         store = Store.open(path)
     except StoreError as error:
@@ -149,8 +142,6 @@ def _sentence(error: Exception) -> str:
 
 def work(folder: Path, engine: str, copy: str, first: int, step: int) -> None:
     """Flip every so-manieth bit of a list from one on, and print what became of each."""
-    from benchmarks.flip_places import Training
-
     training, flips = Training(), json.loads((folder / f"{engine}.json").read_text())
     for index in range(first, len(flips), step):
         said = outcome(training, folder / engine, folder / copy, flips[index])
@@ -198,8 +189,6 @@ def outcomes(folder: Path, engine: str, flips: int, worker: int, step: int) -> I
 
 def measure(size: Size, folder: Path) -> dict[str, Any]:
     """Flip all bits and return the figures."""
-    from benchmarks.flip_places import Training, places
-
     counted, told = Counter[str](), list[str]()
     figures: dict[str, Any] = {}
     training, lock = Training(), threading.Lock()
@@ -234,25 +223,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given[:1] == ["--worker"]:
         work(Path(given[1]), given[2], given[3], int(given[4]), int(given[5]))
         return
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.store_flips", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a thousand bits, under 45 seconds")
-    parser.add_argument("--tiny", action="store_true", help="a few bits of each kind")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    options = parser.parse_args(given)
-    size = TINY if options.tiny else QUICK if options.quick else FULL
-    record = environment("benchmarks.store_flips", given, ("torch", "numpy", "lmdb", "zarr", "tiercache"))
-    begun = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="tiercache-flips-") as scratch:
-        found = measure(size, Path(scratch))
-    record |= {"size": size.name} | found | {"benchmark_seconds": time.perf_counter() - begun}
-    table = Table(title="What became of a flipped bit")
-    table.add_column("")
-    table.add_column("bits", justify="right")
+    with called(
+        options_of("store_flips", __doc__, "a thousand bits", tiny="a few bits of each kind"), arguments
+    ) as run:
+        size = run.size(FULL, QUICK, TINY)
+        with tempfile.TemporaryDirectory(prefix="tiercache-flips-") as scratch:
+            found = measure(size, Path(scratch))
+        run.record |= found
+    table = table_of("What became of a flipped bit", "", "bits")
     for key, value in found.items():
         table.add_row(key, f"{value:,}")
     console.print(table)
-    goals = (*GOALS, Goal(key="flips", goal=size.flips))
-    report(record, goals, title="what was promised", path=options.json)
+    run.report((*GOALS, Goal(key="flips", goal=size.flips)))
 
 
 if __name__ == "__main__":
