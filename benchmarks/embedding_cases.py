@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 OPTIMIZERS = ("adagrad", "rowwise", "adam")
-NUM_BATCHES = 8
+NUM_BATCHES, THREADS = 8, 2
 LEARNING_RATE = 0.01
 
 

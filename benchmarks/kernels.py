@@ -33,25 +33,19 @@ bags: the launches, torch's sort among them, and the host's microseconds where n
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
-from benchmarks.kernel_batch import DTYPES, FULL, QUICK, TINY, Batch, Case, Size
-from benchmarks.kernel_cases import id_cases, row_cases
+from benchmarks.kernel_cases import DTYPES, FULL, QUICK, TINY, Batch, Case, Size, id_cases, row_cases
 from benchmarks.kernel_launches import launches
-from benchmarks.kernel_link import over_link
-from benchmarks.kernel_machines import CpuMachine, CudaMachine, Machine, ShimMachine
-from benchmarks.kernel_steps import our_step
-from benchmarks.machine import Elsewhere, Goal, console, environment, report, write_figures
+from benchmarks.kernel_machines import CudaMachine, Machine, ShimMachine, open_machine
+from benchmarks.kernel_steps import our_step, over_link, torch_step
+from benchmarks.machine import Goal, called, console, options_of, say, table_of, write_figures
 from tiercache.kernels.cuda import device as cuda
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from rich.table import Table
 
 GOALS = (
     Goal(key="share_gather", goal=0.85),
@@ -96,7 +90,7 @@ def measure_all(machine: Machine, size: Size, keep: Callable[[dict[str, Any]], N
     for case in id_cases(machine, batch):
         record |= measure(machine, case, "", copied, size.samples)
     for dim in size.dims:
-        _say(f"dim {dim}")
+        say(f"dim {dim}")
         copied = machine.copy_bytes_per_second(size.samples)
         record[f"copy_bytes_per_second_{dim}"] = copied
         for case in row_cases(machine, batch, dim):
@@ -114,8 +108,6 @@ def measure_all(machine: Machine, size: Size, keep: Callable[[dict[str, Any]], N
 
 
 def _against_torch(machine: CudaMachine, batch: Batch, dim: int) -> dict[str, Any]:
-    from benchmarks.kernel_peers import torch_step
-
     record: dict[str, Any] = {}
     for optimizer in PEER_OPTIMIZERS:
         found = {
@@ -165,57 +157,29 @@ def dry(record: dict[str, Any], architectures: Sequence[str]) -> None:
     )
 
 
-def open_machine(wanted: str | None) -> Machine:
-    """Return the machine that was asked for; without a wish, the GPU where one is."""
-    if wanted == "cpu":
-        return CpuMachine()
-    try:
-        return CudaMachine()
-    except cuda.CudaError as error:
-        if wanted == "cuda":
-            raise SystemExit(f"{error} Or take --dry.") from error
-        _say(f"on the CPU: {error}")
-        return CpuMachine()
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run it from the command line."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="8,192 samples and small tables, under 45 seconds")
-    parser.add_argument("--tiny", action="store_true", help="so small that times mean nothing")
+    parser = options_of("kernels", __doc__, "8,192 samples and small tables")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.add_argument("--dry", action="store_true", help="no GPU: compile, and run each operation once on the CPU")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    options = parser.parse_args(given)
-
-    packages = ("torch", "numpy", "numba", "tiercache", "cupy-cuda12x", "cupy-cuda13x")
-    record = environment("benchmarks.kernels", given, packages)
-    begun = time.perf_counter()
-    size = TINY if options.tiny else QUICK if options.quick else FULL
-    if options.dry:
-        record["device"] = "none"
-        dry(record, ("sm_90",) if options.tiny else cuda.ARCHITECTURES)
-    else:
-        machine = open_machine(options.device)
-        record |= {"device": machine.name, "num_samples": size.num_samples, "rows_of_a_table": size.rows}
-        record |= measure_all(machine, size, lambda so_far: write_figures(record | so_far, options.json))
-        console.print(_table(record, size))
-    record["benchmark_seconds"] = time.perf_counter() - begun
-    judged = size is FULL and "H200" in record["device"]
-    goals = GOALS if judged else tuple(Elsewhere(key=goal.key, goal=goal.goal) for goal in GOALS)
-    report(record, goals, title="what was promised, on one H200", path=options.json)
+    with called(parser, arguments) as run:
+        options, record = run.options, run.record
+        size = run.size(FULL, QUICK, TINY)
+        if options.dry:
+            record["device"] = "none"
+            dry(record, ("sm_90",) if options.tiny else cuda.ARCHITECTURES)
+        else:
+            machine = open_machine(options.device)
+            record |= {"device": machine.name, "num_samples": size.num_samples, "rows_of_a_table": size.rows}
+            record |= measure_all(machine, size, lambda so_far: write_figures(record | so_far, options.json))
+            console.print(_table(record, size))
+    run.report(GOALS, judged=size is FULL and "H200" in record["device"], title="what was promised, on one H200")
 
 
 def _table(record: dict[str, Any], size: Size) -> Table:
-    table = Table(
-        title=f"{record['device']}, {size.num_samples:,} samples x {size.num_features} lookups: "
-        "milliseconds (share of copy bandwidth)",
-        title_justify="left",
-    )
-    table.add_column("operation", overflow="fold")
-    for dim in size.dims:
-        table.add_column(f"dim {dim}", justify="right")
+    title = f"{record['device']}, {size.num_samples:,} samples x {size.num_features} lookups: "
+    title += "milliseconds (share of copy bandwidth)"
+    table = table_of(title, "operation", *(f"dim {dim}" for dim in size.dims))
     names = [key.removeprefix("share_") for key in record if key.startswith("share_")]
     of_dims = tuple(f"_{dim}" for dim in size.dims)
     for name in (n for n in names if f"ms_{n}" in record and not n.endswith(of_dims)):
@@ -239,10 +203,6 @@ def _cell(record: dict[str, Any], name: str) -> str:
     host = record.get(f"host_ms_{name}", 0.0)
     launched = f", launched in {host:.2f}" if host > record[f"ms_{name}"] else ""
     return f"{record[f'ms_{name}']:.2f} ({record[f'share_{name}']:.2f}){launched}"
-
-
-def _say(what: str) -> None:
-    console.print(f"{time.strftime('%H:%M:%S')} {what}", style="dim", markup=False)
 
 
 if __name__ == "__main__":
