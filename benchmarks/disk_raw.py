@@ -143,32 +143,25 @@ class BareDisk:
         for path in self._paths:
             path.unlink()
 
-    def seconds(self, replay: Replay, *, memory: memoryview | None = None, fresh: bool = False) -> float:
+    def seconds(self, replay: Replay, *, memory: memoryview | None = None) -> float:
         """Return how long the epoch takes, the page cache empty at its begin.
 
         Reads go to one place after another of ``memory`` and begin again where it ends; so do writes, which come from
-        it. Without it, there is room for one read. Writes are over what the file has; with ``fresh``, into a new file.
+        it. Without it, there is room for one read. Writes are over what the file has.
         """
-        blocks = self._paths[1]
-        if fresh:
-            blocks = blocks.with_suffix(".fresh")
-            blocks.touch()
         for path in self._paths[:2]:
             drop_cache(path)
         start = threading.Barrier(3, timeout=60)  # one that cannot open its file never comes
         with ThreadPoolExecutor(2) as threads:
             work = [
                 threads.submit(self._read, replay.reads, start, memory),
-                threads.submit(self._write, replay.commits, start, memory, blocks),
+                threads.submit(self._write, replay.commits, start, memory),
             ]
             start.wait()
             begun = time.perf_counter()
             for one in work:
                 one.result()
-            seconds = time.perf_counter() - begun
-        if fresh:
-            blocks.unlink()
-        return seconds
+            return time.perf_counter() - begun
 
     def _read(self, spans: list[Span], start: threading.Barrier, memory: memoryview | None) -> None:
         most = max((span.size for span in spans), default=0) + 2 * PAGE_BYTES
@@ -188,11 +181,9 @@ class BareDisk:
             at += size
         os.close(handle)
 
-    def _write(
-        self, commits: list[list[Span]], start: threading.Barrier, memory: memoryview | None, path: Path
-    ) -> None:
+    def _write(self, commits: list[list[Span]], start: threading.Barrier, memory: memoryview | None) -> None:
         data = self._data if memory is None else memory
-        blocks = os.open(path, os.O_WRONLY | os.O_DIRECT)
+        blocks = os.open(self._paths[1], os.O_WRONLY | os.O_DIRECT)
         records = os.open(self._paths[2], os.O_WRONLY | os.O_CREAT)
         through = os.open(self._paths[2], os.O_WRONLY | os.O_DSYNC)
         start.wait()

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from tiercache.store.segment_writer import Block
 
-    Places = dict[str, list[tuple[str, int]]]
-    """By kind of bytes: files, and bytes in them."""
+Places = dict[str, list[tuple[str, int]]]
+"""By kind of bytes: files, and bytes in them."""
 
 TABLES = (
     Table(name="items", dim=6, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros()),

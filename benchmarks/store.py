@@ -11,7 +11,6 @@ alternating order, and one engine comes after the other: files that one deletes 
 medians over turns.
 
 ENGINE_dump_ratio = bare disk's seconds / ours: one pass's dump with its commit, in a store that has its final size
-ENGINE_dump_ratio_fresh = the same over a bare disk that writes a new file, as Zarr has to
 ENGINE_load_ratio = bare disk's seconds / ours: one pass's ranges from 24 segments, read and checked; _400: from 400
 ENGINE_bytes_read_per_useful_byte = bytes that the process read (/proc/self/io) / bytes of the rows loaded
 ENGINE_heap_bytes = growth of resident memory at most while 2 GB are dumped from one buffer
@@ -22,23 +21,22 @@ ENGINE_open_bytes, _one_key_bytes, _layout_bytes_per_gb, _commit_python_ms, _sma
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import shutil
-import sys
-import tempfile
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
-from benchmarks.machine import Goal, console, environment, file_system, report
+from benchmarks.machine import Goal, called, console, options_of, say, table_of
+from benchmarks.store_case import FULL, PASSES, QUICK, TINY, Case, Size
+from benchmarks.store_cases import measure_cycle, measure_heap, measure_wide
+from benchmarks.store_lookup import measure_lookup
+from benchmarks.store_reads import measure_commits, measure_reads
+from benchmarks.store_runs import StoreRun, warm_checksums
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
-    from benchmarks.store_case import Size
+    from rich.table import Table
 
 ENGINES = ("lmdb", "zarr")
 DUMPS = {"quick": {"lmdb": 0.75, "zarr": 0.6}, "full": {"lmdb": 0.85, "zarr": 0.8}}
@@ -73,50 +71,41 @@ GOALS = (
 
 def present(folder: Path) -> list[str]:
     """Return the engines that a store can be opened with; says which cannot."""
-    from benchmarks.store_case import Case
-    from benchmarks.store_runs import StoreRun
-
     found = []
     for engine in ENGINES:
         try:
             StoreRun(engine, Case.of(260, 1 << 20), folder / "probe.tc").close()
             found.append(engine)
         except ValueError as error:
-            _say(f"{engine} is left out: {error}")
+            say(f"{engine} is left out: {error}")
         shutil.rmtree(folder / "probe.tc", ignore_errors=True)
     return found
 
 
 def measure(size: Size, engines: Sequence[str], folder: Path) -> dict[str, Any]:
     """Run everything and return its figures."""
-    from benchmarks.store_case import Case
-    from benchmarks.store_cases import measure_cycle, measure_heap, measure_wide
-    from benchmarks.store_lookup import measure_lookup
-    from benchmarks.store_reads import measure_commits, measure_reads
-    from benchmarks.store_runs import warm_checksums
-
     warm_checksums()
     figures: dict[str, Any] = {}
     case = Case.of(260, size.pass_bytes)
     small = Case.of(260, min(size.pass_bytes, size.row_size_pass_bytes))
     for engine in engines:
-        _say(f"{engine}, rows of 260 bytes: a cycle of passes of {case.pass_bytes:,} bytes")
+        say(f"{engine}, rows of 260 bytes: a cycle of passes of {case.pass_bytes:,} bytes")
         figures |= measure_cycle(case, size.turns, engine, folder, verifications=size.verifications)
-        _say(f"{engine}, rows of 260 bytes: 400 segments")
+        say(f"{engine}, rows of 260 bytes: 400 segments")
         figures |= measure_wide(small, size.wide_passes, engine, folder)
         for row_bytes in size.row_sizes:
-            _say(f"{engine}, rows of {row_bytes:,} bytes")
+            say(f"{engine}, rows of {row_bytes:,} bytes")
             other = Case.of(row_bytes, size.row_size_pass_bytes)
             found = measure_cycle(other, size.turns, engine, folder)
             found |= measure_wide(other, size.wide_passes, engine, folder)
             figures |= {f"{key}_{row_bytes}": value for key, value in found.items()}
     for engine in engines:
-        _say(f"{engine}: a dump of {size.heap_bytes:,} bytes")
+        say(f"{engine}: a dump of {size.heap_bytes:,} bytes")
         figures |= measure_heap(engine, case, size.heap_bytes, folder)
-        _say(f"{engine}: one key of {size.one_key_rows:,}, and commits")
+        say(f"{engine}: one key of {size.one_key_rows:,}, and commits")
         figures |= measure_reads(engine, size.one_key_rows, folder)
         figures |= measure_commits(engine, size.commit_blocks, folder)
-    _say("lookups")
+    say("lookups")
     figures |= measure_lookup(Case.of(260, size.lookup_pass_bytes), list(engines), folder)
     worst = {e: min(figures[f"{e}_dump_ratio"], figures[f"{e}_load_ratio"]) for e in engines}
     return figures | {"better_engine": max(worst, key=worst.__getitem__), "better_engine_ratio": max(worst.values())}
@@ -124,31 +113,13 @@ def measure(size: Size, engines: Sequence[str], folder: Path) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run it from the command line."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.store", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small passes, rows of 260 bytes only, under 45 seconds")
-    parser.add_argument("--tiny", action="store_true", help="so small that times mean nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; what it makes there it removes")
-    options = parser.parse_args(given)
-
-    from benchmarks.store_case import FULL, QUICK, TINY
-
-    size = TINY if options.tiny else QUICK if options.quick else FULL
-    packages = ("numpy", "numba", "lmdb", "zarr", "rocksdict", "google-crc32c", "tiercache")
-    record = environment("benchmarks.store", given, packages)
-    if options.folder is not None:
-        options.folder.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="store-", dir=options.folder or Path.cwd()))
-    begun = time.perf_counter()
-    try:
-        record |= {"size": size.name, "file_system": file_system(folder)}
-        engines = present(folder)
+    quick = "small passes, rows of 260 bytes only"
+    parser = options_of("store", __doc__, quick, folder="what it makes there it deletes")
+    with called(parser, arguments) as run:
+        record, size = run.record, run.size(FULL, QUICK, TINY)
+        engines = present(run.folder)
         record |= {f"{engine}_measured": engine in engines for engine in ENGINES}
-        record |= measure(size, engines, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    record["benchmark_seconds"] = time.perf_counter() - begun
+        record |= measure(size, engines, run.folder)
     for table in _tables(record, engines, ("", *(f"_{n}" for n in size.row_sizes))):
         console.print(table)
     for engine in engines:
@@ -157,25 +128,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{engine}: a dump of {dumped / 1e6:,.0f} MB from one buffer took {heap / 1e6:,.1f} MB of memory "
             f"in transactions of {taken / 1e6:,.0f} MB"
         )
-    dumps = (Goal(key=f"{engine}_dump_ratio", goal=goal) for engine, goal in DUMPS.get(size.name, {}).items())
-    goals = [goal for goal in (*dumps, *GOALS) if goal.key in record or _peer_missing(goal)]
-    report(record, goals, title="what was promised", path=options.json)
-
-
-def _peer_missing(goal: Goal) -> bool:
-    return goal.key == "lookup_over_rocksdict" and importlib.util.find_spec("rocksdict") is None
+    dumps = (Goal(key=f"{engine}_dump_ratio", goal=goal) for engine, goal in DUMPS.get(record["size"], {}).items())
+    without_peer = importlib.util.find_spec("rocksdict") is None
+    known = {*record, "lookup_over_rocksdict"} if without_peer else record
+    run.report([goal for goal in (*dumps, *GOALS) if goal.key in known])
 
 
 def _tables(record: dict[str, Any], engines: Sequence[str], suffixes: Sequence[str]) -> list[Table]:
     """Return a table of dumps and loads, and one of lookups."""
-    from benchmarks.store_case import PASSES
-
-    moves = Table(
-        title=f"size {record['size']}, {record['file_system']}, page cache dropped by posix_fadvise(DONTNEED)",
-        title_justify="left",
-    )
-    for name in ("engine", "row bytes", "what", "MB", "bare disk GB/s", "GB/s", "ratio", "least", "most"):
-        moves.add_column(name, justify="left" if name in {"engine", "what"} else "right")
+    moves = table_of(
+        f"size {record['size']}, {record['file_system']}, page cache dropped by posix_fadvise(DONTNEED)",
+        "engine", "what", "row bytes", "MB", "bare disk GB/s", "GB/s", "ratio", "least", "most", left=2,
+    )  # fmt: skip
     for suffix in suffixes:
         for engine in engines:
             for what, segments in (("dump", ""), ("load", ""), ("load", "_400")):
@@ -185,19 +149,14 @@ def _tables(record: dict[str, Any], engines: Sequence[str], suffixes: Sequence[s
                 ratios = [record[f"{engine}_{what}_ratio{part}{tail}"] for part in ("", "_least", "_most")]
                 name = what if what == "dump" else f"load from {segments[1:] or PASSES}"
                 shown = [f"{rate:.2f}" for rate in rates] + [f"{ratio:.3f}" for ratio in ratios]
-                moves.add_row(engine, suffix[1:] or "260", name, f"{num_bytes / 1e6:,.0f}", *shown)
-    lookups = Table(title=f"{record['lookup_keys']:,} of {record['lookup_rows']:,} keys, cold", title_justify="left")
-    for name in ("by", "rows/s", "memory"):
-        lookups.add_column(name, justify="left" if name == "by" else "right")
+                moves.add_row(engine, name, suffix[1:] or "260", f"{num_bytes / 1e6:,.0f}", *shown)
+    title = f"{record['lookup_keys']:,} of {record['lookup_rows']:,} keys, cold"
+    lookups = table_of(title, "by", "rows/s", "memory")
     for name in (*engines, "getmulti", "rocksdict"):
         if f"lookup_rows_per_s_{name}" in record:
             memory = f"{record[f'lookup_memory_bytes_{name}'] / 1e6:,.0f} MB"
             lookups.add_row(name, f"{record[f'lookup_rows_per_s_{name}']:,.0f}", memory)
     return [moves, lookups]
-
-
-def _say(what: str) -> None:
-    console.print(f"[dim]{time.strftime('%H:%M:%S')} {what}[/dim]")
 
 
 if __name__ == "__main__":

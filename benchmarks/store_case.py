@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,7 +28,6 @@ RAW_SLOTS = 4
 class Size:
     """How much is measured."""
 
-    name: str
     pass_bytes: int
     """Rows of one pass."""
     turns: int
@@ -51,41 +50,17 @@ class Size:
 
 
 FULL = Size(
-    name="full",
-    pass_bytes=400 << 20,
-    turns=11,
-    verifications=3,
-    wide_passes=11,
-    heap_bytes=2 * 10**9,
-    lookup_pass_bytes=64 << 20,
-    one_key_rows=50_000_000,
-    commit_blocks=5000,
-    row_sizes=(32, 1540),
-)
+    pass_bytes=400 << 20, turns=11, verifications=3, wide_passes=11, heap_bytes=2 * 10**9, lookup_pass_bytes=64 << 20,
+    one_key_rows=50_000_000, commit_blocks=5000, row_sizes=(32, 1540),
+)  # fmt: skip
 QUICK = Size(
-    name="quick",
-    pass_bytes=40 << 20,
-    turns=3,
-    verifications=1,
-    wide_passes=2,
-    heap_bytes=5 * 10**8,
-    lookup_pass_bytes=8 << 20,
-    one_key_rows=1_000_000,
-    commit_blocks=1000,
-)
-TINY = replace(
-    QUICK,
-    name="tiny",
-    pass_bytes=1 << 20,
-    turns=1,
-    wide_passes=1,
-    heap_bytes=20 * 10**6,
-    lookup_pass_bytes=1 << 20,
-    one_key_rows=20_000,
-    commit_blocks=48,
-    row_sizes=(32,),
-    row_size_pass_bytes=1 << 20,
-)
+    pass_bytes=40 << 20, turns=3, verifications=1, wide_passes=2, heap_bytes=5 * 10**8, lookup_pass_bytes=8 << 20,
+    one_key_rows=1_000_000, commit_blocks=1000,
+)  # fmt: skip
+TINY = Size(
+    pass_bytes=1 << 20, turns=1, verifications=1, wide_passes=1, heap_bytes=20 * 10**6, lookup_pass_bytes=1 << 20,
+    one_key_rows=20_000, commit_blocks=48, row_sizes=(32,), row_size_pass_bytes=1 << 20,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,13 +75,8 @@ class Case:
     @classmethod
     def of(cls, row_bytes: int, pass_bytes: int) -> Case:
         """Return the case of a vector and the row-wise Adagrad state in ``row_bytes``."""
-        table = Table(
-            name="items",
-            dim=row_bytes // 4 - 1,
-            optimizer=RowWiseAdagrad(learning_rate=0.05),
-            initializer=Zeros(),
-        )
-        assert table.row_bytes == row_bytes, f"rows have {table.row_bytes} bytes"
+        rule = RowWiseAdagrad(learning_rate=0.05)
+        table = Table(name="items", dim=row_bytes // 4 - 1, optimizer=rule, initializer=Zeros())
         rows = max(SEGMENTS, pass_bytes // row_bytes)
         budget = HostBudget.plan(
             4 * rows * row_bytes, evaluation=0, largest_row=row_bytes, largest_pass=rows * row_bytes

@@ -14,7 +14,6 @@ from benchmarks.machine import PeakMemory, files_below
 from benchmarks.store_case import PASSES, RAW_SLOTS, SEGMENTS, Cycle, Dump, wide
 from benchmarks.store_reads import layout_bytes
 from benchmarks.store_runs import (
-    RAW,
     HostPages,
     Seconds,
     StoreRun,
@@ -52,9 +51,7 @@ def measure_cycle(case: Case, turns: int, engine: str, folder: Path, *, verifica
             _loads(disk, run, cycle.pass_index, reads, room, loads)
             dump = cycle.next()
             dumps = [*dumps[1:], dump]
-            fresh = partial(raw_dump, disk, dump, source, fresh=True)
-            bare = partial(raw_dump, disk, dump, source)
-            writes.turn({RAW: bare, engine: partial(run.dump, dump, source), "fresh": fresh})
+            writes.turn(partial(raw_dump, disk, dump, source), partial(run.dump, dump, source))
         figures = writes.figures(engine, "dump") | loads.figures(engine, "load")
         figures |= {"dump_bytes": case.pass_bytes + 8 * case.rows, "load_bytes": case.pass_bytes}
         figures[f"{engine}_bytes_read_per_useful_byte"] = run.bytes_read / run.bytes_useful
@@ -69,7 +66,7 @@ def measure_cycle(case: Case, turns: int, engine: str, folder: Path, *, verifica
 
 def _loads(disk: BareDisk, run: StoreRun, pass_index: int, reads: list[Span], room: HostPages, loads: Seconds) -> None:
     for _ in range(LOADS):
-        loads.turn({RAW: partial(raw_load, disk, reads, room), run.engine: partial(run.load, pass_index, room)})
+        loads.turn(partial(raw_load, disk, reads, room), partial(run.load, pass_index, room))
 
 
 def measure_wide(case: Case, passes: int, engine: str, folder: Path) -> dict[str, Any]:
@@ -107,16 +104,13 @@ def measure_heap(engine: str, case: Case, num_bytes: int, folder: Path) -> dict[
         for block, size in ((b, layout.bytes_of_block(b)) for b in range(layout.num_blocks))
     )
     with PeakMemory() as peak:
-        begun = time.perf_counter()
         run.store.append(0, [layout], blocks, stable=True)
         run.publish(1)
-        seconds = time.perf_counter() - begun
     run.close()
     shutil.rmtree(run.path)
     return {
         f"{engine}_heap_bytes": peak.growth_bytes,
         f"{engine}_heap_dump_bytes": rows * case.row_bytes,
-        f"{engine}_heap_seconds": seconds,
         f"{engine}_heap_transaction_bytes": case.budget.transaction,
     }
 
@@ -131,7 +125,7 @@ def _verification(disk: BareDisk, run: StoreRun, dumps: Sequence[Dump], turns: i
     room, seconds = HostPages(64 << 20), Seconds()
     figures: dict[str, Any] = {"verify_bytes": sum(span.size for span in spans)}
     for _ in range(turns):
-        seconds.turn({RAW: partial(raw_load, disk, spans, room), run.engine: partial(_verify, run.path)})
+        seconds.turn(partial(raw_load, disk, spans, room), partial(_verify, run.path))
     begun = time.perf_counter()
     found = info(run.path)
     figures[f"{run.engine}_info_seconds"] = time.perf_counter() - begun

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from benchmarks.machine import PeakMemory, console, middle
 from benchmarks.store_case import PASSES, Cycle
 from benchmarks.store_runs import StoreRun, drop_store, source_for
-from tiercache.store.lookup import read_found
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,19 +27,6 @@ TURNS = 3
 CHUNK_ROWS = 1 << 16
 
 
-class Contender(Protocol):
-    """A store of rows by key."""
-
-    def open(self) -> None:
-        """Open it, with nothing of it in memory."""
-
-    def rows(self, keys: NDArray[np.int64]) -> Rows:
-        """Return the rows of ``keys`` (n,), in any order: (n, numbers of a row)."""
-
-    def close(self) -> None:
-        """Close it."""
-
-
 class Ours:
     """The store, after the passes of a whole cycle."""
 
@@ -52,13 +38,8 @@ class Ours:
         drop_store(self._run.path)
 
     def rows(self, keys: NDArray[np.int64]) -> Rows:
-        """Look up; a store without ``lookup`` locates and reads, which is what it does."""
-        store = self._run.store
-        if hasattr(store, "lookup"):
-            return np.concatenate(list(store.lookup(self._name, keys).values()), axis=1)
-        assert store.commit is not None
-        ids, rows = store.locate(self._name, keys, after=store.commit.cursor.pass_index - 1)
-        return np.concatenate(read_found(store, 0, ids, rows), axis=1)
+        """Look up."""
+        return np.concatenate(list(self._run.store.lookup(self._name, keys).values()), axis=1)
 
     def close(self) -> None:
         """Do nothing: it goes on."""
@@ -146,7 +127,7 @@ def measure_lookup(case: Case, engines: list[str], folder: Path) -> dict[str, An
         for run in runs.values():
             run.dump(dump, source)
     everything = cycle.keys()
-    contenders: dict[str, Contender] = {engine: Ours(run) for engine, run in runs.items()}
+    contenders: dict[str, Ours | LmdbRows | RocksRows] = {engine: Ours(run) for engine, run in runs.items()}
     bits = contenders[engines[0]].rows(everything)
     for name, (package, kind) in PEERS.items():
         if importlib.util.find_spec(package) is None:
@@ -155,32 +136,31 @@ def measure_lookup(case: Case, engines: list[str], folder: Path) -> dict[str, An
         contenders[name] = kind(folder / f"lookup-{name}", _chunks(everything, bits))
     del bits
     keys = np.random.default_rng(6).choice(everything, int(SHARE * everything.size), replace=False)
-    figures: dict[str, Any] = {"lookup_keys": keys.size, "lookup_rows": everything.size}
-    seconds: dict[str, list[float]] = {}
-    memory: dict[str, int] = {}
-    expected: Rows | None = None
-    equal = True
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    memory, expected, equal = dict.fromkeys(contenders, 0), contenders[engines[0]].rows(keys), True
     for _ in range(TURNS):
         for name, contender in contenders.items():
             contender.open()
             with PeakMemory() as peak:
                 begun = time.perf_counter()
                 found = contender.rows(keys)
-                seconds.setdefault(name, []).append(time.perf_counter() - begun)
+                seconds[name].append(time.perf_counter() - begun)
             contender.close()
-            memory[name] = max(memory.get(name, 0), peak.growth_bytes)
-            expected = found if expected is None else expected
+            memory[name] = max(memory[name], peak.growth_bytes)
             equal = equal and np.array_equal(found.view(np.uint8), expected.view(np.uint8))
     for run in runs.values():
         run.close()
-    for name, taken in seconds.items():
-        figures[f"lookup_rows_per_s_{name}"] = keys.size / middle(taken)
-        figures[f"lookup_memory_bytes_{name}"] = memory[name]
-    best = max(figures[f"lookup_rows_per_s_{engine}"] for engine in engines)
-    figures |= {"lookup_rows_per_s": best, "lookup_rows_equal": equal}
-    for name in PEERS.keys() & contenders.keys():
-        figures[f"lookup_over_{name}"] = best / figures[f"lookup_rows_per_s_{name}"]
-    return figures
+    rates = {name: keys.size / middle(taken) for name, taken in seconds.items()}
+    best = max(rates[engine] for engine in engines)
+    return {
+        "lookup_keys": keys.size,
+        "lookup_rows": everything.size,
+        **{f"lookup_rows_per_s_{name}": rate for name, rate in rates.items()},
+        **{f"lookup_memory_bytes_{name}": taken for name, taken in memory.items()},
+        "lookup_rows_per_s": best,
+        "lookup_rows_equal": equal,
+        **{f"lookup_over_{name}": best / rates[name] for name in PEERS.keys() & rates.keys()},
+    }
 
 
 def _chunks(keys: NDArray[np.int64], rows: Rows) -> Iterator[tuple[NDArray[np.int64], Rows]]:

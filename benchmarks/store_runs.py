@@ -21,7 +21,7 @@ from tiercache.store import Cursor, Store
 from tiercache.store.reading import Pages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -29,10 +29,6 @@ if TYPE_CHECKING:
     from benchmarks.disk_raw import BareDisk, Span
     from benchmarks.store_case import Case, Dump
     from tiercache.store import Segment
-
-
-RAW = "raw"
-"""The bare disk among the ways to do something."""
 
 
 def drop_store(path: Path) -> None:
@@ -107,12 +103,7 @@ class StoreRun:
 
     def append(self, dump: Dump, source: HostPages) -> None:
         """Append the dump of a pass, each of its blocks from a page of ``source`` on."""
-        self.store.append(
-            dump.pass_index,
-            [dump.layout],
-            _blocks(dump, source.data),
-            stable=True,
-        )
+        self.store.append(dump.pass_index, [dump.layout], _blocks(dump, source.data), stable=True)
 
     def publish(self, pass_index: int) -> None:
         """Commit before ``pass_index``."""
@@ -168,40 +159,39 @@ def _blocks(dump: Dump, source: NDArray[np.uint8]) -> Iterator[tuple[int, int, N
 
 
 class Seconds:
-    """Of one thing done by turns in several ways: by the bare disk, say, and by an engine."""
+    """Of one thing done in turns by the bare disk and by an engine."""
 
     def __init__(self) -> None:
-        self._taken: dict[str, list[float]] = {}
+        self._taken: list[tuple[float, float]] = []
 
-    def turn(self, ways: Mapping[str, Callable[[], float]]) -> None:
-        """Do it once in each way, every second time in the opposite order.
+    def turn(self, raw: Callable[[], float], ours: Callable[[], float]) -> None:
+        """Do it once each, every second time in the opposite order.
 
         Each begins when the disk has done what the one before left to it.
         """
-        names = list(ways)
-        turns = max((len(taken) for taken in self._taken.values()), default=0)
-        for name in names if turns % 2 == 0 else names[::-1]:
+        ways = (raw, ours) if len(self._taken) % 2 == 0 else (ours, raw)
+        found = {}
+        for way in ways:
             os.sync()
-            self._taken.setdefault(name, []).append(ways[name]())
+            found[way] = way()
+        self._taken.append((found[raw], found[ours]))
 
     def figures(self, engine: str, what: str, suffix: str = "") -> dict[str, float]:
-        """Return medians, and each other way's seconds over the engine's turn by turn: of the bare disk all of them."""
-        ours, figures = self._taken[engine], {f"{engine}_{what}_seconds{suffix}": middle(self._taken[engine])}
-        for name in self._taken.keys() - {engine}:
-            ratios = [other / seconds for other, seconds in zip(self._taken[name], ours, strict=True)]
-            figures[f"{engine}_{name}_{what}_seconds{suffix}"] = middle(self._taken[name])
-            if name == RAW:
-                figures[f"{engine}_{what}_ratio{suffix}"] = middle(ratios)
-                figures[f"{engine}_{what}_ratio_least{suffix}"] = min(ratios)
-                figures[f"{engine}_{what}_ratio_most{suffix}"] = max(ratios)
-            else:
-                figures[f"{engine}_{what}_ratio_{name}{suffix}"] = middle(ratios)
-        return figures
+        """Return medians of both, and the bare disk's seconds over the engine's turn by turn."""
+        raw, ours = zip(*self._taken, strict=True)
+        ratios = [bare / seconds for bare, seconds in self._taken]
+        return {
+            f"{engine}_{what}_seconds{suffix}": middle(ours),
+            f"{engine}_raw_{what}_seconds{suffix}": middle(raw),
+            f"{engine}_{what}_ratio{suffix}": middle(ratios),
+            f"{engine}_{what}_ratio_least{suffix}": min(ratios),
+            f"{engine}_{what}_ratio_most{suffix}": max(ratios),
+        }
 
 
-def raw_dump(disk: BareDisk, dump: Dump, source: HostPages, *, fresh: bool = False) -> float:
-    """Return the bare disk's seconds for a dump with its commit, over what a file has or into a ``fresh`` one."""
-    return disk.seconds(Replay([], [dump.writes()], 0), memory=source.view, fresh=fresh)
+def raw_dump(disk: BareDisk, dump: Dump, source: HostPages) -> float:
+    """Return the bare disk's seconds for a dump with its commit, over what a file has."""
+    return disk.seconds(Replay([], [dump.writes()], 0), memory=source.view)
 
 
 def raw_load(disk: BareDisk, spans: list[Span], room: HostPages) -> float:

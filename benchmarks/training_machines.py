@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 
@@ -11,47 +11,27 @@ from benchmarks.machine import middle
 from tiercache.backends.cuda_runtime import open_runtime
 from tiercache.kernels.cuda.device import CudaError
 
-if TYPE_CHECKING:
-    from tiercache.backends.base import Backend
-
-__all__ = ["CpuTraining", "CudaTraining", "ShimTraining", "TrainingMachine", "open_training"]
-
 _LINK_BYTES, _LINK_COPIES = 256 << 20, 7
 
 
-class TrainingMachine(Protocol):
-    """A device and what surrounds it."""
+class TrainingMachine:
+    """A device and what surrounds it; this one is the CPU, with rows in host memory and no link to them."""
 
-    name: str
-    is_gpu: bool
+    name, is_gpu = "cpu", False
 
-    def device(self) -> str | Backend:
+    def device(self) -> Any:
         """Return what a cache takes as its device."""
+        return "cpu"
 
     def rest(self) -> None:
         """Wait until the device has done what it was given."""
 
     def link_bytes_per_second(self) -> tuple[float, float] | None:
         """Return the rates of copies to pinned host memory and from it; None where there is no link."""
+        return None
 
 
-class CpuTraining:
-    """Rows in host memory, and no link."""
-
-    name, is_gpu = "cpu", False
-
-    def device(self) -> str:
-        """Say it."""
-        return "cpu"
-
-    def rest(self) -> None:
-        """All is done."""
-
-    def link_bytes_per_second(self) -> None:
-        """None."""
-
-
-class CudaTraining:
+class CudaTraining(TrainingMachine):
     """The GPU that torch takes."""
 
     is_gpu = True
@@ -60,7 +40,7 @@ class CudaTraining:
         open_runtime(None)
         self.name = torch.cuda.get_device_name()
 
-    def device(self) -> str:
+    def device(self) -> Any:
         """Say it."""
         return "cuda"
 
@@ -68,27 +48,21 @@ class CudaTraining:
         """Wait for all streams."""
         torch.cuda.synchronize()
 
-    def link_bytes_per_second(self) -> tuple[float, float]:
+    def link_bytes_per_second(self) -> tuple[float, float] | None:
         """Copy 256 MiB each way, by events."""
         host = torch.zeros(_LINK_BYTES, dtype=torch.uint8, pin_memory=True)
         there = torch.zeros(_LINK_BYTES, dtype=torch.uint8, device="cuda")
         return _rate(there, host), _rate(host, there)
 
 
-class ShimTraining:
+class ShimTraining(TrainingMachine):
     """The CUDA sources by the tests' shim: what runs is what a GPU runs, and times mean nothing."""
 
-    name, is_gpu = "shim", False
+    name = "shim"
 
     def device(self) -> Any:
         """Return a new one: each cache has its own."""
         return importlib.import_module("tests.training.devices").shim("random", free_bytes=8 << 30)
-
-    def rest(self) -> None:
-        """All is done that anybody waits for."""
-
-    def link_bytes_per_second(self) -> None:
-        """None."""
 
 
 def open_training(wanted: str | None, *, dry: bool) -> TrainingMachine:
@@ -101,7 +75,7 @@ def open_training(wanted: str | None, *, dry: bool) -> TrainingMachine:
         except CudaError as error:
             if wanted == "cuda":
                 raise SystemExit(f"{error} Or take --dry.") from error
-    return CpuTraining()
+    return TrainingMachine()
 
 
 def _rate(source: torch.Tensor, target: torch.Tensor) -> float:

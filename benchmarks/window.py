@@ -24,7 +24,7 @@ import numpy as np
 
 import tiercache as tc
 from benchmarks.disk_raw import BareDisk, Replay, Span, paged
-from benchmarks.machine import device_bytes_read, drop_cache, process_bytes_read
+from benchmarks.machine import drop_cache, process_bytes_read
 from tiercache.planning.budget import HostBudget
 from tiercache.planning.positions import Positions
 from tiercache.store import MemoryEngine
@@ -39,11 +39,6 @@ if TYPE_CHECKING:
     from tiercache.tiers.report import PassReport
     from tiercache.training.batch import Batch
     from tiercache.training.passes import Pass
-
-__all__ = [
-    "WARM_UP", "Budgets", "MemoryRun", "TieredRun", "Window", "bare_disk_seconds", "figures_of", "open_store",
-    "plans_of", "rows_held", "same_rows", "switch_seconds",
-]  # fmt: skip
 
 DATA = "blocks.bin"
 WARM_UP = 2  # warm passes before the window: by then dumps, loads and cached rows are those of any warm pass
@@ -118,11 +113,10 @@ class _Run:
         batch: int,
         machine: TrainingMachine,
         *,
-        epochs: int = 1 << 20,
         shuffle: bool = False,
     ) -> None:
         self.cache, self.train, self._batch, self._machine, self._shuffle = cache, train, batch, machine, shuffle
-        self._passes = cast("Generator[Pass, None, None]", cache.passes(epochs=epochs))
+        self._passes = cast("Generator[Pass, None, None]", cache.passes(epochs=1 << 20))
         self._pass: Pass | None = None
         self.rest_seconds = 0.0
         """What the last turn took at its end, until nothing went on beside the training."""
@@ -238,7 +232,8 @@ class TieredRun(_Run):
         train_of: Callable[[Any], Callable[[Batch], None]],
         batch: int,
         machine: TrainingMachine,
-        **options: Any,
+        *,
+        shuffle: bool = False,
     ) -> None:
         self.store = store
         self._file = None if store.path is None else store.path / DATA
@@ -247,8 +242,8 @@ class TieredRun(_Run):
             store, passes, device=machine.device(), device_budget=budgets.device, host_budget=budgets.host,
             progress=False,
         )  # fmt: skip
-        self.bytes_read = self.bytes_read_by_device = self.bytes_useful = 0
-        super().__init__(cache, train_of(cache), batch, machine, **options)
+        self.bytes_read = self.bytes_useful = 0
+        super().__init__(cache, train_of(cache), batch, machine, shuffle=shuffle)
 
     def at_pass(self) -> None:
         """Drop what is durable from the page cache."""
@@ -265,12 +260,9 @@ class TieredRun(_Run):
 
     def turn(self, passes: int) -> float:
         """Do so, and count the bytes read."""
-        assert self._file is not None
-        by_process, by_device = process_bytes_read(), device_bytes_read(self._file.parent)
-        useful = self.store.counters.row_bytes_read
+        read, useful = process_bytes_read(), self.store.counters.row_bytes_read
         seconds = super().turn(passes)
-        self.bytes_read += process_bytes_read() - by_process
-        self.bytes_read_by_device += device_bytes_read(self._file.parent) - by_device
+        self.bytes_read += process_bytes_read() - read
         self.bytes_useful += self.store.counters.row_bytes_read - useful
         return seconds
 
