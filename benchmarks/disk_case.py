@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 import tiercache as tc
-from benchmarks.drawn_passes import permuted_power_law
+from benchmarks.drawn_passes import Zipf, permuted_power_law
 from benchmarks.machine import middle
-from benchmarks.zipf import Zipf
 from tiercache.data.from_arrays import write_dataset
 from tiercache.data.raw_batch import RawBatch
 
@@ -130,11 +129,6 @@ class Drawn:
     """The passes of a window's size, each drawn by itself."""
 
     size: Size
-
-    @property
-    def passes(self) -> int:
-        """Passes of an epoch."""
-        return self.size.passes
 
     def schema(self) -> tc.Schema:
         """Return the schema of the CPU's form, with this dim."""

@@ -7,7 +7,7 @@ median over all turns.
 
 Keys: ms_CONTENDER_OPTIMIZER_SHAPE[_default] are milliseconds; speedup_vs_PEER_OPTIMIZER_SHAPE[_default] the peer's
 time over ours; share_of_copy_bandwidth_OPTIMIZER_SHAPE[_default] the bytes that the step must move
-(embedding_cases.bytes_to_move) over its time, over the bytes per second of a copy by all threads, read and written
+(embedding_contenders.bytes_to_move) over its time, over the bytes per second of a copy by all threads, read and written
 bytes both counted. The plain keys are the least over shapes (share_of_copy_bandwidth: and over optimizers) where the
 allocator keeps freed memory, for everyone; those that end in _default have the allocator as it is. With --busy alone:
 busy_ratio, the steps a second of our two threads over those of one, beside two processes that are always busy.
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from benchmarks.embedding_cases import (
+from benchmarks.embedding_contenders import (
     BUSY,
     FULL,
     OPTIMIZERS,

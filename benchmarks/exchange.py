@@ -36,8 +36,8 @@ import numpy as np
 import torch
 
 import tiercache as tc
+from benchmarks.drawn_passes import Zipf
 from benchmarks.machine import Goal, called, console, middle, options_of, table_of
-from benchmarks.zipf import Zipf
 from tiercache.backends.jagged import OptimizerStep
 from tiercache.backends.opening import open_backend
 from tiercache.data.encoded_batch import FeatureIds

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.zipf import Zipf
+from benchmarks.drawn_passes import Zipf
 from tiercache.kernels.arrays import NONE_F4
 from tiercache.kernels.cpu.initial import UNIFORM
 from tiercache.kernels.cpu.key_index import KeySet

@@ -98,40 +98,13 @@ class GpuClock:
         return seconds / _CALLS_OF_SAMPLE, host_seconds / _CALLS_OF_SAMPLE, hidden
 
 
-class Machine:
-    """What the cases need: the operations of a device, arrays where these want them, and times."""
-
-    name: str
-    on_device = True
-    """Whether the CUDA kernels are called."""
-
-    def __init__(self, kind: str, *device: Any) -> None:
-        self.kernels: Any = getattr(importlib.import_module("tests.kernels.machines"), kind)(*device)
-
-    def place(self, array: NDArray[Any]) -> Any:
-        """Return a copy of an array where the kernels want it."""
-        raise NotImplementedError
-
-    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        """Return an array where the kernels want it, of any content."""
-        raise NotImplementedError
-
-    def times(self, call: Callable[[], Any], samples: int) -> Times:
-        """Return the median times of a call."""
-        raise NotImplementedError
-
-    def copy_bytes_per_second(self, samples: int) -> float:
-        """Return read and written bytes a second of a copy of 256 MiB."""
-        raise NotImplementedError
-
-
-class CpuMachine(Machine):
+class CpuMachine:
     """The numba kernels; time by the wall clock."""
 
     name, on_device = "cpu", False
 
     def __init__(self) -> None:
-        super().__init__("Cpu")
+        self.kernels = _operations("Cpu")
         self._copied: tuple[Any, Any] | None = None
 
     def place(self, array: NDArray[Any]) -> Any:
@@ -164,12 +137,14 @@ class CpuMachine(Machine):
         return 2 * COPY_BYTES / self.times(lambda: target.copy_(source), samples).seconds
 
 
-class CudaMachine(Machine):
+class CudaMachine:
     """GPU 0, on the default stream but for what is done `beside`; time by CUDA events."""
+
+    on_device = True
 
     def __init__(self) -> None:
         device: Any = open_runtime(0).kernels
-        super().__init__("Cuda", device)
+        self.kernels = _operations("Cuda", device)
         device.prepare()
         self._cupy = importlib.import_module("cupy")
         self._beside = [self._cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
@@ -223,14 +198,14 @@ class CudaMachine(Machine):
         return 2 * COPY_BYTES / self._clock.times(self._clock.copy, samples).seconds
 
 
-class ShimMachine(Machine):
-    """The CUDA sources run on the CPU by the tests' shim: every call once, and times mean nothing."""
+class ShimMachine:
+    """The CUDA sources run on the CPU by the tests' shim, where no time means anything."""
 
-    name = "shim"
+    name, on_device = "shim", True
 
     def __init__(self) -> None:
         self.device = importlib.import_module("tests.kernels.shim.device").ShimDevice("random")
-        super().__init__("Cuda", self.device)
+        self.kernels = _operations("Cuda", self.device)
 
     def place(self, array: NDArray[Any]) -> Any:
         """Copy to guarded memory."""
@@ -240,18 +215,16 @@ class ShimMachine(Machine):
         """Return rubbish in guarded memory."""
         return self.device.array(shape, dtype)
 
-    def times(self, call: Callable[[], Any], _samples: int) -> Times:
-        """Call once."""
-        begun = time.perf_counter()
-        call()
-        return Times(time.perf_counter() - begun, None)
 
-    def copy_bytes_per_second(self, _samples: int) -> float:
-        """Nothing is measured here."""
-        return float("nan")
+Measured = CpuMachine | CudaMachine
+Machine = Measured | ShimMachine
 
 
-def open_machine(wanted: str | None) -> Machine:
+def _operations(kind: str, *device: Any) -> Any:
+    return getattr(importlib.import_module("tests.kernels.machines"), kind)(*device)
+
+
+def open_machine(wanted: str | None) -> Measured:
     """Return the machine that was asked for; without a wish, the GPU where one is."""
     if wanted != "cpu":
         try:

@@ -33,7 +33,7 @@ from torch import nn
 
 import tiercache as tc
 from benchmarks.machine import Goal, called, console, middle, options_of
-from benchmarks.synthetic_case import QUICK, Data, dataset
+from benchmarks.synthetic_case import QUICK, Data, Net, dataset
 from tiercache.backends.opening import open_backend
 from tiercache.cli.dataset_info import reuse_of
 from tiercache.planning.capacity import Capacity
@@ -90,27 +90,12 @@ GOALS = (
 """Of each dataset."""
 
 
-class Net(nn.Module):
-    """Pooled embeddings and dense features under two layers."""
-
-    def __init__(self, schema: tc.Schema) -> None:
-        super().__init__()
-        self.bags = tc.EmbeddingBagCollection(schema)
-        width = self.bags.out_features + len(schema.dense)
-        self.top = nn.Sequential(nn.Linear(width, 128), nn.ReLU(), nn.Linear(128, 1), nn.Flatten(0))
-
-    def forward(self, batch: tc.Batch) -> torch.Tensor:
-        """Return one logit a sample."""
-        logits: torch.Tensor = self.top(torch.cat([self.bags(batch), batch.dense], dim=1))
-        return logits
-
-
 def train(
     store: Path, data: tc.PassDataset, plan: Path, batch: int, passes: int | None = None
 ) -> tuple[list[PassReport], int]:
     """Train a new store as a plan says; return the reports and the most bytes of rows on the host."""
     torch.manual_seed(1)
-    model = Net(data.schema)
+    model = Net(data, (128,))
     optimizer, loss_of = torch.optim.Adam(model.parameters(), lr=1e-3), nn.BCEWithLogitsLoss()
     with tc.TierCache(store, data, model=model, optimizer=optimizer, plan=plan, progress=False) as cache:
         for p in cache.passes(epochs=EPOCHS):

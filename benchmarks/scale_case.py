@@ -61,11 +61,6 @@ class Walk:
 
     size: Size
 
-    @property
-    def passes(self) -> int:
-        """Passes of an epoch."""
-        return self.size.passes
-
     def schema(self) -> tc.Schema:
         """Return the schema: two features look into one table."""
         table = tc.Table(

@@ -16,7 +16,7 @@ ENGINE_bytes_read_per_useful_byte = bytes that the process read (/proc/self/io) 
 ENGINE_heap_bytes = growth of resident memory at most while 2 GB are dumped from one buffer
 ENGINE_verify_ratio = bare disk's seconds to read the same blocks / seconds of verify, in a process of its own
 lookup_rows_per_s: a random 5 % of all keys, cold; over the same by LMDB's getmulti and rocksdict, a key per row
-ENGINE_open_bytes, _one_key_bytes, _layout_bytes_per_gb, _commit_python_ms, _small_over_rows: see `store_reads`
+ENGINE_open_bytes, _one_key_bytes, _layout_bytes_per_gb, _commit_python_ms, _small_over_rows: see `store_cases`
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.machine import Goal, called, console, options_of, say, table_of
 from benchmarks.store_case import FULL, PASSES, QUICK, TINY, Case, Size
-from benchmarks.store_cases import measure_cycle, measure_heap, measure_wide
+from benchmarks.store_cases import measure_commits, measure_cycle, measure_heap, measure_reads, measure_wide
 from benchmarks.store_lookup import measure_lookup
-from benchmarks.store_reads import measure_commits, measure_reads
 from benchmarks.store_runs import StoreRun, warm_checksums
 
 if TYPE_CHECKING:

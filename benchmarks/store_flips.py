@@ -18,15 +18,17 @@ crashes = a process that a signal ended, or that gave no answer within a minute
 from __future__ import annotations
 
 import json
-import queue
+import select
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from subprocess import PIPE
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -140,12 +142,11 @@ def _sentence(error: Exception) -> str:
     return "refused" if ": " in str(error) and "\n" not in str(error) else f"tracebacks: no sentence: {error}"
 
 
-def work(folder: Path, engine: str, copy: str, first: int, step: int) -> None:
-    """Flip every so-manieth bit of a list from one on, and print what became of each."""
+def work(folder: Path, engine: str, copy: str) -> None:
+    """Flip each bit of a list whose index is read, and print what became of it."""
     training, flips = Training(), json.loads((folder / f"{engine}.json").read_text())
-    for index in range(first, len(flips), step):
-        said = outcome(training, folder / engine, folder / copy, flips[index])
-        print(json.dumps([index, said]), flush=True)
+    for index in map(int, sys.stdin):
+        print(json.dumps(outcome(training, folder / engine, folder / copy, flips[index])), flush=True)
 
 
 # -- the process that counts -----------------------------------------------------------------------------
@@ -153,45 +154,40 @@ def work(folder: Path, engine: str, copy: str, first: int, step: int) -> None:
 
 def outcomes(folder: Path, engine: str, flips: int, worker: int, step: int) -> Iterator[str]:
     """Yield what became of each of a worker's bits; one that ended is followed by another one at the next bit."""
-    done = worker
-    while done < flips:
-        command = [sys.executable, "-m", "benchmarks.store_flips", "--worker", str(folder), engine]
-        command += [f"copy-{engine}-{worker}", str(done), str(step)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        lines: queue.Queue[str] = queue.Queue()
-
-        def read(process: subprocess.Popen[str] = process, lines: queue.Queue[str] = lines) -> None:
-            assert process.stdout is not None
-            for line in process.stdout:
-                lines.put(line)
-            lines.put("")
-
-        threading.Thread(target=read, daemon=True).start()
-        while done < flips:
-            try:
-                line = lines.get(timeout=PATIENCE_SECONDS)
-            except queue.Empty:
-                line = ""
-                process.kill()
-            if not line:
-                process.kill()
-                _, said = process.communicate()
-                yield f"crashes: exit status {process.returncode}: {said[-300:]}"
-                done += step
-                break
-            index, said = json.loads(line)
-            assert index == done, f"bit {index} was answered and {done} was asked"
-            yield said
-            done += step
+    command = [sys.executable, "-m", "benchmarks.store_flips", "--worker", str(folder), engine]
+    process: subprocess.Popen[str] | None = None
+    for index in range(worker, flips, step):
+        if process is None:
+            process = subprocess.Popen(
+                [*command, f"copy-{engine}-{worker}"], stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True
+            )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(f"{index}\n")
+        process.stdin.flush()
+        answered, _, _ = select.select([process.stdout], [], [], PATIENCE_SECONDS)
+        line = process.stdout.readline() if answered else ""
+        if line:
+            yield json.loads(line)
+            continue
+        process.kill()
+        _, said = process.communicate()
+        yield f"crashes: exit status {process.returncode}: {said[-300:]}"
+        process = None
+    if process is not None:
         process.kill()
         process.communicate()
+
+
+def _all_outcomes(folder: Path, engine: str, flips: int, worker: int) -> list[str]:
+    return list(outcomes(folder, engine, flips, worker, WORKERS))
 
 
 def measure(size: Size, folder: Path) -> dict[str, Any]:
     """Flip all bits and return the figures."""
     counted, told = Counter[str](), list[str]()
     figures: dict[str, Any] = {}
-    training, lock = Training(), threading.Lock()
+    training = Training()
     for engine in ENGINES:
         training.make(folder / engine, engine)
         flips = draw(places(folder / engine, engine), size)
@@ -199,19 +195,15 @@ def measure(size: Size, folder: Path) -> dict[str, Any]:
         figures |= {f"{engine}_{kind}_flips": n for kind, n in Counter(one[0] for one in flips).items()}
         console.print(f"{engine}: {len(flips):,} bits", highlight=False)
 
-        def count(worker: int, engine: str = engine, flips: list[Flip] = flips) -> None:
-            for i, said in enumerate(outcomes(folder, engine, len(flips), worker, WORKERS)):
+        with ThreadPoolExecutor(WORKERS) as threads:
+            work_of = partial(_all_outcomes, folder, engine, len(flips))
+            every = list(threads.map(work_of, range(WORKERS)))
+        for worker, all_said in enumerate(every):
+            for one, said in zip(flips[worker::WORKERS], all_said, strict=True):
                 key, _, more = said.partition(": ")
-                with lock:
-                    counted[key] += 1
-                    if more:
-                        told.append(f"{engine} {flips[worker + i * WORKERS]}: {said}")
-
-        threads = [threading.Thread(target=count, args=(worker,)) for worker in range(WORKERS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+                counted[key] += 1
+                if more:
+                    told.append(f"{engine} {one}: {said}")
     for line in told[:40]:
         console.print(line, highlight=False, markup=False)
     return {"flips": counted.total()} | {key: counted[key] for key in ("right", "refused", *BAD)} | figures
@@ -221,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run it from the command line."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["--worker"]:
-        work(Path(given[1]), given[2], given[3], int(given[4]), int(given[5]))
+        work(Path(given[1]), given[2], given[3])
         return
     with called(
         options_of("store_flips", __doc__, "a thousand bits", tiny="a few bits of each kind"), arguments

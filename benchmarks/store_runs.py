@@ -48,6 +48,11 @@ def warm_checksums() -> None:
         read_fields([(False, [("", 64, 0, 64)])], [part])
 
 
+def publish(store: Store, pass_index: int) -> None:
+    """Commit before ``pass_index``."""
+    store.publish(Cursor(pass_index, 0), state=b"", schedule_digest="", settings={}, environment={})
+
+
 class HostPages:
     """Memory that the disk reads into and writes from, the same for the store and the bare disk.
 
@@ -90,7 +95,7 @@ class StoreRun:
         """Append and commit the dump of a pass; returns the seconds until it is durable."""
         begun = time.perf_counter()
         self.append(dump, source)
-        self.publish(dump.pass_index + 1)
+        publish(self.store, dump.pass_index + 1)
         seconds = time.perf_counter() - begun
         self._rest()
         return seconds
@@ -104,10 +109,6 @@ class StoreRun:
     def append(self, dump: Dump, source: HostPages) -> None:
         """Append the dump of a pass, each of its blocks from a page of ``source`` on."""
         self.store.append(dump.pass_index, [dump.layout], _blocks(dump, source.data), stable=True)
-
-    def publish(self, pass_index: int) -> None:
-        """Commit before ``pass_index``."""
-        self.store.publish(Cursor(pass_index, 0), state=b"", schedule_digest="", settings={}, environment={})
 
     def load(self, pass_index: int, room: HostPages) -> float:
         """Bring the rows with next use ``pass_index`` into ``room``, cold, and check them; returns the seconds."""
