@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -12,9 +11,8 @@ import torch
 from torch import nn
 
 import tiercache as tc
-from benchmarks.drawn_passes import Zipf, permuted_power_law
+from benchmarks.drawn_passes import permuted_power_law, write_drawn
 from benchmarks.machine import middle
-from tiercache.data.from_arrays import write_dataset
 from tiercache.data.raw_batch import RawBatch
 
 if TYPE_CHECKING:
@@ -25,6 +23,10 @@ if TYPE_CHECKING:
 
 TABLE = "items"
 DENSE_RATE = 0.01
+RULES: dict[str, tc.optim.Adagrad | tc.optim.Adam] = {
+    "adagrad": tc.optim.Adagrad(learning_rate=0.05),
+    "adam": tc.optim.Adam(learning_rate=0.001),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,54 +93,31 @@ GPU_FULL = Size(
 GPU_DRY = Size(name="dry", passes=6, samples=48, vocabulary=3000, batch=24, dim=8, window_passes=1, epoch_seconds=120)
 
 
-def schema_of(size: Size, optimizer: str) -> tc.Schema:
-    """Return the schema: all features look into one table."""
-    rules: dict[str, tc.optim.Adagrad | tc.optim.Adam] = {
-        "adagrad": tc.optim.Adagrad(learning_rate=0.05),
-        "adam": tc.optim.Adam(learning_rate=0.001),
-    }
-    table = tc.Table(
-        name=TABLE, dim=size.dim, optimizer=rules[optimizer], initializer=tc.init.Uniform(low=-0.05, high=0.05)
-    )
-    features = tuple(tc.Feature(name=f"feature{f}", table=TABLE) for f in range(size.features))
-    return tc.Schema(label="label", dense=(), features=features, tables=(table,))
-
-
-def dataset(folder: Path, size: Size, optimizer: str) -> tc.PassDataset:
-    """Open the dataset of a size in ``folder``, or write it there."""
-    facts = (size.passes, size.samples, size.vocabulary, size.features, size.dim, "ranks")
-    name = hashlib.sha256(repr((facts, optimizer)).encode()).hexdigest()[:12]
-    path = folder / f"passes-{size.name}-{optimizer}-{name}"
-    if not path.exists():
-        unfinished = path.with_suffix(".part")
-        write_dataset(unfinished, schema_of(size, optimizer), _data(size, optimizer))
-        unfinished.rename(path)
-    return tc.PassDataset.open(path)
-
-
-def _data(size: Size, optimizer: str) -> Iterator[RawBatch]:
-    schema, rng = schema_of(size, optimizer), np.random.default_rng(5)
-    zipf = Zipf(size.vocabulary, seed=3)  # ranks are keys: rows stand in the order of their hashes
-    for _ in range(size.passes):
-        keys = {feature.name: zipf.ranks(size.samples) for feature in schema.features}
-        yield RawBatch.of(schema, keys, label=rng.integers(0, 2, size.samples).astype(np.float32))
-
-
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The passes of a window's size, each drawn by itself."""
+    """Passes of a size, each drawn by itself."""
 
     size: Size
+    optimizer: str
 
     def schema(self) -> tc.Schema:
-        """Return the schema of the CPU's form, with this dim."""
-        return schema_of(self.size, "adagrad")
+        """Return the schema: all features look into one table."""
+        begin = tc.init.Uniform(low=-0.05, high=0.05)
+        table = tc.Table(name=TABLE, dim=self.size.dim, optimizer=RULES[self.optimizer], initializer=begin)
+        features = tuple(tc.Feature(name=f"feature{f}", table=TABLE) for f in range(self.size.features))
+        return tc.Schema(label="label", dense=(), features=features, tables=(table,))
 
     def draw(self, index: int) -> RawBatch:
         """Return a pass."""
         rng, schema, samples = np.random.default_rng((5, index)), self.schema(), self.size.samples
         keys = {f.name: permuted_power_law(rng, self.size.vocabulary, samples) for f in schema.features}
         return RawBatch.of(schema, keys, label=rng.integers(0, 2, samples).astype(np.float32))
+
+
+def dataset(folder: Path, size: Size, optimizer: str) -> tc.PassDataset:
+    """Open the dataset of a size in ``folder``, or write it there."""
+    facts = (size.name, optimizer, size.passes, size.samples, size.vocabulary, size.features, size.dim)
+    return write_drawn(folder / "-".join(map(str, ("passes", *facts))), Drawn(size, optimizer))
 
 
 def dense_part(inputs: int, width: int) -> nn.Sequential:

@@ -61,25 +61,6 @@ def permuted_power_law(rng: np.random.Generator, rows: int, count: int) -> NDArr
     return ranks
 
 
-class Zipf:
-    """Draws ids below ``num_ids``, the same for the same seed: rank k with probability in proportion to k ** -ALPHA."""
-
-    def __init__(self, num_ids: int, *, seed: int = 0) -> None:
-        self._rng = np.random.default_rng(seed)
-        self._below = np.cumsum(np.arange(1, num_ids + 1, dtype=np.float64) ** -ALPHA)
-        self._below /= self._below[-1]
-        self.num_ids = num_ids
-
-    def permutation(self) -> NDArray[np.int64]:
-        """Return an order of the ids in which popularity means nothing."""
-        return self._rng.permutation(self.num_ids)
-
-    def ranks(self, count: int) -> NDArray[np.int64]:
-        """Return ``count`` ranks, the most popular 0."""
-        drawn = np.searchsorted(self._below, self._rng.random(count), side="right")
-        return np.minimum(drawn, self.num_ids - 1)
-
-
 def write_drawn(folder: Path, data: Drawn) -> tc.PassDataset:
     """Open the dataset in ``folder``, or write it there."""
     if not folder.exists():

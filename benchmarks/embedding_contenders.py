@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import sys
 import time
@@ -25,7 +26,7 @@ import torch
 from torch import nn
 
 import tiercache as tc
-from benchmarks.drawn_passes import Zipf
+from benchmarks.drawn_passes import permuted_power_law
 from tiercache.data.encoded_batch import EncodedBatch, FeatureIds
 from tiercache.data.sample_layout import SampleLayout
 from tiercache.kernels.cpu.hashing import hash_keys
@@ -82,13 +83,8 @@ SHAPES = {shape.name: shape for shape in (*FULL, *QUICK, *TINY, BUSY)}
 @functools.lru_cache(maxsize=1)
 def batches_of(shape: Shape) -> NDArray[np.int32]:
     """Return the row ids of every batch: (batches, F, N), the same in every process; not to be changed."""
-    zipf = Zipf(shape.rows, seed=7)
-    orders = [zipf.permutation().astype(np.int32) for _ in range(shape.num_tables)]
-    ids = np.empty((NUM_BATCHES, shape.num_features, shape.num_samples), dtype=np.int32)
-    for batch in ids:
-        for feature in range(shape.num_features):
-            batch[feature] = orders[shape.table_of(feature)][zipf.ranks(shape.num_samples)]
-    return ids
+    rng, size = np.random.default_rng(7), (NUM_BATCHES, shape.num_features, shape.num_samples)
+    return permuted_power_law(rng, shape.rows, math.prod(size)).astype(np.int32).reshape(size)
 
 
 def distinct_rows(shape: Shape, ids_FN: NDArray[np.int32]) -> int:

@@ -43,7 +43,7 @@ from benchmarks.embedding_contenders import (
 from benchmarks.machine import Goal, called, console, middle, options_of, say, table_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 COPY_BYTES = 2 * (256 << 20)
 """Read and written by a step of the contender "copy"."""
@@ -135,11 +135,11 @@ TINY_PLANS = {"": QUICK_PLAN, "_default": replace(QUICK_PLAN, turns=1, optimizer
 
 
 class Bench:
-    """Runs cases; keeps idle processes alive from one case to the next."""
+    """Runs cases; keeps processes from one case to the next where memory holds the tables of all."""
 
     def __init__(self, contenders: Sequence[str]) -> None:
         self._contenders = contenders
-        self._idle: dict[tuple[str, str], Process] = {}
+        self._open: dict[tuple[str, str], Process] = {}
 
     def case(self, shape: Shape, optimizer: str, allocator: str, plan: Plan) -> dict[str, list[float]]:
         """Measure one optimizer on one shape: return the seconds of single steps by contender."""
@@ -147,38 +147,30 @@ class Bench:
         together = len(names) * shape.table_bytes(optimizer) < psutil.virtual_memory().available // 2
         seconds: dict[str, list[float]] = {name: [] for name in names}
         for group in [names] if together else [[name] for name in names]:
-            with self._processes(group, allocator, keep=together) as processes:
+            if not together:
+                self.close()
+            processes = [self._process(name, allocator) for name in group]
+            for process in processes:
+                process.tell(f"build {shape.name} {optimizer} {plan.warm_up}")
+            for process in processes:
+                process.hear()
+            for _ in range(plan.turns):
                 for process in processes:
-                    process.tell(f"build {shape.name} {optimizer} {plan.warm_up}")
-                for process in processes:
-                    process.hear()
-                for _ in range(plan.turns):
-                    for process in processes:
-                        seconds[process.name] += process.do(f"run {plan.steps}")
-                for process in processes:
-                    process.do("drop")
+                    seconds[process.name] += process.do(f"run {plan.steps}")
+            for process in processes:
+                process.do("drop")
         return seconds
 
-    @contextlib.contextmanager
-    def _processes(self, names: Sequence[str], allocator: str, *, keep: bool) -> Iterator[list[Process]]:
-        if not keep:
-            self.close()
-        places = [(name, allocator) for name in names]
-        found = [self._idle.pop(place) if place in self._idle else Process(*place) for place in places]
-        try:
-            yield found
-        finally:
-            for process in found:
-                if keep:
-                    self._idle[process.name, allocator] = process
-                else:
-                    process.close()
+    def _process(self, name: str, allocator: str) -> Process:
+        if (name, allocator) not in self._open:
+            self._open[name, allocator] = Process(name, allocator)
+        return self._open[name, allocator]
 
     def close(self) -> None:
         """End all processes."""
-        for process in self._idle.values():
+        for process in self._open.values():
             process.close()
-        self._idle.clear()
+        self._open.clear()
 
 
 def busy_ratio(shape: Shape, plan: Plan) -> dict[str, float]:

@@ -1,9 +1,9 @@
 """The exchange of rows between ranks: python -m benchmarks.exchange [--quick] [--json FILE].
 
 Two ranks on this machine, one thread each, over Gloo. Each has half of every table's rows, by their hashes, and half of
-a batch's samples; ids are Zipf's (1.05). A turn is a step with exchanged rows, then, for comparison, a step of the same
-samples with all rows on the rank, and a bare all-to-all of the bytes that the exchange moved, in the same three calls
-(addresses, rows, gradients). Times are those of the slower rank, and the median of all turns.
+a batch's samples; ids follow a power law of 1.05. A turn is a step with exchanged rows, then, for comparison, a step of
+the same samples with all rows on the rank, and a bare all-to-all of the bytes that the exchange moved, in the same
+three calls (addresses, rows, gradients). Times are those of the slower rank, and the median of all turns.
 
 Keys, for each SHAPE and plain for the least favorable one: wire_ratio_SHAPE is the bytes that left the ranks over the
 fewest that must: for each unique row of another rank in a rank's batch, its address, the row and its gradient, counted
@@ -15,15 +15,14 @@ gradients, which the step on one rank has too, as the exchange's. bytes_saved_by
 bytes would be without, where every lookup traveled; time_saved_by_unique_ids_SHAPE the time of a bare all-to-all of
 those, over that of the exchange's calls.
 
-Each rank is a process of this module, called with --rank SHAPE TURNS WARM_UP and the environment of torchrun; rank 0
-writes what all ranks measured as one line of JSON.
+Each rank is a process of this module, called with --rank SHAPE TURNS WARM_UP by torchrun; rank 0 writes what all ranks
+measured as one line of JSON.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -36,7 +35,7 @@ import numpy as np
 import torch
 
 import tiercache as tc
-from benchmarks.drawn_passes import Zipf
+from benchmarks.drawn_passes import permuted_power_law
 from benchmarks.machine import Goal, called, console, middle, options_of, table_of
 from tiercache.backends.jagged import OptimizerStep
 from tiercache.backends.opening import open_backend
@@ -124,13 +123,10 @@ class Rank:
         zeros = np.zeros(len(names), dtype=np.int8)
         cols = np.arange(len(names), dtype=np.int64) * shape.dim
         self.part = FeaturePart(0, names, names, zeros, cols, bags=False)
-        zipf = Zipf(shape.rows, seed=7)
-        orders = {name: zipf.permutation().astype(np.int32) for name in names}
-        mine = shape.num_samples // ranks.size
-        for _ in range(ranks.rank):  # ranks draw from one stream, each its own part of it
-            zipf.ranks(mine * len(names) * NUM_BATCHES)
+        rng, mine = np.random.default_rng((7, ranks.rank)), shape.num_samples // ranks.size
         self.batches = [
-            {name: FeatureIds(orders[name][zipf.ranks(mine)], None, None) for name in names} for _ in range(NUM_BATCHES)
+            {name: FeatureIds(permuted_power_law(rng, shape.rows, mine).astype(np.int32), None, None) for name in names}
+            for _ in range(NUM_BATCHES)
         ]
         self.gradient = np.random.default_rng(2).random((mine, len(names) * shape.dim), dtype=np.float32)
 
@@ -264,31 +260,14 @@ def be_a_rank(shape: Shape, turns: int, warm_up: int) -> None:
 
 
 def measure(shape: str, turns: int, warm_up: int) -> list[dict[str, Any]]:
-    """Run the ranks; return what each measured. Raises RuntimeError where one of them failed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": str(NUM_RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    threads = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "benchmarks.exchange", "--rank", shape, str(turns), str(warm_up)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | shared | threads | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=Path(__file__).parents[1],
-        )
-        for rank in range(NUM_RANKS)
-    ]
-    try:
-        said = [process.communicate(timeout=LIMIT_SECONDS)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if any(process.returncode for process in processes):
-        raise RuntimeError("a rank of the benchmark failed: see above")
-    found: list[dict[str, Any]] = json.loads(said[0])
+    """Run the ranks; return what each measured. Raises CalledProcessError where one of them failed."""
+    ranks = ["--standalone", "--nproc-per-node", str(NUM_RANKS), "-m", "benchmarks.exchange", "--rank", shape]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *ranks, str(turns), str(warm_up)],
+        stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[1], timeout=LIMIT_SECONDS, check=True,
+    )  # fmt: skip
+    found: list[dict[str, Any]] = json.loads(done.stdout)
     return found
 
 

@@ -2,7 +2,7 @@
 
 Legend: F features, N samples, E = F * N lookups, D dim, S slots, U distinct rows of a batch, P rows of a switch.
 Vectors are float32, or of 16 bits with their state in float32: then the names of operations end in `_bf16` or `_fp16`.
-Lookups are uniform over the rows, so that caches help little; the batch of the updates is zipf 1.05, as clicks are.
+Lookups are uniform over the rows, so that caches help little; the batch of the updates follows a power law of 1.05.
 The bytes that each operation must move are those that `benchmarks.kernels` lists.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.drawn_passes import Zipf
+from benchmarks.drawn_passes import permuted_power_law
 from tiercache.kernels.arrays import NONE_F4
 from tiercache.kernels.cpu.initial import UNIFORM
 from tiercache.kernels.cpu.key_index import KeySet
@@ -101,8 +101,7 @@ class Batch:
         slot_of_local = rng.permutation(size.num_slots).astype(np.int32)
         self.bases = np.arange(size.num_features, dtype=np.int64) * size.rows
         self.ids_FN = rng.integers(0, size.rows, (size.num_features, size.num_samples)).astype(np.int32)
-        zipf = Zipf(size.rows, seed=7)
-        self.skewed_FN = np.stack([zipf.permutation()[zipf.ranks(size.num_samples)] for _ in range(size.num_features)])
+        self.skewed_FN = permuted_power_law(rng, size.rows, self.ids_FN.size).reshape(self.ids_FN.shape)
         uniform, skewed = (
             slot_of_local[(ids + self.bases[:, None]).reshape(-1)] for ids in (self.ids_FN, self.skewed_FN)
         )

@@ -6,7 +6,7 @@ kernels that write past the caches come above 1.) On a CPU the numba kernels are
 GPU the CUDA kernels, by events; there a step of lookup, sort and update is also compared with `nn.EmbeddingBag` and
 torch's optimizers. The goals are of one H200 at 65,536 samples: elsewhere there is no verdict.
 
-Bytes that must move (E lookups, D dim, U distinct rows of the zipf batch, P rows moved, state: floats of a row's
+Bytes that must move (E lookups, D dim, U distinct rows of the skewed batch, P rows moved, state: floats of a row's
 optimizer state): gather 4 E + 8 E D; pool_one, one id a feature, and pool_none, a vector an id, 12 E + 8 E D (ids, slot
 map, slots); bags of two: pool_sum 24 E + 6 E D, pool_mean 28 E + 6 E D (a factor for each entry), pool_max 24 E + 8 E D
 (which entry was largest), pool_weighted, a sum, 32 E + 6 E D (weights, factors), weight_gradient 12 E + 6 E D (slots,

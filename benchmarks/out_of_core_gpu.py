@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import tiercache as tc
-from benchmarks.disk_case import DenseTimer, Drawn, Size, Step
-from benchmarks.drawn_passes import write_drawn
+from benchmarks.disk_case import DenseTimer, Size, Step, dataset
 from benchmarks.machine import console, say
 from benchmarks.window import (
     WARM_UP,
@@ -54,8 +53,7 @@ class DiskBenchmark:
     def __init__(self, size: Size, folder: Path, machine: TrainingMachine) -> None:
         self.size, self.folder, self.machine = size, folder, machine
         say(f"{size.name}: data")
-        self.passes = write_drawn(folder / f"passes-{size.name}-{size.passes}-{size.samples}-{size.vocabulary}",
-                                  Drawn(size))  # fmt: skip
+        self.passes = dataset(folder, size, "adagrad")
         host = size.host_bytes or Budgets.least(self.passes).host
         self.budgets = Budgets(device=size.device_bytes or device_need(self.passes), host=host)
         self._kept = folder / f"figures-{size.name}-{machine.name}.json"
