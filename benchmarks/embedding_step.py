@@ -28,18 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from benchmarks.embedding_contenders import (
-    BUSY,
-    FULL,
-    OPTIMIZERS,
-    QUICK,
-    THREADS,
-    TINY,
-    Shape,
-    batches_of,
-    bytes_to_move,
-    distinct_rows,
-)
+from benchmarks import embedding_contenders as cases
 from benchmarks.machine import Goal, called, console, middle, options_of, say, table_of
 
 if TYPE_CHECKING:
@@ -76,7 +65,7 @@ ALLOCATORS = {
 class Process:
     """A contender at work; see embedding_contenders."""
 
-    def __init__(self, name: str, allocator: str, threads: int = THREADS) -> None:
+    def __init__(self, name: str, allocator: str, threads: int = cases.THREADS) -> None:
         self.name = name
         known = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
         self._process = subprocess.Popen(
@@ -125,13 +114,13 @@ class Plan:
     """Of each turn."""
     warm_up: int
     """Steps before the first turn."""
-    optimizers: tuple[str, ...] = OPTIMIZERS
+    optimizers: tuple[str, ...] = cases.OPTIMIZERS
 
 
 FULL_PLAN = Plan(turns=5, steps=5, warm_up=8)
 BUSY_PLAN = Plan(turns=10, steps=5, warm_up=2)
 QUICK_PLAN = Plan(turns=3, steps=3, warm_up=2)
-TINY_PLANS = {"": QUICK_PLAN, "_default": replace(QUICK_PLAN, turns=1, optimizers=OPTIMIZERS[:2])}
+TINY_PLANS = {"": QUICK_PLAN, "_default": replace(QUICK_PLAN, turns=1, optimizers=cases.OPTIMIZERS[:2])}
 
 
 class Bench:
@@ -141,7 +130,7 @@ class Bench:
         self._contenders = contenders
         self._open: dict[tuple[str, str], Process] = {}
 
-    def case(self, shape: Shape, optimizer: str, allocator: str, plan: Plan) -> dict[str, list[float]]:
+    def case(self, shape: cases.Shape, optimizer: str, allocator: str, plan: Plan) -> dict[str, list[float]]:
         """Measure one optimizer on one shape: return the seconds of single steps by contender."""
         names = [n for n in self._contenders if n in {"ours", "copy"} or optimizer in PEERS[n]]
         together = len(names) * shape.table_bytes(optimizer) < psutil.virtual_memory().available // 2
@@ -173,10 +162,10 @@ class Bench:
         self._open.clear()
 
 
-def busy_ratio(shape: Shape, plan: Plan) -> dict[str, float]:
+def busy_ratio(shape: cases.Shape, plan: Plan) -> dict[str, float]:
     """Return our steps a second with one thread and with two, in turns beside two processes that are always busy."""
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(THREADS)]
-    processes = {threads: Process("ours", "", threads) for threads in (1, THREADS)}
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cases.THREADS)]
+    processes = {threads: Process("ours", "", threads) for threads in (1, cases.THREADS)}
     seconds: dict[int, list[float]] = {threads: [] for threads in processes}
     try:
         for process in processes.values():
@@ -193,13 +182,13 @@ def busy_ratio(shape: Shape, plan: Plan) -> dict[str, float]:
     rates = {threads: len(taken) / sum(taken) for threads, taken in seconds.items()}
     return {
         "busy_steps_per_second_one_thread": rates[1],
-        "busy_steps_per_second": rates[THREADS],
-        "busy_ratio": rates[THREADS] / rates[1],
+        "busy_steps_per_second": rates[cases.THREADS],
+        "busy_ratio": rates[cases.THREADS] / rates[1],
     }
 
 
 def figures_of(
-    shape: Shape, optimizer: str, allocator: str, seconds: dict[str, list[float]], distinct: float
+    shape: cases.Shape, optimizer: str, allocator: str, seconds: dict[str, list[float]], distinct: float
 ) -> dict[str, Any]:
     """Return the keys of one case."""
     ms = {name: middle(taken) * 1e3 for name, taken in seconds.items()}
@@ -209,12 +198,12 @@ def figures_of(
     copied = COPY_BYTES / ms["copy"]
     record[f"copy_bytes_per_second_{tail}"] = copied * 1e3
     for name, rows_once in (("share_of_copy_bandwidth", False), ("share_of_copy_bandwidth_rows_once", True)):
-        moved = bytes_to_move(shape, optimizer, distinct, rows_once=rows_once)
+        moved = cases.bytes_to_move(shape, optimizer, distinct, rows_once=rows_once)
         record[f"{name}_{tail}"] = moved / ms["ours"] / copied
     return record
 
 
-def plain_keys(record: dict[str, Any], shapes: Sequence[Shape], allocator: str) -> dict[str, Any]:
+def plain_keys(record: dict[str, Any], shapes: Sequence[cases.Shape], allocator: str) -> dict[str, Any]:
     """Return the least of every figure over shapes; None where a peer was not there."""
     plain: dict[str, Any] = {}
     for key, (peer, optimizers) in SPEEDUPS.items():
@@ -222,7 +211,7 @@ def plain_keys(record: dict[str, Any], shapes: Sequence[Shape], allocator: str) 
         values = [record[name] for name in names if name in record]
         plain[key + allocator] = min(values) if values else None
     for key in ("share_of_copy_bandwidth", "share_of_copy_bandwidth_rows_once"):
-        names = [f"{key}_{o}_{s.name}{allocator}" for o in OPTIMIZERS for s in shapes]
+        names = [f"{key}_{o}_{s.name}{allocator}" for o in cases.OPTIMIZERS for s in shapes]
         plain[key + allocator] = min(record[name] for name in names if name in record)
     return plain
 
@@ -233,12 +222,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = options_of("embedding_step", __doc__, quick, tiny="both allocators, so small that times mean nothing")
     parser.add_argument("--busy", action="store_true", help="one thread and two beside two busy processes, only")
     with called(parser, arguments) as run:
-        shapes = run.size(FULL, QUICK, TINY)
+        shapes = run.size(cases.FULL, cases.QUICK, cases.TINY)
         if run.options.busy:
-            run.record |= busy_ratio(*run.size((BUSY, BUSY_PLAN), (BUSY, BUSY_PLAN), (TINY[0], QUICK_PLAN)))
+            run.record |= busy_ratio(
+                *run.size((cases.BUSY, BUSY_PLAN), (cases.BUSY, BUSY_PLAN), (cases.TINY[0], QUICK_PLAN))
+            )
         else:
             plans = run.size({"": FULL_PLAN, "_default": FULL_PLAN}, {"": QUICK_PLAN}, TINY_PLANS)
-            run.record |= {"threads": THREADS, "steps_measured": plans[""].turns * plans[""].steps}
+            run.record |= {"threads": cases.THREADS, "steps_measured": plans[""].turns * plans[""].steps}
             measure(run.record, shapes, plans)
     if run.options.busy:
         run.report((BUSY_GOAL,), title="threads on cores that others use too")
@@ -247,14 +238,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run.report(GOALS)
 
 
-def measure(record: dict[str, Any], shapes: Sequence[Shape], plans: dict[str, Plan]) -> None:
+def measure(record: dict[str, Any], shapes: Sequence[cases.Shape], plans: dict[str, Plan]) -> None:
     """Add the figures of all shapes, with each allocator as planned."""
     has_fbgemm = importlib.util.find_spec("fbgemm_gpu") is not None
     bench = Bench([name for name in ("copy", "ours", *PEERS) if name != "fbgemm" or has_fbgemm])
     try:
         for allocator, plan in plans.items():
             for shape in shapes:
-                distinct = middle(distinct_rows(shape, ids) for ids in batches_of(shape))
+                distinct = middle(cases.distinct_rows(shape, ids) for ids in cases.batches_of(shape))
                 record[f"distinct_rows_{shape.name}"] = distinct
                 for optimizer in plan.optimizers:
                     say(f"{shape.name}, {optimizer}{allocator.replace('_', ', allocator: ')}")
@@ -266,11 +257,11 @@ def measure(record: dict[str, Any], shapes: Sequence[Shape], plans: dict[str, Pl
         bench.close()
 
 
-def _print(record: dict[str, Any], shapes: Sequence[Shape]) -> None:
+def _print(record: dict[str, Any], shapes: Sequence[cases.Shape]) -> None:
     names = {"ours": "ours", "torch": "nn.EmbeddingBag", "by_hand": "torch by hand", "fbgemm": "FBGEMM"}
     columns = ("shape", "optimizer", "allocator", *names.values(), "copy GB/s", "share of copy")
     table = table_of("milliseconds a step (times ours)", *columns, left=3)
-    for shape, optimizer, allocator in itertools.product(shapes, OPTIMIZERS, ALLOCATORS):
+    for shape, optimizer, allocator in itertools.product(shapes, cases.OPTIMIZERS, ALLOCATORS):
         tail = f"{optimizer}_{shape.name}{allocator}"
         if f"ms_ours_{tail}" not in record:
             continue

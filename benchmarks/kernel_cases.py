@@ -15,23 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.drawn_passes import permuted_power_law
+from tiercache.kernels import step as stepping
 from tiercache.kernels.arrays import NONE_F4
 from tiercache.kernels.cpu.initial import UNIFORM
 from tiercache.kernels.cpu.key_index import KeySet
 from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
-from tiercache.kernels.step import (
-    ADAGRAD,
-    NO_ROUNDING,
-    ROWWISE,
-    SGD,
-    Gradients,
-    Rounding,
-    Rule,
-    Step,
-    Vectors,
-    adam_rule,
-    make_rounding,
-)
 from tiercache.store.vectors import to_bits
 
 if TYPE_CHECKING:
@@ -45,10 +33,10 @@ DTYPES = {"float32": "", "bfloat16": "_bf16", "float16": "_fp16"}
 RATE, BAG, PIECE_BYTES = 1e-6, 2, 4 << 20
 _NO_ARGMAX = np.empty((0, 0), np.int32)
 RULES = {
-    "sgd": Rule(SGD, RATE),
-    "adagrad": Rule(ADAGRAD, RATE, 1e-10),
-    "rowwise": Rule(ROWWISE, RATE, 1e-8),
-    "adam": adam_rule(3, RATE, 0.9, 0.999, 1e-8, 0.0),
+    "sgd": stepping.Rule(stepping.SGD, RATE),
+    "adagrad": stepping.Rule(stepping.ADAGRAD, RATE, 1e-10),
+    "rowwise": stepping.Rule(stepping.ROWWISE, RATE, 1e-8),
+    "adam": stepping.adam_rule(3, RATE, 0.9, 0.999, 1e-8, 0.0),
 }
 """The optimizers, in their third step."""
 
@@ -121,9 +109,9 @@ class Rows:
     tail: str
     words: Any
     """(S, W): the 4-byte words of vectors, as switches move them."""
-    vectors: Vectors
+    vectors: stepping.Vectors
     """The same, as lookups and steps take them."""
-    rounding: Rounding
+    rounding: stepping.Rounding
     """What a step rounds them by."""
 
     @classmethod
@@ -131,12 +119,12 @@ class Rows:
         """Make rows of 0.01."""
         if dtype == "float32":
             words = machine.place(np.full((num_slots, dim), 0.01, np.float32))
-            return cls(dim, DTYPES[dtype], words, Vectors(words, dim), NO_ROUNDING)
+            return cls(dim, DTYPES[dtype], words, stepping.Vectors(words, dim), stepping.NO_ROUNDING)
         bits = to_bits(np.full(dim, 0.01, np.float32), dtype)
         words = machine.place(np.tile(bits, (num_slots, 1)).view(np.float32))
-        vectors = Vectors.of(words, dim, dtype)
+        vectors = stepping.Vectors.of(words, dim, dtype)
         streams = machine.place(np.arange(num_slots, dtype=np.uint64))
-        return cls(dim, DTYPES[dtype], words, vectors, make_rounding(streams, 3))
+        return cls(dim, DTYPES[dtype], words, vectors, stepping.make_rounding(streams, 3))
 
     @property
     def vector_bytes(self) -> int:
@@ -144,10 +132,10 @@ class Rows:
         return 4 * int(self.words.shape[1])
 
 
-def gradients_of(machine: Machine, size: Size, dim: int) -> Gradients:
+def gradients_of(machine: Machine, size: Size, dim: int) -> stepping.Gradients:
     """Return the gradient of a lookup of one id for each sample and feature."""
     flat = machine.place(np.full(size.num_entries * dim, 1e-3, np.float32))
-    return Gradients(flat, size.num_samples, size.num_features * dim, np.arange(size.num_features) * dim)
+    return stepping.Gradients(flat, size.num_samples, size.num_features * dim, np.arange(size.num_features) * dim)
 
 
 def row_cases(machine: Machine, batch: Batch, dim: int) -> Iterator[Case]:
@@ -174,9 +162,9 @@ def _updates(machine: Machine, batch: Batch, rows: Rows) -> Iterator[Case]:
     def sort() -> Any:
         return machine.kernels.sort(batch.skewed, size.num_slots)
 
-    def update(rule: Rule, states: tuple[Any, ...], pairs: Any = None) -> None:
+    def update(rule: stepping.Rule, states: tuple[Any, ...], pairs: Any = None) -> None:
         taken = sort() if pairs is None else pairs
-        machine.kernels.step(Step(rows.vectors, states, taken, described, rule, rows.rounding))
+        machine.kernels.step(stepping.Step(rows.vectors, states, taken, described, rule, rows.rounding))
 
     if not rows.tail:
         yield Case("sort", 12 * entries, sort)
@@ -212,12 +200,12 @@ def _moves(machine: Machine, batch: Batch, rows: Rows) -> Iterator[Case]:
     )  # fmt: skip
 
 
-def _first_rows(machine: Machine, batch: Batch, vectors: Vectors) -> Case:
+def _first_rows(machine: Machine, batch: Batch, vectors: stepping.Vectors) -> Case:
     moved, dim = batch.moved, vectors.dim
     keys = machine.place(np.random.default_rng(5).integers(-(2**62), 2**62, moved))
     more: tuple[Any, ...] = (batch.order,)
     if not machine.on_device:  # the CPU makes them side by side; `unpack` brings them to their slots
-        vectors, more = Vectors(vectors.values[:moved], dim), ()
+        vectors, more = stepping.Vectors(vectors.values[:moved], dim), ()
     return Case(
         "initial_rows", (8 + 4 * len(more)) * moved + 4 * moved * dim,
         lambda: machine.kernels.initial_rows(keys, 5, 6, UNIFORM, -0.1, 0.1, vectors, *more),

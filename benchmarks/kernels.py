@@ -40,21 +40,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.kernel_cases import (
-    DTYPES,
-    FULL,
-    PIECE_BYTES,
-    QUICK,
-    RATE,
-    RULES,
-    TINY,
-    Batch,
-    Case,
-    Size,
-    gradients_of,
-    id_cases,
-    row_cases,
-)
+from benchmarks import kernel_cases as cases
 from benchmarks.kernel_launches import launches
 from benchmarks.kernel_machines import CudaMachine, Machine, Measured, ShimMachine, open_machine
 from benchmarks.machine import Goal, called, console, options_of, say, table_of, write_figures
@@ -89,7 +75,7 @@ LEAST_OVER = {
 PEER_OPTIMIZERS = ("adagrad", "adam")
 
 
-def measure(machine: Measured, case: Case, tail: str, copied: float, samples: int) -> dict[str, Any]:
+def measure(machine: Measured, case: cases.Case, tail: str, copied: float, samples: int) -> dict[str, Any]:
     """Return the keys of one operation."""
     seconds, host_seconds = machine.times(case.call, samples)
     name = case.name + tail
@@ -101,33 +87,33 @@ def measure(machine: Measured, case: Case, tail: str, copied: float, samples: in
     }
 
 
-def measure_all(machine: Measured, size: Size, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def measure_all(machine: Measured, size: cases.Size, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Return the figures of every operation, and the least of those with a goal; ``keep`` gets those so far."""
-    batch, record = Batch(size, machine), dict[str, Any]()
+    batch, record = cases.Batch(size, machine), dict[str, Any]()
     record["distinct_rows"] = batch.distinct
     copied = machine.copy_bytes_per_second(size.samples)
     record["copy_bytes_per_second"] = copied
-    for case in id_cases(machine, batch):
+    for case in cases.id_cases(machine, batch):
         record |= measure(machine, case, "", copied, size.samples)
     for dim in size.dims:
         say(f"dim {dim}")
         copied = machine.copy_bytes_per_second(size.samples)
         record[f"copy_bytes_per_second_{dim}"] = copied
-        for case in row_cases(machine, batch, dim):
+        for case in cases.row_cases(machine, batch, dim):
             record |= measure(machine, case, f"_{dim}", copied, size.samples)
         if isinstance(machine, CudaMachine):
             record |= over_link(machine, batch, dim)
             record |= _against_torch(machine, batch, dim)
         keep(record)
     for key, names in LEAST_OVER.items():
-        for tail in DTYPES.values():
+        for tail in cases.DTYPES.values():
             record[key + tail] = min(record[f"share_{name}{tail}_{dim}"] for name in names for dim in size.dims)
     speedups = [record.get(f"speedup_vs_torch_adagrad_{dim}") for dim in size.dims]
     record["speedup_vs_torch"] = min((s for s in speedups if s is not None), default=None)
     return record
 
 
-def _against_torch(machine: CudaMachine, batch: Batch, dim: int) -> dict[str, Any]:
+def _against_torch(machine: CudaMachine, batch: cases.Batch, dim: int) -> dict[str, Any]:
     record: dict[str, Any] = {}
     for optimizer in PEER_OPTIMIZERS:
         found = {
@@ -143,7 +129,7 @@ def _against_torch(machine: CudaMachine, batch: Batch, dim: int) -> dict[str, An
     return record
 
 
-def our_step(machine: Machine, batch: Batch, dim: int, optimizer: str) -> Callable[[], None]:
+def our_step(machine: Machine, batch: cases.Batch, dim: int, optimizer: str) -> Callable[[], None]:
     """Return a step of the skewed batch: one id for each sample and table, Adagrad or Adam."""
     size = batch.size
     cols = np.arange(size.num_features) * dim
@@ -152,16 +138,16 @@ def our_step(machine: Machine, batch: Batch, dim: int, optimizer: str) -> Callab
     states: list[Any] = [machine.empty((size.num_slots, dim), np.float32) for _ in range(num_states)]
     out = machine.empty((size.num_samples, cols.size * dim), np.float32)
     slots = machine.empty((size.num_entries,), np.int32)
-    described, kernels = gradients_of(machine, size, dim), machine.kernels
+    described, kernels = cases.gradients_of(machine, size, dim), machine.kernels
 
     def step() -> None:
         kernels.pool_one(vectors, batch.slot_of_local, batch.skewed_ids, batch.bases, cols, out, slots)
-        kernels.step(Step(vectors, states, kernels.sort(slots, size.num_slots), described, RULES[optimizer]))
+        kernels.step(Step(vectors, states, kernels.sort(slots, size.num_slots), described, cases.RULES[optimizer]))
 
     return step
 
 
-def torch_step(batch: Batch, dim: int, optimizer: str) -> Callable[[], None]:
+def torch_step(batch: cases.Batch, dim: int, optimizer: str) -> Callable[[], None]:
     """Return the step of a user of torch alone: ``nn.EmbeddingBag`` for each table, and Adagrad or SparseAdam."""
     size = batch.size
     bags = [
@@ -171,7 +157,7 @@ def torch_step(batch: Batch, dim: int, optimizer: str) -> Callable[[], None]:
         for _ in range(size.num_features)
     ]
     weights = [bag.weight for bag in bags]
-    rule = {"adagrad": torch.optim.Adagrad, "adam": torch.optim.SparseAdam}[optimizer](weights, lr=RATE)
+    rule = {"adagrad": torch.optim.Adagrad, "adam": torch.optim.SparseAdam}[optimizer](weights, lr=cases.RATE)
     ids = [torch.from_numpy(mine.astype(np.int64)).cuda() for mine in batch.skewed_FN]
     grads = [torch.full((size.num_samples, dim), 1e-3, device="cuda") for _ in bags]
     offsets = torch.arange(size.num_samples, device="cuda")
@@ -185,7 +171,7 @@ def torch_step(batch: Batch, dim: int, optimizer: str) -> Callable[[], None]:
     return step
 
 
-def over_link(machine: CudaMachine, batch: Batch, dim: int) -> dict[str, Any]:
+def over_link(machine: CudaMachine, batch: cases.Batch, dim: int) -> dict[str, Any]:
     """Pack straight into pinned host memory and unpack from it, as a switch does, with few blocks.
 
     Returns times of each way and of both at once, and their shares of copies of as many bytes, one at a time.
@@ -194,7 +180,7 @@ def over_link(machine: CudaMachine, batch: Batch, dim: int) -> dict[str, Any]:
     vectors = machine.place(np.full((batch.size.num_slots, dim), 0.01, np.float32))
     num_floats = moved * dim
     staging = machine.empty((num_floats,), np.float32)
-    rows = PIECE_BYTES // (4 * dim)
+    rows = cases.PIECE_BYTES // (4 * dim)
     first_row = np.append(np.arange(0, moved, rows), moved)
     memory, pieces = {}, {}
     for way in ("to_host", "from_host"):
@@ -237,9 +223,9 @@ def dry(record: dict[str, Any], architectures: Sequence[str]) -> None:
         record["compiled"] = "no"
         console.print(f"nothing was compiled for a GPU: {error}", markup=False)
     machine = ShimMachine()
-    batch, ran = Batch(TINY, machine), 0
-    for dim in TINY.dims:
-        for case in (*id_cases(machine, batch), *row_cases(machine, batch, dim)):
+    batch, ran = cases.Batch(cases.TINY, machine), 0
+    for dim in cases.TINY.dims:
+        for case in (*cases.id_cases(machine, batch), *cases.row_cases(machine, batch, dim)):
             case.call()
             ran += 1
         for optimizer in PEER_OPTIMIZERS:
@@ -267,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dry", action="store_true", help="no GPU: compile, and run each operation once on the CPU")
     with called(parser, arguments) as run:
         options, record = run.options, run.record
-        size = run.size(FULL, QUICK, TINY)
+        size = run.size(cases.FULL, cases.QUICK, cases.TINY)
         if options.dry:
             record["device"] = "none"
             dry(record, ("sm_90",) if options.tiny else cuda.ARCHITECTURES)
@@ -276,10 +262,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             record |= {"device": machine.name, "num_samples": size.num_samples, "rows_of_a_table": size.rows}
             record |= measure_all(machine, size, lambda so_far: write_figures(record | so_far, options.json))
             console.print(_table(record, size))
-    run.report(GOALS, judged=size is FULL and "H200" in record["device"], title="what was promised, on one H200")
+    run.report(GOALS, judged=size is cases.FULL and "H200" in record["device"], title="what was promised, on one H200")
 
 
-def _table(record: dict[str, Any], size: Size) -> Table:
+def _table(record: dict[str, Any], size: cases.Size) -> Table:
     title = f"{record['device']}, {size.num_samples:,} samples x {size.num_features} lookups: "
     title += "milliseconds (share of copy bandwidth)"
     table = table_of(title, "operation", *(f"dim {dim}" for dim in size.dims))

