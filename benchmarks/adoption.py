@@ -218,6 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = options_of("adoption", __doc__, "tables of 200 MB in all")
     with called(parser, arguments) as run:
         run.record |= measure(run.size(FULL, QUICK, TINY), run.folder)
+    run.show()
     run.report(GOALS)
 
 

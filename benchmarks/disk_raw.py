@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from benchmarks.machine import drop_cache
+from tiercache.planning.budget import PAGE_BYTES, paged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from tiercache.planning.pass_plan import PassPlan
     from tiercache.store.segment_layout import SegmentLayout
 
-PAGE_BYTES = 4096
 KEY_BYTES = 8
 REQUEST_BYTES = 32 << 20
 
@@ -75,11 +75,6 @@ class Replay:
             at = plan.pass_index % num_passes * slot
             commits.append([*blocks_of(plan.dumps, at), Span(at + slot_bytes(plan.dumps), state_bytes)])
         return cls(reads, commits, slot * num_passes)
-
-
-def paged(num_bytes: int) -> int:
-    """Round up to whole pages."""
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _block_rows(layout: SegmentLayout) -> list[int]:

@@ -36,7 +36,7 @@ import torch
 
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law
-from benchmarks.machine import Goal, called, console, middle, options_of, table_of
+from benchmarks.machine import Goal, called, middle, options_of
 from tiercache.backends.jagged import OptimizerStep
 from tiercache.backends.opening import open_backend
 from tiercache.data.encoded_batch import FeatureIds
@@ -311,25 +311,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name in ("bytes_saved_by_unique_ids", "time_saved_by_unique_ids"):
             record[name] = min(record[f"{name}_{shape}"] for shape in shapes)
         record |= {"num_ranks": NUM_RANKS, "turns": turns}
-    _print(record, shapes)
+    run.show()
     run.report(GOALS)
-
-
-def _print(record: dict[str, Any], shapes: Sequence[str]) -> None:
-    names = {
-        "step": "a step",
-        "alone": "all rows here",
-        "there": "rows",
-        "back": "gradients",
-        "bare": "bare all-to-all",
-    }
-    table = table_of("milliseconds of the slower rank", "shape", *names.values(), "MB sent", "without unique ids")
-    for shape in shapes:
-        megabytes = record[f"bytes_sent_{shape}"] / 1e6
-        without = f"{record[f'bytes_saved_by_unique_ids_{shape}'] * megabytes:.1f} MB"
-        cells = [f"{record[f'ms_{name}_{shape}']:.1f}" for name in names]
-        table.add_row(shape, *cells, f"{megabytes:.1f}", without)
-    console.print(table)
 
 
 if __name__ == "__main__":

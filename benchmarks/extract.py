@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law
-from benchmarks.machine import Goal, anonymous_bytes, called, console, options_of, table_of
+from benchmarks.machine import Goal, anonymous_bytes, called, options_of
 from tiercache.kernels.cpu.compile import prepare
 
 if TYPE_CHECKING:
@@ -166,11 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sizes = np.linspace(10_000_000, 20_000_000, COLUMNS).astype(int).tolist()
         write_data(data, rows, dict(zip(names, 2 * sizes, strict=True)))
         run.record |= measure(data, rows, run.folder, 1 if run.options.tiny else 2)
-    table = table_of(f"{rows:,} samples, {COLUMNS} columns", "what", "seconds", "million keys/s")
-    for key, value in run.record.items():
-        if key.endswith("_seconds") and key != "benchmark_seconds":
-            table.add_row(key.removesuffix("_seconds"), f"{value:.2f}", f"{rows * COLUMNS / value / 1e6:.0f}")
-    console.print(table)
+    run.show()
     run.report(GOALS)
 
 

@@ -25,6 +25,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from tiercache.sizes import format_bytes
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from types import TracebackType
@@ -67,6 +69,7 @@ class Run:
         self.name, self.options, self._keep = name, options, keep
         self.record = environment(f"benchmarks.{name}", given)
         self.record["size"] = next((form for form in ("dry", "tiny", "quick") if getattr(options, form, False)), "full")
+        self._facts = len(self.record)
 
     def size(self, full: Size, quick: Size, tiny: Size) -> Size:
         """Return the size that was asked for."""
@@ -81,6 +84,18 @@ class Run:
         made = beside if kept else Path(tempfile.mkdtemp(prefix=f"{self.name}-", dir=beside))
         self.record["file_system"] = file_system(made)
         return made.resolve()
+
+    def show(self) -> None:
+        """Print all figures, but for the verdicts."""
+        table = table_of(f"{self.name}, size {self.record['size']}", "", "")
+        for key, value in list(self.record.items())[self._facts :]:
+            if isinstance(value, str | bool) or value is None:
+                table.add_row(key, str(value))
+            elif key.endswith("_bytes") and value >= 0:
+                table.add_row(key, format_bytes(int(value)))
+            else:
+                table.add_row(key, f"{value:,}" if isinstance(value, int) else f"{value:,.4f}")
+        console.print(table)
 
     def report(self, goals: Sequence[Goal], *, judged: bool = True, title: str = "what was promised") -> None:
         """Print and write the figures; not judged: goals of another machine, or of a larger batch, have no verdict."""

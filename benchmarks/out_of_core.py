@@ -44,12 +44,11 @@ from benchmarks.disk_case import (
 )
 from benchmarks.disk_optimal import fewest_rows_read
 from benchmarks.disk_raw import BareDisk, Replay
-from benchmarks.machine import Goal, called, console, middle, options_of, say, table_of
+from benchmarks.machine import Goal, called, middle, options_of, say
 from benchmarks.out_of_core_gpu import DiskBenchmark
 from benchmarks.training_machines import TrainingMachine, open_training
 from benchmarks.window import Budgets, MemoryRun, TieredRun, open_store, plans_of, rows_held, same_rows, switch_seconds
 from tiercache import InMemoryCache
-from tiercache.sizes import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -265,21 +264,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             record["threads"] = torch.get_num_threads()
             title, judged = "what was promised", True
             goals = [goal for goal in GOALS if goal.key in record]
-            _print(record, demands, list(figures))
+    run.show()
     run.report(goals, judged=judged, title=title)
-
-
-def _print(record: dict[str, Any], demands: Sequence[Demand], names: Sequence[str]) -> None:
-    columns = [f"demand {record['demand' + demand.suffix]:.3f}" for demand in demands]
-    table = table_of(f"out of core, size {record['size']}, {record['file_system']}", "", *columns)
-    for name in (n for n in names if not n.endswith("_turns")):
-        values = [record[name + demand.suffix] for demand in demands]
-        if "bytes" in name and "per_useful" not in name:
-            shown = [format_bytes(int(value)) for value in values]
-        else:
-            shown = [f"{v:,}" if isinstance(v, int) else f"{v:.4f}" for v in values]
-        table.add_row(name, *shown)
-    console.print(table)
 
 
 if __name__ == "__main__":

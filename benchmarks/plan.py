@@ -210,6 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found = Case(name, one, run.folder, size.batch).run()
             run.record |= {f"{name}_{key}": value for key, value in found.items()}
     goals = [replace(goal, key=f"{name}_{goal.key}") for name in data for goal in GOALS]
+    run.show()
     run.report(goals)
 
 

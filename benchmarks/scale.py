@@ -38,13 +38,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.drawn_passes import write_drawn
-from benchmarks.machine import Goal, called, console, files_below, options_of, say, table_of
+from benchmarks.machine import Goal, called, files_below, options_of, say
 from benchmarks.scale_case import FULL, QUICK, TINY, Child, Size, Walk, compared, watched
 from benchmarks.scale_worker import TURN
 from benchmarks.window import device_need
 from tiercache.data.dataset import PassDataset
 from tiercache.planning.plan import TrainingPlan
-from tiercache.sizes import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -225,15 +224,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run it from the command line."""
     parser = options_of("scale", __doc__, "80 MB of rows", folder="what it makes there it deletes")
     with called(parser, arguments) as run:
-        found = Benchmark(run.size(FULL, QUICK, TINY), run.folder).run()
-        run.record |= found
-    table = table_of(f"scale, {run.record['file_system']}", "", run.record["size"])
-    for name, value in found.items():
-        if name.endswith("_bytes") and value >= 0:
-            table.add_row(name, format_bytes(value))
-        elif not name.endswith("_passes"):
-            table.add_row(name, f"{value:,.3f}" if isinstance(value, float) else str(value))
-    console.print(table)
+        run.record |= Benchmark(run.size(FULL, QUICK, TINY), run.folder).run()
+    run.show()
     run.report(GOALS if run.record["size"] == "full" else SMALL_GOALS)
 
 

@@ -73,7 +73,7 @@ def present(folder: Path) -> list[str]:
     found = []
     for engine in ENGINES:
         try:
-            StoreRun(engine, Case.of(260, 1 << 20), folder / "probe.tc").close()
+            StoreRun(engine, Case.of(260, 1 << 20), folder / "probe.tc").store.close()
             found.append(engine)
         except ValueError as error:
             say(f"{engine} is left out: {error}")

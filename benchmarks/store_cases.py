@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks import store_runs as runs
-from benchmarks.disk_raw import BareDisk, slot_bytes
+from benchmarks.disk_raw import BareDisk, Replay, slot_bytes
 from benchmarks.machine import PeakMemory, files_below, middle
 from benchmarks.store_case import PASSES, RAW_SLOTS, SEGMENTS, Cycle, Dump, wide
 from tiercache.store import NEVER, SGD, Range, SegmentLayout, Store, Table, Zeros, hash_keys, info, verify
@@ -60,11 +60,14 @@ def measure_cycle(case: Case, turns: int, engine: str, folder: Path, *, verifica
             _loads(disk, run, cycle.pass_index, reads, room, loads)
             dump = cycle.next()
             dumps = [*dumps[1:], dump]
-            writes.turn(partial(runs.raw_dump, disk, dump, source), partial(run.dump, dump, source))
+            writes.turn(
+                partial(disk.seconds, Replay([], [dump.writes()], 0), memory=source.view),
+                partial(run.dump, dump, source),
+            )
         figures = writes.figures(engine, "dump") | loads.figures(engine, "load")
         figures |= {"dump_bytes": case.pass_bytes + 8 * case.rows, "load_bytes": case.pass_bytes}
         figures[f"{engine}_bytes_read_per_useful_byte"] = run.bytes_read / run.bytes_useful
-        run.close()  # and all that is dead is deleted
+        run.store.close()  # and all that is dead is deleted
         figures[f"{engine}_file_bytes"] = sum(f.stat().st_size for f in files_below(run.path))
         figures[f"{engine}_layout_bytes_per_gb"] = layout_bytes(run.path) / (PASSES * case.pass_bytes / 1e9)
         if verifications:
@@ -77,7 +80,7 @@ def _loads(
     disk: BareDisk, run: runs.StoreRun, pass_index: int, reads: list[Span], room: runs.HostPages, loads: runs.Seconds
 ) -> None:
     for _ in range(LOADS):
-        loads.turn(partial(runs.raw_load, disk, reads, room), partial(run.load, pass_index, room))
+        loads.turn(partial(disk.seconds, Replay(reads, [], 0), memory=room.view), partial(run.load, pass_index, room))
 
 
 def measure_wide(case: Case, passes: int, engine: str, folder: Path) -> dict[str, Any]:
@@ -99,7 +102,7 @@ def measure_wide(case: Case, passes: int, engine: str, folder: Path) -> dict[str
     figures: dict[str, Any] = loads.figures(engine, "load", "_400")
     figures["load_bytes_400"] = sum(span.size for span in reads[SEGMENTS])
     figures[f"{engine}_bytes_read_per_useful_byte_400"] = run.bytes_read / run.bytes_useful
-    run.close()
+    run.store.close()
     shutil.rmtree(run.path)
     return figures
 
@@ -117,7 +120,7 @@ def measure_heap(engine: str, case: Case, num_bytes: int, folder: Path) -> dict[
     with PeakMemory() as peak:
         run.store.append(0, [layout], blocks, stable=True)
         runs.publish(run.store, 1)
-    run.close()
+    run.store.close()
     shutil.rmtree(run.path)
     return {
         f"{engine}_heap_bytes": peak.growth_bytes,
@@ -136,7 +139,7 @@ def _verification(disk: BareDisk, run: runs.StoreRun, dumps: Sequence[Dump], tur
     room, seconds = runs.HostPages(64 << 20), runs.Seconds()
     figures: dict[str, Any] = {"verify_bytes": sum(span.size for span in spans)}
     for _ in range(turns):
-        seconds.turn(partial(runs.raw_load, disk, spans, room), partial(_verify, run.path))
+        seconds.turn(partial(disk.seconds, Replay(spans, [], 0), memory=room.view), partial(_verify, run.path))
     begun = time.perf_counter()
     found = info(run.path)
     figures[f"{run.engine}_info_seconds"] = time.perf_counter() - begun

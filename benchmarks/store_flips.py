@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.flip_places import TRAINED, Places, Training, places
-from benchmarks.machine import Goal, called, console, options_of, table_of
+from benchmarks.machine import Goal, called, console, options_of
 from tiercache.store import Store, StoreError
 
 if TYPE_CHECKING:
@@ -220,12 +220,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ) as run:
         size = run.size(FULL, QUICK, TINY)
         with tempfile.TemporaryDirectory(prefix="tiercache-flips-") as scratch:
-            found = measure(size, Path(scratch))
-        run.record |= found
-    table = table_of("What became of a flipped bit", "", "bits")
-    for key, value in found.items():
-        table.add_row(key, f"{value:,}")
-    console.print(table)
+            run.record |= measure(size, Path(scratch))
+    run.show()
     run.report((*GOALS, Goal(key="flips", goal=size.flips)))
 
 

@@ -149,7 +149,7 @@ def measure_lookup(case: Case, engines: list[str], folder: Path) -> dict[str, An
             memory[name] = max(memory[name], peak.growth_bytes)
             equal = equal and np.array_equal(found.view(np.uint8), expected.view(np.uint8))
     for run in runs.values():
-        run.close()
+        run.store.close()
     rates = {name: keys.size / middle(taken) for name, taken in seconds.items()}
     best = max(rates[engine] for engine in engines)
     return {

@@ -11,22 +11,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.disk_raw import Replay, paged
 from benchmarks.machine import drop_cache, files_below, middle, process_bytes_read
 from tiercache.kernels.cpu.checksum import crc32c, has_crc32c
 from tiercache.kernels.cpu.field_io import read_fields
 from tiercache.kernels.cpu.file_io import has_reads, read_checked
-from tiercache.planning.budget import ALIGNED_BYTES, PAGE_BYTES
+from tiercache.planning.budget import ALIGNED_BYTES, PAGE_BYTES, paged
 from tiercache.store import Cursor, Store
 from tiercache.store.reading import Pages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from benchmarks.disk_raw import BareDisk, Span
     from benchmarks.store_case import Case, Dump
     from tiercache.store import Segment
 
@@ -108,11 +106,22 @@ class StoreRun:
 
     def append(self, dump: Dump, source: HostPages) -> None:
         """Append the dump of a pass, each of its blocks from a page of ``source`` on."""
-        self.store.append(dump.pass_index, [dump.layout], _blocks(dump, source.data), stable=True)
+        layout, room = dump.layout, paged(dump.layout.block_bytes)
+        blocks = (
+            (0, block, source.data[block * room :][: (high - low) * layout.row_bytes], dump.keys[low:high])
+            for block, (low, high) in enumerate(map(layout.rows_of_block, range(layout.num_blocks)))
+        )
+        self.store.append(dump.pass_index, [layout], blocks, stable=True)
 
     def load(self, pass_index: int, room: HostPages) -> float:
         """Bring the rows with next use ``pass_index`` into ``room``, cold, and check them; returns the seconds."""
-        pages = self._pages(pass_index)
+        pages = [  # what a plan knows before a load begins
+            (segment, *layout.pages_of_range(index))
+            for segment in self.store.segments
+            for layout in segment.layouts
+            for index, rows in enumerate(layout.ranges)
+            if rows.next_use == pass_index
+        ]
         drop_store(self.path)
         useful, read = self.store.counters.row_bytes_read, process_bytes_read()
         begun = time.perf_counter()
@@ -126,20 +135,6 @@ class StoreRun:
         self.bytes_useful += self.store.counters.row_bytes_read - useful
         return seconds
 
-    def close(self) -> None:
-        """Close the store."""
-        self.store.close()
-
-    def _pages(self, pass_index: int) -> list[tuple[Segment, int, int]]:
-        """Return what a plan knows before a load begins: the pages with next use ``pass_index``, by segment."""
-        return [
-            (segment, *layout.pages_of_range(index))
-            for segment in self.store.segments
-            for layout in segment.layouts
-            for index, rows in enumerate(layout.ranges)
-            if rows.next_use == pass_index
-        ]
-
 
 def room_for(case: Case, ranges: int) -> HostPages:
     """Return memory for one load: two pages more for each run."""
@@ -149,14 +144,6 @@ def room_for(case: Case, ranges: int) -> HostPages:
 def source_for(case: Case) -> HostPages:
     """Return memory for one dump: each block in pages of its own."""
     return HostPages.of_noise(paged(case.budget.block) * (case.pass_bytes // case.budget.block + 2))
-
-
-def _blocks(dump: Dump, source: NDArray[np.uint8]) -> Iterator[tuple[int, int, NDArray[np.uint8], NDArray[np.int64]]]:
-    layout = dump.layout
-    room = paged(layout.block_bytes)
-    for block in range(layout.num_blocks):
-        low, high = layout.rows_of_block(block)
-        yield 0, block, source[block * room :][: (high - low) * layout.row_bytes], dump.keys[low:high]
 
 
 class Seconds:
@@ -170,9 +157,8 @@ class Seconds:
 
         Each begins when the disk has done what the one before left to it.
         """
-        ways = (raw, ours) if len(self._taken) % 2 == 0 else (ours, raw)
         found = {}
-        for way in ways:
+        for way in (raw, ours) if len(self._taken) % 2 == 0 else (ours, raw):
             os.sync()
             found[way] = way()
         self._taken.append((found[raw], found[ours]))
@@ -188,16 +174,6 @@ class Seconds:
             f"{engine}_{what}_ratio_least{suffix}": min(ratios),
             f"{engine}_{what}_ratio_most{suffix}": max(ratios),
         }
-
-
-def raw_dump(disk: BareDisk, dump: Dump, source: HostPages) -> float:
-    """Return the bare disk's seconds for a dump with its commit, over what a file has."""
-    return disk.seconds(Replay([], [dump.writes()], 0), memory=source.view)
-
-
-def raw_load(disk: BareDisk, spans: list[Span], room: HostPages) -> float:
-    """Return the bare disk's seconds for the reads of a load."""
-    return disk.seconds(Replay(spans, [], 0), memory=room.view)
 
 
 def _want(segment: Segment, low: int, high: int, room: NDArray[np.uint8], at: int, wanted: list[Pages]) -> int:

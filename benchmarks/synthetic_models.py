@@ -143,9 +143,6 @@ class Benchmark:
                 found |= self.tiered(part, found["in_memory_seconds"])
                 found["bound_ratio"] = min(found[f"bound_ratio_{p}"] for p in PARTS if f"bound_ratio_{p}" in found)
             kept.write_text(json.dumps(found, indent=1))
-            for key, value in found.items():
-                if key.startswith(("ms_", "bound", "throughput", "wait_fraction", "demand")):
-                    console.print(key, f"{value:.3f}" if isinstance(value, float) else value, markup=False)
         return found
 
 
@@ -171,6 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Goal(key="throughput_ratio_host", goal=0.97),
         Goal(key="bound_ratio_disk", goal=0.95),
     )
+    run.show()
     run.report(goals, judged=size is FULL and "H200" in machine.name, title="what was promised, on one H200")
 
 

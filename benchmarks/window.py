@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 import tiercache as tc
-from benchmarks.disk_raw import BareDisk, Replay, Span, paged
-from benchmarks.machine import drop_cache, process_bytes_read
-from tiercache.planning.budget import HostBudget
+from benchmarks.disk_raw import BareDisk, Replay, Span
+from benchmarks.machine import drop_cache, middle, process_bytes_read
+from tiercache.data.row_budget import RowBudget
+from tiercache.planning.budget import HostBudget, paged
 from tiercache.planning.positions import Positions
 from tiercache.store import MemoryEngine
 from tiercache.store.table import group_tables
@@ -84,8 +85,6 @@ class Budgets:
 
 def device_need(passes: tc.PassDataset) -> int:
     """Return the bytes on a device of each group's largest pass, each array from a cache line on."""
-    from tiercache.data.row_budget import RowBudget
-
     budget = RowBudget(passes.tables, 0)
     ordered = passes.schema.ordered_tables
     for one in passes.passes:
@@ -103,17 +102,11 @@ def rows_held(passes: tc.PassDataset) -> tuple[int, int]:
     return rows, num_bytes
 
 
-class _Run:
-    """A training that goes from pass to pass."""
+class MemoryRun:
+    """A training that goes from pass to pass, with every row on the device."""
 
     def __init__(
-        self,
-        cache: Any,
-        train: Callable[[Batch], None],
-        batch: int,
-        machine: TrainingMachine,
-        *,
-        shuffle: bool = False,
+        self, cache: Any, train: Callable[[Batch], None], batch: int, machine: TrainingMachine, *, shuffle: bool = False
     ) -> None:
         self.cache, self.train, self._batch, self._machine, self._shuffle = cache, train, batch, machine, shuffle
         self._passes = cast("Generator[Pass, None, None]", cache.passes(epochs=1 << 20))
@@ -158,11 +151,6 @@ class _Run:
         self.rest_seconds = time.perf_counter() - trained
         return time.perf_counter() - begun
 
-    def finish(self) -> None:
-        """Have the last pass written too."""
-        self.current  # noqa: B018 - the switch to it
-        self.rest()
-
     def _train(self, *, train: bool = True) -> int:
         steps, p = 0, self.current
         self.at_pass()
@@ -182,12 +170,6 @@ class _Run:
         """Let go of everything."""
         self._passes.close()
 
-
-class MemoryRun(_Run):
-    """With every row on the device."""
-
-    cache: tc.InMemoryCache
-
     def batch_seconds(self, window: Window) -> float:
         """Return what a batch takes until it is there where none is made ahead, without lookups; behind ``seconds``."""
         taken = []
@@ -199,7 +181,7 @@ class MemoryRun(_Run):
             taken.append((time.perf_counter() - begun) / made)
             self._pass = None
             self.current  # noqa: B018 - the switch is not the next one's
-        return float(np.median(taken))
+        return middle(taken)
 
     def kept_batch_seconds(self, repeats: int) -> float:
         """Return what a step takes on two batches made in advance, over and over: how others measured theirs."""
@@ -214,15 +196,13 @@ class MemoryRun(_Run):
         return (time.perf_counter() - begun) / repeats
 
 
-class TieredRun(_Run):
+class TieredRun(MemoryRun):
     """Over the tiers, on a store in a file whose pages leave the page cache once they are durable.
 
     Reads are then cold: a load of pass t comes from dumps that were durable before t - 1 began. A thread drops the
     pages, so that it takes its time from reader and writer. A turn ends when its last dump is durable and the pass
     after it is staged, so as many dumps and loads as it has passes are made in its seconds, from begin to end.
     """
-
-    cache: tc.TierCache
 
     def __init__(
         self,
@@ -250,6 +230,10 @@ class TieredRun(_Run):
         if self._file is not None and len(self.cache.reports) > 1:
             self._dropper.submit(self._drop_after, self.cache.reports[-2])
 
+    def _drop_after(self, report: PassReport) -> None:
+        if report.durable.wait(timeout=60) and self._file is not None and self._file.exists():
+            drop_cache(self._file)
+
     def seconds(self, window: Window) -> tuple[float, int]:
         """Do so, and count the bytes that came from disks."""
         self.upto(window.first)
@@ -266,6 +250,11 @@ class TieredRun(_Run):
         self.bytes_useful += self.store.counters.row_bytes_read - useful
         return seconds
 
+    def finish(self) -> None:
+        """Have the last pass written too."""
+        self.current  # noqa: B018 - the switch to it
+        self.rest()
+
     def rest(self) -> None:
         """Wait for reader and writer."""
         self.cache.drain()
@@ -280,14 +269,6 @@ class TieredRun(_Run):
         """Bytes of dense state in the last commit."""
         assert self.store.commit is not None
         return self.store.commit.state_bytes
-
-    def reports(self, window: Window) -> list[PassReport]:
-        """Return those of the window's passes and of the one behind it."""
-        return [r for r in self.cache.reports if window.first <= r.pass_index <= window.first + window.passes]
-
-    def _drop_after(self, report: PassReport) -> None:
-        if report.durable.wait(timeout=60) and self._file is not None and self._file.exists():
-            drop_cache(self._file)
 
     def close(self) -> None:
         """End the threads; the store stays open."""
@@ -337,16 +318,10 @@ def bare_disk_seconds(folder: Path, bytes_read: int, bytes_written: int, commits
 
 
 def figures_of(
-    machine: TrainingMachine,
-    run: TieredRun,
-    window: Window,
-    *,
-    memory: float,
-    tiered: float,
-    folder: Path | None,
+    machine: TrainingMachine, run: TieredRun, window: Window, *, memory: float, tiered: float, folder: Path | None
 ) -> dict[str, Any]:
     """Return what follows from the seconds of a window; ``folder``: on the store's disk, None for one in memory."""
-    reports = run.reports(window)
+    reports = [r for r in run.cache.reports if window.first <= r.pass_index <= window.first + window.passes]
     ending, beginning = reports[:-1], reports[1:]
     seconds = switch_seconds(ending, beginning)
     loaded, written = sum(r.bytes_loaded for r in beginning), sum(r.bytes_written_planned for r in ending)
