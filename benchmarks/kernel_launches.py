@@ -108,8 +108,8 @@ class IdleGpu(CudaDevice):
         return lambda *_, **__: self.counts.update((kernel,))
 
 
-def launches(*, bags: bool) -> tuple[dict[str, int], dict[str, float]]:
-    """Return the launches of a step by kernel, and the median host microseconds of its lookup and its update.
+def launches(*, bags: bool) -> tuple[int, float]:
+    """Return the launches of a step, and the median host microseconds of its lookup and its update.
 
     bags: features have two ids a sample, summed; else one id.
     """
@@ -133,19 +133,16 @@ def launches(*, bags: bool) -> tuple[dict[str, int], dict[str, float]]:
             argmax=e.argmax.reshape(-1),
         )  # fmt: skip
 
-    spent: dict[str, list[float]] = {"lookup": [], "update": []}
+    spent = []
     for number in range(1, _WARM + _TIMED + 1):
         gpu.begin_step()
         begun = time.thread_time()
         found = [make() for make in ids]
         backend.pool(list(zip(rows, found, strict=True)), out)
-        between = time.thread_time()
         due = [OptimizerStep(group, mine, [saved(e)], 0.01) for group, mine, e in zip(groups, rows, found, strict=True)]
         backend.step(due, number)
-        ended = time.thread_time()
-        spent["lookup"].append(1e6 * (between - begun))
-        spent["update"].append(1e6 * (ended - between))
-    return dict(gpu.counts), {name: middle(all_[_WARM:]) for name, all_ in spent.items()}
+        spent.append(1e6 * (time.thread_time() - begun))
+    return gpu.counts.total(), middle(spent[_WARM:])
 
 
 def _rows_of(group: Any) -> GroupRows:

@@ -232,18 +232,9 @@ def dry(record: dict[str, Any], architectures: Sequence[str]) -> None:
             our_step(machine, batch, dim, optimizer)()
             ran += 1
     for name, bags in (("one_id", False), ("bags", True)):
-        counts, micros = launches(bags=bags)
-        total = sum(micros.values())
-        record |= {f"launches_{name}": sum(counts.values()), f"host_us_{name}": total}
-        console.print(
-            f"a step of 26 tables in five groups, {name.replace('_', ' ')}: {sum(counts.values())} launches, "
-            f"{total:.0f} microseconds of the host ({', '.join(f'{key} {each:.0f}' for key, each in micros.items())})"
-        )
+        record[f"launches_{name}"], record[f"host_us_{name}"] = launches(bags=bags)
     record |= {"operations_run_by_the_shim": ran, "kernels_run_by_the_shim": len(set(machine.device.launches))}
-    console.print(
-        f"{ran} operations, {record['kernels_run_by_the_shim']} kernels, ran on the CPU by the tests' shim. "
-        "No kernel was measured: run `python -m benchmarks.kernels` on a machine with a GPU."
-    )
+    console.print("No kernel was measured: run `python -m benchmarks.kernels` on a machine with a GPU.")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -257,6 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.dry:
             record["device"] = "none"
             dry(record, ("sm_90",) if options.tiny else cuda.ARCHITECTURES)
+            run.show()
         else:
             machine = open_machine(options.device)
             record |= {"device": machine.name, "num_samples": size.num_samples, "rows_of_a_table": size.rows}
@@ -269,29 +261,18 @@ def _table(record: dict[str, Any], size: cases.Size) -> Table:
     title = f"{record['device']}, {size.num_samples:,} samples x {size.num_features} lookups: "
     title += "milliseconds (share of copy bandwidth)"
     table = table_of(title, "operation", *(f"dim {dim}" for dim in size.dims))
-    names = [key.removeprefix("share_") for key in record if key.startswith("share_")]
-    of_dims = tuple(f"_{dim}" for dim in size.dims)
-    for name in (n for n in names if f"ms_{n}" in record and not n.endswith(of_dims)):
-        table.add_row(name, _cell(record, name), *("" for _ in size.dims[1:]))
-    for name in (n.removesuffix(of_dims[0]) for n in names if n.endswith(of_dims[0])):
-        table.add_row(name, *(_cell(record, f"{name}_{dim}") for dim in size.dims))
-    for way in ("to_host", "from_host", "both_ways"):
-        shares = [record.get(f"link_share_rows_{way}_{dim}") for dim in size.dims]
-        if None not in shares:
-            table.add_row(f"rows {way.replace('_', ' ')}, of the link", *(f"{share:.2f}" for share in shares))
-    rates = (f"{record[f'copy_bytes_per_second_{dim}'] / 1e9:.1f} GB/s" for dim in size.dims)
-    table.add_row("a copy", *rates)
-    for optimizer in PEER_OPTIMIZERS:
-        key = f"speedup_vs_torch_{optimizer}"
-        if f"{key}_{size.dims[0]}" in record:
-            table.add_row(f"step, {optimizer}: torch / ours", *(f"{record[f'{key}_{dim}']:.1f}" for dim in size.dims))
+    for name in ("index_build", "index_find"):
+        table.add_row(name, _cell(record, f"ms_{name}"))
+    of_first = f"_{size.dims[0]}"
+    for key in (key for key in record if key.endswith(of_first) and not key.startswith(("bytes", "share", "host"))):
+        stem = key.removesuffix(of_first)
+        table.add_row(stem.removeprefix("ms_"), *(_cell(record, f"{stem}_{dim}") for dim in size.dims))
     return table
 
 
-def _cell(record: dict[str, Any], name: str) -> str:
-    host = record.get(f"host_ms_{name}", 0.0)
-    launched = f", launched in {host:.2f}" if host > record[f"ms_{name}"] else ""
-    return f"{record[f'ms_{name}']:.2f} ({record[f'share_{name}']:.2f}){launched}"
+def _cell(record: dict[str, Any], key: str) -> str:
+    share = record.get(key.replace("ms_", "share_", 1)) if key.startswith("ms_") else None
+    return f"{record[key]:.3g}" + ("" if share is None else f" ({share:.2f})")
 
 
 if __name__ == "__main__":

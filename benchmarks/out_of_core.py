@@ -46,8 +46,18 @@ from benchmarks.disk_optimal import fewest_rows_read
 from benchmarks.disk_raw import BareDisk, Replay
 from benchmarks.machine import Goal, called, middle, options_of, say
 from benchmarks.out_of_core_gpu import DiskBenchmark
-from benchmarks.training_machines import TrainingMachine, open_training
-from benchmarks.window import Budgets, MemoryRun, TieredRun, open_store, plans_of, rows_held, same_rows, switch_seconds
+from benchmarks.window import (
+    Budgets,
+    MemoryRun,
+    TieredRun,
+    TrainingMachine,
+    open_store,
+    open_training,
+    plans_of,
+    rows_held,
+    same_rows,
+    switch_seconds,
+)
 from tiercache import InMemoryCache
 
 if TYPE_CHECKING:

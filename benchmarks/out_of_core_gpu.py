@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from benchmarks.out_of_core import Demand
-    from benchmarks.training_machines import TrainingMachine
+    from benchmarks.window import TrainingMachine
 
 
 class DiskBenchmark:

@@ -26,10 +26,9 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.machine import Goal, called, console, options_of, say, table_of
-from benchmarks.store_case import FULL, PASSES, QUICK, TINY, Case, Size
 from benchmarks.store_cases import measure_commits, measure_cycle, measure_heap, measure_reads, measure_wide
 from benchmarks.store_lookup import measure_lookup
-from benchmarks.store_runs import StoreRun, warm_checksums
+from benchmarks.store_runs import FULL, PASSES, QUICK, TINY, Case, Size, StoreRun, warm_checksums
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks import store_runs as runs
 from benchmarks.disk_raw import BareDisk, Replay, slot_bytes
 from benchmarks.machine import PeakMemory, files_below, middle
-from benchmarks.store_case import PASSES, RAW_SLOTS, SEGMENTS, Cycle, Dump, wide
+from benchmarks.store_runs import PASSES, RAW_SLOTS, SEGMENTS, Cycle, Dump, wide
 from tiercache.store import NEVER, SGD, Range, SegmentLayout, Store, Table, Zeros, hash_keys, info, verify
 from tiercache.store.base_segment import base_layout, blocks_of
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from benchmarks.disk_raw import Span
-    from benchmarks.store_case import Case
+    from benchmarks.store_runs import Case
 
 TABLE = Table(name="items", dim=8, optimizer=SGD(learning_rate=0.1), initializer=Zeros())
 SMALL_BYTES = 400 << 10

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.machine import PeakMemory, console, middle
-from benchmarks.store_case import PASSES, Cycle
-from benchmarks.store_runs import StoreRun, drop_store, source_for
+from benchmarks.store_runs import PASSES, Cycle, StoreRun, drop_store, source_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from benchmarks.store_case import Case
+    from benchmarks.store_runs import Case
 
     Rows = NDArray[np.float32]
 

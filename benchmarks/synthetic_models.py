@@ -36,8 +36,18 @@ from typing import TYPE_CHECKING, Any
 import tiercache as tc
 from benchmarks.machine import Goal, called, console, options_of, say
 from benchmarks.synthetic_case import DRY, FULL, MODELS, QUICK, TINY, Data, Size, Trainer, dataset
-from benchmarks.training_machines import TrainingMachine, open_training
-from benchmarks.window import Budgets, MemoryRun, TieredRun, Window, figures_of, open_store, rows_held, same_rows
+from benchmarks.window import (
+    Budgets,
+    MemoryRun,
+    TieredRun,
+    TrainingMachine,
+    Window,
+    figures_of,
+    open_store,
+    open_training,
+    rows_held,
+    same_rows,
+)
 
 if TYPE_CHECKING:
     import argparse
