@@ -4,19 +4,16 @@ Ours is the public step of a user over an InMemoryCache that holds whole tables.
 with torch alone, and FBGEMM's CPU table-batched embedding: each gets its ids in the form it likes best, ahead of time,
 and need not put the outputs of its tables side by side.
 
-Commands come over standard input, one a line: ``build SHAPE OPTIMIZER WARM_UP``, ``run REPEATS``, ``drop``. Each is
-answered by a line of JSON.
+Commands come over a pipe: ``build, SHAPE, OPTIMIZER, WARM_UP``, ``run, REPEATS`` and ``drop``.
 
 Legend: F features, N samples, E = F * N entries, D dim, U distinct rows of a batch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import json
 import math
-import os
-import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -33,6 +30,7 @@ from tiercache.kernels.cpu.hashing import hash_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from multiprocessing.connection import Connection
 
     from numpy.typing import NDArray
 
@@ -77,7 +75,6 @@ FULL = (Shape(name="shared_1m", num_tables=1, rows=1_000_000), Shape(name="26x1m
 QUICK = (Shape(name="26x100k", num_tables=26, rows=100_000),)
 TINY = (Shape(name="4xtiny", num_tables=4, rows=2_000, num_features=4, num_samples=512, dim=16),)
 BUSY = Shape(name="shared_100k", num_tables=1, rows=100_000)
-SHAPES = {shape.name: shape for shape in (*FULL, *QUICK, *TINY, BUSY)}
 
 
 @functools.lru_cache(maxsize=1)
@@ -282,34 +279,28 @@ CONTENDERS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def main(name: str) -> None:
-    """Serve until the input ends, with the threads that OMP_NUM_THREADS says."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", THREADS)))
+def serve(pipe: Connection, name: str, threads: int) -> None:
+    """Do what is asked for until nobody asks any more, and answer with the seconds of each step that was run."""
+    torch.set_num_threads(threads)
     contender: Any = None
     number = 0
-    for line in sys.stdin:
-        command, *words = line.split()
-        seconds: list[float] = []
-        if command == "build":
-            shape = SHAPES[words[0]]
-            given = () if name == "copy" else (shape, words[1], batches_of(shape), gradients_of(shape))
-            contender = CONTENDERS[name](*given)
-            for number in range(int(words[2])):
-                contender.step(number)
-        elif command == "run":
-            contender.step(number)  # caches and clocks have rested
-            for _ in range(int(words[0])):
-                number += 1
-                begun = time.perf_counter()
-                contender.step(number)
-                seconds.append(time.perf_counter() - begun)
-        else:
-            contender = None
-        answers.write(json.dumps(seconds) + "\n")
-        answers.flush()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    with contextlib.suppress(EOFError):
+        while True:
+            command, *words = pipe.recv()
+            seconds: list[float] = []
+            if command == "build":
+                shape, optimizer, warm_up = words
+                given = () if name == "copy" else (shape, optimizer, batches_of(shape), gradients_of(shape))
+                contender = CONTENDERS[name](*given)
+                for number in range(warm_up):
+                    contender.step(number)
+            elif command == "run":
+                contender.step(number)  # caches and clocks have rested
+                for _ in range(words[0]):
+                    number += 1
+                    begun = time.perf_counter()
+                    contender.step(number)
+                    seconds.append(time.perf_counter() - begun)
+            else:
+                contender = None
+            pipe.send(seconds)

@@ -15,15 +15,13 @@ busy_ratio, the steps a second of our two threads over those of one, beside two 
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import itertools
-import json
+import multiprocessing
 import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -63,46 +61,38 @@ ALLOCATORS = {
 
 
 class Process:
-    """A contender at work; see embedding_contenders."""
+    """A contender at work in a process of its own, with its allocator and threads; see embedding_contenders."""
 
     def __init__(self, name: str, allocator: str, threads: int = cases.THREADS) -> None:
         self.name = name
-        known = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "benchmarks.embedding_contenders", name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=known | ALLOCATORS[allocator] | {"OMP_NUM_THREADS": str(threads)},
-            cwd=Path(__file__).parents[1],
-        )
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=cases.serve, args=(theirs, name, threads), daemon=True)
+        known = dict(os.environ)
+        os.environ.update(ALLOCATORS[allocator] | {"OMP_NUM_THREADS": str(threads)})  # read before its code runs
+        self._process.start()
+        os.environ.clear()
+        os.environ.update(known)
+        theirs.close()
 
-    def tell(self, command: str) -> None:
+    def tell(self, *command: Any) -> None:
         """Send a command, whose answer is still to be heard."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(command + "\n")
-            self._process.stdin.flush()
+        self._pipe.send(command)
 
     def hear(self) -> list[float]:
-        """Return the answer to the oldest command. Raises RuntimeError where the process has ended."""
-        assert self._process.stdout is not None
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"the process of {self.name} ended with {self._process.wait()}: see above")
-        seconds: list[float] = json.loads(answer)
+        """Return the answer to the oldest command. Raises EOFError where the process has ended."""
+        seconds: list[float] = self._pipe.recv()
         return seconds
 
-    def do(self, command: str) -> list[float]:
+    def do(self, *command: Any) -> list[float]:
         """Send a command and return its answer."""
-        self.tell(command)
+        self.tell(*command)
         return self.hear()
 
     def close(self) -> None:
         """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        self._pipe.close()
+        self._process.join()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,12 +130,12 @@ class Bench:
                 self.close()
             processes = [self._process(name, allocator) for name in group]
             for process in processes:
-                process.tell(f"build {shape.name} {optimizer} {plan.warm_up}")
+                process.tell("build", shape, optimizer, plan.warm_up)
             for process in processes:
                 process.hear()
             for _ in range(plan.turns):
                 for process in processes:
-                    seconds[process.name] += process.do(f"run {plan.steps}")
+                    seconds[process.name] += process.do("run", plan.steps)
             for process in processes:
                 process.do("drop")
         return seconds
@@ -169,10 +159,10 @@ def busy_ratio(shape: cases.Shape, plan: Plan) -> dict[str, float]:
     seconds: dict[int, list[float]] = {threads: [] for threads in processes}
     try:
         for process in processes.values():
-            process.do(f"build {shape.name} adagrad {plan.warm_up}")
+            process.do("build", shape, "adagrad", plan.warm_up)
         for _ in range(plan.turns):
             for threads, process in processes.items():
-                seconds[threads] += process.do(f"run {plan.steps}")
+                seconds[threads] += process.do("run", plan.steps)
     finally:
         for process in processes.values():
             process.close()

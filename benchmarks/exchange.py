@@ -44,7 +44,7 @@ from tiercache.dist.communicator import communicator_of
 from tiercache.ranks.asking import Asking, Wanted
 from tiercache.ranks.exchange import RowExchange
 from tiercache.ranks.owners import Owners, find_owners
-from tiercache.store.hashing import mix
+from tiercache.store.hashing import hash_keys
 from tiercache.store.shards.sharding import ShardingPlan, TableSharding
 from tiercache.store.table import group_tables
 from tiercache.tiers.rows import GroupRows, RowView
@@ -104,7 +104,8 @@ class Rank:
         self.tables = tuple(sorted(tables, key=lambda table: table.table_id))
         self.groups = group_tables(self.tables)
         self.sharding = ShardingPlan(ranks.size, {table.name: TableSharding("row") for table in self.tables})
-        keys = {table.name: _keys(table, shape.rows) for table in self.tables}
+        plain = np.arange(shape.rows, dtype=np.int64)
+        keys = {table.name: plain[np.argsort(hash_keys(plain, table.table_id))] for table in self.tables}
         self.owners: Owners = find_owners(self.sharding, 0, self.tables, [self.groups] * ranks.size, keys.__getitem__)
         owned = (self.owners.high_TW - self.owners.low_TW)[:, ranks.rank]
         order = [self.owners.index(table.name) for table in self.groups[0].tables]
@@ -222,12 +223,6 @@ class Rank:
         begun, busy = time.perf_counter(), time.process_time()
         run()
         return time.perf_counter() - begun, time.process_time() - busy
-
-
-def _keys(table: tc.Table, count: int) -> NDArray[np.int64]:
-    keys = np.arange(count, dtype=np.int64)
-    hashes = mix(keys.view(np.uint64) ^ np.uint64(table.table_id))
-    return np.ascontiguousarray(keys[np.argsort(hashes)])
 
 
 def be_a_rank(shape: Shape, turns: int, warm_up: int) -> None:

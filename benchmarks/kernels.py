@@ -43,7 +43,7 @@ from torch import nn
 from benchmarks import kernel_cases as cases
 from benchmarks.kernel_launches import launches
 from benchmarks.kernel_machines import CudaMachine, Machine, Measured, ShimMachine, open_machine
-from benchmarks.machine import Goal, called, console, options_of, say, table_of, write_figures
+from benchmarks.machine import Goal, Run, called, console, options_of, say, table_of
 from tiercache.kernels.cuda import device as cuda
 from tiercache.kernels.pieces import Memory
 from tiercache.kernels.step import Step, Vectors
@@ -87,9 +87,9 @@ def measure(machine: Measured, case: cases.Case, tail: str, copied: float, sampl
     }
 
 
-def measure_all(machine: Measured, size: cases.Size, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Return the figures of every operation, and the least of those with a goal; ``keep`` gets those so far."""
-    batch, record = cases.Batch(size, machine), dict[str, Any]()
+def measure_all(machine: Measured, size: cases.Size, run: Run) -> None:
+    """Measure every operation, and find the least of those with a goal; figures are written after each dim."""
+    batch, record = cases.Batch(size, machine), run.record
     record["distinct_rows"] = batch.distinct
     copied = machine.copy_bytes_per_second(size.samples)
     record["copy_bytes_per_second"] = copied
@@ -104,13 +104,12 @@ def measure_all(machine: Measured, size: cases.Size, keep: Callable[[dict[str, A
         if isinstance(machine, CudaMachine):
             record |= over_link(machine, batch, dim)
             record |= _against_torch(machine, batch, dim)
-        keep(record)
+        run.write()
     for key, names in LEAST_OVER.items():
         for tail in cases.DTYPES.values():
             record[key + tail] = min(record[f"share_{name}{tail}_{dim}"] for name in names for dim in size.dims)
     speedups = [record.get(f"speedup_vs_torch_adagrad_{dim}") for dim in size.dims]
     record["speedup_vs_torch"] = min((s for s in speedups if s is not None), default=None)
-    return record
 
 
 def _against_torch(machine: CudaMachine, batch: cases.Batch, dim: int) -> dict[str, Any]:
@@ -252,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             machine = open_machine(options.device)
             record |= {"device": machine.name, "num_samples": size.num_samples, "rows_of_a_table": size.rows}
-            record |= measure_all(machine, size, lambda so_far: write_figures(record | so_far, options.json))
+            measure_all(machine, size, run)
             console.print(_table(record, size))
     run.report(GOALS, judged=size is cases.FULL and "H200" in record["device"], title="what was promised, on one H200")
 

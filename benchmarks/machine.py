@@ -99,7 +99,27 @@ class Run:
 
     def report(self, goals: Sequence[Goal], *, judged: bool = True, title: str = "what was promised") -> None:
         """Print and write the figures; not judged: goals of another machine, or of a larger batch, have no verdict."""
-        report(self.record, goals, title=title, path=self.options.json, judged=judged)
+        record, table = self.record, table_of(title, "figure", "reached", "goal", "at least", "verdict")
+        for goal in goals:
+            value = record.get(goal.key)
+            verdict = goal.verdict(value) if judged or value is None else "no verdict"
+            record[f"{goal.key}_verdict"] = verdict
+            sign = "<= " if goal.below else ""
+            least = "" if goal.least is None else f"{sign}{goal.least:g}"
+            reached = "-" if value is None else f"{value:.3f}"
+            table.add_row(goal.key, reached, f"{sign}{goal.goal:g}", least, verdict)
+        console.print(table)
+        names = ("cpu", "cores", "kernel", "huge_pages", "python", *(k for k in record if k.startswith("version_")))
+        console.print(", ".join(f"{name.removeprefix('version_')} {record[name]}" for name in names if name in record))
+        console.print(f"{record['command']}  ({record['date']}, load before {record['load_before']})")
+        self.write()
+
+    def write(self) -> None:
+        """Write the figures, so far or all of them, as one flat object, where they were asked for."""
+        if self.options.json is not None:
+            flat = {key: value for key, value in self.record.items() if not isinstance(value, dict | list | tuple)}
+            self.options.json.write_text(json.dumps(flat, indent=1) + "\n")
+            console.print(f"figures written to {self.options.json}")
 
 
 def options_of(
@@ -158,28 +178,6 @@ def environment(module: str, arguments: Sequence[str], packages: Iterable[str] =
     return record
 
 
-def report(
-    record: dict[str, Any], goals: Sequence[Goal], *, title: str, path: Path | None, judged: bool = True
-) -> None:
-    """Print the goals with what was reached, and write ``record``, completed by verdicts, to ``path``."""
-    table = table_of(title, "figure", "reached", "goal", "at least", "verdict")
-    for goal in goals:
-        value = record.get(goal.key)
-        verdict = goal.verdict(value) if judged or value is None else "no verdict"
-        record[f"{goal.key}_verdict"] = verdict
-        sign = "<= " if goal.below else ""
-        least = "" if goal.least is None else f"{sign}{goal.least:g}"
-        reached = "-" if value is None else f"{value:.3f}"
-        table.add_row(goal.key, reached, f"{sign}{goal.goal:g}", least, verdict)
-    console.print(table)
-    names = ("cpu", "cores", "kernel", "huge_pages", "python", *(k for k in record if k.startswith("version_")))
-    console.print(", ".join(f"{name.removeprefix('version_')} {record[name]}" for name in names if name in record))
-    console.print(f"{record['command']}  ({record['date']}, load before {record['load_before']})")
-    write_figures(record, path)
-    if path is not None:
-        console.print(f"figures written to {path}")
-
-
 def table_of(title: str, *columns: str, left: int = 1) -> Table:
     """Return a table whose first columns hold words and whose others hold numbers."""
     table = Table(title=title, title_justify="left")
@@ -191,13 +189,6 @@ def table_of(title: str, *columns: str, left: int = 1) -> Table:
 def say(what: str) -> None:
     """Print a line of progress."""
     console.print(f"{time.strftime('%H:%M:%S')} {what}", style="dim", markup=False)
-
-
-def write_figures(record: dict[str, Any], path: Path | None) -> None:
-    """Write the figures of a record, so far or all of them, as one flat object."""
-    if path is not None:
-        flat = {key: value for key, value in record.items() if not isinstance(value, dict | list | tuple)}
-        path.write_text(json.dumps(flat, indent=1) + "\n")
 
 
 def middle(values: Iterable[float]) -> float:

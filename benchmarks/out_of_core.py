@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks import window as windows
 from benchmarks.disk_case import (
     FULL,
     GPU_DRY,
@@ -46,18 +47,6 @@ from benchmarks.disk_optimal import fewest_rows_read
 from benchmarks.disk_raw import BareDisk, Replay
 from benchmarks.machine import Goal, called, middle, options_of, say
 from benchmarks.out_of_core_gpu import DiskBenchmark
-from benchmarks.window import (
-    Budgets,
-    MemoryRun,
-    TieredRun,
-    TrainingMachine,
-    open_store,
-    open_training,
-    plans_of,
-    rows_held,
-    same_rows,
-    switch_seconds,
-)
 from tiercache import InMemoryCache
 
 if TYPE_CHECKING:
@@ -119,21 +108,21 @@ def measure(demand: Demand, size: Size, folder: Path) -> dict[str, Any]:
     say(f"{size.name}{demand.suffix}: data")
     size = replace(size, turn_passes=size.turn_passes * demand.longer_turns)
     passes = dataset(folder, size, demand.optimizer)
-    rows, num_bytes = rows_held(passes)
-    budgets = Budgets(device=num_bytes // 10, host=num_bytes // 3)
-    plans = plans_of(passes, folder, budgets, size.passes * size.epochs)
+    rows, num_bytes = windows.rows_held(passes)
+    budgets = windows.Budgets(device=num_bytes // 10, host=num_bytes // 3)
+    plans = windows.plans_of(passes, folder, budgets, size.passes * size.epochs)
     replay = partial(Replay.of, [plan for plan in plans if plan.epoch == 1], num_passes=size.passes)
     path = folder / "store.tc"
-    with BareDisk(folder, replay(state_bytes=8 << 20).file_bytes) as disk, open_store(passes, path) as store:
+    with BareDisk(folder, replay(state_bytes=8 << 20).file_bytes) as disk, windows.open_store(passes, path) as store:
         width = 0
         if demand.target is not None:  # with which an epoch in memory takes the disk's seconds over the demand
             wanted = min(disk.seconds(replay(state_bytes=0)) / demand.target, size.epoch_seconds) / size.epoch_samples
             width = DenseTimer(size).width(wanted - seconds_without_dense(passes, size))
         say(f"dense width {width}: first epochs")
-        machine, step_of = TrainingMachine(), partial(Step, width=width, light=True, track=True)
+        machine, step_of = windows.open_training("cpu", dry=False), partial(Step, width=width, light=True, track=True)
         cache = InMemoryCache(passes)
-        memory = MemoryRun(cache, step_of(cache), size.batch, machine, shuffle=True)
-        tiered = TieredRun(passes, store, budgets, step_of, size.batch, machine, shuffle=True)
+        memory = windows.MemoryRun(cache, step_of(cache), size.batch, machine, shuffle=True)
+        tiered = windows.TieredRun(passes, store, budgets, step_of, size.batch, machine, shuffle=True)
         seconds: defaultdict[str, list[float]] = defaultdict(list)
         try:
             for run in (memory, tiered):
@@ -167,7 +156,7 @@ def measure(demand: Demand, size: Size, folder: Path) -> dict[str, Any]:
     }
 
 
-def _figures(size: Size, tiered: TieredRun, seconds: dict[str, list[float]], work: Replay) -> dict[str, Any]:
+def _figures(size: Size, tiered: windows.TieredRun, seconds: dict[str, list[float]], work: Replay) -> dict[str, Any]:
     """Return times and what follows from them; seconds are those of epochs, of rests those at the ends of turns."""
     bare, rests = middle(seconds["bare"]), sum(seconds["rests"])
     pairs = list(zip(means(seconds["memory"], size.repeats), means(seconds["tiered"], size.repeats), strict=True))
@@ -175,7 +164,9 @@ def _figures(size: Size, tiered: TieredRun, seconds: dict[str, list[float]], wor
     trained = [r for r in tiered.cache.reports if r.epoch < size.epochs]
     reports, whole = [r for r in trained if r.epoch >= 1], sum(seconds["tiered"]) * size.turn_passes / size.passes
     first = len(trained) - len(reports)
-    switches = switch_seconds(trained[first - 1 : -1], reports)  # a turn begins with the end of the pass before it
+    switches = windows.switch_seconds(
+        trained[first - 1 : -1], reports
+    )  # a turn begins with the end of the pass before it
     return {
         "throughput_ratio": middle(m / t for m, t in pairs),
         "in_memory_turns": " ".join(f"{value:.3f}" for value in seconds["memory"]),
@@ -216,7 +207,7 @@ def means(seconds: Sequence[float], repeats: int) -> list[float]:
 
 
 def _facts(
-    passes: tc.PassDataset, plans: Sequence[PassPlan], memory: MemoryRun, tiered: TieredRun, size: Size
+    passes: tc.PassDataset, plans: Sequence[PassPlan], memory: windows.MemoryRun, tiered: windows.TieredRun, size: Size
 ) -> dict[str, Any]:
     """Return what does not depend on time: rows read, the fewest possible, the plan, the bits."""
     row_bytes = plans[0].row_bytes_G[0]
@@ -235,7 +226,8 @@ def _facts(
         "rows_from_host": sum(r.rows_from_host for r in reports),
         "rows_written": sum(r.rows_written for r in reports),
         "planned_equals_measured": all(r.planned_equals_measured for r in trained),
-        "bits_equal": same_rows(memory.cache, tiered.cache) and all(state[name].equal(other[name]) for name in other),
+        "bits_equal": windows.same_rows(memory.cache, tiered.cache)
+        and all(state[name].equal(other[name]) for name in other),
     }
 
 
@@ -256,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     "--quick and --tiny are of the CPU's form, and --device cuda has a table of 40 GB: try it with "
                     "--dry, or write its data with --prepare and measure one --demand a call"
                 )
-            machine = open_training("cuda", dry=options.dry)
+            machine = windows.open_training("cuda", dry=options.dry)
             wanted = [] if options.prepare else [d for name, d in NAMES.items() if options.demand in (None, name)]
             benchmark = DiskBenchmark(GPU_DRY if options.dry else GPU_FULL, run.folder, machine)
             record |= benchmark.run(wanted, prepare=options.prepare or options.demand is None)

@@ -26,31 +26,30 @@ TURNS = 3
 CHUNK_ROWS = 1 << 16
 
 
-class Ours:
-    """The store, after the passes of a whole cycle."""
+class Contender:
+    """Rows by key, at a place; this one is the store, after the passes of a whole cycle."""
 
     def __init__(self, run: StoreRun) -> None:
-        self._run, self._name = run, run.case.table.name
+        self.path, self._store, self._name = run.path, run.store, run.case.table.name
 
     def open(self) -> None:
-        """Drop the page cache: the store itself keeps nothing."""
-        drop_store(self._run.path)
+        """Open it, with nothing of it in memory; the store itself keeps nothing and goes on."""
 
     def rows(self, keys: NDArray[np.int64]) -> Rows:
-        """Look up."""
-        return np.concatenate(list(self._run.store.lookup(self._name, keys).values()), axis=1)
+        """Return the rows of ``keys`` (n,), in their order: (n, numbers of a row)."""
+        return np.concatenate(list(self._store.lookup(self._name, keys).values()), axis=1)
 
     def close(self) -> None:
-        """Do nothing: it goes on."""
+        """Close it, where it was opened."""
 
 
-class LmdbRows:
+class LmdbRows(Contender):
     """LMDB with one key per row, put in key order, so that its pages are full; asked by ``getmulti``."""
 
     def __init__(self, path: Path, chunks: Iterator[tuple[NDArray[np.int64], Rows]]) -> None:
         import lmdb
 
-        self._path = path
+        self.path = path
         env = lmdb.open(str(path), map_size=1 << 40)
         for keys, rows in chunks:
             with env.begin(write=True) as txn, txn.cursor() as cursor:
@@ -59,11 +58,10 @@ class LmdbRows:
         env.close()
 
     def open(self) -> None:
-        """Open it after dropping what the page cache holds; pages that are mapped would stay."""
+        """Open it: pages that stayed mapped would stay in the page cache."""
         import lmdb
 
-        drop_store(self._path)
-        self._env: Any = lmdb.open(str(self._path), map_size=1 << 40, readonly=True)
+        self._env: Any = lmdb.open(str(self.path), map_size=1 << 40, readonly=True)
 
     def rows(self, keys: NDArray[np.int64]) -> Rows:
         """Get all by one call."""
@@ -76,13 +74,13 @@ class LmdbRows:
         self._env.close()
 
 
-class RocksRows:
+class RocksRows(Contender):
     """RocksDB with one key per row, put in key order and compacted; asked by its batch get."""
 
     def __init__(self, path: Path, chunks: Iterator[tuple[NDArray[np.int64], Rows]]) -> None:
         import rocksdict
 
-        self._path = path
+        self.path = path
         db = rocksdict.Rdict(str(path), rocksdict.Options(raw_mode=True))
         for keys, rows in chunks:
             batch = rocksdict.WriteBatch(raw_mode=True)
@@ -94,13 +92,11 @@ class RocksRows:
         db.close()
 
     def open(self) -> None:
-        """Open it after dropping what the page cache holds."""
+        """Open it."""
         import rocksdict
 
-        drop_store(self._path)
-        self._db: Any = rocksdict.Rdict(
-            str(self._path), rocksdict.Options(raw_mode=True), access_type=rocksdict.AccessType.read_only()
-        )
+        access = rocksdict.AccessType.read_only()
+        self._db: Any = rocksdict.Rdict(str(self.path), rocksdict.Options(raw_mode=True), access_type=access)
 
     def rows(self, keys: NDArray[np.int64]) -> Rows:
         """Get all by one call."""
@@ -111,10 +107,7 @@ class RocksRows:
         self._db.close()
 
 
-PEERS: dict[str, tuple[str, type[LmdbRows] | type[RocksRows]]] = {
-    "getmulti": ("lmdb", LmdbRows),
-    "rocksdict": ("rocksdict", RocksRows),
-}
+PEERS = {"getmulti": ("lmdb", LmdbRows), "rocksdict": ("rocksdict", RocksRows)}
 
 
 def measure_lookup(case: Case, engines: list[str], folder: Path) -> dict[str, Any]:
@@ -126,7 +119,7 @@ def measure_lookup(case: Case, engines: list[str], folder: Path) -> dict[str, An
         for run in runs.values():
             run.dump(dump, source)
     everything = cycle.keys()
-    contenders: dict[str, Ours | LmdbRows | RocksRows] = {engine: Ours(run) for engine, run in runs.items()}
+    contenders: dict[str, Contender] = {engine: Contender(run) for engine, run in runs.items()}
     bits = contenders[engines[0]].rows(everything)
     for name, (package, kind) in PEERS.items():
         if importlib.util.find_spec(package) is None:
@@ -139,6 +132,7 @@ def measure_lookup(case: Case, engines: list[str], folder: Path) -> dict[str, An
     memory, expected, equal = dict.fromkeys(contenders, 0), contenders[engines[0]].rows(keys), True
     for _ in range(TURNS):
         for name, contender in contenders.items():
+            drop_store(contender.path)
             contender.open()
             with PeakMemory() as peak:
                 begun = time.perf_counter()

@@ -19,6 +19,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -48,68 +49,48 @@ if TYPE_CHECKING:
 _LINK_BYTES, _LINK_COPIES = 256 << 20, 7
 
 
+@dataclass(frozen=True, slots=True)
 class TrainingMachine:
-    """A device and what surrounds it; this one is the CPU, with rows in host memory and no link to them."""
+    """Where whole trainings are measured: the CPU, a GPU, or the CUDA sources run on the CPU by the tests' shim."""
 
-    name, is_gpu = "cpu", False
-
-    def device(self) -> Any:
-        """Return what a cache takes as its device."""
-        return "cpu"
+    name: str
+    device: Callable[[], Any]
+    """Makes what a cache takes as its device."""
+    is_gpu: bool = False
 
     def rest(self) -> None:
         """Wait until the device has done what it was given."""
+        if self.is_gpu:
+            torch.cuda.synchronize()
 
     def link_bytes_per_second(self) -> tuple[float, float] | None:
-        """Return the rates of copies to pinned host memory and from it; None where there is no link."""
-        return None
-
-
-class CudaTraining(TrainingMachine):
-    """The GPU that torch takes."""
-
-    is_gpu = True
-
-    def __init__(self) -> None:
-        open_runtime(None)
-        self.name = torch.cuda.get_device_name()
-
-    def device(self) -> Any:
-        """Say it."""
-        return "cuda"
-
-    def rest(self) -> None:
-        """Wait for all streams."""
-        torch.cuda.synchronize()
-
-    def link_bytes_per_second(self) -> tuple[float, float] | None:
-        """Copy 256 MiB each way, by events."""
+        """Return the rates of copies of 256 MiB to pinned host memory and from it; None where there is no link."""
+        if not self.is_gpu:
+            return None
         host = torch.zeros(_LINK_BYTES, dtype=torch.uint8, pin_memory=True)
         there = torch.zeros(_LINK_BYTES, dtype=torch.uint8, device="cuda")
         return _rate(there, host), _rate(host, there)
 
 
-class ShimTraining(TrainingMachine):
-    """The CUDA sources by the tests' shim: what runs is what a GPU runs, and times mean nothing."""
-
-    name = "shim"
-
-    def device(self) -> Any:
-        """Return a new one: each cache has its own."""
-        return importlib.import_module("tests.training.devices").shim("random", free_bytes=8 << 30)
+CPU = TrainingMachine("cpu", lambda: "cpu")
 
 
 def open_training(wanted: str | None, *, dry: bool) -> TrainingMachine:
-    """Return the machine that was asked for; without a wish, the GPU where one is."""
+    """Return the machine that was asked for; without a wish, the GPU where one is.
+
+    dry: what runs is what a GPU runs, by the shim, and times mean nothing.
+    """
     if dry:
-        return ShimTraining()
+        devices = importlib.import_module("tests.training.devices")
+        return TrainingMachine("shim", partial(devices.shim, "random", free_bytes=8 << 30))
     if wanted != "cpu":
         try:
-            return CudaTraining()
+            open_runtime(None)
+            return TrainingMachine(torch.cuda.get_device_name(), lambda: "cuda", is_gpu=True)
         except CudaError as error:
             if wanted == "cuda":
                 raise SystemExit(f"{error} Or take --dry.") from error
-    return TrainingMachine()
+    return CPU
 
 
 def _rate(source: torch.Tensor, target: torch.Tensor) -> float:
