@@ -16,7 +16,7 @@ from benchmarks.machine import middle
 from tiercache.data.raw_batch import RawBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from tiercache.training.batch import Batch
@@ -128,18 +128,18 @@ def dense_part(inputs: int, width: int) -> nn.Sequential:
 
 
 class Net(nn.Module):
-    """Pooled embeddings, and above them the dense part where ``width`` is not 0."""
+    """Pooled embeddings, and above them the dense part where ``width`` is not 0 and ``light`` not set."""
 
-    def __init__(self, cache: tc.TierCache | tc.InMemoryCache, width: int) -> None:
+    def __init__(self, schema: tc.Schema, width: int, *, light: bool) -> None:
         super().__init__()
-        self.bag = tc.EmbeddingBagCollection(cache.schema)
+        self.bag, self.light = tc.EmbeddingBagCollection(schema), light
         self.bias = nn.Parameter(torch.zeros(1))
         self.dense = dense_part(self.bag.out_features, width) if width else None
 
-    def forward(self, batch: Batch, *, light: bool) -> torch.Tensor:
-        """Return one logit a sample; ``light`` leaves the dense part out."""
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Return one logit a sample."""
         out: torch.Tensor = self.bag(batch)
-        if light or self.dense is None:
+        if self.light or self.dense is None:
             return out.sum(dim=1) + self.bias
         logits: torch.Tensor = self.dense(out)
         return logits + self.bias
@@ -150,15 +150,15 @@ class Step:
 
     def __init__(self, cache: Any, width: int, *, light: bool, track: bool = False) -> None:
         torch.manual_seed(1)
-        self.light, self._cache, self._track = light, cache, track
-        self.net, self._loss_of = Net(cache, width).to(cache.device), nn.BCEWithLogitsLoss()
+        self._cache, self._track = cache, track
+        self.net, self._loss_of = Net(cache.schema, width, light=light).to(cache.device), nn.BCEWithLogitsLoss()
         self._optimizer = torch.optim.SGD(self.net.parameters(), lr=DENSE_RATE)
         if track:
             cache.register(model=self.net, optimizer=self._optimizer)
 
     def __call__(self, batch: Batch) -> None:
         """Train a batch."""
-        self._loss_of(self.net(batch, light=self.light), batch.label).backward()
+        self._loss_of(self.net(batch), batch.label).backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
         if not self._track:
@@ -172,51 +172,27 @@ class DenseTimer:
         """rest: waits until the device has done what it was given."""
         self._batch, self._inputs = size.batch, size.features * size.dim
         self._device, self._rest = device, rest
-        self._known: dict[int, float] = {}
 
     def seconds(self, width: int) -> float:
         """Return the seconds that one sample takes in the dense part: forward, backward and step."""
-        if width not in self._known:
-            part, loss_of = dense_part(self._inputs, width).to(self._device), nn.BCEWithLogitsLoss()
-            optimizer = torch.optim.SGD(part.parameters(), lr=DENSE_RATE)
-            inputs = torch.rand(self._batch, self._inputs, requires_grad=True, device=self._device)
-            labels = torch.zeros(self._batch, device=self._device)
-            taken: list[float] = []
-            until = time.perf_counter() + 0.12
-            while len(taken) < 4 or time.perf_counter() < until:
-                begun = time.perf_counter()
-                loss_of(part(inputs), labels).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                self._rest()
-                taken.append(time.perf_counter() - begun)
-            self._known[width] = middle(taken[1:]) / self._batch
-        return self._known[width]
+        part, loss_of = dense_part(self._inputs, width).to(self._device), nn.BCEWithLogitsLoss()
+        optimizer = torch.optim.SGD(part.parameters(), lr=DENSE_RATE)
+        inputs = torch.rand(self._batch, self._inputs, requires_grad=True, device=self._device)
+        labels = torch.zeros(self._batch, device=self._device)
+        taken: list[float] = []
+        until = time.perf_counter() + 0.12
+        while len(taken) < 4 or time.perf_counter() < until:
+            begun = time.perf_counter()
+            loss_of(part(inputs), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            self._rest()
+            taken.append(time.perf_counter() - begun)
+        return middle(taken[1:]) / self._batch
 
     def width(self, sample_seconds: float) -> int:
-        """Return the width, a multiple of 4, that takes about ``sample_seconds``; 4 where all take longer."""
-        low, high = 4, 32
-        while self.seconds(high) < sample_seconds and high < 1 << 14:
-            low, high = high, 2 * high
-        return next((w for w in _between(low, high) if self.seconds(w) >= sample_seconds), high)
-
-
-def _between(low: int, high: int) -> Iterator[int]:
-    step = max(4, (high - low) // 8)
-    yield from range(low, high, step)
-
-
-def seconds_without_dense(passes: tc.PassDataset, size: Size) -> float:
-    """Return the seconds of one sample in memory where there is no dense part."""
-    cache = tc.InMemoryCache(passes)
-    model, loss_of = Net(cache, 0), nn.BCEWithLogitsLoss()
-    taken = []
-    for p in cache.passes(epochs=1):
-        for batch in p.batches(size.batch, shuffle=True):
-            begun = time.perf_counter()
-            loss_of(model(batch, light=True), batch.label).backward()
-            cache.optimizer.step()
-            taken.append(time.perf_counter() - begun)
-        if p.index == min(3, size.passes - 1):
-            break
-    return middle(taken) / size.batch
+        """Return the least width, a multiple of 4, that takes ``sample_seconds``, give or take a tenth."""
+        width = 4
+        while width < 1 << 14 and self.seconds(width) < sample_seconds:
+            width = max(width + 4, width * 9 // 8 // 4 * 4)
+        return width

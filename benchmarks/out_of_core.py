@@ -27,23 +27,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
+from benchmarks import disk_case
 from benchmarks import window as windows
-from benchmarks.disk_case import (
-    FULL,
-    GPU_DRY,
-    GPU_FULL,
-    QUICK,
-    TABLE,
-    TINY,
-    DenseTimer,
-    Size,
-    Step,
-    dataset,
-    seconds_without_dense,
-)
-from benchmarks.disk_optimal import fewest_rows_read
 from benchmarks.disk_raw import BareDisk, Replay
 from benchmarks.machine import Goal, called, middle, options_of, say
 from benchmarks.out_of_core_gpu import DiskBenchmark
@@ -53,8 +41,62 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
     import tiercache as tc
     from tiercache.planning.pass_plan import PassPlan
+
+
+NEVER = np.iinfo(np.int64).max
+
+
+def fewest_rows_read(keys_P: Sequence[NDArray[np.int64]], capacity_V: Sequence[int], row_bytes: int) -> list[int]:
+    """Return the fewest rows that can be read at each pass, beginning at pass 0 with empty memory.
+
+    Found row by row, farthest next use out first, by nothing of the planner's but the bytes of cached rows that each
+    pass grants, and the rules of the tiers: rows that two passes in a row need stay on the device, a dump is in memory
+    until the load of the pass after next is done, and what is thinned out at pass v serves the loads of v + 1 on.
+
+    keys_P: the keys of each sub-dataset, any order; sub-datasets repeat in their order. capacity_V: bytes granted at
+    each pass.
+    """
+    keys, numbers = np.unique(np.concatenate(keys_P), return_inverse=True)
+    rows_P = np.split(numbers, np.cumsum([k.size for k in keys_P])[:-1])
+    gaps_P = _next_gaps(rows_P, keys.size)
+    last_use = np.full(keys.size, -NEVER, dtype=np.int64)
+    next_use = np.full(keys.size, NEVER, dtype=np.int64)
+    held = np.zeros(keys.size, dtype=bool)
+    read = []
+    for pass_index, capacity in enumerate(capacity_V):
+        rows = rows_P[pass_index % len(rows_P)]
+        before = last_use[rows]
+        read.append(int(np.count_nonzero((before >= 0) & (before < pass_index - 2) & ~held[rows])))
+        held[rows] = False
+        last_use[rows], next_use[rows] = pass_index, pass_index + gaps_P[pass_index % len(rows_P)]
+        held[last_use == pass_index - 2] = True
+        _thin_out(held, next_use, capacity // row_bytes)
+    return read
+
+
+def _next_gaps(rows_P: Sequence[NDArray[np.int64]], num_rows: int) -> list[NDArray[np.int64]]:
+    """Return, for each row of each sub-dataset, how many passes later it is needed again."""
+    coming = np.full(num_rows, NEVER, dtype=np.int64)
+    gaps: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * len(rows_P)
+    for pass_index in reversed(range(2 * len(rows_P))):
+        rows = rows_P[pass_index % len(rows_P)]
+        if pass_index < len(rows_P):
+            gaps[pass_index] = coming[rows] - pass_index
+        coming[rows] = pass_index
+    return gaps
+
+
+def _thin_out(held: NDArray[np.bool_], next_use: NDArray[np.int64], most: int) -> None:
+    """Keep the ``most`` rows that are needed soonest."""
+    rows = np.nonzero(held)[0]
+    if rows.size > most:
+        far = np.argsort(next_use[rows], kind="stable")[most:]
+        held[rows[far]] = False
+
 
 GOALS = (
     Goal(key="throughput_ratio", goal=0.97, least=0.93),
@@ -83,31 +125,22 @@ class Demand:
     """Where passes are short turns have more of them, and more is measured."""
 
 
-DEMANDS = (
-    Demand(suffix="", target=0.05, optimizer="adagrad"),
-    Demand(suffix="_mid", target=0.5, optimizer="adam", longer_turns=3),
-    Demand(suffix="_high", target=None, optimizer="adam", longer_turns=3),
-)
+DEMANDS = {
+    "low": Demand(suffix="", target=0.05, optimizer="adagrad"),
+    "mid": Demand(suffix="_mid", target=0.5, optimizer="adam", longer_turns=3),
+    "high": Demand(suffix="_high", target=None, optimizer="adam", longer_turns=3),
+}
 
+GOALS_OF_GPU = ("throughput_ratio", "bound_ratio", "wait_fraction", "planned_equals_measured")
 BARE_EPOCHS = 4
 """Measured on the bare disk: one behind each turn, or one behind each so many where there are more turns."""
 
-GPU_GOALS = (
-    "throughput_ratio",
-    "bound_ratio",
-    "bound_ratio_mid",
-    "bound_ratio_high",
-    "wait_fraction",
-    "planned_equals_measured",
-)
-NAMES = dict(zip(("low", "mid", "high"), DEMANDS, strict=True))
 
-
-def measure(demand: Demand, size: Size, folder: Path) -> dict[str, Any]:
+def measure(demand: Demand, size: disk_case.Size, folder: Path) -> dict[str, Any]:
     """Run one demand and return its figures, without suffix."""
     say(f"{size.name}{demand.suffix}: data")
     size = replace(size, turn_passes=size.turn_passes * demand.longer_turns)
-    passes = dataset(folder, size, demand.optimizer)
+    passes = disk_case.dataset(folder, size, demand.optimizer)
     rows, num_bytes = windows.rows_held(passes)
     budgets = windows.Budgets(device=num_bytes // 10, host=num_bytes // 3)
     plans = windows.plans_of(passes, folder, budgets, size.passes * size.epochs)
@@ -117,9 +150,9 @@ def measure(demand: Demand, size: Size, folder: Path) -> dict[str, Any]:
         width = 0
         if demand.target is not None:  # with which an epoch in memory takes the disk's seconds over the demand
             wanted = min(disk.seconds(replay(state_bytes=0)) / demand.target, size.epoch_seconds) / size.epoch_samples
-            width = DenseTimer(size).width(wanted - seconds_without_dense(passes, size))
+            width = disk_case.DenseTimer(size).width(wanted - _seconds_without_dense(passes, size))
         say(f"dense width {width}: first epochs")
-        machine, step_of = windows.open_training("cpu", dry=False), partial(Step, width=width, light=True, track=True)
+        machine, step_of = windows.CPU, partial(disk_case.Step, width=width, light=True, track=True)
         cache = InMemoryCache(passes)
         memory = windows.MemoryRun(cache, step_of(cache), size.batch, machine, shuffle=True)
         tiered = windows.TieredRun(passes, store, budgets, step_of, size.batch, machine, shuffle=True)
@@ -127,7 +160,7 @@ def measure(demand: Demand, size: Size, folder: Path) -> dict[str, Any]:
         try:
             for run in (memory, tiered):
                 run.turn(size.passes)
-                run.train.light = False  # type: ignore[attr-defined] # a Step
+                run.train.net.light = False  # type: ignore[attr-defined] # a Step
             work = replay(state_bytes=tiered.state_bytes)
             for turn in range(size.turns):
                 say(f"turn {turn + 1} of {size.turns}")
@@ -156,7 +189,19 @@ def measure(demand: Demand, size: Size, folder: Path) -> dict[str, Any]:
     }
 
 
-def _figures(size: Size, tiered: windows.TieredRun, seconds: dict[str, list[float]], work: Replay) -> dict[str, Any]:
+def _seconds_without_dense(passes: tc.PassDataset, size: disk_case.Size) -> float:
+    """Return the seconds of one sample in memory where there is no dense part."""
+    cache = InMemoryCache(passes)
+    run = windows.MemoryRun(cache, disk_case.Step(cache, 0, light=True), size.batch, windows.CPU, shuffle=True)
+    run.turn(1)
+    seconds = run.turn(3) / (3 * size.samples)
+    run.close()
+    return seconds
+
+
+def _figures(
+    size: disk_case.Size, tiered: windows.TieredRun, seconds: dict[str, list[float]], work: Replay
+) -> dict[str, Any]:
     """Return times and what follows from them; seconds are those of epochs, of rests those at the ends of turns."""
     bare, rests = middle(seconds["bare"]), sum(seconds["rests"])
     pairs = list(zip(means(seconds["memory"], size.repeats), means(seconds["tiered"], size.repeats), strict=True))
@@ -207,11 +252,17 @@ def means(seconds: Sequence[float], repeats: int) -> list[float]:
 
 
 def _facts(
-    passes: tc.PassDataset, plans: Sequence[PassPlan], memory: windows.MemoryRun, tiered: windows.TieredRun, size: Size
+    passes: tc.PassDataset,
+    plans: Sequence[PassPlan],
+    memory: windows.MemoryRun,
+    tiered: windows.TieredRun,
+    size: disk_case.Size,
 ) -> dict[str, Any]:
     """Return what does not depend on time: rows read, the fewest possible, the plan, the bits."""
     row_bytes = plans[0].row_bytes_G[0]
-    fewest = fewest_rows_read([p.keys(TABLE) for p in passes.passes], [plan.capacity for plan in plans], row_bytes)
+    fewest = fewest_rows_read(
+        [p.keys(disk_case.TABLE) for p in passes.passes], [plan.capacity for plan in plans], row_bytes
+    )
     trained = [r for r in tiered.cache.reports if r.epoch < size.epochs]
     reports = [r for r in trained if r.epoch >= 1]
     state, other = (run.train.net.state_dict() for run in (memory, tiered))  # type: ignore[attr-defined] # Steps
@@ -239,35 +290,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: see benchmarks.out_of_core_gpu")
     parser.add_argument("--dry", action="store_true", help="cuda without a GPU: all of it, at the smallest size")
     parser.add_argument("--prepare", action="store_true", help="cuda: write data and store, and end")
-    parser.add_argument("--demand", choices=tuple(NAMES), help="measure one; where not given all, or the first of few")
+    parser.add_argument(
+        "--demand", choices=tuple(DEMANDS), help="measure one; where not given all, or the first of few"
+    )
     with called(parser, arguments, keep=True) as run:
         options, record = run.options, run.record
-        if options.dry or options.device == "cuda":
+        wanted = [demand for name, demand in DEMANDS.items() if options.demand in (None, name)]
+        on_a_gpu = options.dry or options.device == "cuda"
+        if on_a_gpu:
             if not options.dry and (options.quick or options.tiny):
                 parser.error(
                     "--quick and --tiny are of the CPU's form, and --device cuda has a table of 40 GB: try it with "
                     "--dry, or write its data with --prepare and measure one --demand a call"
                 )
             machine = windows.open_training("cuda", dry=options.dry)
-            wanted = [] if options.prepare else [d for name, d in NAMES.items() if options.demand in (None, name)]
-            benchmark = DiskBenchmark(GPU_DRY if options.dry else GPU_FULL, run.folder, machine)
-            record |= benchmark.run(wanted, prepare=options.prepare or options.demand is None)
-            title, judged = "what was promised, on one H200", "H200" in machine.name
-            goals = [goal for goal in GOALS if goal.key in GPU_GOALS]
+            benchmark = DiskBenchmark(disk_case.GPU_DRY if options.dry else disk_case.GPU_FULL, run.folder, machine)
+            demands = [] if options.prepare else wanted
+            record |= benchmark.run(demands, prepare=options.prepare or options.demand is None)
         else:
             torch.set_num_threads(1)
-            size = run.size(FULL, QUICK, TINY)
-            demands = [d for name, d in NAMES.items() if options.demand in (None, name)]
-            if size is not FULL:
-                demands = demands[:1]
-            for demand in demands:
+            size = run.size(disk_case.FULL, disk_case.QUICK, disk_case.TINY)
+            for demand in wanted if size is disk_case.FULL else wanted[:1]:
                 figures = measure(demand, size, run.folder)
                 record |= {f"{key}{demand.suffix}": value for key, value in figures.items()}
             record["threads"] = torch.get_num_threads()
-            title, judged = "what was promised", True
-            goals = [goal for goal in GOALS if goal.key in record]
     run.show()
-    run.report(goals, judged=judged, title=title)
+    if on_a_gpu:
+        goals = [goal for goal in GOALS if goal.key.startswith(GOALS_OF_GPU)]
+        run.report(goals, judged="H200" in machine.name, title="what was promised, on one H200")
+    else:
+        run.report([goal for goal in GOALS if goal.key in record])
 
 
 if __name__ == "__main__":

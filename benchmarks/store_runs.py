@@ -1,4 +1,4 @@
-"""One engine's store in the benchmark: dumps and loads as the tiers do them, and the bare disk beside it."""
+"""What the store's benchmark dumps and loads: passes with real keys, one engine's store, and the turns of both."""
 
 from __future__ import annotations
 

@@ -14,10 +14,9 @@ import pytest
 
 from benchmarks import out_of_core
 from benchmarks.disk_case import QUICK
-from benchmarks.disk_optimal import fewest_rows_read
 from benchmarks.drawn_passes import permuted_power_law
 from benchmarks.machine import Goal
-from benchmarks.out_of_core import means
+from benchmarks.out_of_core import fewest_rows_read, means
 from benchmarks.store_flips import TRAINED, Training, outcome, outcomes
 from benchmarks.synthetic_case import MODELS, TINY, Data
 
