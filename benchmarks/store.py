@@ -22,7 +22,6 @@ ENGINE_open_bytes, _one_key_bytes, _layout_bytes_per_gb, _commit_python_ms, _sma
 from __future__ import annotations
 
 import importlib.util
-import shutil
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -218,19 +217,6 @@ GOALS = (
 )
 
 
-def present(folder: Path) -> list[str]:
-    """Return the engines that a store can be opened with; says which cannot."""
-    found = []
-    for engine in ENGINES:
-        try:
-            runs.StoreRun(engine, runs.Case.of(260, 1 << 20), folder / "probe.tc").store.close()
-            found.append(engine)
-        except ValueError as error:
-            say(f"{engine} is left out: {error}")
-        shutil.rmtree(folder / "probe.tc", ignore_errors=True)
-    return found
-
-
 def measure(size: runs.Size, engines: Sequence[str], folder: Path) -> dict[str, Any]:
     """Run everything and return its figures."""
     runs.warm_checksums()
@@ -266,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = options_of("store", __doc__, quick, folder="what it makes there it deletes")
     with called(parser, arguments) as run:
         record, size = run.record, run.size(runs.FULL, runs.QUICK, runs.TINY)
-        engines = present(run.folder)
+        engines = [engine for engine in ENGINES if importlib.util.find_spec(engine) is not None]
         record |= {f"{engine}_measured": engine in engines for engine in ENGINES}
         record |= measure(size, engines, run.folder)
     for table in _tables(record, engines, ("", *(f"_{n}" for n in size.row_sizes))):
