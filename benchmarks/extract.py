@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law
-from benchmarks.machine import Goal, anonymous_bytes, called, options_of
+from benchmarks.machine import Goal, called, of_process, options_of
 from tiercache.kernels.cpu.compile import prepare
 
 if TYPE_CHECKING:
@@ -141,12 +141,12 @@ def measure_peak(folder: Path) -> dict[str, Any]:
     write_data(path, 10 * _LIMIT // (8 * 8), sizes, compression="none", use_dictionary=False)
     short = tc.Schema(features=tuple(tc.Feature(name=name) for name in names), tables=schema_of("i").tables[:8])
     prepare()  # what libraries and compiled kernels take comes before
-    before, most, is_over = anonymous_bytes(), 0, threading.Event()
+    before, most, is_over = of_process("status")["RssAnon"], 0, threading.Event()
 
     def watch() -> None:
         nonlocal most
         while not is_over.wait(0.005):
-            most = max(most, anonymous_bytes())
+            most = max(most, of_process("status")["RssAnon"])
 
     watcher = threading.Thread(target=watch)
     watcher.start()

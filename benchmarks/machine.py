@@ -212,10 +212,19 @@ def drop_cache(path: Path) -> None:
         os.close(handle)
 
 
+def of_process(file: str, process: int | str = "self") -> dict[str, int]:
+    """Return the bytes that /proc counts of a process in its `io` or `status`; of one that has ended nothing."""
+    try:
+        lines = Path(f"/proc/{process}/{file}").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
+    counted = (line.split() for line in lines if file == "io" or line.endswith(" kB"))
+    return {name.removesuffix(":"): int(number) * (1024 if unit else 1) for name, number, *unit in counted}
+
+
 def process_bytes_read() -> int:
     """Return the bytes that this process made block devices read so far."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("read_bytes")).split()[1])
+    return of_process("io")["read_bytes"]
 
 
 class PeakMemory:
@@ -228,18 +237,13 @@ class PeakMemory:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # what earlier work freed must not hide what this takes
         Path("/proc/self/clear_refs").write_text("5")
-        self._before = _status_bytes("VmRSS")
+        self._before = of_process("status")["VmRSS"]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.growth_bytes = max(0, _status_bytes("VmHWM") - self._before)
-
-
-def anonymous_bytes() -> int:
-    """Return the memory of this process that is not backed by files."""
-    return _status_bytes("RssAnon")
+        self.growth_bytes = max(0, of_process("status")["VmHWM"] - self._before)
 
 
 def file_system(path: Path) -> str:
@@ -249,11 +253,6 @@ def file_system(path: Path) -> str:
         key=lambda p: len(p.mountpoint),
     )
     return f"{best.fstype} on {best.device}"
-
-
-def _status_bytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
 
 
 def _cpu_name() -> str:

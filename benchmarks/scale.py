@@ -45,7 +45,7 @@ import numpy as np
 
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law, write_drawn
-from benchmarks.machine import Goal, called, files_below, options_of, say
+from benchmarks.machine import Goal, called, files_below, of_process, options_of, say
 from benchmarks.scale_worker import TURN
 from benchmarks.window import device_need
 from tiercache.data.dataset import PassDataset
@@ -137,24 +137,14 @@ def watched(work: Mapping[str, Any], out: Path) -> Child:
     errors = out.with_suffix(".err")
     peaks = dict.fromkeys((*WATCHED, "Resident"), 0)
     with errors.open("wb") as stderr, subprocess.Popen(command, stderr=stderr, cwd=Path(__file__).parents[1]) as child:
-        status = Path(f"/proc/{child.pid}/status")
         while child.poll() is None:
-            seen = _status(status)
-            for name, value in seen.items():
-                peaks[name] = max(peaks[name], value)
+            seen = of_process("status", child.pid)
+            for name in WATCHED:
+                peaks[name] = max(peaks[name], seen.get(name, 0))
             peaks["Resident"] = max(peaks["Resident"], seen.get("RssAnon", 0) + seen.get("RssShmem", 0))
             time.sleep(WATCH_SECONDS)
     said = errors.read_text(errors="replace")
     return Child(child.returncode, peaks, json.loads(out.read_text()) if out.exists() else {}, said)
-
-
-def _status(path: Path) -> dict[str, int]:
-    try:
-        lines = path.read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return {}
-    pairs = (line.split(":") for line in lines)
-    return {name: 1024 * int(value.split()[0]) for name, value in pairs if name in WATCHED}
 
 
 def compared(first: Path, second: Path) -> tuple[int, int]:

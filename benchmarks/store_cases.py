@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks import store_runs as runs
 from benchmarks.disk_raw import BareDisk, Replay, slot_bytes
-from benchmarks.machine import PeakMemory, files_below, middle
+from benchmarks.machine import PeakMemory, files_below, middle, of_process
 from benchmarks.store_runs import PASSES, RAW_SLOTS, SEGMENTS, Cycle, Dump, wide
 from tiercache.store import NEVER, SGD, Range, SegmentLayout, Store, Table, Zeros, hash_keys, info, verify
 from tiercache.store.base_segment import base_layout, blocks_of
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 TABLE = Table(name="items", dim=8, optimizer=SGD(learning_rate=0.1), initializer=Zeros())
 SMALL_BYTES = 400 << 10
 CHUNK_ROWS, BLOCK_ROWS, COMMITS = 1 << 18, 8, 5
-COUNTED = ("rchar", "read_bytes")
 LOADS = 2
 """Of each pass: they change nothing."""
 
@@ -231,20 +230,16 @@ def layout_bytes(path: Path) -> int:
         tracemalloc.stop()
 
 
-def _counted() -> np.ndarray[Any, Any]:
-    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return np.array([int(lines[name]) for name in COUNTED])
-
-
 def _look_up(path: Path, key: int) -> tuple[int, int]:
     """Return the bytes that opening a store read, and those of a lookup of one key in it."""
-    begun = _counted()
+    begun = of_process("io")
     with Store.open(path, mode="r") as store:
-        opened = _counted()
+        opened = of_process("io")
         found = store.lookup(TABLE.name, np.array([key]))["vector"]
-        done = _counted()
+        done = of_process("io")
     assert (found == np.float32(key)).all()
-    return int((opened - begun).max()), int((done - opened).max())
+    kinds = ("rchar", "read_bytes")
+    return max(opened[kind] - begun[kind] for kind in kinds), max(done[kind] - opened[kind] for kind in kinds)
 
 
 if __name__ == "__main__":
