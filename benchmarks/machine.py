@@ -78,9 +78,10 @@ class Run:
     @functools.cached_property
     def folder(self) -> Path:
         """A folder that is deleted at the end; where it was named and a benchmark keeps its data, that one."""
-        beside: Path = getattr(self.options, "folder", None) or Path.cwd()
+        named: Path | None = getattr(self.options, "folder", None)
+        beside = named or Path.cwd()
         beside.mkdir(parents=True, exist_ok=True)
-        kept = self._keep and beside != Path.cwd()
+        kept = self._keep and named is not None
         made = beside if kept else Path(tempfile.mkdtemp(prefix=f"{self.name}-", dir=beside))
         self.record["file_system"] = file_system(made)
         return made.resolve()

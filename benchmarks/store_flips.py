@@ -58,6 +58,9 @@ PAGE_ROWS, BLOCK_ROWS = 16, 48
 LMDB_PAGE, META_BYTES, SLOT_BYTES = 4096, 152, 52
 
 
+# -- the store that is flipped ---------------------------------------------------------------------------
+
+
 class Training:
     """Made-up passes in a cycle: rows of random bits, each of which is what its key's last pass left."""
 
@@ -192,6 +195,8 @@ def _tree_places(path: Path, found: Places) -> None:
                     found[kind] += [("data.mdb", large * LMDB_PAGE + byte) for byte in range(16)]
     found["records"] = [("data.mdb", byte) for byte in sorted(records)]
 
+
+# -- the bits --------------------------------------------------------------------------------------------
 
 ENGINES = ("lmdb", "zarr")
 BAD = ("silent", "tracebacks", "crashes")
