@@ -177,30 +177,27 @@ class Ours:
 class TorchBags:
     """``nn.EmbeddingBag(sparse=True)`` for each table, with ``optim.Adagrad`` or ``optim.SparseAdam``."""
 
-    def __init__(self, shape: Shape, optimizer: str, ids_BFN: NDArray[np.int32], grads: list[Any]) -> None:
-        self._shared = shape.num_tables == 1
+    def __init__(
+        self, shape: Shape, optimizer: str, ids_BFN: NDArray[np.int32], grads: list[Any], device: str = "cpu"
+    ) -> None:
+        weights = [torch.full((shape.rows, shape.dim), 0.01, device=device) for _ in range(shape.num_tables)]
         self._bags = [
-            nn.EmbeddingBag(
-                shape.rows, shape.dim, mode="sum", sparse=True, _weight=torch.full((shape.rows, shape.dim), 0.01)
-            )
-            for _ in range(shape.num_tables)
+            nn.EmbeddingBag(shape.rows, shape.dim, mode="sum", sparse=True, _weight=weight) for weight in weights
         ]
-        weights = [bag.weight for bag in self._bags]
         kinds = {"adagrad": torch.optim.Adagrad, "adam": torch.optim.SparseAdam}
-        self._optimizer = kinds[optimizer](weights, lr=LEARNING_RATE)
-        if self._shared:  # one call: samples side by side, in each its features
-            flat = [np.ascontiguousarray(ids.T).reshape(-1) for ids in ids_BFN]
-            self._ids = [[torch.from_numpy(ids.astype(np.int64))] for ids in flat]
-            self._grads = [[torch.from_numpy(grad.reshape(-1, shape.dim))] for grad in grads]
+        self._optimizer = kinds[optimizer]([bag.weight for bag in self._bags], lr=LEARNING_RATE)
+        if shape.num_tables == 1:  # one call: samples side by side, in each its features
+            ids = [[batch.T.reshape(-1)] for batch in ids_BFN]
+            cuts = [[grad.reshape(-1, shape.dim)] for grad in grads]
         else:
-            self._ids = [[torch.from_numpy(ids.astype(np.int64)) for ids in batch] for batch in ids_BFN]
-            cuts = [np.split(grad, shape.num_tables, axis=1) for grad in grads]
-            self._grads = [[torch.from_numpy(np.ascontiguousarray(part)) for part in cut] for cut in cuts]
-        self._offsets = torch.arange(self._ids[0][0].numel())
+            ids, cuts = [list(batch) for batch in ids_BFN], [np.split(grad, shape.num_tables, axis=1) for grad in grads]
+        self._ids = [[torch.from_numpy(part.astype(np.int64)).to(device) for part in batch] for batch in ids]
+        self._grads = [[torch.from_numpy(np.ascontiguousarray(part)).to(device) for part in cut] for cut in cuts]
+        self._offsets = torch.arange(self._ids[0][0].numel(), device=device)
 
     def step(self, number: int) -> None:
         """Forward, backward and update of one batch."""
-        ids = self._ids[number % NUM_BATCHES]
+        ids = self._ids[number % len(self._ids)]
         outs = [bag(mine, self._offsets) for bag, mine in zip(self._bags, ids, strict=True)]
         torch.autograd.backward(outs, self._grads[number % len(self._grads)])
         self._optimizer.step()

@@ -89,14 +89,15 @@ class Batch:
         slot_of_local = rng.permutation(size.num_slots).astype(np.int32)
         self.bases = np.arange(size.num_features, dtype=np.int64) * size.rows
         self.ids_FN = rng.integers(0, size.rows, (size.num_features, size.num_samples)).astype(np.int32)
-        self.skewed_FN = permuted_power_law(rng, size.rows, self.ids_FN.size).reshape(self.ids_FN.shape)
+        skewed_ids = permuted_power_law(rng, size.rows, self.ids_FN.size).astype(np.int32)
+        self.skewed_FN = skewed_ids.reshape(self.ids_FN.shape)
         uniform, skewed = (
             slot_of_local[(ids + self.bases[:, None]).reshape(-1)] for ids in (self.ids_FN, self.skewed_FN)
         )
         self.distinct = int(np.unique(skewed).size)
         self.moved = min(size.num_slots, size.moved_rows)
         self.slot_of_local, self.ids = machine.place(slot_of_local), machine.place(self.ids_FN.reshape(-1))
-        self.skewed_ids = machine.place(self.skewed_FN.reshape(-1).astype(np.int32))
+        self.skewed_ids = machine.place(skewed_ids)
         self.uniform, self.skewed = machine.place(uniform), machine.place(skewed)
         self.order = machine.place(rng.permutation(size.num_slots)[: self.moved].astype(np.int32))
 

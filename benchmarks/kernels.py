@@ -37,10 +37,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import nn
 
 from benchmarks import kernel_cases as cases
+from benchmarks.embedding_contenders import Shape, TorchBags
 from benchmarks.kernel_launches import launches
 from benchmarks.kernel_machines import CudaMachine, Machine, Measured, ShimMachine, open_machine
 from benchmarks.machine import Goal, Run, called, console, options_of, say, table_of
@@ -113,12 +112,19 @@ def measure_all(machine: Measured, size: cases.Size, run: Run) -> None:
 
 
 def _against_torch(machine: CudaMachine, batch: cases.Batch, dim: int) -> dict[str, Any]:
-    record: dict[str, Any] = {}
+    size, record = batch.size, dict[str, Any]()
+    shape = Shape(
+        name="batch", num_tables=size.num_features, rows=size.rows, num_features=size.num_features,
+        num_samples=size.num_samples, dim=dim,
+    )  # fmt: skip
+    grads = [np.full((size.num_samples, size.num_features * dim), 1e-3, np.float32)]
     for optimizer in PEER_OPTIMIZERS:
+        peer = TorchBags(shape, optimizer, batch.skewed_FN[None], grads, "cuda")
         found = {
-            "step": machine.times(our_step(machine, batch, dim, optimizer), batch.size.samples),
-            "torch": machine.times(torch_step(batch, dim, optimizer), batch.size.samples),
+            "step": machine.times(our_step(machine, batch, dim, optimizer), size.samples),
+            "torch": machine.times(partial(peer.step, 0), size.samples),
         }
+        del peer
         machine.forget()
         for name, times in found.items():
             record[f"ms_{name}_{optimizer}_{dim}"] = times.seconds * 1e3
@@ -142,30 +148,6 @@ def our_step(machine: Machine, batch: cases.Batch, dim: int, optimizer: str) -> 
     def step() -> None:
         kernels.pool_one(vectors, batch.slot_of_local, batch.skewed_ids, batch.bases, cols, out, slots)
         kernels.step(Step(vectors, states, kernels.sort(slots, size.num_slots), described, cases.RULES[optimizer]))
-
-    return step
-
-
-def torch_step(batch: cases.Batch, dim: int, optimizer: str) -> Callable[[], None]:
-    """Return the step of a user of torch alone: ``nn.EmbeddingBag`` for each table, and Adagrad or SparseAdam."""
-    size = batch.size
-    bags = [
-        nn.EmbeddingBag(
-            size.rows, dim, mode="sum", sparse=True, _weight=torch.full((size.rows, dim), 0.01, device="cuda")
-        )
-        for _ in range(size.num_features)
-    ]
-    weights = [bag.weight for bag in bags]
-    rule = {"adagrad": torch.optim.Adagrad, "adam": torch.optim.SparseAdam}[optimizer](weights, lr=cases.RATE)
-    ids = [torch.from_numpy(mine.astype(np.int64)).cuda() for mine in batch.skewed_FN]
-    grads = [torch.full((size.num_samples, dim), 1e-3, device="cuda") for _ in bags]
-    offsets = torch.arange(size.num_samples, device="cuda")
-
-    def step() -> None:
-        outs = [bag(mine, offsets) for bag, mine in zip(bags, ids, strict=True)]
-        torch.autograd.backward(outs, grads)
-        rule.step()
-        rule.zero_grad()
 
     return step
 
