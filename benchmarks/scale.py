@@ -307,12 +307,16 @@ class Benchmark:
         return different
 
     @staticmethod
-    def lookups(resumed: Child) -> dict[str, float]:
-        """Return what lookups of another process cost: the seconds of passes beside them over those of the others."""
+    def lookups(resumed: Child) -> dict[str, Any]:
+        """Return what lookups of another process cost: the seconds of passes beside them over those of the others.
+
+        None where the resumed training was too short to have both.
+        """
         beside: dict[bool, list[float]] = {True: [], False: []}
         for one in resumed.found["reports"]:
             beside[one["pass_index"] // TURN % 2 == 1].append(one["seconds"])
-        cost = statistics.mean(beside[True]) / statistics.mean(beside[False]) - 1
+        both = all(beside.values())
+        cost = statistics.mean(beside[True]) / statistics.mean(beside[False]) - 1 if both else None
         return {"lookup_cost": cost} | {name: resumed.found[name] for name in ("lookups", "lookup_seconds")}
 
     def predicted(self, whole: Child) -> dict[str, Any]:
