@@ -14,15 +14,9 @@ EmbeddingBagCollection; losses_close = all losses agree to 1e-3
 
 from __future__ import annotations
 
-import argparse
 import copy
-import shutil
-import statistics
-import sys
-import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,12 +25,14 @@ from torch import nn
 
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law
-from benchmarks.machine import Goal, environment, file_system, report
+from benchmarks.machine import Goal, called, middle, options_of
+from tiercache.training.progress import prepare_kernels
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Sequence
+    from pathlib import Path
 
-TABLES, DIM, DENSE, BATCH = 26, 64, 13, 8192
+TABLES, DIM, DENSE, BATCH, RATE = 26, 64, 13, 8192, 0.02
 NAMES = [f"c{t}" for t in range(TABLES)]
 GOALS = (
     Goal(key="speedup", goal=3.5, least=2),
@@ -60,35 +56,29 @@ FULL, QUICK, TINY = Size(200_000, 200, 3), Size(30_000, 24, 2), Size(200, 2, 1)
 
 
 class Model(nn.Module):
-    """A vector for each of 26 categories, and a top."""
+    """Vectors of 26 categories, looked up by a module for each or by one for all, and a top."""
 
-    def __init__(self, tables: Iterable[nn.Module]) -> None:
+    def __init__(self, tables: nn.Module) -> None:
         super().__init__()
-        self.tables = nn.ModuleList(tables)
-        self.top = nn.Sequential(nn.Linear(TABLES * DIM + DENSE, 64), nn.ReLU(), nn.Linear(64, 1))
+        self.tables, self.top = tables, nn.Sequential(nn.Linear(TABLES * DIM + DENSE, 64), nn.ReLU(), nn.Linear(64, 1))
 
-    def forward(self, dense: torch.Tensor, ids: Sequence[Any]) -> torch.Tensor:
+    def forward(self, dense: torch.Tensor, ids: Any) -> torch.Tensor:
         """Return logits (N,)."""
-        vectors = [table(some) for table, some in zip(self.tables, ids, strict=True)]
+        if isinstance(self.tables, nn.ModuleList):
+            vectors = [table(some) for table, some in zip(self.tables, ids, strict=True)]
+        else:
+            vectors = [self.tables(ids)]
         return self.top(torch.cat([*vectors, dense], dim=1)).squeeze(1)  # type: ignore[no-any-return]
 
 
-class Native(nn.Module):
-    """The same, that looks all tables up at once."""
-
-    def __init__(self, schema: tc.Schema) -> None:
-        super().__init__()
-        self.tables = tc.EmbeddingBagCollection(schema)
-        self.top = nn.Sequential(nn.Linear(TABLES * DIM + DENSE, 64), nn.ReLU(), nn.Linear(64, 1))
-
-    def forward(self, batch: tc.Batch) -> torch.Tensor:
-        """Return logits (N,)."""
-        return self.top(torch.cat([self.tables(batch), batch.dense], dim=1)).squeeze(1)  # type: ignore[no-any-return]
+def bags(rows: int, **options: bool) -> nn.ModuleList:
+    """Return a module for each table."""
+    return nn.ModuleList(nn.EmbeddingBag(rows, DIM, mode="sum", **options) for _ in NAMES)  # type: ignore[arg-type]
 
 
 def schema() -> tc.Schema:
     """Return 26 tables that Adagrad trains as torch does."""
-    rule, begin = tc.optim.Adagrad(learning_rate=0.02), tc.init.Uniform(low=-0.05, high=0.05)
+    rule, begin = tc.optim.Adagrad(learning_rate=RATE), tc.init.Uniform(low=-0.05, high=0.05)
     return tc.Schema(
         features=tuple(tc.Feature(name=name) for name in NAMES),
         tables=tuple(tc.Table(name=name, dim=DIM, optimizer=rule, initializer=begin) for name in NAMES),
@@ -122,10 +112,7 @@ def step(logits: torch.Tensor, label: torch.Tensor, optimizers: Sequence[torch.o
 def as_it_was(model: Model, data: list[dict[str, Any]], epochs: int) -> tuple[float, list[float]]:
     """Train in memory; returns seconds and losses. What torch takes to make tensors of the columns counts."""
     begun, losses = time.perf_counter(), list[float]()
-    optimizers = [
-        torch.optim.Adagrad(model.tables.parameters(), lr=0.02),
-        torch.optim.Adagrad(model.top.parameters(), lr=0.02),
-    ]
+    optimizers = [torch.optim.Adagrad(part.parameters(), lr=RATE) for part in (model.tables, model.top)]
     for _ in range(epochs):
         for batch in data:
             dense = torch.from_numpy(np.stack([batch[f"d{i}"] for i in range(DENSE)], axis=1))
@@ -134,10 +121,17 @@ def as_it_was(model: Model, data: list[dict[str, Any]], epochs: int) -> tuple[fl
     return time.perf_counter() - begun, losses
 
 
-def batches_of(passes: Iterator[tc.Pass]) -> Iterator[tc.Batch]:
-    """Yield all batches."""
-    for p in passes:
-        yield from p.batches(BATCH)
+def trained(
+    cache: tc.TierCache | tc.InMemoryCache, model: Model, optimizer: torch.optim.Optimizer, epochs: int
+) -> list[float]:
+    """Train the next epochs; returns losses."""
+    by_module, losses = isinstance(model.tables, nn.ModuleList), list[float]()
+    for p in cache.passes(epochs=epochs):
+        for batch in p.batches(BATCH):
+            ids = [*batch.features.values()] if by_module else batch
+            losses.append(step(model(batch.dense, ids), batch.label, [optimizer]))
+            cache.optimizer.step()
+    return losses
 
 
 def converted(
@@ -149,16 +143,13 @@ def converted(
     passes = tc.extract(data, schema(), folder / "passes", device_budget=budget + (4 << 20), progress=False)
     extracted = time.perf_counter()
     tc.convert(model, passes, {"tables": NAMES})
-    optimizer = torch.optim.Adagrad(model.top.parameters(), lr=0.02)
-    losses = []
+    optimizer = torch.optim.Adagrad(model.top.parameters(), lr=RATE)
     with tc.TierCache(
         folder / "model.tc", passes, model=model, optimizer=optimizer, device_budget=2 * budget + (16 << 20),
         host_budget="1.5GiB", progress=False,
     ) as cache:  # fmt: skip
         opened = time.perf_counter()
-        for batch in batches_of(cache.passes(epochs=size.epochs)):
-            losses.append(step(model(batch.dense, [*batch.features.values()]), batch.label, [optimizer]))
-            cache.optimizer.step()
+        losses = trained(cache, model, optimizer, size.epochs)
     ended = time.perf_counter()
     seconds = {
         "extract_seconds": extracted - begun,
@@ -171,43 +162,34 @@ def converted(
 def top_seconds(model: Model, steps: int) -> float:
     """Return the seconds of so many steps of what is not looked up: vectors put together, the top, their backward."""
     vectors = [torch.rand(BATCH, DIM, requires_grad=True) for _ in NAMES]
-    optimizer, dense, label = (
-        torch.optim.Adagrad(model.top.parameters(), lr=0.02),
-        torch.rand(BATCH, DENSE),
-        torch.ones(BATCH),
-    )
+    optimizer = torch.optim.Adagrad(model.top.parameters(), lr=RATE)
+    dense, label = torch.rand(BATCH, DENSE), torch.ones(BATCH)
     seconds = []
     for _ in range(12):
         begun = time.perf_counter()
         step(model.top(torch.cat([*vectors, dense], dim=1)).squeeze(1), label, [optimizer])
         seconds.append(time.perf_counter() - begun)
-    return steps * statistics.median(seconds)
+    return steps * middle(seconds)
 
 
-def step_seconds(made: nn.Module, passes: tc.PassDataset, native: bool) -> float:
+def epoch_seconds(model: Model, passes: tc.PassDataset) -> float:
     """Return the seconds of the second epoch in memory."""
-    optimizer = torch.optim.Adagrad(made.top.parameters(), lr=0.02)  # type: ignore[union-attr]
-    cache = tc.InMemoryCache(passes, model=made, optimizer=optimizer)
+    optimizer = torch.optim.Adagrad(model.top.parameters(), lr=RATE)
+    cache = tc.InMemoryCache(passes, model=model, optimizer=optimizer)
+    trained(cache, model, optimizer, 1)
     begun = time.perf_counter()
-    for epoch in (1, 2):
-        begun = time.perf_counter()
-        for batch in batches_of(cache.passes(epochs=epoch)):
-            step(made(batch) if native else made(batch.dense, [*batch.features.values()]), batch.label, [optimizer])
-            cache.optimizer.step()
+    trained(cache, model, optimizer, 2)
     return time.perf_counter() - begun
 
 
-def run(size: Size, folder: Path) -> dict[str, Any]:
+def measure(size: Size, folder: Path) -> dict[str, Any]:
     """Run it and return the figures."""
-    from tiercache.training.progress import prepare_kernels
-
     prepare_kernels(schema().tables)
     data = samples(size)
     torch.manual_seed(1)
-    model = Model([nn.EmbeddingBag(size.rows, DIM, mode="sum", sparse=True) for _ in range(TABLES)])
-    with torch.no_grad():
-        for table in model.tables:
-            nn.init.uniform_(table.weight, -0.05, 0.05)  # type: ignore[arg-type]
+    model = Model(bags(size.rows, sparse=True))
+    for weight in model.tables.parameters():
+        nn.init.uniform_(weight, -0.05, 0.05)
     mine = copy.deepcopy(model)
     seconds, losses = as_it_was(model, data, size.epochs)
     ours, found = converted(mine, data, size, folder)
@@ -215,10 +197,10 @@ def run(size: Size, folder: Path) -> dict[str, Any]:
     passes = tc.PassDataset.open(folder / "passes")
     torch.manual_seed(1)
     with torch.device("meta"):
-        bare = [nn.EmbeddingBag(size.rows, DIM, mode="sum") for _ in range(TABLES)]
-    apart, together = Model(bare), Native(schema())
+        bare = bags(size.rows)
+    apart, together = Model(bare), Model(tc.EmbeddingBagCollection(schema()))
     tc.convert(apart, passes, {"tables": NAMES})
-    by_module, by_collection = step_seconds(apart, passes, native=False), step_seconds(together, passes, native=True)
+    by_module, by_collection = epoch_seconds(apart, passes), epoch_seconds(together, passes)
     return {
         "tables": TABLES, "dim": DIM, "rows": TABLES * size.rows, "batch": BATCH, "steps": len(losses),
         "passes": len(passes), "torch_seconds": seconds, **ours, "converted_seconds": sum(ours.values()),
@@ -233,22 +215,11 @@ def run(size: Size, folder: Path) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run it from the command line."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.adoption", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="tables of 200 MB in all, under 45 seconds")
-    parser.add_argument("--tiny", action="store_true", help="so small that it shows only that it runs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    options = parser.parse_args(given)
-    record = environment("benchmarks.adoption", given, ("torch", "numpy", "numba", "lmdb", "tiercache"))
-    folder, begun = Path(tempfile.mkdtemp(prefix="store-", dir=Path.cwd())), time.perf_counter()
-    name = "tiny" if options.tiny else "quick" if options.quick else "full"
-    try:
-        size = TINY if options.tiny else QUICK if options.quick else FULL
-        record |= {"size": name, "file_system": file_system(folder)} | run(size, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    record["benchmark_seconds"] = time.perf_counter() - begun
-    report(record, GOALS, title=f"{name}: what was promised", path=options.json)
+    parser = options_of("adoption", __doc__, "tables of 200 MB in all")
+    with called(parser, arguments) as run:
+        run.record |= measure(run.size(FULL, QUICK, TINY), run.folder)
+    run.show()
+    run.report(GOALS)
 
 
 if __name__ == "__main__":

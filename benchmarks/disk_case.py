@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -12,20 +11,22 @@ import torch
 from torch import nn
 
 import tiercache as tc
-from benchmarks.drawn_passes import permuted_power_law
+from benchmarks.drawn_passes import permuted_power_law, write_drawn
 from benchmarks.machine import middle
-from benchmarks.zipf import Zipf
-from tiercache.data.from_arrays import write_dataset
 from tiercache.data.raw_batch import RawBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from tiercache.training.batch import Batch
 
 TABLE = "items"
 DENSE_RATE = 0.01
+RULES: dict[str, tc.optim.Adagrad | tc.optim.Adam] = {
+    "adagrad": tc.optim.Adagrad(learning_rate=0.05),
+    "adam": tc.optim.Adam(learning_rate=0.001),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,59 +93,31 @@ GPU_FULL = Size(
 GPU_DRY = Size(name="dry", passes=6, samples=48, vocabulary=3000, batch=24, dim=8, window_passes=1, epoch_seconds=120)
 
 
-def schema_of(size: Size, optimizer: str) -> tc.Schema:
-    """Return the schema: all features look into one table."""
-    rules: dict[str, tc.optim.Adagrad | tc.optim.Adam] = {
-        "adagrad": tc.optim.Adagrad(learning_rate=0.05),
-        "adam": tc.optim.Adam(learning_rate=0.001),
-    }
-    table = tc.Table(
-        name=TABLE, dim=size.dim, optimizer=rules[optimizer], initializer=tc.init.Uniform(low=-0.05, high=0.05)
-    )
-    features = tuple(tc.Feature(name=f"feature{f}", table=TABLE) for f in range(size.features))
-    return tc.Schema(label="label", dense=(), features=features, tables=(table,))
-
-
-def dataset(folder: Path, size: Size, optimizer: str) -> tc.PassDataset:
-    """Open the dataset of a size in ``folder``, or write it there."""
-    facts = (size.passes, size.samples, size.vocabulary, size.features, size.dim, "ranks")
-    name = hashlib.sha256(repr((facts, optimizer)).encode()).hexdigest()[:12]
-    path = folder / f"passes-{size.name}-{optimizer}-{name}"
-    if not path.exists():
-        unfinished = path.with_suffix(".part")
-        write_dataset(unfinished, schema_of(size, optimizer), _data(size, optimizer))
-        unfinished.rename(path)
-    return tc.PassDataset.open(path)
-
-
-def _data(size: Size, optimizer: str) -> Iterator[RawBatch]:
-    schema, rng = schema_of(size, optimizer), np.random.default_rng(5)
-    zipf = Zipf(size.vocabulary, seed=3)  # ranks are keys: rows stand in the order of their hashes
-    for _ in range(size.passes):
-        keys = {feature.name: zipf.ranks(size.samples) for feature in schema.features}
-        yield RawBatch.of(schema, keys, label=rng.integers(0, 2, size.samples).astype(np.float32))
-
-
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The passes of a window's size, each drawn by itself."""
+    """Passes of a size, each drawn by itself."""
 
     size: Size
-
-    @property
-    def passes(self) -> int:
-        """Passes of an epoch."""
-        return self.size.passes
+    optimizer: str
 
     def schema(self) -> tc.Schema:
-        """Return the schema of the CPU's form, with this dim."""
-        return schema_of(self.size, "adagrad")
+        """Return the schema: all features look into one table."""
+        begin = tc.init.Uniform(low=-0.05, high=0.05)
+        table = tc.Table(name=TABLE, dim=self.size.dim, optimizer=RULES[self.optimizer], initializer=begin)
+        features = tuple(tc.Feature(name=f"feature{f}", table=TABLE) for f in range(self.size.features))
+        return tc.Schema(label="label", dense=(), features=features, tables=(table,))
 
     def draw(self, index: int) -> RawBatch:
         """Return a pass."""
         rng, schema, samples = np.random.default_rng((5, index)), self.schema(), self.size.samples
         keys = {f.name: permuted_power_law(rng, self.size.vocabulary, samples) for f in schema.features}
         return RawBatch.of(schema, keys, label=rng.integers(0, 2, samples).astype(np.float32))
+
+
+def dataset(folder: Path, size: Size, optimizer: str) -> tc.PassDataset:
+    """Open the dataset of a size in ``folder``, or write it there."""
+    facts = (size.name, optimizer, size.passes, size.samples, size.vocabulary, size.features, size.dim)
+    return write_drawn(folder / "-".join(map(str, ("passes", *facts))), Drawn(size, optimizer))
 
 
 def dense_part(inputs: int, width: int) -> nn.Sequential:
@@ -155,18 +128,18 @@ def dense_part(inputs: int, width: int) -> nn.Sequential:
 
 
 class Net(nn.Module):
-    """Pooled embeddings, and above them the dense part where ``width`` is not 0."""
+    """Pooled embeddings, and above them the dense part where ``width`` is not 0 and ``light`` not set."""
 
-    def __init__(self, cache: tc.TierCache | tc.InMemoryCache, width: int) -> None:
+    def __init__(self, schema: tc.Schema, width: int, *, light: bool) -> None:
         super().__init__()
-        self.bag = tc.EmbeddingBagCollection(cache.schema)
+        self.bag, self.light = tc.EmbeddingBagCollection(schema), light
         self.bias = nn.Parameter(torch.zeros(1))
         self.dense = dense_part(self.bag.out_features, width) if width else None
 
-    def forward(self, batch: Batch, *, light: bool) -> torch.Tensor:
-        """Return one logit a sample; ``light`` leaves the dense part out."""
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Return one logit a sample."""
         out: torch.Tensor = self.bag(batch)
-        if light or self.dense is None:
+        if self.light or self.dense is None:
             return out.sum(dim=1) + self.bias
         logits: torch.Tensor = self.dense(out)
         return logits + self.bias
@@ -177,15 +150,15 @@ class Step:
 
     def __init__(self, cache: Any, width: int, *, light: bool, track: bool = False) -> None:
         torch.manual_seed(1)
-        self.light, self._cache, self._track = light, cache, track
-        self.net, self._loss_of = Net(cache, width).to(cache.device), nn.BCEWithLogitsLoss()
+        self._cache, self._track = cache, track
+        self.net, self._loss_of = Net(cache.schema, width, light=light).to(cache.device), nn.BCEWithLogitsLoss()
         self._optimizer = torch.optim.SGD(self.net.parameters(), lr=DENSE_RATE)
         if track:
             cache.register(model=self.net, optimizer=self._optimizer)
 
     def __call__(self, batch: Batch) -> None:
         """Train a batch."""
-        self._loss_of(self.net(batch, light=self.light), batch.label).backward()
+        self._loss_of(self.net(batch), batch.label).backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
         if not self._track:
@@ -199,51 +172,27 @@ class DenseTimer:
         """rest: waits until the device has done what it was given."""
         self._batch, self._inputs = size.batch, size.features * size.dim
         self._device, self._rest = device, rest
-        self._known: dict[int, float] = {}
 
     def seconds(self, width: int) -> float:
         """Return the seconds that one sample takes in the dense part: forward, backward and step."""
-        if width not in self._known:
-            part, loss_of = dense_part(self._inputs, width).to(self._device), nn.BCEWithLogitsLoss()
-            optimizer = torch.optim.SGD(part.parameters(), lr=DENSE_RATE)
-            inputs = torch.rand(self._batch, self._inputs, requires_grad=True, device=self._device)
-            labels = torch.zeros(self._batch, device=self._device)
-            taken: list[float] = []
-            until = time.perf_counter() + 0.12
-            while len(taken) < 4 or time.perf_counter() < until:
-                begun = time.perf_counter()
-                loss_of(part(inputs), labels).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                self._rest()
-                taken.append(time.perf_counter() - begun)
-            self._known[width] = middle(taken[1:]) / self._batch
-        return self._known[width]
+        part, loss_of = dense_part(self._inputs, width).to(self._device), nn.BCEWithLogitsLoss()
+        optimizer = torch.optim.SGD(part.parameters(), lr=DENSE_RATE)
+        inputs = torch.rand(self._batch, self._inputs, requires_grad=True, device=self._device)
+        labels = torch.zeros(self._batch, device=self._device)
+        taken: list[float] = []
+        until = time.perf_counter() + 0.12
+        while len(taken) < 4 or time.perf_counter() < until:
+            begun = time.perf_counter()
+            loss_of(part(inputs), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            self._rest()
+            taken.append(time.perf_counter() - begun)
+        return middle(taken[1:]) / self._batch
 
     def width(self, sample_seconds: float) -> int:
-        """Return the width, a multiple of 4, that takes about ``sample_seconds``; 4 where all take longer."""
-        low, high = 4, 32
-        while self.seconds(high) < sample_seconds and high < 1 << 14:
-            low, high = high, 2 * high
-        return next((w for w in _between(low, high) if self.seconds(w) >= sample_seconds), high)
-
-
-def _between(low: int, high: int) -> Iterator[int]:
-    step = max(4, (high - low) // 8)
-    yield from range(low, high, step)
-
-
-def seconds_without_dense(passes: tc.PassDataset, size: Size) -> float:
-    """Return the seconds of one sample in memory where there is no dense part."""
-    cache = tc.InMemoryCache(passes)
-    model, loss_of = Net(cache, 0), nn.BCEWithLogitsLoss()
-    taken = []
-    for p in cache.passes(epochs=1):
-        for batch in p.batches(size.batch, shuffle=True):
-            begun = time.perf_counter()
-            loss_of(model(batch, light=True), batch.label).backward()
-            cache.optimizer.step()
-            taken.append(time.perf_counter() - begun)
-        if p.index == min(3, size.passes - 1):
-            break
-    return middle(taken) / size.batch
+        """Return the least width, a multiple of 4, that takes ``sample_seconds``, give or take a tenth."""
+        width = 4
+        while width < 1 << 14 and self.seconds(width) < sample_seconds:
+            width = max(width + 4, width * 9 // 8 // 4 * 4)
+        return width

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from benchmarks.machine import drop_cache
+from tiercache.planning.budget import PAGE_BYTES, paged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from tiercache.planning.pass_plan import PassPlan
     from tiercache.store.segment_layout import SegmentLayout
 
-PAGE_BYTES = 4096
 KEY_BYTES = 8
 REQUEST_BYTES = 32 << 20
 
@@ -75,11 +75,6 @@ class Replay:
             at = plan.pass_index % num_passes * slot
             commits.append([*blocks_of(plan.dumps, at), Span(at + slot_bytes(plan.dumps), state_bytes)])
         return cls(reads, commits, slot * num_passes)
-
-
-def paged(num_bytes: int) -> int:
-    """Round up to whole pages."""
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _block_rows(layout: SegmentLayout) -> list[int]:
@@ -143,32 +138,25 @@ class BareDisk:
         for path in self._paths:
             path.unlink()
 
-    def seconds(self, replay: Replay, *, memory: memoryview | None = None, fresh: bool = False) -> float:
+    def seconds(self, replay: Replay, *, memory: memoryview | None = None) -> float:
         """Return how long the epoch takes, the page cache empty at its begin.
 
         Reads go to one place after another of ``memory`` and begin again where it ends; so do writes, which come from
-        it. Without it, there is room for one read. Writes are over what the file has; with ``fresh``, into a new file.
+        it. Without it, there is room for one read. Writes are over what the file has.
         """
-        blocks = self._paths[1]
-        if fresh:
-            blocks = blocks.with_suffix(".fresh")
-            blocks.touch()
         for path in self._paths[:2]:
             drop_cache(path)
         start = threading.Barrier(3, timeout=60)  # one that cannot open its file never comes
         with ThreadPoolExecutor(2) as threads:
             work = [
                 threads.submit(self._read, replay.reads, start, memory),
-                threads.submit(self._write, replay.commits, start, memory, blocks),
+                threads.submit(self._write, replay.commits, start, memory),
             ]
             start.wait()
             begun = time.perf_counter()
             for one in work:
                 one.result()
-            seconds = time.perf_counter() - begun
-        if fresh:
-            blocks.unlink()
-        return seconds
+            return time.perf_counter() - begun
 
     def _read(self, spans: list[Span], start: threading.Barrier, memory: memoryview | None) -> None:
         most = max((span.size for span in spans), default=0) + 2 * PAGE_BYTES
@@ -188,11 +176,9 @@ class BareDisk:
             at += size
         os.close(handle)
 
-    def _write(
-        self, commits: list[list[Span]], start: threading.Barrier, memory: memoryview | None, path: Path
-    ) -> None:
+    def _write(self, commits: list[list[Span]], start: threading.Barrier, memory: memoryview | None) -> None:
         data = self._data if memory is None else memory
-        blocks = os.open(path, os.O_WRONLY | os.O_DIRECT)
+        blocks = os.open(self._paths[1], os.O_WRONLY | os.O_DIRECT)
         records = os.open(self._paths[2], os.O_WRONLY | os.O_CREAT)
         through = os.open(self._paths[2], os.O_WRONLY | os.O_DSYNC)
         start.wait()

@@ -10,9 +10,10 @@ import os
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from psutil import virtual_memory
 
 import tiercache as tc
 from tiercache.data.from_arrays import write_sub_dataset
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from tiercache.data.manifest import SubDatasetRecord
     from tiercache.data.raw_batch import RawBatch
 
-__all__ = ["ALPHA", "Drawn", "permuted_power_law", "write_drawn"]
-
 ALPHA = 1.05
 _BYTES_OF_PROCESS = 6 << 30  # of host memory, that a process may want
 
@@ -36,8 +35,8 @@ class Drawn(Protocol):
     """Data that can be drawn pass by pass; it travels to the processes."""
 
     @property
-    def passes(self) -> int:
-        """Passes of an epoch."""
+    def size(self) -> Any:
+        """How much there is: `passes` of an epoch, above all."""
 
     def schema(self) -> tc.Schema:
         """Return its schema."""
@@ -74,16 +73,14 @@ def write_drawn(folder: Path, data: Drawn) -> tc.PassDataset:
 
 
 def _records(folder: Path, data: Drawn) -> list[SubDatasetRecord]:
-    from psutil import virtual_memory
-
     memory = virtual_memory().available // _BYTES_OF_PROCESS
-    workers = min(data.passes, (os.cpu_count() or 1) // 2, int(memory))
+    workers = min(data.size.passes, (os.cpu_count() or 1) // 2, int(memory))
     write = partial(_write, folder)
     if workers < 2:
-        return [write(data, index) for index in range(data.passes)]
+        return [write(data, index) for index in range(data.size.passes)]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        return list(pool.map(write, repeat(data), range(data.passes)))
+        return list(pool.map(write, repeat(data), range(data.size.passes)))
 
 
 def _write(folder: Path, data: Drawn, index: int) -> SubDatasetRecord:

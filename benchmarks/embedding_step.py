@@ -7,7 +7,7 @@ median over all turns.
 
 Keys: ms_CONTENDER_OPTIMIZER_SHAPE[_default] are milliseconds; speedup_vs_PEER_OPTIMIZER_SHAPE[_default] the peer's
 time over ours; share_of_copy_bandwidth_OPTIMIZER_SHAPE[_default] the bytes that the step must move
-(embedding_cases.bytes_to_move) over its time, over the bytes per second of a copy by all threads, read and written
+(embedding_contenders.bytes_to_move) over its time, over the bytes per second of a copy by all threads, read and written
 bytes both counted. The plain keys are the least over shapes (share_of_copy_bandwidth: and over optimizers) where the
 allocator keeps freed memory, for everyone; those that end in _default have the allocator as it is. With --busy alone:
 busy_ratio, the steps a second of our two threads over those of one, beside two processes that are always busy.
@@ -15,44 +15,26 @@ busy_ratio, the steps a second of our two threads over those of one, beside two 
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
+import importlib.util
+import itertools
+import multiprocessing
 import os
 import subprocess
 import sys
-import time
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from rich.table import Table
 
-from benchmarks.embedding_cases import (
-    BUSY,
-    FULL,
-    OPTIMIZERS,
-    QUICK,
-    TINY,
-    Shape,
-    batches_of,
-    bytes_to_move,
-    distinct_rows,
-)
-from benchmarks.embedding_worker import THREADS
-from benchmarks.machine import Goal, console, environment, middle, report
+from benchmarks import embedding_contenders as cases
+from benchmarks.machine import Goal, called, console, middle, options_of, say, table_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 COPY_BYTES = 2 * (256 << 20)
 """Read and written by a step of the contender "copy"."""
-PEERS = {
-    "torch": ("adagrad", "adam"),
-    "by_hand": ("rowwise",),
-    "fbgemm": ("adagrad", "rowwise"),
-}
+PEERS = {"torch": ("adagrad", "adam"), "by_hand": ("rowwise",), "fbgemm": ("adagrad", "rowwise")}
 """The optimizers that each peer has."""
 SPEEDUPS = {
     "speedup_vs_torch": ("torch", ("adagrad",)),
@@ -79,49 +61,38 @@ ALLOCATORS = {
 
 
 class Process:
-    """A contender at work; see embedding_worker."""
+    """A contender at work in a process of its own, with its allocator and threads; see embedding_contenders."""
 
-    def __init__(self, name: str, allocator: str, threads: int = THREADS) -> None:
+    def __init__(self, name: str, allocator: str, threads: int = cases.THREADS) -> None:
         self.name = name
-        known = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "benchmarks.embedding_worker", name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=known | ALLOCATORS[allocator] | {"OMP_NUM_THREADS": str(threads)},
-            cwd=Path(__file__).parents[1],
-        )
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=cases.serve, args=(theirs, name, threads), daemon=True)
+        known = dict(os.environ)
+        os.environ.update(ALLOCATORS[allocator] | {"OMP_NUM_THREADS": str(threads)})  # read before its code runs
+        self._process.start()
+        os.environ.clear()
+        os.environ.update(known)
+        theirs.close()
 
-    def tell(self, command: str) -> None:
+    def tell(self, *command: Any) -> None:
         """Send a command, whose answer is still to be heard."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(command + "\n")
-            self._process.stdin.flush()
+        self._pipe.send(command)
 
-    def hear(self) -> dict[str, Any]:
-        """Return the answer to the oldest command. Raises RuntimeError where the process has ended."""
-        assert self._process.stdout is not None
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"the process of {self.name} ended with {self._process.wait()}: see above")
-        found: dict[str, Any] = json.loads(answer)
-        return found
+    def hear(self) -> list[float]:
+        """Return the answer to the oldest command. Raises EOFError where the process has ended."""
+        seconds: list[float] = self._pipe.recv()
+        return seconds
+
+    def do(self, *command: Any) -> list[float]:
+        """Send a command and return its answer."""
+        self.tell(*command)
+        return self.hear()
 
     def close(self) -> None:
         """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-
-@dataclass(slots=True)
-class Times:
-    """Seconds of single steps and page faults a step, by contender."""
-
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    faults: dict[str, float] = field(default_factory=dict)
+        self._pipe.close()
+        self._process.join()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,79 +104,65 @@ class Plan:
     """Of each turn."""
     warm_up: int
     """Steps before the first turn."""
-    optimizers: tuple[str, ...] = OPTIMIZERS
+    optimizers: tuple[str, ...] = cases.OPTIMIZERS
 
 
 FULL_PLAN = Plan(turns=5, steps=5, warm_up=8)
 BUSY_PLAN = Plan(turns=10, steps=5, warm_up=2)
 QUICK_PLAN = Plan(turns=3, steps=3, warm_up=2)
+TINY_PLANS = {"": QUICK_PLAN, "_default": replace(QUICK_PLAN, turns=1, optimizers=cases.OPTIMIZERS[:2])}
 
 
 class Bench:
-    """Runs cases; keeps idle processes alive from one case to the next."""
+    """Runs cases; keeps processes from one case to the next where memory holds the tables of all."""
 
     def __init__(self, contenders: Sequence[str]) -> None:
         self._contenders = contenders
-        self._idle: dict[tuple[str, str], Process] = {}
+        self._open: dict[tuple[str, str], Process] = {}
 
-    def case(self, shape: Shape, optimizer: str, allocator: str, plan: Plan) -> Times:
-        """Measure one optimizer on one shape."""
+    def case(self, shape: cases.Shape, optimizer: str, allocator: str, plan: Plan) -> dict[str, list[float]]:
+        """Measure one optimizer on one shape: return the seconds of single steps by contender."""
         names = [n for n in self._contenders if n in {"ours", "copy"} or optimizer in PEERS[n]]
-        free = psutil.virtual_memory().available
-        together = len(names) * shape.table_bytes(optimizer) < free // 2
-        times = Times()
+        together = len(names) * shape.table_bytes(optimizer) < psutil.virtual_memory().available // 2
+        seconds: dict[str, list[float]] = {name: [] for name in names}
         for group in [names] if together else [[name] for name in names]:
-            with self._processes(group, allocator, keep=together) as processes:
+            if not together:
+                self.close()
+            processes = [self._process(name, allocator) for name in group]
+            for process in processes:
+                process.tell("build", shape, optimizer, plan.warm_up)
+            for process in processes:
+                process.hear()
+            for _ in range(plan.turns):
                 for process in processes:
-                    process.tell(f"build {shape.name} {optimizer} {plan.warm_up}")
-                for process in processes:
-                    process.hear()
-                for _ in range(plan.turns):
-                    for process in processes:
-                        process.tell(f"run {plan.steps}")
-                        answer = process.hear()
-                        times.seconds.setdefault(process.name, []).extend(answer["seconds"])
-                        times.faults[process.name] = answer["faults"]
-                for process in processes:
-                    process.tell("drop")
-                    process.hear()
-        return times
+                    seconds[process.name] += process.do("run", plan.steps)
+            for process in processes:
+                process.do("drop")
+        return seconds
 
-    @contextlib.contextmanager
-    def _processes(self, names: Sequence[str], allocator: str, *, keep: bool) -> Iterator[list[Process]]:
-        if not keep:
-            self.close()
-        places = [(name, allocator) for name in names]
-        found = [self._idle.pop(place) if place in self._idle else Process(*place) for place in places]
-        try:
-            yield found
-        finally:
-            for process in found:
-                if keep:
-                    self._idle[process.name, allocator] = process
-                else:
-                    process.close()
+    def _process(self, name: str, allocator: str) -> Process:
+        if (name, allocator) not in self._open:
+            self._open[name, allocator] = Process(name, allocator)
+        return self._open[name, allocator]
 
     def close(self) -> None:
         """End all processes."""
-        for process in self._idle.values():
+        for process in self._open.values():
             process.close()
-        self._idle.clear()
+        self._open.clear()
 
 
-def busy_ratio(shape: Shape, plan: Plan) -> dict[str, float]:
+def busy_ratio(shape: cases.Shape, plan: Plan) -> dict[str, float]:
     """Return our steps a second with one thread and with two, in turns beside two processes that are always busy."""
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(THREADS)]
-    processes = {threads: Process("ours", "", threads) for threads in (1, THREADS)}
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cases.THREADS)]
+    processes = {threads: Process("ours", "", threads) for threads in (1, cases.THREADS)}
     seconds: dict[int, list[float]] = {threads: [] for threads in processes}
     try:
         for process in processes.values():
-            process.tell(f"build {shape.name} adagrad {plan.warm_up}")
-            process.hear()
+            process.do("build", shape, "adagrad", plan.warm_up)
         for _ in range(plan.turns):
             for threads, process in processes.items():
-                process.tell(f"run {plan.steps}")
-                seconds[threads] += process.hear()["seconds"]
+                seconds[threads] += process.do("run", plan.steps)
     finally:
         for process in processes.values():
             process.close()
@@ -215,27 +172,28 @@ def busy_ratio(shape: Shape, plan: Plan) -> dict[str, float]:
     rates = {threads: len(taken) / sum(taken) for threads, taken in seconds.items()}
     return {
         "busy_steps_per_second_one_thread": rates[1],
-        "busy_steps_per_second": rates[THREADS],
-        "busy_ratio": rates[THREADS] / rates[1],
+        "busy_steps_per_second": rates[cases.THREADS],
+        "busy_ratio": rates[cases.THREADS] / rates[1],
     }
 
 
-def figures_of(shape: Shape, optimizer: str, allocator: str, times: Times, distinct: float) -> dict[str, Any]:
+def figures_of(
+    shape: cases.Shape, optimizer: str, allocator: str, seconds: dict[str, list[float]], distinct: float
+) -> dict[str, Any]:
     """Return the keys of one case."""
-    ms = {name: middle(seconds) * 1e3 for name, seconds in times.seconds.items()}
+    ms = {name: middle(taken) * 1e3 for name, taken in seconds.items()}
     tail = f"{optimizer}_{shape.name}{allocator}"
     record: dict[str, Any] = {f"ms_{name}_{tail}": value for name, value in ms.items()}
-    record |= {f"page_faults_{name}_{tail}": value for name, value in times.faults.items()}
     record |= {f"speedup_vs_{peer}_{tail}": ms[peer] / ms["ours"] for peer in PEERS if peer in ms}
     copied = COPY_BYTES / ms["copy"]
     record[f"copy_bytes_per_second_{tail}"] = copied * 1e3
     for name, rows_once in (("share_of_copy_bandwidth", False), ("share_of_copy_bandwidth_rows_once", True)):
-        moved = bytes_to_move(shape, optimizer, distinct, rows_once=rows_once)
+        moved = cases.bytes_to_move(shape, optimizer, distinct, rows_once=rows_once)
         record[f"{name}_{tail}"] = moved / ms["ours"] / copied
     return record
 
 
-def plain_keys(record: dict[str, Any], shapes: Sequence[Shape], allocator: str) -> dict[str, Any]:
+def plain_keys(record: dict[str, Any], shapes: Sequence[cases.Shape], allocator: str) -> dict[str, Any]:
     """Return the least of every figure over shapes; None where a peer was not there."""
     plain: dict[str, Any] = {}
     for key, (peer, optimizers) in SPEEDUPS.items():
@@ -243,90 +201,69 @@ def plain_keys(record: dict[str, Any], shapes: Sequence[Shape], allocator: str) 
         values = [record[name] for name in names if name in record]
         plain[key + allocator] = min(values) if values else None
     for key in ("share_of_copy_bandwidth", "share_of_copy_bandwidth_rows_once"):
-        names = [f"{key}_{o}_{s.name}{allocator}" for o in OPTIMIZERS for s in shapes]
+        names = [f"{key}_{o}_{s.name}{allocator}" for o in cases.OPTIMIZERS for s in shapes]
         plain[key + allocator] = min(record[name] for name in names if name in record)
     return plain
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run it from the command line."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.embedding_step", description=__doc__)
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="26 tables of 100k rows, the reusing allocator and fewer steps only, under 45 seconds",
-    )
-    parser.add_argument("--tiny", action="store_true", help="both allocators, so small that times mean nothing")
+    quick = "26 tables of 100k rows, the reusing allocator and fewer steps only"
+    parser = options_of("embedding_step", __doc__, quick, tiny="both allocators, so small that times mean nothing")
     parser.add_argument("--busy", action="store_true", help="one thread and two beside two busy processes, only")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    options = parser.parse_args(given)
-
-    packages = ("torch", "numpy", "numba", "tiercache", "fbgemm-gpu-cpu", "fbgemm-gpu")
-    record = environment("benchmarks.embedding_step", given, packages)
-    begun = time.perf_counter()
-    shapes = TINY if options.tiny else QUICK if options.quick else FULL
-    if options.busy:
-        record |= busy_ratio(TINY[0] if options.tiny else BUSY, QUICK_PLAN if options.tiny else BUSY_PLAN)
-        record["benchmark_seconds"] = time.perf_counter() - begun
-        report(record, (BUSY_GOAL,), title="threads on cores that others use too", path=options.json)
+    with called(parser, arguments) as run:
+        shapes = run.size(cases.FULL, cases.QUICK, cases.TINY)
+        if run.options.busy:
+            run.record |= busy_ratio(
+                *run.size((cases.BUSY, BUSY_PLAN), (cases.BUSY, BUSY_PLAN), (cases.TINY[0], QUICK_PLAN))
+            )
+        else:
+            plans = run.size({"": FULL_PLAN, "_default": FULL_PLAN}, {"": QUICK_PLAN}, TINY_PLANS)
+            run.record |= {"threads": cases.THREADS, "steps_measured": plans[""].turns * plans[""].steps}
+            measure(run.record, shapes, plans)
+    if run.options.busy:
+        run.report((BUSY_GOAL,), title="threads on cores that others use too")
         return
-    plans = {"": FULL_PLAN, "_default": FULL_PLAN}
-    if options.quick:
-        plans = {"": QUICK_PLAN}
-    if options.tiny:
-        plans = {"": QUICK_PLAN, "_default": replace(QUICK_PLAN, turns=1, optimizers=OPTIMIZERS[:2])}
-    bench = Bench([name for name in ("copy", "ours", *PEERS) if name != "fbgemm" or _has_fbgemm()])
+    _print(run.record, shapes)
+    run.report(GOALS)
+
+
+def measure(record: dict[str, Any], shapes: Sequence[cases.Shape], plans: dict[str, Plan]) -> None:
+    """Add the figures of all shapes, with each allocator as planned."""
+    has_fbgemm = importlib.util.find_spec("fbgemm_gpu") is not None
+    bench = Bench([name for name in ("copy", "ours", *PEERS) if name != "fbgemm" or has_fbgemm])
     try:
-        for allocator in plans:
+        for allocator, plan in plans.items():
             for shape in shapes:
-                batches = batches_of(shape)
-                distinct = middle(distinct_rows(shape, ids) for ids in batches)
+                distinct = middle(cases.distinct_rows(shape, ids) for ids in cases.batches_of(shape))
                 record[f"distinct_rows_{shape.name}"] = distinct
-                for optimizer in plans[allocator].optimizers:
-                    _say(f"{shape.name}, {optimizer}{allocator.replace('_', ', allocator: ')}")
-                    times = bench.case(shape, optimizer, allocator, plans[allocator])
-                    record |= figures_of(shape, optimizer, allocator, times, distinct)
+                for optimizer in plan.optimizers:
+                    say(f"{shape.name}, {optimizer}{allocator.replace('_', ', allocator: ')}")
+                    seconds = bench.case(shape, optimizer, allocator, plan)
+                    record |= figures_of(shape, optimizer, allocator, seconds, distinct)
             record |= plain_keys(record, shapes, allocator)
             bench.close()
     finally:
         bench.close()
-    record |= {"threads": THREADS, "steps_measured": plans[""].turns * plans[""].steps}
-    record["benchmark_seconds"] = time.perf_counter() - begun
-    console.print(_table(record, shapes))
-    report(record, GOALS, title="what was promised", path=options.json)
 
 
-def _has_fbgemm() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("fbgemm_gpu") is not None
-
-
-def _table(record: dict[str, Any], shapes: Sequence[Shape]) -> Table:
+def _print(record: dict[str, Any], shapes: Sequence[cases.Shape]) -> None:
     names = {"ours": "ours", "torch": "nn.EmbeddingBag", "by_hand": "torch by hand", "fbgemm": "FBGEMM"}
-    table = Table(title="milliseconds a step (times ours)", title_justify="left")
-    for column in ("shape", "optimizer", "allocator", *names.values(), "copy GB/s", "share of copy"):
-        table.add_column(column, justify="left" if column in {"shape", "optimizer", "allocator"} else "right")
-    for shape in shapes:
-        for optimizer in OPTIMIZERS:
-            for allocator in ALLOCATORS:
-                tail = f"{optimizer}_{shape.name}{allocator}"
-                if f"ms_ours_{tail}" not in record:
-                    continue
-                cells = []
-                for name in names:
-                    value, ratio = record.get(f"ms_{name}_{tail}"), record.get(f"speedup_vs_{name}_{tail}")
-                    beside = "" if ratio is None else f" ({ratio:.2f})"
-                    cells.append("-" if value is None else f"{value:.1f}{beside}")
-                cells.append(f"{record[f'copy_bytes_per_second_{tail}'] / 1e9:.1f}")
-                cells.append(f"{record[f'share_of_copy_bandwidth_{tail}']:.2f}")
-                table.add_row(shape.name, optimizer, "default" if allocator else "reuses", *cells)
-    return table
-
-
-def _say(what: str) -> None:
-    console.print(f"[dim]{time.strftime('%H:%M:%S')} {what}[/dim]")
+    columns = ("shape", "optimizer", "allocator", *names.values(), "copy GB/s", "share of copy")
+    table = table_of("milliseconds a step (times ours)", *columns, left=3)
+    for shape, optimizer, allocator in itertools.product(shapes, cases.OPTIMIZERS, ALLOCATORS):
+        tail = f"{optimizer}_{shape.name}{allocator}"
+        if f"ms_ours_{tail}" not in record:
+            continue
+        cells = []
+        for name in names:
+            value, ratio = record.get(f"ms_{name}_{tail}"), record.get(f"speedup_vs_{name}_{tail}")
+            beside = "" if ratio is None else f" ({ratio:.2f})"
+            cells.append("-" if value is None else f"{value:.1f}{beside}")
+        cells.append(f"{record[f'copy_bytes_per_second_{tail}'] / 1e9:.1f}")
+        cells.append(f"{record[f'share_of_copy_bandwidth_{tail}']:.2f}")
+        table.add_row(shape.name, optimizer, "default" if allocator else "reuses", *cells)
+    console.print(table)
 
 
 if __name__ == "__main__":

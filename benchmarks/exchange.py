@@ -1,9 +1,9 @@
 """The exchange of rows between ranks: python -m benchmarks.exchange [--quick] [--json FILE].
 
 Two ranks on this machine, one thread each, over Gloo. Each has half of every table's rows, by their hashes, and half of
-a batch's samples; ids are Zipf's (1.05). A turn is a step with exchanged rows, then, for comparison, a step of the same
-samples with all rows on the rank, and a bare all-to-all of the bytes that the exchange moved, in the same three calls
-(addresses, rows, gradients). Times are those of the slower rank, and the median of all turns.
+a batch's samples; ids follow a power law of 1.05. A turn is a step with exchanged rows, then, for comparison, a step of
+the same samples with all rows on the rank, and a bare all-to-all of the bytes that the exchange moved, in the same
+three calls (addresses, rows, gradients). Times are those of the slower rank, and the median of all turns.
 
 Keys, for each SHAPE and plain for the least favorable one: wire_ratio_SHAPE is the bytes that left the ranks over the
 fewest that must: for each unique row of another rank in a rank's batch, its address, the row and its gradient, counted
@@ -14,27 +14,54 @@ the whole time within the two calls that exchange rows and gradients over the ba
 gradients, which the step on one rank has too, as the exchange's. bytes_saved_by_unique_ids_SHAPE is how many times the
 bytes would be without, where every lookup traveled; time_saved_by_unique_ids_SHAPE the time of a bare all-to-all of
 those, over that of the exchange's calls.
+
+Each rank is a process of this module, called with --rank SHAPE TURNS WARM_UP by torchrun; rank 0 writes what all ranks
+measured as one line of JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+import numpy as np
+import torch
 
-from benchmarks.exchange_worker import SHAPES
-from benchmarks.machine import Goal, console, environment, middle, report
+import tiercache as tc
+from benchmarks.drawn_passes import permuted_power_law
+from benchmarks.machine import Goal, called, middle, options_of
+from tiercache.backends.jagged import OptimizerStep
+from tiercache.backends.opening import open_backend
+from tiercache.data.encoded_batch import FeatureIds
+from tiercache.dist.communicator import communicator_of
+from tiercache.ranks.asking import Asking, Wanted
+from tiercache.ranks.exchange import RowExchange
+from tiercache.ranks.owners import Owners, find_owners
+from tiercache.store.hashing import hash_keys
+from tiercache.store.shards.sharding import ShardingPlan, TableSharding
+from tiercache.store.table import group_tables
+from tiercache.tiers.rows import GroupRows, RowView
+from tiercache.training.batch import Batch
+from tiercache.training.joining import FeaturePart
+from tiercache.training.lookup import PooledLookup
+from tiercache.training.row_gradients import RowGradients
+from tiercache.training.row_optimizer import RowOptimizer
+from tiercache.training.threads import share_threads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.dist.communicator import AnyCommunicator
+    from tiercache.ranks.asking import Asked
 
 NUM_RANKS = 2
 LIMIT_SECONDS = 300.0
@@ -42,35 +69,200 @@ GOALS = (
     Goal(key="wire_ratio", goal=1.05, below=True),
     Goal(key="time_ratio", goal=1.3, below=True),
 )
-FULL, QUICK, TINY = ("26x100k", "26x20k"), ("26x20k",), ("4xtiny",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """Tables, each looked up by a feature with one id a sample, and a global batch."""
+
+    num_tables: int
+    rows: int
+    """Of each table in the pass."""
+    num_samples: int
+    """Of all ranks."""
+    dim: int
+
+
+SHAPES = {
+    "26x100k": Shape(num_tables=26, rows=100_000, num_samples=16384, dim=64),
+    "26x20k": Shape(num_tables=26, rows=20_000, num_samples=16384, dim=64),
+    "4xtiny": Shape(num_tables=4, rows=2_000, num_samples=1024, dim=16),
+}
+NUM_BATCHES = 4
+
+
+class Rank:
+    """One rank's rows and batches."""
+
+    def __init__(self, ranks: AnyCommunicator, shape: Shape) -> None:
+        self.ranks, self.shape = ranks, shape
+        rate = tc.optim.SGD(learning_rate=0.01)
+        tables = [
+            tc.Table(name=f"t{i}", dim=shape.dim, optimizer=rate, initializer=tc.init.Zeros())
+            for i in range(shape.num_tables)
+        ]
+        self.tables = tuple(sorted(tables, key=lambda table: table.table_id))
+        self.groups = group_tables(self.tables)
+        self.sharding = ShardingPlan(ranks.size, {table.name: TableSharding("row") for table in self.tables})
+        plain = np.arange(shape.rows, dtype=np.int64)
+        keys = {table.name: plain[np.argsort(hash_keys(plain, table.table_id))] for table in self.tables}
+        self.owners: Owners = find_owners(self.sharding, 0, self.tables, [self.groups] * ranks.size, keys.__getitem__)
+        owned = (self.owners.high_TW - self.owners.low_TW)[:, ranks.rank]
+        order = [self.owners.index(table.name) for table in self.groups[0].tables]
+        starts = np.concatenate([[0], np.cumsum(owned[order])]).astype(np.int64)
+        self.rows = self._rows(starts)
+        self.all_rows = self._rows(np.arange(shape.num_tables + 1, dtype=np.int64) * shape.rows)
+        self.backend = open_backend("cpu", self.tables)
+        self.thread = ThreadPoolExecutor(1, initializer=share_threads)
+        self.optimizer, self.handle = RowOptimizer(self.groups, self.backend), torch.nn.Parameter(torch.zeros(()))
+        features = [tc.Feature(name=table.name, table=table.name) for table in self.tables]
+        self.asking = Asking(ranks.clone(), self.groups, features, torch.float32)
+        self.exchange = RowExchange(ranks, self.backend, self.groups, self.groups)
+        self.layout = self.asking.lay_out(self.owners)
+        self.exchange.open_pass(self.layout.stretches, self.rows)
+        names = tuple(table.name for table in self.tables)
+        zeros = np.zeros(len(names), dtype=np.int8)
+        cols = np.arange(len(names), dtype=np.int64) * shape.dim
+        self.part = FeaturePart(0, names, names, zeros, cols, bags=False)
+        rng, mine = np.random.default_rng((7, ranks.rank)), shape.num_samples // ranks.size
+        self.batches = [
+            {name: FeatureIds(permuted_power_law(rng, shape.rows, mine).astype(np.int32), None, None) for name in names}
+            for _ in range(NUM_BATCHES)
+        ]
+        self.gradient = np.random.default_rng(2).random((mine, len(names) * shape.dim), dtype=np.float32)
+
+    def _rows(self, starts: NDArray[np.int64]) -> list[GroupRows]:
+        count = int(starts[-1])
+        vectors = np.random.default_rng(self.ranks.rank).random((count, self.shape.dim), dtype=np.float32)
+        slots = np.random.default_rng(1).permutation(count).astype(np.int32)
+        return [GroupRows.of(self.groups[0], (vectors,), slots, starts)]
+
+    def least_bytes(self, batch: int) -> dict[str, int]:
+        """Return the bytes that must leave all ranks for a batch, and without unique rows, counted from its ids."""
+        once = each = 0
+        for t, table in enumerate(self.tables):
+            low, high = self.owners.low_TW[t, self.ranks.rank], self.owners.high_TW[t, self.ranks.rank]
+            ids = self.batches[batch][table.name].ids
+            remote = ids[(ids < low) | (ids >= high)]
+            once, each = once + np.unique(remote).size, each + remote.size
+        row_bytes = 4 + 2 * 4 * self.shape.dim  # an address there, a row back, a gradient there
+        return {"once": once * row_bytes, "each": each * row_bytes}
+
+    def ask(self, batch: int) -> Asked:
+        """Ask the owners for the rows of a batch."""
+        ids = self.batches[batch]
+        return self.asking.ask(self.layout, Wanted(ids=ids, modes=dict.fromkeys(ids)), "a batch")
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that left this rank."""
+        return self.exchange.wire.bytes_sent + self.asking.wire.bytes_sent
+
+    def train(self, asked: Asked, following: int) -> tuple[dict[str, float], Asked]:
+        """Train a batch while the following one is asked for, as a training does.
+
+        Returns the seconds of its exchange there, back, and of both together, and the following one.
+        """
+        seconds, gradients = {}, RowGradients(1)
+        self.ranks.barrier()
+        begun, busy = time.perf_counter(), time.process_time()
+        asking = self.thread.submit(self.ask, following)
+        rows, slots = self.exchange.answer(asked)
+        seconds["there"] = time.perf_counter() - begun
+        self._look_up(RowView(rows, gradients, "a pass", self.backend), asked.ids)
+        pooled = time.perf_counter()
+        gradients.settle(dict.fromkeys((mark.tracer for mark in gradients.marks), 1.0))
+        self.exchange.gradients_of(asked, slots, gradients, self.optimizer.gradients)
+        seconds["back"] = time.perf_counter() - pooled
+        self.exchange.step(self.optimizer, self.rows)
+        next_asked = asking.result()
+        seconds["step"], seconds["step_cpu"] = time.perf_counter() - begun, time.process_time() - busy
+        return seconds, next_asked
+
+    def train_alone(self, batch: int) -> tuple[float, float]:
+        """Train this rank's samples of a batch with the rows of all ranks here; return seconds, and those of CPU."""
+        gradients = RowGradients(1)
+        self.ranks.barrier()
+        begun, busy = time.perf_counter(), time.process_time()
+        self._look_up(RowView(self.all_rows, gradients, "a pass", self.backend), self.batches[batch])
+        gradients.settle(dict.fromkeys((mark.tracer for mark in gradients.marks), 1.0))
+        self.backend.step([OptimizerStep(self.groups[0], self.all_rows[0], gradients.pending[0], 0.01)], 1)
+        return time.perf_counter() - begun, time.process_time() - busy
+
+    def _look_up(self, rows: RowView, ids: dict[str, FeatureIds]) -> None:
+        """Pool a batch, and leave the gradient of the output."""
+        none = torch.empty(0)
+        lookup = PooledLookup(self.part, Batch(none, none, ids, rows, self.gradient.shape[0]), {})
+        self.backend.pool([(lookup.rows, lookup.entries)], self.backend.empty(self.gradient.shape, np.float32))
+        tracer = self.optimizer.tracers.of(self.handle, self.part.tables)
+        assert tracer is not None
+        lookup.backward(self.gradient, tracer.mark())
+
+    def bare(self, asked: Asked, *, times: float = 1.0) -> tuple[float, float]:
+        """Return seconds, and those of CPU, of three bare all-to-all of the same bytes, or ``times`` as many."""
+        me, size = self.ranks.rank, self.ranks.size
+        send = [0 if r == me else int(times * asked.request.counts_WS[r].sum()) for r in range(size)]
+        receive = [int(n) for n in self.ranks.exchange_splits(np.array(send, dtype=np.int64)[:, None])[:, 0]]
+        calls = []
+        for width, dtype, there, back in (
+            (1, torch.int32, send, receive),
+            (self.shape.dim, torch.float32, receive, send),
+            (self.shape.dim, torch.float32, send, receive),
+        ):
+            sizes, sizes_back = [n * width for n in there], [n * width for n in back]
+            calls.append(
+                (torch.ones(sum(sizes), dtype=dtype), sizes, sizes_back, torch.ones(sum(sizes_back), dtype=dtype))
+            )
+
+        def run() -> None:
+            for call in calls:
+                self.ranks.all_to_all(*call)
+
+        run()
+        self.ranks.barrier()
+        begun, busy = time.perf_counter(), time.process_time()
+        run()
+        return time.perf_counter() - begun, time.process_time() - busy
+
+
+def be_a_rank(shape: Shape, turns: int, warm_up: int) -> None:
+    """Measure, and let rank 0 print what all did."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.distributed.init_process_group("gloo")
+    ranks = communicator_of()
+    rank = Rank(ranks, shape)
+    times: dict[str, list[float]] = {}
+    sent, least = 0, {"once": 0, "each": 0}
+    following = rank.ask(0)
+    for turn in range(warm_up + turns):
+        batch, before, asked = turn % NUM_BATCHES, rank.bytes_sent, following
+        seconds, following = rank.train(asked, (turn + 1) % NUM_BATCHES)
+        counted = rank.least_bytes(batch)
+        seconds["alone"], seconds["alone_cpu"] = rank.train_alone(batch)
+        seconds["bare"], seconds["bare_cpu"] = rank.bare(asked)
+        seconds["bare_each"], seconds["bare_each_cpu"] = rank.bare(
+            asked, times=counted["each"] / max(1, counted["once"])
+        )
+        if turn >= warm_up:
+            sent += rank.bytes_sent - before
+            least = {name: least[name] + counted[name] for name in least}
+            for name, value in seconds.items():
+                times.setdefault(name, []).append(value)
+    told = ranks.all_gather_object({"seconds": times, "sent": sent, **least})
+    if ranks.rank == 0:
+        print(json.dumps(told), flush=True)
+    ranks.close()
 
 
 def measure(shape: str, turns: int, warm_up: int) -> list[dict[str, Any]]:
-    """Run the ranks; return what each measured. Raises RuntimeError where one of them failed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": str(NUM_RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    threads = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "benchmarks.exchange_worker", shape, str(turns), str(warm_up)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | shared | threads | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=Path(__file__).parents[1],
-        )
-        for rank in range(NUM_RANKS)
-    ]
-    try:
-        said = [process.communicate(timeout=LIMIT_SECONDS)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if any(process.returncode for process in processes):
-        raise RuntimeError("a rank of the benchmark failed: see above")
-    found: list[dict[str, Any]] = json.loads(said[0])
+    """Run the ranks; return what each measured. Raises CalledProcessError where one of them failed."""
+    ranks = ["--standalone", "--nproc-per-node", str(NUM_RANKS), "-m", "benchmarks.exchange", "--rank", shape]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *ranks, str(turns), str(warm_up)],
+        stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[1], timeout=LIMIT_SECONDS, check=True,
+    )  # fmt: skip
+    found: list[dict[str, Any]] = json.loads(done.stdout)
     return found
 
 
@@ -97,45 +289,25 @@ def figures_of(shape: str, told: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run it from the command line."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.exchange", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="26 tables of 20k rows only, under 30 seconds")
-    parser.add_argument("--tiny", action="store_true", help="as --quick, and so small that times mean nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    options = parser.parse_args(given)
-
-    record = environment("benchmarks.exchange", given, ("torch", "numpy", "numba", "tiercache"))
-    begun = time.perf_counter()
-    shapes = TINY if options.tiny else QUICK if options.quick else FULL
-    turns, warm_up = (3, 1) if options.tiny else (10, 3) if options.quick else (30, 5)
-    for shape in shapes:
-        record |= figures_of(shape, measure(shape, turns, warm_up))
-    for name in ("wire_ratio", "time_ratio", "time_ratio_of_calls", "cpu_ratio"):
-        record[name] = max(record[f"{name}_{shape}"] for shape in shapes)
-    for name in ("bytes_saved_by_unique_ids", "time_saved_by_unique_ids"):
-        record[name] = min(record[f"{name}_{shape}"] for shape in shapes)
-    record |= {"num_ranks": NUM_RANKS, "turns": turns, "benchmark_seconds": time.perf_counter() - begun}
-    console.print(_table(record, shapes))
-    report(record, GOALS, title="what was promised", path=options.json)
-
-
-def _table(record: dict[str, Any], shapes: Sequence[str]) -> Table:
-    table = Table(title="milliseconds of the slower rank", title_justify="left")
-    names = {
-        "step": "a step",
-        "alone": "all rows here",
-        "there": "rows",
-        "back": "gradients",
-        "bare": "bare all-to-all",
-    }
-    for column in ("shape", *names.values(), "MB sent", "without unique ids"):
-        table.add_column(column, justify="left" if column == "shape" else "right")
-    for shape in shapes:
-        megabytes = record[f"bytes_sent_{shape}"] / 1e6
-        without = f"{record[f'bytes_saved_by_unique_ids_{shape}'] * megabytes:.1f} MB"
-        cells = [f"{record[f'ms_{name}_{shape}']:.1f}" for name in names]
-        table.add_row(SHAPES[shape].name, *cells, f"{megabytes:.1f}", without)
-    return table
+    parser = options_of("exchange", __doc__, "26 tables of 20k rows only")
+    parser.add_argument("--rank", nargs=3, metavar=("SHAPE", "TURNS", "WARM_UP"), help="be one rank")
+    with called(parser, arguments) as run:
+        if run.options.rank is not None:
+            shape, *numbers = run.options.rank
+            be_a_rank(SHAPES[shape], *map(int, numbers))
+            return
+        shapes = run.size(("26x100k", "26x20k"), ("26x20k",), ("4xtiny",))
+        turns, warm_up = run.size((30, 5), (10, 3), (3, 1))
+        record = run.record
+        for shape in shapes:
+            record |= figures_of(shape, measure(shape, turns, warm_up))
+        for name in ("wire_ratio", "time_ratio", "time_ratio_of_calls", "cpu_ratio"):
+            record[name] = max(record[f"{name}_{shape}"] for shape in shapes)
+        for name in ("bytes_saved_by_unique_ids", "time_saved_by_unique_ids"):
+            record[name] = min(record[f"{name}_{shape}"] for shape in shapes)
+        record |= {"num_ranks": NUM_RANKS, "turns": turns}
+    run.show()
+    run.report(GOALS)
 
 
 if __name__ == "__main__":

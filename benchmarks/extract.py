@@ -10,29 +10,25 @@ idle process over the memory limit, with files (uncompressed) of 10 times the li
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import shutil
-import sys
-import tempfile
 import threading
 import time
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from rich.table import Table
 
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law
-from benchmarks.machine import Goal, anonymous_bytes, console, environment, report
+from benchmarks.machine import Goal, called, of_process, options_of
 from tiercache.kernels.cpu.compile import prepare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
 COLUMNS = 26
 GOALS = (
@@ -44,19 +40,17 @@ GOALS = (
 _LIMIT = 64 << 20
 
 
-def write_data(path: Path, rows: int, low: int, high: int) -> None:
-    """Write a table of integer columns i0, ... and string columns s0, ..., and a label."""
-    rng = np.random.default_rng(0)
-    sizes = np.linspace(low, high, COLUMNS).astype(int).tolist()
-    names = [*(f"i{c}" for c in range(COLUMNS)), *(f"s{c}" for c in range(COLUMNS))]
-    kinds = [pa.int64()] * COLUMNS + [pa.string()] * COLUMNS
-    schema = pa.schema([*zip(names, kinds, strict=True), ("y", pa.float32())])
-    step = 1 << 18
-    with pq.ParquetWriter(path, schema) as writer:
+def write_data(path: Path, rows: int, sizes: dict[str, int], **options: Any) -> None:
+    """Write columns of drawn values below ``sizes``, strings where the name begins with "s", and a label."""
+    rng, step = np.random.default_rng(0), 1 << 18
+    kinds = [(name, pa.string() if name.startswith("s") else pa.int64()) for name in sizes]
+    schema = pa.schema([*kinds, ("y", pa.float32())])
+    with pq.ParquetWriter(path, schema, **options) as writer:
         for begin in range(0, rows, step):
             count = min(step, rows - begin)
-            columns: list[Any] = [pa.array(permuted_power_law(rng, size, count)) for size in sizes]
-            columns += [pa.array(permuted_power_law(rng, size, count)).cast(pa.string()) for size in sizes]
+            columns: list[Any] = [
+                pa.array(permuted_power_law(rng, sizes[name], count)).cast(kind) for name, kind in kinds
+            ]
             columns.append(pa.array(rng.random(count, dtype=np.float32)))
             writer.write_table(pa.Table.from_arrays(columns, schema=schema))
 
@@ -142,23 +136,17 @@ def measure(path: Path, rows: int, folder: Path, repeats: int) -> dict[str, Any]
 
 def measure_peak(folder: Path) -> dict[str, Any]:
     """Extract data of 10 times a memory limit, uncompressed, and return what that takes."""
-    path, rows = folder / "large.parquet", 10 * _LIMIT // (8 * 8)
-    rng, step = np.random.default_rng(1), 200_000
-    names = [f"i{c}" for c in range(8)]
-    schema = pa.schema([(name, pa.int64()) for name in names])
-    with pq.ParquetWriter(path, schema, compression="none", use_dictionary=False) as writer:
-        for begin in range(0, rows, step):
-            count = min(step, rows - begin)
-            columns = [pa.array(permuted_power_law(rng, 60_000, count)) for _ in names]
-            writer.write_table(pa.Table.from_arrays(columns, schema=schema))
+    path, names = folder / "large.parquet", [f"i{c}" for c in range(8)]
+    sizes = dict.fromkeys(names, 60_000)
+    write_data(path, 10 * _LIMIT // (8 * 8), sizes, compression="none", use_dictionary=False)
     short = tc.Schema(features=tuple(tc.Feature(name=name) for name in names), tables=schema_of("i").tables[:8])
     prepare()  # what libraries and compiled kernels take comes before
-    before, most, is_over = anonymous_bytes(), 0, threading.Event()
+    before, most, is_over = of_process("status")["RssAnon"], 0, threading.Event()
 
     def watch() -> None:
         nonlocal most
         while not is_over.wait(0.005):
-            most = max(most, anonymous_bytes())
+            most = max(most, of_process("status")["RssAnon"])
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -170,32 +158,16 @@ def measure_peak(folder: Path) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run it from the command line."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.extract", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rows, under 45 seconds")
-    parser.add_argument("--tiny", action="store_true", help="so small that times mean nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    parser.add_argument("--rows", type=int, help="samples of the file")
-    options = parser.parse_args(given)
-    rows = options.rows or (5000 if options.tiny else 400_000 if options.quick else 4_000_000)
-    packages = ("numpy", "numba", "pyarrow", "torch", "duckdb", "polars", "tiercache")
-    record, begun = environment("benchmarks.extract", given, packages), time.perf_counter()
-    folder = Path(tempfile.mkdtemp(prefix="extract-", dir=Path.cwd()))
-    try:
-        record |= {} if options.tiny else measure_peak(folder)
-        write_data(folder / "data.parquet", rows, 10_000_000, 20_000_000)
-        record |= measure(folder / "data.parquet", rows, folder, 1 if options.tiny else 2)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    record["benchmark_seconds"] = time.perf_counter() - begun
-    table = Table(title=f"{rows:,} samples, {COLUMNS} columns", title_justify="left")
-    for name in ("what", "seconds", "million keys/s"):
-        table.add_column(name, justify="left" if name == "what" else "right")
-    for key, value in record.items():
-        if key.endswith("_seconds") and key != "benchmark_seconds":
-            table.add_row(key.removesuffix("_seconds"), f"{value:.2f}", f"{rows * COLUMNS / value / 1e6:.0f}")
-    console.print(table)
-    report(record, GOALS, title="what was promised", path=options.json)
+    with called(options_of("extract", __doc__, "fewer rows"), arguments) as run:
+        rows, data = run.size(4_000_000, 400_000, 5000), run.folder / "data.parquet"
+        if not run.options.tiny:
+            run.record |= measure_peak(run.folder)
+        names = [f"{kind}{c}" for kind in "is" for c in range(COLUMNS)]
+        sizes = np.linspace(10_000_000, 20_000_000, COLUMNS).astype(int).tolist()
+        write_data(data, rows, dict(zip(names, 2 * sizes, strict=True)))
+        run.record |= measure(data, rows, run.folder, 1 if run.options.tiny else 2)
+    run.show()
+    run.report(GOALS)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,142 @@
-"""What the kernel benchmark runs, and the bytes that each operation must move. Legend as in `kernel_batch`."""
+"""What the kernel benchmark runs: a batch's ids and slots, the rows of one dim and dtype, and the operations on them.
+
+Legend: F features, N samples, E = F * N lookups, D dim, S slots, U distinct rows of a batch, P rows of a switch.
+Vectors are float32, or of 16 bits with their state in float32: then the names of operations end in `_bf16` or `_fp16`.
+Lookups are uniform over the rows, so that caches help little; the batch of the updates follows a power law of 1.05.
+The bytes that each operation must move are those that `benchmarks.kernels` lists.
+"""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.kernel_batch import DTYPES, RULES, Case, Rows, gradients_of
-from benchmarks.kernel_lookups import lookups
+from benchmarks.drawn_passes import permuted_power_law
+from tiercache.kernels import step as stepping
+from tiercache.kernels.arrays import NONE_F4
 from tiercache.kernels.cpu.initial import UNIFORM
 from tiercache.kernels.cpu.key_index import KeySet
-from tiercache.kernels.step import Step, Vectors
+from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
+from tiercache.store.vectors import to_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from benchmarks.kernel_batch import Batch
     from benchmarks.kernel_machines import Machine
-    from tiercache.kernels.step import Rule
 
-__all__ = ["PIECE_BYTES", "id_cases", "row_cases"]
+DTYPES = {"float32": "", "bfloat16": "_bf16", "float16": "_fp16"}
+"""Dtypes of vectors, and what names of operations on them end in."""
 
-PIECE_BYTES = 4 << 20
+RATE, BAG, PIECE_BYTES = 1e-6, 2, 4 << 20
+_NO_ARGMAX = np.empty((0, 0), np.int32)
+RULES = {
+    "sgd": stepping.Rule(stepping.SGD, RATE),
+    "adagrad": stepping.Rule(stepping.ADAGRAD, RATE, 1e-10),
+    "rowwise": stepping.Rule(stepping.ROWWISE, RATE, 1e-8),
+    "adam": stepping.adam_rule(3, RATE, 0.9, 0.999, 1e-8, 0.0),
+}
+"""The optimizers, in their third step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """How large the batch and its tables are."""
+
+    num_samples: int
+    rows: int
+    """Of each table."""
+    dims: tuple[int, ...] = (16, 32, 64, 128)
+    num_features: int = 26
+    moved_rows: int = 1_000_000
+    """P at most."""
+    samples: int = 7
+    """Times of each operation, of which the median counts."""
+
+    @property
+    def num_entries(self) -> int:
+        """E."""
+        return self.num_features * self.num_samples
+
+    @property
+    def num_slots(self) -> int:
+        """S."""
+        return self.num_features * self.rows
+
+
+FULL = Size(num_samples=65_536, rows=100_000)
+QUICK = Size(num_samples=8_192, rows=10_000, moved_rows=200_000, samples=3)
+TINY = Size(num_samples=48, rows=20, dims=(16, 32), moved_rows=300, samples=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One operation."""
+
+    name: str
+    num_bytes: float
+    call: Callable[[], Any]
+
+
+class Batch:
+    """Ids and slots of a batch, the same for every dim."""
+
+    def __init__(self, size: Size, machine: Machine) -> None:
+        rng = np.random.default_rng(3)
+        self.size = size
+        slot_of_local = rng.permutation(size.num_slots).astype(np.int32)
+        self.bases = np.arange(size.num_features, dtype=np.int64) * size.rows
+        self.ids_FN = rng.integers(0, size.rows, (size.num_features, size.num_samples)).astype(np.int32)
+        skewed_ids = permuted_power_law(rng, size.rows, self.ids_FN.size).astype(np.int32)
+        self.skewed_FN = skewed_ids.reshape(self.ids_FN.shape)
+        uniform, skewed = (
+            slot_of_local[(ids + self.bases[:, None]).reshape(-1)] for ids in (self.ids_FN, self.skewed_FN)
+        )
+        self.distinct = int(np.unique(skewed).size)
+        self.moved = min(size.num_slots, size.moved_rows)
+        self.slot_of_local, self.ids = machine.place(slot_of_local), machine.place(self.ids_FN.reshape(-1))
+        self.skewed_ids = machine.place(skewed_ids)
+        self.uniform, self.skewed = machine.place(uniform), machine.place(skewed)
+        self.order = machine.place(rng.permutation(size.num_slots)[: self.moved].astype(np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of one dim and dtype, one in each slot."""
+
+    dim: int
+    tail: str
+    words: Any
+    """(S, W): the 4-byte words of vectors, as switches move them."""
+    vectors: stepping.Vectors
+    """The same, as lookups and steps take them."""
+    rounding: stepping.Rounding
+    """What a step rounds them by."""
+
+    @classmethod
+    def of(cls, machine: Machine, num_slots: int, dim: int, dtype: str) -> Rows:
+        """Make rows of 0.01."""
+        if dtype == "float32":
+            words = machine.place(np.full((num_slots, dim), 0.01, np.float32))
+            return cls(dim, DTYPES[dtype], words, stepping.Vectors(words, dim), stepping.NO_ROUNDING)
+        bits = to_bits(np.full(dim, 0.01, np.float32), dtype)
+        words = machine.place(np.tile(bits, (num_slots, 1)).view(np.float32))
+        vectors = stepping.Vectors.of(words, dim, dtype)
+        streams = machine.place(np.arange(num_slots, dtype=np.uint64))
+        return cls(dim, DTYPES[dtype], words, vectors, stepping.make_rounding(streams, 3))
+
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of a vector."""
+        return 4 * int(self.words.shape[1])
+
+
+def gradients_of(machine: Machine, size: Size, dim: int) -> stepping.Gradients:
+    """Return the gradient of a lookup of one id for each sample and feature."""
+    flat = machine.place(np.full(size.num_entries * dim, 1e-3, np.float32))
+    return stepping.Gradients(flat, size.num_samples, size.num_features * dim, np.arange(size.num_features) * dim)
 
 
 def row_cases(machine: Machine, batch: Batch, dim: int) -> Iterator[Case]:
@@ -30,37 +144,31 @@ def row_cases(machine: Machine, batch: Batch, dim: int) -> Iterator[Case]:
     for dtype in DTYPES:
         rows = Rows.of(machine, batch.size.num_slots, dim, dtype)
         yield from lookups(machine, batch, rows)
-        if not rows.tail:
-            yield _sort(machine, batch)
         yield from _updates(machine, batch, rows)
         yield from _moves(machine, batch, rows)
         if not rows.tail:
             yield _first_rows(machine, batch, rows.vectors)
 
 
-def _sorted(machine: Machine, batch: Batch) -> Callable[[], Any]:
-    """Return what sorts the slots of the batch of the updates, into the same buffers again and again."""
-    return lambda: machine.kernels.sort(batch.skewed, batch.size.num_slots)
-
-
-def _sort(machine: Machine, batch: Batch) -> Case:
-    return Case("sort", 12 * batch.size.num_entries, _sorted(machine, batch))
-
-
 def _updates(machine: Machine, batch: Batch, rows: Rows) -> Iterator[Case]:
     size, dim = batch.size, rows.dim
     entries = size.num_entries
-    described, sort = gradients_of(machine, size, dim), _sorted(machine, batch)
+    described = gradients_of(machine, size, dim)
     first, second = (machine.empty((size.num_slots, dim), np.float32) for _ in range(2))
     single = machine.empty((size.num_slots, 1), np.float32)
     all_states: tuple[tuple[str, tuple[Any, ...], int], ...] = (
         ("sgd", (), 0), ("adagrad", (first,), dim), ("rowwise", (single,), 1), ("adam", (first, second), 2 * dim),
     )  # fmt: skip
 
-    def update(rule: Rule, states: tuple[Any, ...], pairs: Any = None) -> None:
-        taken = sort() if pairs is None else pairs
-        machine.kernels.step(Step(rows.vectors, states, taken, described, rule, rows.rounding))
+    def sort() -> Any:
+        return machine.kernels.sort(batch.skewed, size.num_slots)
 
+    def update(rule: stepping.Rule, states: tuple[Any, ...], pairs: Any = None) -> None:
+        taken = sort() if pairs is None else pairs
+        machine.kernels.step(stepping.Step(rows.vectors, states, taken, described, rule, rows.rounding))
+
+    if not rows.tail:
+        yield Case("sort", 12 * entries, sort)
     of_stream = 8 if rows.vectors.is_narrow else 0
     for name, states, state_floats in all_states:
         of_row = 2 * (rows.vector_bytes + 4 * state_floats) + of_stream
@@ -93,18 +201,15 @@ def _moves(machine: Machine, batch: Batch, rows: Rows) -> Iterator[Case]:
     )  # fmt: skip
 
 
-def _first_rows(machine: Machine, batch: Batch, vectors: Vectors) -> Case:
+def _first_rows(machine: Machine, batch: Batch, vectors: stepping.Vectors) -> Case:
     moved, dim = batch.moved, vectors.dim
     keys = machine.place(np.random.default_rng(5).integers(-(2**62), 2**62, moved))
-    if machine.on_device:
-        return Case(
-            "initial_rows", 12 * moved + 4 * moved * dim,
-            lambda: machine.kernels.initial_rows(keys, 5, 6, UNIFORM, -0.1, 0.1, vectors, batch.order),
-        )  # fmt: skip
-    # the CPU makes them side by side; `unpack` brings them to their slots
+    more: tuple[Any, ...] = (batch.order,)
+    if not machine.on_device:  # the CPU makes them side by side; `unpack` brings them to their slots
+        vectors, more = stepping.Vectors(vectors.values[:moved], dim), ()
     return Case(
-        "initial_rows", 8 * moved + 4 * moved * dim,
-        lambda: machine.kernels.initial_rows(keys, 5, 6, UNIFORM, -0.1, 0.1, Vectors(vectors.values[:moved], dim)),
+        "initial_rows", (8 + 4 * len(more)) * moved + 4 * moved * dim,
+        lambda: machine.kernels.initial_rows(keys, 5, 6, UNIFORM, -0.1, 0.1, vectors, *more),
     )  # fmt: skip
 
 
@@ -128,3 +233,64 @@ def id_cases(machine: Machine, batch: Batch) -> Iterator[Case]:
     yield Case("index_build", 24 * size.num_slots + 16 * index.capacity, build)
     tables = np.arange(size.num_features)
     yield Case("index_find", 28 * entries, lambda: index.find(keys, starts, tables, place))
+
+
+def lookups(machine: Machine, batch: Batch, rows: Rows) -> Iterator[Case]:
+    """Yield the lookups of rows, and the gradient of weights."""
+    size, dim, vectors = batch.size, rows.dim, rows.vectors
+    entries = size.num_entries
+    flat = machine.empty((entries, dim), np.float32)
+    yield Case(
+        f"gather{rows.tail}", 4 * entries + entries * (rows.vector_bytes + 4 * dim),
+        lambda: machine.kernels.gather(vectors, batch.uniform, flat),
+    )  # fmt: skip
+    slots = machine.empty((entries,), np.int32)
+    cols, wide = np.arange(size.num_features) * dim, flat.reshape(size.num_samples, size.num_features * dim)
+    one_bytes = 12 * entries + entries * (rows.vector_bytes + 4 * dim)
+    yield Case(
+        f"pool_one{rows.tail}", one_bytes,
+        lambda: machine.kernels.pool_one(vectors, batch.slot_of_local, batch.ids, batch.bases, cols, wide, slots),
+    )  # fmt: skip
+    starts = np.arange(size.num_features + 1) * size.num_samples
+
+    def pool_none() -> None:
+        machine.kernels.map_slots(batch.ids, batch.bases, starts, batch.slot_of_local, slots)
+        machine.kernels.gather(vectors, slots, flat)
+
+    yield Case(f"pool_none{rows.tail}", one_bytes, pool_none)
+    yield from _bags(machine, batch, rows, slots)
+
+
+def _bags(machine: Machine, batch: Batch, rows: Rows, slots: Any) -> Iterator[Case]:
+    size, dim, entries = batch.size, rows.dim, batch.size.num_entries
+    features = size.num_features // BAG
+    bags, cols = features * size.num_samples, np.arange(features) * dim
+    offsets = machine.place(np.arange(bags + 1) * BAG)
+    out = machine.empty((size.num_samples, features * dim), np.float32)
+    argmax = machine.empty(out.shape, np.int32)
+    place, scale = machine.empty((entries,), np.int64), machine.empty((entries,), np.float32)
+    weights = machine.place(np.full(entries, 0.5, np.float32))
+
+    def pool(mode: int, weights: Any, argmax: Any, scale: Any) -> None:
+        machine.kernels.pool_bags(
+            rows.vectors, batch.slot_of_local, batch.ids, batch.bases[:features], offsets, weights,
+            np.full(features, mode, np.int8), cols, out, slots, argmax, place, scale,
+        )  # fmt: skip
+
+    read = 8 * bags + entries * rows.vector_bytes  # where bags begin, and rows
+    pooled = 20 * entries + read + 4 * bags * dim
+    for name, num_bytes, arguments in (
+        ("pool_sum", pooled, (SUM, NONE_F4, _NO_ARGMAX, NONE_F4)),
+        ("pool_mean", pooled + 4 * entries, (MEAN, NONE_F4, _NO_ARGMAX, scale)),
+        ("pool_max", pooled + 4 * bags * dim, (MAX, NONE_F4, argmax, NONE_F4)),
+        ("pool_weighted", pooled + 8 * entries, (SUM, weights, _NO_ARGMAX, scale)),
+    ):
+        yield Case(name + rows.tail, num_bytes, functools.partial(pool, *arguments))
+    gradient = machine.place(np.full((size.num_samples, features * dim), 1e-3, np.float32))
+    modes = np.full(features, SUM, np.int8)
+    yield Case(
+        f"weight_gradient{rows.tail}", 8 * entries + read + 4 * bags * dim,
+        lambda: machine.kernels.weight_gradient(
+            rows.vectors, batch.uniform, offsets, modes, cols, gradient, scale
+        ),
+    )  # fmt: skip

@@ -8,17 +8,17 @@ thread on its core, so that others on the machine do not count.
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
+from benchmarks.machine import middle
 from tiercache.backends.cuda import CudaBackend
 from tiercache.backends.cuda_runtime import TORCH_DTYPES
 from tiercache.backends.jagged import LookupIds, OptimizerStep, SavedGradient
@@ -29,13 +29,10 @@ from tiercache.tiers.rows import GroupRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
     from numpy.typing import DTypeLike, NDArray
 
     from tiercache.kernels.arrays import View
-
-__all__ = ["launches"]
 
 DIMS = (8, 16, 32, 64, 128)
 NUM_TABLES = 26
@@ -44,44 +41,48 @@ NUM_SAMPLES = 4
 _WARM, _TIMED = 50, 400
 
 
-class Allocator:
-    """Gives each step the memory of the step before, as torch's caching allocator does; in host memory."""
+class IdleGpu(CudaDevice):
+    """A GPU whose driver does nothing, with torch's part of it and its runtime; launches and torch's sorts are counted.
+
+    Its memory is the host's. Each step is given that of the step before, as torch's caching allocator does.
+    """
+
+    name, device, num_sms = "idle GPU", torch.device("cpu"), 132
 
     def __init__(self) -> None:
-        self._held: defaultdict[tuple[Any, ...], list[torch.Tensor]] = defaultdict(list)
+        self.counts: Counter[str] = Counter()
         self._given: Counter[tuple[Any, ...]] = Counter()
+        self._arrays: defaultdict[tuple[Any, ...], list[torch.Tensor]] = defaultdict(list)
+        self.kernels: Any = self
+        self._host: Any = self
+        self.within: Any = nullcontext
+        self.prepare = self.pin = self.unpin = self.random_state = self.set_random_state = nullcontext  # type: ignore[assignment, method-assign]
+        stream = SimpleNamespace(from_external=lambda pointer: pointer)
+        self._cupy: Any = SimpleNamespace(cuda=SimpleNamespace(Stream=stream))
+        self._tables, self._tables_lock = OrderedDict(), threading.Lock()
+        self._streams: dict[int, Any] = {}
 
     def begin_step(self) -> None:
-        """Take all back."""
+        """Take all memory back."""
+        self.counts.clear()
         self._given.clear()
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of undefined content."""
-        key = shape, dtype
-        held, at = self._held[key], self._given[key]
-        self._given[key] += 1
-        if at == len(held):
-            held.append(torch.empty(shape, dtype=dtype))
-        return held[at]
-
-
-class IdleHost:
-    """Torch's part of an idle GPU."""
-
-    def __init__(self, memory: Allocator) -> None:
-        self._memory = memory
 
     def stream(self) -> int:
         """Return the address of a stream."""
         return 7
 
-    def within(self) -> AbstractContextManager[None]:
-        """Do nothing."""
-        return nullcontext()
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of undefined content."""
+        key = tuple(shape), dtype
+        held, at = self._arrays[key], self._given[key]
+        self._given[key] += 1
+        if at == len(held):
+            held.append(torch.empty(key[0], dtype=dtype))
+        return held[at]
 
     def empty(self, size: int, dtype: DTypeLike) -> torch.Tensor:
         """Return a tensor of undefined content."""
-        return self._memory.take((size,), TORCH_DTYPES[np.dtype(dtype)])
+        return self.tensor((size,), TORCH_DTYPES[np.dtype(dtype)])
 
     def put(self, table: NDArray[Any]) -> torch.Tensor:
         """Return a copy."""
@@ -92,26 +93,10 @@ class IdleHost:
         copied: NDArray[Any] = array.numpy().copy()
         return copied
 
-
-class IdleDevice(CudaDevice):
-    """A GPU whose driver does nothing; launches, and sorts of torch, are counted."""
-
-    def __init__(self, memory: Allocator) -> None:
-        self.counts: Counter[str] = Counter()
-        self.num_sms, self._memory = 132, memory
-        self._host: Any = IdleHost(memory)
-        host = self._host
-        self.empty, self.put, self.read, self.stream = host.empty, host.put, host.read, host.stream
-        stream = SimpleNamespace(from_external=lambda pointer: pointer)
-        self._cupy: Any = SimpleNamespace(cuda=SimpleNamespace(Stream=stream))
-        self._tables, self._tables_lock = OrderedDict(), threading.Lock()
-        self._streams: dict[int, Any] = {}
-
     def sort(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Sort, and count it."""
         self.counts["torch.sort"] += 1
-        shape = tuple(keys.shape)
-        ordered, order = self._memory.take(shape, torch.int32), self._memory.take(shape, torch.int64)
+        ordered, order = self.tensor(keys.shape, torch.int32), self.tensor(keys.shape, torch.int64)
         torch.sort(keys, stable=True, out=(ordered, order))
         return ordered, order
 
@@ -123,37 +108,16 @@ class IdleDevice(CudaDevice):
         return lambda *_, **__: self.counts.update((kernel,))
 
 
-class IdleRuntime:
-    """The runtime of an idle GPU: tensors lie in host memory."""
-
-    name, device = "idle GPU", torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.memory = Allocator()
-        self.kernels = IdleDevice(self.memory)
-        self.prepare = self.pin = self.unpin = self.random_state = self.set_random_state = nullcontext
-        self.stream = self.kernels.stream
-
-    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of undefined content."""
-        return self.memory.take(tuple(shape), dtype)
-
-
-def launches(*, bags: bool) -> tuple[dict[str, int], dict[str, float]]:
-    """Return the launches of a step by kernel, and the median host microseconds of its lookup and its update.
+def launches(*, bags: bool) -> tuple[int, float]:
+    """Return the launches of a step, and the median host microseconds of its lookup and its update.
 
     bags: features have two ids a sample, summed; else one id.
     """
-    runtime: Any = IdleRuntime()
-    backend = CudaBackend(runtime)
+    gpu = IdleGpu()
+    backend = CudaBackend(cast("Any", gpu))
+    adagrad, uniform = Adagrad(learning_rate=0.1), Uniform(low=-0.1, high=0.1)
     tables = [
-        Table(
-            name=f"t{i}",
-            dim=DIMS[i % len(DIMS)],
-            optimizer=Adagrad(learning_rate=0.1),
-            initializer=Uniform(low=-0.1, high=0.1),
-        )
-        for i in range(NUM_TABLES)
+        Table(name=f"t{i}", dim=DIMS[i % len(DIMS)], optimizer=adagrad, initializer=uniform) for i in range(NUM_TABLES)
     ]
     groups = group_tables(tables)
     rows = [_rows_of(group) for group in groups]
@@ -163,37 +127,22 @@ def launches(*, bags: bool) -> tuple[dict[str, int], dict[str, float]]:
     gradient = torch.zeros(out.numel())
     ids = [_ids(mine, group, first, bags=bags) for mine, group, first in zip(rows, groups, firsts, strict=True)]
 
-    def look_up() -> list[LookupIds]:
+    def saved(e: LookupIds) -> SavedGradient:
+        return SavedGradient(
+            slots=e.slots, gradient=gradient, width=out.shape[1], cols=e.cols, places=e.places, scales=e.scales,
+            argmax=e.argmax.reshape(-1),
+        )  # fmt: skip
+
+    spent = []
+    for number in range(1, _WARM + _TIMED + 1):
+        gpu.begin_step()
+        begun = time.thread_time()
         found = [make() for make in ids]
         backend.pool(list(zip(rows, found, strict=True)), out)
-        return found
-
-    def step(found: list[LookupIds], number: int) -> None:
-        due = [
-            OptimizerStep(
-                group, mine,
-                [SavedGradient(
-                    slots=e.slots, gradient=gradient, width=out.shape[1], cols=e.cols, places=e.places,
-                    scales=e.scales, argmax=e.argmax.reshape(-1),
-                )],
-                0.01,
-            )
-            for group, mine, e in zip(groups, rows, found, strict=True)
-        ]  # fmt: skip
+        due = [OptimizerStep(group, mine, [saved(e)], 0.01) for group, mine, e in zip(groups, rows, found, strict=True)]
         backend.step(due, number)
-
-    spent: dict[str, list[float]] = {"lookup": [], "update": []}
-    for number in range(1, _WARM + _TIMED + 1):
-        runtime.kernels.counts.clear()
-        runtime.memory.begin_step()
-        begun = time.thread_time()
-        found = look_up()
-        between = time.thread_time()
-        step(found, number)
-        ended = time.thread_time()
-        spent["lookup"].append(1e6 * (between - begun))
-        spent["update"].append(1e6 * (ended - between))
-    return dict(runtime.kernels.counts), {name: statistics.median(all_[_WARM:]) for name, all_ in spent.items()}
+        spent.append(1e6 * (time.thread_time() - begun))
+    return gpu.counts.total(), middle(spent[_WARM:])
 
 
 def _rows_of(group: Any) -> GroupRows:

@@ -1,4 +1,4 @@
-"""Where the kernel benchmark runs: the numba kernels, CUDA kernels on a GPU, or CUDA sources run on the CPU.
+"""Where the kernel benchmark runs, and its clock: the numba kernels, CUDA kernels on a GPU, or CUDA sources on the CPU.
 
 All three have the same operations under the same names; a machine adds the device to a call where one is needed.
 """
@@ -6,45 +6,96 @@ All three have the same operations under the same names; a machine adds the devi
 from __future__ import annotations
 
 import importlib
-import statistics
+import math
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from benchmarks.kernel_clock import COPY_BYTES, GpuClock, Times
+from benchmarks.machine import middle, say
 from tiercache.backends.cuda_runtime import open_runtime
 from tiercache.kernels.arrays import aligned_zeros
+from tiercache.kernels.cuda.device import CudaError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["CpuMachine", "CudaMachine", "Machine", "ShimMachine"]
+COPY_BYTES = 256 << 20
+_CALLS_OF_SAMPLE = 10
+_MOST_COPIES = 256  # of what a stream takes before a launch waits
 
 
-class Machine(Protocol):
-    """What the cases need."""
+class Times(NamedTuple):
+    """Medians over samples."""
 
-    name: str
-    on_device: bool
-    """Whether the CUDA kernels are called."""
-    kernels: Any
-    """The operations: as of `tests.kernels.machines`."""
+    seconds: float
+    """Of a call."""
+    host_seconds: float | None
+    """What Python takes to launch it; None where the call is done when it returns."""
 
-    def place(self, array: NDArray[Any]) -> Any:
-        """Return a copy of an array where the kernels want it."""
 
-    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        """Return an array where the kernels want it, of any content."""
+class GpuClock:
+    """Times calls on the default stream by events.
+
+    A sample is ten calls behind copies that keep the GPU busy until the last is launched, so no gap between launches
+    counts, however slow Python is. Only a call that waits for the GPU itself leaves gaps, in both its times; its host
+    time is that of samples without copies, which it would wait for too.
+    """
+
+    def __init__(self, cupy: Any) -> None:
+        self._cupy = cupy
+        ones = np.ones(COPY_BYTES // 4, np.float32)  # CuPy's own would be a kernel, for which it wants CUDA's headers
+        self._from, self._to = cupy.asarray(ones), cupy.asarray(ones)
+        self._copy_seconds: float | None = None
+
+    def copy(self) -> None:
+        """Copy 256 MiB on the GPU."""
+        self._cupy.copyto(self._to, self._from)
 
     def times(self, call: Callable[[], Any], samples: int) -> Times:
-        """Return the median times of a call."""
+        """Return the medians of single calls, after two that count for nothing."""
+        call()
+        self._cupy.cuda.Device().synchronize()
+        begun = time.perf_counter()
+        call()
+        copies = self._copies_for(2 * _CALLS_OF_SAMPLE * (time.perf_counter() - begun))
+        taken: list[float] = []
+        launched: list[float] = []
+        while len(taken) < samples:
+            seconds, host_seconds, hidden = self._sample(call, copies)
+            if not hidden and copies < _MOST_COPIES:
+                copies = min(2 * copies, _MOST_COPIES)
+                continue
+            if not hidden:
+                host_seconds = self._sample(call, 0)[1]
+            taken.append(seconds)
+            launched.append(host_seconds)
+        return Times(middle(taken), middle(launched))
 
-    def copy_bytes_per_second(self, samples: int) -> float:
-        """Return read and written bytes a second of a copy."""
+    def _copies_for(self, seconds: float) -> int:
+        """Return how many copies take the GPU so long."""
+        if self._copy_seconds is None:
+            self._copy_seconds = min(self._sample(self.copy, 1)[0] for _ in range(3))
+        return min(4 + math.ceil(seconds / self._copy_seconds), _MOST_COPIES)
+
+    def _sample(self, call: Callable[[], Any], copies: int) -> tuple[float, float, bool]:
+        """Return the seconds of a call on the GPU and to launch it, and whether the GPU copied until all were."""
+        begin, end = self._cupy.cuda.Event(), self._cupy.cuda.Event()
+        for _ in range(copies):
+            self.copy()
+        begin.record()
+        begun = time.perf_counter()
+        for _ in range(_CALLS_OF_SAMPLE):
+            call()
+        host_seconds = time.perf_counter() - begun
+        end.record()
+        hidden = not begin.done
+        end.synchronize()
+        seconds = float(self._cupy.cuda.get_elapsed_time(begin, end)) / 1e3
+        return seconds / _CALLS_OF_SAMPLE, host_seconds / _CALLS_OF_SAMPLE, hidden
 
 
 class CpuMachine:
@@ -53,7 +104,7 @@ class CpuMachine:
     name, on_device = "cpu", False
 
     def __init__(self) -> None:
-        self.kernels: Any = importlib.import_module("tests.kernels.machines").Cpu()
+        self.kernels = _operations("Cpu")
         self._copied: tuple[Any, Any] | None = None
 
     def place(self, array: NDArray[Any]) -> Any:
@@ -76,7 +127,7 @@ class CpuMachine:
             begun = time.perf_counter()
             call()
             taken.append(time.perf_counter() - begun)
-        return Times(statistics.median(taken), None)
+        return Times(middle(taken), None)
 
     def copy_bytes_per_second(self, samples: int) -> float:
         """Copy 256 MiB by all threads of torch."""
@@ -86,22 +137,15 @@ class CpuMachine:
         return 2 * COPY_BYTES / self.times(lambda: target.copy_(source), samples).seconds
 
 
-class _OnDevice:
-    """Calls of CUDA kernels on some device."""
+class CudaMachine:
+    """GPU 0, on the default stream but for what is done `beside`; time by CUDA events."""
 
     on_device = True
 
-    def __init__(self, device: Any) -> None:
-        self.device = device
-        self.kernels: Any = importlib.import_module("tests.kernels.machines").Cuda(device)
-
-
-class CudaMachine(_OnDevice):
-    """GPU 0, on the default stream but for what is done `beside`; time by CUDA events."""
-
     def __init__(self) -> None:
-        super().__init__(open_runtime(0).kernels)
-        self.device.prepare()
+        device: Any = open_runtime(0).kernels
+        self.kernels = _operations("Cuda", device)
+        device.prepare()
         self._cupy = importlib.import_module("cupy")
         self._beside = [self._cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
         self.name = self._cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
@@ -154,13 +198,14 @@ class CudaMachine(_OnDevice):
         return 2 * COPY_BYTES / self._clock.times(self._clock.copy, samples).seconds
 
 
-class ShimMachine(_OnDevice):
-    """The CUDA sources run on the CPU by the tests' shim: every call once, and times mean nothing."""
+class ShimMachine:
+    """The CUDA sources run on the CPU by the tests' shim, where no time means anything."""
 
-    name = "shim"
+    name, on_device = "shim", True
 
     def __init__(self) -> None:
-        super().__init__(importlib.import_module("tests.kernels.shim.device").ShimDevice("random"))
+        self.device = importlib.import_module("tests.kernels.shim.device").ShimDevice("random")
+        self.kernels = _operations("Cuda", self.device)
 
     def place(self, array: NDArray[Any]) -> Any:
         """Copy to guarded memory."""
@@ -170,12 +215,22 @@ class ShimMachine(_OnDevice):
         """Return rubbish in guarded memory."""
         return self.device.array(shape, dtype)
 
-    def times(self, call: Callable[[], Any], _samples: int) -> Times:
-        """Call once."""
-        begun = time.perf_counter()
-        call()
-        return Times(time.perf_counter() - begun, None)
 
-    def copy_bytes_per_second(self, _samples: int) -> float:
-        """Nothing is measured here."""
-        return float("nan")
+Measured = CpuMachine | CudaMachine
+Machine = Measured | ShimMachine
+
+
+def _operations(kind: str, *device: Any) -> Any:
+    return getattr(importlib.import_module("tests.kernels.machines"), kind)(*device)
+
+
+def open_machine(wanted: str | None) -> Measured:
+    """Return the machine that was asked for; without a wish, the GPU where one is."""
+    if wanted != "cpu":
+        try:
+            return CudaMachine()
+        except CudaError as error:
+            if wanted == "cuda":
+                raise SystemExit(f"{error} Or take --dry.") from error
+            say(f"on the CPU: {error}")
+    return CpuMachine()

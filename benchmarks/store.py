@@ -11,34 +11,180 @@ alternating order, and one engine comes after the other: files that one deletes 
 medians over turns.
 
 ENGINE_dump_ratio = bare disk's seconds / ours: one pass's dump with its commit, in a store that has its final size
-ENGINE_dump_ratio_fresh = the same over a bare disk that writes a new file, as Zarr has to
 ENGINE_load_ratio = bare disk's seconds / ours: one pass's ranges from 24 segments, read and checked; _400: from 400
 ENGINE_bytes_read_per_useful_byte = bytes that the process read (/proc/self/io) / bytes of the rows loaded
 ENGINE_heap_bytes = growth of resident memory at most while 2 GB are dumped from one buffer
 ENGINE_verify_ratio = bare disk's seconds to read the same blocks / seconds of verify, in a process of its own
 lookup_rows_per_s: a random 5 % of all keys, cold; over the same by LMDB's getmulti and rocksdict, a key per row
-ENGINE_open_bytes, _one_key_bytes, _layout_bytes_per_gb, _commit_python_ms, _small_over_rows: see `store_reads`
+ENGINE_open_bytes, _one_key_bytes, _layout_bytes_per_gb, _commit_python_ms, _small_over_rows: see `store_cases`
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import shutil
-import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+import numpy as np
 
-from benchmarks.machine import Goal, console, environment, file_system, report
+from benchmarks import store_runs as runs
+from benchmarks.machine import Goal, PeakMemory, called, console, middle, options_of, say, table_of
+from benchmarks.store_cases import measure_commits, measure_cycle, measure_heap, measure_reads, measure_wide
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
-    from benchmarks.store_case import Size
+    from numpy.typing import NDArray
+    from rich.table import Table
+
+    Rows = NDArray[np.float32]
+
+
+SHARE = 0.05
+TURNS = 3
+CHUNK_ROWS = 1 << 16
+
+
+class Contender:
+    """Rows by key, at a place; this one is the store, after the passes of a whole cycle."""
+
+    def __init__(self, run: runs.StoreRun) -> None:
+        self.path, self._store, self._name = run.path, run.store, run.case.table.name
+
+    def open(self) -> None:
+        """Open it, with nothing of it in memory; the store itself keeps nothing and goes on."""
+
+    def rows(self, keys: NDArray[np.int64]) -> Rows:
+        """Return the rows of ``keys`` (n,), in their order: (n, numbers of a row)."""
+        return np.concatenate(list(self._store.lookup(self._name, keys).values()), axis=1)
+
+    def close(self) -> None:
+        """Close it, where it was opened."""
+
+
+class LmdbRows(Contender):
+    """LMDB with one key per row, put in key order, so that its pages are full; asked by ``getmulti``."""
+
+    def __init__(self, path: Path, chunks: Iterator[tuple[NDArray[np.int64], Rows]]) -> None:
+        import lmdb
+
+        self.path = path
+        env = lmdb.open(str(path), map_size=1 << 40)
+        for keys, rows in chunks:
+            with env.begin(write=True) as txn, txn.cursor() as cursor:
+                items = zip(_key_bytes(keys), map(bytes, rows.view(np.uint8)), strict=True)
+                cursor.putmulti(items, append=True)
+        env.close()
+
+    def open(self) -> None:
+        """Open it: pages that stayed mapped would stay in the page cache."""
+        import lmdb
+
+        self._env: Any = lmdb.open(str(self.path), map_size=1 << 40, readonly=True)
+
+    def rows(self, keys: NDArray[np.int64]) -> Rows:
+        """Get all by one call."""
+        with self._env.begin() as txn, txn.cursor() as cursor:
+            found = cursor.getmulti(_key_bytes(keys))
+        return np.frombuffer(b"".join(value for _, value in found), np.float32).reshape(keys.size, -1)
+
+    def close(self) -> None:
+        """Close it."""
+        self._env.close()
+
+
+class RocksRows(Contender):
+    """RocksDB with one key per row, put in key order and compacted; asked by its batch get."""
+
+    def __init__(self, path: Path, chunks: Iterator[tuple[NDArray[np.int64], Rows]]) -> None:
+        import rocksdict
+
+        self.path = path
+        db = rocksdict.Rdict(str(path), rocksdict.Options(raw_mode=True))
+        for keys, rows in chunks:
+            batch = rocksdict.WriteBatch(raw_mode=True)
+            for key, row in zip(_key_bytes(keys), map(bytes, rows.view(np.uint8)), strict=True):
+                batch.put(key, row)
+            db.write(batch)
+        db.flush()
+        db.compact_range(None, None)
+        db.close()
+
+    def open(self) -> None:
+        """Open it."""
+        import rocksdict
+
+        access = rocksdict.AccessType.read_only()
+        self._db: Any = rocksdict.Rdict(str(self.path), rocksdict.Options(raw_mode=True), access_type=access)
+
+    def rows(self, keys: NDArray[np.int64]) -> Rows:
+        """Get all by one call."""
+        return np.frombuffer(b"".join(self._db.get(_key_bytes(keys))), np.float32).reshape(keys.size, -1)
+
+    def close(self) -> None:
+        """Close it."""
+        self._db.close()
+
+
+PEERS = {"getmulti": ("lmdb", LmdbRows), "rocksdict": ("rocksdict", RocksRows)}
+
+
+def measure_lookup(case: runs.Case, engines: list[str], folder: Path) -> dict[str, Any]:
+    """Return rows a second, memory and bytes of all contenders: a random 5 % of all keys, cold, in turns."""
+    cycle, source = runs.Cycle(case), runs.source_for(case)
+    stores = {engine: runs.StoreRun(engine, case, folder / f"lookup-{engine}.tc") for engine in engines}
+    for _ in range(runs.PASSES):
+        dump = cycle.next()
+        for run in stores.values():
+            run.dump(dump, source)
+    everything = cycle.keys()
+    contenders: dict[str, Contender] = {engine: Contender(run) for engine, run in stores.items()}
+    bits = contenders[engines[0]].rows(everything)
+    for name, (package, kind) in PEERS.items():
+        if importlib.util.find_spec(package) is None:
+            console.print(f"{name} is left out: {package} is not installed")
+            continue
+        contenders[name] = kind(folder / f"lookup-{name}", _chunks(everything, bits))
+    del bits
+    keys = np.random.default_rng(6).choice(everything, int(SHARE * everything.size), replace=False)
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    memory, expected, equal = dict.fromkeys(contenders, 0), contenders[engines[0]].rows(keys), True
+    for _ in range(TURNS):
+        for name, contender in contenders.items():
+            runs.drop_store(contender.path)
+            contender.open()
+            with PeakMemory() as peak:
+                begun = time.perf_counter()
+                found = contender.rows(keys)
+                seconds[name].append(time.perf_counter() - begun)
+            contender.close()
+            memory[name] = max(memory[name], peak.growth_bytes)
+            equal = equal and np.array_equal(found.view(np.uint8), expected.view(np.uint8))
+    for run in stores.values():
+        run.store.close()
+    rates = {name: keys.size / middle(taken) for name, taken in seconds.items()}
+    best = max(rates[engine] for engine in engines)
+    return {
+        "lookup_keys": keys.size,
+        "lookup_rows": everything.size,
+        **{f"lookup_rows_per_s_{name}": rate for name, rate in rates.items()},
+        **{f"lookup_memory_bytes_{name}": taken for name, taken in memory.items()},
+        "lookup_rows_per_s": best,
+        "lookup_rows_equal": equal,
+        **{f"lookup_over_{name}": best / rates[name] for name in PEERS.keys() & rates.keys()},
+    }
+
+
+def _chunks(keys: NDArray[np.int64], rows: Rows) -> Iterator[tuple[NDArray[np.int64], Rows]]:
+    for low in range(0, keys.size, CHUNK_ROWS):
+        yield keys[low : low + CHUNK_ROWS], rows[low : low + CHUNK_ROWS]
+
+
+def _key_bytes(keys: NDArray[np.int64]) -> list[bytes]:
+    """Return keys as bytes in the order of the numbers, which are not negative."""
+    return [bytes(key) for key in keys.astype(">i8").view(np.uint8).reshape(-1, 8)]
+
 
 ENGINES = ("lmdb", "zarr")
 DUMPS = {"quick": {"lmdb": 0.75, "zarr": 0.6}, "full": {"lmdb": 0.85, "zarr": 0.8}}
@@ -71,84 +217,44 @@ GOALS = (
 )
 
 
-def present(folder: Path) -> list[str]:
-    """Return the engines that a store can be opened with; says which cannot."""
-    from benchmarks.store_case import Case
-    from benchmarks.store_runs import StoreRun
-
-    found = []
-    for engine in ENGINES:
-        try:
-            StoreRun(engine, Case.of(260, 1 << 20), folder / "probe.tc").close()
-            found.append(engine)
-        except ValueError as error:
-            _say(f"{engine} is left out: {error}")
-        shutil.rmtree(folder / "probe.tc", ignore_errors=True)
-    return found
-
-
-def measure(size: Size, engines: Sequence[str], folder: Path) -> dict[str, Any]:
+def measure(size: runs.Size, engines: Sequence[str], folder: Path) -> dict[str, Any]:
     """Run everything and return its figures."""
-    from benchmarks.store_case import Case
-    from benchmarks.store_cases import measure_cycle, measure_heap, measure_wide
-    from benchmarks.store_lookup import measure_lookup
-    from benchmarks.store_reads import measure_commits, measure_reads
-    from benchmarks.store_runs import warm_checksums
-
-    warm_checksums()
+    runs.warm_checksums()
     figures: dict[str, Any] = {}
-    case = Case.of(260, size.pass_bytes)
-    small = Case.of(260, min(size.pass_bytes, size.row_size_pass_bytes))
+    case = runs.Case.of(260, size.pass_bytes)
+    small = runs.Case.of(260, min(size.pass_bytes, size.row_size_pass_bytes))
     for engine in engines:
-        _say(f"{engine}, rows of 260 bytes: a cycle of passes of {case.pass_bytes:,} bytes")
+        say(f"{engine}, rows of 260 bytes: a cycle of passes of {case.pass_bytes:,} bytes")
         figures |= measure_cycle(case, size.turns, engine, folder, verifications=size.verifications)
-        _say(f"{engine}, rows of 260 bytes: 400 segments")
+        say(f"{engine}, rows of 260 bytes: 400 segments")
         figures |= measure_wide(small, size.wide_passes, engine, folder)
         for row_bytes in size.row_sizes:
-            _say(f"{engine}, rows of {row_bytes:,} bytes")
-            other = Case.of(row_bytes, size.row_size_pass_bytes)
+            say(f"{engine}, rows of {row_bytes:,} bytes")
+            other = runs.Case.of(row_bytes, size.row_size_pass_bytes)
             found = measure_cycle(other, size.turns, engine, folder)
             found |= measure_wide(other, size.wide_passes, engine, folder)
             figures |= {f"{key}_{row_bytes}": value for key, value in found.items()}
     for engine in engines:
-        _say(f"{engine}: a dump of {size.heap_bytes:,} bytes")
+        say(f"{engine}: a dump of {size.heap_bytes:,} bytes")
         figures |= measure_heap(engine, case, size.heap_bytes, folder)
-        _say(f"{engine}: one key of {size.one_key_rows:,}, and commits")
+        say(f"{engine}: one key of {size.one_key_rows:,}, and commits")
         figures |= measure_reads(engine, size.one_key_rows, folder)
         figures |= measure_commits(engine, size.commit_blocks, folder)
-    _say("lookups")
-    figures |= measure_lookup(Case.of(260, size.lookup_pass_bytes), list(engines), folder)
+    say("lookups")
+    figures |= measure_lookup(runs.Case.of(260, size.lookup_pass_bytes), list(engines), folder)
     worst = {e: min(figures[f"{e}_dump_ratio"], figures[f"{e}_load_ratio"]) for e in engines}
     return figures | {"better_engine": max(worst, key=worst.__getitem__), "better_engine_ratio": max(worst.values())}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run it from the command line."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.store", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small passes, rows of 260 bytes only, under 45 seconds")
-    parser.add_argument("--tiny", action="store_true", help="so small that times mean nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; what it makes there it removes")
-    options = parser.parse_args(given)
-
-    from benchmarks.store_case import FULL, QUICK, TINY
-
-    size = TINY if options.tiny else QUICK if options.quick else FULL
-    packages = ("numpy", "numba", "lmdb", "zarr", "rocksdict", "google-crc32c", "tiercache")
-    record = environment("benchmarks.store", given, packages)
-    if options.folder is not None:
-        options.folder.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="store-", dir=options.folder or Path.cwd()))
-    begun = time.perf_counter()
-    try:
-        record |= {"size": size.name, "file_system": file_system(folder)}
-        engines = present(folder)
+    quick = "small passes, rows of 260 bytes only"
+    parser = options_of("store", __doc__, quick, folder="what it makes there it deletes")
+    with called(parser, arguments) as run:
+        record, size = run.record, run.size(runs.FULL, runs.QUICK, runs.TINY)
+        engines = [engine for engine in ENGINES if importlib.util.find_spec(engine) is not None]
         record |= {f"{engine}_measured": engine in engines for engine in ENGINES}
-        record |= measure(size, engines, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    record["benchmark_seconds"] = time.perf_counter() - begun
+        record |= measure(size, engines, run.folder)
     for table in _tables(record, engines, ("", *(f"_{n}" for n in size.row_sizes))):
         console.print(table)
     for engine in engines:
@@ -157,25 +263,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{engine}: a dump of {dumped / 1e6:,.0f} MB from one buffer took {heap / 1e6:,.1f} MB of memory "
             f"in transactions of {taken / 1e6:,.0f} MB"
         )
-    dumps = (Goal(key=f"{engine}_dump_ratio", goal=goal) for engine, goal in DUMPS.get(size.name, {}).items())
-    goals = [goal for goal in (*dumps, *GOALS) if goal.key in record or _peer_missing(goal)]
-    report(record, goals, title="what was promised", path=options.json)
-
-
-def _peer_missing(goal: Goal) -> bool:
-    return goal.key == "lookup_over_rocksdict" and importlib.util.find_spec("rocksdict") is None
+    dumps = (Goal(key=f"{engine}_dump_ratio", goal=goal) for engine, goal in DUMPS.get(record["size"], {}).items())
+    without_peer = importlib.util.find_spec("rocksdict") is None
+    known = {*record, "lookup_over_rocksdict"} if without_peer else record
+    run.report([goal for goal in (*dumps, *GOALS) if goal.key in known])
 
 
 def _tables(record: dict[str, Any], engines: Sequence[str], suffixes: Sequence[str]) -> list[Table]:
     """Return a table of dumps and loads, and one of lookups."""
-    from benchmarks.store_case import PASSES
-
-    moves = Table(
-        title=f"size {record['size']}, {record['file_system']}, page cache dropped by posix_fadvise(DONTNEED)",
-        title_justify="left",
-    )
-    for name in ("engine", "row bytes", "what", "MB", "bare disk GB/s", "GB/s", "ratio", "least", "most"):
-        moves.add_column(name, justify="left" if name in {"engine", "what"} else "right")
+    moves = table_of(
+        f"size {record['size']}, {record['file_system']}, page cache dropped by posix_fadvise(DONTNEED)",
+        "engine", "what", "row bytes", "MB", "bare disk GB/s", "GB/s", "ratio", "least", "most", left=2,
+    )  # fmt: skip
     for suffix in suffixes:
         for engine in engines:
             for what, segments in (("dump", ""), ("load", ""), ("load", "_400")):
@@ -183,21 +282,16 @@ def _tables(record: dict[str, Any], engines: Sequence[str], suffixes: Sequence[s
                 num_bytes = record[f"{what}_bytes{tail}"]
                 rates = [num_bytes / record[f"{who}_{what}_seconds{tail}"] / 1e9 for who in (f"{engine}_raw", engine)]
                 ratios = [record[f"{engine}_{what}_ratio{part}{tail}"] for part in ("", "_least", "_most")]
-                name = what if what == "dump" else f"load from {segments[1:] or PASSES}"
+                name = what if what == "dump" else f"load from {segments[1:] or runs.PASSES}"
                 shown = [f"{rate:.2f}" for rate in rates] + [f"{ratio:.3f}" for ratio in ratios]
-                moves.add_row(engine, suffix[1:] or "260", name, f"{num_bytes / 1e6:,.0f}", *shown)
-    lookups = Table(title=f"{record['lookup_keys']:,} of {record['lookup_rows']:,} keys, cold", title_justify="left")
-    for name in ("by", "rows/s", "memory"):
-        lookups.add_column(name, justify="left" if name == "by" else "right")
+                moves.add_row(engine, name, suffix[1:] or "260", f"{num_bytes / 1e6:,.0f}", *shown)
+    title = f"{record['lookup_keys']:,} of {record['lookup_rows']:,} keys, cold"
+    lookups = table_of(title, "by", "rows/s", "memory")
     for name in (*engines, "getmulti", "rocksdict"):
         if f"lookup_rows_per_s_{name}" in record:
             memory = f"{record[f'lookup_memory_bytes_{name}'] / 1e6:,.0f} MB"
             lookups.add_row(name, f"{record[f'lookup_rows_per_s_{name}']:,.0f}", memory)
     return [moves, lookups]
-
-
-def _say(what: str) -> None:
-    console.print(f"[dim]{time.strftime('%H:%M:%S')} {what}[/dim]")
 
 
 if __name__ == "__main__":

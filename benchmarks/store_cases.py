@@ -1,64 +1,72 @@
-"""What the store's benchmark measures of dumps and loads: a cycle of passes, 400 segments, memory, verification."""
+"""What the store's benchmark measures: a cycle of passes, 400 segments, memory, verification, opening, commits.
+
+ENGINE_open_bytes, ENGINE_one_key_bytes: the larger of what /proc/self/io counts as `rchar` and as `read_bytes` while a
+fresh process opens a store whose rows stand in one run, as compaction leaves them, and then looks one key up; cold,
+behind a lookup in another store, which imports and compiles.
+ENGINE_layout_bytes_per_gb: memory that an open store of a cycle of passes takes, by tracemalloc, for each 10^9 bytes.
+ENGINE_commit_python_ms: processor time of the thread that commits, at ENGINE_commit_blocks blocks; the median.
+ENGINE_small_over_rows: bytes on disk of a store of 400 KiB of rows over those.
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 import time
+import tracemalloc
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.disk_raw import BareDisk, slot_bytes
-from benchmarks.machine import PeakMemory, files_below
-from benchmarks.store_case import PASSES, RAW_SLOTS, SEGMENTS, Cycle, Dump, wide
-from benchmarks.store_reads import layout_bytes
-from benchmarks.store_runs import (
-    RAW,
-    HostPages,
-    Seconds,
-    StoreRun,
-    drop_store,
-    raw_dump,
-    raw_load,
-    room_for,
-    source_for,
-)
-from tiercache.store import info, verify
+from benchmarks import store_runs as runs
+from benchmarks.disk_raw import BareDisk, Replay, slot_bytes
+from benchmarks.machine import PeakMemory, files_below, middle, of_process
+from benchmarks.store_runs import PASSES, RAW_SLOTS, SEGMENTS, Cycle, Dump, wide
+from tiercache.store import NEVER, SGD, Range, SegmentLayout, Store, Table, Zeros, hash_keys, info, verify
+from tiercache.store.base_segment import base_layout, blocks_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
 
     from benchmarks.disk_raw import Span
-    from benchmarks.store_case import Case
+    from benchmarks.store_runs import Case
 
+TABLE = Table(name="items", dim=8, optimizer=SGD(learning_rate=0.1), initializer=Zeros())
+SMALL_BYTES = 400 << 10
+CHUNK_ROWS, BLOCK_ROWS, COMMITS = 1 << 18, 8, 5
 LOADS = 2
 """Of each pass: they change nothing."""
 
 
 def measure_cycle(case: Case, turns: int, engine: str, folder: Path, *, verifications: int = 0) -> dict[str, Any]:
     """Fill a store up to a whole cycle, then measure loads from 24 segments and dumps, pass by pass."""
-    cycle, source, room = Cycle(case), source_for(case), room_for(case, PASSES)
-    run = StoreRun(engine, case, folder / f"{engine}.tc")
+    cycle, source, room = Cycle(case), runs.source_for(case), runs.room_for(case, PASSES)
+    run = runs.StoreRun(engine, case, folder / f"{engine}.tc")
     dumps: list[Dump] = []
     for _ in range(PASSES):
         dumps.append(cycle.next())
         run.dump(dumps[-1], source)
-    loads, writes = Seconds(), Seconds()
+    loads, writes = runs.Seconds(), runs.Seconds()
     with BareDisk(folder, RAW_SLOTS * slot_bytes([dumps[0].layout])) as disk:
         for _ in range(turns):
             reads = [span for dump in dumps for span in dump.reads(cycle.pass_index)]
             _loads(disk, run, cycle.pass_index, reads, room, loads)
             dump = cycle.next()
             dumps = [*dumps[1:], dump]
-            fresh = partial(raw_dump, disk, dump, source, fresh=True)
-            bare = partial(raw_dump, disk, dump, source)
-            writes.turn({RAW: bare, engine: partial(run.dump, dump, source), "fresh": fresh})
+            writes.turn(
+                partial(disk.seconds, Replay([], [dump.writes()], 0), memory=source.view),
+                partial(run.dump, dump, source),
+            )
         figures = writes.figures(engine, "dump") | loads.figures(engine, "load")
         figures |= {"dump_bytes": case.pass_bytes + 8 * case.rows, "load_bytes": case.pass_bytes}
         figures[f"{engine}_bytes_read_per_useful_byte"] = run.bytes_read / run.bytes_useful
-        run.close()  # and all that is dead is deleted
+        run.store.close()  # and all that is dead is deleted
         figures[f"{engine}_file_bytes"] = sum(f.stat().st_size for f in files_below(run.path))
         figures[f"{engine}_layout_bytes_per_gb"] = layout_bytes(run.path) / (PASSES * case.pass_bytes / 1e9)
         if verifications:
@@ -67,15 +75,17 @@ def measure_cycle(case: Case, turns: int, engine: str, folder: Path, *, verifica
     return figures
 
 
-def _loads(disk: BareDisk, run: StoreRun, pass_index: int, reads: list[Span], room: HostPages, loads: Seconds) -> None:
+def _loads(
+    disk: BareDisk, run: runs.StoreRun, pass_index: int, reads: list[Span], room: runs.HostPages, loads: runs.Seconds
+) -> None:
     for _ in range(LOADS):
-        loads.turn({RAW: partial(raw_load, disk, reads, room), run.engine: partial(run.load, pass_index, room)})
+        loads.turn(partial(disk.seconds, Replay(reads, [], 0), memory=room.view), partial(run.load, pass_index, room))
 
 
 def measure_wide(case: Case, passes: int, engine: str, folder: Path) -> dict[str, Any]:
     """Measure loads from 400 segments."""
-    run = StoreRun(engine, case, folder / f"{engine}.tc")
-    source, room = source_for(case), room_for(case, SEGMENTS)
+    run = runs.StoreRun(engine, case, folder / f"{engine}.tc")
+    source, room = runs.source_for(case), runs.room_for(case, SEGMENTS)
     reads: dict[int, list[Span]] = {SEGMENTS + i: [] for i in range(passes)}
     at = 0
     for dump in wide(case, passes):
@@ -83,55 +93,52 @@ def measure_wide(case: Case, passes: int, engine: str, folder: Path) -> dict[str
             reads[pass_index] += dump.reads(pass_index, at)
         at += slot_bytes([dump.layout])
         run.append(dump, source)
-    run.publish(SEGMENTS)
-    loads = Seconds()
+    runs.publish(run.store, SEGMENTS)
+    loads = runs.Seconds()
     with BareDisk(folder, at) as disk:
         for pass_index, spans in reads.items():
             _loads(disk, run, pass_index, spans, room, loads)
     figures: dict[str, Any] = loads.figures(engine, "load", "_400")
     figures["load_bytes_400"] = sum(span.size for span in reads[SEGMENTS])
     figures[f"{engine}_bytes_read_per_useful_byte_400"] = run.bytes_read / run.bytes_useful
-    run.close()
+    run.store.close()
     shutil.rmtree(run.path)
     return figures
 
 
 def measure_heap(engine: str, case: Case, num_bytes: int, folder: Path) -> dict[str, Any]:
     """Return how far memory rises while one dump is appended, all its blocks from the same buffer."""
-    rows, source = num_bytes // case.row_bytes, HostPages(case.budget.block)
+    rows, source = num_bytes // case.row_bytes, runs.HostPages(case.budget.block)
     keys = np.arange(max(1, case.budget.block // case.row_bytes), dtype=np.int64)
     layout = case.layout([(1, rows)])
-    run = StoreRun(engine, case, folder / f"{engine}-heap.tc")
+    run = runs.StoreRun(engine, case, folder / f"{engine}-heap.tc")
     blocks = (
         (0, block, source.data[: int(size)], keys[: int(size) // case.row_bytes])
         for block, size in ((b, layout.bytes_of_block(b)) for b in range(layout.num_blocks))
     )
     with PeakMemory() as peak:
-        begun = time.perf_counter()
         run.store.append(0, [layout], blocks, stable=True)
-        run.publish(1)
-        seconds = time.perf_counter() - begun
-    run.close()
+        runs.publish(run.store, 1)
+    run.store.close()
     shutil.rmtree(run.path)
     return {
         f"{engine}_heap_bytes": peak.growth_bytes,
         f"{engine}_heap_dump_bytes": rows * case.row_bytes,
-        f"{engine}_heap_seconds": seconds,
         f"{engine}_heap_transaction_bytes": case.budget.transaction,
     }
 
 
-def _verification(disk: BareDisk, run: StoreRun, dumps: Sequence[Dump], turns: int) -> dict[str, Any]:
+def _verification(disk: BareDisk, run: runs.StoreRun, dumps: Sequence[Dump], turns: int) -> dict[str, Any]:
     """Return seconds of verify and of info, and of the bare disk for the blocks that verify reads."""
     store = run.store
     assert store.commit is not None
     spans: list[Span] = []
     for segment, dump in zip(store.segments, dumps, strict=True):
         spans += dump.writes()[2 * store.snapshot.first_blocks[segment.id][0] :]  # rows and keys of each block
-    room, seconds = HostPages(64 << 20), Seconds()
+    room, seconds = runs.HostPages(64 << 20), runs.Seconds()
     figures: dict[str, Any] = {"verify_bytes": sum(span.size for span in spans)}
     for _ in range(turns):
-        seconds.turn({RAW: partial(raw_load, disk, spans, room), run.engine: partial(_verify, run.path)})
+        seconds.turn(partial(disk.seconds, Replay(spans, [], 0), memory=room.view), partial(_verify, run.path))
     begun = time.perf_counter()
     found = info(run.path)
     figures[f"{run.engine}_info_seconds"] = time.perf_counter() - begun
@@ -140,8 +147,102 @@ def _verification(disk: BareDisk, run: StoreRun, dumps: Sequence[Dump], turns: i
 
 
 def _verify(path: Path) -> float:
-    drop_store(path)
+    runs.drop_store(path)
     begun = time.perf_counter()
     problems = verify(path)["problems"]
     assert not problems, problems
     return time.perf_counter() - begun
+
+
+def measure_reads(engine: str, rows: int, folder: Path) -> dict[str, Any]:
+    """Write a store of so many rows and a small one, and have a process of its own look up a key of each."""
+    large, small = folder / f"reads-{engine}.tc", folder / f"small-{engine}.tc"
+    key = _write(large, engine, rows)
+    _write(small, engine, SMALL_BYTES // TABLE.row_bytes)
+    runs.drop_store(large)
+    command = [sys.executable, "-m", "benchmarks.store_cases", str(small), str(large), str(key)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    small_bytes = sum(file.stat().st_blocks * 512 for file in files_below(small))
+    for path in (large, small):
+        shutil.rmtree(path)
+    figures = found | {"rows_of_one_key": rows, "small_over_rows": small_bytes / SMALL_BYTES}
+    return {f"{engine}_{name}": value for name, value in figures.items()}
+
+
+def _write(path: Path, engine: str, rows: int) -> int:
+    """Write rows that no pass waits for, in one run, and return a key of their middle."""
+    keys = np.arange(rows, dtype=np.int64)
+    keys = keys[np.argsort(hash_keys(keys, TABLE.table_id))]
+
+    def chunks() -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+        for first in range(0, rows, CHUNK_ROWS):
+            some = keys[first : first + CHUNK_ROWS]
+            yield some, np.repeat(some[:, None], TABLE.dim, axis=1).astype(np.float32)
+
+    with Store.open(path, tables=[TABLE], engine=engine) as store:
+        (group,) = store.groups
+        layout = base_layout(group, [Range(NEVER, (rows,))])
+        store.append(0, [layout], blocks_of(group, layout, chunks()), stable=False)
+        runs.publish(store, 1)
+    return int(keys[rows // 2])
+
+
+def measure_commits(engine: str, blocks: int, folder: Path) -> dict[str, Any]:
+    """Commit passes whose dumps have so many blocks of a few rows, when a whole cycle of them is held."""
+    path, taken = folder / f"commits-{engine}.tc", list[float]()
+    with Store.open(path, tables=[TABLE], engine=engine) as store:
+        for pass_index in range(PASSES + COMMITS):
+            _dump(store, pass_index, blocks)
+            begun = time.thread_time()
+            runs.publish(store, pass_index + 1)
+            if pass_index >= PASSES:
+                taken.append(time.thread_time() - begun)
+        held = sum(segment.layouts[0].num_blocks for segment in store.segments)
+    shutil.rmtree(path)
+    return {f"{engine}_commit_python_ms": 1e3 * middle(taken), f"{engine}_commit_blocks": held}
+
+
+def _dump(store: Store, pass_index: int, blocks: int) -> None:
+    rows = blocks * BLOCK_ROWS // PASSES
+    layout = SegmentLayout.of(
+        [Range(pass_index + 1 + i, (rows,)) for i in range(PASSES)],
+        row_bytes=TABLE.row_bytes, page_rows=BLOCK_ROWS // 2, block_bytes=BLOCK_ROWS * TABLE.row_bytes,
+    )  # fmt: skip
+    keys, zeros = np.arange(layout.rows) + pass_index * layout.rows, np.zeros(layout.block_bytes, np.uint8)
+    store.append(
+        pass_index,
+        [layout],
+        (
+            (0, block, zeros[: layout.bytes_of_block(block)], keys[slice(*layout.rows_of_block(block))])
+            for block in range(layout.num_blocks)
+        ),
+    )
+
+
+def layout_bytes(path: Path) -> int:
+    """Return the bytes that an open store takes in memory."""
+    tracemalloc.start()
+    try:
+        with Store.open(path, mode="r"):
+            return tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+
+
+def _look_up(path: Path, key: int) -> tuple[int, int]:
+    """Return the bytes that opening a store read, and those of a lookup of one key in it."""
+    begun = of_process("io")
+    with Store.open(path, mode="r") as store:
+        opened = of_process("io")
+        found = store.lookup(TABLE.name, np.array([key]))["vector"]
+        done = of_process("io")
+    assert (found == np.float32(key)).all()
+    kinds = ("rchar", "read_bytes")
+    return max(opened[kind] - begun[kind] for kind in kinds), max(done[kind] - opened[kind] for kind in kinds)
+
+
+if __name__ == "__main__":
+    _look_up(Path(sys.argv[1]), 0)
+    of_opening, of_key = _look_up(Path(sys.argv[2]), int(sys.argv[3]))
+    json.dump({"open_bytes": of_opening, "one_key_bytes": of_key}, sys.stdout)

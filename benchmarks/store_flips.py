@@ -17,28 +17,186 @@ crashes = a process that a signal ended, or that gave no answer within a minute
 
 from __future__ import annotations
 
-import argparse
 import json
-import queue
+import select
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections import Counter
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from subprocess import PIPE
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+import numpy as np
 
-from benchmarks.machine import Goal, console, environment, report
+from benchmarks.machine import Goal, called, console, options_of
+from tiercache.store import Adagrad, Cursor, Range, SegmentLayout, Store, StoreError, Table, Uniform, Zeros, hash_keys
+from tiercache.store.lmdb_file import LmdbFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from benchmarks.flip_places import Places, Training
+    from numpy.typing import NDArray
+
+    from tiercache.store.segment_writer import Block
+
+
+Places = dict[str, list[tuple[str, int]]]
+"""By kind of bytes: files, and bytes in them."""
+
+TABLES = (
+    Table(name="items", dim=6, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros()),
+    Table(name="users", dim=3, optimizer=Adagrad(learning_rate=0.1), initializer=Uniform(low=-1, high=1)),
+)
+PASSES, TRAINED, KEYS, DRAWN = 3, 5, 300, 130
+PAGE_ROWS, BLOCK_ROWS = 16, 48
+LMDB_PAGE, META_BYTES, SLOT_BYTES = 4096, 152, 52
+
+
+# -- the store that is flipped ---------------------------------------------------------------------------
+
+
+class Training:
+    """Made-up passes in a cycle: rows of random bits, each of which is what its key's last pass left."""
+
+    def __init__(self) -> None:
+        draw = np.random.default_rng(7)
+        self.keys = [
+            {t.name: draw.choice(KEYS, DRAWN, replace=False) - KEYS // 2 for t in TABLES} for _ in range(PASSES)
+        ]
+        self._rows: dict[str, dict[int, NDArray[np.float32]]] = {t.name: {} for t in TABLES}
+        self.known: dict[int, dict[str, tuple[NDArray[np.int64], NDArray[np.float32]]]] = {}
+        """By passes trained and table: keys (n,) and rows (n, words)."""
+        for pass_index in range(TRAINED + 2):
+            for table in TABLES:
+                keys, rows = self.trained(pass_index, table)
+                self._rows[table.name].update(zip(keys.tolist(), rows, strict=True))
+            self.known[pass_index + 1] = {
+                name: (np.array(sorted(rows)), np.stack([rows[key] for key in sorted(rows)]))
+                for name, rows in self._rows.items()
+            }
+
+    def trained(self, pass_index: int, table: Table) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Return the keys of a pass, and the rows that it leaves."""
+        keys = self.keys[pass_index % PASSES][table.name]
+        draw = np.random.default_rng([pass_index, TABLES.index(table)])
+        return keys, draw.random((keys.size, table.row_bytes // 4), np.float32)
+
+    def run(self, store: Store, pass_index: int) -> None:
+        """Dump a pass and commit it."""
+        layouts: list[SegmentLayout] = []
+        blocks: list[Block] = []
+        for group in store.groups:
+            (table,) = group.tables
+            keys, rows = self.trained(pass_index, table)
+            uses = np.full(keys.size, pass_index + PASSES)
+            for later in range(pass_index + PASSES - 1, pass_index, -1):
+                uses[np.isin(keys, self.keys[later % PASSES][table.name])] = later
+            order = np.lexsort((hash_keys(keys, table.table_id), uses))
+            keys, rows = keys[order], rows[order]
+            ranges = [Range(int(use), (int(n),)) for use, n in zip(*np.unique(uses, return_counts=True), strict=True)]
+            layout = SegmentLayout.of(
+                ranges, row_bytes=table.row_bytes, page_rows=PAGE_ROWS, block_bytes=BLOCK_ROWS * table.row_bytes
+            )
+            layouts.append(layout)
+            for block in range(layout.num_blocks):
+                pages = range(*layout.pages_of_block(block))
+                packed = [rows[layout.row_of_page(p) : layout.row_of_page(p + 1)] for p in pages]
+                data = b"".join(part[:, cut].tobytes() for part in packed for cut in _cuts(table))
+                mine = keys[slice(*layout.rows_of_block(block))]
+                blocks.append((group.index, block, np.frombuffer(data, np.uint8), mine))
+        store.append(pass_index, layouts, blocks)
+        store.publish(
+            Cursor(pass_index + 1), state=state(pass_index + 1), schedule_digest="cyclic", settings={}, environment={}
+        )
+
+    def make(self, path: Path, engine: str) -> None:
+        """Make the store that is flipped."""
+        with Store.open(path, tables=TABLES, engine=engine, retention=2) as store:
+            for pass_index in range(TRAINED):
+                self.run(store, pass_index)
+
+    def is_right(self, store: Store, passes: int) -> bool:
+        """Whether a store shows so many passes: its cursor, its dense state and every row, no other."""
+        if store.commit is None or store.commit.cursor != Cursor(passes) or store.state() != state(passes):
+            return False
+        for table in TABLES:
+            keys, rows = self.known[passes][table.name]
+            found = store.lookup(table.name, keys)
+            scanned = np.sort(np.concatenate([some for some, _ in store.scan(table.name)]))
+            if not np.array_equal(scanned, keys) or not np.array_equal(np.concatenate([*found.values()], 1), rows):
+                return False
+        return True
+
+
+def state(passes: int) -> bytes:
+    """Return the dense state of a commit."""
+    return np.random.default_rng(passes).bytes(3000)
+
+
+def _cuts(table: Table) -> Iterator[slice]:
+    at = 0
+    for field in table.fields:
+        yield slice(at, at + field.words)
+        at += field.words
+
+
+def places(path: Path, engine: str) -> Places:
+    """Return the places of a store's used bytes."""
+    found: Places = defaultdict(list)
+    if engine == "lmdb":
+        for page in (0, 1):
+            found["meta"] += [("data.mdb", page * LMDB_PAGE + byte) for byte in range(META_BYTES)]
+            found["head"] += [("HEAD", page * LMDB_PAGE + byte) for byte in range(SLOT_BYTES)]
+        _tree_places(path, found)
+        with Store.open(path, mode="r") as store:
+            for block in store.history.needed.blocks(store.groups):
+                found["blocks"] += [("blocks.bin", block.place + byte) for byte in range(block.size)]
+    else:
+        for file in sorted(path.rglob("*")):
+            name = file.relative_to(path).as_posix()
+            if file.is_file() and name != "writer.lock":
+                folder = name.partition("/")[0]
+                kind = {"segments": "chunks", "state": "chunks"}.get(folder, folder)
+                kind = "metadata" if file.name == "zarr.json" else kind if "/" in name else "description"
+                found[kind] += [(name, byte) for byte in range(file.stat().st_size)]
+    found["description"] = [("store.json", byte) for byte in range((path / "store.json").stat().st_size)]
+    return found
+
+
+def _tree_places(path: Path, found: Places) -> None:
+    """Add the bytes of LMDB's trees that its newest root names, and those of their values."""
+    file = LmdbFile(str(path / "data.mdb"))
+    newest, data = file.metas()[0], (path / "data.mdb").read_bytes()
+    records = {v.offset + byte for v in file.values(newest) for byte in range(v.size)}
+    file.close()
+    meta = newest.transaction % 2 * LMDB_PAGE
+    for kind, root_at in (("free_list", meta + 80), ("tree", meta + 128)):
+        waiting = [struct.unpack_from("<Q", data, root_at)[0]]
+        while waiting:
+            page = waiting.pop()
+            if page == (1 << 64) - 1:
+                continue
+            at = page * LMDB_PAGE
+            _, _, flags, lower, upper = struct.unpack_from("<QHHHH", data, at)
+            used = [*range(at, at + lower), *range(at + upper, at + LMDB_PAGE)]
+            found[kind] += [("data.mdb", byte) for byte in used if byte not in records]
+            for node in struct.unpack_from(f"<{(lower - 16) // 2}H", data, at + 16):
+                low, high, node_flags, key_bytes = struct.unpack_from("<HHHH", data, at + node)
+                if flags & 1:
+                    waiting.append(low | high << 16 | node_flags << 32)
+                elif node_flags & 1:
+                    (large,) = struct.unpack_from("<Q", data, at + node + 8 + key_bytes)
+                    found[kind] += [("data.mdb", large * LMDB_PAGE + byte) for byte in range(16)]
+    found["records"] = [("data.mdb", byte) for byte in sorted(records)]
+
+
+# -- the bits --------------------------------------------------------------------------------------------
 
 ENGINES = ("lmdb", "zarr")
 BAD = ("silent", "tracebacks", "crashes")
@@ -50,7 +208,6 @@ WORKERS, PATIENCE_SECONDS = 4, 60
 class Size:
     """How many bits are flipped."""
 
-    name: str
     drawn: int
     """Bits of each kind of which not all are flipped."""
     bits: dict[str, int]
@@ -58,9 +215,9 @@ class Size:
     flips: int
 
 
-FULL = Size(name="full", drawn=2700, bits={"meta": 8, "head": 8, "tree": 1, "free_list": 1}, flips=20_000)
-QUICK = Size(name="quick", drawn=84, bits={}, flips=1000)
-TINY = replace(QUICK, name="tiny", drawn=3, flips=30)
+FULL = Size(drawn=2700, bits={"meta": 8, "head": 8, "tree": 1, "free_list": 1}, flips=20_000)
+QUICK = Size(drawn=84, bits={}, flips=1000)
+TINY = Size(drawn=3, bits={}, flips=30)
 
 Flip = tuple[str, str, int, int]
 """The kind of a byte, its file, its place there, and one of its bits."""
@@ -68,16 +225,18 @@ Flip = tuple[str, str, int, int]
 
 def draw(found: Places, size: Size) -> list[Flip]:
     """Choose bits, always the same ones."""
-    import numpy as np
-
     generator, chosen = np.random.default_rng(11), list[Flip]()
-    for kind, places in found.items():
+    for kind, bytes_of_kind in found.items():
         each = size.bits.get(kind)
         if each is not None:
-            chosen += [(kind, *place, (3 * i + bit) % 8) for i, place in enumerate(places) for bit in range(each)]
+            chosen += [
+                (kind, *place, (3 * i + bit) % 8) for i, place in enumerate(bytes_of_kind) for bit in range(each)
+            ]
             continue
-        for at in generator.choice(8 * len(places), min(size.drawn, 8 * len(places)), replace=False).tolist():
-            chosen.append((kind, *places[at // 8], at % 8))
+        for at in generator.choice(
+            8 * len(bytes_of_kind), min(size.drawn, 8 * len(bytes_of_kind)), replace=False
+        ).tolist():
+            chosen.append((kind, *bytes_of_kind[at // 8], at % 8))
     return chosen
 
 
@@ -113,9 +272,6 @@ def outcome(training: Training, whole: Path, copy: Path, one: Flip) -> str:
 
 
 def _read(training: Training, path: Path) -> str:
-    from benchmarks.flip_places import TRAINED
-    from tiercache.store import Store, StoreError
-
     try:
         with Store.open(path, mode="r") as store:
             return "right" if training.is_right(store, TRAINED) else "silent: other rows were read"
@@ -124,9 +280,6 @@ def _read(training: Training, path: Path) -> str:
 
 
 def _write(training: Training, path: Path) -> str:
-    from benchmarks.flip_places import TRAINED
-    from tiercache.store import Store, StoreError
-
     try:
         store = Store.open(path)
     except StoreError as error:
@@ -147,14 +300,11 @@ def _sentence(error: Exception) -> str:
     return "refused" if ": " in str(error) and "\n" not in str(error) else f"tracebacks: no sentence: {error}"
 
 
-def work(folder: Path, engine: str, copy: str, first: int, step: int) -> None:
-    """Flip every so-manieth bit of a list from one on, and print what became of each."""
-    from benchmarks.flip_places import Training
-
+def work(folder: Path, engine: str, copy: str) -> None:
+    """Flip each bit of a list whose index is read, and print what became of it."""
     training, flips = Training(), json.loads((folder / f"{engine}.json").read_text())
-    for index in range(first, len(flips), step):
-        said = outcome(training, folder / engine, folder / copy, flips[index])
-        print(json.dumps([index, said]), flush=True)
+    for index in map(int, sys.stdin):
+        print(json.dumps(outcome(training, folder / engine, folder / copy, flips[index])), flush=True)
 
 
 # -- the process that counts -----------------------------------------------------------------------------
@@ -162,47 +312,40 @@ def work(folder: Path, engine: str, copy: str, first: int, step: int) -> None:
 
 def outcomes(folder: Path, engine: str, flips: int, worker: int, step: int) -> Iterator[str]:
     """Yield what became of each of a worker's bits; one that ended is followed by another one at the next bit."""
-    done = worker
-    while done < flips:
-        command = [sys.executable, "-m", "benchmarks.store_flips", "--worker", str(folder), engine]
-        command += [f"copy-{engine}-{worker}", str(done), str(step)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        lines: queue.Queue[str] = queue.Queue()
-
-        def read(process: subprocess.Popen[str] = process, lines: queue.Queue[str] = lines) -> None:
-            assert process.stdout is not None
-            for line in process.stdout:
-                lines.put(line)
-            lines.put("")
-
-        threading.Thread(target=read, daemon=True).start()
-        while done < flips:
-            try:
-                line = lines.get(timeout=PATIENCE_SECONDS)
-            except queue.Empty:
-                line = ""
-                process.kill()
-            if not line:
-                process.kill()
-                _, said = process.communicate()
-                yield f"crashes: exit status {process.returncode}: {said[-300:]}"
-                done += step
-                break
-            index, said = json.loads(line)
-            assert index == done, f"bit {index} was answered and {done} was asked"
-            yield said
-            done += step
+    command = [sys.executable, "-m", "benchmarks.store_flips", "--worker", str(folder), engine]
+    process: subprocess.Popen[str] | None = None
+    for index in range(worker, flips, step):
+        if process is None:
+            process = subprocess.Popen(
+                [*command, f"copy-{engine}-{worker}"], stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True
+            )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(f"{index}\n")
+        process.stdin.flush()
+        answered, _, _ = select.select([process.stdout], [], [], PATIENCE_SECONDS)
+        line = process.stdout.readline() if answered else ""
+        if line:
+            yield json.loads(line)
+            continue
+        process.kill()
+        _, said = process.communicate()
+        yield f"crashes: exit status {process.returncode}: {said[-300:]}"
+        process = None
+    if process is not None:
         process.kill()
         process.communicate()
 
 
+def _all_outcomes(folder: Path, engine: str, flips: int, worker: int) -> list[str]:
+    return list(outcomes(folder, engine, flips, worker, WORKERS))
+
+
 def measure(size: Size, folder: Path) -> dict[str, Any]:
     """Flip all bits and return the figures."""
-    from benchmarks.flip_places import Training, places
-
     counted, told = Counter[str](), list[str]()
     figures: dict[str, Any] = {}
-    training, lock = Training(), threading.Lock()
+    training = Training()
     for engine in ENGINES:
         training.make(folder / engine, engine)
         flips = draw(places(folder / engine, engine), size)
@@ -210,19 +353,15 @@ def measure(size: Size, folder: Path) -> dict[str, Any]:
         figures |= {f"{engine}_{kind}_flips": n for kind, n in Counter(one[0] for one in flips).items()}
         console.print(f"{engine}: {len(flips):,} bits", highlight=False)
 
-        def count(worker: int, engine: str = engine, flips: list[Flip] = flips) -> None:
-            for i, said in enumerate(outcomes(folder, engine, len(flips), worker, WORKERS)):
+        with ThreadPoolExecutor(WORKERS) as threads:
+            work_of = partial(_all_outcomes, folder, engine, len(flips))
+            every = list(threads.map(work_of, range(WORKERS)))
+        for worker, all_said in enumerate(every):
+            for one, said in zip(flips[worker::WORKERS], all_said, strict=True):
                 key, _, more = said.partition(": ")
-                with lock:
-                    counted[key] += 1
-                    if more:
-                        told.append(f"{engine} {flips[worker + i * WORKERS]}: {said}")
-
-        threads = [threading.Thread(target=count, args=(worker,)) for worker in range(WORKERS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+                counted[key] += 1
+                if more:
+                    told.append(f"{engine} {one}: {said}")
     for line in told[:40]:
         console.print(line, highlight=False, markup=False)
     return {"flips": counted.total()} | {key: counted[key] for key in ("right", "refused", *BAD)} | figures
@@ -232,27 +371,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run it from the command line."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["--worker"]:
-        work(Path(given[1]), given[2], given[3], int(given[4]), int(given[5]))
+        work(Path(given[1]), given[2], given[3])
         return
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.store_flips", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a thousand bits, under 45 seconds")
-    parser.add_argument("--tiny", action="store_true", help="a few bits of each kind")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    options = parser.parse_args(given)
-    size = TINY if options.tiny else QUICK if options.quick else FULL
-    record = environment("benchmarks.store_flips", given, ("torch", "numpy", "lmdb", "zarr", "tiercache"))
-    begun = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="tiercache-flips-") as scratch:
-        found = measure(size, Path(scratch))
-    record |= {"size": size.name} | found | {"benchmark_seconds": time.perf_counter() - begun}
-    table = Table(title="What became of a flipped bit")
-    table.add_column("")
-    table.add_column("bits", justify="right")
-    for key, value in found.items():
-        table.add_row(key, f"{value:,}")
-    console.print(table)
-    goals = (*GOALS, Goal(key="flips", goal=size.flips))
-    report(record, goals, title="what was promised", path=options.json)
+    with called(
+        options_of("store_flips", __doc__, "a thousand bits", tiny="a few bits of each kind"), arguments
+    ) as run:
+        size = run.size(FULL, QUICK, TINY)
+        with tempfile.TemporaryDirectory(prefix="tiercache-flips-") as scratch:
+            run.record |= measure(size, Path(scratch))
+    run.show()
+    run.report((*GOALS, Goal(key="flips", goal=size.flips)))
 
 
 if __name__ == "__main__":

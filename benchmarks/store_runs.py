@@ -1,4 +1,4 @@
-"""One engine's store in the benchmark: dumps and loads as the tiers do them, and the bare disk beside it."""
+"""What the store's benchmark dumps and loads: passes with real keys, one engine's store, and the turns of both."""
 
 from __future__ import annotations
 
@@ -7,32 +7,187 @@ import mmap
 import os
 import shutil
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.disk_raw import Replay, paged
+from benchmarks.disk_raw import blocks_of, reads_of, slot_bytes
 from benchmarks.machine import drop_cache, files_below, middle, process_bytes_read
 from tiercache.kernels.cpu.checksum import crc32c, has_crc32c
 from tiercache.kernels.cpu.field_io import read_fields
 from tiercache.kernels.cpu.file_io import has_reads, read_checked
-from tiercache.planning.budget import ALIGNED_BYTES, PAGE_BYTES
-from tiercache.store import Cursor, Store
+from tiercache.planning.budget import ALIGNED_BYTES, PAGE_BYTES, HostBudget, paged
+from tiercache.store import Cursor, Range, RowWiseAdagrad, SegmentLayout, Store, Table, Zeros, hash_keys
 from tiercache.store.reading import Pages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from benchmarks.disk_raw import BareDisk, Span
-    from benchmarks.store_case import Case, Dump
+    from benchmarks.disk_raw import Span
     from tiercache.store import Segment
 
 
-RAW = "raw"
-"""The bare disk among the ways to do something."""
+PASSES = 24
+SEGMENTS = 400
+RAW_SLOTS = 4
+"""Dumps that the bare disk's file has room for: what stands beside each other in a load stands apart in the file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """How much is measured."""
+
+    pass_bytes: int
+    """Rows of one pass."""
+    turns: int
+    """Passes of the cycle that are measured."""
+    verifications: int
+    """Verifications of the whole store, each in a process of its own."""
+    wide_passes: int
+    """Passes that are loaded from 400 segments."""
+    heap_bytes: int
+    """Rows of the dump whose memory is measured."""
+    lookup_pass_bytes: int
+    """Rows of one pass in the store that keys are looked up in."""
+    one_key_rows: int
+    """Rows of the table in which one key is looked up."""
+    commit_blocks: int
+    """Blocks of each of the dumps whose commits are measured."""
+    row_sizes: tuple[int, ...] = ()
+    """Rows beside those of 260 bytes, in passes of ``row_size_pass_bytes``."""
+    row_size_pass_bytes: int = 64 << 20
+
+
+FULL = Size(
+    pass_bytes=400 << 20, turns=11, verifications=3, wide_passes=11, heap_bytes=2 * 10**9, lookup_pass_bytes=64 << 20,
+    one_key_rows=50_000_000, commit_blocks=5000, row_sizes=(32, 1540),
+)  # fmt: skip
+QUICK = Size(
+    pass_bytes=40 << 20, turns=3, verifications=1, wide_passes=2, heap_bytes=5 * 10**8, lookup_pass_bytes=8 << 20,
+    one_key_rows=1_000_000, commit_blocks=1000,
+)  # fmt: skip
+TINY = Size(
+    pass_bytes=1 << 20, turns=1, verifications=1, wide_passes=1, heap_bytes=20 * 10**6, lookup_pass_bytes=1 << 20,
+    one_key_rows=20_000, commit_blocks=48, row_sizes=(32,), row_size_pass_bytes=1 << 20,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """Rows of one size in passes of one size, cut as the planner cuts them for a host budget of four passes."""
+
+    table: Table
+    rows: int
+    """Of a pass."""
+    budget: HostBudget
+
+    @classmethod
+    def of(cls, row_bytes: int, pass_bytes: int) -> Case:
+        """Return the case of a vector and the row-wise Adagrad state in ``row_bytes``."""
+        rule = RowWiseAdagrad(learning_rate=0.05)
+        table = Table(name="items", dim=row_bytes // 4 - 1, optimizer=rule, initializer=Zeros())
+        rows = max(SEGMENTS, pass_bytes // row_bytes)
+        budget = HostBudget.plan(
+            4 * rows * row_bytes, evaluation=0, largest_row=row_bytes, largest_pass=rows * row_bytes
+        )
+        return cls(table=table, rows=rows, budget=budget)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.table.row_bytes
+
+    def layout(self, rows_by_use: Sequence[tuple[int, int]]) -> SegmentLayout:
+        """Return the layout of a dump: so many rows for each next use."""
+        return SegmentLayout.of(
+            row_bytes=self.row_bytes,
+            page_rows=max(1, self.budget.page // self.row_bytes),
+            block_bytes=self.budget.block,
+            ranges=tuple(Range(next_use=use, table_rows=(rows,)) for use, rows in rows_by_use),
+        )
+
+    @property
+    def pass_bytes(self) -> int:
+        """Bytes of the rows of a pass."""
+        return self.rows * self.row_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dump:
+    """What one pass dumps."""
+
+    pass_index: int
+    layout: SegmentLayout
+    keys: NDArray[np.int64]
+    """(rows,), in the order of the layout."""
+
+    @classmethod
+    def of(cls, case: Case, pass_index: int, keys_by_use: Sequence[tuple[int, NDArray[np.int64]]]) -> Dump:
+        """Lay rows out by next use, then hash."""
+        ordered = [keys[np.argsort(hash_keys(keys, case.table.table_id))] for _, keys in keys_by_use]
+        layout = case.layout([(use, keys.size) for use, keys in keys_by_use])
+        return cls(pass_index=pass_index, layout=layout, keys=np.concatenate(ordered))
+
+    def writes(self) -> list[Span]:
+        """Return its blocks on the bare disk."""
+        return blocks_of([self.layout], self.pass_index % RAW_SLOTS * slot_bytes([self.layout]))
+
+    def reads(self, next_use: int, at: int | None = None) -> list[Span]:
+        """Return its rows with a next use on the bare disk, where the dump stands at byte ``at`` or in its slot."""
+        begin = self.pass_index % RAW_SLOTS * slot_bytes([self.layout]) if at is None else at
+        return [
+            span
+            for index, rows in enumerate(self.layout.ranges)
+            if rows.next_use == next_use
+            for span in reads_of(self.layout, begin, *self.layout.pages_of_range(index))
+        ]
+
+
+class Cycle:
+    """Passes whose rows are needed again 1 to ``PASSES`` passes later, as many after each number of passes.
+
+    From pass ``PASSES`` on, a pass loads its rows from that many segments and no key is new.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.pass_index = 0
+        self._waiting: dict[int, list[NDArray[np.int64]]] = {}
+        self._num_keys = 0
+        self._rng = np.random.default_rng(4)
+
+    def next(self) -> Dump:
+        """Return the next pass's dump."""
+        known = self._waiting.pop(self.pass_index, [])
+        fresh = self.case.rows - sum(keys.size for keys in known)
+        new = np.arange(self._num_keys, self._num_keys + fresh, dtype=np.int64)
+        self._num_keys += fresh
+        parts = np.array_split(self._rng.permutation(np.concatenate([*known, new])), PASSES)
+        by_use = [(self.pass_index + gap, keys) for gap, keys in enumerate(parts, 1)]
+        for use, keys in by_use:
+            self._waiting.setdefault(use, []).append(keys)
+        dump = Dump.of(self.case, self.pass_index, by_use)
+        self.pass_index += 1
+        return dump
+
+    def keys(self) -> NDArray[np.int64]:
+        """Return all keys so far, of which each has one live row."""
+        return np.arange(self._num_keys, dtype=np.int64)
+
+
+def wide(case: Case, passes: int) -> Iterator[Dump]:
+    """Yield ``SEGMENTS`` dumps, each with a part of the rows that each of the ``passes`` after them needs."""
+    part, first = case.rows // SEGMENTS, 0
+    for pass_index in range(SEGMENTS):
+        by_use = []
+        for use in range(SEGMENTS, SEGMENTS + passes):
+            by_use.append((use, np.arange(first, first + part, dtype=np.int64)))
+            first += part
+        yield Dump.of(case, pass_index, by_use)
 
 
 def drop_store(path: Path) -> None:
@@ -50,6 +205,11 @@ def warm_checksums() -> None:
         part = (np.zeros(64, np.uint8), np.array([0, 64]))
         read_checked([(-1, False, 0)], [part])
         read_fields([(False, [("", 64, 0, 64)])], [part])
+
+
+def publish(store: Store, pass_index: int) -> None:
+    """Commit before ``pass_index``."""
+    store.publish(Cursor(pass_index, 0), state=b"", schedule_digest="", settings={}, environment={})
 
 
 class HostPages:
@@ -94,7 +254,7 @@ class StoreRun:
         """Append and commit the dump of a pass; returns the seconds until it is durable."""
         begun = time.perf_counter()
         self.append(dump, source)
-        self.publish(dump.pass_index + 1)
+        publish(self.store, dump.pass_index + 1)
         seconds = time.perf_counter() - begun
         self._rest()
         return seconds
@@ -107,20 +267,22 @@ class StoreRun:
 
     def append(self, dump: Dump, source: HostPages) -> None:
         """Append the dump of a pass, each of its blocks from a page of ``source`` on."""
-        self.store.append(
-            dump.pass_index,
-            [dump.layout],
-            _blocks(dump, source.data),
-            stable=True,
+        layout, room = dump.layout, paged(dump.layout.block_bytes)
+        blocks = (
+            (0, block, source.data[block * room :][: (high - low) * layout.row_bytes], dump.keys[low:high])
+            for block, (low, high) in enumerate(map(layout.rows_of_block, range(layout.num_blocks)))
         )
-
-    def publish(self, pass_index: int) -> None:
-        """Commit before ``pass_index``."""
-        self.store.publish(Cursor(pass_index, 0), state=b"", schedule_digest="", settings={}, environment={})
+        self.store.append(dump.pass_index, [layout], blocks, stable=True)
 
     def load(self, pass_index: int, room: HostPages) -> float:
         """Bring the rows with next use ``pass_index`` into ``room``, cold, and check them; returns the seconds."""
-        pages = self._pages(pass_index)
+        pages = [  # what a plan knows before a load begins
+            (segment, *layout.pages_of_range(index))
+            for segment in self.store.segments
+            for layout in segment.layouts
+            for index, rows in enumerate(layout.ranges)
+            if rows.next_use == pass_index
+        ]
         drop_store(self.path)
         useful, read = self.store.counters.row_bytes_read, process_bytes_read()
         begun = time.perf_counter()
@@ -134,20 +296,6 @@ class StoreRun:
         self.bytes_useful += self.store.counters.row_bytes_read - useful
         return seconds
 
-    def close(self) -> None:
-        """Close the store."""
-        self.store.close()
-
-    def _pages(self, pass_index: int) -> list[tuple[Segment, int, int]]:
-        """Return what a plan knows before a load begins: the pages with next use ``pass_index``, by segment."""
-        return [
-            (segment, *layout.pages_of_range(index))
-            for segment in self.store.segments
-            for layout in segment.layouts
-            for index, rows in enumerate(layout.ranges)
-            if rows.next_use == pass_index
-        ]
-
 
 def room_for(case: Case, ranges: int) -> HostPages:
     """Return memory for one load: two pages more for each run."""
@@ -159,54 +307,34 @@ def source_for(case: Case) -> HostPages:
     return HostPages.of_noise(paged(case.budget.block) * (case.pass_bytes // case.budget.block + 2))
 
 
-def _blocks(dump: Dump, source: NDArray[np.uint8]) -> Iterator[tuple[int, int, NDArray[np.uint8], NDArray[np.int64]]]:
-    layout = dump.layout
-    room = paged(layout.block_bytes)
-    for block in range(layout.num_blocks):
-        low, high = layout.rows_of_block(block)
-        yield 0, block, source[block * room :][: (high - low) * layout.row_bytes], dump.keys[low:high]
-
-
 class Seconds:
-    """Of one thing done by turns in several ways: by the bare disk, say, and by an engine."""
+    """Of one thing done in turns by the bare disk and by an engine."""
 
     def __init__(self) -> None:
-        self._taken: dict[str, list[float]] = {}
+        self._taken: list[tuple[float, float]] = []
 
-    def turn(self, ways: Mapping[str, Callable[[], float]]) -> None:
-        """Do it once in each way, every second time in the opposite order.
+    def turn(self, raw: Callable[[], float], ours: Callable[[], float]) -> None:
+        """Do it once each, every second time in the opposite order.
 
         Each begins when the disk has done what the one before left to it.
         """
-        names = list(ways)
-        turns = max((len(taken) for taken in self._taken.values()), default=0)
-        for name in names if turns % 2 == 0 else names[::-1]:
+        found = {}
+        for way in (raw, ours) if len(self._taken) % 2 == 0 else (ours, raw):
             os.sync()
-            self._taken.setdefault(name, []).append(ways[name]())
+            found[way] = way()
+        self._taken.append((found[raw], found[ours]))
 
     def figures(self, engine: str, what: str, suffix: str = "") -> dict[str, float]:
-        """Return medians, and each other way's seconds over the engine's turn by turn: of the bare disk all of them."""
-        ours, figures = self._taken[engine], {f"{engine}_{what}_seconds{suffix}": middle(self._taken[engine])}
-        for name in self._taken.keys() - {engine}:
-            ratios = [other / seconds for other, seconds in zip(self._taken[name], ours, strict=True)]
-            figures[f"{engine}_{name}_{what}_seconds{suffix}"] = middle(self._taken[name])
-            if name == RAW:
-                figures[f"{engine}_{what}_ratio{suffix}"] = middle(ratios)
-                figures[f"{engine}_{what}_ratio_least{suffix}"] = min(ratios)
-                figures[f"{engine}_{what}_ratio_most{suffix}"] = max(ratios)
-            else:
-                figures[f"{engine}_{what}_ratio_{name}{suffix}"] = middle(ratios)
-        return figures
-
-
-def raw_dump(disk: BareDisk, dump: Dump, source: HostPages, *, fresh: bool = False) -> float:
-    """Return the bare disk's seconds for a dump with its commit, over what a file has or into a ``fresh`` one."""
-    return disk.seconds(Replay([], [dump.writes()], 0), memory=source.view, fresh=fresh)
-
-
-def raw_load(disk: BareDisk, spans: list[Span], room: HostPages) -> float:
-    """Return the bare disk's seconds for the reads of a load."""
-    return disk.seconds(Replay(spans, [], 0), memory=room.view)
+        """Return medians of both, and the bare disk's seconds over the engine's turn by turn."""
+        raw, ours = zip(*self._taken, strict=True)
+        ratios = [bare / seconds for bare, seconds in self._taken]
+        return {
+            f"{engine}_{what}_seconds{suffix}": middle(ours),
+            f"{engine}_raw_{what}_seconds{suffix}": middle(raw),
+            f"{engine}_{what}_ratio{suffix}": middle(ratios),
+            f"{engine}_{what}_ratio_least{suffix}": min(ratios),
+            f"{engine}_{what}_ratio_most{suffix}": max(ratios),
+        }
 
 
 def _want(segment: Segment, low: int, high: int, room: NDArray[np.uint8], at: int, wanted: list[Pages]) -> int:

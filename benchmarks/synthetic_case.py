@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from tiercache.training.batch import Batch
 
-__all__ = ["DRY", "FULL", "MODELS", "QUICK", "TINY", "Data", "Model", "Size", "Trainer", "dataset"]
-
 NUM_NUMERICAL = 10
 LEARNING_RATE = 0.01
 
@@ -121,11 +119,6 @@ class Data:
     model: str
     size: Size
 
-    @property
-    def passes(self) -> int:
-        """Passes of an epoch."""
-        return self.size.passes
-
     def kinds(self) -> list[tuple[str, Tables, int]]:
         """Return name, kind and rows of every table."""
         return [
@@ -183,7 +176,7 @@ class Net(nn.Module):
     def __init__(self, cache: Any, layers: tuple[int, ...]) -> None:
         super().__init__()
         self.bag = tc.EmbeddingBagCollection(cache.schema)
-        widths = (self.bag.out_features + NUM_NUMERICAL, *layers)
+        widths = (self.bag.out_features + len(cache.schema.dense), *layers)
         parts: list[nn.Module] = []
         for inputs, outputs in pairwise(widths):
             parts += [nn.Linear(inputs, outputs), nn.ReLU()]

@@ -29,55 +29,52 @@ with --tiny rows and optimizer state of memory and tiers are compared (bits_equa
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
-import sys
-import tempfile
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.machine import Elsewhere, Goal, console, environment, file_system, report
+import tiercache as tc
+from benchmarks.machine import Goal, called, console, options_of, say
+from benchmarks.synthetic_case import DRY, FULL, MODELS, QUICK, TINY, Data, Size, Trainer, dataset
+from benchmarks.window import (
+    Budgets,
+    MemoryRun,
+    TieredRun,
+    TrainingMachine,
+    Window,
+    figures_of,
+    open_store,
+    open_training,
+    rows_held,
+    same_rows,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import tiercache as tc
-    from benchmarks.synthetic_case import Size
-    from benchmarks.training_machines import TrainingMachine
+    import argparse
+    from collections.abc import Sequence
+    from pathlib import Path
 
 PARTS = ("memory", "host", "disk")
-BOUND_RATIOS = ("bound_ratio_host", "bound_ratio_disk")
-
-
-def goals_of(goal_ms: float) -> tuple[Goal, ...]:
-    """Return what was promised for one H200."""
-    return (
-        Goal(key="ms_per_step", goal=goal_ms, below=True),
-        Goal(key="throughput_ratio_host", goal=0.97),
-        Goal(key="bound_ratio_disk", goal=0.95),
-    )
 
 
 class Benchmark:
     """One model at one size on one machine."""
 
     def __init__(self, model: str, size: Size, folder: Path, machine: TrainingMachine) -> None:
-        from benchmarks.synthetic_case import Data, Trainer, dataset
-        from benchmarks.window import Window
-
         self.model, self.size, self.folder, self.machine = model, size, folder, machine
         say(f"{model}, {size.name}: data")
         self.passes = dataset(folder, Data(model, size))
         self.window = Window.warm(self.passes, size.window_passes)
-        self._train_of: Callable[[Any], Trainer] = lambda cache: Trainer(cache, model)
+
+    def _train_of(self, cache: Any) -> Trainer:
+        return Trainer(cache, self.model)
+
+    def _in_memory(self) -> MemoryRun:
+        cache = tc.InMemoryCache(self.passes, device=self.machine.device())
+        return MemoryRun(cache, self._train_of(cache), self.size.batch, self.machine)
 
     def facts(self) -> dict[str, Any]:
         """Return what is so before anything runs."""
-        from benchmarks.synthetic_case import MODELS, Data
-        from benchmarks.window import Budgets, rows_held
-
         model, (rows, num_bytes) = MODELS[self.model], rows_held(self.passes)
         of_tables = sum(8 * table_rows * kind.width for _, kind, table_rows in Data(self.model, self.size).kinds())
         return {
@@ -92,11 +89,7 @@ class Benchmark:
 
     def memory(self) -> dict[str, Any]:
         """Train with every row on the device."""
-        import tiercache as tc
-        from benchmarks.window import MemoryRun
-
-        cache = tc.InMemoryCache(self.passes, device=self.machine.device())
-        run = MemoryRun(cache, self._train_of(cache), self.size.batch, self.machine)
+        run = self._in_memory()
         run.upto(self.window.first - 1, train=False)
         seconds, steps = run.seconds(self.window)
         made = run.batch_seconds(self.window)
@@ -112,8 +105,6 @@ class Benchmark:
 
     def tiered(self, part: str, memory_seconds: float) -> dict[str, Any]:
         """Train over the tiers, with the rows in host memory or on disk."""
-        from benchmarks.window import Budgets, TieredRun, figures_of, open_store
-
         path = self.folder / "store.tc" if part == "disk" else None
         budgets = Budgets.least(self.passes) if part == "disk" else Budgets.in_host(self.passes)
         with open_store(self.passes, path) as store:
@@ -136,90 +127,59 @@ class Benchmark:
 
     def _same_bits(self, tiers: tc.TierCache) -> bool:
         """Train all passes again in memory and compare."""
-        import tiercache as tc
-        from benchmarks.window import MemoryRun, same_rows
-
-        cache = tc.InMemoryCache(self.passes, device=self.machine.device())
-        run = MemoryRun(cache, self._train_of(cache), self.size.batch, self.machine)
+        run = self._in_memory()
         run.upto(self.window.first + self.window.passes)
         run.close()
-        return same_rows(cache, tiers)
+        return same_rows(run.cache, tiers)
+
+    def run(self, options: argparse.Namespace) -> dict[str, Any]:
+        """Run what was asked for, and return it with what earlier calls found in the same folder."""
+        kept = self.folder / f"figures-{self.model}-{self.size.name}-{self.machine.name}.json"
+        found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+        found |= {"device": self.machine.name} | self.facts()
+        say(
+            f"the device budget is {found['device_share']:.3f} of the rows held, with their state, and "
+            f"{found['device_share_of_model']:.3f} of all weights and state"
+        )
+        for part in () if options.prepare else PARTS if options.part is None else (options.part,):
+            say(f"{part} on {self.machine.name}")
+            if part == "memory":
+                found |= self.memory()
+            elif "in_memory_seconds" not in found:
+                raise SystemExit(
+                    f"--part {part} is compared with --part memory: run that first, with the same --folder."
+                )
+            else:
+                found |= self.tiered(part, found["in_memory_seconds"])
+                found["bound_ratio"] = min(found[f"bound_ratio_{p}"] for p in PARTS if f"bound_ratio_{p}" in found)
+            kept.write_text(json.dumps(found, indent=1))
+        return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run it from the command line."""
-    from benchmarks.synthetic_case import DRY, FULL, MODELS, QUICK, TINY
-    from benchmarks.training_machines import open_training
-
-    quick = f"batches of {QUICK.batch:,} and one row in {QUICK.divisor} of each table, under 45 seconds"
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.synthetic_models", description=__doc__)
+    quick = f"batches of {QUICK.batch:,} and one row in {QUICK.divisor} of each table"
+    parser = options_of("synthetic_models", __doc__, quick, folder="data and figures stay there")
     parser.add_argument("--model", choices=("tiny", "small"), required=True)
-    parser.add_argument("--quick", action="store_true", help=quick)
-    parser.add_argument("--tiny", action="store_true", help="so small that times mean nothing")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.add_argument("--dry", action="store_true", help="no GPU: the CUDA sources on the CPU, at the smallest size")
     parser.add_argument("--prepare", action="store_true", help="write the data and end")
     parser.add_argument("--part", choices=PARTS, help="one of the runs; default: all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; data and figures stay there")
-    options = parser.parse_args(given)
-
-    size = DRY if options.dry else TINY if options.tiny else QUICK if options.quick else FULL
-    machine = open_training(options.device, dry=options.dry)
-    packages = ("torch", "numpy", "numba", "tiercache", "cupy-cuda12x", "cupy-cuda13x")
-    record = environment("benchmarks.synthetic_models", given, packages)
-    begun = time.perf_counter()
-    folder = Path(options.folder or tempfile.mkdtemp(prefix="synthetic_models-", dir=Path.cwd()))
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        found = run_parts(Benchmark(options.model, size, folder, machine), options)
-        record |= {"model": options.model, "size": size.name, "file_system": file_system(folder)} | found
-    finally:
-        if options.folder is None:
-            shutil.rmtree(folder, ignore_errors=True)
-    record["benchmark_seconds"] = time.perf_counter() - begun
+    with called(parser, arguments, keep=True) as run:
+        options = run.options
+        size = DRY if options.dry else run.size(FULL, QUICK, TINY)
+        machine = open_training(options.device, dry=options.dry)
+        run.record["model"] = options.model
+        run.record |= Benchmark(options.model, size, run.folder, machine).run(options)
     if options.dry:
         console.print("The CUDA sources ran on the CPU, and no time means anything.")
-    judged = size is FULL and "H200" in machine.name
-    goals = goals_of(MODELS[options.model].goal_ms)
-    if not judged:
-        goals = tuple(Elsewhere(key=goal.key, goal=goal.goal, below=goal.below) for goal in goals)
-    report(record, goals, title="what was promised, on one H200", path=options.json)
-
-
-def run_parts(benchmark: Benchmark, options: argparse.Namespace) -> dict[str, Any]:
-    """Run what was asked for, and return it with what earlier calls found in the same folder."""
-    kept = benchmark.folder / f"figures-{benchmark.model}-{benchmark.size.name}-{benchmark.machine.name}.json"
-    found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
-    found |= {"device": benchmark.machine.name} | benchmark.facts()
-    say(
-        f"the device budget is {found['device_share']:.3f} of the rows held, with their state, and "
-        f"{found['device_share_of_model']:.3f} of all weights and state"
+    goals = (
+        Goal(key="ms_per_step", goal=MODELS[options.model].goal_ms, below=True),
+        Goal(key="throughput_ratio_host", goal=0.97),
+        Goal(key="bound_ratio_disk", goal=0.95),
     )
-    wanted = () if options.prepare else PARTS if options.part is None else (options.part,)
-    for part in wanted:
-        say(f"{part} on {benchmark.machine.name}")
-        if part == "memory":
-            found |= benchmark.memory()
-        elif "in_memory_seconds" not in found:
-            raise SystemExit(f"--part {part} is compared with --part memory: run that first, with the same --folder.")
-        else:
-            found |= benchmark.tiered(part, found["in_memory_seconds"])
-            found["bound_ratio"] = min(found[key] for key in BOUND_RATIOS if key in found)
-        kept.write_text(json.dumps(found, indent=1))
-        shown = [key for key in found if key.startswith(("ms_", "bound", "throughput", "wait_fraction", "demand"))]
-        console.print(*(f"{key} {_shown(found[key])}" for key in shown), sep="\n", markup=False)
-    return found
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
-def say(what: str) -> None:
-    """Print a line of progress."""
-    console.print(f"{time.strftime('%H:%M:%S')} {what}", style="dim", markup=False)
+    run.show()
+    run.report(goals, judged=size is FULL and "H200" in machine.name, title="what was promised, on one H200")
 
 
 if __name__ == "__main__":

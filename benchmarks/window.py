@@ -12,20 +12,26 @@ thread waits for steps that a GPU has still to do are none of it.
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import torch
 
 import tiercache as tc
-from benchmarks.disk_raw import BareDisk, Replay, Span, paged
-from benchmarks.machine import device_bytes_read, drop_cache, process_bytes_read
-from tiercache.planning.budget import HostBudget
+from benchmarks.disk_raw import BareDisk, Replay, Span
+from benchmarks.machine import drop_cache, middle, process_bytes_read
+from tiercache.backends.cuda_runtime import open_runtime
+from tiercache.data.row_budget import RowBudget
+from tiercache.kernels.cuda.device import CudaError
+from tiercache.planning.budget import HostBudget, paged
 from tiercache.planning.positions import Positions
 from tiercache.store import MemoryEngine
 from tiercache.store.table import group_tables
@@ -34,16 +40,70 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
     from pathlib import Path
 
-    from benchmarks.training_machines import TrainingMachine
     from tiercache.planning.pass_plan import PassPlan
     from tiercache.tiers.report import PassReport
     from tiercache.training.batch import Batch
     from tiercache.training.passes import Pass
 
-__all__ = [
-    "WARM_UP", "Budgets", "MemoryRun", "TieredRun", "Window", "bare_disk_seconds", "figures_of", "open_store",
-    "plans_of", "rows_held", "same_rows", "switch_seconds",
-]  # fmt: skip
+
+_LINK_BYTES, _LINK_COPIES = 256 << 20, 7
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingMachine:
+    """Where whole trainings are measured: the CPU, a GPU, or the CUDA sources run on the CPU by the tests' shim."""
+
+    name: str
+    device: Callable[[], Any]
+    """Makes what a cache takes as its device."""
+    is_gpu: bool = False
+
+    def rest(self) -> None:
+        """Wait until the device has done what it was given."""
+        if self.is_gpu:
+            torch.cuda.synchronize()
+
+    def link_bytes_per_second(self) -> tuple[float, float] | None:
+        """Return the rates of copies of 256 MiB to pinned host memory and from it; None where there is no link."""
+        if not self.is_gpu:
+            return None
+        host = torch.zeros(_LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+        there = torch.zeros(_LINK_BYTES, dtype=torch.uint8, device="cuda")
+        return _rate(there, host), _rate(host, there)
+
+
+CPU = TrainingMachine("cpu", lambda: "cpu")
+
+
+def open_training(wanted: str | None, *, dry: bool) -> TrainingMachine:
+    """Return the machine that was asked for; without a wish, the GPU where one is.
+
+    dry: what runs is what a GPU runs, by the shim, and times mean nothing.
+    """
+    if dry:
+        devices = importlib.import_module("tests.training.devices")
+        return TrainingMachine("shim", partial(devices.shim, "random", free_bytes=8 << 30))
+    if wanted != "cpu":
+        try:
+            open_runtime(None)
+            return TrainingMachine(torch.cuda.get_device_name(), lambda: "cuda", is_gpu=True)
+        except CudaError as error:
+            if wanted == "cuda":
+                raise SystemExit(f"{error} Or take --dry.") from error
+    return CPU
+
+
+def _rate(source: torch.Tensor, target: torch.Tensor) -> float:
+    taken = []
+    for _ in range(_LINK_COPIES):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        target.copy_(source, non_blocking=True)
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end) / 1e3)
+    return source.numel() / middle(taken)
+
 
 DATA = "blocks.bin"
 WARM_UP = 2  # warm passes before the window: by then dumps, loads and cached rows are those of any warm pass
@@ -89,8 +149,6 @@ class Budgets:
 
 def device_need(passes: tc.PassDataset) -> int:
     """Return the bytes on a device of each group's largest pass, each array from a cache line on."""
-    from tiercache.data.row_budget import RowBudget
-
     budget = RowBudget(passes.tables, 0)
     ordered = passes.schema.ordered_tables
     for one in passes.passes:
@@ -108,21 +166,14 @@ def rows_held(passes: tc.PassDataset) -> tuple[int, int]:
     return rows, num_bytes
 
 
-class _Run:
-    """A training that goes from pass to pass."""
+class MemoryRun:
+    """A training that goes from pass to pass, with every row on the device."""
 
     def __init__(
-        self,
-        cache: Any,
-        train: Callable[[Batch], None],
-        batch: int,
-        machine: TrainingMachine,
-        *,
-        epochs: int = 1 << 20,
-        shuffle: bool = False,
+        self, cache: Any, train: Callable[[Batch], None], batch: int, machine: TrainingMachine, *, shuffle: bool = False
     ) -> None:
         self.cache, self.train, self._batch, self._machine, self._shuffle = cache, train, batch, machine, shuffle
-        self._passes = cast("Generator[Pass, None, None]", cache.passes(epochs=epochs))
+        self._passes = cast("Generator[Pass, None, None]", cache.passes(epochs=1 << 20))
         self._pass: Pass | None = None
         self.rest_seconds = 0.0
         """What the last turn took at its end, until nothing went on beside the training."""
@@ -164,11 +215,6 @@ class _Run:
         self.rest_seconds = time.perf_counter() - trained
         return time.perf_counter() - begun
 
-    def finish(self) -> None:
-        """Have the last pass written too."""
-        self.current  # noqa: B018 - the switch to it
-        self.rest()
-
     def _train(self, *, train: bool = True) -> int:
         steps, p = 0, self.current
         self.at_pass()
@@ -188,12 +234,6 @@ class _Run:
         """Let go of everything."""
         self._passes.close()
 
-
-class MemoryRun(_Run):
-    """With every row on the device."""
-
-    cache: tc.InMemoryCache
-
     def batch_seconds(self, window: Window) -> float:
         """Return what a batch takes until it is there where none is made ahead, without lookups; behind ``seconds``."""
         taken = []
@@ -205,7 +245,7 @@ class MemoryRun(_Run):
             taken.append((time.perf_counter() - begun) / made)
             self._pass = None
             self.current  # noqa: B018 - the switch is not the next one's
-        return float(np.median(taken))
+        return middle(taken)
 
     def kept_batch_seconds(self, repeats: int) -> float:
         """Return what a step takes on two batches made in advance, over and over: how others measured theirs."""
@@ -220,15 +260,13 @@ class MemoryRun(_Run):
         return (time.perf_counter() - begun) / repeats
 
 
-class TieredRun(_Run):
+class TieredRun(MemoryRun):
     """Over the tiers, on a store in a file whose pages leave the page cache once they are durable.
 
     Reads are then cold: a load of pass t comes from dumps that were durable before t - 1 began. A thread drops the
     pages, so that it takes its time from reader and writer. A turn ends when its last dump is durable and the pass
     after it is staged, so as many dumps and loads as it has passes are made in its seconds, from begin to end.
     """
-
-    cache: tc.TierCache
 
     def __init__(
         self,
@@ -238,7 +276,8 @@ class TieredRun(_Run):
         train_of: Callable[[Any], Callable[[Batch], None]],
         batch: int,
         machine: TrainingMachine,
-        **options: Any,
+        *,
+        shuffle: bool = False,
     ) -> None:
         self.store = store
         self._file = None if store.path is None else store.path / DATA
@@ -247,13 +286,17 @@ class TieredRun(_Run):
             store, passes, device=machine.device(), device_budget=budgets.device, host_budget=budgets.host,
             progress=False,
         )  # fmt: skip
-        self.bytes_read = self.bytes_read_by_device = self.bytes_useful = 0
-        super().__init__(cache, train_of(cache), batch, machine, **options)
+        self.bytes_read = self.bytes_useful = 0
+        super().__init__(cache, train_of(cache), batch, machine, shuffle=shuffle)
 
     def at_pass(self) -> None:
         """Drop what is durable from the page cache."""
         if self._file is not None and len(self.cache.reports) > 1:
             self._dropper.submit(self._drop_after, self.cache.reports[-2])
+
+    def _drop_after(self, report: PassReport) -> None:
+        if report.durable.wait(timeout=60) and self._file is not None and self._file.exists():
+            drop_cache(self._file)
 
     def seconds(self, window: Window) -> tuple[float, int]:
         """Do so, and count the bytes that came from disks."""
@@ -265,14 +308,16 @@ class TieredRun(_Run):
 
     def turn(self, passes: int) -> float:
         """Do so, and count the bytes read."""
-        assert self._file is not None
-        by_process, by_device = process_bytes_read(), device_bytes_read(self._file.parent)
-        useful = self.store.counters.row_bytes_read
+        read, useful = process_bytes_read(), self.store.counters.row_bytes_read
         seconds = super().turn(passes)
-        self.bytes_read += process_bytes_read() - by_process
-        self.bytes_read_by_device += device_bytes_read(self._file.parent) - by_device
+        self.bytes_read += process_bytes_read() - read
         self.bytes_useful += self.store.counters.row_bytes_read - useful
         return seconds
+
+    def finish(self) -> None:
+        """Have the last pass written too."""
+        self.current  # noqa: B018 - the switch to it
+        self.rest()
 
     def rest(self) -> None:
         """Wait for reader and writer."""
@@ -288,14 +333,6 @@ class TieredRun(_Run):
         """Bytes of dense state in the last commit."""
         assert self.store.commit is not None
         return self.store.commit.state_bytes
-
-    def reports(self, window: Window) -> list[PassReport]:
-        """Return those of the window's passes and of the one behind it."""
-        return [r for r in self.cache.reports if window.first <= r.pass_index <= window.first + window.passes]
-
-    def _drop_after(self, report: PassReport) -> None:
-        if report.durable.wait(timeout=60) and self._file is not None and self._file.exists():
-            drop_cache(self._file)
 
     def close(self) -> None:
         """End the threads; the store stays open."""
@@ -345,16 +382,10 @@ def bare_disk_seconds(folder: Path, bytes_read: int, bytes_written: int, commits
 
 
 def figures_of(
-    machine: TrainingMachine,
-    run: TieredRun,
-    window: Window,
-    *,
-    memory: float,
-    tiered: float,
-    folder: Path | None,
+    machine: TrainingMachine, run: TieredRun, window: Window, *, memory: float, tiered: float, folder: Path | None
 ) -> dict[str, Any]:
     """Return what follows from the seconds of a window; ``folder``: on the store's disk, None for one in memory."""
-    reports = run.reports(window)
+    reports = [r for r in run.cache.reports if window.first <= r.pass_index <= window.first + window.passes]
     ending, beginning = reports[:-1], reports[1:]
     seconds = switch_seconds(ending, beginning)
     loaded, written = sum(r.bytes_loaded for r in beginning), sum(r.bytes_written_planned for r in ending)

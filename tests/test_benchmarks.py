@@ -14,12 +14,10 @@ import pytest
 
 from benchmarks import out_of_core
 from benchmarks.disk_case import QUICK
-from benchmarks.disk_optimal import fewest_rows_read
 from benchmarks.drawn_passes import permuted_power_law
-from benchmarks.flip_places import TRAINED, Training
 from benchmarks.machine import Goal
-from benchmarks.out_of_core import means
-from benchmarks.store_flips import outcome, outcomes
+from benchmarks.out_of_core import fewest_rows_read, means
+from benchmarks.store_flips import TRAINED, Training, outcome, outcomes
 from benchmarks.synthetic_case import MODELS, TINY, Data
 
 if TYPE_CHECKING:
@@ -84,7 +82,7 @@ def test_a_store_under_a_limit_of_memory_is_killed_resumed_and_has_the_same_bits
     assert found["planned_equals_measured"] is True
     assert found["rows_different"] == 0
     assert found["bits_equal"] is True
-    assert not (tmp_path / "data").exists()
+    assert not list((tmp_path / "data").iterdir())
 
 
 def test_a_converted_model_is_measured_against_the_one_that_it_was(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks import kernel_clock
-from benchmarks.kernel_clock import GpuClock
+from benchmarks import kernel_machines
+from benchmarks.kernel_machines import GpuClock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +66,7 @@ class Event:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     """Let the benchmark read the clock of the stand-in."""
     fake = Gpu()
-    monkeypatch.setattr(kernel_clock, "time", SimpleNamespace(perf_counter=lambda: fake.now))
+    monkeypatch.setattr(kernel_machines, "time", SimpleNamespace(perf_counter=lambda: fake.now))
     return fake
 
 
