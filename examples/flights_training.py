@@ -44,7 +44,7 @@ class Size:
 
     first: int | None
     """So many of the earliest flights; None: all."""
-    budgets: dict[str, str]
+    budgets: dict[str, Any]
     batch: int
     batch_multiple: int
     """Passes end at multiples of so many samples."""
@@ -67,6 +67,8 @@ class FlightsModel(nn.Module):
     as it is, so that a key counts from its first step on.
     """
 
+    pairs: torch.Tensor
+
     def __init__(self, schema: tc.Schema) -> None:
         super().__init__()
         self.embeddings = tc.EmbeddingBagCollection(schema)
@@ -83,7 +85,7 @@ class FlightsModel(nn.Module):
         flat = torch.cat([looked_up, described], dim=1)
         vectors_NVD = flat.view(len(batch), -1, described.shape[1])
         dots = torch.bmm(vectors_NVD, vectors_NVD.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
-        interacting = self.out(self.top(torch.cat([flat, dots], dim=1))).squeeze(1)
+        interacting: torch.Tensor = self.out(self.top(torch.cat([flat, dots], dim=1))).squeeze(1)
         return interacting + vectors_NVD[:, :-1, 0].sum(dim=1)
 
 
@@ -96,9 +98,7 @@ def _layers(widths: Sequence[int]) -> nn.Sequential:
 
 def extract(folder: Path, size: Size, flights: data.Flights, *, progress: bool | None = None) -> None:
     """Cut passes to train on, and one of the test flights."""
-    options: dict[str, Any] = {
-        "batch_multiple": size.batch_multiple, "memory_limit": "128MiB", "progress": progress,
-    }  # fmt: skip
+    options: dict[str, Any] = {"batch_multiple": size.batch_multiple, "memory_limit": "128MiB", "progress": progress}
     tc.extract(flights.train, SCHEMA, folder / PASSES, device_budget=size.budgets["device_budget"], **options)
     tc.extract(flights.test, SCHEMA, folder / TEST, device_budget="1GiB", split_by="file", **options)
 
