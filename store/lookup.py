@@ -333,7 +333,7 @@ def _find(
         recall = Recall(store.key_memory, store.path, {segment.id for segment in snapshot.segments})
     swept = _counted("keys", stored, progress)
     ids, rows = locate_at(store, snapshot, {table.name: asked}, after=-1, recall=recall, progress=swept)[table.name]
-    progress("keys", stored, stored)  # the others are in pages that cannot have the keys
+    swept(None)  # the others are in pages that cannot have the keys
     absent = np.nonzero(ids < 0)[0]
     if absent.size and missing == "error":
         raise missing_keys(table, np.sort(asked[absent]), asked.size, store.label)
@@ -341,14 +341,16 @@ def _find(
     return absent, read_found(store, group.index, ids, rows, snapshot=snapshot, progress=read)
 
 
-def _counted(what: str, total: int, progress: Progress) -> Callable[[int], None]:
-    """Return what turns rows done since the last call into rows done of all."""
+def _counted(what: str, total: int, progress: Progress) -> Callable[[int | None], None]:
+    """Return what turns rows done since the last call, or None for all that are left, into rows done of all."""
     done = 0
 
-    def tell(rows: int) -> None:
+    def tell(rows: int | None) -> None:
         nonlocal done
-        done += rows
-        progress(what, done, total)
+        left = total - done
+        done += left if rows is None else rows
+        if rows is not None or left or not total:
+            progress(what, done, total)
 
     return tell
 
