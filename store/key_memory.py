@@ -31,22 +31,15 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 256 << 20
 """Of all that a process remembers, at 8 bytes a key; further segments are read as if nothing was."""
-_MOST_ROWS = 1 << 32
+_ROW = np.uint64((1 << 32) - 1)
 
 
 class _Keys(NamedTuple):
     """The keys of one table in one segment, from a range on."""
 
     first_range: int
-    prints: NDArray[np.uint32]
-    """Of each key, in order."""
-    rows: NDArray[np.uint32]
-    """Of each."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of both."""
-        return self.prints.nbytes + self.rows.nbytes
+    entries: NDArray[np.uint64]
+    """Of each key, in order: the first half of its hash, and in place of the other one its row."""
 
 
 class KeyMemory:
@@ -68,7 +61,7 @@ class KeyMemory:
         with self._lock:
             mine, place = self._known.setdefault((path, segment.id), {}), (group, table, _content(segment, group))
             known = mine.get(place)
-            more = made.num_bytes - (0 if known is None else known.num_bytes)
+            more = made.entries.nbytes - (0 if known is None else known.entries.nbytes)
             is_wider = known is None or made.first_range < known.first_range
             if is_wider and self.num_bytes + more <= self.most_bytes:
                 mine[place] = made
@@ -78,7 +71,7 @@ class KeyMemory:
         """Forget a store's segments that are not among these."""
         with self._lock:
             for place in [place for place in self._known if place[0] == path and place[1] not in segments]:
-                self.num_bytes -= sum(one.num_bytes for one in self._known.pop(place).values())
+                self.num_bytes -= sum(one.entries.nbytes for one in self._known.pop(place).values())
 
 
 KEY_MEMORY = KeyMemory()
@@ -90,18 +83,18 @@ class Recall:
     def __init__(self, memory: KeyMemory, path: Path, segments: Collection[int]) -> None:
         self._memory, self._path = memory, path
         memory.keep(path, segments)
-        self._parts: dict[tuple[int, int, int], tuple[int, int, list[tuple[Hashes, Rows]]]] = {}
-        """By segment, group and table, where all keys are read: the first range, how many are left, those that came."""
+        self._learned: dict[tuple[int, int, int], tuple[_Keys, int]] = {}
+        """By segment, group and table, where all keys are read: room for all, and how many have come."""
 
     def rows(self, segment: Segment, group: int, table: int, first_range: int, wanted: Hashes) -> Rows | None:
         """Return, in order, the rows from ``first_range`` on that may have one of the hashes; None where any may."""
         known = self._memory.find(self._path, segment, group, table)
         if known is None or known.first_range > first_range:
             return None
-        low, high = (np.searchsorted(known.prints, _prints(wanted), side=side) for side in ("left", "right"))
-        found = np.concatenate([known.rows[:0], *(known.rows[a:b] for a, b in zip(low, high, strict=True) if a < b)])
-        live = segment.layouts[group].first_row_R[first_range]
-        return np.unique(found[found >= live].astype(np.int64))
+        low, high = known.entries.searchsorted(wanted & ~_ROW), known.entries.searchsorted(wanted | _ROW, side="right")
+        places = [np.arange(a, b) for a, b in zip(low.tolist(), high.tolist(), strict=True) if a < b]
+        found = (known.entries[np.concatenate([np.empty(0, np.int64), *places])] & _ROW).astype(np.int64)
+        return np.unique(found[found >= segment.layouts[group].first_row_R[first_range]])
 
     def is_learning(
         self, segment: Segment, group: int, table: int, first_range: int, runs: int, wanted: Hashes
@@ -113,29 +106,23 @@ class Recall:
         layout = segment.layouts[group]
         rows = layout.rows_of_table(table, first_range)
         room = self._memory.most_bytes - self._memory.num_bytes
-        if not rows or layout.rows > _MOST_ROWS or 8 * rows > room or wanted.size * runs * KEY_PAGE_ROWS < rows:
+        if not rows or layout.rows > int(_ROW) or 8 * rows > room or wanted.size * runs * KEY_PAGE_ROWS < rows:
             return False
-        self._parts[segment.id, group, table] = first_range, rows, []
+        self._learned[segment.id, group, table] = _Keys(first_range, np.empty(rows, np.uint64)), 0
         return True
 
     def learn(self, segment: Segment, group: Group, table: int, keys: NDArray[np.int64], rows: Rows) -> None:
         """Take in keys that were read of a segment, and their rows."""
         place = segment.id, group.index, table
-        if place in self._parts:
-            first_range, left, parts = self._parts.pop(place)
-            parts.append((hash_keys(keys, group.tables[table].table_id), rows))
-            if left > keys.size:
-                self._parts[place] = first_range, left - keys.size, parts
+        if place in self._learned:
+            made, begin = self._learned.pop(place)
+            end = begin + keys.size
+            made.entries[begin:end] = (hash_keys(keys, group.tables[table].table_id) & ~_ROW) | rows.astype(np.uint64)
+            if end < made.entries.size:
+                self._learned[place] = made, end
             else:
-                prints = _prints(np.concatenate([hashes for hashes, _ in parts]))
-                of_prints = np.concatenate([of_part for _, of_part in parts]).astype(np.uint32)
-                order = np.argsort(prints)
-                made = _Keys(first_range, prints[order], of_prints[order])
+                made.entries.sort()
                 self._memory.add(self._path, segment, group.index, table, made)
-
-
-def _prints(hashes: Hashes) -> NDArray[np.uint32]:
-    return (hashes >> np.uint64(32)).astype(np.uint32)
 
 
 def _content(segment: Segment, group: int) -> bytes:

@@ -116,10 +116,7 @@ class Store:
         if place is not None and (engine is None or isinstance(engine, str)):
             from tiercache.store.shards.opening import open_sharded
 
-            find = partial(
-                open_sharded, place, tables, engine, mode=mode, commit=commit, retention=retention,
-                store_budget=store_budget,
-            )  # fmt: skip
+            find = partial(open_sharded, place, tables, engine, mode, store_budget, commit, retention)
             if (sharded := find()) is not None:
                 return sharded
         try:

@@ -30,11 +30,10 @@ def open_sharded(
     path: Path,
     tables: Iterable[Table] | None = None,
     engine: str | None = None,
-    *,
-    mode: str,
+    mode: str = "r",
+    store_budget: int | None = None,
     commit: int | None = None,
     retention: int | None = None,
-    store_budget: int | None = None,
 ) -> Shards | None:
     """Open the sharded store at ``path``; None where a plain store is there, ready to be opened, or none at all.
 

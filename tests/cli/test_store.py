@@ -226,6 +226,8 @@ def test_key_of_knows_integers_bytes_nulls_and_reserved_keys(monkeypatch: pytest
         assert tc.key_of("a") == tc.key_of("a", 1) == reserved + 2
     with pytest.raises(ValueError, match="at least one value"):
         tc.key_of()
+    with pytest.raises(ValueError, match="num_buckets is 0: it must be at least 1"):
+        tc.key_of("a", num_buckets=0)
     with pytest.raises(ValueError, match="is beyond 64 bits"):
         tc.key_of(1 << 64)
     with pytest.raises(TypeError):

@@ -18,8 +18,11 @@ def key_of(*values: str | bytes | int | None, num_buckets: int | None = None) ->
 
     >>> store.lookup("user", np.array([tc.key_of("alice")]))
 
-    Raises ValueError for no value, for an integer beyond 64 bits and for a reserved one, TypeError for other types.
+    Raises ValueError for no value, for fewer than one bucket, for an integer beyond 64 bits and for a reserved one,
+    TypeError for other types.
     """
+    if num_buckets is not None and num_buckets < 1:
+        raise ValueError(f"num_buckets is {num_buckets}: it must be at least 1, as in the schema")
     if not values:
         raise ValueError("key_of takes at least one value: a text, an integer, or the values of a cross")
     words = [_word(value) for value in values if value is not None]

@@ -27,7 +27,7 @@ REFRESH_SECONDS = 0.2
 _LAST_PASSES = 6
 _BAR_WIDTH = 30
 _TIERS = {"kept": "green", "from host": "cyan", "read": "yellow", "new": "magenta"}
-"""Where the rows of a pass come from, in the order of ``_rows_by_tier``, and their colors."""
+"""Where the rows of a pass come from, in the order of ``_tier_bar``, and their colors."""
 _STAGES = {"sort": "sorting keys", "read": "reading", "write": "writing"}
 
 
