@@ -31,6 +31,14 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> KeyMemory:
     return made
 
 
+def train(world: World, store: Store) -> None:
+    """Train a pass and commit it."""
+    world.train()
+    world.append(store)
+    world.pass_index += 1
+    world.publish(store)
+
+
 def look(path: Path, commit: int, rows: dict[Key, bytes]) -> None:
     """Look all keys of all tables up in a commit, and compare them with its rows."""
     with Store.open(path, mode="r", commit=commit) as store:
@@ -57,10 +65,7 @@ def test_lookups_again_and_again_have_the_rows_of_their_commit(engine: str, memo
     worlds: dict[int, World] = {}
     with Store.open(path, tables=world.tables, engine=engine, retention=3) as store:
         for step in range(14):
-            world.train()
-            world.append(store)
-            world.pass_index += 1
-            world.publish(store)
+            train(world, store)
             assert store.commit is not None
             worlds[store.commit.id] = copy.deepcopy(world)
             for commit in store.commits if step % 2 else reversed(store.commits):
@@ -81,10 +86,7 @@ def test_what_is_remembered_has_a_bound_and_goes_with_its_segments(memory: KeyMe
     memory.most_bytes = 1200
     with Store.open(path, tables=world.tables) as store:
         for _ in range(8):
-            world.train()
-            world.append(store)
-            world.pass_index += 1
-            world.publish(store)
+            train(world, store)
             assert store.commit is not None
             look(path, store.commit.id, world.rows)
             assert 0 < memory.num_bytes <= memory.most_bytes
@@ -102,10 +104,7 @@ def test_a_store_for_writing_remembers_nothing(memory: KeyMemory, tmp_path: Path
     """Neither itself nor its older commits, nor what reads rows for an evaluation: that memory is planned."""
     world = World(small_tables(), num_passes=3, keys_per_pass=40)
     with Store.open(tmp_path / "s", tables=world.tables) as store:
-        world.train()
-        world.append(store)
-        world.pass_index += 1
-        world.publish(store)
+        train(world, store)
         assert store.commit is not None
         for one in (store, store.at(store.commit.id)):
             one.lookup("user", KEYS, missing="zeros")
@@ -120,10 +119,7 @@ def test_a_hash_that_is_alike_in_its_first_half_is_looked_at(memory: KeyMemory, 
     """The halves of hashes that are remembered say where a key may be; what is there is compared whole."""
     world = World(small_tables(), num_passes=3, keys_per_pass=40)
     with Store.open(tmp_path / "s", tables=world.tables) as store:
-        world.train()
-        world.append(store)
-        world.pass_index += 1
-        world.publish(store)
+        train(world, store)
         (segment,) = store.segments
     look(tmp_path / "s", 0, world.rows)
     recall = Recall(memory, tmp_path / "s", [segment.id])
