@@ -90,6 +90,9 @@ GPU_FULL = Size(
     name="full", passes=20, samples=29 * 65_536, vocabulary=400_000_000, batch=65_536, dim=128, window_passes=3,
     epoch_seconds=120, device_bytes=4_000_000_000, host_bytes=8_000_000_000,
 )  # fmt: skip
+GPU_QUICK = replace(
+    GPU_FULL, name="gpu-quick", passes=10, samples=2 * 65_536, vocabulary=40_000_000, device_bytes=None, host_bytes=None
+)
 GPU_DRY = Size(name="dry", passes=6, samples=48, vocabulary=3000, batch=24, dim=8, window_passes=1, epoch_seconds=120)
 
 

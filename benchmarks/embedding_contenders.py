@@ -24,7 +24,7 @@ from torch import nn
 
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law
-from tiercache.data.encoded_batch import EncodedBatch, FeatureIds
+from tiercache.data.encoded_batch import EncodedBatch, FeatureIds, SampleBuffers
 from tiercache.data.sample_layout import SampleLayout
 from tiercache.kernels.cpu.hashing import hash_keys
 
@@ -41,7 +41,7 @@ LEARNING_RATE = 0.01
 
 def state_floats(optimizer: str, dim: int) -> int:
     """Return the floats of optimizer state beside a vector."""
-    return {"adagrad": dim, "rowwise": 1, "adam": 2 * dim}[optimizer]
+    return {"sgd": 0, "adagrad": dim, "rowwise": 1, "adam": 2 * dim}[optimizer]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,10 +113,18 @@ def bytes_to_move(shape: Shape, optimizer: str, distinct: float, *, rows_once: b
     return 4 * (4 * entries + looked_up * dim + 2 * entries * dim + 2 * distinct * (dim + state))
 
 
-RULES = {"adagrad": tc.optim.Adagrad, "rowwise": tc.optim.RowWiseAdagrad, "adam": tc.optim.Adam}
+RULES = {
+    "sgd": tc.optim.SGD, "adagrad": tc.optim.Adagrad, "rowwise": tc.optim.RowWiseAdagrad, "adam": tc.optim.Adam,
+}  # fmt: skip
 
 
-class _WholeTables:
+@functools.lru_cache(maxsize=64)
+def _hash_ordered(rows: int, table_id: int) -> NDArray[np.int64]:
+    keys = np.arange(rows, dtype=np.int64)
+    return keys[np.argsort(hash_keys(keys, table_id))]
+
+
+class WholeTables:
     """A dataset of one sub-dataset whose key sets are whole tables: what a PassDataset would be for them, without
     files.
     """
@@ -133,23 +141,25 @@ class _WholeTables:
         self.schema = tc.Schema(label=None, dense=(), features=features, tables=tuple(self._tables.values()))
         self.tables, self.passes = self.schema.ordered_tables, (self,)
         self._rows, self._ids_BFN = shape.rows, ids_BFN
-        self._plain_keys = np.arange(shape.rows, dtype=np.int64)
         self._order = [f.name for f in SampleLayout(self.schema).singles]
         self._place = {feature.name: f for f, feature in enumerate(features)}
 
     def rows(self, _table: str) -> int:
+        """Return those of every table."""
         return self._rows
 
     def keys(self, table: str) -> NDArray[np.int64]:
-        return self._plain_keys[np.argsort(hash_keys(self._plain_keys, self._tables[table].table_id))]
+        """Return all keys of a table, in hash order."""
+        return _hash_ordered(self._rows, self._tables[table].table_id)
 
     def check_samples(self) -> None:
         """Return: there are some."""
 
-    def read(self, indices: NDArray[np.int64]) -> EncodedBatch:
+    def read(self, indices: NDArray[np.int64], buffers: SampleBuffers | None = None) -> EncodedBatch:
         """Return the batch that begins at the first index, laid out as a sub-dataset's read does."""
         batch = self._ids_BFN[int(indices[0]) // indices.size]
-        singles = np.stack([batch[self._place[name]] for name in self._order])
+        singles = (buffers or SampleBuffers()).array("ids", batch.shape, np.int32)
+        np.stack([batch[self._place[name]] for name in self._order], out=singles)
         ids = {name: FeatureIds(row, None, None) for name, row in zip(self._order, singles, strict=True)}
         return EncodedBatch(label=None, dense=np.empty((indices.size, 0), np.float32), singles=singles, ids=ids)
 
@@ -158,7 +168,7 @@ class Ours:
     """``out = bag(batch); out.backward(gradient); cache.optimizer.step()``."""
 
     def __init__(self, shape: Shape, optimizer: str, ids_BFN: NDArray[np.int32], grads: list[Any]) -> None:
-        whole = _WholeTables(shape, optimizer, ids_BFN)
+        whole = WholeTables(shape, optimizer, ids_BFN)
         self._cache = tc.InMemoryCache(cast("tc.PassDataset", whole))
         self._bag = tc.EmbeddingBagCollection(self._cache.schema)
         self._passes = self._cache.passes(epochs=1)
@@ -227,9 +237,11 @@ class RowWise:
 
 
 class Fbgemm:
-    """``SplitTableBatchedEmbeddingBagsCodegen`` on the CPU; its backward updates. It has no Adam there."""
+    """``SplitTableBatchedEmbeddingBagsCodegen``; its backward updates. On a CPU it has no Adam."""
 
-    def __init__(self, shape: Shape, optimizer: str, ids_BFN: NDArray[np.int32], grads: list[Any]) -> None:
+    def __init__(
+        self, shape: Shape, optimizer: str, ids_BFN: NDArray[np.int32], grads: list[Any], device: str = "cpu"
+    ) -> None:
         import fbgemm_gpu  # noqa: F401 - registers the operators
         from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
         from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -238,8 +250,15 @@ class Fbgemm:
             SplitTableBatchedEmbeddingBagsCodegen,
         )
 
-        kinds = {"adagrad": OptimType.EXACT_ADAGRAD, "rowwise": OptimType.EXACT_ROWWISE_ADAGRAD}
-        place = EmbeddingLocation.HOST, ComputeDevice.CPU
+        kinds = {
+            "sgd": OptimType.EXACT_SGD, "adagrad": OptimType.EXACT_ADAGRAD, "adam": OptimType.ADAM,
+            "rowwise": OptimType.EXACT_ROWWISE_ADAGRAD,
+        }  # fmt: skip
+        place = (
+            (EmbeddingLocation.HOST, ComputeDevice.CPU)
+            if device == "cpu"
+            else (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
+        )
         self._bags = SplitTableBatchedEmbeddingBagsCodegen(
             [(shape.rows, shape.dim, *place)] * shape.num_tables,
             feature_table_map=[shape.table_of(f) for f in range(shape.num_features)],
@@ -248,9 +267,9 @@ class Fbgemm:
             pooling_mode=PoolingMode.SUM,
         )
         self._bags.init_embedding_weights_uniform(0.01, 0.01)
-        self._ids = [torch.from_numpy(ids.reshape(-1).astype(np.int64)) for ids in ids_BFN]
-        self._offsets = torch.arange(shape.num_entries + 1)
-        self._grads = [torch.from_numpy(grad) for grad in grads]
+        self._ids = [torch.from_numpy(ids.reshape(-1).astype(np.int64)).to(device) for ids in ids_BFN]
+        self._offsets = torch.arange(shape.num_entries + 1, device=device)
+        self._grads = [torch.from_numpy(grad).to(device) for grad in grads]
 
     def step(self, number: int) -> None:
         """Forward, backward and update of one batch."""

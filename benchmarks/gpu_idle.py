@@ -1,0 +1,284 @@
+"""The host's part of a GPU step, on any CPU: python -m benchmarks.gpu_idle [--quick] [--json FILE].
+
+Training runs over a GPU that does nothing (`idle_gpu`), on batches of 64 samples, so that what is left is Python,
+torch's dispatcher, and calls that are counted. Microseconds are those of a thread on its core, the 20th percentile over
+steps: others on the machine count little. Real CUDA calls come on top.
+
+python_us_X, and calls of one step, of two batches made in advance, without a dense part: X is `bags`, 10 tables of dim
+128 with Adam through EmbeddingBagCollection; `rows`, the same through EmbeddingCollection; `adagrad`, 8 tables of dim
+64; `tiny`, Merlin's synthetic model of 58 inputs. aten_ops_X counts torch's operators; launches_X those of our kernels
+and torch's sorts; allocations_X of device and pinned memory; copies_X of host memory to the device, launch tables among
+them; waits_X copies that wait; contexts_X context managers that switch device or stream.
+
+maker_us: thread time of one batch of `tiny` that is made ahead, and calls_of it as above. fresh_over_kept: the
+process's time of a step of `tiny` with its dense part, of batches that threads make ahead over batches made in advance.
+switch_us_per_part: thread time of packing one 32 MiB part of a switch in pages of 64 KiB; _16k: of 16 KiB.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tiercache as tc
+from benchmarks.drawn_passes import permuted_power_law, write_drawn
+from benchmarks.idle_gpu import idle_backend
+from benchmarks.machine import Goal, called, options_of, say
+from benchmarks.synthetic_case import Data, Size, Trainer
+from benchmarks.synthetic_case import dataset as synthetic_dataset
+from tiercache.data.raw_batch import FeatureKeys, RawBatch
+from tiercache.kernels.arrays import NONE_I4
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Callable, Generator, Sequence
+    from pathlib import Path
+
+BATCH, BATCHES, PASSES = 64, 64, 2
+CASES = ("bags", "rows", "adagrad", "tiny")
+GOALS = (
+    Goal(key="python_us_bags", goal=100, below=True),
+    Goal(key="python_us_rows", goal=130, below=True),
+    Goal(key="python_us_tiny", goal=150, below=True),
+    Goal(key="aten_ops_rows", goal=20, below=True),
+    Goal(key="maker_us", goal=200, below=True),
+    Goal(key="fresh_over_kept", goal=1.1, below=True),
+)
+_KINDS = {
+    "launches": ("launch", "sort"), "allocations": ("allocate",), "copies": ("copy", "copy table"),
+    "waits": ("copy waiting",), "contexts": ("context",),
+}  # fmt: skip
+"""Of the counts of an idle GPU, whose kinds begin with these words."""
+_ROWS, _PART_BYTES, _ROW_WORDS = 1000, 32 << 20, 3 * 128
+_WARM = 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """Passes of tables of one dim, each looked up by one feature of one id."""
+
+    num_tables: int
+    dim: int
+    optimizer: tc.optim.Adam | tc.optim.Adagrad
+    passes: int = PASSES
+
+    @property
+    def size(self) -> Any:
+        """Itself: it has the number of passes."""
+        return self
+
+    def schema(self) -> tc.Schema:
+        """Return the schema."""
+        begin = tc.init.Uniform(low=-0.1, high=0.1)
+        tables = tuple(
+            tc.Table(name=f"t{i}", dim=self.dim, optimizer=self.optimizer, initializer=begin)
+            for i in range(self.num_tables)
+        )
+        features = tuple(tc.Feature(name=f"f{i}", table=f"t{i}") for i in range(self.num_tables))
+        return tc.Schema(label="label", dense=(), features=features, tables=tables)
+
+    def draw(self, index: int) -> RawBatch:
+        """Return a pass."""
+        rng, count = np.random.default_rng(index), BATCH * BATCHES
+        drawn = {
+            f"f{i}": FeatureKeys(permuted_power_law(rng, _ROWS, count), None, None) for i in range(self.num_tables)
+        }
+        return RawBatch(rng.integers(0, 2, count).astype(np.float32), np.zeros((count, 0), np.float32), drawn)
+
+
+def _passes_of(case: str, folder: Path) -> tc.PassDataset:
+    """Open the dataset of a case in ``folder``, or write it there."""
+    if case == "tiny":
+        size = Size(name="idle", batch=BATCH, batches=BATCHES, passes=PASSES, divisor=1024, window_passes=1)
+        return synthetic_dataset(folder, Data("tiny", size))
+    kind = (
+        _Tables(8, 64, tc.optim.Adagrad(learning_rate=0.01))
+        if case == "adagrad"
+        else _Tables(10, 128, tc.optim.Adam(learning_rate=0.01))
+    )
+    return write_drawn(folder / f"passes-{kind.num_tables}x{kind.dim}", kind)
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts torch's operators that reach a kernel."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class _Embeddings:
+    """A step of a module without a dense part."""
+
+    def __init__(self, cache: tc.InMemoryCache, *, rows: bool) -> None:
+        kind = tc.EmbeddingCollection if rows else tc.EmbeddingBagCollection
+        self._cache, self._module = cache, kind(cache.schema)
+        cache.register(model=self._module)
+        self._gradients: list[torch.Tensor] | None = None
+
+    def __call__(self, batch: Any) -> None:
+        """Look up, go back with a gradient that is there, and step."""
+        out = self._module(batch)
+        outs = [out] if isinstance(out, torch.Tensor) else list(out.values())
+        if self._gradients is None:
+            self._gradients = [torch.full_like(one, 1e-3) for one in outs]
+        torch.autograd.backward(outs, self._gradients)
+        self._cache.optimizer.step()
+
+
+class _Training:
+    """A training over an idle GPU. Its first pass is trained, so batches are made for its lookups from here on."""
+
+    def __init__(self, passes: tc.PassDataset, train_of: Callable[[tc.InMemoryCache], Callable[[Any], None]]) -> None:
+        backend, self.gpu = idle_backend(ahead=2)
+        self._cache = tc.InMemoryCache(passes, device=backend)
+        self._train = train_of(self._cache)
+        self._passes = cast("Generator[Any, None, None]", self._cache.passes(epochs=1 << 20))
+        self.fresh()
+
+    def fresh(self) -> int:
+        """Train a pass of batches that threads make; returns how many."""
+        steps = 0
+        for batch in next(self._passes).batches(BATCH):
+            self._train(batch)
+            steps += 1
+        return steps
+
+    def kept(self) -> Callable[[], None]:
+        """Return a step on one of two batches, in turn; the pass that they are of stays open."""
+        batches = next(self._passes).batches(BATCH)
+        two = itertools.cycle([next(batches), next(batches)])
+        batches.close()
+        return lambda: self._train(next(two))
+
+    def made(self) -> tuple[float, Counter[str], int]:
+        """Make the batches of a pass ahead; returns thread microseconds of one, calls of all, and how many."""
+        taken, exchange = list[float](), self._cache._exchange
+        read = exchange.read
+
+        def timed(*request: Any, **how: Any) -> Callable[[], Any]:
+            make = read(*request, **how)
+
+            def run() -> Any:
+                begun = time.thread_time()
+                made = make()
+                taken.append(time.thread_time() - begun)
+                return made
+
+            return run
+
+        p = next(self._passes)
+        exchange.read = timed  # type: ignore[method-assign]
+        self.gpu.counts.clear()
+        for _ in p.batches(BATCH):
+            pass
+        return 1e6 * _low(taken), self.gpu.counts.copy(), len(taken)
+
+    def close(self) -> None:
+        """End it."""
+        self._passes.close()
+        self._cache.close()
+
+
+def _low(seconds: Sequence[float]) -> float:
+    """Return the 20th percentile: what others on the machine take counts little."""
+    return float(np.percentile(seconds, 20))
+
+
+def _calls(counts: Counter[str], steps: int, tail: str) -> dict[str, float]:
+    return {
+        f"{name}_{tail}": sum(n for kind, n in counts.items() if kind.startswith(kinds)) / steps
+        for name, kinds in _KINDS.items()
+    }
+
+
+def measure_step(case: str, folder: Path, steps: int) -> dict[str, float]:
+    """Return the keys of a case."""
+    training = _Training(_passes_of(case, folder), partial(_Embeddings, rows=case == "rows"))
+    step, taken = training.kept(), []
+    for _ in range(_WARM):
+        step()
+    with _Operators() as operators:  # type: ignore[no-untyped-call]
+        training.gpu.counts.clear()
+        for _ in range(2):
+            step()
+    found = {f"aten_ops_{case}": operators.count / 2, **_calls(training.gpu.counts, 2, case)}
+    for _ in range(steps):
+        begun = time.thread_time()
+        step()
+        taken.append(time.thread_time() - begun)
+    found[f"python_us_{case}"] = 1e6 * _low(taken)
+    if case == "tiny":
+        found["maker_us"], counts, made = training.made()
+        found |= _calls(counts, made, "maker")
+    training.close()
+    return found
+
+
+def measure_fresh(folder: Path, turns: int) -> dict[str, float]:
+    """Return the process's milliseconds of a step on fresh and on kept batches, and their ratio."""
+    training = _Training(_passes_of("tiny", folder), partial(Trainer, model="tiny"))
+    taken: dict[str, list[float]] = {"fresh": [], "kept": []}
+    for _ in range(turns):
+        begun = time.process_time()
+        steps = training.fresh()
+        taken["fresh"].append((time.process_time() - begun) / steps)
+        step = training.kept()
+        begun = time.process_time()
+        for _ in range(steps):
+            step()
+        taken["kept"].append((time.process_time() - begun) / steps)
+    training.close()
+    fresh, kept = (min(seconds) for seconds in taken.values())
+    return {"ms_fresh": 1e3 * fresh, "ms_kept": 1e3 * kept, "fresh_over_kept": fresh / kept}
+
+
+def measure_switch(repeats: int) -> dict[str, float]:
+    """Return thread microseconds of a launch that packs 32 MiB of rows of three fields, and of laying its pages out."""
+    found, backend = {}, idle_backend()[0]
+    host = np.zeros(_PART_BYTES // 4, np.float32)
+    for page, tail in ((64 << 10, ""), (16 << 10, "_16k")):
+        rows = page // (4 * _ROW_WORDS)
+        count = _PART_BYTES // page
+        fields = tuple(torch.zeros((rows * count, _ROW_WORDS // 3)) for _ in range(3))
+        slots = torch.arange(rows * count, dtype=torch.int32)
+        taken = []
+        for _ in range(repeats):
+            begun = time.thread_time()
+            pieces = backend.pieces(_ROW_WORDS)
+            pieces.add(0, np.full(count, rows), np.arange(count) * (rows * _ROW_WORDS), host)
+            with backend.streams.dumping():
+                backend.pack(fields, slots, NONE_I4, pieces)
+                backend.streams.dumped()
+            taken.append(time.thread_time() - begun)
+        found[f"switch_us_per_part{tail}"] = 1e6 * _low(taken)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run it from the command line."""
+    parser = options_of("gpu_idle", __doc__, "fewer steps", tiny="as few steps as show that all of it runs")
+    with called(parser, arguments) as run:
+        steps, turns = run.size((2000, 9), (400, 3), (5, 1))
+        torch.set_num_threads(1)
+        for case in CASES:
+            say(case)
+            run.record |= measure_step(case, run.folder, steps)
+        say("fresh and kept batches")
+        run.record |= measure_fresh(run.folder, turns)
+        run.record |= measure_switch(steps)
+    run.show()
+    run.report(GOALS)
+
+
+if __name__ == "__main__":
+    main()

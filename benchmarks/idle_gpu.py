@@ -1,0 +1,199 @@
+"""A GPU that does nothing, under the real `CudaBackend`: what is left of a step is the host's part of it.
+
+CuPy's launches, the driver, and torch's CUDA memory, streams and events are stood in for; everything else is real:
+autograd, torch's Python bindings, and all of tiercache. Memory of the device is memory of the host, so what torch
+computes there runs on the CPU. A stand-in costs almost nothing, and a real CUDA call comes on top of it, so calls are
+counted by kind:
+
+launch KERNEL, sort; allocate (device memory), allocate pinned; copy (to the device, without waiting), copy table (of a
+launch, by way of pinned memory), copy waiting (either way); context (a context manager that switches device or
+stream); event (recorded or waited for), record stream; pin and unpin (pages of host memory).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict, defaultdict
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from tiercache.backends.cuda import CudaBackend
+from tiercache.backends.cuda_runtime import TORCH_DTYPES
+from tiercache.kernels.cuda.device import CudaDevice
+from tiercache.kernels.cuda.launch import describe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import DTypeLike, NDArray
+
+    from tiercache.kernels.arrays import View
+
+_SMS = 132  # an H100's
+_FREE_BYTES, _BYTES = 8 << 30, 16 << 30
+
+
+_uses = torch._C._storage_Use_Count  # torch's own, by the address of a storage
+
+
+class _Event:
+    """An event that has passed."""
+
+    def wait(self) -> None:
+        """Return: it has passed."""
+
+
+class IdleGpu(CudaDevice):
+    """Device, host library and runtime of a GPU whose driver does nothing; ``counts`` has the calls by kind."""
+
+    name, device, num_sms = "idle GPU", torch.device("cpu"), _SMS
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.kernels: Any = self
+        self._host: Any = self
+        self._cupy: Any = SimpleNamespace(cuda=SimpleNamespace(Stream=SimpleNamespace(from_external=lambda at: at)))
+        self._tables, self._tables_lock = OrderedDict(), threading.Lock()
+        self._streams: dict[int, Any] = {}
+        self._memory: defaultdict[Any, list[tuple[torch.Tensor, int, int]]] = defaultdict(list)
+        self._memory_lock = threading.Lock()
+        self.within = self.dumping = self.loading = self.searching = self.uploading = self.exchanging = self._context
+        self.dumped = self.loaded = self.trained = self.uploaded = self.exchanged = self._event
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        self.counts["context"] += 1
+        yield
+
+    def _event(self) -> Any:
+        self.counts["event"] += 1
+        return _Event()
+
+    # -- what kernels ask for -------------------------------------------------------------------------------
+
+    def stream(self) -> int:
+        """Return the address of a stream."""
+        return 7
+
+    def empty(self, size: int, dtype: DTypeLike) -> torch.Tensor:
+        """Return a tensor of undefined content."""
+        return self.tensor((size,), TORCH_DTYPES[np.dtype(dtype)])
+
+    def put(self, table: NDArray[Any]) -> torch.Tensor:
+        """Return a copy."""
+        self.counts["copy table"] += 1
+        return torch.from_numpy(table.reshape(-1).view(np.uint8)).clone()
+
+    def read(self, array: torch.Tensor) -> NDArray[Any]:
+        """Return a copy."""
+        return self.download(array)
+
+    def sort(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sort."""
+        self.counts["sort"] += 1
+        return torch.sort(keys, stable=True)
+
+    def describe(self, array: Any) -> View | None:
+        """Return where a tensor lies."""
+        return describe(array, "__array_interface__")
+
+    def prepare(self) -> None:
+        """Compile nothing."""
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Count it."""
+        self.counts["pin"] += 1
+
+    def unpin(self, address: int) -> None:
+        """Count it."""
+        self.counts["unpin"] += 1
+
+    def _function(self, kernel: str) -> Callable[..., None]:
+        return lambda *_, **__: self.counts.update((f"launch {kernel}",))
+
+    # -- memory, copies, streams ----------------------------------------------------------------------------
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of undefined content, in the first memory of that shape that no tensor uses any more.
+
+        As torch's caching allocator does: so a step finds its arrays, and its launch tables, where they were before.
+        """
+        self.counts["allocate"] += 1
+        key = tuple(shape), dtype
+        with self._memory_lock:
+            for tensor, storage, unused in self._memory[key]:
+                if _uses(storage) == unused:
+                    return tensor.detach()
+            tensor = torch.empty(key[0], dtype=dtype)
+            storage = tensor.untyped_storage()._cdata
+            self._memory[key].append((tensor, storage, _uses(storage)))
+            return tensor.detach()
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of undefined content."""
+        self.counts["allocate pinned"] += 1
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def upload(self, pinned: torch.Tensor) -> torch.Tensor:
+        """Return a copy."""
+        self.counts["copy"] += 1
+        return pinned.clone()
+
+    def copy(self, host: torch.Tensor, there: torch.Tensor, *, lasting: bool = False) -> None:
+        """Copy."""
+        self.counts["copy" if lasting else "copy waiting"] += 1
+        there.copy_(host)
+
+    def download(self, tensor: torch.Tensor) -> NDArray[Any]:
+        """Return a copy."""
+        self.counts["copy waiting"] += 1
+        copied: NDArray[Any] = tensor.numpy().copy()
+        return copied
+
+    def address_of(self, array: NDArray[np.float32]) -> int:
+        """Return the host's address."""
+        return int(array.ctypes.data)
+
+    def room(self) -> tuple[int, int]:
+        """Return bytes that are free, and all."""
+        return _FREE_BYTES, _BYTES
+
+    def wait_event(self, _event: Any) -> None:
+        """Count it."""
+        self.counts["event"] += 1
+
+    def hand_over(self, _tensor: torch.Tensor) -> None:
+        """Count it."""
+        self.counts["record stream"] += 1
+
+    def receive(self, _sent: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Count a wait, and a stream that is recorded for each tensor."""
+        self.counts["event"] += 1
+        self.counts["record stream"] += len(tensors)
+
+    def synchronize(self) -> None:
+        """Return: nothing runs."""
+
+    def enter_thread(self) -> None:
+        """Count it."""
+        self.counts["context"] += 1
+
+    def random_state(self) -> torch.Tensor:
+        """Return a state that nothing draws from."""
+        return torch.zeros(1, dtype=torch.uint8)
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Return: nothing draws from it."""
+
+
+def idle_backend(ahead: int | None = None) -> tuple[CudaBackend, IdleGpu]:
+    """Return a backend on an idle GPU, and the GPU; ``ahead``: threads that make batches, where not the machine's."""
+    gpu = IdleGpu()
+    backend = CudaBackend(cast("Any", gpu))
+    if ahead is not None:
+        backend.ahead = ahead
+    return backend, gpu
