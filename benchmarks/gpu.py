@@ -1,14 +1,14 @@
-"""Everything worth measuring on a GPU, by one command: python -m benchmarks.gpu OUT [PART ...] [--dry].
+"""Measure everything on a GPU with one command: python -m benchmarks.gpu OUT [PART ...] [--dry].
 
-At most nine minutes in all. Parts run in the order of their worth, each in a process of its own with a limit of its
-own, and write OUT/PART.json when they end; a part that is cut has what it found until then, and one that fails its
-error. --dry runs every part, small, on a machine without a GPU: kernels are not launched, and no time means anything.
+The command takes at most nine minutes. Parts run in order of worth, each in its own process with its own time limit,
+and each writes OUT/PART.json as it goes: a part that is cut or fails keeps what it measured. --dry runs a small form of
+every part on a machine without a GPU. It launches no kernels, and its times mean nothing.
 
-Parts: env, versions and a copy; link, copies over the link; step, the resident step by both modules and four
-optimizers, whole and kernel by kernel; stream, DynamicEmb's protocol and a stream of fresh ids; peers, torch and FBGEMM
-on the same step; register, pinning pages; switch, rows over the link; fresh, batches made ahead against kept ones;
-host, a profile of the training thread; tests, those that need a GPU; merlin, its tiny and small models; out_of_core,
-from the disk; ncu, bytes and occupancy; racecheck. What their figures are: `gpu_step` and `gpu_parts`.
+`env`: versions, copy rate. `link`: copies over the link. `step`: the resident step, both modules, four optimizers, by
+kernel. `stream`: DynamicEmb's protocol, and fresh ids. `peers`: torch and FBGEMM on the same step. `register`: pinning
+pages. `switch`: rows over the link. `fresh`: batches made by threads against kept ones. `host`: a profile of the
+training thread. `tests`: the tests that need a GPU. `merlin`: the tiny and small models. `out_of_core`: a table on
+disk. `ncu`: bytes and occupancy of kernels. `racecheck`. `gpu_step` and `gpu_parts` describe the figures.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MOST_SECONDS = 540
 
 
 class Part(NamedTuple):
-    """What runs, and how long it may."""
+    """A part of the benchmark and its time limit."""
 
     measure: Callable[[TrainingMachine, Keep], None]
     seconds: int
@@ -67,7 +67,7 @@ PARTS = {
 
 
 def run_part(name: str, path: Path, *, dry: bool) -> None:
-    """Run a part in this process, a group of its own, and write what it finds as it finds it."""
+    """Run a part in this process, as a new process group, and write its figures as they come."""
     os.setsid()
     found: dict[str, Any] = {}
 
@@ -86,21 +86,24 @@ def run_part(name: str, path: Path, *, dry: bool) -> None:
 
 
 def machine_of(*, dry: bool) -> TrainingMachine:
-    """Return the GPU; dry: one that does nothing."""
+    """Return the GPU, or a stand-in for a dry run."""
     if dry:
         return TrainingMachine("idle", lambda: idle_backend(ahead=2)[0])
     return open_training("cuda", dry=False)
 
 
 def write(path: Path, found: dict[str, Any]) -> None:
-    """Write figures as one flat JSON object, whole or not at all."""
-    beside = path.with_suffix(".part")
-    beside.write_text(json.dumps(found, indent=1, default=str) + "\n")
-    beside.replace(path)
+    """Write figures as one flat JSON object, atomically."""
+    partial_file = path.with_suffix(".part")
+    partial_file.write_text(json.dumps(found, indent=1, default=str) + "\n")
+    partial_file.replace(path)
 
 
 def limited(target: Callable[[], None], seconds: float) -> str:
-    """Run a function in a process of its own; returns how it ended: "done", "failed", or "cut" with all it started."""
+    """Run a function in a child process and return how it ended: "done", "failed" or "cut".
+
+    A child that is cut is killed, along with every process that it started.
+    """
     process = multiprocessing.get_context("fork").Process(target=target)
     process.start()
     process.join(seconds)
@@ -112,15 +115,15 @@ def limited(target: Callable[[], None], seconds: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the parts; returns whether one failed or was cut."""
+    """Run the parts; the exit status is 1 if one of them failed or was cut."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("out", type=Path, help="the folder for the parts' figures; it is made")
-    parser.add_argument("parts", nargs="*", metavar="part", help="default: all, in the order of their worth")
-    parser.add_argument("--dry", action="store_true", help="no GPU: every part, small, over a GPU that does nothing")
+    parser.add_argument("out", type=Path, help="folder for the figures; created if it is missing")
+    parser.add_argument("parts", nargs="*", metavar="part", help="default: all, in order of worth")
+    parser.add_argument("--dry", action="store_true", help="run a small form of every part without a GPU")
     options = parser.parse_args(arguments)
     unknown = [name for name in options.parts if name not in PARTS]
     if unknown:
-        parser.error(f"there is no part {unknown[0]}: give some of {', '.join(PARTS)}")
+        parser.error(f"unknown part {unknown[0]!r}: expected one of {', '.join(PARTS)}")
     options.out.mkdir(parents=True, exist_ok=True)
     begun, ended = time.monotonic(), dict[str, str]()
     for name in options.parts or PARTS:

@@ -1,23 +1,27 @@
-"""The host's part of a GPU step, on any CPU: python -m benchmarks.gpu_idle [--quick] [--json FILE].
+"""Measure the host's part of a GPU step on any CPU: python -m benchmarks.gpu_idle [--quick] [--json FILE].
 
-Training runs over a GPU that does nothing (`idle_gpu`), on batches of 64 samples, so that what is left is Python,
-torch's dispatcher, and calls that are counted. Microseconds are those of a thread on its core, the 20th percentile over
-steps: others on the machine count little. Real CUDA calls come on top.
+Training runs over a GPU that does nothing (`idle_gpu`) in batches of 64 samples, which leaves Python, torch's
+dispatcher and calls that can be counted. Times are CPU microseconds of one thread, the 20th percentile over steps.
+They depend on the speed of the machine at that moment, so compare them with python_us_nothing of the same run: an
+autograd function that does nothing, forward and backward. Real CUDA calls come on top.
 
-python_us_X, and calls of one step, of two batches made in advance, without a dense part: X is `bags`, 10 tables of dim
-128 with Adam through EmbeddingBagCollection; `rows`, the same through EmbeddingCollection; `adagrad`, 8 tables of dim
-64; `tiny`, Merlin's synthetic model of 58 inputs. aten_ops_X counts torch's operators; launches_X those of our kernels
-and torch's sorts; allocations_X of device and pinned memory; copies_X of host memory to the device, launch tables among
-them; waits_X copies that wait; contexts_X context managers that switch device or stream.
+python_us_X: one step on two kept batches, without a dense part. X is `bags` (10 tables of dim 128, Adam,
+EmbeddingBagCollection), `rows` (the same tables, EmbeddingCollection), `adagrad` (8 tables of dim 64) or `tiny`
+(Merlin's synthetic model with 58 inputs). Calls of that step: python_calls_X (functions, as a profiler counts them),
+aten_ops_X (torch operators), launches_X (our kernels and torch's sorts), allocations_X (device and pinned memory),
+copies_X (host to device, launch tables included), waits_X (copies that block), contexts_X (context managers that
+switch the device or the stream).
 
-maker_us: thread time of one batch of `tiny` that is made ahead, and calls_of it as above. fresh_over_kept: the
-process's time of a step of `tiny` with its dense part, of batches that threads make ahead over batches made in advance.
-switch_us_per_part: thread time of packing one 32 MiB part of a switch in pages of 64 KiB; _16k: of 16 KiB.
+maker_us: thread time to make one batch of `tiny` ahead; launches_maker and so on are its calls. fresh_over_kept:
+process CPU time of a step of `tiny` with its dense part, on batches made by threads, divided by that on kept batches.
+switch_us_per_part: thread time to pack one 32 MiB part of a switch in 64 KiB pages; _16k: in 16 KiB pages.
 """
 
 from __future__ import annotations
 
+import cProfile
 import itertools
+import pstats
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -55,14 +59,14 @@ _KINDS = {
     "launches": ("launch", "sort"), "allocations": ("allocate",), "copies": ("copy", "copy table"),
     "waits": ("copy waiting",), "contexts": ("context",),
 }  # fmt: skip
-"""Of the counts of an idle GPU, whose kinds begin with these words."""
+"""Prefixes of the idle GPU's counters that make up each figure."""
 _ROWS, _PART_BYTES, _ROW_WORDS = 1000, 32 << 20, 3 * 128
 _WARM = 20
 
 
 @dataclass(frozen=True, slots=True)
 class _Tables:
-    """Passes of tables of one dim, each looked up by one feature of one id."""
+    """Passes over tables of one dim. Each table has one feature with one id per sample."""
 
     num_tables: int
     dim: int
@@ -71,7 +75,7 @@ class _Tables:
 
     @property
     def size(self) -> Any:
-        """Itself: it has the number of passes."""
+        """Return this object, which has the number of passes."""
         return self
 
     def schema(self) -> tc.Schema:
@@ -107,7 +111,7 @@ def _passes_of(case: str, folder: Path) -> tc.PassDataset:
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts torch's operators that reach a kernel."""
+    """Counter of torch operators that reach a kernel."""
 
     count = 0
 
@@ -126,7 +130,7 @@ class _Embeddings:
         self._gradients: list[torch.Tensor] | None = None
 
     def __call__(self, batch: Any) -> None:
-        """Look up, go back with a gradient that is there, and step."""
+        """Run forward, backward with a constant gradient, and the optimizer step."""
         out = self._module(batch)
         outs = [out] if isinstance(out, torch.Tensor) else list(out.values())
         if self._gradients is None:
@@ -135,8 +139,31 @@ class _Embeddings:
         self._cache.optimizer.step()
 
 
+class _Nothing(torch.autograd.Function):
+    """An operator with an empty output and no gradient."""
+
+    @staticmethod
+    def forward(_ctx: Any, _anchor: torch.Tensor) -> torch.Tensor:
+        """Return an output."""
+        return torch.empty(BATCH, 1280)
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Any) -> None:
+        """Return none."""
+
+
+def measure_nothing(steps: int) -> dict[str, float]:
+    """Return the microseconds of an operator that does nothing, as a measure of the machine's current speed."""
+    anchor, gradient, taken = torch.zeros((), requires_grad=True), torch.zeros(BATCH, 1280), []
+    for _ in range(steps):
+        begun = time.thread_time()
+        _Nothing.apply(anchor).backward(gradient)  # type: ignore[no-untyped-call]
+        taken.append(time.thread_time() - begun)
+    return {"python_us_nothing": 1e6 * _low(taken)}
+
+
 class _Training:
-    """A training over an idle GPU. Its first pass is trained, so batches are made for its lookups from here on."""
+    """A training over an idle GPU, after its first pass: batches are prepared for the module's lookups."""
 
     def __init__(self, passes: tc.PassDataset, train_of: Callable[[tc.InMemoryCache], Callable[[Any], None]]) -> None:
         backend, self.gpu = idle_backend(ahead=2)
@@ -146,7 +173,7 @@ class _Training:
         self.fresh()
 
     def fresh(self) -> int:
-        """Train a pass of batches that threads make; returns how many."""
+        """Train one pass of batches made by threads and return the number of steps."""
         steps = 0
         for batch in next(self._passes).batches(BATCH):
             self._train(batch)
@@ -154,14 +181,14 @@ class _Training:
         return steps
 
     def kept(self) -> Callable[[], None]:
-        """Return a step on one of two batches, in turn; the pass that they are of stays open."""
+        """Return a function that trains one of two kept batches in turn. Their pass stays open."""
         batches = next(self._passes).batches(BATCH)
         two = itertools.cycle([next(batches), next(batches)])
         batches.close()
         return lambda: self._train(next(two))
 
     def made(self) -> tuple[float, Counter[str], int]:
-        """Make the batches of a pass ahead; returns thread microseconds of one, calls of all, and how many."""
+        """Make the batches of a pass. Return thread microseconds per batch, the calls of all, and their number."""
         taken, exchange = list[float](), self._cache._exchange
         read = exchange.read
 
@@ -190,7 +217,7 @@ class _Training:
 
 
 def _low(seconds: Sequence[float]) -> float:
-    """Return the 20th percentile: what others on the machine take counts little."""
+    """Return the 20th percentile, which other processes on the machine affect least."""
     return float(np.percentile(seconds, 20))
 
 
@@ -212,6 +239,9 @@ def measure_step(case: str, folder: Path, steps: int) -> dict[str, float]:
         for _ in range(2):
             step()
     found = {f"aten_ops_{case}": operators.count / 2, **_calls(training.gpu.counts, 2, case)}
+    profiler = cProfile.Profile()
+    profiler.runcall(lambda: (step(), step()))
+    found[f"python_calls_{case}"] = sum(calls for _, calls, *_ in pstats.Stats(profiler).stats.values()) / 2  # type: ignore[attr-defined]
     for _ in range(steps):
         begun = time.thread_time()
         step()
@@ -243,7 +273,7 @@ def measure_fresh(folder: Path, turns: int) -> dict[str, float]:
 
 
 def measure_switch(repeats: int) -> dict[str, float]:
-    """Return thread microseconds of a launch that packs 32 MiB of rows of three fields, and of laying its pages out."""
+    """Return thread microseconds to lay out the pages of 32 MiB of rows and to launch the kernel that packs them."""
     found, backend = {}, idle_backend()[0]
     host = np.zeros(_PART_BYTES // 4, np.float32)
     for page, tail in ((64 << 10, ""), (16 << 10, "_16k")):
@@ -270,6 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with called(parser, arguments) as run:
         steps, turns = run.size((2000, 9), (400, 3), (5, 1))
         torch.set_num_threads(1)
+        run.record |= measure_nothing(steps)
         for case in CASES:
             say(case)
             run.record |= measure_step(case, run.folder, steps)

@@ -1,6 +1,6 @@
 """The parts of `benchmarks.gpu` besides the resident step: copies, pages, switches, batches, models, other commands.
 
-A part is a function of a machine and of ``keep``, which writes what was found so far.
+A part is a function of a machine and of ``keep``, which adds figures to the file of the part.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def env(machine: TrainingMachine, keep: Keep) -> None:
-    """Name the machine and its versions, and measure a copy."""
+    """Record the machine and the versions, and measure a copy."""
     keep(environment("benchmarks.gpu", sys.argv[1:]))
     if machine.is_gpu:
         seen = torch.cuda.get_device_properties(0)
@@ -79,9 +79,9 @@ _SIDES: dict[int, torch.cuda.Stream] = {}
 
 
 def register(machine: TrainingMachine, keep: Keep) -> None:
-    """Measure how long pages take to be registered and given back, and the longest launch of another thread meanwhile.
+    """Measure pinning and unpinning of pages, and the longest launch of another thread at the same time.
 
-    idle: the GPU does nothing else. busy: it has work for 50 ms.
+    idle: the GPU does nothing else. busy: it has 50 ms of work queued.
     """
     backend = _backend(machine)
     ones = torch.zeros(1 << 20, device=torch_device(machine))
@@ -129,7 +129,7 @@ def _backend(machine: TrainingMachine) -> Any:
 
 
 def switch(machine: TrainingMachine, keep: Keep) -> None:
-    """Measure a switch's rows over the link, 1 GiB each way in pages of 64 KiB, with 1, 2, 4 and 8 blocks an SM."""
+    """Measure the rows of a switch over the link: 1 GiB each way, 64 KiB pages, 1, 2, 4 and 8 blocks per SM."""
     backend, words = _backend(machine), 3 * 128
     page_rows = (64 << 10) // (4 * words)
     pages = (1 << 30 if machine.is_gpu else 1 << 20) // (64 << 10)
@@ -165,14 +165,14 @@ def switch(machine: TrainingMachine, keep: Keep) -> None:
 
 
 def _then_wait(backend: Any, pack: Callable[[], None]) -> None:
-    """Dumps are not waited for by the current stream, but loads wait for them, and it for loads."""
+    """Pack, and make the current stream wait: it waits for loads, which wait for dumps."""
     pack()
     with backend.streams.loading():
         pass
 
 
 def fresh(machine: TrainingMachine, keep: Keep) -> None:
-    """Train Merlin tiny without its dense part, batches of 1,024, 64 a pass: made ahead by threads, or kept."""
+    """Train Merlin tiny without its dense part, 64 batches of 1,024 per pass: made ahead by threads, or kept."""
     batch, batches = (1024, 64) if machine.is_gpu else (64, 4)
     size = synthetic.Size(name="fresh", batch=batch, batches=batches, passes=2, divisor=96, window_passes=1)
     with tempfile.TemporaryDirectory() as folder:
@@ -215,7 +215,7 @@ def fresh(machine: TrainingMachine, keep: Keep) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """Passes of ten tables, each of one id a sample."""
+    """Passes over ten tables with one id per sample each."""
 
     passes: int
     batches: int
@@ -225,7 +225,7 @@ class _Stream:
 
     @property
     def size(self) -> Any:
-        """Itself: it has the number of passes."""
+        """Return this object, which has the number of passes."""
         return self
 
     def schema(self) -> tc.Schema:
@@ -243,7 +243,7 @@ class _Stream:
 
 
 class _Embeddings:
-    """A step of the module alone, forward, backward of a gradient that is there, and step."""
+    """A step without a dense part: forward, backward with a constant gradient, optimizer step."""
 
     def __init__(self, cache: Any) -> None:
         self._cache, self._module = cache, tc.EmbeddingBagCollection(cache.schema)
@@ -260,11 +260,11 @@ class _Embeddings:
 
 
 def stream(machine: TrainingMachine, keep: Keep) -> None:
-    """Ten tables of 2.68 million rows of which a tenth fits on the device, the rest in host memory.
+    """Train ten tables of 2.68 million rows; a tenth of the rows fits on the device, the rest is in host memory.
 
-    DynamicEmb's protocol (10 x 26.8M rows, 10 % of them in HBM), rows scaled by a tenth. resident_ms: of 100 steps
-    whose rows stay on the device, as its figures are. fresh_ms: of a stream of fresh ids over all rows, switches
-    between passes included.
+    This is DynamicEmb's protocol (10 x 26.8M rows, 10 % of them in HBM) with a tenth of its rows. resident_*: 100 steps
+    whose rows stay on the device, as in its published figures. fresh_ms: a stream of fresh ids over all rows, including
+    the switches between passes.
     """
     for optimizer in ("adam", "sgd"):
         data = _Stream(5, 10, 104_857, 2_684_354, optimizer)
@@ -291,13 +291,13 @@ def stream(machine: TrainingMachine, keep: Keep) -> None:
 
 
 def _kept(run: TieredRun, batch: int) -> Callable[[], None]:
-    """Return a step on the batches of a pass, one after the other and again."""
+    """Return a function that trains the kept batches of a pass in turn."""
     batches = cycle(list(run.current.batches(batch)))
     return lambda: run.train(next(batches))
 
 
 def merlin(machine: TrainingMachine, keep: Keep) -> None:
-    """Train Merlin's tiny and small at batch 65,536 with every row on the GPU: fresh batches, and kept ones."""
+    """Train Merlin's tiny and small models at batch 65,536 with all rows on the GPU, on fresh and on kept batches."""
     from benchmarks.synthetic_models import Benchmark
 
     size = synthetic.Size(name="gpu", batch=65_536, batches=2, passes=4, divisor=1, window_passes=1)
@@ -309,7 +309,7 @@ def merlin(machine: TrainingMachine, keep: Keep) -> None:
 
 
 def out_of_core(machine: TrainingMachine, keep: Keep) -> None:
-    """Train over the tiers from the disk, without a dense part, and in memory: `out_of_core --device cuda`, small."""
+    """Run a small form of `out_of_core --device cuda`, without a dense part: from disk, and in memory."""
     from benchmarks.disk_case import GPU_DRY, GPU_QUICK
     from benchmarks.out_of_core import DEMANDS
     from benchmarks.out_of_core_gpu import DiskBenchmark
@@ -331,7 +331,7 @@ def tests(machine: TrainingMachine, keep: Keep) -> None:
 
 
 def racecheck(machine: TrainingMachine, keep: Keep) -> None:
-    """Look for races in the update and in pooling."""
+    """Run racecheck on the update and pooling kernels."""
     if not machine.is_gpu:
         keep({"status": "not run: needs a GPU"})
         return
@@ -340,7 +340,7 @@ def racecheck(machine: TrainingMachine, keep: Keep) -> None:
 
 
 def ncu(machine: TrainingMachine, keep: Keep) -> None:
-    """Count the bytes and the occupancy of the kernels of a step, where Nsight Compute is installed."""
+    """Count bytes and occupancy of the kernels of a step, if Nsight Compute is installed."""
     metrics = (
         "gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum,lts__t_sector_hit_rate.pct,"
         "sm__warps_active.avg.pct_of_peak_sustained_active,dram__throughput.avg.pct_of_peak_sustained_elapsed,"
@@ -363,7 +363,7 @@ def _run(
     keep: Keep, command: list[str], variables: Mapping[str, str] = MappingProxyType({}), *, tail: str = "",
     lines: int = 12,
 ) -> None:  # fmt: skip
-    """Run a command from the root and keep its status and its last lines."""
+    """Run a command from the root; keep its exit status and its last lines."""
     try:
         done = subprocess.run(
             command, cwd=ROOT, env={**os.environ, **variables}, check=False, text=True,

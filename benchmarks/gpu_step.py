@@ -1,13 +1,14 @@
-"""The resident step of `benchmarks.gpu`: 10 tables of 1.68 million rows of dim 128, 1,048,570 ids, by both modules.
+"""The resident step of `benchmarks.gpu`: 10 tables of 1.68 million rows of dim 128, 1,048,570 ids, both modules.
 
-Every row is on the GPU (InMemoryCache), ids follow a power law of 1.05 and are permuted, and batches are kept, with
-their ids on the GPU: the protocol of FBGEMM's and DynamicEmb's published figures. A step is forward, backward of a
-gradient that is there, and `cache.optimizer.step()`.
+All rows are on the GPU (InMemoryCache). Ids follow a power law of 1.05 and are permuted. Batches are kept, with their
+ids on the GPU: the protocol of the figures that FBGEMM and DynamicEmb publish. A step is forward, backward with a
+constant gradient, and `cache.optimizer.step()`.
 
-gpu_ms: of the GPU alone, by events behind a wait that hides the host. wall_ms: of a loop that never waits. host_ms:
-what the training thread takes of it. synced_ms: as published, events round each step and a wait after it. roof_ms: the
-bytes that must move (4 E of ids, U rows read and E written by the forward, E gradients, and rows and states of U read
-and written) at the rate of a copy; roof_fraction is roof_ms / gpu_ms. us_KERNEL: of a step, by torch's profiler.
+gpu_ms: GPU time of a step, measured by events behind a sleep that hides the host. wall_ms: wall time per step of a loop
+that never waits; host_ms: its CPU time on the training thread. synced_ms: as published, events around each step and a
+wait after it. roof_ms: the bytes that must move, at the rate of a copy (4 E of ids; U rows read and E written by the
+forward; E gradients; rows and states of U read and written). roof_fraction: roof_ms / gpu_ms. us_KERNEL: microseconds
+per step in each kernel, from torch's profiler.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ if TYPE_CHECKING:
 FULL = Shape(name="step", num_tables=10, rows=1_677_721, num_features=10, num_samples=104_857, dim=128)
 DRY = Shape(name="step", num_tables=10, rows=300, num_features=10, num_samples=64, dim=128)
 MODULES = {"bags": tc.EmbeddingBagCollection, "rows": tc.EmbeddingCollection}
-_WAIT_CYCLES = 16_000_000  # 8 ms: the host queues all of a step behind it
+_WAIT_CYCLES = 16_000_000  # 8 ms, enough for the host to queue a whole step
 _KERNELS = 14
 
 
 def copy_bytes_per_second(machine: TrainingMachine) -> float:
-    """Return the bytes that a copy on the device reads and writes in a second."""
+    """Return the bytes per second that a copy on the device reads and writes."""
     size = 2 << 30 if machine.is_gpu else 1 << 20
     source = torch.zeros(size, dtype=torch.uint8, device=torch_device(machine))
     target = torch.empty_like(source)
@@ -58,12 +59,12 @@ def copy_bytes_per_second(machine: TrainingMachine) -> float:
 
 
 def torch_device(machine: TrainingMachine) -> str:
-    """Return where torch's own tensors are."""
+    """Return the device of torch's own tensors."""
     return "cuda" if machine.is_gpu else "cpu"
 
 
 def gpu_ms(machine: TrainingMachine, call: Callable[[], Any], repeats: int = 20, warm: int = 3) -> float:
-    """Return the median milliseconds that a call takes the GPU; without one, those that it takes at all."""
+    """Return the median GPU milliseconds of a call; without a GPU, its wall milliseconds."""
     taken = []
     for number in range(warm + repeats if machine.is_gpu else 2):
         if machine.is_gpu:
@@ -84,7 +85,7 @@ def gpu_ms(machine: TrainingMachine, call: Callable[[], Any], repeats: int = 20,
 
 
 def loop_ms(machine: TrainingMachine, call: Callable[[], Any], repeats: int = 50) -> dict[str, float]:
-    """Return milliseconds of a call in a loop that waits once, at its end, and of the thread that makes them."""
+    """Return wall and thread milliseconds per call of a loop that waits once, at its end."""
     repeats = repeats if machine.is_gpu else 2
     for _ in range(min(5, repeats)):
         call()
@@ -98,7 +99,7 @@ def loop_ms(machine: TrainingMachine, call: Callable[[], Any], repeats: int = 50
 
 
 def synced_ms(machine: TrainingMachine, call: Callable[[], Any], repeats: int = 40) -> float:
-    """Return the mean milliseconds between events round a call, after each of which the host waits."""
+    """Return the mean milliseconds between events around a call; the host waits after each call."""
     if not machine.is_gpu:
         return gpu_ms(machine, call)
     taken = []
@@ -113,7 +114,7 @@ def synced_ms(machine: TrainingMachine, call: Callable[[], Any], repeats: int = 
 
 
 def kernels_us(machine: TrainingMachine, call: Callable[[], Any], repeats: int = 20) -> dict[str, float]:
-    """Return the microseconds of each kernel of a call, the largest first, by torch's profiler; {} without a GPU."""
+    """Return the microseconds per call of each kernel, largest first; nothing without a GPU."""
     if not machine.is_gpu:
         return {}
     from torch.profiler import ProfilerActivity, profile
@@ -129,7 +130,7 @@ def kernels_us(machine: TrainingMachine, call: Callable[[], Any], repeats: int =
 
 
 class Resident:
-    """Both modules over whole tables in memory, and batches that are kept."""
+    """Both modules over whole tables in memory, with kept batches."""
 
     def __init__(self, machine: TrainingMachine, optimizer: str) -> None:
         self.machine, self.shape = machine, FULL if machine.is_gpu else DRY
@@ -150,7 +151,7 @@ class Resident:
         self._number = 0
 
     def train(self, name: str, batch: Any) -> None:
-        """Forward, backward and step of one module."""
+        """Run forward, backward and the optimizer step of one module."""
         out = self._modules[name](batch)
         torch.autograd.backward([out] if name == "bags" else list(out.values()), self._gradients[name])
         self._cache.optimizer.step()
@@ -161,7 +162,7 @@ class Resident:
         self._number += 1
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._passes.close()
         self._batches.clear()
         self._cache.close()
@@ -170,14 +171,14 @@ class Resident:
 
 
 def forget(machine: TrainingMachine) -> None:
-    """Give what no tensor needs back to the GPU."""
+    """Free the GPU memory that no tensor uses."""
     gc.collect()
     if machine.is_gpu:
         torch.cuda.empty_cache()
 
 
 def roof_bytes(shape: Shape, optimizer: str) -> float:
-    """Return the bytes that a step must move, of the mean batch."""
+    """Return the bytes that a step on an average batch must move."""
     distinct, entries = float(np.mean([distinct_rows(shape, ids) for ids in batches_of(shape)[:2]])), shape.num_entries
     state = state_floats(optimizer, shape.dim)
     return 4 * entries + 4 * shape.dim * (distinct + 2 * entries) + 8 * distinct * (shape.dim + state)
@@ -232,7 +233,7 @@ def peers(machine: TrainingMachine, keep: Keep) -> None:
 
 
 def host(machine: TrainingMachine, keep: Keep) -> None:
-    """Profile the training thread by its own clock: microseconds of a step in each function, itself and with calls."""
+    """Profile the training thread by its CPU clock: microseconds per step of each function, own and cumulative."""
     resident, steps = Resident(machine, "adam"), 100 if machine.is_gpu else 2
     for name in MODULES:
         for _ in range(10 if machine.is_gpu else 1):
@@ -253,7 +254,7 @@ def host(machine: TrainingMachine, keep: Keep) -> None:
 
 
 def few_steps(machine: TrainingMachine, optimizer: str) -> None:
-    """Run a few steps, for a profiler outside."""
+    """Run a few steps under an external profiler."""
     resident = Resident(machine, optimizer)
     for _ in range(3):
         resident.step("bags")

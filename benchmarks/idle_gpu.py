@@ -1,13 +1,13 @@
-"""A GPU that does nothing, under the real `CudaBackend`: what is left of a step is the host's part of it.
+"""A GPU that does nothing, under the real `CudaBackend`: it leaves only the host's part of a step.
 
-CuPy's launches, the driver, and torch's CUDA memory, streams and events are stood in for; everything else is real:
-autograd, torch's Python bindings, and all of tiercache. Memory of the device is memory of the host, so what torch
-computes there runs on the CPU. A stand-in costs almost nothing, and a real CUDA call comes on top of it, so calls are
-counted by kind:
+It replaces CuPy's launches, the driver, and torch's CUDA memory, streams and events. Everything else is real:
+autograd, torch's Python bindings, and all of tiercache. Device memory is host memory, so whatever torch computes
+there runs on the CPU. A replaced call costs almost nothing and a real CUDA call costs more, so calls are counted by
+kind:
 
-launch KERNEL, sort; allocate (device memory), allocate pinned; copy (to the device, without waiting), copy table (of a
-launch, by way of pinned memory), copy waiting (either way); context (a context manager that switches device or
-stream); event (recorded or waited for), record stream; pin and unpin (pages of host memory).
+launch KERNEL, sort; allocate (device memory), allocate pinned; copy (to the device, asynchronous), copy table (a
+launch table, through pinned memory), copy waiting (blocking, either way); context (a context manager that switches
+the device or the stream); event (record or wait), record stream; pin and unpin (pages of host memory).
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _SMS = 132  # an H100's
 _FREE_BYTES, _BYTES = 8 << 30, 16 << 30
 
 
-_uses = torch._C._storage_Use_Count  # torch's own, by the address of a storage
+_uses = torch._C._storage_Use_Count  # torch's use count of a storage, by its address
 
 
 class _Event:
-    """An event that has passed."""
+    """An event that is always complete."""
 
     def wait(self) -> None:
-        """Return: it has passed."""
+        """Return at once."""
 
 
 class IdleGpu(CudaDevice):
-    """Device, host library and runtime of a GPU whose driver does nothing; ``counts`` has the calls by kind."""
+    """The device, host library and runtime of a GPU whose driver does nothing; ``counts`` has calls by kind."""
 
     name, device, num_sms = "idle GPU", torch.device("cpu"), _SMS
 
@@ -80,7 +80,7 @@ class IdleGpu(CudaDevice):
         return 7
 
     def empty(self, size: int, dtype: DTypeLike) -> torch.Tensor:
-        """Return a tensor of undefined content."""
+        """Return an uninitialized tensor."""
         return self.tensor((size,), TORCH_DTYPES[np.dtype(dtype)])
 
     def put(self, table: NDArray[Any]) -> torch.Tensor:
@@ -118,9 +118,10 @@ class IdleGpu(CudaDevice):
     # -- memory, copies, streams ----------------------------------------------------------------------------
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of undefined content, in the first memory of that shape that no tensor uses any more.
+        """Return an uninitialized tensor in memory that no other tensor uses.
 
-        As torch's caching allocator does: so a step finds its arrays, and its launch tables, where they were before.
+        Memory is reused by shape, as torch's caching allocator does, so that each step gets the addresses, and finds
+        the launch tables, of the step before.
         """
         self.counts["allocate"] += 1
         key = tuple(shape), dtype
@@ -134,7 +135,7 @@ class IdleGpu(CudaDevice):
             return tensor.detach()
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of undefined content."""
+        """Return an uninitialized tensor."""
         self.counts["allocate pinned"] += 1
         return torch.empty(tuple(shape), dtype=dtype)
 
@@ -159,7 +160,7 @@ class IdleGpu(CudaDevice):
         return int(array.ctypes.data)
 
     def room(self) -> tuple[int, int]:
-        """Return bytes that are free, and all."""
+        """Return free and total bytes."""
         return _FREE_BYTES, _BYTES
 
     def wait_event(self, _event: Any) -> None:
@@ -171,27 +172,27 @@ class IdleGpu(CudaDevice):
         self.counts["record stream"] += 1
 
     def receive(self, _sent: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Count a wait, and a stream that is recorded for each tensor."""
+        """Count the wait, and one recorded stream per tensor."""
         self.counts["event"] += 1
         self.counts["record stream"] += len(tensors)
 
     def synchronize(self) -> None:
-        """Return: nothing runs."""
+        """Return at once: nothing runs."""
 
     def enter_thread(self) -> None:
         """Count it."""
         self.counts["context"] += 1
 
     def random_state(self) -> torch.Tensor:
-        """Return a state that nothing draws from."""
+        """Return a state that nothing uses."""
         return torch.zeros(1, dtype=torch.uint8)
 
     def set_random_state(self, state: torch.Tensor) -> None:
-        """Return: nothing draws from it."""
+        """Ignore it."""
 
 
 def idle_backend(ahead: int | None = None) -> tuple[CudaBackend, IdleGpu]:
-    """Return a backend on an idle GPU, and the GPU; ``ahead``: threads that make batches, where not the machine's."""
+    """Return a backend on an idle GPU, and the GPU. ``ahead``: number of threads that make batches."""
     gpu = IdleGpu()
     backend = CudaBackend(cast("Any", gpu))
     if ahead is not None:
