@@ -46,7 +46,9 @@ class KeyMemory:
     """The keys of all stores that this process has open for reading, or had; from any thread."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self.most_bytes, self.num_bytes = most_bytes, 0
+        self.most_bytes = most_bytes
+        self.num_bytes = 0
+        """Bytes of all keys that are known, and of those that lookups are learning."""
         self._known: dict[tuple[Path, int], dict[tuple[int, int, bytes], _Keys]] = {}
         """By store and segment; then by group, table and what the segment has."""
         self._lock = threading.Lock()
@@ -56,16 +58,29 @@ class KeyMemory:
         mine = self._known.get((path, segment.id))
         return None if mine is None else mine.get((group, table, _content(segment, group)))
 
+    def reserve(self, num_bytes: int) -> bool:
+        """Count memory before it is allocated; return False, and count nothing, if it does not fit."""
+        with self._lock:
+            if self.num_bytes + num_bytes > self.most_bytes:
+                return False
+            self.num_bytes += num_bytes
+            return True
+
+    def release(self, num_bytes: int) -> None:
+        """Stop counting memory that was reserved."""
+        with self._lock:
+            self.num_bytes -= num_bytes
+
     def add(self, path: Path, segment: Segment, group: int, table: int, made: _Keys) -> None:
-        """Remember keys, where there is room for them."""
+        """Remember keys whose memory is reserved. The narrower of these and those that are known is forgotten."""
         with self._lock:
             mine, place = self._known.setdefault((path, segment.id), {}), (group, table, _content(segment, group))
-            known = mine.get(place)
-            more = made.entries.nbytes - (0 if known is None else known.entries.nbytes)
-            is_wider = known is None or made.first_range < known.first_range
-            if is_wider and self.num_bytes + more <= self.most_bytes:
+            dropped = mine.get(place)
+            if dropped is None or made.first_range < dropped.first_range:
                 mine[place] = made
-                self.num_bytes += more
+            else:
+                dropped = made
+            self.num_bytes -= 0 if dropped is None else dropped.entries.nbytes
 
     def keep(self, path: Path, segments: Collection[int]) -> None:
         """Forget a store's segments that are not among these."""
@@ -78,7 +93,7 @@ KEY_MEMORY = KeyMemory()
 
 
 class Recall:
-    """What is known of one store during one lookup, and what is learned."""
+    """The keys of one store that one lookup knows, and those that it learns. Close it when the lookup ends."""
 
     def __init__(self, memory: KeyMemory, path: Path, segments: Collection[int]) -> None:
         self._memory, self._path = memory, path
@@ -105,8 +120,9 @@ class Recall:
         """
         layout = segment.layouts[group]
         rows = layout.rows_of_table(table, first_range)
-        room = self._memory.most_bytes - self._memory.num_bytes
-        if not rows or layout.rows > int(_ROW) or 8 * rows > room or wanted.size * runs * KEY_PAGE_ROWS < rows:
+        if not rows or layout.rows > int(_ROW) or wanted.size * runs * KEY_PAGE_ROWS < rows:
+            return False
+        if not self._memory.reserve(8 * rows):
             return False
         self._learned[segment.id, group, table] = _Keys(first_range, np.empty(rows, np.uint64)), 0
         return True
@@ -123,6 +139,12 @@ class Recall:
             else:
                 made.entries.sort()
                 self._memory.add(self._path, segment, group.index, table, made)
+
+    def close(self) -> None:
+        """Release the memory of segments that were not read to their end."""
+        while self._learned:
+            made, _ = self._learned.popitem()[1]
+            self._memory.release(made.entries.nbytes)
 
 
 def _content(segment: Segment, group: int) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -332,7 +333,8 @@ def _find(
     if store.key_memory is not None and store.path is not None:
         recall = Recall(store.key_memory, store.path, {segment.id for segment in snapshot.segments})
     swept = _counted("keys", stored, progress)
-    ids, rows = locate_at(store, snapshot, {table.name: asked}, after=-1, recall=recall, progress=swept)[table.name]
+    with closing(recall) if recall else nullcontext():
+        ids, rows = locate_at(store, snapshot, {table.name: asked}, after=-1, recall=recall, progress=swept)[table.name]
     swept(None)  # the others are in pages that cannot have the keys
     absent = np.nonzero(ids < 0)[0]
     if absent.size and missing == "error":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -97,6 +97,54 @@ def test_what_is_remembered_has_a_bound_and_goes_with_its_segments(memory: KeyMe
     memory.keep(path, kept)
     assert memory.num_bytes <= 8 * len(world.rows)
     memory.keep(path, [])
+    assert memory.num_bytes == 0
+
+
+@pytest.mark.parametrize("num_segments", [1, 2, 6])
+@pytest.mark.parametrize("room", [0.5, 1, 2.5, 100])
+def test_a_lookup_that_reads_segments_ahead_stays_within_the_bound(
+    memory: KeyMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_segments: int, room: float
+) -> None:
+    """Memory of keys that are being learned counts from its allocation on; it fits ``room`` segments."""
+    path, world = tmp_path / "s", World(small_tables(), num_passes=num_segments, keys_per_pass=60, universe=150)
+    with Store.open(path, tables=world.tables) as store:
+        for _ in range(num_segments):
+            train(world, store)
+        group = store.groups[0]
+        rows = max(segment.layouts[group.index].rows for segment in store.segments)
+    memory.most_bytes = int(room * 8 * rows)
+    held = list[int]()
+    learn = Recall.learn
+
+    def learning(self: Recall, *given: Any) -> None:
+        reserved = sum(made.entries.nbytes for made, _ in self._learned.values())
+        known = sum(one.entries.nbytes for mine in memory._known.values() for one in mine.values())
+        held.append(reserved + known)
+        assert reserved + known <= memory.num_bytes
+        learn(self, *given)
+
+    monkeypatch.setattr(Recall, "learn", learning)
+    with Store.open(path, mode="r") as reader:
+        for _ in range(2):
+            reader.lookup(group.tables[0].name, KEYS, missing="zeros")
+    assert max(held, default=0) <= memory.most_bytes
+    assert memory.num_bytes == sum(one.entries.nbytes for mine in memory._known.values() for one in mine.values())
+
+
+def test_a_lookup_that_fails_releases_what_it_was_learning(
+    memory: KeyMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In the middle of a segment, by an error of the disk or of the caller's progress."""
+    path, world = tmp_path / "s", World(small_tables(), num_passes=3, keys_per_pass=60)
+    with Store.open(path, tables=world.tables) as store:
+        train(world, store)
+
+    def fail(*_: object) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(Recall, "learn", fail)
+    with Store.open(path, mode="r") as reader, pytest.raises(OSError, match="the disk is gone"):
+        reader.lookup("user", KEYS, missing="zeros")
     assert memory.num_bytes == 0
 
 
