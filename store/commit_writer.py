@@ -217,6 +217,7 @@ class CommitWriter:
             before, layouts = self.history.newest.commit, rewrite.read()
             assert before is not None, "an empty store has nothing to put in another order"
             chunks, state_checksums = state_chunks(state)
+            interrupts = not schedule_digest and start == before.cursor
             try:
                 segment = self.append(
                     base_pass(start.pass_index),
@@ -230,7 +231,8 @@ class CommitWriter:
                 new = [segment.id] if segment.rows or segment.within else []
                 commit = self._retaining(
                     before, rewrite.retained, new, state_checksums,
-                    cursor=start, schedule_digest=schedule_digest, overlaid="",
+                    cursor=start, schedule_digest=schedule_digest,
+                    overlaid=before.overlaid or before.schedule_digest if interrupts else "",
                 )  # fmt: skip
                 commit = self._advance(self.history.snapshots, commit, self.segments, chunks)
             except BaseException:

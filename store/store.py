@@ -307,7 +307,8 @@ class Store:
     ) -> Commit:
         """Make a commit that begins a schedule: its rows as one segment in the order (first use, table, hash).
 
-        ``start``: where it is entered, (0, 0) where not said; first uses are those at or after that pass. Keys that
+        ``start``: where it is entered, (0, 0) where not said; first uses are those at or after that pass. An empty
+        ``schedule_digest`` begins none: a commit at the position keeps the schedule in ``overlaid``. Keys that
         ``uses`` has and the store does not start with their first row, which ``first_rows(table, keys)`` makes faster;
         ``layout`` cuts the segment into pages. Rows of other keys stay where they are, in segments of which they are
         at least half, the used ones' stale copies beside them; the rest, all without ``retain_segments``, stand last,
@@ -351,10 +352,12 @@ class Store:
     def compact(self, *, progress: Callable[[str, int], None] | None = None) -> Commit:
         """Make a commit with one range for each table, in hash order: the fewest bytes, and lookups in one sweep.
 
-        For serving and for keeping: a training goes on from it only after it was reorganized. No row is stale.
+        It keeps the position: a training reorganizes the store first, then goes on where it stood. No row is stale.
         Readers keep their commits meanwhile. Otherwise as ``rewrite``.
         """
-        return self.rewrite(NoUses(), schedule_digest="", progress=progress, retain_segments=False)
+        commit = self.commit
+        start = None if commit is None or commit.cursor.sample else commit.cursor
+        return self.rewrite(NoUses(), schedule_digest="", progress=progress, retain_segments=False, start=start)
 
     @property
     def closed(self) -> bool:

@@ -129,7 +129,7 @@ def test_one_process_writes_to_no_shard(path: Path) -> None:
         with pytest.raises(StoreInUseError, match=r"is being written by process .*this process"):
             Store.open(path)
         assert [store.rollback(3).id, store.compact().id] == [4, 5]
-        assert (store.commit.id, store.commit.cursor) == (5, Cursor(0))
+        assert (store.commit.id, store.commit.cursor) == (5, Cursor(2))
         assert {table.name: store.live_rows(table.name) for table in TABLES} == {
             name: len(keys) for name, keys in expected(Cursor(2)).items()
         }
