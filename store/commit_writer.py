@@ -91,6 +91,11 @@ class CommitWriter:
         """Those of the newest commit and those appended since, by id."""
         return self.snapshot.segments
 
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """The SHA-256 of each record of the commits that are kept, by name."""
+        return self._engine.digests()
+
     @contextmanager
     def pinned(self, commit: int | None = None) -> Iterator[Snapshot]:
         """Keep what the newest snapshot, or that of a commit that is kept, needs until this ends; from any thread.

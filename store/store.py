@@ -210,6 +210,11 @@ class Store:
         """The commits that are kept, each as a snapshot."""
         return self._commits.history
 
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """The SHA-256 of each record of the commits that are kept, by name."""
+        return self._commits.digests
+
     @contextmanager
     def pinned(self) -> Iterator[Snapshot]:
         """Yield the snapshot of now, and keep all that it needs until this ends, whatever is committed meanwhile."""

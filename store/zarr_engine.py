@@ -126,6 +126,10 @@ class ZarrEngine:
             return found
         return self._records.of(self._manifest)
 
+    def digests(self) -> dict[str, str]:
+        """Those of the manifest."""
+        return self._manifest.digests
+
     def drop_records(self) -> None:
         """Nothing: they are read each time."""
 

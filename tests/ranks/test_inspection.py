@@ -10,7 +10,7 @@ import pytest
 from tests.cli.command import error_of, run
 from tests.ranks.sharded_world import TABLES, expected, train_shards
 from tiercache.store import Cursor, Store, StoreInUseError, TableMismatchError, info, verify
-from tiercache.store.shards.manifest import Manifest
+from tiercache.store.shards.manifest import Manifest, ShardCommit
 
 
 @pytest.fixture
@@ -78,9 +78,15 @@ def test_verify_reads_all_shards_and_whether_they_belong_together(path: Path, tm
         (copies[2] / name).rename(copies[2] / f"{name} x")
     for old, new in (("shard-0-1 x", "shard-0-2"), ("shard-0-2 x", "shard-0-1")):
         (copies[2] / old).rename(copies[2] / new)
+    assert "commit 3 of shard 1 of" in words(copies[2])
+    manifest = Manifest.read(copies[2])
+    one, *others = (ShardCommit(3, digest) for digest in manifest.newest.digests)
+    manifest.renewed([one, *others[::-1]]).write(copies[2])
     strays = verify(copies[2])["problems"]
     assert any("shard 1 of the store at" in one and "gives to other ranks" in one for one in strays)
-    Manifest.read(copies[3]).renewed((3, 3, 2)).write(copies[3])
+    manifest = Manifest.read(copies[3])
+    others = [ShardCommit(3, digest) for digest in manifest.newest.digests]
+    manifest.renewed([*others[:2], ShardCommit(2, others[2].digest)]).write(copies[3])
     assert "commit 2 of shard 2 of" in words(copies[3])
 
 
