@@ -331,11 +331,7 @@ class CommitWriter:
         kept = {_id(snapshot) for snapshot in after.snapshots}
         given_up = [*self._given_up, *(s for s in self.history.snapshots if _id(s) not in kept)]
         leased = self._leased() if given_up else set()
-        wanted: dict[str, Commit | Segment] = {}
-        for snapshot in (*after.snapshots, *(s for s in given_up if _id(s) in leased)):
-            if snapshot.commit is not None:
-                wanted[f"{COMMIT}{_id(snapshot)}"] = snapshot.commit
-            wanted |= {f"{SEGMENT}{segment.id}": segment for segment in snapshot.committed}
+        wanted = _records_of([*after.snapshots, *(s for s in given_up if _id(s) in leased)])
         records = {name: one.to_bytes() for name, one in wanted.items() if name not in self._names}
         records[KEPT] = encode("kept", {"commits": sorted(kept)}, {})
         gone = self._names - wanted.keys() - {TABLES, KEPT}
@@ -353,7 +349,22 @@ class CommitWriter:
                     self._allocate(Needed({}, {}, {newest.commit.id: newest.commit}))
                 self._set_snapshot(newest)
                 self._counters.add(transactions=1)
+        self._keep_leased()
         self._free()
+
+    def _keep_leased(self) -> None:
+        """Set the records again of commits that were leased after the last look, before they were given up durably.
+
+        Nobody leases them from now on. Where there is no room, they last as long as this writer.
+        """
+        leased = self._leased() if self._given_up else set()
+        wanted = _records_of([snapshot for snapshot in self._given_up if _id(snapshot) in leased])
+        records = {name: one.to_bytes() for name, one in wanted.items() if name not in self._names}
+        if records:
+            with suppress(StoreError):
+                self._engine.commit(records)
+            if self._is_durable(records, ()):
+                self._names |= records.keys()
 
     def _is_durable(self, records: Mapping[str, bytes], gone: Collection[str]) -> bool:
         """Whether the engine has set ``records`` and removed those that are ``gone``, although it raised."""
@@ -432,6 +443,16 @@ def find(history: History, commit: int, label: str) -> Snapshot:
         if _id(snapshot) == commit:
             return snapshot
     raise CommitMissingError(f"{label} has no commit {commit}: {kept_commits([_id(s) for s in history.snapshots])}")
+
+
+def _records_of(snapshots: Iterable[Snapshot]) -> dict[str, Commit | Segment]:
+    """Return what has the records of commits, by their names."""
+    wanted: dict[str, Commit | Segment] = {}
+    for snapshot in snapshots:
+        if snapshot.commit is not None:
+            wanted[f"{COMMIT}{_id(snapshot)}"] = snapshot.commit
+        wanted |= {f"{SEGMENT}{segment.id}": segment for segment in snapshot.committed}
+    return wanted
 
 
 def _id(snapshot: Snapshot) -> int:
