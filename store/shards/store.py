@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
@@ -81,8 +81,11 @@ class Shards(Store):
         self.named = commits
         """The commits that can be read, as the manifest has them, the oldest first."""
         self._own = {commit.id: commit for commit in self._all[0].commits}
-        self.shards = tuple(shard.at(id_) for shard, id_ in zip(self._all, commits[-1].shards, strict=True))
-        """The shard of each rank, at its commit."""
+        with ExitStack() as stack:
+            named = zip(self._all, commits[-1].shards, strict=True)
+            self.shards = tuple(stack.enter_context(shard.at(id_)) for shard, id_ in named)
+            """The shard of each rank, at its commit."""
+            stack.pop_all()
 
     def __getattr__(self, name: str) -> NoReturn:
         """Refuse what a shard alone has: segments, and what writes them."""

@@ -3,13 +3,16 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.cli.command import error_of, run
-from tests.ranks.sharded_world import TABLES, expected, train_shards
+from tests.ranks.meeting import meet
+from tests.ranks.sharded_world import TABLES, divide_anew, expected, sharding_on, train_shards
 from tiercache.store import Cursor, Store, StoreInUseError, TableMismatchError, info, verify
+from tiercache.store.shards import inspection
 from tiercache.store.shards.manifest import Manifest, ShardCommit
 
 
@@ -88,6 +91,49 @@ def test_verify_reads_all_shards_and_whether_they_belong_together(path: Path, tm
     others = [ShardCommit(3, digest) for digest in manifest.newest.digests]
     manifest.renewed([*others[:2], ShardCommit(2, others[2].digest)]).write(copies[3])
     assert "commit 2 of shard 2 of" in words(copies[3])
+
+
+@pytest.mark.parametrize("meanwhile", ["trained", "rolled back", "compacted", "sharded anew", "made plain"])
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_a_training_beside_verification_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: str, after: int
+) -> None:
+    """After one shard was verified, or both, or the first commit of both: older commits go, or all shards do."""
+    path, calls = tmp_path / "s", [0]
+    assert train_shards(path, 2, 4, retention=3) == [None] * 2
+
+    def counted(plain: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            calls[0] += 1
+            found = plain(*arguments, **options)
+            if calls[0] == after:
+                go_on(path, meanwhile)
+            return found
+
+        return call
+
+    monkeypatch.setattr(inspection, "verify", counted(inspection.verify))
+    monkeypatch.setattr(inspection, "_strays", counted(inspection._strays))
+    assert verify(path)["problems"] == []
+    assert info(path)["rows"]
+
+
+def go_on(path: Path, meanwhile: str) -> None:
+    """Make commits that give up all that there were."""
+    match meanwhile:
+        case "trained":
+            assert train_shards(path, 2, 4) == [None] * 2
+        case "sharded anew":
+            assert meet(3, lambda ranks: divide_anew(path, ranks, sharding_on(3, 1))) == [None] * 3
+        case "made plain":
+            assert meet(1, lambda ranks: divide_anew(path, ranks, sharding_on(1), plain=True)) == [None]
+        case _:
+            with Store.open(path) as store:
+                for _ in range(4):
+                    if meanwhile == "compacted":
+                        store.compact()
+                    else:
+                        store.rollback(store.commits[0].id)
 
 
 def test_lookup_shows_whole_rows(path: Path) -> None:
