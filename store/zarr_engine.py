@@ -22,7 +22,7 @@ from tiercache.store.errors import BlockReadError, CorruptStoreError, StoreError
 from tiercache.store.full_disk import ROOM_FOR_RECORDS
 from tiercache.store.zarr_holdings import Holdings
 from tiercache.store.zarr_layout import NODE, Arrays, Place, epoch_of, group_node, split, state_key
-from tiercache.store.zarr_objects import Objects, Span
+from tiercache.store.zarr_objects import PROBES, Objects, Span
 from tiercache.store.zarr_reader import BlockReader
 from tiercache.store.zarr_records import Records, manifest_key, record_key
 from tiercache.store.zarr_writer import ChunkWriter, DiskWriter, RemoteWriter
@@ -244,7 +244,7 @@ class ZarrEngine:
                 )
             self._holdings.hold(block, arrays)
         needed, holes = self._holdings.everything()
-        listed = self._records.sizes("segments", "state", "records", "manifests")
+        listed = self._records.sizes("segments", "state", "records", "manifests", *([PROBES] if self._epoch else []))
         needed |= {f"segments/{NODE}", manifest_key(self._manifest)}
         needed |= {record_key(name, link) for name, link in self._manifest.links.items()}
         self._holdings.nodes &= listed.keys()
@@ -287,11 +287,22 @@ class ZarrEngine:
                 self._dirty.add(key)
         self._next = self._records.next_number(self._manifest)
         if self._objects.root is None:
+            self._check_creates()
             before, fresh = self._manifest, self._manifest.after({}, writer=self._name)
             self._create(fresh)
             self._manifest, self._epoch, self._unknown = fresh, fresh.number, False
             if before.number:
                 self._delete_now([manifest_key(before)])
+
+    def _check_creates(self) -> None:
+        """Raise StoreError for a store of objects that does not decide between writers."""
+        with self._writer.translated(ROOM_FOR_RECORDS):
+            problem = self._objects.overwrites()
+        if problem:
+            raise StoreError(
+                f"{self.label} cannot be written: {problem}, so one writer could destroy what another has committed: "
+                "use zarr.storage.ObjectStore on a server with conditional puts, or write to a local disk and copy that"
+            )
 
     def _create(self, manifest: Manifest) -> None:
         """Publish a manifest whose number no other writer has taken; a writer that was overtaken is at its end."""
