@@ -16,7 +16,7 @@ from tiercache.store.commit_writer import CommitWriter, find
 from tiercache.store.compaction_plan import CompactionPlan
 from tiercache.store.counters import Counters
 from tiercache.store.errors import StoreClosedError, StoreError
-from tiercache.store.key_memory import KEY_MEMORY
+from tiercache.store.key_memory import KEY_MEMORY, KeyMemory
 from tiercache.store.lookup import locate, lookup, read_rows
 from tiercache.store.opening import Opened, check_options, label_of, open_engine
 from tiercache.store.reading import BlockReader, Pages
@@ -63,8 +63,8 @@ class Store:
         """In the order of unsigned table ids."""
         self.groups = group_tables(opened.tables)
         self.counters, self.mode = Counters(), mode
-        self.key_memory = KEY_MEMORY if mode == "r" and of is None else None
-        """What lookups remember of segments, beyond this store; None: nothing."""
+        self.key_memory: KeyMemory | None = of.key_memory if of is not None else KEY_MEMORY if mode == "r" else None
+        """What lookups remember of segments, beyond this store; None, of one that is open for writing: nothing."""
         self._opened, self._of = opened, of
         self._pid, self._closed = os.getpid(), False
         engine, label = opened.engine, self.label
