@@ -64,7 +64,8 @@ class Commit:
     retained: tuple[RetainedSegment, ...] = ()
     """What is live in the first of its segments, which schedules before this one left where they are."""
     overlaid: str = ""
-    """The digest of the schedule that an import interrupted: reorganized for it, the store goes on at the cursor."""
+    """The digest of the schedule that a compaction or an import interrupted: reorganized for it, the store goes on at
+    the cursor."""
 
     @property
     def made_of(self) -> int:

@@ -32,6 +32,8 @@ class CommitReader:
         """``snapshot`` is held by who calls this, or by what the class methods add."""
         self._engine, self._label = engine, label
         self.history, self.snapshot = history, snapshot
+        self.digests = engine.digests()
+        """The SHA-256 of each record of the commit, by name."""
         self._holds = ExitStack()
 
     @classmethod

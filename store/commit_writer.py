@@ -91,6 +91,11 @@ class CommitWriter:
         """Those of the newest commit and those appended since, by id."""
         return self.snapshot.segments
 
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """The SHA-256 of each record of the commits that are kept, by name."""
+        return self._engine.digests()
+
     @contextmanager
     def pinned(self, commit: int | None = None) -> Iterator[Snapshot]:
         """Keep what the newest snapshot, or that of a commit that is kept, needs until this ends; from any thread.
@@ -217,6 +222,7 @@ class CommitWriter:
             before, layouts = self.history.newest.commit, rewrite.read()
             assert before is not None, "an empty store has nothing to put in another order"
             chunks, state_checksums = state_chunks(state)
+            interrupts = not schedule_digest and start == before.cursor
             try:
                 segment = self.append(
                     base_pass(start.pass_index),
@@ -230,7 +236,8 @@ class CommitWriter:
                 new = [segment.id] if segment.rows or segment.within else []
                 commit = self._retaining(
                     before, rewrite.retained, new, state_checksums,
-                    cursor=start, schedule_digest=schedule_digest, overlaid="",
+                    cursor=start, schedule_digest=schedule_digest,
+                    overlaid=before.overlaid or before.schedule_digest if interrupts else "",
                 )  # fmt: skip
                 commit = self._advance(self.history.snapshots, commit, self.segments, chunks)
             except BaseException:
@@ -324,11 +331,7 @@ class CommitWriter:
         kept = {_id(snapshot) for snapshot in after.snapshots}
         given_up = [*self._given_up, *(s for s in self.history.snapshots if _id(s) not in kept)]
         leased = self._leased() if given_up else set()
-        wanted: dict[str, Commit | Segment] = {}
-        for snapshot in (*after.snapshots, *(s for s in given_up if _id(s) in leased)):
-            if snapshot.commit is not None:
-                wanted[f"{COMMIT}{_id(snapshot)}"] = snapshot.commit
-            wanted |= {f"{SEGMENT}{segment.id}": segment for segment in snapshot.committed}
+        wanted = _records_of([*after.snapshots, *(s for s in given_up if _id(s) in leased)])
         records = {name: one.to_bytes() for name, one in wanted.items() if name not in self._names}
         records[KEPT] = encode("kept", {"commits": sorted(kept)}, {})
         gone = self._names - wanted.keys() - {TABLES, KEPT}
@@ -346,7 +349,22 @@ class CommitWriter:
                     self._allocate(Needed({}, {}, {newest.commit.id: newest.commit}))
                 self._set_snapshot(newest)
                 self._counters.add(transactions=1)
+        self._keep_leased()
         self._free()
+
+    def _keep_leased(self) -> None:
+        """Set the records again of commits that were leased after the last look, before they were given up durably.
+
+        Nobody leases them from now on. Where there is no room, they last as long as this writer.
+        """
+        leased = self._leased() if self._given_up else set()
+        wanted = _records_of([snapshot for snapshot in self._given_up if _id(snapshot) in leased])
+        records = {name: one.to_bytes() for name, one in wanted.items() if name not in self._names}
+        if records:
+            with suppress(StoreError):
+                self._engine.commit(records)
+            if self._is_durable(records, ()):
+                self._names |= records.keys()
 
     def _is_durable(self, records: Mapping[str, bytes], gone: Collection[str]) -> bool:
         """Whether the engine has set ``records`` and removed those that are ``gone``, although it raised."""
@@ -425,6 +443,16 @@ def find(history: History, commit: int, label: str) -> Snapshot:
         if _id(snapshot) == commit:
             return snapshot
     raise CommitMissingError(f"{label} has no commit {commit}: {kept_commits([_id(s) for s in history.snapshots])}")
+
+
+def _records_of(snapshots: Iterable[Snapshot]) -> dict[str, Commit | Segment]:
+    """Return what has the records of commits, by their names."""
+    wanted: dict[str, Commit | Segment] = {}
+    for snapshot in snapshots:
+        if snapshot.commit is not None:
+            wanted[f"{COMMIT}{_id(snapshot)}"] = snapshot.commit
+        wanted |= {f"{SEGMENT}{segment.id}": segment for segment in snapshot.committed}
+    return wanted
 
 
 def _id(snapshot: Snapshot) -> int:

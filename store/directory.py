@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FORMAT = "tiercache store"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 MARKER = "store.json"
 MANIFEST = "shards.json"
 """Of a sharded store, what says which shards it has."""

@@ -84,6 +84,12 @@ class Engine(Protocol):
         Raises CorruptStoreError.
         """
 
+    def digests(self) -> Mapping[str, str]:
+        """Return the SHA-256 of each record that ``records`` returned last, or that stands since the last ``commit``.
+
+        As hexadecimal digits.
+        """
+
     def drop_records(self) -> None:
         """Let go of records that are kept in memory: whoever asked for them has what it needs."""
 

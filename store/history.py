@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tiercache.store.record_chain import digest
 from tiercache.store.snapshot import Needed, Snapshot
 
 if TYPE_CHECKING:
@@ -15,6 +16,15 @@ if TYPE_CHECKING:
 
 COMMIT, SEGMENT, TABLES, KEPT = "commit/", "segment/", "tables", "kept"
 """Names of records: those of commits and segments end in an id; ``KEPT`` says which commits are kept."""
+
+
+def commit_digest(commit: Commit, digests: Mapping[str, str]) -> str:
+    """Return the SHA-256 of the names of all records of a commit, each with its own, as hexadecimal digits.
+
+    Commits with the same one have the same tables, rows and state. ``digests`` has those of the records, by name.
+    """
+    names = [TABLES, f"{COMMIT}{commit.id}", *(f"{SEGMENT}{id_}" for id_ in commit.segment_ids)]
+    return digest("".join(f"{name} {digests[name]}\n" for name in sorted(names)).encode())
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,10 @@ class LmdbEngine:
             self._head, self._manifest, self._records = found.head, found.manifest, found.records
         return dict(self._records)
 
+    def digests(self) -> dict[str, str]:
+        """Those of the manifest."""
+        return self._manifest.digests
+
     def drop_records(self) -> None:
         """Where they are read: what is written begins with a copy of them."""
         if self._readonly:

@@ -9,7 +9,7 @@ import numpy as np
 
 from tiercache.store.engine import MEMORY_BYTES
 from tiercache.store.errors import BlockReadError, StoreFullError
-from tiercache.store.record_chain import update
+from tiercache.store.record_chain import digest, update
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -44,6 +44,10 @@ class MemoryEngine:
         """Return a copy."""
         with self._lock:
             return dict(self.by_name)
+
+    def digests(self) -> Mapping[str, str]:
+        """Compute them."""
+        return {name: digest(data) for name, data in self.records().items()}
 
     def drop_records(self) -> None:
         """Nothing: they are the store."""

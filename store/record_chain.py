@@ -57,6 +57,11 @@ class Manifest:
         """The SHA-256 of its record, as hexadecimal digits."""
         return digest(self.to_bytes())
 
+    @property
+    def digests(self) -> dict[str, str]:
+        """The SHA-256 of each record, by name."""
+        return {name: known.digest for name, known in self.links.items()}
+
     def to_bytes(self) -> bytes:
         """Return its record."""
         names = sorted(self.links)
@@ -70,13 +75,13 @@ class Manifest:
         values, _ = decode("manifest", data, name)
         try:
             links = {
-                str(record): Link(whole(number, "a number"), whole(size, "a size"), _digest(sum_))
+                str(record): Link(whole(number, "a number"), whole(size, "a size"), checked_digest(sum_))
                 for record, number, size, sum_ in values["records"]
             }
             before = values["before"]
             return cls(
                 number=whole(values["number"], "the number"),
-                before=_digest(before) if before else "",
+                before=checked_digest(before) if before else "",
                 links=links,
                 writer=str(values.get("writer", "")),
             )
@@ -113,7 +118,8 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _digest(value: object) -> str:
+def checked_digest(value: object) -> str:
+    """Return a digest. Raises ValueError for what is none."""
     if not isinstance(value, str) or len(value) != 64 or not set(value) <= set("0123456789abcdef"):
         raise ValueError(f"{str(value)[:70]!r} is no digest")
     return value

@@ -16,7 +16,7 @@ from tiercache.store.commit_writer import CommitWriter, find
 from tiercache.store.compaction_plan import CompactionPlan
 from tiercache.store.counters import Counters
 from tiercache.store.errors import StoreClosedError, StoreError
-from tiercache.store.key_memory import KEY_MEMORY
+from tiercache.store.key_memory import KEY_MEMORY, KeyMemory
 from tiercache.store.lookup import locate, lookup, read_rows
 from tiercache.store.opening import Opened, check_options, label_of, open_engine
 from tiercache.store.reading import BlockReader, Pages
@@ -63,8 +63,8 @@ class Store:
         """In the order of unsigned table ids."""
         self.groups = group_tables(opened.tables)
         self.counters, self.mode = Counters(), mode
-        self.key_memory = KEY_MEMORY if mode == "r" and of is None else None
-        """What lookups remember of segments, beyond this store; None: nothing."""
+        self.key_memory: KeyMemory | None = of.key_memory if of is not None else KEY_MEMORY if mode == "r" else None
+        """What lookups remember of segments, beyond this store; None, of one that is open for writing: nothing."""
         self._opened, self._of = opened, of
         self._pid, self._closed = os.getpid(), False
         engine, label = opened.engine, self.label
@@ -210,6 +210,11 @@ class Store:
         """The commits that are kept, each as a snapshot."""
         return self._commits.history
 
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """The SHA-256 of each record of the commits that are kept, by name."""
+        return self._commits.digests
+
     @contextmanager
     def pinned(self) -> Iterator[Snapshot]:
         """Yield the snapshot of now, and keep all that it needs until this ends, whatever is committed meanwhile."""
@@ -307,7 +312,8 @@ class Store:
     ) -> Commit:
         """Make a commit that begins a schedule: its rows as one segment in the order (first use, table, hash).
 
-        ``start``: where it is entered, (0, 0) where not said; first uses are those at or after that pass. Keys that
+        ``start``: where it is entered, (0, 0) where not said; first uses are those at or after that pass. An empty
+        ``schedule_digest`` begins none: a commit at the position keeps the schedule in ``overlaid``. Keys that
         ``uses`` has and the store does not start with their first row, which ``first_rows(table, keys)`` makes faster;
         ``layout`` cuts the segment into pages. Rows of other keys stay where they are, in segments of which they are
         at least half, the used ones' stale copies beside them; the rest, all without ``retain_segments``, stand last,
@@ -351,10 +357,12 @@ class Store:
     def compact(self, *, progress: Callable[[str, int], None] | None = None) -> Commit:
         """Make a commit with one range for each table, in hash order: the fewest bytes, and lookups in one sweep.
 
-        For serving and for keeping: a training goes on from it only after it was reorganized. No row is stale.
+        It keeps the position: a training reorganizes the store first, then goes on where it stood. No row is stale.
         Readers keep their commits meanwhile. Otherwise as ``rewrite``.
         """
-        return self.rewrite(NoUses(), schedule_digest="", progress=progress, retain_segments=False)
+        commit = self.commit
+        start = None if commit is None or commit.cursor.sample else commit.cursor
+        return self.rewrite(NoUses(), schedule_digest="", progress=progress, retain_segments=False, start=start)
 
     @property
     def closed(self) -> bool:

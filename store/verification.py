@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from tiercache.store.liveness import Liveness
 from tiercache.store.opening import open_engine
 from tiercache.store.read_ahead import read_ahead
 from tiercache.store.record_check import record_problems
-from tiercache.store.recovery import commit_ids
+from tiercache.store.recovery import kept_ids
 from tiercache.store.shards.store import Shards
 from tiercache.store.store import Store
 
@@ -44,8 +45,14 @@ class Verification:
         self.problems: dict[str, dict[int, None]] = {}
         """Sentences, with the commits that each thing touches."""
         self.counts = {"segments": 0, "blocks": 0, "pages": 0, "rows": 0, "bytes": 0}
-        self._commits = [commit.id for commit in store.commits]
-        self._stores = [store.at(id_) for id_ in self._commits] if len(self._commits) > 1 else [store]
+        self._stores = [store]
+        """Each at a commit that it keeps a lease of."""
+        if len(store.commits) > 1:
+            self._stores = []
+            for commit in store.commits:
+                with suppress(CommitMissingError):  # a writer gave it up meanwhile
+                    self._stores.append(store.at(commit.id))
+        self._commits = [one.commit.id for one in self._stores if one.commit is not None]
         self._room = threading.local()
         self._blocks: dict[tuple[int, int, int], tuple[Segment, list[int]]] = {}
         """By segment, group and block: the segment and the commits that need the block."""
@@ -139,11 +146,10 @@ def in_words(problems: dict[str, dict[int, None]], kept: Sequence[int]) -> list[
 def _each_alone(path: str, error: CorruptStoreError) -> dict[str, Any]:
     """Return the report of a store whose commits do not open together: whichever opens alone is read."""
     try:
-        opened = open_engine(Path(path), None, None, "r", None)
+        with closing(open_engine(Path(path), None, None, "r", None)) as opened:
+            kept = sorted(kept_ids(opened.engine.records(), f"the store at {path}"))
     except CorruptStoreError:
         return {"problems": [str(error)]}
-    kept = commit_ids(opened.engine.records())
-    opened.close()
     problems: dict[str, dict[int, None]] = {}
     for id_ in kept:
         found: dict[str, dict[int, None]] = {}

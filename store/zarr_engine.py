@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import time
-from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +18,10 @@ from tiercache.store.blocks import STATE
 from tiercache.store.directory import WriterLock
 from tiercache.store.errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError, StoreInUseError
 from tiercache.store.full_disk import ROOM_FOR_RECORDS
+from tiercache.store.zarr_garbage import FREE, Garbage, free_key
 from tiercache.store.zarr_holdings import Holdings
 from tiercache.store.zarr_layout import NODE, Arrays, Place, epoch_of, group_node, split, state_key
-from tiercache.store.zarr_objects import Objects, Span
+from tiercache.store.zarr_objects import PROBES, Objects, Span
 from tiercache.store.zarr_reader import BlockReader
 from tiercache.store.zarr_records import Records, manifest_key, record_key
 from tiercache.store.zarr_writer import ChunkWriter, DiskWriter, RemoteWriter
@@ -87,9 +86,8 @@ class ZarrEngine:
         self._name = secrets.token_hex(8) if root is None else ""
         self._fenced = self._unknown = False
         """Whether another writer took over; whether a manifest was put and the store did not say that it is there."""
-        self._keep_for = keep_for if root is None else 0.0
-        self._free_since: deque[tuple[float, list[str], list[str]]] = deque()
-        """When objects and folders came to be needed no more."""
+        self._garbage = Garbage(keep_for)
+        """Elsewhere than on a local disk, what is to be deleted later."""
         self._going: tuple[Future[None], set[str]] | None = None
         """What is being deleted, and the names of objects and folders."""
         try:
@@ -125,6 +123,10 @@ class ZarrEngine:
                 self._listed = None
             return found
         return self._records.of(self._manifest)
+
+    def digests(self) -> dict[str, str]:
+        """Those of the manifest."""
+        return self._manifest.digests
 
     def drop_records(self) -> None:
         """Nothing: they are read each time."""
@@ -240,14 +242,15 @@ class ZarrEngine:
                 )
             self._holdings.hold(block, arrays)
         needed, holes = self._holdings.everything()
-        listed = self._records.sizes("segments", "state", "records", "manifests")
+        listed = self._records.sizes("segments", "state", "records", "manifests", *([PROBES] if self._epoch else []))
         needed |= {f"segments/{NODE}", manifest_key(self._manifest)}
         needed |= {record_key(name, link) for name, link in self._manifest.links.items()}
         self._holdings.nodes &= listed.keys()
         spare = [key for key in listed if key not in needed and key not in self._holdings.nodes]
         # A writer that took over since has objects that this one's manifest does not name.
-        self._later([key for key in spare if not self._epoch or epoch_of(key) <= self._epoch], holes, [])
+        self._later([key for key in spare if not self._epoch or epoch_of(key) <= self._epoch], holes, [], self._told())
         self._settle()
+        self._tell()
         self._objects.tidy("segments")
 
     def free(self, blocks: Iterable[Block]) -> None:
@@ -266,7 +269,11 @@ class ZarrEngine:
 
     def close(self) -> None:
         """Give up threads and lock."""
+        if self._epoch and not self._fenced:
+            self._later([], {}, [])
         self._settle()
+        if self._epoch and not self._fenced:
+            self._tell()
         self._writer.close()
         if self._lock is not None:
             self._lock.release()
@@ -283,11 +290,22 @@ class ZarrEngine:
                 self._dirty.add(key)
         self._next = self._records.next_number(self._manifest)
         if self._objects.root is None:
+            self._check_creates()
             before, fresh = self._manifest, self._manifest.after({}, writer=self._name)
             self._create(fresh)
             self._manifest, self._epoch, self._unknown = fresh, fresh.number, False
             if before.number:
                 self._delete_now([manifest_key(before)])
+
+    def _check_creates(self) -> None:
+        """Raise StoreError for a store of objects that does not decide between writers."""
+        with self._writer.translated(ROOM_FOR_RECORDS):
+            problem = self._objects.overwrites()
+        if problem:
+            raise StoreError(
+                f"{self.label} cannot be written: {problem}, so one writer could destroy what another has committed: "
+                "use zarr.storage.ObjectStore on a server with conditional puts, or write to a local disk and copy that"
+            )
 
     def _create(self, manifest: Manifest) -> None:
         """Publish a manifest whose number no other writer has taken; a writer that was overtaken is at its end."""
@@ -397,16 +415,41 @@ class ZarrEngine:
                 advice="raise store_budget",
             )
 
-    def _later(self, keys: list[str], holes: Mapping[str, list[tuple[int, int]]], folders: list[str]) -> None:
+    def _told(self) -> Garbage:
+        """Return what the writers before knew of free objects."""
+        found = Garbage()
+        with contextlib.suppress(OSError):
+            for name in self._objects.names(FREE) if self._epoch else ():
+                with contextlib.suppress(CorruptStoreError):  # what it said is found again, and free since now
+                    found.join(Garbage.from_bytes(self._objects.get(f"{FREE}/{name}") or b"", name))
+        self._garbage.changed = bool(found)
+        return found
+
+    def _tell(self) -> None:
+        """Write for the writers after this one what is free, and delete what those before it wrote."""
+        if not self._epoch or not self._garbage.changed:
+            return
+        with contextlib.suppress(OSError):
+            last = self._epoch - 1 if self._garbage else self._epoch
+            if self._garbage:
+                self._objects.put(free_key(self._epoch), self._garbage.to_bytes())
+            epochs = (int(name) for name in self._objects.names(FREE) if name.isdecimal())
+            self._objects.delete([free_key(epoch) for epoch in epochs if epoch <= last])
+            self._garbage.changed = False
+
+    def _later(
+        self,
+        keys: list[str],
+        holes: Mapping[str, list[tuple[int, int]]],
+        folders: list[str],
+        before: Garbage | None = None,
+    ) -> None:
         """Delete objects and folders and punch holes on another thread; what fails is left to the next opening."""
         if self._objects.root is None:
-            holes, now = {}, time.monotonic()
-            if keys or folders:
-                self._free_since.append((now, keys, folders))
-            keys, folders = [], []
-            while self._free_since and self._free_since[0][0] + self._keep_for <= now:
-                _, some, others = self._free_since.popleft()
-                keys, folders = keys + some, folders + others
+            holes = {}
+            self._garbage.add([*keys, *(f"{folder}/" for folder in folders)], before)
+            due = self._garbage.take_due()
+            keys, folders = ([one for one in due if one[-1] != "/"], [one[:-1] for one in due if one[-1] == "/"])
         if not (keys or holes or folders):
             return
 

@@ -17,7 +17,7 @@ import numpy as np
 from zarr.abc.store import RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import default_buffer_prototype
 from zarr.core.sync import sync
-from zarr.storage import LocalStore
+from zarr.storage import LocalStore, WrapperStore
 
 from tiercache.store.direct_file import RangeReader, read_whole, sync_file, sync_folder, write_whole
 from tiercache.store.errors import BlockReadError
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 T = TypeVar("T")
+PROBES = "probes"
+"""The folder of objects that are there for a moment, while a store is opened for writing."""
+_PROBES = 3
+"""How often: a writer that opens the store at the same time may delete them, as ones that a killed one left."""
 LEFTOVER = ".partial"
 """How the names of objects end that were not written to the end."""
 
@@ -99,11 +103,31 @@ class Objects:
     def create(self, key: str, data: bytes) -> bool:
         """Write an object that must not be there, elsewhere than on a local disk; return whether this one is there.
 
-        ``data`` must be what nobody else writes. Object stores decide between writers (a conditional put); a store of
-        Zarr that cannot may let the second one win.
+        ``data`` must be what nobody else writes. The store decides between writers (a conditional put), as
+        ``overwrites`` finds out.
         """
         _remote(self.store.set_if_not_exists(key, self._prototype.buffer.from_bytes(data)))
         return self.get(key) == data
+
+    def overwrites(self) -> str:
+        """Return why ``create`` may let a second writer win, in words that end a sentence; or "".
+
+        A store of Zarr may have no conditional put of its own: Zarr's looks and then writes. A server may not know the
+        condition: then the second put of a name replaces the first. Writes an object, and deletes it.
+        """
+        layer = self.store
+        while isinstance(layer, WrapperStore) and type(layer).set_if_not_exists.__module__.startswith("zarr."):
+            layer = layer._store
+        if type(layer).set_if_not_exists is Store.set_if_not_exists:
+            return f"{type(layer).__name__} has no put that fails where the object exists"
+        for _ in range(_PROBES):
+            key = f"{PROBES}/{secrets.token_hex(8)}"
+            try:
+                if self.create(key, b"first") and not self.create(key, b"second"):
+                    return ""
+            finally:
+                self.delete([key])
+        return f"{type(layer).__name__} replaces an object by a put that is to fail where it exists"
 
     def get(self, key: str) -> bytes | None:
         """Return an object; None where there is none."""

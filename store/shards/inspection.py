@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.store.errors import StoreError
+from tiercache.store.errors import CommitMissingError, StoreError
 from tiercache.store.hashing import hash_keys
 from tiercache.store.inspect import describe, describe_commits, verify
 from tiercache.store.run import runs_of
@@ -19,9 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from tiercache.store.commit import Commit
     from tiercache.store.shards.store import Shards
     from tiercache.store.store import Store
     from tiercache.store.table import Table
+
+_TRIES = 8
+"""How often verification begins anew, each time because the store was sharded anew."""
 
 
 def describe_shards(path: Path, manifest: Manifest) -> dict[str, Any]:
@@ -71,19 +76,37 @@ def describe_shards(path: Path, manifest: Manifest) -> dict[str, Any]:
 def _described(store: Shards, rank: int) -> dict[str, Any]:
     """Return what ``info`` says of a shard, as far as it is the whole store's: nothing of a commit of its own."""
     shard = store.shards[rank]
-    own = [store.at(commit.id).shards[rank].commit for commit in store.named]
-    kept = describe_commits(commit for commit in own if commit is not None)
+    own: list[Commit] = []
+    for commit in store.named:
+        with suppress(CommitMissingError), store.at(commit.id) as at:  # given up since it was opened
+            own += [one for one in [at.shards[rank].commit] if one is not None]
+    kept = describe_commits(own)
     return describe(shard, shard.path or store.path) | {"retention": store.retention, "commits": kept}
 
 
 def verify_shards(path: Path, manifest: Manifest, progress: Callable[[int, int], None] | None) -> dict[str, Any]:
-    """Verify every shard of the store at ``path``, and that the shards belong together.
+    """Verify every shard of the store at ``path``, and that the shards belong together; a training may go on meanwhile.
 
     Returns, beside sums, "shards", which has what ``verify`` returns for each, and under "problems" a sentence for each
     thing that is wrong: with a shard, or one that is missing or lacks a commit of the manifest, and at any commit that
     is kept with rows that are another rank's, or with slices of a table that have different rows. ``progress`` is
-    called with bytes done and bytes in all, as far as they are known: shards are read one after the other.
+    called with bytes done and bytes in all, as far as they are known: shards are read one after the other. Where
+    another number of ranks makes its own shards meanwhile, those are verified.
     """
+    for _ in range(_TRIES):
+        report = _verify_shards(path, manifest, progress)
+        if not report["problems"]:
+            break
+        now = Manifest.read(path)
+        if now is None or now.is_plain:
+            return verify(path, progress=progress)
+        if now.generation == manifest.generation:
+            break
+        manifest = now
+    return report
+
+
+def _verify_shards(path: Path, manifest: Manifest, progress: Callable[[int, int], None] | None) -> dict[str, Any]:
     report: dict[str, Any] = {"path": str(path), "ranks": manifest.num_ranks, "problems": [], "shards": []}
     problems: list[str] = report["problems"]
     report["commits"] = [commit.id for commit in manifest.commits]
@@ -112,7 +135,8 @@ def verify_shards(path: Path, manifest: Manifest, progress: Callable[[int, int],
                 report["commits"] = [commit.id for commit in store.named]
                 store.check_shards()
                 for commit in store.named:
-                    problems += [one for one in _strays(store.at(commit.id)) if one not in problems]
+                    with suppress(CommitMissingError), store.at(commit.id) as at:  # given up since it was opened
+                        problems += [one for one in _strays(at) if one not in problems]
         except StoreError as error:
             problems.append(str(error))
     return report

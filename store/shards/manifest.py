@@ -8,21 +8,23 @@ import re
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from tiercache.store.atomic_file import sync, write_whole
 from tiercache.store.commit import Cursor
 from tiercache.store.directory import FORMAT_VERSION, MANIFEST, StoreDirectory, check_version
 from tiercache.store.errors import CommitMissingError, CorruptStoreError, NotAStoreError
 from tiercache.store.full_disk import room_for
+from tiercache.store.history import commit_digest
 from tiercache.store.opening import ENGINES, label_of
 from tiercache.store.record import whole
+from tiercache.store.record_chain import checked_digest
 from tiercache.store.shards.mark import Mark, delete_shard
 from tiercache.store.shards.sharding import ShardingPlan
 from tiercache.store.table import Table, group_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from tiercache.store.store import Store
 
@@ -43,6 +45,20 @@ def shard_name(generation: int, rank: int) -> str:
     return f"shard-{generation}-{rank}"
 
 
+class ShardCommit(NamedTuple):
+    """A commit of a shard, and what it is."""
+
+    id: int
+    digest: str
+    """The SHA-256 of its records, as ``commit_digest`` returns it."""
+
+    @classmethod
+    def of(cls, shard: Store) -> Self:
+        """Return the newest commit of a shard."""
+        assert shard.commit is not None, "it has one"
+        return cls(shard.commit.id, commit_digest(shard.commit, shard.digests))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GlobalCommit:
     """One atomic step of a sharded store: the commits of all shards that belong together."""
@@ -53,18 +69,28 @@ class GlobalCommit:
     """Where all shards stand."""
     shards: tuple[int, ...]
     """By rank the commit of its shard."""
+    digests: tuple[str, ...]
+    """By rank the digest of that commit: no other store, no other rank and no other moment has it."""
+
+    @classmethod
+    def of(cls, id_: int, cursor: Cursor, shards: Iterable[ShardCommit]) -> Self:
+        """Return the step that makes these commits of shards one."""
+        ids, digests = zip(*shards, strict=True)
+        return cls(id=id_, cursor=cursor, shards=ids, digests=digests)
 
     def to_record(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
-        return {"id": self.id, "cursor": list(self.cursor), "shards": list(self.shards)}
+        shards, digests = list(self.shards), list(self.digests)
+        return {"id": self.id, "cursor": list(self.cursor), "shards": shards, "digests": digests}
 
     @classmethod
     def from_record(cls, record: Any) -> Self:
         """Read what ``to_record`` returned. Raises TypeError or ValueError for anything else."""
-        if not isinstance(record, dict) or record.keys() != {"id", "cursor", "shards"}:
+        if not isinstance(record, dict) or record.keys() != {"id", "cursor", "shards", "digests"}:
             raise TypeError(f"a commit of it is {record!r:.80}")
-        if not isinstance(record["shards"], list):
-            raise TypeError(f"the shards of a commit of it are {record['shards']!r:.60}")
+        for name in ("shards", "digests"):
+            if not isinstance(record[name], list):
+                raise TypeError(f"the {name} of a commit of it are {record[name]!r:.60}")
         if not isinstance(record["cursor"], list):
             raise TypeError(f"its cursor is {record['cursor']!r:.60}")
         pass_index, sample = record["cursor"]
@@ -72,6 +98,7 @@ class GlobalCommit:
             id=whole(record["id"], "the id of a commit"),
             cursor=Cursor(whole(pass_index, "the pass"), whole(sample, "the sample")),
             shards=tuple(whole(id_, "the commit of a shard") for id_ in record["shards"]),
+            digests=tuple(map(checked_digest, record["digests"])),
         )
 
 
@@ -143,25 +170,25 @@ class Manifest:
         """Return the commits of a rank's shard that it names, the oldest first."""
         return tuple(commit.shards[rank] for commit in self.commits)
 
-    def at(self, cursor: Cursor, shards: Sequence[int]) -> Manifest:
+    def at(self, cursor: Cursor, shards: Sequence[ShardCommit]) -> Manifest:
         """Return the one with another newest commit, of these commits of shards; itself where it stands there."""
-        newest = self.newest
-        if newest is not None and (newest.cursor, newest.shards) == (cursor, tuple(shards)):
+        commit = GlobalCommit.of(self.next_commit, cursor, shards)
+        if self.newest is not None and replace(self.newest, id=commit.id) == commit:
             return self
-        commit = GlobalCommit(id=self.next_commit, cursor=cursor, shards=tuple(shards))
         return replace(self, commits=(*self.commits, commit)[-self.retention :])
 
-    def renewed(self, shards: Sequence[int]) -> Manifest:
+    def renewed(self, shards: Sequence[ShardCommit]) -> Manifest:
         """Return the one with the same newest commit, for which shards have other commits with the same rows."""
-        return replace(self, commits=(*self.commits[:-1], replace(self.commits[-1], shards=tuple(shards))))
+        newest = self.commits[-1]
+        return replace(self, commits=(*self.commits[:-1], GlobalCommit.of(newest.id, newest.cursor, shards)))
 
     def trimmed(self) -> Manifest:
         """Return the one without the oldest commits, where it names more than are kept."""
         return replace(self, commits=self.commits[-self.retention :])
 
-    def back_at(self, to: GlobalCommit, shards: Sequence[int]) -> Manifest:
+    def back_at(self, to: GlobalCommit, shards: Sequence[ShardCommit]) -> Manifest:
         """Return the one with a newest commit that stands where ``to`` stood, and without those between."""
-        commit = GlobalCommit(id=self.next_commit, cursor=to.cursor, shards=tuple(shards))
+        commit = GlobalCommit.of(self.next_commit, to.cursor, shards)
         kept = (one for one in self.commits if one.id <= to.id)
         return replace(self, commits=(*kept, commit)[-self.retention :])
 
@@ -182,9 +209,12 @@ class Manifest:
     def check_shard(self, store: Store, rank: int, label: str, commits: Sequence[GlobalCommit] | None = None) -> None:
         """Raise where a shard, with all its commits, lacks one that the manifest names, or one of ``commits`` of these.
 
+        A commit is the one that is named if it stands there and has that digest: a shard of another run, of another
+        rank or of another moment has none of them.
+
         Raises CommitMissingError and CorruptStoreError, which call the whole store ``label``.
         """
-        kept = {commit.id: commit.cursor for commit in store.commits}
+        kept = {commit.id: commit for commit in store.commits}
         for commit in reversed(self.commits if commits is None else commits):  # the newest says most of what went wrong
             wanted = commit.shards[rank]
             if wanted not in kept:
@@ -194,10 +224,16 @@ class Manifest:
                     f"shard {rank} of {label} {has} and the manifest names commit {wanted}: {store.path} is {older} "
                     "it: restore shards and manifest from copies of one moment"
                 )
-            if kept[wanted] != commit.cursor:
+            if kept[wanted].cursor != commit.cursor:
                 raise CorruptStoreError(
-                    f"commit {wanted} of shard {rank} of {label} stands at {in_words(kept[wanted])} and the manifest "
-                    f"at {in_words(commit.cursor)}: restore shards and manifest from copies of one moment"
+                    f"commit {wanted} of shard {rank} of {label} stands at {in_words(kept[wanted].cursor)} and the "
+                    f"manifest at {in_words(commit.cursor)}: restore shards and manifest from copies of one moment"
+                )
+            if commit_digest(kept[wanted], store.digests) != commit.digests[rank]:
+                raise CorruptStoreError(
+                    f"commit {wanted} of shard {rank} of {label} is not the one that the manifest names: {store.path} "
+                    "is a shard of another run, another rank or another moment: restore shards and manifest from "
+                    "copies of one moment"
                 )
 
     # -- on disk -----------------------------------------------------------------------------------------
@@ -338,8 +374,9 @@ def _commits(values: dict[str, Any], num_ranks: int) -> tuple[tuple[GlobalCommit
     if any(commit.id < first for commit in commits):
         raise ValueError(f"it names commit {commits[0].id} and begins with commit {first}")
     for commit in commits:
-        if len(commit.shards) != num_ranks:
-            raise ValueError(f"it names {len(commit.shards)} commits of {num_ranks} shards")
+        for what, named in (("commits", commit.shards), ("digests", commit.digests)):
+            if len(named) != num_ranks:
+                raise ValueError(f"it names {len(named)} {what} of {num_ranks} shards")
     for one, other in pairwise(commits):
         if one.id >= other.id or any(a >= b for a, b in zip(one.shards, other.shards, strict=True)):
             raise ValueError(f"its commits {one.id} and {other.id} do not stand in the order in which they were made")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import uuid
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tiercache.store.commit_writer import keep
 from tiercache.store.directory import RANKS_LOCK, StoreDirectory, WriterLock
 from tiercache.store.errors import CommitMissingError, CorruptStoreError, StoreError, StoreMissingError
+from tiercache.store.history import commit_digest
 from tiercache.store.opening import ENGINES, compare_tables, label_of, open_engine
-from tiercache.store.shards.manifest import HERE, GlobalCommit, Manifest
+from tiercache.store.shards.manifest import HERE, GlobalCommit, Manifest, ShardCommit
 from tiercache.store.shards.sharding import ShardingPlan
 from tiercache.store.shards.store import Shards
 from tiercache.store.store import Store
@@ -82,7 +83,7 @@ def open_shard(
     *,
     store_budget: int | None = None,
 ) -> Store:
-    """Open a shard for writing at the newest commit of the manifest, or make it where that has none.
+    """Open a shard for writing at the newest commit of the manifest, or make it, of ``tables``, where that has none.
 
     It keeps all commits that the manifest names, and steps back where it is ahead. Raises what ``Store.open`` raises,
     and where the shard is not the one that the manifest names.
@@ -93,7 +94,8 @@ def open_shard(
     elif not manifest.is_plain:
         manifest.mark(rank).make(folder)
     retention = manifest.retention if manifest.is_plain else manifest.retention + 1
-    opened = open_engine(folder, tables, manifest.engine, "a", store_budget, of_shards=True)
+    fresh = tables if manifest.newest is None else None  # those of a shard are bound by the digest of its commit
+    opened = open_engine(folder, fresh, manifest.engine, "a", store_budget, of_shards=True)
     try:
         shard = Store(opened, folder, "a", None, retention)
     except BaseException:
@@ -126,7 +128,10 @@ def plain_manifest(path: Path) -> Manifest | None:
             tables=store.tables,
             sharding=ShardingPlan.of_one(store.tables),
             shards=(HERE,),
-            commits=tuple(GlobalCommit(id=one.id, cursor=one.cursor, shards=(one.id,)) for one in store.commits),
+            commits=tuple(
+                GlobalCommit.of(one.id, one.cursor, [ShardCommit(one.id, commit_digest(one, store.digests))])
+                for one in store.commits
+            ),
             obsolete=() if left is None else left.obsolete,
         )
 
@@ -163,7 +168,7 @@ def _open_to_write(path: Path, retention: int | None, store_budget: int | None, 
             stack.enter_context(open_shard(path, manifest, rank, store_budget=store_budget))
             for rank in range(manifest.num_ranks)
         )
-        manifest = manifest.renewed([shard.commits[-1].id for shard in opened])
+        manifest = manifest.renewed([ShardCommit.of(shard) for shard in opened])
         if manifest != found:
             manifest.write(path)
             for rank, shard in enumerate(opened):
@@ -194,12 +199,13 @@ def _open_all(path: Path, manifest: Manifest, only: GlobalCommit | None) -> tupl
 
 def _kept(manifest: Manifest, shards: tuple[Store, ...]) -> tuple[GlobalCommit, ...]:
     """Return the commits of a manifest that all shards have."""
-    kept = [{commit.id: commit.cursor for commit in shard.commits} for shard in shards]
-    return tuple(
-        commit
-        for commit in manifest.commits
-        if all(cursors.get(id_) == commit.cursor for id_, cursors in zip(commit.shards, kept, strict=True))
-    )
+    kept = []
+    for commit in manifest.commits:
+        with suppress(CommitMissingError, CorruptStoreError):
+            for rank, shard in enumerate(shards):
+                manifest.check_shard(shard, rank, "", [commit])
+            kept.append(commit)
+    return tuple(kept)
 
 
 def _open_one(folder: Path, manifest: Manifest, rank: int) -> Store:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
@@ -23,7 +23,7 @@ from tiercache.store.lookup import check_keys, missing_keys
 from tiercache.store.opening import label_of
 from tiercache.store.run import LastKeys
 from tiercache.store.scan import SCAN_BYTES, live_rows, scan_segments
-from tiercache.store.shards.manifest import GlobalCommit, Manifest
+from tiercache.store.shards.manifest import GlobalCommit, Manifest, ShardCommit
 from tiercache.store.shards.sharding import HASHES, Slice, TableSharding, hash_bounds
 from tiercache.store.store import Store
 from tiercache.store.table import group_tables
@@ -81,8 +81,11 @@ class Shards(Store):
         self.named = commits
         """The commits that can be read, as the manifest has them, the oldest first."""
         self._own = {commit.id: commit for commit in self._all[0].commits}
-        self.shards = tuple(shard.at(id_) for shard, id_ in zip(self._all, commits[-1].shards, strict=True))
-        """The shard of each rank, at its commit."""
+        with ExitStack() as stack:
+            named = zip(self._all, commits[-1].shards, strict=True)
+            self.shards = tuple(stack.enter_context(shard.at(id_)) for shard, id_ in named)
+            """The shard of each rank, at its commit."""
+            stack.pop_all()
 
     def __getattr__(self, name: str) -> NoReturn:
         """Refuse what a shard alone has: segments, and what writes them."""
@@ -153,14 +156,15 @@ class Shards(Store):
         """
         self._check_writable()
         target = self.manifest.find(to, self.label)
-        commits = [shard.rollback(id_).id for shard, id_ in zip(self._all, target.shards, strict=True)]
-        return self._write(self.manifest.back_at(target, commits))
+        for shard, id_ in zip(self._all, target.shards, strict=True):
+            shard.rollback(id_)
+        return self._write(self.manifest.back_at(target, [ShardCommit.of(shard) for shard in self._all]))
 
     def compact(self, *, progress: Callable[[str, int], None] | None = None) -> Commit:
         """Make a commit with one range for each table in each shard, in hash order, as ``Store.compact`` does."""
         self._check_writable()
         commits = [shard.compact(progress=progress) for shard in self._all]
-        return self._write(self.manifest.at(commits[0].cursor, [commit.id for commit in commits]))
+        return self._write(self.manifest.at(commits[0].cursor, [ShardCommit.of(shard) for shard in self._all]))
 
     # -- reading -----------------------------------------------------------------------------------------
 

@@ -170,6 +170,38 @@ def compare(ranks: AnyCommunicator, by_rank: list[dict[str, Any]], version: str 
         tiercache.__version__ = kept
 
 
+def waits_of_groups(ranks: AnyCommunicator) -> list[float]:
+    """Return for how many seconds the process groups of a clone wait."""
+    clone = ranks.clone()
+    groups = clone._host, clone._data
+    waits = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+    clone.close()
+    return waits
+
+
+def groups_without_the_last(ranks: AnyCommunicator, after: int, part: bool) -> None:
+    """Make a clone, and another one, while the last rank stops after so many process groups.
+
+    part: of a group that has one rank less than there are.
+    """
+    plain, made, last = dist.new_group, [0], ranks.size - 1 - part
+    group = plain(list(range(ranks.size - 1))) if part else None
+    if ranks.rank > last:
+        return
+
+    def new_group(*arguments: Any, **options: Any) -> Any:
+        made[0] += 1
+        if ranks.rank == last and made[0] > after:
+            raise SystemError("this rank is gone")
+        return plain(*arguments, **options)
+
+    dist.new_group = new_group
+    try:
+        communicator_of(group).clone()
+    finally:
+        dist.new_group = plain
+
+
 def waits_for_different_things(ranks: AnyCommunicator) -> None:
     """Rank 1 exchanges splits for something else."""
     ranks.exchange_splits(

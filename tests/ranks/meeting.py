@@ -39,7 +39,7 @@ class _Agreeing:
             error = raised
         self.agree(what, error)
 
-    def all_gather_object(self, mine: Any) -> list[Any]:
+    def all_gather_object(self, mine: Any, what: str = "") -> list[Any]:
         """Return what each rank brings."""
         raise NotImplementedError
 
@@ -51,7 +51,7 @@ class _Threads(_Agreeing):
         self.rank, self.size = rank, len(shared)
         self._shared, self._barrier = shared, barrier
 
-    def all_gather_object(self, mine: Any) -> list[Any]:
+    def all_gather_object(self, mine: Any, what: str = "") -> list[Any]:
         """Return what each rank brings."""
         try:
             self._barrier.wait()
@@ -86,7 +86,7 @@ class Processes(_Agreeing):
         for one in sockets:
             one.settimeout(SECONDS)
 
-    def all_gather_object(self, mine: Any) -> list[Any]:
+    def all_gather_object(self, mine: Any, what: str = "") -> list[Any]:
         """Return what each rank brings. Raises RankError where one is gone."""
         try:
             if self.rank == 0:

@@ -15,7 +15,7 @@ from tests.store.world import World
 from tiercache.errors import RankError
 from tiercache.ranks.shard_writer import ShardWriter
 from tiercache.store import Adagrad, Adam, Cursor, MemoryEngine, RowWiseAdagrad, Store, Table, Uniform, Zeros, hash_keys
-from tiercache.store.shards.manifest import GlobalCommit, Manifest, shard_name
+from tiercache.store.shards.manifest import GlobalCommit, Manifest, ShardCommit, shard_name
 from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, hash_bounds, sliced
 from tiercache.store.shards.store import Shards
 from tiercache.store.vectors import row_words
@@ -206,7 +206,7 @@ def one_store(tables: Sequence[Table], sharding: ShardingPlan, shards: Sequence[
         shards=tuple(shard_name(0, rank) for rank in range(sharding.num_ranks)),
     )
     commits = [shard.commit for shard in shards]
-    newest = GlobalCommit(id=0, cursor=commits[0].cursor, shards=tuple(one.id for one in commits))
+    newest = GlobalCommit.of(0, commits[0].cursor, [ShardCommit.of(shard) for shard in shards])
     return Shards(Path("memory"), manifest, tuple(shards), (newest,))
 
 

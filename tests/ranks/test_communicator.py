@@ -138,6 +138,29 @@ def test_ranks_that_exchange_splits_for_different_things_say_so(ranks_pool: Rank
     ]
 
 
+@pytest.mark.parametrize(
+    ("size", "after", "part"), [(2, 0, False), (2, 1, False), (2, 2, False), (2, 3, False), (3, 1, False), (3, 1, True)]
+)
+def test_a_rank_that_is_gone_while_groups_are_made_is_waited_for_no_longer_than_was_said(
+    ranks_pool: RanksPool, size: int, after: int, part: bool
+) -> None:
+    """By the time-out of the group that they are made from: agreements may last for days only once all have met."""
+    *others, gone = ranks_pool.errors(size, BODIES + "groups_without_the_last", limit=12.0, after=after, part=part)
+    if part:
+        assert gone is None
+        gone = others.pop()
+    assert gone == ("SystemError", "this rank is gone")
+    for error in others:
+        assert error is not None
+        assert error[0] == "RankError"
+        assert re.search(r"did not answer while rank \d was (making process groups|connecting the ranks)", error[1])
+
+
+def test_agreements_wait_for_days_once_all_ranks_have_met(ranks_pool: RanksPool) -> None:
+    """And what moves data for as long as torch's default."""
+    assert ranks_pool.run(2, BODIES + "waits_of_groups") == [[30 * 86400.0, 45.0]] * 2
+
+
 def test_alone_nothing_is_copied_and_nobody_is_asked() -> None:
     """Without a process group there is one rank, and torch.distributed stays untouched."""
     ranks = communicator_of()

@@ -3,14 +3,17 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.cli.command import error_of, run
-from tests.ranks.sharded_world import TABLES, expected, train_shards
+from tests.ranks.meeting import meet
+from tests.ranks.sharded_world import TABLES, divide_anew, expected, sharding_on, train_shards
 from tiercache.store import Cursor, Store, StoreInUseError, TableMismatchError, info, verify
-from tiercache.store.shards.manifest import Manifest
+from tiercache.store.shards import inspection
+from tiercache.store.shards.manifest import Manifest, ShardCommit
 
 
 @pytest.fixture
@@ -78,10 +81,59 @@ def test_verify_reads_all_shards_and_whether_they_belong_together(path: Path, tm
         (copies[2] / name).rename(copies[2] / f"{name} x")
     for old, new in (("shard-0-1 x", "shard-0-2"), ("shard-0-2 x", "shard-0-1")):
         (copies[2] / old).rename(copies[2] / new)
+    assert "commit 3 of shard 1 of" in words(copies[2])
+    manifest = Manifest.read(copies[2])
+    one, *others = (ShardCommit(3, digest) for digest in manifest.newest.digests)
+    manifest.renewed([one, *others[::-1]]).write(copies[2])
     strays = verify(copies[2])["problems"]
     assert any("shard 1 of the store at" in one and "gives to other ranks" in one for one in strays)
-    Manifest.read(copies[3]).renewed((3, 3, 2)).write(copies[3])
+    manifest = Manifest.read(copies[3])
+    others = [ShardCommit(3, digest) for digest in manifest.newest.digests]
+    manifest.renewed([*others[:2], ShardCommit(2, others[2].digest)]).write(copies[3])
     assert "commit 2 of shard 2 of" in words(copies[3])
+
+
+@pytest.mark.parametrize("meanwhile", ["trained", "rolled back", "compacted", "sharded anew", "made plain"])
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_a_training_beside_verification_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: str, after: int
+) -> None:
+    """After one shard was verified, or both, or the first commit of both: older commits go, or all shards do."""
+    path, calls = tmp_path / "s", [0]
+    assert train_shards(path, 2, 4, retention=3) == [None] * 2
+
+    def counted(plain: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            calls[0] += 1
+            found = plain(*arguments, **options)
+            if calls[0] == after:
+                go_on(path, meanwhile)
+            return found
+
+        return call
+
+    monkeypatch.setattr(inspection, "verify", counted(inspection.verify))
+    monkeypatch.setattr(inspection, "_strays", counted(inspection._strays))
+    assert verify(path)["problems"] == []
+    assert info(path)["rows"]
+
+
+def go_on(path: Path, meanwhile: str) -> None:
+    """Make commits that give up all that there were."""
+    match meanwhile:
+        case "trained":
+            assert train_shards(path, 2, 4) == [None] * 2
+        case "sharded anew":
+            assert meet(3, lambda ranks: divide_anew(path, ranks, sharding_on(3, 1))) == [None] * 3
+        case "made plain":
+            assert meet(1, lambda ranks: divide_anew(path, ranks, sharding_on(1), plain=True)) == [None]
+        case _:
+            with Store.open(path) as store:
+                for _ in range(4):
+                    if meanwhile == "compacted":
+                        store.compact()
+                    else:
+                        store.rollback(store.commits[0].id)
 
 
 def test_lookup_shows_whole_rows(path: Path) -> None:
@@ -129,7 +181,7 @@ def test_one_process_writes_to_no_shard(path: Path) -> None:
         with pytest.raises(StoreInUseError, match=r"is being written by process .*this process"):
             Store.open(path)
         assert [store.rollback(3).id, store.compact().id] == [4, 5]
-        assert (store.commit.id, store.commit.cursor) == (5, Cursor(0))
+        assert (store.commit.id, store.commit.cursor) == (5, Cursor(2))
         assert {table.name: store.live_rows(table.name) for table in TABLES} == {
             name: len(keys) for name, keys in expected(Cursor(2)).items()
         }

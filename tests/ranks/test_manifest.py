@@ -24,7 +24,7 @@ from tiercache.store import (
 )
 from tiercache.store.directory import StoreDirectory
 from tiercache.store.leases import Lease
-from tiercache.store.shards.manifest import GlobalCommit, Manifest
+from tiercache.store.shards.manifest import GlobalCommit, Manifest, ShardCommit
 from tiercache.store.shards.mark import Mark, delete_shard
 
 MANIFEST = Manifest(
@@ -36,14 +36,14 @@ MANIFEST = Manifest(
     sharding=sharding_on(2),
     shards=("shard-3-0", "/a disk/ü/shard-3-1"),
     commits=(
-        GlobalCommit(id=20, cursor=Cursor(7), shards=(11, 10)),
-        GlobalCommit(id=22, cursor=Cursor(7, 40), shards=(12, 13)),
+        GlobalCommit(id=20, cursor=Cursor(7), shards=(11, 10), digests=("a" * 64, "b" * 64)),
+        GlobalCommit(id=22, cursor=Cursor(7, 40), shards=(12, 13), digests=("c" * 64, "d" * 64)),
     ),
     first_commit=9,
     obsolete=("shard-2-0", "/a disk/shard-4-1"),
 )
 BYTES = MANIFEST.to_bytes()
-ONE, OTHER = ({"id": id_, "cursor": [7, 0], "shards": [id_, id_]} for id_ in (20, 22))
+ONE, OTHER = ({"id": id_, "cursor": [7, 0], "shards": [id_, id_], "digests": ["a" * 64, "b" * 64]} for id_ in (20, 22))
 
 
 def sealed(values: dict[str, Any]) -> bytes:
@@ -72,14 +72,20 @@ def test_a_record_comes_back(tmp_path: Path) -> None:
 
 def test_records_count_commits_and_keep_the_newest() -> None:
     """The next one, the same by other commits of shards, and one that goes back; ids are never used again."""
-    after = MANIFEST.at(Cursor(8), [13, 14])
+    made = [ShardCommit(13, "e" * 64), ShardCommit(14, "f" * 64)]
+    after = MANIFEST.at(Cursor(8), made)
     assert [(one.id, one.cursor, one.shards) for one in after.commits] == [
         (22, (7, 40), (12, 13)), (23, (8, 0), (13, 14))
     ]  # fmt: skip
-    assert after.at(Cursor(8), [13, 14]) is after
-    assert after.renewed([15, 14]).commits == (MANIFEST.commits[1], replace(after.commits[1], shards=(15, 14)))
-    back = MANIFEST.back_at(MANIFEST.commits[0], [13, 14])
-    assert back.commits == (MANIFEST.commits[0], GlobalCommit(id=23, cursor=Cursor(7), shards=(13, 14)))
+    assert after.newest.digests == ("e" * 64, "f" * 64)
+    assert after.at(Cursor(8), made) is after
+    assert after.at(Cursor(8), made[::-1]) is not after
+    renewed = after.renewed([ShardCommit(15, "0" * 64), made[1]])
+    assert renewed.commits == (
+        MANIFEST.commits[1], replace(after.commits[1], shards=(15, 14), digests=("0" * 64, "f" * 64))
+    )  # fmt: skip
+    back = MANIFEST.back_at(MANIFEST.commits[0], made)
+    assert back.commits == (MANIFEST.commits[0], GlobalCommit.of(23, Cursor(7), made))
     assert MANIFEST.commits_of(1) == (10, 13)
     with pytest.raises(CommitMissingError, match="the store has no commit 21: give one of 20, 22"):
         MANIFEST.find(21, "the store")
@@ -116,6 +122,11 @@ CORRUPT = (
     (changed(commits=[ONE | {"shards": [1]}]), "it names 1 commits of 2 shards"),
     (changed(commits=[ONE | {"shards": 7}]), "the shards of a commit of it are 7"),
     (changed(commits=[ONE | {"shards": [1, -1]}]), "the commit of a shard of a record is -1"),
+    (changed(commits=[ONE | {"digests": ["a" * 64]}]), "it names 1 digests of 2 shards"),
+    (changed(commits=[ONE | {"digests": ["a" * 64, "b" * 63]}]), "is no digest"),
+    (changed(commits=[ONE | {"digests": ["a" * 64, "B" * 64]}]), "is no digest"),
+    (changed(commits=[ONE | {"digests": "a" * 64}]), "the digests of a commit of it are 'aaa"),
+    (changed(commits=[{name: value for name, value in ONE.items() if name != "digests"}]), "a commit of it is {'id'"),
     (changed(commits=[ONE | {"id": 8}]), "it names commit 8 and begins with commit 9"),
     (changed(commits=[ONE | {"cursor": 7}]), "its cursor is 7"),
     (changed(commits=[ONE | {"cursor": [1, -1]}]), "the sample of a record is -1"),
@@ -134,8 +145,9 @@ CORRUPT = (
 OTHERS = (
     (b"[]", NotAStoreError, "it is not a sharded store's: give the path"),
     (changed(format="tiercache passes"), NotAStoreError, "it is not a sharded store's"),
-    (changed(version=0), FormatVersionError, "it has format version 0 and .* reads version 4: use the tiercache that"),
-    (changed(version=5, shards=7), FormatVersionError, "it has format version 5 and .* reads version 4: use a newer"),
+    (changed(version=0), FormatVersionError, "it has format version 0 and .* reads version 5: use the tiercache that"),
+    (changed(version=6, shards=7), FormatVersionError, "it has format version 6 and .* reads version 5: use a newer"),
+    (changed(version=4), FormatVersionError, "it has format version 4 and .* reads version 5: use the tiercache that"),
     (changed(version="new"), FormatVersionError, "it has format version 'new'"),
     (changed(version=True), FormatVersionError, "it has format version True"),
 )

@@ -236,6 +236,26 @@ def test_a_training_goes_on_with_another_number_of_ranks(
     assert_close(tmp_path, "bags", found[0])
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "engine"), [(2, 2, "lmdb"), (2, 2, "zarr"), (2, 1, "lmdb"), (1, 2, "zarr"), (3, 2, "lmdb")]
+)
+def test_a_compacted_store_goes_on_where_it_stood(
+    ranks_pool: RanksPool, tmp_path: Path, before: int, after: int, engine: str
+) -> None:
+    """Also with another number of ranks: passes that are trained are not trained again."""
+    path = tmp_path / "model.tc"
+    on_ranks(ranks_pool, before, tmp_path, "bags", "train_and_stop", passes=3, batches=1, within=False, engine=engine)
+    with tc.Store.open(path) as store:
+        at = store.commit.cursor
+        assert at.pass_index
+        assert store.compact().cursor == store.compact().cursor == at
+
+    found = on_ranks(ranks_pool, after, tmp_path, "bags")
+
+    assert_close(tmp_path, "bags", found[0])
+    assert tc.store.verify(path)["problems"] == []
+
+
 @pytest.mark.parametrize("within", [False, True])
 @pytest.mark.parametrize(("sizes", "engine"), [((1, 2), "lmdb"), ((2, 1), "zarr"), ((1, 3, 1, 2, 1), "lmdb")])
 def test_a_plain_store_is_sharded_and_made_plain_again(

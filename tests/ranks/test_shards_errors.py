@@ -72,10 +72,10 @@ def damage(path: Path, what: str) -> None:
             assert train_shards(path, 2, 4) == [None] * 2
             (path / "shards.json").write_bytes(manifest)
         case "newer format":
-            mark.write_text(mark.read_text().replace('"version": 4', '"version": 5'))
+            mark.write_text(mark.read_text().replace('"version": 5', '"version": 6'))
         case "newer store":
             marker = shard / "store.json"
-            marker.write_text(marker.read_text().replace('"version": 4', '"version": 5'))
+            marker.write_text(marker.read_text().replace('"version": 5', '"version": 6'))
         case "mark of nothing":
             mark.write_text("[]")
         case "another cursor":
@@ -105,8 +105,8 @@ def damage(path: Path, what: str) -> None:
             CommitMissingError,
             "shard . of .* has commits 6, 7 and the manifest names commit 3: .* newer",
         ),
-        ("newer format", FormatVersionError, "shard-0-1.json has format version 5 and .* reads version 4: use a newer"),
-        ("newer store", FormatVersionError, "shard-0-1 has format version 5 and this tiercache reads version 4"),
+        ("newer format", FormatVersionError, "shard-0-1.json has format version 6 and .* reads version 5: use a newer"),
+        ("newer store", FormatVersionError, "shard-0-1 has format version 6 and this tiercache reads version 5"),
         ("mark of nothing", CorruptStoreError, "shard-0-1.json cannot be read"),
         ("another cursor", CorruptStoreError, "commit 3 of shard . of .* stands at pass 2 and the manifest at pass 9"),
     ],

@@ -132,6 +132,33 @@ class ZarrFiles:
         return data[row * row_bytes : (row + count) * row_bytes]
 
 
+def commit_digest(files: Any, commit: int) -> str:
+    """Return the digest of a commit: of the names of its records, sorted, each with its SHA-256."""
+    segments = [f"segment/{id_}" for id_, _ in read_record(files.records[f"commit/{commit}"])[0]["segments"]]
+    lines = [
+        f"{name} {hashlib.sha256(files.records[name]).hexdigest()}\n"
+        for name in sorted(["tables", f"commit/{commit}", *segments])
+    ]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def check_manifest(path: Path) -> None:
+    """Assert that each shard of a sharded store has the commits that its manifest names."""
+    values = json.loads((path / "shards.json").read_text())
+    assert values.pop("version") == 5
+    for rank, name in enumerate(values["shards"]):
+        files = files_of(path / name)
+        for commit in values["commits"]:
+            assert commit_digest(files, commit["shards"][rank]) == commit["digests"][rank], (rank, commit)
+
+
+def files_of(path: Path) -> Any:
+    """Return the records and blocks of a store."""
+    marker = json.loads((path / "store.json").read_text())
+    assert marker["version"] == 5
+    return {"lmdb": LmdbFiles, "zarr": ZarrFiles}[marker["engine"]](path)
+
+
 def last_change(
     files: Any, segment: int, group: int, arrays: dict[str, np.ndarray], block: int, at: int, rows: int, first: int
 ) -> int:
@@ -149,8 +176,7 @@ def read_table(path: Path, groups: list[list[str]], form: Form, table: str) -> d
     That commit was taken before a pass. ``groups`` has the names of the tables of each group, ``form`` the
     fields of the table's rows. Numbers of bfloat16 are given as their bits.
     """
-    engine = json.loads((path / "store.json").read_text())["engine"]
-    files: Any = {"lmdb": LmdbFiles, "zarr": ZarrFiles}[engine](path)
+    files = files_of(path)
     newest = max(int(name[7:]) for name in files.records if name.startswith("commit/"))
     spec = next(one for one in read_record(files.records["tables"])[0]["tables"] if one["name"] == table)
     form[0] = *form[0][:2], {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}[spec["dtype"]]

@@ -146,7 +146,7 @@ class StoreMachine(RuleBasedStateMachine):
         self._step_back()
         self.world.compact(self.store)
         self.scheduled = False
-        self._keep(Cursor(0))
+        self._keep(Cursor(self.world.pass_index))
 
     @precondition(lambda self: self._between_passes())
     @rule(seed=st.integers(51, 99), keys=st.integers(1, 6))
@@ -223,7 +223,7 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             self.engine.fail_in(None)
             self.world, self.scheduled = world, False
-            self._keep(Cursor(0))
+            self._keep(Cursor(world.pass_index))
 
     # -- reading -----------------------------------------------------------------------------------------
 

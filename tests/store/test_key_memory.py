@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from tests.ranks.sharded_world import train_shards
 from tests.store.conftest import small_tables
 from tests.store.world import World
 from tiercache.store import Store, hash_keys
 from tiercache.store.key_memory import KeyMemory, Recall
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.store.world import Key
@@ -161,6 +163,49 @@ def test_a_store_for_writing_remembers_nothing(memory: KeyMemory, tmp_path: Path
         assert memory.num_bytes == 0
         reader.lookup("user", KEYS, missing="zeros")
         assert memory.num_bytes > 0
+
+
+def read_of_keys(store: Store) -> int:
+    """Look up keys without a row; return the bytes of keys that were read."""
+    shards = getattr(store, "shards", (store,))
+    before = sum(shard.counters.key_bytes_read for shard in shards)
+    for table in store.tables:
+        store.lookup(table.name, NONE, missing="zeros")
+    return sum(shard.counters.key_bytes_read for shard in shards) - before
+
+
+VIEWS: dict[str, Callable[[Store], Store]] = {
+    "as it is": lambda store: store,
+    "at the newest": lambda store: store.at(store.commit.id),
+    "at an older one": lambda store: store.at(store.commits[0].id),
+    "at one of that": lambda store: store.at(store.commits[0].id).at(store.commits[0].id),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+@pytest.mark.parametrize("ranks", [0, 1, 3])
+def test_every_view_of_a_store_for_reading_remembers(
+    memory: KeyMemory, tmp_path: Path, ranks: int, engine: str, view: Callable[[Store], Store]
+) -> None:
+    """Sharded or not, at any commit: the second lookup reads no key, nor does one by a store that is opened again."""
+    path = tmp_path / "s"
+    if ranks:
+        assert train_shards(path, ranks, 4, engine=engine, retention=2) == [None] * ranks
+    else:
+        world = World(small_tables(), num_passes=3, keys_per_pass=60, universe=150)
+        with Store.open(path, tables=world.tables, engine=engine, retention=2) as store:
+            world.run(store, 3)
+    with Store.open(path) as writer:
+        read_of_keys(view(writer))
+        assert memory.num_bytes == 0
+    with Store.open(path, mode="r") as store:
+        seen = view(store)
+        assert read_of_keys(seen) > 0
+        assert read_of_keys(seen) == 0
+    assert memory.num_bytes > 0
+    with Store.open(path, mode="r") as store:
+        assert read_of_keys(view(store)) == 0
 
 
 def test_a_hash_that_is_alike_in_its_first_half_is_looked_at(memory: KeyMemory, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -13,8 +13,9 @@ from tests.files import flip
 from tests.store.big import BIG, dump, load, publish
 from tests.store.conftest import held_blocks
 from tests.store.reader import READER
-from tiercache.store import CommitMissingError, CorruptBlockError, Store, StoreFullError, verify
+from tiercache.store import CommitMissingError, CorruptBlockError, Store, StoreFullError, load_rows, verify
 from tiercache.store.leases import Lease, leased_commits
+from tiercache.store.rewrite import NoUses
 
 
 @pytest.fixture(params=["lmdb", "zarr"])
@@ -31,6 +32,15 @@ def go_on(store: Store, passes: range) -> None:
     for pass_index in passes:
         dump(store, pass_index, {pass_index + 1: 200})
         publish(store, pass_index + 1)
+
+
+def rows_of(store: Store) -> dict[int, list[bytes]]:
+    """Return all rows by key."""
+    return {
+        key: [values[i].tobytes() for values in fields]
+        for keys, fields in store.scan("big")
+        for i, key in enumerate(keys.tolist())
+    }
 
 
 def test_what_a_reader_sees_stays_until_it_is_closed(store: Store) -> None:
@@ -69,6 +79,82 @@ def test_a_commit_that_only_its_readers_keep_is_opened_by_no_other(store: Store)
         Store.open(store.path, mode="r").close()
     assert len([*Path("/proc/self/fd").iterdir()]) == before
     store.close()
+
+
+def import_rows(store: Store) -> None:
+    """Lay rows over others."""
+    (keys, fields), *_ = store.scan("big", chunk_rows=5)
+    load_rows(store, [("big", (keys, tuple(fields)))])
+
+
+GIVING_UP: dict[str, Callable[[Store], object]] = {
+    "publish": lambda store: go_on(store, range(1, 2)),
+    "compact": lambda store: store.compact(),
+    "rewrite": lambda store: store.rewrite(NoUses(), schedule_digest="new"),
+    "import": import_rows,
+    "rollback": lambda store: store.rollback(0),
+    "publish twice": lambda store: go_on(store, range(1, 3)),
+}
+
+
+@pytest.mark.parametrize("give_up", GIVING_UP.values(), ids=GIVING_UP.keys())
+def test_a_lease_that_comes_while_its_commit_is_given_up_holds(
+    store: Store, monkeypatch: pytest.MonkeyPatch, give_up: Callable[[Store], object]
+) -> None:
+    """Taken after the writer looked for leases and before its commit is durable; writers after it know of it, too."""
+    readers: list[Store] = []
+    engine = store._opened.engine
+    commit = engine.commit
+
+    def late(records: Mapping[str, bytes | None]) -> None:
+        if not readers:
+            readers.append(Store.open(store.path, mode="r"))
+        commit(records)
+
+    stored = rows_of(store)
+    monkeypatch.setattr(engine, "commit", late)
+    give_up(store)
+    (reader,) = readers
+    assert [one.id for one in reader.commits] == [0]
+    assert 0 not in [one.id for one in store.commits]
+    store.close()
+    for passes in (range(3, 5), range(5, 6)):
+        with Store.open(store.path) as again:
+            go_on(again, passes)
+            assert rows_of(reader) == stored
+    reader.close()
+    with Store.open(store.path) as again:
+        go_on(again, range(6, 7))
+        assert not any(name.endswith("/0") and name.startswith("commit") for name in again._opened.engine.records())
+    assert verify(store.path)["problems"] == []
+
+
+def test_a_late_lease_that_finds_no_room_lasts_as_long_as_its_writer(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit stands, and the next one that has room sets the records."""
+    readers: list[Store] = []
+    engine = store._opened.engine
+    commit, calls = engine.commit, [0]
+
+    def late(records: Mapping[str, bytes | None]) -> None:
+        calls[0] += 1
+        if calls[0] == 1:
+            readers.append(Store.open(store.path, mode="r"))
+        if calls[0] == 2:
+            raise StoreFullError(needed_bytes=1, limit="the disk of a test has 0 free", advice="free some")
+        commit(records)
+
+    stored = rows_of(store)
+    monkeypatch.setattr(engine, "commit", late)
+    go_on(store, range(1, 2))
+    assert store.commit.id == 1
+    go_on(store, range(2, 4))
+    store.close()
+    with Store.open(store.path) as again:
+        go_on(again, range(4, 5))
+    assert rows_of(readers[0]) == stored
+    readers[0].close()
 
 
 def test_a_reader_that_was_killed_holds_nothing(store: Store) -> None:

@@ -64,7 +64,10 @@ def test_a_marker_of_something_else_is_refused(tmp_path: Path, text: str) -> Non
         Store.open(tmp_path, tables=[one()])
 
 
-@pytest.mark.parametrize(("version", "words"), [(5, "use a newer tiercache"), (3, "use the tiercache that wrote it")])
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [(6, "use a newer tiercache"), (4, "use the tiercache that wrote it"), (3, "use the tiercache")],
+)
 def test_another_format_version_is_refused(tmp_path: Path, version: int, words: str) -> None:
     """Older or newer, with what to use instead; the store is not touched."""
     Store.open(tmp_path, tables=[one()]).close()
@@ -72,7 +75,7 @@ def test_another_format_version_is_refused(tmp_path: Path, version: int, words: 
     (tmp_path / "store.json").write_text(json.dumps({**marker, "version": version}))
     before = (tmp_path / "data.mdb").read_bytes()
     for mode in ("a", "r"):
-        with pytest.raises(FormatVersionError, match=f"has format version {version} and .* reads version 4: {words}"):
+        with pytest.raises(FormatVersionError, match=f"has format version {version} and .* reads version 5: {words}"):
             Store.open(tmp_path, mode=mode)
     assert (tmp_path / "data.mdb").read_bytes() == before
 

@@ -96,6 +96,25 @@ def test_damage_is_said_of_the_commits_that_it_touches(path: Path) -> None:
     assert any(max(commits) < max(KEPT) for commits in hit)
 
 
+@pytest.mark.parametrize("passes", range(1, 5))
+def test_commits_that_a_training_gives_up_meanwhile_are_no_damage(path: Path, passes: int) -> None:
+    """Before verification leases them: it reads those that are left. After that, they stay until it has read them."""
+    world = World(small_tables(), num_passes=4, block_rows=20)
+    world.pass_index = 6
+
+    with opened(path) as before:
+        with Store.open(path) as store:
+            world.run(store, passes)
+            late = Verification(before)
+            leased = Verification(store_at_newest := Store.open(path, mode="r"))
+            world.run(store, 4)
+            assert late.run()["problems"] == leased.run()["problems"] == []
+        assert late.run()["commits"] == [*range(3 + passes, 6)] or [5]
+        assert leased.run()["commits"] == [3 + passes, 4 + passes, 5 + passes]
+        for one in (*late._stores, *leased._stores, store_at_newest):
+            one.close()
+
+
 def test_the_command_line_names_the_commits_too(path: Path) -> None:
     """In the sentence of the block, with exit code 1."""
     state = next(name for name in names(path) if name[0] == STATE)

@@ -149,7 +149,7 @@ class World:
     def compact(self, store: Store) -> None:
         """Compact; from now on no row has a next use, and only ``follow`` leads on."""
         store.compact()
-        self.pass_index, self.uses = 0, dict.fromkeys(self.rows, NEVER)
+        self.uses = dict.fromkeys(self.rows, NEVER)
 
     def follow(
         self,

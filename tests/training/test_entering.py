@@ -19,7 +19,7 @@ from tests.training.cases import (
     train,
 )
 from tests.training.test_reorganize import one_case
-from tiercache.store import Cursor, verify
+from tiercache.store import Cursor, load_rows, verify
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -115,6 +115,68 @@ def test_a_store_on_disk_goes_on_from_inside_the_second_epoch(
         model = go_on(store, passes, case)
         assert_bits_of_memory(store, passes, model, case)
     assert verify(tmp_path / "s.tc")["problems"] == []
+
+
+UNTRAINED = {
+    "compact": ("compact",),
+    "compact twice": ("compact", "compact"),
+    "compact, then roll back to that": ("compact", "rollback"),
+    "import": ("import",),
+    "import, then compact": ("import", "compact"),
+    "compact, then import": ("compact", "import"),
+    "compact, reorganize, compact": ("compact", "reorganize", "compact"),
+    "reorganize what is in order": ("reorganize",),
+    "roll back to now": ("rollback",),
+}
+
+
+def commit_untrained(store: tc.Store, passes: tc.PassDataset, case: Case, what: str) -> None:
+    """Make a commit that trains nothing and leaves every row as it is."""
+    if what == "compact":
+        store.compact()
+    elif what == "rollback":
+        store.rollback(store.commit.id)
+    elif what == "reorganize":
+        tc.reorganize(store, passes, order_seed=case.order_seed, progress=False)
+    else:
+        table = case.tables[0].name
+        load_rows(store, [(table, (keys, tuple(fields))) for keys, fields in store.scan(table, chunk_rows=5)][:1])
+
+
+@pytest.mark.parametrize("done", UNTRAINED.values(), ids=UNTRAINED.keys())
+@pytest.mark.parametrize(("engine", "order_seed", "at"), [("lmdb", None, 5), ("zarr", 5, 7), ("memory", None, 15)])
+def test_a_commit_that_trains_nothing_keeps_the_position(
+    tmp_path: Path, done: tuple[str, ...], engine: str, order_seed: int | None, at: int
+) -> None:
+    """The same script trains the passes that were left, and no finished one again, to the bits of no interruption."""
+    case = five_passes(order_seed=order_seed)
+    passes = case.cut(tmp_path / "passes")
+    with open_store(tmp_path / "s.tc", case, engine, retention=2) as store:
+        if at == 15:
+            first = go_on(store, passes, case)
+        else:
+            train_to(store, passes, case, at, 0)
+        for what in done:
+            commit_untrained(store, passes, case, what)
+            assert store.commit.cursor == (at, 0)
+        seen: list[int] = []
+        with tiered(store, passes, order_seed=order_seed, reorganize=True) as cache:
+            model = train(cache, case, seed=99, each_batch=lambda pass_index, _: seen.append(pass_index))
+        assert sorted({*seen}) == [*range(at, 15)]
+        assert_bits_of_memory(store, passes, first if at == 15 else model, case)
+
+
+def test_a_compacted_store_begins_other_passes(tmp_path: Path) -> None:
+    """A new day, and the same passes in another order, begin at their first pass."""
+    case = five_passes()
+    passes = case.cut(tmp_path / "passes")
+    other = five_passes(data_seed=9).cut(tmp_path / "other")
+    with open_store(tmp_path / "s.tc", case, "memory", retention=2) as store:
+        train_to(store, passes, case, 6, 0)
+        compacted = store.compact().id
+        assert tc.reorganize(store, other, progress=False).cursor == (0, 0)
+        store.rollback(compacted)
+        assert tc.reorganize(store, passes, order_seed=8, progress=False).cursor == (0, 0)
 
 
 def test_a_store_that_stands_where_it_would_start_is_left_as_it_is(tmp_path: Path) -> None:

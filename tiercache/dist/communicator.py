@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from tiercache.errors import RankError, StoreError, TierCacheError
 
@@ -38,7 +39,8 @@ class Communicator:
 
     ``raise_on_all``, ``agree``, ``all_gather_object``, ``all_reduce_min`` and ``barrier`` are agreements. They wait for
     a rank for as long as its process lives, so a slow disk on one rank ends no training. The other methods move data:
-    they wait for as long as torch's default for a process group. Tensors on the CPU go by Gloo, tensors on a GPU by
+    they wait for as long as torch's default for a process group. While process groups are made, ranks wait for each
+    other for as long as the group that they are made from does. Tensors on the CPU go by Gloo, tensors on a GPU by
     NCCL, on the current stream: those calls return when the transfer is queued.
 
     A collective that fails raises RankError, with torch's own error as its cause. Over Gloo that is at once where a
@@ -57,20 +59,24 @@ class Communicator:
         self._like = group
         self._is_part = self.size < dist.get_world_size()
         self._closed = False
-        self._data: dist.ProcessGroup | None = self._new_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", None)
-        self._host: dist.ProcessGroup | None = self._new_group("gloo", AGREEMENT_TIMEOUT)
+        data = self._new_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
+        host = self._new_group("gloo")
+        self._data: dist.ProcessGroup | None = data
+        self._host: dist.ProcessGroup | None = host
         self.barrier("connecting the ranks")  # else one could be through and close while another still connects
         if device.type == "cuda":  # NCCL connects at the first transfer, and takes memory then: before rows do
             torch.cuda.set_device(device)
             ones = [1] * self.size
             self.all_to_all(torch.zeros(self.size, device=device), ones, ones, what="connecting the devices")
             torch.cuda.synchronize(device)  # synchronize!
+        c10d._set_pg_timeout(c10d.default_pg_timeout, data)
+        c10d._set_pg_timeout(AGREEMENT_TIMEOUT, host)
 
-    def _new_group(self, backend: str, timeout: timedelta | None) -> dist.ProcessGroup:
+    def _new_group(self, backend: str) -> dist.ProcessGroup:
         ranks = dist.get_process_group_ranks(self._like)
         with self._reaching("making process groups"):
             made: dist.ProcessGroup = dist.new_group(
-                ranks, timeout, backend, use_local_synchronization=self._is_part
+                ranks, _timeout_of(self._like), backend, use_local_synchronization=self._is_part
             )
         return made
 
@@ -342,6 +348,14 @@ def sentence_of(error: BaseException) -> str:
 def _first_line(error: BaseException) -> str:
     """Return the first line of what an error says: torch adds many."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
+    """Return how long a process group waits; torch's default where its backend does not say."""
+    group = c10d._get_default_group() if group is None else group
+    backends = (group._get_backend(device) for device in group._device_types)
+    found = (getattr(getattr(backend, "options", None), "_timeout", None) for backend in backends)
+    return next((timeout for timeout in found if timeout is not None), c10d.default_pg_timeout)
 
 
 def _device_of(device: str | torch.device) -> torch.device:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tiercache
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
     from tiercache.dist.communicator import AnyCommunicator
 
+_COMPARING = "comparing what must be the same"
 MOST_LETTERS = 48
 """Longer values are told as their digest: tables and sharding plans of a thousand ranks would be many megabytes."""
 
@@ -28,9 +31,42 @@ def check_same(ranks: AnyCommunicator, facts: Mapping[str, Any]) -> None:
         RankError: on every rank, with one sentence that names what differs, its values and on which ranks.
     """
     mine = {"the version of tiercache": tiercache.__version__, **facts}
-    told = ranks.all_gather_object({name: _short(value) for name, value in mine.items()}, "comparing what must be the same")
+    told = ranks.all_gather_object({name: _short(value) for name, value in mine.items()}, _COMPARING)
     names = dict.fromkeys(name for each in told for name in each)
-    said = {name: _difference([each.get(name, "nothing") for each in told]) for name in names}
+    _refuse({name: _difference([each.get(name, "nothing") for each in told]) for name in names})
+
+
+def check_same_places(ranks: AnyCommunicator, places: Mapping[str, Path]) -> None:
+    """Check that every path (words for users: a path, absolute or not) leads to the same place on all ranks. Collective.
+
+    Paths do if they are equal when made absolute, or if links or mounts of one machine lead to the same folder. What is
+    not there yet is in the nearest folder above that is.
+
+    Raises:
+        RankError: as ``check_same``.
+    """
+    mine = {name: [str(path.absolute()), _identity(path.absolute())] for name, path in places.items()}
+    told = ranks.all_gather_object(mine, _COMPARING)
+    said = {}
+    for name in dict.fromkeys(name for each in told for name in each):
+        path, identity = next(each[name] for each in told if name in each)
+        values = [each.get(name, ["nothing", None]) for each in told]
+        said[name] = _difference([path if there == identity else place for place, there in values])
+    _refuse(said)
+
+
+def _identity(path: Path) -> list[str | int]:
+    """Return what no other place has: its machine, and the nearest folder that is there with the names below it."""
+    for above in (path, *path.parents):
+        try:
+            found = above.stat()
+        except (OSError, ValueError):  # not there, or no path
+            continue
+        return [socket.gethostname(), found.st_dev, found.st_ino, *path.relative_to(above).parts]
+    return [str(path)]
+
+
+def _refuse(said: Mapping[str, str | None]) -> None:
     if differing := "; ".join(f"{name} ({words})" for name, words in said.items() if words):
         raise RankError(f"ranks differ in {differing}: give all ranks the same, then start them again")
 

@@ -41,7 +41,7 @@ from tiercache.store import Cursor, StoreError
 from tiercache.store.commit_writer import keep, release
 from tiercache.store.directory import MANIFEST, RANKS_LOCK, StoreDirectory, WriterLock
 from tiercache.store.opening import label_of
-from tiercache.store.shards.manifest import Manifest, in_words
+from tiercache.store.shards.manifest import Manifest, ShardCommit, in_words
 from tiercache.store.shards.opening import open_shard, plain_manifest
 
 if TYPE_CHECKING:
@@ -227,15 +227,15 @@ class ShardWriter:
         with self._ranks.raise_on_all("publishing a commit"):
             self._check_commit(commit, cursor)
         assert commit is not None
-        found = self._ranks.all_gather_object([commit.id, *cursor])
-        others = {rank: Cursor(*at) for rank, (_, *at) in enumerate(found) if tuple(at) != cursor}
+        found = self._ranks.all_gather_object([ShardCommit.of(self.store), cursor])
+        others = {rank: Cursor(*at) for rank, (_, at) in enumerate(found) if tuple(at) != cursor}
         if others:
             rank, other = next(iter(others.items()))
             raise StateError(
                 f"rank {rank} commits at {in_words(other)} and rank {self._ranks.rank} at {in_words(cursor)}: all "
                 "ranks must take the same steps; start them again: they go on from the last commit"
             )
-        before, manifest = self.manifest, self._next.at(cursor, [id_ for id_, *_ in found])
+        before, manifest = self.manifest, self._next.at(cursor, [ShardCommit(*made) for made, _ in found])
         if manifest == before:
             return
         self._write(manifest)
@@ -273,8 +273,7 @@ class ShardWriter:
                 raise StateError(f"{self.label} has shards with a first commit and shards without: open it again")
             if self.ahead:
                 self.store.rollback(self._named(self.manifest))
-        assert self.store.commit is not None
-        self._write(self.manifest.renewed(self._ranks.all_gather_object(self.store.commit.id)))
+        self._write(self.manifest.renewed(self._newest()))
 
     # -- inside ------------------------------------------------------------------------------------------
 
@@ -339,9 +338,8 @@ class ShardWriter:
         self._delete(found)
         manifest = wanted.moved(self.path, replace(found, obsolete=()))
         self._open_shard(manifest, wanted)
-        assert self.store.commit is not None
         self._retention = manifest.retention
-        manifest = manifest.renewed(self._ranks.all_gather_object(self.store.commit.id))
+        manifest = manifest.renewed(self._newest())
         manifest = replace(manifest, retention=max(manifest.retention, found.retention))
         self.manifest, self._next, self._written = manifest, manifest, found
         if replace(manifest, retention=found.retention) != found:
@@ -388,6 +386,10 @@ class ShardWriter:
         self.manifest = self._next = self._written = manifest
         if self._store is not None and manifest.commits and not manifest.is_plain:
             keep(self._store, manifest.commits_of(self._ranks.rank))
+
+    def _newest(self) -> list[ShardCommit]:
+        """Return the newest commit of every shard, by rank."""
+        return [ShardCommit(*made) for made in self._ranks.all_gather_object(ShardCommit.of(self.store))]
 
     def _named(self, manifest: Manifest) -> int:
         """Return the commit of this shard at which a manifest stands."""

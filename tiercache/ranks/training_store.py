@@ -54,7 +54,6 @@ class StoreOptions:
         """Return them by the names that users give them. Raises ValueError for a sharding that makes no sense."""
         return {
             "sharding": asked_words(self.sharding),
-            "shard_dirs": None if self.shard_dirs is None else [str(folder) for folder in self.shard_dirs],
             "engine": self.engine,
             "retention": self.retention,
             "reorganize": self.reorganize,
@@ -81,6 +80,17 @@ class TrainingStore:
         self._shards: ShardWriter | None = None
         self._unites = False
         """Whether ``open`` makes a plain store of shards."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return what must be the same on all ranks. Raises ValueError for a sharding that makes no sense."""
+        return {"the kind of store": "a path" if self._given is None else "a Store", **self._options.facts}
+
+    @property
+    def places(self) -> dict[str, Path]:
+        """Return the folders that must be the same on all ranks."""
+        shards = {f"shard_dirs[{i}]": Path(folder) for i, folder in enumerate(self._options.shard_dirs or ())}
+        return shards if self._path is None else {"the store": self._path, **shards}
 
     def choose(self, *, number_bytes: int) -> DatasetView:
         """Return the passes as this rank trains them. Collective.

@@ -15,7 +15,7 @@ from torch import nn
 from tiercache.backends.opening import open_backend
 from tiercache.data.dataset import PassDataset
 from tiercache.dist.communicator import communicator_of
-from tiercache.dist.consistency import check_same
+from tiercache.dist.consistency import check_same, check_same_places
 from tiercache.errors import BudgetError, StateError
 from tiercache.planning.overlap import order_rule
 from tiercache.ranks.opening import closed_on_error
@@ -164,13 +164,19 @@ class TierCache(SteppedCache):
                     sharding=sharding, shard_dirs=shard_dirs, engine=engine, retention=retention,
                     reorganize=reorganize, order=order_rule(data, planned.order(order, order_seed), order_seed),
                 )  # fmt: skip
-                facts = options.facts
+                self._opened = TrainingStore(store, data, ranks, options)
+                objects = named_objects(model=model, optimizer=optimizer)
+                weights = weights_of(objects.values())
+                facts = self._opened.facts | {
+                    "the model and the optimizer": [*objects],
+                    "tables with weights": sorted(weights),
+                }
                 budgets = planned.budgets(device_budget, host_budget, eval_budget, store_budget, commit_every)
                 if comm_dtype not in _COMM_DTYPES:
                     raise ValueError(f"comm_dtype {comm_dtype!r} is unknown: it must be one of {[*_COMM_DTYPES]}")
             if ranks.size > 1:
                 check_same(ranks, self._facts(data, budgets) | facts | {"comm_dtype": comm_dtype, "seed": int(seed)})
-            self._opened = TrainingStore(store, data, ranks, options)
+                check_same_places(ranks, self._opened.places)
             source = self._opened.choose(number_bytes=_COMM_DTYPES[comm_dtype].itemsize)
             with ranks.raise_on_all("opening the device"):
                 where = str(ranks.device) if isinstance(device, str) else device
@@ -179,8 +185,6 @@ class TierCache(SteppedCache):
                 share_threads()
             with ranks.raise_on_all("planning the budgets"):  # before the store is made, or written anew for them
                 device_bytes = budgets.check_device(source, backend)
-            objects = named_objects(model=model, optimizer=optimizer)
-            weights = weights_of(objects.values())
             try:
                 rows = partial(weight_rows, weights=weights) if weights else None
                 self.store = self._opened.open(source, budgets, first=rows, progress=progress)
