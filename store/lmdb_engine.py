@@ -25,6 +25,7 @@ from tiercache.store.errors import BlockReadError, CorruptStoreError, StoreError
 from tiercache.store.full_disk import FULL, ROOM_FOR_RECORDS, check_limit, check_room, full_disk
 from tiercache.store.lmdb_head import HEAD, Head
 from tiercache.store.lmdb_records import DATA, MANIFEST, LmdbRecords, read_head, unreadable
+from tiercache.store.local_path import local_path
 from tiercache.store.record_chain import Manifest
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ class LmdbEngine:
         A writer holds the one right to write until it is closed: ``lock``, or one that it takes itself.
         Raises CorruptStoreError, StoreInUseError and StoreError.
         """
-        self.path, self.label = path, f"the store at {path}"
+        path = self.path = local_path(path, "a store of engine 'lmdb'")
+        self.label = f"the store at {path}"
         self._readonly, self._unsynced, self._written = readonly, False, False
         self._env: lmdb.Environment | None = None
         self._file: BlockFile | None = None
@@ -105,6 +107,7 @@ class LmdbEngine:
         self._check_writable()
         if MANIFEST in records:
             raise ValueError(f"a record of {self.label} cannot be named {MANIFEST!r}: name it otherwise")
+        self._check_head()
         self._name_manifest()
         self._sync()
         if self._env is None:
@@ -134,6 +137,7 @@ class LmdbEngine:
         self._written = True
         try:
             for _, data in blocks:
+                self._check_writable()
                 places.append(file.put(data, stable=stable))
             file.flush()
         except BaseException:
@@ -264,12 +268,15 @@ class LmdbEngine:
                         txn.put(MANIFEST.encode(), self._manifest.to_bytes())
             finally:
                 env.close()
+            self._check_head()
             (fresh / DATA).replace(self.path / DATA)
             sync_folder(str(self.path))
         except OSError as error:
             raise self._unwritable(self.path, error) from error
         finally:
-            shutil.rmtree(fresh, ignore_errors=True)
+            with contextlib.suppress(StoreError):  # in a folder that is another's now, it is another's, too
+                self._check_writable()
+                shutil.rmtree(fresh, ignore_errors=True)
 
     def _unwritable(self, path: Path, error: OSError) -> StoreError:
         if error.errno in FULL:
@@ -303,6 +310,7 @@ class LmdbEngine:
         newest = Head.of(self._manifest) if self._manifest.number else self._head
         if self._head == newest:
             return
+        self._check_head()
         try:
             if self._head.number:
                 newest.write(self.path)
@@ -326,8 +334,22 @@ class LmdbEngine:
         return self._file
 
     def _check_writable(self) -> None:
-        if self._readonly:
+        """Raise ValueError if it is open for reading, and StoreError if it is not in its place any more."""
+        if self._readonly or self._lock is None:
             raise ValueError(f"{self.label} is open for reading: open it with mode='a' to write")
+        self._lock.check()
+
+    def _check_head(self) -> None:
+        """Raise StoreError if the store is not in its place any more, or is not where this writer left it."""
+        self._check_writable()
+        there = read_head(self.path) if self._head.number or (self.path / HEAD).exists() else self._head
+        # An interrupt may come when HEAD is written, before that is noted.
+        if there not in {self._head, Head.of(self._manifest)}:
+            raise StoreError(
+                f"{self.path / HEAD} names manifest {there.number}, and this process wrote {self._head.number}: "
+                "another one has written to the store, or an older copy was put in its place. Nothing more is written: "
+                "close it, and open it again"
+            )
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from tiercache.store.compaction_plan import CompactionPlan
 from tiercache.store.counters import Counters
 from tiercache.store.errors import StoreClosedError, StoreError
 from tiercache.store.key_memory import KEY_MEMORY
+from tiercache.store.local_path import is_url, store_path
 from tiercache.store.lookup import locate, lookup, read_rows
 from tiercache.store.opening import Opened, check_options, label_of, open_engine
 from tiercache.store.reading import BlockReader, Pages
@@ -111,9 +112,10 @@ class Store:
         StoreFullError, CommitMissingError, CorruptStoreError; ValueError for mode "a" of one shard.
         """
         check_options(mode, commit, retention)
-        place, tables = None if path is None else Path(path), None if tables is None else tuple(tables)
-        find = None
-        if place is not None and (engine is None or isinstance(engine, str)):
+        place = None if path is None else Path(path) if is_url(path) else store_path(path)
+        tables, find = None if tables is None else tuple(tables), None
+        if path is not None and (engine is None or isinstance(engine, str)):
+            place = store_path(path)
             from tiercache.store.shards.opening import open_sharded
 
             find = partial(open_sharded, place, tables, engine, mode, store_budget, commit, retention)

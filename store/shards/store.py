@@ -318,6 +318,8 @@ class Shards(Store):
 
     def _write(self, manifest: Manifest) -> Commit:
         """Make the newest commits of all shards those of the store, and drop the ones that it does not name."""
+        if self._lock is not None:
+            self._lock.check()
         manifest.write(self.path)
         for shard in self.shards:
             shard.close()
