@@ -6,7 +6,6 @@ import sys
 import weakref
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +21,7 @@ from tiercache.ranks.opening import closed_on_error
 from tiercache.ranks.rank_exchange import RankExchange
 from tiercache.ranks.shares import Share
 from tiercache.ranks.training_store import StoreOptions, TrainingStore
+from tiercache.store.local_path import local_path
 from tiercache.store.table import group_tables
 from tiercache.tiers.report import write_json_lines, write_scalars
 from tiercache.training.batch_pipeline import BatchPipeline
@@ -336,9 +336,10 @@ class TierCache(SteppedCache):
         Waits until the passes are durable. Where no pass was trained, as when a script whose training has ended runs
         again, the file stays as it is. Not collective: each rank has reports of its own.
         """
+        place = local_path(path, "a report")
         self.drain(staged=False)
         if self.reports:
-            write_json_lines(self.reports, Path(path))
+            write_json_lines(self.reports, place)
 
     def write_scalars(self, writer: SummaryWriter) -> None:
         """Give the numbers of ``reports`` to TensorBoard, those of each pass once, whenever it is called.
