@@ -42,7 +42,7 @@ _ZARR_FILES = ("manifests", "records", "segments", "state", "zarr.json")
 """What engine zarr makes: the last one first. Without it the others, which have common names, are somebody else's."""
 _EMPTY_BYTES = 1 << 20
 """More than a store without rows takes."""
-_IN_USE = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES})
+IN_USE = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES})
 """What ``flock`` says of a file that somebody else has locked; SMB says the last one."""
 
 
@@ -132,6 +132,7 @@ class StoreDirectory:
     def _finish(self, engine: str) -> None:
         text = json.dumps({"format": FORMAT, "version": FORMAT_VERSION, "engine": engine}) + "\n"
         draft = self.path / (MARKER + ".new")
+        draft.unlink(missing_ok=True)  # a FIFO there would be waited for without end
         with draft.open("w") as file:
             file.write(text)
             file.flush()
@@ -242,6 +243,9 @@ class WriterLock:
                 "more is written: close it, put the store back in its place, and open it again"
             )
 
+    def __del__(self) -> None:
+        self.release()
+
     def release(self) -> None:
         """Let others write; a second time does nothing."""
         while self._handles:
@@ -268,7 +272,7 @@ class WriterLock:
 
     def _refused(self, error: OSError) -> StoreError:
         """Return the error of a file that was not locked."""
-        if error.errno not in _IN_USE:
+        if error.errno not in IN_USE:
             return StoreError(
                 f"the file system of {self._directory} does not lock files ({_reason(error)}), so nothing would stop a "
                 "second writer: put the store on one that has flock, or open it with mode='r'"

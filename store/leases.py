@@ -45,6 +45,9 @@ class Lease:
         except OSError:
             return None
 
+    def __del__(self) -> None:
+        self.release()
+
     def release(self) -> None:
         """Give it up, and delete its file where nobody else has a lease; a second time does nothing."""
         if self._handle is not None:

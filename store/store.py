@@ -26,6 +26,7 @@ from tiercache.store.rewrite import FirstUses, NoUses, Rewrite
 from tiercache.store.scan import SCAN_BYTES, live_rows, scan
 from tiercache.store.scratch_file import scratch_of
 from tiercache.store.table import Table, group_tables
+from tiercache.store.use_count import warn_unclosed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -67,7 +68,7 @@ class Store:
         self.key_memory = KEY_MEMORY if mode == "r" and of is None else None
         """What lookups remember of segments, beyond this store; None: nothing."""
         self._opened, self._of = opened, of
-        self._pid, self._closed = os.getpid(), False
+        self._pid, self._closed = os.getpid(), True
         engine, label = opened.engine, self.label
         self._commits: CommitWriter | CommitReader
         if held is not None:
@@ -84,6 +85,7 @@ class Store:
         engine.drop_records()
         explain = self._commits.explain if isinstance(self._commits, CommitReader) else lambda error: error
         self._reader = BlockReader(engine, self.groups, label, self.counters, opened.uses, explain)
+        self._closed = False
 
     # -- opening and closing -----------------------------------------------------------------------------
 
@@ -144,14 +146,25 @@ class Store:
         return Store(self._opened, self.path, "r", commit, None, self._of or self, held)
 
     def close(self) -> None:
-        """Give up the store; what no commit names is lost. A second time does nothing."""
+        """Give up the store; what no commit names is lost. A second time does nothing.
+
+        Raises StoreError within a function that one of its methods calls, such as ``progress``: nothing is closed then.
+        """
         if not self._closed and os.getpid() == self._pid:
+            if self._of is None:
+                self._opened.uses.check_outside()
             self._closed = True
             self._reader.close()
             if self._of is None:
                 self._opened.close()
             if isinstance(self._commits, CommitReader):
                 self._commits.close()  # when nothing reads it any more
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and os.getpid() == self._pid:
+            if self._of is None:  # else closing that is enough
+                warn_unclosed(self, self.label)
+            self.close()
 
     def __enter__(self) -> Self:
         return self
