@@ -140,7 +140,7 @@ def extract(
             made = _finished(out, manifest, schema, options, old if append else records)
             with closing(ProgressReporter(progress, 0)) as reporter:
                 reporter.passes = len(made)
-                reporter.finish(made.samples, f"{out}: {made.summary}, extracted before", "")
+                reporter.finish(made.samples, f"{place}: {made.summary}, extracted before", "")
             return made
         check_same(manifest.options, old, options, old, out)
         inputs = tuple(file for file, record in zip(inputs, records, strict=True) if record not in old)
@@ -190,16 +190,20 @@ def extract(
         work.remove()
         _warn_of_small(state.passes[:-1], cut, batch_multiple)
         made = PassDataset.open(out)
-        reporter.finish(made.samples, f"{out}: {made.summary}", str(source.bad_rows))
+        reporter.finish(made.samples, f"{place}: {made.summary}", str(source.bad_rows))
     return made
 
 
 def _local(out: str | Path) -> Path:
     """Return where the dataset is to be, as an absolute path. Raises ExtractionError."""
     try:
-        return local_path(out, "a dataset that one machine writes", "give a path, or dask= to write it on a cluster")
+        path = local_path(out, "a dataset that one machine writes", "give a path, or dask= to write it on a cluster")
+        path.exists()
     except ValueError as error:
         raise ExtractionError(str(error)) from error
+    except OSError as error:
+        raise ExtractionError(f"{out} cannot be a directory ({error.strerror}): give another") from error
+    return path
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tiercache.errors import DatasetError
 from tiercache.schema import Schema
 from tiercache.store.atomic_file import write_whole
+from tiercache.store.direct_file import read_whole
 from tiercache.store.local_path import local_path
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ class Manifest:
                 )
             raise DatasetError(f"there is no dataset in {directory}: extract it first")
         try:
-            text = path.read_bytes()
+            text = read_whole(str(path))
             record = _Record.model_validate_json(text)
             if record.version != _VERSION:
                 raise ValueError(f"it has version {record.version}, this tiercache reads {_VERSION}")
