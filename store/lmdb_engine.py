@@ -341,7 +341,7 @@ class LmdbEngine:
         options: dict[str, Any] = {} if not hasattr(lmdb.Environment, "lib_version") else {"lib_version": 0}
         try:
             return lmdb.open(
-                str(folder),
+                os.fsencode(folder),  # a name need not be UTF-8
                 map_size=_MAP_BYTES,
                 lock=False,
                 readahead=False,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.store.big import BIG
+from tests.store.big import BIG, dump, load, publish
 from tests.store.damage import assert_sentence
 from tiercache.store import LmdbEngine, MemoryEngine, Store, ZarrEngine, info, verify
 from tiercache.store.local_path import is_url, local_path
@@ -86,3 +86,15 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to(tmp_path / "run-1")
     with Store.open(tmp_path / "latest" / ".." / "latest", tables=[BIG]) as store:
         assert store.path == tmp_path / "latest" / ".." / "latest"
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "zarr"])
+@pytest.mark.parametrize("name", ["caf\udce9", "\udcff\udcfe", "a b", "ü", "new\nline", "%s", "x" * 200, "-r"])
+def test_a_folder_may_have_any_name(tmp_path: Path, kind: str, name: str) -> None:
+    """That the file system takes, also one that is no UTF-8."""
+    with Store.open(tmp_path / name, tables=[BIG], engine=kind) as store:
+        stored = dump(store, 0, {1: 10})
+        publish(store, 1)
+    with Store.open(tmp_path / name) as store:
+        assert load(store, 1) == {0: stored[1]}
+    assert verify(tmp_path / name)["problems"] == []
