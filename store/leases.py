@@ -53,7 +53,8 @@ class Lease:
         if self._handle is not None:
             with contextlib.suppress(OSError):
                 fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._path.unlink(missing_ok=True)
+                if os.path.samestat(self._path.stat(), os.fstat(self._handle)):  # the store may be elsewhere by now
+                    self._path.unlink()
             self.drop()
 
     def drop(self) -> None:
