@@ -151,23 +151,26 @@ class LmdbEngine:
             txn.put(MANIFEST.encode(), manifest.to_bytes())
 
         try:
-            self._transact(env, put)
+            self._transact(env, put, sum(len(data) for data in records.values() if data is not None))
         finally:
             # An interrupt may come when the transaction is done, or when nothing of it is.
             if self._env is not None and number >= 0 and int(env.info()["last_txnid"]) >= number:
                 self._manifest = manifest
 
-    def _transact(self, env: lmdb.Environment, put: Callable[[lmdb.Transaction], None]) -> None:
-        """Make a transaction, in a larger map where its records do not fit: after that error it refuses even reads."""
-        with self._translated():
-            while True:
-                try:
-                    with env.begin(write=True) as txn:
-                        put(txn)
-                except lmdb.MapFullError:
-                    self._grow(env)
-                else:
-                    return
+    def _transact(self, env: lmdb.Environment, put: Callable[[lmdb.Transaction], None], num_bytes: int) -> None:
+        """Make a transaction of so many bytes, in a larger map where they do not fit: it refuses even reads then."""
+        try:
+            with self._translated():
+                while True:
+                    try:
+                        with env.begin(write=True) as txn:
+                            put(txn)
+                    except lmdb.MapFullError:
+                        self._grow(env)
+                    else:
+                        return
+        except StoreFullError as error:
+            raise error.during(f"the records of {self.label}", num_bytes) from error
 
     def _grow(self, env: lmdb.Environment) -> None:
         """Double the map. Where the system has no room for it, the environment is opened again by the next commit."""
@@ -319,7 +322,7 @@ class LmdbEngine:
             fresh.mkdir()
             env = self._environment(fresh)
             try:
-                self._transact(env, put)
+                self._transact(env, put, sum(map(len, records.values())))
             finally:
                 env.close()
             self._check_head()

@@ -110,10 +110,41 @@ def test_a_map_that_cannot_grow_is_said_and_the_next_commit_opens_another(
         raise lmdb.MapFullError("full")
 
     with pytest.raises(StoreError, match=r"cannot be mapped .*: raise ulimit -v") as caught:
-        engine._transact(engine._env, full)
+        engine._transact(engine._env, full, 0)
     assert not isinstance(caught.value, StoreFullError)
     assert_sentence(caught.value)
     assert engine.records() == {"r": b"1"}
     engine.commit({"s": b"2"})
     assert engine.records() == {"r": b"1", "s": b"2"}
     engine.close()
+
+
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+from tiercache.store import LmdbEngine, StoreFullError
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+engine = LmdbEngine(Path(sys.argv[1]), create=True)
+if sys.argv[2] == "later":
+    engine.commit({"first": b"1"})
+limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (5 << 20, limit[1]))
+try:
+    engine.commit({f"r{i}": bytes(2 << 20) for i in range(4)})
+except StoreFullError as error:
+    print(error.needed_bytes)
+resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+engine.commit({"r0": b"2"})
+print(sorted(engine.records()))
+"""
+
+
+@pytest.mark.disk
+@pytest.mark.parametrize("when", ["first", "later"])
+def test_a_full_disk_says_what_the_records_need(tmp_path: Path, when: str) -> None:
+    """Not what a commit usually has."""
+    done = ran(FULL, tmp_path, when)
+    needed, names = done.stdout.splitlines()
+    assert int(needed) == 8 << 20, done.stderr
+    assert names == str(sorted({"r0"} | ({"first"} if when == "later" else set())))
