@@ -211,7 +211,10 @@ class WriterLock:
         """Open files by name; the last one says whose the directory is, and "" is the directory itself."""
         _held.add(self)
         try:
-            self._handles[""] = os.open(directory, os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY))
+            try:
+                self._handles[""] = os.open(directory, os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY))
+            except OSError as error:
+                raise self._unusable(directory, error) from error
             self._take(name, os.O_RDWR | os.O_CREAT)
             if not os.fstat(self._handles[name]).st_size:
                 _sync(directory)  # what is without a marker is taken for a store's creation only where this file is
@@ -260,15 +263,19 @@ class WriterLock:
             except OSError as error:
                 if error.errno in FULL:
                     raise
-                raise StoreError(
-                    f"the lock of the store at {self._directory} cannot be opened ({_reason(error)}): mend {path}, or "
-                    "open the store with mode='r'"
-                ) from error
+                raise self._unusable(path, error) from error
         self._handles[name] = handle
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise self._refused(error) from error
+
+    def _unusable(self, path: Path, error: OSError) -> StoreError:
+        """Return the error of a file or folder that cannot be opened."""
+        return StoreError(
+            f"the lock of the store at {self._directory} cannot be opened ({_reason(error)}): mend {path}, or open the "
+            "store with mode='r'"
+        )
 
     def _refused(self, error: OSError) -> StoreError:
         """Return the error of a file that was not locked."""

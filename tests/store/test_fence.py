@@ -14,6 +14,7 @@ from tests.files import files_of
 from tests.store.big import BIG, dump, load, publish
 from tests.store.damage import assert_sentence
 from tiercache.store import LmdbEngine, Store, StoreError, StoreInUseError, ZarrEngine, verify
+from tiercache.store.directory import WriterLock
 
 KINDS = pytest.mark.parametrize("kind", ["lmdb", "zarr"])
 
@@ -222,6 +223,26 @@ def test_an_engine_without_a_marker_is_fenced_by_its_lock(tmp_path: Path, made: 
     engine = made(tmp_path, create=False)
     assert engine.records() == {"r": b"1"}
     engine.close()
+
+
+@pytest.mark.parametrize("what", ["missing", "a file", "a FIFO", "a link to nothing", "below a file"])
+def test_a_lock_of_no_folder_is_one_sentence(tmp_path: Path, what: str) -> None:
+    """Whatever is in its place; and nothing is left open."""
+    path, before = tmp_path / "s", len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    match what:
+        case "a file":
+            path.touch()
+        case "a FIFO":
+            os.mkfifo(path)
+        case "a link to nothing":
+            path.symlink_to("nowhere")
+        case "below a file":
+            path.touch()
+            path /= "s"
+    with pytest.raises(StoreError) as caught:
+        WriterLock(path)
+    assert_sentence(caught.value)
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 
 NO_LOCKS = [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EIO, errno.EBADF, errno.ENOTSUP]
