@@ -78,14 +78,21 @@ def read_whole(path: str, last: int | None = None) -> bytes:
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         size = _file_bytes(handle)
-        begin = 0 if last is None else max(0, size - last)
-        parts = []
-        while begin < size and (part := os.pread(handle, size - begin, begin)):
-            parts.append(part)
-            begin += len(part)
-        return b"".join(parts)
+        return read_at(handle, size if last is None else last, 0 if last is None else max(0, size - last))
     finally:
         os.close(handle)
+
+
+def read_at(handle: int, size: int, offset: int) -> bytes:
+    """Return the bytes of an open file from ``offset`` on, fewer where it ends before. Raises OSError.
+
+    One read of Linux returns at most 2,147,479,552 bytes.
+    """
+    parts = []
+    while size and (part := os.pread(handle, size, offset)):
+        parts.append(part)
+        size, offset = size - len(part), offset + len(part)
+    return b"".join(parts)
 
 
 def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:

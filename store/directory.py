@@ -42,6 +42,8 @@ _ZARR_FILES = ("manifests", "records", "segments", "state", "zarr.json")
 """What engine zarr makes: the last one first. Without it the others, which have common names, are somebody else's."""
 _EMPTY_BYTES = 1 << 20
 """More than a store without rows takes."""
+IN_USE = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES})
+"""What ``flock`` says of a file that somebody else has locked; SMB says the last one."""
 
 
 class StoreDirectory:
@@ -130,6 +132,7 @@ class StoreDirectory:
     def _finish(self, engine: str) -> None:
         text = json.dumps({"format": FORMAT, "version": FORMAT_VERSION, "engine": engine}) + "\n"
         draft = self.path / (MARKER + ".new")
+        draft.unlink(missing_ok=True)  # a FIFO there would be waited for without end
         with draft.open("w") as file:
             file.write(text)
             file.flush()
@@ -198,46 +201,107 @@ class WriterLock:
     """The right to write to a store, held by one process until ``release`` or its end, however it ends."""
 
     def __init__(self, directory: Path, name: str = LOCK) -> None:
-        """``name`` is the file's: another one is for what is no store itself, and is made of stores."""
-        path = directory / name
-        with room_for(_EMPTY_BYTES, path, f"the lock of the store at {directory}"):
-            try:
-                self._handle: int | None = open_file(path, os.O_RDWR | os.O_CREAT)
-            except OSError as error:
-                if error.errno in FULL:
-                    raise
-                raise StoreError(
-                    f"the lock of the store at {directory} cannot be opened ({_reason(error)}): mend {path}, or open "
-                    "the store with mode='r'"
-                ) from error
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.pread(self._handle, 32, 0).decode("ascii", "replace").strip()
-            self.release()
-            pid = int(holder) if holder.isdigit() else None
-            who = f"process {pid}" if pid else "another process"
-            mine = " (this process)" if pid == os.getpid() else ""
-            raise StoreInUseError(
-                f"the store at {directory} is being written by {who}{mine} and may have one writer: close it there, "
-                "or open it here with mode='r'",
-                pid=pid,
-            ) from error
-        if not os.fstat(self._handle).st_size:
-            _sync(directory)  # what is without a marker is taken for a store's creation only where this file is
-        os.ftruncate(self._handle, 0)
-        try:
-            os.pwrite(self._handle, f"{os.getpid()}\n".encode(), 0)
-        except OSError as error:  # it only serves a message: a store opens where the disk is full, too
-            if error.errno not in FULL:
-                raise
+        """``name`` is the file's: another one is for what is no store itself, and is made of stores.
+
+        A store's marker is locked with it, as soon as it is there: nobody takes that for stale and deletes it.
+        Raises StoreInUseError, StoreFullError and StoreError.
+        """
+        self._directory = directory
+        self._handles: dict[str, int] = {}
+        """Open files by name; the last one says whose the directory is, and "" is the directory itself."""
         _held.add(self)
+        try:
+            try:
+                self._handles[""] = os.open(directory, os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY))
+            except OSError as error:
+                raise self._unusable(directory, error) from error
+            self._take(name, os.O_RDWR | os.O_CREAT)
+            if not os.fstat(self._handles[name]).st_size:
+                _sync(directory)  # what is without a marker is taken for a store's creation only where this file is
+            if name == LOCK:
+                self.take_marker()
+            self._name_holder(self._handles[name])
+        except BaseException:
+            self.release()
+            raise
+
+    def take_marker(self) -> None:
+        """Lock the marker too, if it is there. Raises StoreInUseError and StoreError."""
+        path = self._directory / MARKER
+        if path.is_file():
+            self._take(MARKER, os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY)
+
+    def check(self) -> None:
+        """Raise StoreError if what is at the path is not what this holds: nothing may be written there then."""
+        for part in ("", next(reversed(self._handles), "")):
+            path = self._directory / part
+            try:
+                if part in self._handles and os.path.samestat(path.stat(), os.fstat(self._handles[part])):
+                    continue
+                seen = f"{path} is not the one that this process opened and locked"
+            except OSError as error:
+                seen = f"{path} cannot be looked at ({_reason(error)})"
+            raise StoreError(
+                f"the store at {self._directory} was moved, replaced or deleted while it was written: {seen}. Nothing "
+                "more is written: close it, put the store back in its place, and open it again"
+            )
+
+    def __del__(self) -> None:
+        self.release()
 
     def release(self) -> None:
         """Let others write; a second time does nothing."""
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
+        while self._handles:
+            os.close(self._handles.popitem()[1])
+
+    def _take(self, name: str, flags: int) -> None:
+        """Open and lock a file of the directory."""
+        path = self._directory / name
+        with room_for(_EMPTY_BYTES, path, f"the lock of the store at {self._directory}"):
+            try:
+                handle = open_file(path, flags)
+            except OSError as error:
+                if error.errno in FULL:
+                    raise
+                raise self._unusable(path, error) from error
+        self._handles[name] = handle
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def _unusable(self, path: Path, error: OSError) -> StoreError:
+        """Return the error of a file or folder that cannot be opened."""
+        return StoreError(
+            f"the lock of the store at {self._directory} cannot be opened ({_reason(error)}): mend {path}, or open the "
+            "store with mode='r'"
+        )
+
+    def _refused(self, error: OSError) -> StoreError:
+        """Return the error of a file that was not locked."""
+        if error.errno not in IN_USE:
+            return StoreError(
+                f"the file system of {self._directory} does not lock files ({_reason(error)}), so nothing would stop a "
+                "second writer: put the store on one that has flock, or open it with mode='r'"
+            )
+        holder = os.pread(next(self._handles[name] for name in self._handles if name), 32, 0)
+        pid = int(holder) if holder.strip().isdigit() else None
+        who = f"process {pid}" if pid else "another process"
+        mine = " (this process)" if pid == os.getpid() else ""
+        return StoreInUseError(
+            f"the store at {self._directory} is being written by {who}{mine} and may have one writer: close it there, "
+            "or open it here with mode='r'",
+            pid=pid,
+        )
+
+    def _name_holder(self, handle: int) -> None:
+        """Write this process's id into the file: it only serves a message."""
+        os.ftruncate(handle, 0)
+        try:
+            os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:  # a store opens where the disk is full, too
+            if error.errno not in FULL:
+                raise
 
 
 def _reason(error: Exception) -> str:

@@ -8,11 +8,11 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiercache.store import errors
 from tiercache.store.directory import FORMAT_VERSION, StoreDirectory
+from tiercache.store.local_path import store_path
 from tiercache.store.shards.manifest import Manifest
 from tiercache.store.shards.store import Shards
 from tiercache.store.store import Store
@@ -33,15 +33,15 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
     Of a sharded store rows and bytes are those of all shards, and "shards" has what is said of each. Raises what
     ``Store.open`` raises for reading; a writer may be at work meanwhile.
     """
-    if (manifest := Manifest.read(Path(path))) is not None and not manifest.is_plain:
+    if (manifest := Manifest.read(store_path(path))) is not None and not manifest.is_plain:
         from tiercache.store.shards.inspection import describe_shards
 
-        return describe_shards(Path(path), manifest)
+        return describe_shards(store_path(path), manifest)
     with Store.open(path, mode="r") as store:
         if isinstance(store, Shards):  # it was sharded meanwhile
             from tiercache.store.shards.inspection import describe_shards
 
-            return describe_shards(Path(path), store.manifest)
+            return describe_shards(store_path(path), store.manifest)
         return describe(store, path)
 
 
@@ -156,11 +156,11 @@ def verify(path: str | os.PathLike[str], *, progress: Callable[[int, int], None]
 
     Raises what ``Store.open`` raises for reading where there is no store to speak of.
     """
-    if (manifest := Manifest.read(Path(path))) is not None and not manifest.is_plain:
+    if (manifest := Manifest.read(store_path(path))) is not None and not manifest.is_plain:
         from tiercache.store.shards.inspection import verify_shards
 
-        return verify_shards(Path(path), manifest, progress)
-    directory = StoreDirectory(Path(path))
+        return verify_shards(store_path(path), manifest, progress)
+    directory = StoreDirectory(store_path(path))
     if not directory.find():
         raise directory.missing()
     command = [sys.executable, "-m", "tiercache.store.verification", str(path)]

@@ -45,12 +45,16 @@ class Lease:
         except OSError:
             return None
 
+    def __del__(self) -> None:
+        self.release()
+
     def release(self) -> None:
         """Give it up, and delete its file where nobody else has a lease; a second time does nothing."""
         if self._handle is not None:
             with contextlib.suppress(OSError):
                 fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._path.unlink(missing_ok=True)
+                if os.path.samestat(self._path.stat(), os.fstat(self._handle)):  # the store may be elsewhere by now
+                    self._path.unlink()
             self.drop()
 
     def drop(self) -> None:

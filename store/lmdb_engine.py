@@ -24,16 +24,28 @@ from tiercache.store.engine import MEMORY_BYTES
 from tiercache.store.errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError, StoreInUseError
 from tiercache.store.full_disk import FULL, ROOM_FOR_RECORDS, check_limit, check_room, full_disk
 from tiercache.store.lmdb_head import HEAD, Head
-from tiercache.store.lmdb_records import DATA, MANIFEST, LmdbRecords, read_head, unreadable
+from tiercache.store.lmdb_records import (
+    DATA,
+    MANIFEST,
+    LmdbRecords,
+    join_record,
+    read_head,
+    record_keys,
+    split_record,
+    unreadable,
+)
+from tiercache.store.local_path import local_path
 from tiercache.store.record_chain import Manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from tiercache.store.engine import Block, Data, ReadRequest, ReadSource
 
 BLOCKS, FRESH = "blocks.bin", "fresh"
+_MAP_BYTES = 16 << 20
+"""Of a map to begin with: LMDB takes more for what is there, and it grows with the records."""
 
 
 class LmdbEngine:
@@ -56,9 +68,12 @@ class LmdbEngine:
         A writer holds the one right to write until it is closed: ``lock``, or one that it takes itself.
         Raises CorruptStoreError, StoreInUseError and StoreError.
         """
-        self.path, self.label = path, f"the store at {path}"
+        path = self.path = local_path(path, "a store of engine 'lmdb'")
+        self.label = f"the store at {path}"
         self._readonly, self._unsynced, self._written = readonly, False, False
         self._env: lmdb.Environment | None = None
+        self._env_lock = threading.RLock()
+        """Held while the environment is used: its map grows, and must not under a transaction."""
         self._file: BlockFile | None = None
         self._reads, self._count = 0, threading.Lock()
         self._lock = lock
@@ -87,9 +102,13 @@ class LmdbEngine:
 
     def records(self) -> dict[str, bytes]:
         """Return those of the last commit; for reading those of the newest one that there is now."""
+        with self._env_lock:
+            return self._current_records()
+
+    def _current_records(self) -> dict[str, bytes]:
         if self._env is not None:
             with self._translated(), self._env.begin() as txn:
-                return {name.decode(): bytes(data) for name, data in txn.cursor() if name != MANIFEST.encode()}
+                return self._manifest.read(lambda name, link: join_record(name, link.size, txn.get), self.label)
         if self._records is None or (self._readonly and read_head(self.path) != self._head):
             found = LmdbRecords.read(self.path, self.label)
             self._head, self._manifest, self._records = found.head, found.manifest, found.records
@@ -107,27 +126,64 @@ class LmdbEngine:
     def commit(self, records: Mapping[str, bytes | None]) -> None:
         """Sync the file of blocks; then set records in one transaction; then have HEAD name its manifest."""
         self._check_writable()
-        if MANIFEST in records:
-            raise ValueError(f"a record of {self.label} cannot be named {MANIFEST!r}: name it otherwise")
+        if wrong := [name for name in records if name == MANIFEST or "\0" in name]:
+            raise ValueError(f"a record of {self.label} cannot be named {wrong[0]!r}: name it otherwise")
+        self._check_head()
         self._name_manifest()
         self._sync()
-        if self._env is None:
-            self._env, self._records = self._open_records(), None
-        env, manifest, number = self._env, self._manifest.after(records), -1
+        with self._env_lock:
+            if self._env is None:
+                self._env, self._records = self._open_records(), None
+            self._set_records(records, self._env)
+        self._name_manifest()
+
+    def _set_records(self, records: Mapping[str, bytes | None], env: lmdb.Environment) -> None:
+        """Set records and their manifest in one transaction."""
+        manifest, number = self._manifest.after(records), -1
+
+        def put(txn: lmdb.Transaction) -> None:
+            nonlocal number
+            number = txn.id()
+            for name, data in records.items():
+                known = self._manifest.links.get(name)
+                stays = {} if data is None else dict(split_record(name, data))
+                for key in () if known is None else record_keys(name, known.size):
+                    if key not in stays:
+                        txn.delete(key)
+                for key, part in stays.items():
+                    txn.put(key, part)
+            txn.put(MANIFEST.encode(), manifest.to_bytes())
+
         try:
-            with self._translated(), env.begin(write=True) as txn:
-                number = txn.id()
-                for name, data in records.items():
-                    if data is None:
-                        txn.delete(name.encode())
-                    else:
-                        txn.put(name.encode(), data)
-                txn.put(MANIFEST.encode(), manifest.to_bytes())
+            self._transact(env, put, sum(len(data) for data in records.values() if data is not None))
         finally:
             # An interrupt may come when the transaction is done, or when nothing of it is.
-            if number >= 0 and int(env.info()["last_txnid"]) >= number:
+            if self._env is not None and number >= 0 and int(env.info()["last_txnid"]) >= number:
                 self._manifest = manifest
-        self._name_manifest()
+
+    def _transact(self, env: lmdb.Environment, put: Callable[[lmdb.Transaction], None], num_bytes: int) -> None:
+        """Make a transaction of so many bytes, in a larger map where they do not fit: it refuses even reads then."""
+        try:
+            with self._translated():
+                while True:
+                    try:
+                        with env.begin(write=True) as txn:
+                            put(txn)
+                    except lmdb.MapFullError:
+                        self._grow(env)
+                    else:
+                        return
+        except StoreFullError as error:
+            raise error.during(f"the records of {self.label}", num_bytes) from error
+
+    def _grow(self, env: lmdb.Environment) -> None:
+        """Double the map. Where the system has no room for it, the environment is opened again by the next commit."""
+        try:
+            env.set_mapsize(2 * int(env.info()["map_size"]))
+        except lmdb.Error:
+            env.close()  # it has no map at all
+            self._env = None
+            raise
 
     # -- blocks ------------------------------------------------------------------------------------------
 
@@ -138,6 +194,7 @@ class LmdbEngine:
         self._written = True
         try:
             for _, data in blocks:
+                self._check_writable()
                 places.append(file.put(data, stable=stable))
             file.flush()
         except BaseException:
@@ -210,9 +267,10 @@ class LmdbEngine:
         if self._file is not None:
             self._file.close()
             self._file = None
-        if self._env is not None:
-            self._env.close()
-            self._env = None
+        with self._env_lock:
+            if self._env is not None:
+                self._env.close()
+                self._env = None
         if self._lock is not None:
             self._lock.release()
 
@@ -254,26 +312,32 @@ class LmdbEngine:
         return self._environment(self.path)
 
     def _copy_records(self) -> None:
-        assert self._records is not None, "they are kept until they are copied"
-        fresh = self.path / FRESH
+        records, fresh = self._current_records(), self.path / FRESH
+
+        def put(txn: lmdb.Transaction) -> None:
+            for name, data in records.items():
+                for key, part in split_record(name, data):
+                    txn.put(key, part)
+            if self._manifest.number:
+                txn.put(MANIFEST.encode(), self._manifest.to_bytes())
+
         try:
             shutil.rmtree(fresh, ignore_errors=True)
             fresh.mkdir()
             env = self._environment(fresh)
             try:
-                with self._translated(), env.begin(write=True) as txn:
-                    for name, data in self._records.items():
-                        txn.put(name.encode(), data)
-                    if self._manifest.number:
-                        txn.put(MANIFEST.encode(), self._manifest.to_bytes())
+                self._transact(env, put, sum(map(len, records.values())))
             finally:
                 env.close()
+            self._check_head()
             (fresh / DATA).replace(self.path / DATA)
             sync_folder(str(self.path))
         except OSError as error:
             raise self._unwritable(self.path, error) from error
         finally:
-            shutil.rmtree(fresh, ignore_errors=True)
+            with contextlib.suppress(StoreError):  # in a folder that is another's now, it is another's, too
+                self._check_writable()
+                shutil.rmtree(fresh, ignore_errors=True)
 
     def _unwritable(self, path: Path, error: OSError) -> StoreError:
         if error.errno in FULL:
@@ -281,12 +345,11 @@ class LmdbEngine:
         return StoreError(f"{path} cannot be written ({error}): mend that and open the store again")
 
     def _environment(self, folder: Path) -> lmdb.Environment:
-        system = os.statvfs(folder)
         options: dict[str, Any] = {} if not hasattr(lmdb.Environment, "lib_version") else {"lib_version": 0}
         try:
             return lmdb.open(
-                str(folder),
-                map_size=max(system.f_frsize * system.f_blocks, 1 << 30) // PAGE_BYTES * PAGE_BYTES,
+                os.fsencode(folder),  # a name need not be UTF-8
+                map_size=_MAP_BYTES,
                 lock=False,
                 readahead=False,
                 max_spare_txns=0,
@@ -307,6 +370,7 @@ class LmdbEngine:
         newest = Head.of(self._manifest) if self._manifest.number else self._head
         if self._head == newest:
             return
+        self._check_head()
         try:
             if self._head.number:
                 newest.write(self.path)
@@ -330,8 +394,22 @@ class LmdbEngine:
         return self._file
 
     def _check_writable(self) -> None:
-        if self._readonly:
+        """Raise ValueError if it is open for reading, and StoreError if it is not in its place any more."""
+        if self._readonly or self._lock is None:
             raise ValueError(f"{self.label} is open for reading: open it with mode='a' to write")
+        self._lock.check()
+
+    def _check_head(self) -> None:
+        """Raise StoreError if the store is not in its place any more, or is not where this writer left it."""
+        self._check_writable()
+        there = read_head(self.path) if self._head.number or (self.path / HEAD).exists() else self._head
+        # An interrupt may come when HEAD is written, before that is noted.
+        if there not in {self._head, Head.of(self._manifest)}:
+            raise StoreError(
+                f"{self.path / HEAD} names manifest {there.number}, and this process wrote {self._head.number}: "
+                "another one has written to the store, or an older copy was put in its place. Nothing more is written: "
+                "close it, and open it again"
+            )
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -353,8 +431,6 @@ class LmdbEngine:
 
     def _translate(self, error: lmdb.Error) -> StoreError:
         cause = OSError(getattr(error, "code", 0), str(error))
-        if isinstance(error, lmdb.MapFullError):
-            cause.errno = errno.ENOSPC  # the map is as large as the file system
         if cause.errno == errno.EIO:  # what LMDB calls a write that came to an early end: it does not ask why
             try:
                 check_room(self.path, ROOM_FOR_RECORDS)
@@ -363,6 +439,11 @@ class LmdbEngine:
                 cause = full
         if cause.errno in FULL:
             return full_disk(self.path, cause, ROOM_FOR_RECORDS)
+        if cause.errno == errno.ENOMEM:
+            return StoreError(
+                f"{self.path / DATA} cannot be mapped ({error}), as this process has no address space left for it: "
+                "raise ulimit -v, or have it use less"
+            )
         with contextlib.suppress(AttributeError):
             if isinstance(error, lmdb.CorruptedError | lmdb.PageNotFoundError | lmdb.InvalidError):
                 return CorruptStoreError(f"{self.path / DATA} is damaged ({error}): restore the store from a copy")

@@ -16,7 +16,7 @@ import os
 import struct
 from typing import TYPE_CHECKING, NamedTuple
 
-from tiercache.store.direct_file import open_file
+from tiercache.store.direct_file import open_file, read_at
 from tiercache.store.errors import CorruptStoreError
 
 if TYPE_CHECKING:
@@ -82,10 +82,10 @@ class LmdbFile:
 
     def read(self, value: Value) -> bytes:
         """Return the bytes of a value. Raises OSError."""
-        return os.pread(self.handle, value.size, value.offset)
+        return read_at(self.handle, value.size, value.offset)
 
     def _meta(self, page: int, offset: int) -> Meta:
-        data = os.pread(self.handle, _META_BYTES, offset)
+        data = read_at(self.handle, _META_BYTES, offset)
         if len(data) < _META_BYTES:
             raise self._corrupt(f"has {self.size:,} bytes and not its two roots in them")
         magic, version, _, _ = _META.unpack_from(data, _PAGE.size)
@@ -110,7 +110,7 @@ class LmdbFile:
             raise self._corrupt(f"has a tree that comes to page {number} twice")
         seen.add(number)
         held_whole = number < self.size // meta.page_bytes
-        page = os.pread(self.handle, meta.page_bytes, number * meta.page_bytes) if held_whole else b""
+        page = read_at(self.handle, meta.page_bytes, number * meta.page_bytes) if held_whole else b""
         if len(page) < meta.page_bytes:
             raise self._corrupt(f"ends at byte {self.size:,}, before page {number} that its root needs")
         held, _, flags, lower, _ = _PAGE.unpack_from(page)

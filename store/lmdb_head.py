@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import google_crc32c
 
-from tiercache.store.direct_file import open_file, sync_folder
+from tiercache.store.direct_file import open_file, read_at, sync_folder
 from tiercache.store.errors import CorruptStoreError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Head(NamedTuple):
         path = folder / HEAD
         handle = open_file(path)
         try:
-            slots = [os.pread(handle, _SLOT.size + _CHECKSUM.size, at) for at in (0, _SLOT_BYTES)]
+            slots = [read_at(handle, _SLOT.size + _CHECKSUM.size, at) for at in (0, _SLOT_BYTES)]
         finally:
             os.close(handle)
         found = [cls(number, digest.hex()) for number, digest in (_unpack(slot) for slot in slots) if number]

@@ -11,9 +11,14 @@ from tiercache.store.lmdb_head import HEAD, Head
 from tiercache.store.record_chain import Manifest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from tiercache.store.record_chain import Link
+
 DATA, MANIFEST = "data.mdb", "manifest"
+PART_BYTES = 1 << 30
+"""A record with more bytes is several values, as LMDB's have at most 4 GiB; the format says where it is cut."""
 _TRIES, _PAUSE_SECONDS = 50, 0.002
 """How often a writer may go on while its records are read."""
 
@@ -47,6 +52,30 @@ def read_head(folder: Path) -> Head:
         raise unreadable(folder / HEAD, error) from error
 
 
+def record_keys(name: str, size: int) -> Iterator[bytes]:
+    """Yield the keys of the values that a record of ``size`` bytes is kept in."""
+    yield name.encode()
+    for part in range(1, -(-size // PART_BYTES)):
+        yield f"{name}\0{part}".encode()
+
+
+def split_record(name: str, data: bytes) -> Iterator[tuple[bytes, memoryview]]:
+    """Yield the keys and the values that a record is kept in."""
+    view = memoryview(data)
+    for part, key in enumerate(record_keys(name, len(data))):
+        yield key, view[part * PART_BYTES : (part + 1) * PART_BYTES]
+
+
+def join_record(name: str, size: int, get: Callable[[bytes], bytes | None]) -> bytes | None:
+    """Return a record from the values that ``get`` returns; None if one is missing."""
+    parts = []
+    for key in record_keys(name, size):
+        if (part := get(key)) is None:
+            return None
+        parts.append(part)
+    return b"".join(parts)
+
+
 def unreadable(path: Path, error: OSError) -> StoreError:
     """Return the error of a file of the store that the system does not open or read."""
     if isinstance(error, FileNotFoundError):
@@ -72,9 +101,8 @@ def _read(folder: Path, label: str, head: Head) -> tuple[Manifest, dict[str, byt
                     "not what was written: restore the store from a copy"
                 )
 
-            def get(name: str, _link: object) -> bytes | None:
-                value = places.get(name.encode())
-                return None if value is None else file.read(value)
+            def get(name: str, link: Link) -> bytes | None:
+                return join_record(name, link.size, lambda key: file.read(places[key]) if key in places else None)
 
             return manifest, manifest.read(get, label)
         finally:

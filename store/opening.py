@@ -117,6 +117,8 @@ def _open_path(
         known = _tables_of(opened, records, tables, f"the store at {path}", fresh=not found)
         if not found:
             directory.finish(kind)
+            if lock is not None:
+                lock.take_marker()
     except BaseException:
         if opened is not None:
             opened.close()

@@ -17,6 +17,7 @@ from tiercache.store.compaction_plan import CompactionPlan
 from tiercache.store.counters import Counters
 from tiercache.store.errors import StoreClosedError, StoreError
 from tiercache.store.key_memory import KEY_MEMORY, KeyMemory
+from tiercache.store.local_path import is_url, store_path
 from tiercache.store.lookup import locate, lookup, read_rows
 from tiercache.store.opening import Opened, check_options, label_of, open_engine
 from tiercache.store.reading import BlockReader, Pages
@@ -25,6 +26,7 @@ from tiercache.store.rewrite import FirstUses, NoUses, Rewrite
 from tiercache.store.scan import SCAN_BYTES, live_rows, scan
 from tiercache.store.scratch_file import scratch_of
 from tiercache.store.table import Table, group_tables
+from tiercache.store.use_count import warn_unclosed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -66,7 +68,7 @@ class Store:
         self.key_memory: KeyMemory | None = of.key_memory if of is not None else KEY_MEMORY if mode == "r" else None
         """What lookups remember of segments, beyond this store; None, of one that is open for writing: nothing."""
         self._opened, self._of = opened, of
-        self._pid, self._closed = os.getpid(), False
+        self._pid, self._closed = os.getpid(), True
         engine, label = opened.engine, self.label
         self._commits: CommitWriter | CommitReader
         if held is not None:
@@ -83,6 +85,7 @@ class Store:
         engine.drop_records()
         explain = self._commits.explain if isinstance(self._commits, CommitReader) else lambda error: error
         self._reader = BlockReader(engine, self.groups, label, self.counters, opened.uses, explain)
+        self._closed = False
 
     # -- opening and closing -----------------------------------------------------------------------------
 
@@ -111,9 +114,10 @@ class Store:
         StoreFullError, CommitMissingError, CorruptStoreError; ValueError for mode "a" of one shard.
         """
         check_options(mode, commit, retention)
-        place, tables = None if path is None else Path(path), None if tables is None else tuple(tables)
-        find = None
-        if place is not None and (engine is None or isinstance(engine, str)):
+        place = None if path is None else Path(path) if is_url(path) else store_path(path)
+        tables, find = None if tables is None else tuple(tables), None
+        if path is not None and (engine is None or isinstance(engine, str)):
+            place = store_path(path)
             from tiercache.store.shards.opening import open_sharded
 
             find = partial(open_sharded, place, tables, engine, mode, store_budget, commit, retention)
@@ -142,14 +146,25 @@ class Store:
         return Store(self._opened, self.path, "r", commit, None, self._of or self, held)
 
     def close(self) -> None:
-        """Give up the store; what no commit names is lost. A second time does nothing."""
+        """Give up the store; what no commit names is lost. A second time does nothing.
+
+        Raises StoreError within a function that one of its methods calls, such as ``progress``: nothing is closed then.
+        """
         if not self._closed and os.getpid() == self._pid:
+            if self._of is None:
+                self._opened.uses.check_outside()
             self._closed = True
             self._reader.close()
             if self._of is None:
                 self._opened.close()
             if isinstance(self._commits, CommitReader):
                 self._commits.close()  # when nothing reads it any more
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and os.getpid() == self._pid:
+            if self._of is None:  # else closing that is enough
+                warn_unclosed(self, self.label)
+            self.close()
 
     def __enter__(self) -> Self:
         return self

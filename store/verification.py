@@ -8,13 +8,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiercache.store import key_invariants
 from tiercache.store.errors import CommitMissingError, CorruptStoreError, StoreError
 from tiercache.store.huge_pages import huge_pages
 from tiercache.store.liveness import Liveness
+from tiercache.store.local_path import store_path
 from tiercache.store.opening import open_engine
 from tiercache.store.read_ahead import read_ahead
 from tiercache.store.record_check import record_problems
@@ -146,7 +146,7 @@ def in_words(problems: dict[str, dict[int, None]], kept: Sequence[int]) -> list[
 def _each_alone(path: str, error: CorruptStoreError) -> dict[str, Any]:
     """Return the report of a store whose commits do not open together: whichever opens alone is read."""
     try:
-        with closing(open_engine(Path(path), None, None, "r", None)) as opened:
+        with closing(open_engine(store_path(path), None, None, "r", None)) as opened:
             kept = sorted(kept_ids(opened.engine.records(), f"the store at {path}"))
     except CorruptStoreError:
         return {"problems": [str(error)]}

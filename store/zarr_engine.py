@@ -72,6 +72,8 @@ class ZarrEngine:
         self._lock = lock
         if root is not None and not readonly and lock is None and root.is_dir():
             self._lock = WriterLock(root)
+        if self._lock is not None:
+            self._objects.check = self._lock.check
         self._writer: ChunkWriter = (RemoteWriter if root is None else DiskWriter)(self._objects, self.label)
         self._records = Records(self._objects, self.label)
         self._reader = BlockReader(self._objects, self._writer.held)
@@ -134,6 +136,7 @@ class ZarrEngine:
     def commit(self, records: Mapping[str, bytes | None]) -> None:
         """Write and sync the records' objects, then the manifest; then delete those that it replaces."""
         self._check_writable()
+        self._check_manifest()
         before, published = self._manifest, False
         fresh = before.after(records, before.number + 1 if self._epoch else self._next, writer=self._name)
         self._next += 1
@@ -151,6 +154,7 @@ class ZarrEngine:
             if self._epoch:
                 self._create(fresh)
             else:
+                self._check_manifest()
                 made.add(manifest_key(fresh))
                 self._writer.publish(manifest_key(fresh), fresh.to_bytes())
                 self._sync([manifest_key(fresh)])
@@ -175,6 +179,7 @@ class ZarrEngine:
         self._listed = None
         try:
             for unplaced, data in blocks:
+                self._objects.check()
                 block = unplaced._replace(place=self._epoch) if self._epoch else unplaced
                 more += block.size
                 self._check_bound(block.size, self._holdings.bytes + more)
@@ -489,6 +494,19 @@ class ZarrEngine:
             raise StoreError(f"{self.label} did not say whether its newest commit is there: open it again")
         if self._readonly:
             raise ValueError(f"{self.label} is open for reading: open it with mode='a' to write")
+        self._objects.check()
+
+    def _check_manifest(self) -> None:
+        """Raise StoreError if the newest manifest on a local disk is not the one that this writer wrote or read."""
+        if self._objects.root is None:
+            return
+        mine, number = self._manifest, self._records.newest_number()
+        if number != mine.number or (number and self._records.newest(create=False).digest != mine.digest):
+            raise StoreError(
+                f"the newest manifest of {self.label} is {number}, and this process wrote {mine.number}: "
+                "another one has written to the store, or an older copy was put in its place. Nothing more is written: "
+                "close it, and open it again"
+            )
 
 
 def _filler(

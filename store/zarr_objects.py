@@ -21,10 +21,11 @@ from zarr.storage import LocalStore, WrapperStore
 
 from tiercache.store.direct_file import RangeReader, read_whole, sync_file, sync_folder, write_whole
 from tiercache.store.errors import BlockReadError
+from tiercache.store.local_path import local_path
 from tiercache.store.punch_hole import punch_hole
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable, Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -54,11 +55,13 @@ class Objects:
         self.root: Path | None = None
         """Where the objects are files; None elsewhere."""
         if isinstance(store, LocalStore):
-            self.root = Path(store.root)
-        elif isinstance(store, Path | str):
-            self.root = Path(store)
+            store = Path(store.root)
+        if isinstance(store, Path | str):
+            self.root = local_path(store, "a store of engine 'zarr'", "give a store object of Zarr for it")
         else:
             self.store: Store = store
+        self.check: Callable[[], None] = lambda: None
+        """What is called before anything is written, changed or deleted on a local disk, and may raise instead."""
         self._reader, self._prototype = RangeReader(), default_buffer_prototype()
 
     def path(self, key: str) -> str:
@@ -68,6 +71,7 @@ class Objects:
     def folder_of(self, key: str) -> None:
         """Make the folder that an object is to stand in, where there are any."""
         if self.root is not None:
+            self.check()
             (self.root / key).parent.mkdir(parents=True, exist_ok=True)
 
     def put(self, key: str, data: bytes | memoryview) -> None:
@@ -75,6 +79,7 @@ class Objects:
         if self.root is None:
             _remote(self.store.set(key, self._prototype.buffer.from_bytes(bytes(data))))
             return
+        self.check()
         try:
             write_whole(self.path(key), data)
         except FileNotFoundError:
@@ -94,9 +99,11 @@ class Objects:
         try:
             self.put(draft, data)
             sync_file(self.path(draft))
+            self.check()
             (self.root / draft).replace(self.root / key)
         except BaseException:
             with contextlib.suppress(OSError):
+                self.check()
                 (self.root / draft).unlink(missing_ok=True)
             raise
 
@@ -184,6 +191,7 @@ class Objects:
         if self.root is None:
             _remote(self._delete(list(keys)))
             return
+        self.check()
         for key in keys:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path(key))  # noqa: PTH108  hundreds in a commit
@@ -197,10 +205,12 @@ class Objects:
         if self.root is None:
             _remote(self.store.delete_dir(folder))
         else:
+            self.check()
             shutil.rmtree(self.path(folder), ignore_errors=True)
 
     def punch(self, key: str, runs: Iterable[tuple[int, int]]) -> None:
         """Give the room of runs of bytes of a file back, where the file system has holes."""
+        self.check()
         with contextlib.suppress(FileNotFoundError):
             handle = os.open(self.path(key), os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
@@ -231,6 +241,7 @@ class Objects:
     def tidy(self, folder: str) -> None:
         """Delete folders below ``folder`` that hold nothing."""
         if self.root is not None:
+            self.check()
             for here, _, _ in os.walk(self.root / folder, topdown=False):
                 with contextlib.suppress(OSError):  # most are not empty
                     Path(here).rmdir()

@@ -265,6 +265,7 @@ class DiskWriter(ChunkWriter):
                     os.close(handle)
 
     def _open(self, place: Place) -> tuple[_File, bool]:
+        self._objects.check()
         path = self._objects.path(place.key)
         flags, made = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK, False
         with self.translated(place.used_bytes, kept=ROOM_FOR_RECORDS):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import field, fields
-from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
@@ -13,8 +12,12 @@ from pydantic.dataclasses import dataclass
 from tiercache.errors import SchemaError
 from tiercache.schema import CsvFormat, DenseFeature, Feature, Schema, SourceFormat, Text, checked, nearest, unknown_key
 from tiercache.store.initializer import initializer_from_record
+from tiercache.store.local_path import local_path
 from tiercache.store.optimizer import optimizer_from_record
 from tiercache.store.table import Table
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _FEATURE = {f.name for f in fields(Feature)} - {"name"} | {"column"}
 _TABLE = {"dim", "optimizer", "initializer", "seed", "dtype", "compression"}
@@ -29,9 +32,8 @@ def load_schema(path: str | Path | None, format: str | None = None) -> Schema:  
     """
     if path is None:
         return _schema(_File(), format)
-    path = Path(path)
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(local_path(path, "a schema").read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SchemaError(f"the schema {path} is not TOML: {error}") from error
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL

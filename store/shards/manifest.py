@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from tiercache.store.atomic_file import sync, write_whole
 from tiercache.store.commit import Cursor
+from tiercache.store.direct_file import read_whole
 from tiercache.store.directory import FORMAT_VERSION, MANIFEST, StoreDirectory, check_version
 from tiercache.store.errors import CommitMissingError, CorruptStoreError, NotAStoreError
 from tiercache.store.full_disk import room_for
@@ -287,7 +288,7 @@ class Manifest:
         Raises NotAStoreError, FormatVersionError and CorruptStoreError.
         """
         try:
-            data = (directory / MANIFEST).read_bytes()
+            data = read_whole(str(directory / MANIFEST))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:

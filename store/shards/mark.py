@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from tiercache.store.atomic_file import sync, write_whole
+from tiercache.store.direct_file import read_whole
 from tiercache.store.directory import FORMAT_VERSION, StoreDirectory, check_version, delete_folder
 from tiercache.store.errors import CorruptStoreError, NotAStoreError, StoreMissingError
 from tiercache.store.full_disk import room_for
+from tiercache.store.lmdb_records import unreadable
 
 _FORMAT = "tiercache shard"
 _BYTES = 4096
@@ -74,11 +76,13 @@ class Mark:
         """Return whose shard ``folder`` is; None where it has no mark. Raises FormatVersionError, CorruptStoreError."""
         path = mark_of(folder)
         try:
-            values: Any = json.loads(path.read_bytes()[:_BYTES])
+            values: Any = json.loads(read_whole(str(path))[:_BYTES])
             if not isinstance(values, dict) or values.pop("format", None) != _FORMAT:
                 raise ValueError("it is not that of a shard")
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            raise unreadable(path, error) from error
         except (ValueError, RecursionError) as error:
             raise CorruptStoreError(f"{path} cannot be read ({error}): restore it from a copy") from error
         check_version(values.pop("version", None), str(path))
@@ -130,10 +134,10 @@ def refuse_shard(folder: Path) -> None:
 
 def _is_marked(folder: Path) -> bool:
     try:
-        values: Any = json.loads(mark_of(folder).read_bytes()[:_BYTES])
-    except OSError:
+        values: Any = json.loads(read_whole(str(mark_of(folder)))[:_BYTES])
+    except (FileNotFoundError, NotADirectoryError):
         return False
-    except (ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         values = None
     if isinstance(values, dict) and values.get("format") == _FORMAT:
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -73,8 +74,10 @@ class Shards(Store):
         """Whole ones, in the order of unsigned table ids."""
         self.groups, self.counters = group_tables(manifest.tables), Counters()
         self.sharding = manifest.sharding
-        self._all, self._lock, self._whole, self._closed = opened, lock, of, False
+        self._all, self._lock, self._of, self._pid = opened, lock, of, os.getpid()
+        self._closed = True
         self._stand_at(manifest, commits)
+        self._closed = False
 
     def _stand_at(self, manifest: Manifest, commits: tuple[GlobalCommit, ...]) -> None:
         self.manifest = manifest
@@ -89,7 +92,7 @@ class Shards(Store):
 
     def __getattr__(self, name: str) -> NoReturn:
         """Refuse what a shard alone has: segments, and what writes them."""
-        if name in {"_commits", "_reader", "_opened", "_of", "_pid"}:
+        if name in {"_commits", "_reader", "_opened"}:
             raise ValueError(
                 f"{self.label} has {len(self._all)} shards, which the ranks of a training write together: train on it, "
                 "or train with one rank to make one plain store of it"
@@ -103,7 +106,9 @@ class Shards(Store):
         """
         found = replace(self.manifest, commits=self.named).find(commit, self.label)
         shards = self.shards if commit == self.commit.id else self._all  # what is held may be gone for others
-        return Shards(self.path, self.manifest, shards, (found,), of=self._whole or self)
+        whole = self._of or self
+        assert isinstance(whole, Shards)
+        return Shards(self.path, self.manifest, shards, (found,), of=whole)
 
     def check_shards(self) -> None:
         """Raise where a shard, opened with all its commits, lacks an older one that the manifest names and still does.
@@ -117,7 +122,11 @@ class Shards(Store):
 
     def close(self) -> None:
         """Give up all shards. A second time does nothing."""
-        for shard in (*self.shards, *(self._all if self._whole is None else ())):
+        if self._closed or os.getpid() != self._pid:
+            return
+        for shard in self._all:
+            shard._opened.uses.check_outside()
+        for shard in (*self.shards, *(self._all if self._of is None else ())):
             shard.close()
         if self._lock is not None:
             self._lock.release()
@@ -322,6 +331,8 @@ class Shards(Store):
 
     def _write(self, manifest: Manifest) -> Commit:
         """Make the newest commits of all shards those of the store, and drop the ones that it does not name."""
+        if self._lock is not None:
+            self._lock.check()
         manifest.write(self.path)
         for shard in self.shards:
             shard.close()

@@ -250,7 +250,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path, paths: 
         ({"schema": "a\0b"}, TierCacheError, "a.x00b"),
         ({"data": None}, TierCacheError, "the data are None: give files, folders or patterns"),
         ({"data": 5}, TierCacheError, "the data are 5: give files"),
-        ({"out": "a\0b"}, TierCacheError, r"the path 'a\\x00b' has a NUL character: give the dataset another dir"),
+        ({"out": "a\0b"}, TierCacheError, r"the path '.*a\\x00b' has a NUL character: give the dataset another dir"),
         ({"device_budget": "much"}, ValueError, "'much' is no size"),
     ],
 )

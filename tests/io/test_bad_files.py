@@ -188,6 +188,10 @@ def test_a_state_dict_runs_no_code(tmp_path: Path, exports: Path, monkeypatch: p
     ):
         torch.save(content, path)
         refused(tmp_path / "out", tmp_path / "s.tc", sentence, initial_state=True)
+    within: dict[str, Any] = {"weight": torch.zeros(50, 2)}
+    within["within"] = {"a": {"b": within}}
+    torch.save(within, path)
+    refused(tmp_path / "out", tmp_path / "s.tc", "nests its dicts too deep, or one holds itself", initial_state=True)
     path.write_bytes(pickle.dumps({"weight": Bomb()}))
     refused(tmp_path / "out", tmp_path / "s.tc", "is no whole state dict of tensors", initial_state=True)
     assert not (tmp_path / "exploded").exists()
@@ -393,6 +397,16 @@ def test_what_is_no_array_of_the_table_is_refused(tmp_path: Path, source: Any, s
     if (tmp_path / "s.tc").exists():
         with Store.open(tmp_path / "s.tc", mode="r") as store:
             assert store.commit is None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_refused(tmp_path: Path, layout: torch.layout) -> None:
+    """Its rows may have any lengths."""
+    nested = torch.nested.nested_tensor([torch.zeros(4, 2)], layout=layout)
+    with pytest.raises(ImportExportError, match="is nested: it must be a dense tensor with values"):
+        tc.import_store({"t": nested}, tmp_path / "s.tc", tables=[T])
+    assert not (tmp_path / "s.tc").exists()
 
 
 def test_an_export_of_some_tables_makes_a_store_of_all_that_are_given(tmp_path: Path) -> None:

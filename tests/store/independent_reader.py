@@ -9,6 +9,7 @@ from typing import Any
 import lmdb
 import numpy as np
 
+PART_BYTES = 1 << 30
 Form = list[tuple[str, int, str]]
 """Name, numbers and dtype of each field of a row."""
 
@@ -54,7 +55,10 @@ class LmdbFiles:
         _, number, digest = max(slots, key=lambda slot: slot[1])
         assert number == self.manifest["number"]
         assert digest == hashlib.sha256(manifest).digest()
-        self.records = {name: check_record(self.manifest, name, data) for name, data in items.items()}
+        self.records = {}
+        for name, _, size, _ in self.manifest["records"]:  # a record of more than 1 GiB has several values
+            parts = [items[name], *(items[f"{name}\0{part}"] for part in range(1, -(-size // PART_BYTES)))]
+            self.records[name] = check_record(self.manifest, name, b"".join(parts))
         self.blocks = (path / "blocks.bin").read_bytes()
 
     def rows(

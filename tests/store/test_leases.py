@@ -207,6 +207,30 @@ def test_a_lease_that_comes_when_its_commit_goes_is_seen_or_refused(tmp_path: Pa
     assert Lease.take(tmp_path / "file", 1) is None
 
 
+@pytest.mark.parametrize("change", ["moved", "replaced", "deleted", "made anew"])
+def test_a_lease_of_a_store_that_is_elsewhere_by_now_deletes_no_other(tmp_path: Path, change: str) -> None:
+    """What stands at its path is a lease of somebody who reads another store."""
+    folder = tmp_path / "leases"
+    lease, other = Lease.take(folder, 3), None
+    match change:
+        case "moved":
+            folder.rename(tmp_path / "away")
+        case "deleted":
+            (folder / "3").unlink()
+        case "replaced":
+            folder.rename(tmp_path / "away")
+            other = Lease.take(folder, 3)
+        case "made anew":
+            (folder / "3").unlink()
+            other = Lease.take(folder, 3)
+    lease.release()
+    assert leased_commits(folder) == (set() if other is None else {3})
+    assert not (tmp_path / "away" / "3").exists() or leased_commits(tmp_path / "away") == set()
+    if other is not None:
+        other.release()
+    assert leased_commits(folder) == set()
+
+
 def test_a_writer_that_readers_leave_no_room_says_so(tmp_path: Path) -> None:
     """With the bytes that they hold."""
     with Store.open(tmp_path / "s", tables=[BIG], store_budget=3 << 20) as store:

@@ -30,7 +30,7 @@ def describe(path: Path, *, plot: Path | None = None, curve: bool = False) -> tu
     data = PassDataset.open(path)
     reuse = reuse_of(data, None, counted=True)
     points = _points(data, reuse) if curve or plot is not None else []
-    record = _record(data, reuse) | ({"curve": list(map(curve_record, points))} if curve else {})
+    record = {"path": str(path), **_record(data, reuse)} | ({"curve": list(map(curve_record, points))} if curve else {})
     if plot is not None:
         _draw(record, points, plot)
     return record, points if curve else []
@@ -132,7 +132,6 @@ def _record(data: PassDataset, reuse: Reuse) -> dict[str, Any]:
         for p in range(len(data))
     ]
     return {
-        "path": str(data.path),
         "digest": data.digest,
         "summary": data.summary,
         "samples": data.samples,

@@ -51,6 +51,7 @@ def plan(
     from tiercache.planning.capacity import Capacity
     from tiercache.planning.overlap import order_rule
     from tiercache.sizes import format_bytes, parse_bytes
+    from tiercache.store.local_path import local_path
     from tiercache.tiers.probe import existing_folder, measured_rates
 
     if trial:
@@ -79,7 +80,7 @@ def plan(
         store_bytes=None if store_budget is None else parse_bytes(store_budget),
     )  # fmt: skip
     if out is not None:
-        out.write_text(made.to_toml(), encoding="utf-8")
+        local_path(out, "a plan").write_text(made.to_toml(), encoding="utf-8")
     own = reuse if order is None else reuse_of(data, None)
     kept = {"kept_bytes": reuse.kept_bytes, "kept_bytes_own_order": own.kept_bytes}
     record = {"plan": made.model_dump(mode="json", by_alias=True), "curve": list(map(curve_record, points)), **kept}

@@ -14,6 +14,7 @@ import pyarrow as pa
 from tiercache.data.inputs import open_binary
 from tiercache.data.readers import FileReader, Piece, batch_rows
 from tiercache.errors import SourceError
+from tiercache.store.direct_file import read_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -183,7 +184,7 @@ def _spec(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        spec = yaml.safe_load(path.read_text(encoding="utf-8"))
+        spec = yaml.safe_load(read_whole(str(path)).decode("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SourceError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(spec, dict) or not isinstance(spec.get("source_spec"), dict):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tiercache.data.keyset import KeySet, open_key_set
-from tiercache.data.manifest import RARE_KEYS, Manifest
+from tiercache.data.manifest import RARE_KEYS, Manifest, dataset_path
 from tiercache.data.sample_layout import SampleLayout, key_set_layout
 from tiercache.data.sub_dataset import SubDataset
 from tiercache.errors import DatasetError
@@ -16,6 +15,7 @@ from tiercache.sizes import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from tiercache.schema import Schema
     from tiercache.store.table import Table
@@ -38,18 +38,18 @@ class PassDataset:
     def of(cls, data: PassDataset | str | os.PathLike[str]) -> PassDataset:
         """Return a dataset as it is given, or the one at a path. Raises DatasetError for anything else."""
         if isinstance(data, str | os.PathLike):
-            return cls.open(Path(data))
+            return cls.open(data)
         if not hasattr(data, "passes"):
             raise DatasetError(f"the data are {type(data).__name__}: give a PassDataset, or the path of one")
         return data
 
     @classmethod
-    def open(cls, path: str | Path) -> PassDataset:
+    def open(cls, path: str | os.PathLike[str]) -> PassDataset:
         """Open the dataset in a directory.
 
         Checks that every file is there with its size, and reads no content. Raises DatasetError.
         """
-        directory = Path(path)
+        directory = dataset_path(path)
         manifest = Manifest.read(directory)
         dataset = cls(directory, manifest)
         sizes = {one.path: one.num_bytes() for one in dataset.passes}

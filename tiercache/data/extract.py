@@ -33,6 +33,7 @@ from tiercache.errors import ExtractionError, SourceError
 from tiercache.kernels.cpu.compile import is_cached, prepare
 from tiercache.schema import Schema
 from tiercache.sizes import parse_bytes
+from tiercache.store.local_path import is_url, local_path
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
@@ -111,7 +112,8 @@ def extract(
             f"min_count is {min_count}, but a cluster does not count keys: leave out min_count or dask"
         )
     inputs = find_inputs(data, schema.source.format)
-    place, out = str(out), Path(out)
+    place = str(out)
+    out = Path(out) if dask is not None and is_url(out) else _local(out)
     options: dict[str, Any] = {
         "schema": schema.digest,
         "groups": [[[t.name for t in g.tables], row_device_bytes(g)] for g in group_tables(schema.tables)],
@@ -138,7 +140,7 @@ def extract(
             made = _finished(out, manifest, schema, options, old if append else records)
             with closing(ProgressReporter(progress, 0)) as reporter:
                 reporter.passes = len(made)
-                reporter.finish(made.samples, f"{out}: {made.summary}, extracted before", "")
+                reporter.finish(made.samples, f"{place}: {made.summary}, extracted before", "")
             return made
         check_same(manifest.options, old, options, old, out)
         inputs = tuple(file for file, record in zip(inputs, records, strict=True) if record not in old)
@@ -188,8 +190,20 @@ def extract(
         work.remove()
         _warn_of_small(state.passes[:-1], cut, batch_multiple)
         made = PassDataset.open(out)
-        reporter.finish(made.samples, f"{out}: {made.summary}", str(source.bad_rows))
+        reporter.finish(made.samples, f"{place}: {made.summary}", str(source.bad_rows))
     return made
+
+
+def _local(out: str | Path) -> Path:
+    """Return where the dataset is to be, as an absolute path. Raises ExtractionError."""
+    try:
+        path = local_path(out, "a dataset that one machine writes", "give a path, or dask= to write it on a cluster")
+        path.exists()
+    except ValueError as error:
+        raise ExtractionError(str(error)) from error
+    except OSError as error:
+        raise ExtractionError(f"{out} cannot be a directory ({error.strerror}): give another") from error
+    return path
 
 
 @contextmanager

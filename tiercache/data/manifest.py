@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -13,10 +12,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tiercache.errors import DatasetError
 from tiercache.schema import Schema
 from tiercache.store.atomic_file import write_whole
+from tiercache.store.direct_file import read_whole
+from tiercache.store.local_path import local_path
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
+    from pathlib import Path
 
 MANIFEST = "dataset.json"
 UNFINISHED = "unfinished"
@@ -34,13 +36,21 @@ def file_name(index: int) -> str:
     return f"pass-{index:05d}.safetensors"
 
 
+def dataset_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a dataset as an absolute one. Raises DatasetError for what is none."""
+    try:
+        return local_path(path, "a dataset that is read", "copy the dataset to this machine and give its path")
+    except (TypeError, ValueError) as error:
+        raise DatasetError(str(error)) from error
+
+
 def new_folder(out: str | os.PathLike[str]) -> Path:
     """Return the directory of a dataset to be written, made where it does not exist.
 
     Raises DatasetError where it cannot be made.
     """
     try:
-        directory = Path(out)
+        directory = local_path(out, "a dataset that is written")
         directory.mkdir(parents=True, exist_ok=True)
     except (OSError, TypeError, ValueError) as error:
         raise DatasetError(f"the dataset cannot be written to {out!r} ({error}): give another directory") from error
@@ -137,7 +147,7 @@ class Manifest:
                 )
             raise DatasetError(f"there is no dataset in {directory}: extract it first")
         try:
-            text = path.read_bytes()
+            text = read_whole(str(path))
             record = _Record.model_validate_json(text)
             if record.version != _VERSION:
                 raise ValueError(f"it has version {record.version}, this tiercache reads {_VERSION}")

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 from tiercache.data.manifest import MANIFEST, UNFINISHED, SubDatasetRecord
 from tiercache.errors import ExtractionError
 from tiercache.store.atomic_file import write_whole
+from tiercache.store.direct_file import read_whole
+from tiercache.store.directory import IN_USE
+from tiercache.store.full_disk import FULL
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,12 +56,12 @@ class ExtractionState:
         if not path.exists():
             return None
         try:
-            record = json.loads(path.read_bytes())
+            record = json.loads(read_whole(str(path)))
             for name in ("passes", "runs"):
                 record[name] = tuple(SubDatasetRecord(**one) for one in record[name])
             record["inputs"] = tuple(record["inputs"])
             return cls(**record)
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ExtractionError(f"{path} cannot be read: {error}: delete {folder.parent} and start over") from error
 
     def closed(self, record: SubDatasetRecord, file_index: int, row: int) -> ExtractionState:
@@ -111,10 +114,19 @@ class WorkFolder:
             self._lock = (self.path / _LOCK).open("a+b")
         except PermissionError as error:
             raise ExtractionError(f"{out} may not be written to: give another directory, or the right to") from error
+        except OSError as error:
+            if error.errno in FULL:
+                raise
+            raise ExtractionError(f"{out} cannot be written to ({error}): give another directory") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._lock.close()
+            if error.errno not in IN_USE:
+                raise ExtractionError(
+                    f"the file system of {out} does not lock files ({error.strerror}), so nothing would stop a second "
+                    "extraction: give a directory on one that has flock"
+                ) from error
             raise ExtractionError(
                 f"another process is extracting into {out}: wait for it, or choose another directory"
             ) from error

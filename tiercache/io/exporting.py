@@ -52,10 +52,10 @@ def export_store(
     Raises ImportExportError, what ``Store.open`` raises for reading, and what ``Store.scan`` and ``Store.changes``
     raise.
     """
-    out, chosen = to_path(out), find_format(format)
+    out, chosen = to_path(out, "an export"), find_format(format)
     with file_errors(f"the export to {out}"), ExitStack() as stack:
         if isinstance(store, (str, os.PathLike)):
-            store = stack.enter_context(Store.open(to_path(store), mode="r"))
+            store = stack.enter_context(Store.open(to_path(store, "a store"), mode="r"))
         wanted = _tables(store, tables)
         if store.commit is None:
             raise ImportExportError(f"{store.label} has no commit, so no rows to export: train it or import into it")

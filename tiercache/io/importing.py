@@ -70,8 +70,8 @@ def import_store(
 
     Raises ImportExportError, StoreFullError, and what ``Store.open`` raises.
     """
-    place = "the dict of arrays" if isinstance(source, Mapping) else to_path(source)
-    store = store if isinstance(store, Store) else to_path(store)
+    place = "the dict of arrays" if isinstance(source, Mapping) else to_path(source, "what is imported")
+    store = store if isinstance(store, Store) else to_path(store, "a store")
     given = None if tables is None else tuple(tables)
     if given == ():
         raise ImportExportError("tables is empty: give the tables that the source holds")

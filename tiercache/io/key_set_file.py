@@ -25,7 +25,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {"uint32": np.dtype("<u4"), "int64": np.dtyp
 
 def read_key_set(path: str | os.PathLike[str], dtype: str) -> NDArray[np.int64] | NDArray[np.uint32]:
     """Return the keys of a file, in its order and its dtype: a memory map, read-only. Raises ImportExportError."""
-    path, kind = to_path(path), _dtype(dtype)
+    path, kind = to_path(path, "a key set"), _dtype(dtype)
     with file_errors(f"reading the key set {path}"):
         size = regular_file(path).stat().st_size
         if size % kind.itemsize:
@@ -42,7 +42,7 @@ def export_key_sets(dataset: PassDataset, out: str | os.PathLike[str], dtype: st
 
     The folder gets its name when all is on disk. Raises ImportExportError, also for keys that uint32 cannot hold.
     """
-    out, kind = to_path(out), _dtype(dtype)
+    out, kind = to_path(out, "an export of key sets"), _dtype(dtype)
     if out.exists():
         raise ImportExportError(f"{out} exists: give the key sets a path that is free")
     with file_errors(f"writing key sets to {out}"), staging_directory(out) as draft:

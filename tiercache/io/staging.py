@@ -7,24 +7,26 @@ import fcntl
 import os
 import shutil
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tiercache.errors import ImportExportError, TierCacheError
 from tiercache.sizes import format_bytes
+from tiercache.store.local_path import local_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 _NO_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 """What a file system says that locks no folders: there, two exports to one place are the caller's to avoid."""
 
 
-def to_path(path: str | os.PathLike[str]) -> Path:
-    """Return a path. Raises ImportExportError for one with a NUL character, which no file system takes."""
+def to_path(path: str | os.PathLike[str], what: str) -> Path:
+    """Return the path of ``what`` as an absolute one. Raises ImportExportError for a URL and for a NUL character."""
     if "\0" in os.fspath(path):
         raise ImportExportError(f"the path {os.fspath(path)!r} has a NUL character: give one without")
-    return Path(path)
+    with file_errors(f"finding {what}"):
+        return local_path(path, what)
 
 
 @contextmanager

@@ -43,8 +43,8 @@ class Column:
     def of_tensor(cls, tensor: Any, what: str) -> Column:
         """Return the column of a torch tensor. Raises ImportExportError for one that holds no plain numbers."""
         kind = str(tensor.layout).removeprefix("torch.")
-        if tensor.is_meta or kind != "strided":
-            kind = "on the meta device" if tensor.is_meta else kind
+        if tensor.is_meta or tensor.is_nested or kind != "strided":
+            kind = "on the meta device" if tensor.is_meta else "nested" if tensor.is_nested else kind
             raise ImportExportError(f"{what} is {kind}: it must be a dense tensor with values")
         dtype, rows = str(tensor.dtype).removeprefix("torch."), tensor.detach()
         return cls(tuple(tensor.shape), dtype, lambda part: tensor_values(rows[part]))

@@ -78,7 +78,10 @@ def load_tensors(path: Path) -> dict[str, Any]:
         raise ImportExportError(
             f"{path} holds {type(state).__name__}: it must be a state dict, names and their tensors"
         )
-    return dict(_tensors(state, ""))
+    try:
+        return dict(_tensors(state, ""))
+    except RecursionError as error:
+        raise ImportExportError(f"{path} nests its dicts too deep, or one holds itself: save flat names") from error
 
 
 def _tensors(state: Mapping[Any, Any], prefix: str) -> Any:

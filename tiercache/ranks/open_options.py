@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tiercache.errors import StateError
 from tiercache.store import group_tables
+from tiercache.store.local_path import local_path
 from tiercache.store.opening import ENGINES, compare_tables
 from tiercache.store.shards.manifest import HERE, Manifest, shard_name
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
     from tiercache.store import Table
     from tiercache.store.shards.sharding import ShardingPlan
@@ -48,7 +49,9 @@ class OpenOptions:
             raise ValueError(
                 f"shard_dirs= names {len(shard_dirs)} folders for {num_ranks} ranks: give one for each rank"
             )
-        self._shard_dirs = None if shard_dirs is None else [Path(folder).absolute() for folder in shard_dirs]
+        self._shard_dirs = (
+            None if shard_dirs is None else [local_path(folder, "the folder of a shard") for folder in shard_dirs]
+        )
 
     def manifest(self, path: Path, before: Manifest | None, *, plain: bool = False) -> Manifest:
         """Return the manifest of new shards of the store at ``path``, without a commit; ``plain``: of a plain store."""

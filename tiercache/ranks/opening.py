@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiercache.planning.schedule import Schedule
 from tiercache.ranks.resharding import place_of, reshard
 from tiercache.ranks.shard_writer import ShardWriter
 from tiercache.ranks.sharding_planner import sharding_of
+from tiercache.store.local_path import store_path
 from tiercache.store.scratch_file import scratch_of
 from tiercache.store.shards.manifest import Manifest
 from tiercache.store.shards.opening import plain_manifest
@@ -19,6 +19,7 @@ from tiercache.training.reorganize import reorganize
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from tiercache.data.dataset import PassDataset
     from tiercache.dist.communicator import AnyCommunicator
@@ -58,7 +59,7 @@ def choose_sharding(
     chosen: dict[str, Any] | None = None
     with ranks.raise_on_all("sharding the tables"):
         if ranks.rank == 0:  # it reads counts of keys, and computes with them what need not be the same on all CPUs
-            found = Manifest.read(Path(path)) if asked == "auto" else None
+            found = Manifest.read(store_path(path)) if asked == "auto" else None
             if found is not None and found.num_ranks == ranks.size and not found.is_plain:
                 chosen = found.sharding.to_record()
             else:
@@ -100,12 +101,12 @@ def open_for_share(
     stands: list[Any] | None = None
     with ranks.raise_on_all("reading the manifest of the store"):
         if ranks.rank == 0:
-            stands = _stands(Path(path), share.sharding, plain=plain)
+            stands = _stands(store_path(path), share.sharding, plain=plain)
     stands = ranks.all_gather_object(stands)[0]
     if stands is not None and not stands[0]:
         commits = (retention or stands[1]) + 1  # of a shard
         with ranks.raise_on_all(_PLANNING):
-            check_plan(Path(path), commits=commits)
+            check_plan(store_path(path), commits=commits)
         return reshard(
             path, share, ranks,
             engine=engine, shard_dirs=shard_dirs, retention=retention, order=order, reorganized=reorganized,

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from tiercache.errors import StateError
@@ -40,6 +39,7 @@ from tiercache.ranks.open_options import OpenOptions
 from tiercache.store import Cursor, StoreError
 from tiercache.store.commit_writer import keep, release
 from tiercache.store.directory import MANIFEST, RANKS_LOCK, StoreDirectory, WriterLock
+from tiercache.store.local_path import store_path
 from tiercache.store.opening import label_of
 from tiercache.store.shards.manifest import Manifest, ShardCommit, in_words
 from tiercache.store.shards.opening import open_shard, plain_manifest
@@ -47,6 +47,7 @@ from tiercache.store.shards.opening import open_shard, plain_manifest
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.store import Commit, Store, Table
@@ -101,7 +102,7 @@ class ShardWriter:
         Raises, beside what ``Store.open`` raises, StateError for another number of ranks or another sharding than
         the store's, and for a plain one (``begin_generation`` is for those), and ValueError.
         """
-        self = cls(Path(path), ranks)
+        self = cls(store_path(path), ranks)
         try:
             wanted = self._wanted(
                 tables, sharding, engine=engine, shard_dirs=shard_dirs, retention=retention, store_budget=store_budget
@@ -140,7 +141,7 @@ class ShardWriter:
         shard_dirs: None puts the new ones into the folder of the store; engine: None takes the old ones'. ``plain``:
         for one rank, the new shard is a plain store, and what the old ones stood beside. Raises as ``open`` does.
         """
-        self = cls(Path(path), ranks)
+        self = cls(store_path(path), ranks)
         try:
             wanted = self._wanted(
                 tables, sharding, engine=engine, shard_dirs=shard_dirs, retention=retention, store_budget=store_budget
@@ -375,12 +376,14 @@ class ShardWriter:
         if not manifest.obsolete:
             return
         with self._ranks.raise_on_all(f"deleting old shards of {self.label}"):
+            self._check_place()
             manifest.delete_obsolete(self.path, here=self._ranks.rank == 0)
         self._next = replace(manifest, obsolete=())
 
     def _write(self, manifest: Manifest) -> None:
         """Have rank 0 write the manifest; all return when it is on disk."""
         with self._ranks.raise_on_all(f"writing the manifest of {self.label}"):
+            self._check_place()
             if self._ranks.rank == 0:
                 manifest.write(self.path)
         self.manifest = self._next = self._written = manifest
@@ -390,6 +393,11 @@ class ShardWriter:
     def _newest(self) -> list[ShardCommit]:
         """Return the newest commit of every shard, by rank."""
         return [ShardCommit(*made) for made in self._ranks.all_gather_object(ShardCommit.of(self.store))]
+
+    def _check_place(self) -> None:
+        """Raise StoreError on rank 0 if the store at the path is not the one that it locked."""
+        if self._ranks.rank == 0:
+            self._locks[0].check()
 
     def _named(self, manifest: Manifest) -> int:
         """Return the commit of this shard at which a manifest stands."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiercache.dist.consistency import check_same
@@ -16,6 +16,7 @@ from tiercache.ranks.sharding_rules import asked_words
 from tiercache.ranks.shares import Share
 from tiercache.store import Store, StoreMissingError
 from tiercache.store.bulk_load import load_sorted
+from tiercache.store.local_path import store_path
 from tiercache.store.scratch_file import scratch_of
 from tiercache.store.shards.manifest import Manifest
 from tiercache.store.shards.sharding import ShardingPlan
@@ -24,8 +25,8 @@ from tiercache.training.matching import check_tables
 from tiercache.training.reorganize import import_rows, reorganize
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from tiercache.data.dataset import PassDataset
     from tiercache.data.view import DatasetView
@@ -67,14 +68,14 @@ class TrainingStore:
     def __init__(self, place: str | os.PathLike[str] | Store, passes: PassDataset, ranks: AnyCommunicator,
                  options: StoreOptions) -> None:  # fmt: skip
         self._given = place if isinstance(place, Store) else None
-        self._path = place.path if isinstance(place, Store) else Path(place)
+        self._path = place.path if isinstance(place, Store) else store_path(place)
         self._passes, self._ranks, self._options = passes, ranks, options
         self.sharding: ShardingPlan | None = None
         """Where tables stand in shards; None in a plain store."""
         self._store: Store | None = None
         """What ``open`` returned."""
-        self._is_new = False
-        """Whether the folder of a plain store was made."""
+        self._made: os.stat_result | None = None
+        """The folder of a plain store that was made here."""
         self._filled = False
         """Whether it has its first rows from the model."""
         self._shards: ShardWriter | None = None
@@ -154,7 +155,6 @@ class TrainingStore:
         """Give a store without a commit its first rows, in the order of the passes where it stays plain. Collective."""
         with self._ranks.raise_on_all("importing the rows of the model"):
             if self._ranks.rank == 0 and not self._has_commit():
-                self._is_new = self._given is None and not self._place.exists()
                 with ExitStack() as stack:
                     store = self._given or stack.enter_context(self._plain())
                     if self.sharding is not None:
@@ -167,8 +167,11 @@ class TrainingStore:
 
     def _plain(self) -> Store:
         """Open the plain store, or make it."""
-        options = self._options
-        return Store.open(self._place, tables=self._passes.tables, engine=options.engine, retention=options.retention)
+        options, is_new = self._options, not self._place.exists()
+        store = Store.open(self._place, tables=self._passes.tables, engine=options.engine, retention=options.retention)
+        if is_new:
+            self._made = self._place.stat()
+        return store
 
     def _has_commit(self) -> bool:
         if self._given is not None:
@@ -206,7 +209,6 @@ class TrainingStore:
         if self._given is not None:
             store = self._store = self._given
         else:
-            self._is_new = self._is_new or not self._place.exists()
             store = self._store = self._plain()
         if options.reorganize and store.mode == "a":
             if store.commit is not None:
@@ -235,10 +237,12 @@ class TrainingStore:
 
     def discard_new(self) -> None:
         """Remove a plain store that was made here and not trained: its budgets were refused."""
-        if self._is_new and (self._filled or self._store is None or self._store.commit is None):
+        if self._made is not None and (self._filled or self._store is None or self._store.commit is None):
+            with suppress(OSError):
+                if os.path.samestat(self._made, self._place.stat()):  # while nobody else may write to it
+                    shutil.rmtree(self._place, ignore_errors=True)
             if self._store is not None:
                 self._store.close()
-            shutil.rmtree(self._place, ignore_errors=True)
 
     def named_commit(self) -> dict[str, object]:
         """Return which rows there are: the name of the folder, the same on all ranks, and its newest commit."""

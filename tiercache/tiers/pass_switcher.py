@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tiercache.errors import StateError
 from tiercache.kernels.cpu.checksum import crc32c, has_crc32c
 from tiercache.kernels.cpu.field_io import read_fields
 from tiercache.kernels.cpu.file_io import has_reads, read_checked
@@ -81,6 +83,7 @@ class PassSwitcher:
         store.write_within(budget.transaction)
         if has_reads():
             store.read_with(read_checked, read_fields)
+        self._pid = os.getpid()
         self._reader, self._writer = nicer_thread("reader", backend), nicer_thread("writer", backend)
         self._segments: dict[int, Segment] = {}
         self._pass_planner: PassPlanner | None = None
@@ -106,11 +109,20 @@ class PassSwitcher:
 
     # -- a run of passes ---------------------------------------------------------------------------------
 
+    def check_process(self) -> None:
+        """Raise StateError in a fork of the process: its threads are not there, and would be waited for without end."""
+        if os.getpid() != self._pid:
+            raise StateError(
+                f"this cache was opened by process {self._pid} and is used in its fork {os.getpid()}: train, commit "
+                "and close it in the process that opened it"
+            )
+
     def begin(self, planner: Planner, *, end: int) -> None:
         """Start with empty device and host: load the planner's first pass, stage the second and prepare the third.
 
         Passes from ``end`` on are neither planned nor staged.
         """
+        self.check_process()
         self.stop()
         self._end = end
         self._segments.clear()
@@ -130,6 +142,7 @@ class PassSwitcher:
 
     def switch(self, state: StateBytes) -> None:
         """End the pass on the device and bring in the next one."""
+        self.check_process()
         trained = self._backend.streams.trained()
         write, staging = self._dump(state, trained), self._staging
         assert staging is not None, "no pass is staged behind this one"
@@ -146,6 +159,7 @@ class PassSwitcher:
 
     def finish(self, state: StateBytes) -> None:
         """End the last pass and wait until it is durable."""
+        self.check_process()
         report, trained = self._report_now(), self._backend.streams.trained()
         self._writing = self._writer.submit(self._dump(state, trained))
         report.wait("durable", self._writing, trained)
@@ -153,7 +167,12 @@ class PassSwitcher:
         self.stop()
 
     def stop(self) -> None:
-        """Let both threads come to rest and drop all rows; what is not committed is forgotten."""
+        """Let both threads come to rest and drop all rows; what is not committed is forgotten.
+
+        In a fork of the process, which has neither threads nor the right to write, nothing.
+        """
+        if os.getpid() != self._pid:
+            return
         for thread in (self._reader, self._writer):  # the writer waits for the reader, and never the other way round
             with suppress(RuntimeError):  # it was shut down
                 thread.submit(int).result()
@@ -169,7 +188,12 @@ class PassSwitcher:
             self._store.discard_uncommitted()
 
     def close(self) -> None:
-        """End the threads, and let go of all memory of rows; of all that can be, where a device has failed."""
+        """End the threads, and let go of all memory of rows; of all that can be, where a device has failed.
+
+        In a fork of the process nothing, as ``stop``.
+        """
+        if os.getpid() != self._pid:
+            return
         with ExitStack() as last:
             for close in (self.device.close, self.memory.close, self._writer.shutdown, self._reader.shutdown):
                 last.callback(close)  # the last one first
@@ -185,6 +209,7 @@ class PassSwitcher:
 
     def drain(self) -> None:
         """Wait until every dump handed to the writer is durable, and the host tier is left alone until the switch."""
+        self.check_process()
         self._await_writer()
         if self._room is not None:
             self._room.exception()
@@ -192,6 +217,7 @@ class PassSwitcher:
 
     def await_staging(self) -> None:
         """Wait until the rows of the next pass are staged."""
+        self.check_process()
         if self._staging is not None:
             self._staging.exception()
         self.check()
@@ -203,6 +229,7 @@ class PassSwitcher:
 
         Block by block through one region a group, so that it needs no more than a transaction of memory.
         """
+        self.check_process()
         plan = self._plan_now()
         self._await_writer()
         layouts = tuple(

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from tiercache.planning.plan import Rates
 from tiercache.store.atomic_file import write_whole
+from tiercache.store.direct_file import read_whole
 from tiercache.store.huge_pages import huge_pages
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def measured_rates(path: Path, *, device: str = "cpu", again: bool = False) -> R
 def _read(file: Path) -> dict[str, Rates]:
     """Return what was measured; nothing where a file is not there, or not what was written."""
     try:
-        return TypeAdapter(dict[str, Rates]).validate_json(file.read_bytes())
+        return TypeAdapter(dict[str, Rates]).validate_json(read_whole(str(file)))
     except (OSError, ValidationError):
         return {}
 

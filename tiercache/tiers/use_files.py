@@ -86,9 +86,16 @@ class UseFiles:
             out = np.empty((2, total), dtype=np.int32)
             return self._find(epoch, out)
         path = self._path(epoch)
-        if not path.exists() or not _is_whole(path, total):
-            self._write(path, epoch, total)
-        return views_of(np.memmap(path, dtype=np.int32, mode="r", shape=(2, total)), self._positions)
+        try:
+            if not path.exists() or not _is_whole(path, total):
+                self._write(path, epoch, total)
+            mapped = np.memmap(path, dtype=np.int32, mode="r", shape=(2, total))
+        except OSError as error:
+            raise TierCacheError(
+                f"the schedule cannot be kept at {path} ({error.strerror or error}): delete what is there, or give "
+                "this user the right to write there"
+            ) from error
+        return views_of(mapped, self._positions)
 
     def _path(self, epoch: int) -> Path:
         assert self._folder is not None

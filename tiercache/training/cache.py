@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,9 @@ from tiercache.ranks.opening import closed_on_error
 from tiercache.ranks.rank_exchange import RankExchange
 from tiercache.ranks.shares import Share
 from tiercache.ranks.training_store import StoreOptions, TrainingStore
+from tiercache.store.local_path import local_path
 from tiercache.store.table import group_tables
+from tiercache.store.use_count import warn_unclosed
 from tiercache.tiers.report import write_json_lines, write_scalars
 from tiercache.training.batch_pipeline import BatchPipeline
 from tiercache.training.convert import drop_weights, refuse_weights, weight_rows, weights_of
@@ -40,7 +42,6 @@ from tiercache.training.table_module import table_modules
 from tiercache.training.threads import share_threads
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator, Mapping, Sequence
 
     import numpy as np
@@ -226,6 +227,7 @@ class TierCache(SteppedCache):
             """What this rank moved, a report for each pass trained by this object; the last one while it runs."""
             self._scalars_written = 0
             self.register(**objects)
+        self._pid = os.getpid()
 
     @staticmethod
     def _facts(data: PassDataset, budgets: Budgets) -> dict[str, Any]:
@@ -340,9 +342,10 @@ class TierCache(SteppedCache):
         Waits until the passes are durable. Where no pass was trained, as when a script whose training has ended runs
         again, the file stays as it is. Not collective: each rank has reports of its own.
         """
+        place = local_path(path, "a report")
         self.drain(staged=False)
         if self.reports:
-            write_json_lines(self.reports, Path(path))
+            write_json_lines(self.reports, place)
 
     def write_scalars(self, writer: SummaryWriter) -> None:
         """Give the numbers of ``reports`` to TensorBoard, those of each pass once, whenever it is called.
@@ -419,9 +422,14 @@ class TierCache(SteppedCache):
         """Stop the threads and free all memory; commit the last pass if it is complete.
 
         A Store that you gave stays open. After this, anything that asks the cache for rows raises StateError;
-        ``reports`` stays readable. Not collective.
+        ``reports`` stays readable. In a fork of the process it does nothing: the cache is its parent's. Not collective.
         """
         self._close(failed=False)
+
+    def __del__(self) -> None:
+        # Its threads end by themselves, and its store closes itself.
+        if getattr(self, "_pid", None) == os.getpid() and not self._closed:
+            warn_unclosed(self, f"the cache of {self.store.label}")
 
     def __enter__(self) -> TierCache:
         return self
@@ -433,6 +441,8 @@ class TierCache(SteppedCache):
         if self._closed:
             return
         self._closed = True
+        if os.getpid() != self._pid:
+            return
         with ExitStack() as last:
             for close in (
                 self._opened.close, self._backend.drop_scratch, self._rows.close, self._raw.close,
@@ -519,3 +529,4 @@ class TierCache(SteppedCache):
     def _check_open(self) -> None:
         if self._closed:
             raise StateError(CLOSED)
+        self._rows.transfer.check_process()

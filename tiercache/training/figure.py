@@ -8,6 +8,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from tiercache.store.local_path import local_path
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -41,6 +43,8 @@ def draw_passes(
 
     Raises ModuleNotFoundError without matplotlib, ValueError where no pass was trained.
     """
+    if isinstance(path, str | Path):
+        path = local_path(path, "a picture")
     figure, trained = new_figure(13, 9), trained_passes(reports)
     zero = min(span[0] for r in trained for span in r.spans.values())
     lanes, rows, loss = figure.subplots(3, 1, sharex=True, height_ratios=[1.1, 1.4, 1.0])
@@ -58,11 +62,11 @@ def draw_passes(
         figure.suptitle(title)
     loss.margins(x=0.01)
     loss.set_xlabel("seconds since the first load began")
-    if not isinstance(path, str | Path):
+    if not isinstance(path, Path):
         figure.savefig(path, format=kind)
         return None
     figure.savefig(path, dpi=130, format=kind)
-    return Path(path)
+    return path
 
 
 def new_figure(width: float, height: float) -> Any:

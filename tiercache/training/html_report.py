@@ -8,6 +8,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from tiercache.sizes import format_bytes
+from tiercache.store.local_path import local_path
 from tiercache.tiers.report import PassReport
 from tiercache.training.figure import draw_passes, new_figure, trained_passes
 
@@ -32,7 +33,7 @@ _PLANNED, _MEASURED = "#c9d3e0", "#3b6fb6"
 def read_reports(path: Path) -> list[PassReport]:
     """Read the reports that ``TierCache.write_report`` wrote. Raises ValueError for a file that has others."""
     found = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(local_path(path, "a report").read_text().splitlines(), 1):
         try:
             found.append(PassReport.from_record(json.loads(line)))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -47,7 +48,7 @@ def write_html(reports: Sequence[PassReport], out: Path, *, title: str) -> None:
 
     Raises ModuleNotFoundError without matplotlib, ValueError where no pass was trained.
     """
-    passes = trained_passes(reports)
+    out, passes = local_path(out, "a page"), trained_passes(reports)
     picture = io.StringIO()
     draw_passes(reports, picture, kind="svg")
     exact = sum(r.planned_equals_measured for r in passes)

@@ -87,6 +87,7 @@ class PassLoop:
                 yield current
                 if self._closed:
                     raise StateError(CLOSED)
+                rows.transfer.check_process()
                 if self._run is not run:
                     raise StateError(
                         "this loop over passes() was replaced by a newer one, or by restore(): use one loop at a time"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tiercache.errors import BudgetError, PlanError
 from tiercache.planning.plan import TrainingPlan
 from tiercache.ranks.budgets import Budgets
+from tiercache.store.local_path import local_path
 
 if TYPE_CHECKING:
     import os
@@ -30,8 +30,8 @@ class Planned:
         if path is None:
             return cls()
         try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = local_path(path, "a plan").read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
             raise PlanError(f"the plan {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
         plan = TrainingPlan.from_toml(text, str(path))
         plan.check(data.digest, len(data), str(path))

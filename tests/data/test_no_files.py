@@ -1,0 +1,74 @@
+"""What stands in the place of a small file of a dataset and is none: a sentence, and at once."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+import tiercache as tc
+from tests.no_files import NO_FILES, at_once
+from tests.training.cases import Case, Spec, table, tiered
+from tiercache.data.from_arrays import write_dataset
+from tiercache.errors import DatasetError, ExtractionError, TierCacheError
+from tiercache.tiers import probe
+
+CASE = Case(
+    tables=(table("a", 4),), specs=(Spec(name="f", table="a"),), num_samples=60, pass_rows=30, num_keys=20, epochs=1
+)
+
+
+@pytest.mark.parametrize("name", ["dataset.json", "pass-00000.safetensors"])
+@pytest.mark.parametrize("what", [*NO_FILES])
+def test_a_dataset_says_what_is_there(tmp_path: Path, name: str, what: str) -> None:
+    """Opened, extracted into again and cut into smaller passes."""
+    passes = CASE.extract(tmp_path)
+    (passes.path / name).unlink()
+    NO_FILES[what](passes.path / name)
+    with at_once():
+        with pytest.raises(DatasetError, match=": "):
+            tc.PassDataset.open(passes.path)
+        if what != "a link to itself":  # which is not there, for whoever looks
+            with pytest.raises(TierCacheError, match=": "):
+                CASE.extract(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["lock", "state.json"])
+@pytest.mark.parametrize("what", [*NO_FILES])
+def test_an_extraction_says_what_is_there(tmp_path: Path, name: str, what: str) -> None:
+    """In the folder that it works in."""
+    folder = tmp_path / "passes-rows=30" / "unfinished"
+    folder.mkdir(parents=True)
+    NO_FILES[what](folder / name)
+    with at_once(), suppress(ExtractionError):
+        CASE.extract(tmp_path)
+
+
+@pytest.mark.parametrize("what", [*NO_FILES])
+def test_rates_that_are_no_file_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """They are measured again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "tiercache").mkdir()
+    NO_FILES[what](probe.cache_file())
+    with at_once():
+        assert probe._read(probe.cache_file()) == {}
+
+
+@pytest.mark.parametrize("what", [*NO_FILES])
+@pytest.mark.parametrize("place", ["the file", "its draft", "the folder"])
+def test_a_schedule_says_what_is_there(tmp_path: Path, what: str, place: str) -> None:
+    """Or writes over it: a training goes on, or ends with a sentence."""
+    passes = write_dataset(tmp_path / "passes", CASE.schema, [CASE.samples()])
+    path = tmp_path / "model.tc"
+    tiered(path, passes).close()
+    (file,) = (path / "schedule").iterdir()
+    file.unlink()
+    match place:
+        case "the file":
+            NO_FILES[what](file)
+        case "its draft":
+            NO_FILES[what](file.with_suffix(".part"))
+        case "the folder":
+            (path / "schedule").rmdir()
+            NO_FILES[what](path / "schedule")
+    with at_once(), suppress(TierCacheError):
+        tiered(path, passes).close()

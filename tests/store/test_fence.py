@@ -1,0 +1,308 @@
+"""The fence of a writer: once its path has something else than its store, it writes nothing, wherever that went."""
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.apart import ran
+from tests.files import files_of
+from tests.store.big import BIG, dump, load, publish
+from tests.store.damage import assert_sentence
+from tiercache.store import LmdbEngine, Store, StoreError, StoreInUseError, ZarrEngine, verify
+from tiercache.store.directory import WriterLock
+
+KINDS = pytest.mark.parametrize("kind", ["lmdb", "zarr"])
+
+
+def trained(path: Path, kind: str, passes: int = 2, *, first: int = 0) -> Store:
+    """Return a store with commits after its first passes, and the rows of one more pass that no commit has."""
+    store = Store.open(path, tables=[BIG], engine=kind, retention=2)
+    for pass_index in range(first, first + passes):
+        dump(store, pass_index, {90: 60, 99: 20})
+        publish(store, pass_index + 1)
+    dump(store, first + passes, {95: 30})
+    return store
+
+
+# -- what may become of the path ----------------------------------------------------------------------------
+
+
+def gone(path: Path, other: Path) -> None:
+    """Move the folder away."""
+    path.rename(path.with_name("away"))
+
+
+def a_backup(path: Path, other: Path) -> None:
+    """And put a copy of the same store in its place."""
+    gone(path, other)
+    shutil.copytree(path.with_name("away"), path)
+
+
+def another_store(path: Path, other: Path) -> None:
+    """Or another store."""
+    gone(path, other)
+    other.rename(path)
+
+
+def a_copy_of_links(path: Path, other: Path) -> None:
+    """Or a copy of the same store that has the same files: backups are made so."""
+    gone(path, other)
+    shutil.copytree(path.with_name("away"), path, copy_function=os.link)
+
+
+def a_file(path: Path, other: Path) -> None:
+    """Or a file."""
+    gone(path, other)
+    path.write_text("mine")
+
+
+def restored_in_place(path: Path, other: Path) -> None:
+    """Delete what is in the folder and copy another store's files there: the folder is the same."""
+    for entry in path.iterdir():
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    shutil.copytree(other, path, dirs_exist_ok=True)
+
+
+def a_marker_that_was_copied_over(path: Path, other: Path) -> None:
+    """As tools do that write a file beside and rename it."""
+    shutil.copy(path / "store.json", path / "store.json.tmp")
+    (path / "store.json.tmp").replace(path / "store.json")
+
+
+def deleted(path: Path, other: Path) -> None:
+    """Delete all of it."""
+    shutil.rmtree(path)
+
+
+CHANGES = [
+    gone, a_backup, another_store, a_copy_of_links, a_file, restored_in_place, a_marker_that_was_copied_over, deleted,
+]  # fmt: skip
+STEPS: dict[str, Callable[[Store], object]] = {
+    "append": lambda store: dump(store, 3, {95: 10}),
+    "publish": lambda store: publish(store, 3),
+    "rollback": lambda store: store.rollback(0),
+    "compact": lambda store: store.compact(),
+    "discard": lambda store: store.discard_uncommitted(),
+}
+
+
+@KINDS
+@pytest.mark.parametrize("step", [*STEPS])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_writer_whose_path_has_something_else_writes_nothing(
+    tmp_path: Path, kind: str, change: Callable[[Path, Path], None], step: str
+) -> None:
+    """Not there, nor where its own store went: that opens at its last commit, and whatever is there stays as it is."""
+    path, other = tmp_path / "model.tc", tmp_path / "other.tc"
+    trained(other, kind, first=4).close()
+    store = trained(path, kind)
+    change(path, other)
+    held = {folder: files_of(folder) for folder in (path, tmp_path / "away") if folder.is_dir()}
+    with pytest.raises(StoreError, match=r"moved, replaced or deleted while it was written") as caught:
+        STEPS[step](store)
+    assert_sentence(caught.value)
+    store.close()
+    assert {folder: files_of(folder) for folder in (path, tmp_path / "away") if folder.is_dir()} == held
+    for folder in held:
+        if folder.name == "away" or change is not a_file:
+            with Store.open(folder, mode="r") as reader:
+                assert reader.commit.cursor.pass_index in {2, 6}
+                assert len(load(reader, 90)) == len(load(reader, 99)) == 2
+
+
+@KINDS
+def test_a_store_that_came_back_to_its_place_is_written_again(tmp_path: Path, kind: str) -> None:
+    """Nothing was lost by the error."""
+    path = tmp_path / "model.tc"
+    store = trained(path, kind)
+    path.rename(tmp_path / "away")
+    with pytest.raises(StoreError):
+        publish(store, 3)
+    store.close()
+    (tmp_path / "away").rename(path)
+    with Store.open(path) as again:
+        assert again.commit.cursor.pass_index == 2
+        stored = dump(again, 2, {3: 30})
+        publish(again, 3)
+        assert load(again, 3) == {2: stored[3]}
+
+
+@KINDS
+def test_a_link_that_points_elsewhere_now_is_noticed(tmp_path: Path, kind: str) -> None:
+    """The store is the folder that it was when it was opened."""
+    (tmp_path / "latest").symlink_to(tmp_path / "run-1")
+    trained(tmp_path / "run-1", kind).close()
+    trained(tmp_path / "run-2", kind, first=3).close()
+    store = Store.open(tmp_path / "latest")
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to(tmp_path / "run-2")
+    held = files_of(tmp_path / "run-2")
+    with pytest.raises(StoreError, match="moved, replaced or deleted"):
+        dump(store, 2, {95: 10})
+    store.close()
+    assert files_of(tmp_path / "run-2") == held
+    for run in ("run-1", "run-2"):
+        assert verify(tmp_path / run)["problems"] == []
+
+
+@KINDS
+@pytest.mark.parametrize("reopened", [False, True])
+def test_commits_that_another_one_made_are_never_written_over(tmp_path: Path, kind: str, *, reopened: bool) -> None:
+    """Nor is an older state of the same files, put back by a tool that keeps files where they are."""
+    path = tmp_path / "model.tc"
+    trained(path, kind, 2).close()
+    older = files_of(path)
+    trained(path, kind, 1, first=2).close()
+    store = Store.open(path)
+    if reopened:  # a writer that has written has its own environment open
+        dump(store, 3, {95: 10})
+        publish(store, 4)
+    for name, data in older.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(data)
+    for name in files_of(path).keys() - older.keys():
+        (path / name).unlink()
+    held = {name: data for name, data in files_of(path).items() if name != "blocks.bin"}
+    with pytest.raises(StoreError, match=r"another one has written to the store, or an older copy"):
+        publish(store, 5)
+    assert {name: data for name, data in files_of(path).items() if name != "blocks.bin" and "state" not in name} == held
+    store.close()
+
+
+# -- locks --------------------------------------------------------------------------------------------------
+
+TRAIN_ON = """
+import sys
+from tests.store.big import dump, publish
+from tiercache.store import Store
+
+store = Store.open(sys.argv[1])
+dump(store, 2, {95: 10})
+publish(store, 3)
+"""
+
+
+@KINDS
+def test_a_lock_that_was_deleted_as_stale_lets_no_second_writer_in(tmp_path: Path, kind: str) -> None:
+    """The marker is locked too: the second one is refused, here and in another process, and the first goes on."""
+    store = trained(tmp_path / "s", kind)
+    (tmp_path / "s" / "writer.lock").unlink()
+    with pytest.raises(StoreInUseError, match="is being written by another process"):
+        Store.open(tmp_path / "s")
+    assert "StoreInUseError" in ran(TRAIN_ON, tmp_path / "s").stderr
+    publish(store, 3)
+    store.close()
+    assert verify(tmp_path / "s")["problems"] == []
+    assert Store.open(tmp_path / "s", mode="r").commit.cursor.pass_index == 3
+
+
+@KINDS
+def test_a_store_that_was_just_made_is_held_as_one_that_was_opened(tmp_path: Path, kind: str) -> None:
+    """Its marker came after the lock."""
+    with Store.open(tmp_path / "s", tables=[BIG], engine=kind):
+        (tmp_path / "s" / "writer.lock").unlink()
+        with pytest.raises(StoreInUseError):
+            Store.open(tmp_path / "s")
+    Store.open(tmp_path / "s").close()
+
+
+@pytest.mark.parametrize("made", [LmdbEngine, ZarrEngine])
+def test_an_engine_without_a_marker_is_fenced_by_its_lock(tmp_path: Path, made: type[LmdbEngine | ZarrEngine]) -> None:
+    """As one has that was made by itself."""
+    engine = made(tmp_path, create=True)
+    engine.commit({"r": b"1"})
+    (tmp_path / "writer.lock").unlink()
+    with pytest.raises(StoreError, match="moved, replaced or deleted"):
+        engine.commit({"r": b"2"})
+    engine.close()
+    engine = made(tmp_path, create=False)
+    assert engine.records() == {"r": b"1"}
+    engine.close()
+
+
+@pytest.mark.parametrize("what", ["missing", "a file", "a FIFO", "a link to nothing", "below a file"])
+def test_a_lock_of_no_folder_is_one_sentence(tmp_path: Path, what: str) -> None:
+    """Whatever is in its place; and nothing is left open."""
+    path, before = tmp_path / "s", len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    match what:
+        case "a file":
+            path.touch()
+        case "a FIFO":
+            os.mkfifo(path)
+        case "a link to nothing":
+            path.symlink_to("nowhere")
+        case "below a file":
+            path.touch()
+            path /= "s"
+    with pytest.raises(StoreError) as caught:
+        WriterLock(path)
+    assert_sentence(caught.value)
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+NO_LOCKS = [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EIO, errno.EBADF, errno.ENOTSUP]
+
+
+@pytest.mark.parametrize("code", sorted({*NO_LOCKS, errno.EAGAIN, errno.EACCES}))
+@pytest.mark.parametrize("name", ["writer.lock", "store.json"])
+def test_a_file_system_without_locks_is_not_another_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, name: str
+) -> None:
+    """Only what ``flock`` says of a locked file names a process."""
+    Store.open(tmp_path, tables=[BIG]).close()
+    usual = fcntl.flock
+
+    def flock(handle: int, how: int) -> None:
+        if os.path.samestat(os.fstat(handle), (tmp_path / name).stat()):
+            raise OSError(code, os.strerror(code))
+        usual(handle, how)
+
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(StoreError) as caught:
+        Store.open(tmp_path)
+    assert_sentence(caught.value)
+    if code in NO_LOCKS:
+        assert not isinstance(caught.value, StoreInUseError)
+        assert "does not lock files" in str(caught.value)
+        assert os.strerror(code) in str(caught.value)
+    else:
+        assert isinstance(caught.value, StoreInUseError)
+    monkeypatch.undo()
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+    Store.open(tmp_path).close()
+
+
+# -- paths --------------------------------------------------------------------------------------------------
+
+
+@KINDS
+def test_a_relative_path_is_that_of_the_folder_where_it_was_given(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever stands under the same name where the process goes."""
+    for run in ("1", "2"):
+        (tmp_path / run).mkdir()
+        trained(tmp_path / run / "model.tc", kind, first=3 * int(run)).close()
+    held = files_of(tmp_path / "2")
+    monkeypatch.chdir(tmp_path / "1")
+    store = Store.open(Path("model.tc"))
+    assert store.path == tmp_path / "1" / "model.tc"
+    reader = Store.open("../1/./model.tc", mode="r")
+    monkeypatch.chdir(tmp_path / "2")
+    before = store.commit.id
+    assert load(reader, 99)
+    dump(store, 5, {95: 10})
+    publish(store, 6)
+    store.compact()
+    assert len(list(store.scan("big", memory_bytes=1 << 16))) > 0
+    store.close()
+    reader.close()
+    assert files_of(tmp_path / "2") == held
+    assert Store.open(tmp_path / "1" / "model.tc", mode="r").commit.id == before + 2
+    assert verify("../1/model.tc")["problems"] == []

@@ -1,0 +1,100 @@
+"""Paths that are given: made absolute once, and no folder for what was meant as a URL."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.store.big import BIG, dump, load, publish
+from tests.store.damage import assert_sentence
+from tiercache.store import LmdbEngine, MemoryEngine, Store, ZarrEngine, info, verify
+from tiercache.store.local_path import is_url, local_path
+
+URLS = [
+    "s3://bucket/model.tc",
+    "gs://b/m",
+    "abfss://c@a.dfs.core.windows.net/m",
+    "hdfs:/x",
+    "file:///tmp/m",
+    "simplecache::s3://b/m",
+    Path("s3://bucket/model.tc"),
+    "memory://x",
+]
+
+
+@pytest.mark.parametrize("url", URLS)
+@pytest.mark.parametrize("mode", ["a", "r"])
+@pytest.mark.parametrize("engine", ["lmdb", "zarr", None])
+def test_a_url_is_no_local_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: Any, mode: str, engine: str | None
+) -> None:
+    """It is refused with what to write, and nothing is made."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"is a URL, and a store is a path .*engine=ZarrEngine\(") as caught:
+        Store.open(url, tables=[BIG], mode=mode, engine=engine)
+    assert_sentence(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+DOORS: dict[str, Callable[[Any], object]] = {
+    "info": info,
+    "verify": verify,
+    "lmdb": lambda path: LmdbEngine(path, create=True),
+    "zarr": lambda path: ZarrEngine(path, create=True),
+}
+
+
+@pytest.mark.parametrize("url", URLS)
+@pytest.mark.parametrize("door", [*DOORS])
+def test_no_door_of_the_store_takes_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: Any, door: str) -> None:
+    """Nor makes anything of one."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="is a URL"):
+        DOORS[door](url)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engine_that_is_given_may_be_named_by_a_url() -> None:
+    """There the path only says in messages which store it is."""
+    with Store.open("s3://bucket/model.tc", tables=[BIG], engine=MemoryEngine()) as store:
+        assert "s3:" in store.label
+
+
+def test_names_with_colons_are_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing follows that only a URL has, or where they are said to be here."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a:b", "12:30/x", "C:/x", "run:1", "./s3:/x", "x/s3:/y", str(tmp_path / "s3:" / "x"), "a b:/c"):
+        assert not is_url(name)
+        assert local_path(name, "a store").is_absolute()
+    Store.open("./s3:/x", tables=[BIG]).close()
+    assert (tmp_path / "s3:" / "x" / "store.json").exists()
+
+
+def test_a_relative_path_without_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An absolute one still opens."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here").rmdir()
+    with pytest.raises(ValueError, match=r"is relative, and the current folder was deleted: give an absolute path"):
+        Store.open("model.tc", tables=[BIG])
+    Store.open(tmp_path / "model.tc", tables=[BIG]).close()
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    """A path is made absolute, not another one."""
+    (tmp_path / "latest").symlink_to(tmp_path / "run-1")
+    with Store.open(tmp_path / "latest" / ".." / "latest", tables=[BIG]) as store:
+        assert store.path == tmp_path / "latest" / ".." / "latest"
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "zarr"])
+@pytest.mark.parametrize("name", ["caf\udce9", "\udcff\udcfe", "a b", "ü", "new\nline", "%s", "x" * 200, "-r"])
+def test_a_folder_may_have_any_name(tmp_path: Path, kind: str, name: str) -> None:
+    """That the file system takes, also one that is no UTF-8."""
+    with Store.open(tmp_path / name, tables=[BIG], engine=kind) as store:
+        stored = dump(store, 0, {1: 10})
+        publish(store, 1)
+    with Store.open(tmp_path / name) as store:
+        assert load(store, 1) == {0: stored[1]}
+    assert verify(tmp_path / name)["problems"] == []

@@ -1,0 +1,236 @@
+"""Stores that nobody closed, and stores that are closed where they cannot be."""
+
+import gc
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.store.big import BIG, dump, load, publish
+from tests.store.conftest import small_tables
+from tests.store.damage import assert_sentence
+from tiercache.store import NEVER, Range, SegmentLayout, Store, StoreError, load_rows, verify
+from tiercache.store.directory import WriterLock
+from tiercache.store.leases import Lease, leased_commits
+
+KINDS = pytest.mark.parametrize("kind", ["lmdb", "zarr"])
+
+
+def held() -> int:
+    """Return how many files this process has open."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+def trained(path: Path, kind: str) -> Store:
+    """Return a store with two commits."""
+    store = Store.open(path, tables=[BIG], engine=kind, retention=2)
+    for pass_index in range(2):
+        dump(store, pass_index, {90: 60})
+        publish(store, pass_index + 1)
+    return store
+
+
+@KINDS
+def test_a_store_that_is_garbage_lets_others_write(tmp_path: Path, kind: str) -> None:
+    """With a warning that says which; what was appended and not committed is lost, as with close."""
+    before = held()
+    store = trained(tmp_path / "s", kind)
+    dump(store, 2, {90: 10})
+    with pytest.warns(ResourceWarning, match=r"the store at .*/s was never closed: close it, or open it in a with"):
+        del store
+    assert held() == before
+    with Store.open(tmp_path / "s") as store:
+        assert store.commit.id == 1
+        assert set(load(store, 90)) == {0, 1}
+
+
+@KINDS
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+def test_readers_that_are_garbage_hold_nothing(tmp_path: Path, kind: str, *, in_a_cycle: bool) -> None:
+    """However many there were: no file, no lease, and so no room."""
+    trained(tmp_path / "s", kind).close()
+    before = held()
+    with pytest.warns(ResourceWarning, match="was never closed"):  # noqa: PT031
+        for _ in range(20):
+            reader = Store.open(tmp_path / "s", mode="r")
+            load(reader, 90)
+            if in_a_cycle:
+                reader.itself = reader  # type: ignore[attr-defined]
+            del reader
+        assert held() == before
+    assert leased_commits(tmp_path / "s" / "leases") == set()
+    assert not list((tmp_path / "s" / "leases").iterdir())
+
+
+@KINDS
+def test_a_store_at_a_commit_needs_no_close_of_its_own(tmp_path: Path, kind: str) -> None:
+    """It keeps its store open, and says nothing when it goes; what it read is freed then."""
+    store = trained(tmp_path / "s", kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first = store.at(0)
+        assert set(load(first, 90)) == {0}
+        del first
+        gc.collect()
+        assert not store.commit_writer._pinned()
+        store.close()
+        del store
+        gc.collect()
+    with Store.open(tmp_path / "s", mode="r") as reader:
+        late = reader.at(0)
+        assert set(load(late, 90)) == {0}
+
+
+def test_a_store_that_did_not_open_warns_of_nothing(tmp_path: Path) -> None:
+    """Whatever it failed at holds nothing either."""
+    trained(tmp_path / "s", "lmdb").close()
+    before = held()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for options in ({"commit": 7, "mode": "r"}, {"engine": "zarr"}, {"mode": "x"}, {"tables": [small_tables()[0]]}):
+            with pytest.raises((StoreError, ValueError)):
+                Store.open(tmp_path / "s", **options)  # type: ignore[arg-type]
+        (tmp_path / "s" / "HEAD").write_bytes(b"x")
+        for mode in ("a", "r"):
+            with pytest.raises(StoreError):
+                Store.open(tmp_path / "s", mode=mode)
+        gc.collect()
+    assert held() == before
+
+
+def test_locks_and_leases_by_themselves_go_with_what_holds_them(tmp_path: Path) -> None:
+    """As the lock of the ranks of a training does."""
+    before = held()
+    WriterLock(tmp_path, "ranks.lock")
+    WriterLock(tmp_path, "ranks.lock").release()
+    Lease.take(tmp_path / "leases", 4)
+    assert leased_commits(tmp_path / "leases") == set()
+    assert held() == before
+
+
+def test_a_forked_child_closes_nothing_of_its_parent(tmp_path: Path) -> None:
+    """Its copy is garbage in silence."""
+    store = trained(tmp_path / "s", "lmdb")
+    pid = os.fork()
+    if pid == 0:  # pragma: no cover - in the child
+        warnings.simplefilter("error")
+        status = 1
+        try:
+            store.close()
+            del store
+            gc.collect()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
+    dump(store, 2, {90: 10})
+    publish(store, 3)
+    store.close()
+    assert verify(tmp_path / "s")["problems"] == []
+
+
+# -- closed by a function that it calls ---------------------------------------------------------------------
+
+
+def _rows(store: Store, close: Callable[[], None]) -> Iterator[Any]:
+    close()
+    yield "big", (np.arange(5), (np.ones((5, 256), np.float32), np.zeros((5, 256), np.float32)))
+
+
+def _blocks(store: Store, close: Callable[[], None]) -> Iterator[Any]:
+    close()
+    yield from ()
+
+
+def _append(store: Store, close: Callable[[], None]) -> None:
+    layout = SegmentLayout.of(
+        row_bytes=BIG.row_bytes, page_rows=8, block_bytes=1 << 17, ranges=(Range(next_use=NEVER, table_rows=(3,)),)
+    )
+    store.append(2, [layout], _blocks(store, close))
+
+
+class _Uses:
+    """Uses of a schedule, whose reading closes the store."""
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        self._close = close
+
+    def counts(self, _table: str) -> dict[int, int]:
+        """Return none."""
+        return {}
+
+    def slices(self, _table: str) -> Iterator[Any]:
+        """Close, and yield nothing."""
+        self._close()
+        yield from ()
+
+
+CALLS: dict[str, Callable[[Store, Callable[[], None]], object]] = {
+    "compact": lambda store, close: store.compact(progress=lambda *_: close()),
+    "rewrite": lambda store, close: store.rewrite(_Uses(close), schedule_digest=""),
+    "rewrite with progress": lambda store, close: store.rewrite(
+        _Uses(lambda: None), schedule_digest="", retain_segments=False, progress=lambda *_: close()
+    ),
+    "append": _append,
+}
+
+
+@KINDS
+@pytest.mark.parametrize("call", [*CALLS])
+def test_a_store_is_not_closed_from_within(tmp_path: Path, kind: str, call: str) -> None:
+    """It would wait for itself: an error says so, the step ends with it, and the store is open and whole."""
+    store = trained(tmp_path / "s", kind)
+    with pytest.raises(StoreError, match=r"is closed by a function that one of its own methods calls") as caught:
+        CALLS[call](store, store.close)
+    assert_sentence(caught.value)
+    assert not store.closed
+    assert store.commit.id == 1
+    assert set(load(store, 90)) == {0, 1}
+    store.compact()
+    store.close()
+    assert verify(tmp_path / "s")["problems"] == []
+
+
+READS: dict[str, Callable[[Store, Callable[[], None]], object]] = {
+    "lookup": lambda store, close: store.lookup("big", np.arange(3), progress=lambda *_: close()),
+    "load_rows": lambda store, close: load_rows(store, _rows(store, close)),
+    "load_rows with progress": lambda store, close: load_rows(
+        store, _rows(store, lambda: None), progress=lambda *_: close()
+    ),
+}
+
+
+@KINDS
+@pytest.mark.parametrize("call", [*READS])
+def test_what_only_reads_ends_with_an_error_where_it_is_closed(tmp_path: Path, kind: str, call: str) -> None:
+    """Or is done; it never waits."""
+    store = trained(tmp_path / "s", kind)
+    try:
+        READS[call](store, store.close)
+    except StoreError as error:
+        assert_sentence(error)
+    store.close()
+    assert verify(tmp_path / "s")["problems"] == []
+
+
+@KINDS
+def test_another_thread_may_close_and_waits(tmp_path: Path, kind: str) -> None:
+    """The step ends first."""
+    store, begun = trained(tmp_path / "s", kind), threading.Event()
+
+    def told(*_: object) -> None:
+        begun.set()
+
+    closer = threading.Thread(target=lambda: (begun.wait(), store.close()))
+    closer.start()
+    store.compact(progress=told)
+    closer.join()
+    assert store.closed
+    with Store.open(tmp_path / "s", mode="r") as reader:
+        assert reader.commit.id == 2
