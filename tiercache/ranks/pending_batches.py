@@ -44,6 +44,7 @@ class BatchRows(RowView):
         gradients = None if of_pass.gradients is None else RowGradients(num_groups, tracers)
         super().__init__((), gradients, asked.rows.where, of_pass.backend)
         self.of_pass, self.asked, self._bring_batch = of_pass, asked, bring
+        self.schema = of_pass.schema
         self.pooled = {name: Pooled(mode) for name, mode in (asked.rows.bags.modes if asked.rows.bags else {}).items()}
         """The features that other ranks pool, by name; they get their vectors with the rows."""
         self.bags: PooledBatch | None = None

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tiercache.backends.base import Backend
     from tiercache.backends.jagged import Array
     from tiercache.kernels.step import Vectors
+    from tiercache.schema import Schema
     from tiercache.store.table import Group
     from tiercache.training.row_gradients import RowGradients
 
@@ -90,6 +91,8 @@ class RowView:
         self.gradients = gradients
         self.name = name
         self.ended = self.is_left = False
+        self.schema: Schema | None = None
+        """The schema of the dataset that batches are of, with which modules are compared."""
         self.samples_trained = 0
         """Samples of the pass up to the end of the last batch that a module looked up to train it."""
         self.keys_of: Callable[[str], NDArray[np.int64]] | None = None

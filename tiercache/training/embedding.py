@@ -94,6 +94,7 @@ class EmbeddingBagCollection(TableModule):
     def _prepare(self, batch: Batch, given: dict[str, torch.Tensor]) -> tuple[Any, ...]:
         """Return what `_PooledFunction` is given."""
         watch_scalers()
+        self.check_rows(batch.rows)
         batch.rows.look_up(batch.end)
         backend = batch.rows.backend
         for name, weight in given.items():
@@ -114,7 +115,7 @@ class EmbeddingBagCollection(TableModule):
         arrays = {name: values for name in here if (values := batch.ids[name].weights) is not None} | {
             name: backend.array(value) for name, value in given.items()
         }
-        groups = _groups_of(batch, [self._specs[name].table for name in here])
+        groups = _groups_of(batch, [self.feature_specs[name].table for name in here])
         key = groups, frozenset(here), frozenset(arrays)
         if key not in self._parts:
             self._parts[key] = self._cut(here, groups, key[2])
@@ -136,8 +137,8 @@ class EmbeddingBagCollection(TableModule):
         for name in given:
             if name in found:
                 raise ValueError(
-                    f"weights were given for {name!r}, which the rank that owns table {self._specs[name].table!r} has "
-                    f"pooled already: make the module with weighted=[{name!r}]"
+                    f"weights were given for {name!r}, which the rank that owns table "
+                    f"{self.feature_specs[name].table!r} has pooled already: make the module with weighted=[{name!r}]"
                 )
         return {name: ReadyLookup(batch, one, self._cols[name]) for name, one in found.items()}
 
@@ -145,7 +146,7 @@ class EmbeddingBagCollection(TableModule):
         """Group features by their tables' group, those with exactly one plain id apart: their kernel is faster."""
         members: dict[tuple[int, bool], list[str]] = {}
         for name, group in zip(features, groups, strict=True):
-            spec = self._specs[name]
+            spec = self.feature_specs[name]
             bags = spec.hotness != "one_hot" or name in weighted
             if bags and name in weighted and self._modes[name] == "max":
                 raise ValueError(f"feature {name!r} has weights and is pooled by max: pool it by sum or mean")
@@ -154,7 +155,7 @@ class EmbeddingBagCollection(TableModule):
             FeaturePart(
                 group=group,
                 features=tuple(names),
-                tables=tuple(self._specs[name].table for name in names),
+                tables=tuple(self.feature_specs[name].table for name in names),
                 modes=np.array([MODES[self._modes[name]] for name in names], dtype=np.int8),
                 cols=np.array([self._cols[name] for name in names], dtype=np.int64),
                 bags=bags,
@@ -202,15 +203,16 @@ class EmbeddingCollection(TableModule):
 
     def length_of(self, name: str) -> int:
         """Return how many ids each sample has: the fixed length, 0 for a single id, -1 for a ragged list."""
-        spec = self._specs[name]
+        spec = self.feature_specs[name]
         return {"one_hot": 0, "multi_hot": spec.length or 0}.get(spec.hotness, -1)
 
     def _prepare(self, batch: Batch) -> tuple[list[str], tuple[Any, ...]]:
         """Return the features in the order of the outputs, and what `_RowFunction` is given."""
         watch_scalers()
+        self.check_rows(batch.rows)
         batch.rows.look_up(batch.end)
         check_brought(batch, self.features)
-        groups = _groups_of(batch, [self._specs[name].table for name in self.features])
+        groups = _groups_of(batch, [self.feature_specs[name].table for name in self.features])
         if groups not in self._parts:
             self._parts[groups] = self._cut(groups)
         parts = self._parts[groups]
@@ -222,7 +224,7 @@ class EmbeddingCollection(TableModule):
         """Return the vectors of each feature."""
         found: dict[str, torch.Tensor] = {}
         for name, out in zip(names, outs, strict=True):
-            spec = self._specs[name]
+            spec = self.feature_specs[name]
             found[name] = (
                 out.view(batch.num_samples, spec.length or 0, out.shape[1]) if spec.hotness == "multi_hot" else out
             )
@@ -237,7 +239,7 @@ class EmbeddingCollection(TableModule):
             FeaturePart(
                 group=group,
                 features=tuple(names),
-                tables=tuple(self._specs[name].table for name in names),
+                tables=tuple(self.feature_specs[name].table for name in names),
                 modes=np.zeros(len(names), dtype=np.int8),
                 cols=np.zeros(len(names), dtype=np.int64),
                 bags=False,

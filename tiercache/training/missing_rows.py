@@ -59,7 +59,9 @@ class MissingRows:
             )
             for group in self._groups
         ]  # fmt: skip
-        return RowView(empty, None, name, self._backend)
+        view = RowView(empty, None, name, self._backend)
+        view.schema = self._schema
+        return view
 
     def add(
         self,
@@ -173,7 +175,7 @@ class _RawRows(RowView):
         gradients = None if trained.gradients is None else _HeldGradients(trained.gradients, added, trained.backend)
         super().__init__((), gradients, trained.name, trained.backend)
         self.groups = _Groups(trained, added)
-        self._trained = trained
+        self._trained, self.schema = trained, trained.schema
 
     def check(self) -> None:
         """Raise RuntimeError where the pass has ended."""
