@@ -17,7 +17,7 @@ from tiercache.training.table_module import TableModule
 from tiercache.training.tracers import tracer_gradient
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from tiercache.backends.base import Backend
     from tiercache.schema import Schema
@@ -366,10 +366,10 @@ class _Marker(NamedTuple):
     tables: Sequence[str]
     gradients: RowGradients | None
 
-    def mark(self) -> Mark | None:
-        """Note one more gradient; None where the module is frozen or rows are not trained."""
+    def mark(self, tables: Iterable[str]) -> Mark | None:
+        """Note one more gradient, of rows of ``tables``; None where the module is frozen or rows are not trained."""
         tracer = None if self.gradients is None else self.gradients.tracers.of(self.handle, self.tables)
-        return None if tracer is None else tracer.mark()
+        return None if tracer is None else tracer.mark(tables)
 
 
 class _PooledFunction(torch.autograd.Function):
@@ -390,7 +390,7 @@ class _PooledFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         backend: Backend = ctx.backend
-        mark = ctx.marker.mark() if ctx.needs_input_grad[0] else None
+        mark = ctx.marker.mark(ctx.marker.tables) if ctx.needs_input_grad[0] else None
         grad = backend.array(grads[0])
         by_name: dict[str, torch.Tensor] = {}
         for lookup in ctx.lookups:
@@ -423,7 +423,9 @@ class _RowFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
-        mark = ctx.marker.mark()
+        found = zip(ctx.features, grads, strict=True)
+        reached = {lookup.part.tables[feature] for (lookup, feature), grad in found if grad is not None}
+        mark = ctx.marker.mark(reached)
         if mark is None:
             return None, None, None, None
         for (lookup, feature), grad in zip(ctx.features, grads, strict=True):

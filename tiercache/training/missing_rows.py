@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import torch
 
-from tiercache.backends.jagged import RowRequest, places_of
+from tiercache.backends.jagged import RowRequest, Span, places_of
 from tiercache.data.encoded_batch import FeatureIds
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
 from tiercache.tiers.first_vectors import initial_vectors
@@ -20,6 +21,8 @@ from tiercache.tiers.rows import GroupRows, RowView
 from tiercache.training.row_gradients import RowGradients
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from tiercache.backends.base import Backend
@@ -231,5 +234,14 @@ class _HeldGradients(RowGradients):
         if scales.shape[0]:
             scales = given(seen(scales)[kept])
         places = given(seen(places_of(self._backend, pending))[kept])
-        held = replace(pending, slots=slots, places=places, scales=scales, argmax=argmax, looked_up=None)
+        spans = None if pending.spans is None else partial(_kept_spans, pending.spans, kept)
+        held = replace(pending, slots=slots, places=places, scales=scales, argmax=argmax, looked_up=None, spans=spans)
         self._trained.wait(group, held, mark)
+
+
+def _kept_spans(spans: Callable[[], list[Span]], kept: torch.Tensor) -> list[Span]:
+    """Return the spans of the entries ``kept``, ascending, among all. Waits for a GPU."""
+    found = spans()
+    ends = torch.tensor([span.last for span in found], device=kept.device)
+    last = torch.searchsorted(kept, ends).tolist()
+    return [Span(span.table, *at) for span, at in zip(found, zip([0, *last], last, strict=False), strict=True)]
