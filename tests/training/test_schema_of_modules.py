@@ -107,7 +107,8 @@ def test_a_module_of_an_edited_schema_is_refused_before_its_first_lookup(
                 cache.register(net=model)
             assert not cache.dense.objects
             return
-        batch = next(next(cache.passes(epochs=1)).batches(16))
+        loop = cache.passes(epochs=1)
+        batch = next(next(loop).batches(16))
         with one_sentence(DatasetError, *words):
             module(batch)
 
@@ -123,7 +124,8 @@ def test_batches_of_every_origin_know_their_schema(passes: tc.PassDataset, tmp_p
     }
     keys["g"] = keys["g"].reshape(1, 3)
     with open_store(tmp_path, CASE, "memory") as store, tiered(store, passes) as cache:
-        p = next(cache.passes(epochs=1))
+        loop = cache.passes(epochs=1)
+        p = next(loop)
         if by == "raw keys":
             batch = p.batch(keys)
         elif by == "keys beside the pass":
@@ -142,7 +144,8 @@ def test_a_module_of_an_equal_schema_is_taken(passes: tc.PassDataset) -> None:
     tables = tuple(replace(one, compression="zstd") for one in CASE.tables)
     module = tc.EmbeddingBagCollection(replace(CASE.schema, tables=tables, label=None))
     cache = tc.InMemoryCache(passes, model=module)
-    batch = next(next(cache.passes(epochs=1)).batches(16))
+    loop = cache.passes(epochs=1)
+    batch = next(next(loop).batches(16))
     assert torch.equal(module(batch), tc.EmbeddingBagCollection(passes.schema)(batch))
 
 

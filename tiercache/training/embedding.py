@@ -11,7 +11,7 @@ from torch import nn
 from tiercache.training.batch import Batch, JaggedIds
 from tiercache.training.joining import FeaturePart
 from tiercache.training.lookup import MODES, PooledLookup, ReadyLookup, RowLookup, check_brought
-from tiercache.training.lookup_ops import look_up_bags, look_up_rows
+from tiercache.training.lookup_ops import look_up_bags, look_up_rows, once_differentiable
 from tiercache.training.scaled_loss import watch_scalers
 from tiercache.training.table_module import TableModule
 from tiercache.training.tracers import tracer_gradient
@@ -388,6 +388,7 @@ class _PooledFunction(torch.autograd.Function):
         return result
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         backend: Backend = ctx.backend
         mark = ctx.marker.mark(ctx.marker.tables) if ctx.needs_input_grad[0] else None
@@ -422,6 +423,7 @@ class _RowFunction(torch.autograd.Function):
         return tuple(backend.tensor(out) for out in outs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
         found = zip(ctx.features, grads, strict=True)
         reached = {lookup.part.tables[feature] for (lookup, feature), grad in found if grad is not None}
