@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from tiercache.data.encoded_batch import NoTensor
 from tiercache.kernels.arrays import NONE_F4, NONE_I4, NONE_I8
 from tiercache.kernels.step import (
     ADAGRAD,
@@ -60,7 +61,7 @@ class Found(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FoundIds:
+class FoundIds(NoTensor):
     """The local ids of one feature, like `FeatureIds`, found on the device: each one is a row, or -1."""
 
     found: Found

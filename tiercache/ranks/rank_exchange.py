@@ -342,6 +342,7 @@ class RankExchange:
         wanted = Wanted(ids=ids, modes=modes, whole=whole, num_samples=samples.num_samples)
         asked = self._threads.asking.submit(self.asking.ask, layout, wanted, name).result()
         view = self._view(AskedBatch(None, weight, 0, asked), rows, None)
+        view.raw = samples.features
         view.bring()
         named = self._named(asked.ids, view.pooled)
         batch = Batch(samples.label, samples.dense, named, view, samples.num_samples, weight, view.pooled)

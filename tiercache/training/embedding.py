@@ -79,6 +79,7 @@ class EmbeddingBagCollection(TableModule):
         ``weights``: by feature, a differentiable float32 tensor (ids,) in place of the weights in the data. Raises
         IndexError if an id is not in the pass, RuntimeError if the pass has ended.
         """
+        check_batch(self, batch)
         if torch.compiler.is_compiling():
             return look_up_bags(self, batch, dict(weights or {}))
         found = self._prepare(batch, dict(weights or {}))
@@ -184,6 +185,7 @@ class EmbeddingCollection(TableModule):
 
     def forward(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Look up all features of ``batch``."""
+        check_batch(self, batch)
         if not self.features:
             return {}
         if torch.compiler.is_compiling():
@@ -258,7 +260,7 @@ class EmbeddingBag(EmbeddingBagCollection):
         if padding_idx is not None and mode == "max":
             raise ValueError(f"feature {feature!r} is pooled by max and has padding: pool it by sum or mean")
         super().__init__(schema, [feature], mode=mode if padding_idx is None else "sum")
-        self._padding = None if padding_idx is None else _Padding.of(schema, feature, padding_idx)
+        self._padding = None if padding_idx is None else _Padding(feature, padding_idx)
         self._is_mean = mode == "mean"
         if padding_idx is not None:
             self.pooling = {feature: None}  # it is weighted by what is in each batch
@@ -290,7 +292,7 @@ class Embedding(EmbeddingCollection):
 
     def __init__(self, schema: Schema, feature: str, *, padding_idx: int | None = None) -> None:
         super().__init__(schema, [feature])
-        self._padding = None if padding_idx is None else _Padding.of(schema, feature, padding_idx)
+        self._padding = None if padding_idx is None else _Padding(feature, padding_idx)
 
     def forward(  # type: ignore[override]
         self,
@@ -309,21 +311,12 @@ class _Padding(NamedTuple):
     """A key of a feature that stands for nothing."""
 
     feature: str
-    table: str
-    table_id: int
     key: int
-
-    @classmethod
-    def of(cls, schema: Schema, feature: str, key: int) -> _Padding:
-        """Return that of a feature."""
-        name = next(one.table for one in schema.features if one.name == feature)
-        return cls(feature, name, next(one.table_id for one in schema.tables if one.name == name), key)
 
     @torch.compiler.disable
     def kept(self, batch: Batch) -> torch.Tensor:
         """Return 1 for each id (ids,) that means something, 0 for padding: float32, where rows are trained."""
-        padding = batch.rows.local_id(self.table, self.table_id, self.key)
-        kept = (batch.ids[self.feature].ids != padding).astype(np.float32)
+        kept = (~batch.rows.is_key(self.feature, batch.ids[self.feature], self.key)).astype(np.float32)
         return torch.from_numpy(kept).to(batch.rows.backend.device)
 
     def weights(self, batch: Batch, given: torch.Tensor | None, *, mean: bool) -> torch.Tensor:
@@ -341,6 +334,16 @@ class _Padding(NamedTuple):
             sample = torch.repeat_interleave(torch.arange(lengths.numel(), device=kept.device), lengths)
             counts = torch.zeros(lengths.numel(), device=kept.device).index_add_(0, sample, kept)[sample]
         return weights / counts.clamp(min=1.0)
+
+
+def check_batch(module: TableModule, given: object) -> None:
+    """Raise TypeError for anything but a batch."""
+    if not isinstance(given, Batch):
+        raise TypeError(
+            f"{type(module).__name__} looks up whole batches and was given a {type(given).__name__}: give it a "
+            "batch of a pass; make one of your own keys with Pass.batch(keys), or look one feature up with "
+            "EmbeddingBag or Embedding"
+        )
 
 
 def _batch_of(given: Any, offsets: object, feature: str) -> Batch:

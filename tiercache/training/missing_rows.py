@@ -21,12 +21,12 @@ from tiercache.tiers.rows import GroupRows, RowView
 from tiercache.training.row_gradients import RowGradients
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
     from tiercache.backends.base import Backend
-    from tiercache.backends.jagged import SavedGradient
+    from tiercache.backends.jagged import FoundIds, SavedGradient
     from tiercache.data.raw_batch import FeatureKeys
     from tiercache.schema import Schema
     from tiercache.store.table import Group, Table
@@ -108,7 +108,7 @@ class MissingRows:
                                                   places, numbers, count, missing, vectors, reader)  # fmt: skip
             added[g] = _GatheredRows(group, rows, g, held_R, np.concatenate(vectors), self._optimizer)
             ids |= {f.name: FeatureIds(numbers[f.name], ids[f.name].offsets, ids[f.name].weights) for f in mine}
-        return replace(made, ids=ids, rows=_RawRows(rows, added)) if added else made
+        return replace(made, ids=ids, rows=_RawRows(rows, added, features)) if added else made
 
     def _number_missing(
         self,
@@ -174,11 +174,15 @@ class _GatheredRows:
 class _RawRows(RowView):
     """What a batch with missing keys looks up: the pass's rows, but for groups where rows were gathered for it."""
 
-    def __init__(self, trained: RowView, added: dict[int, _GatheredRows]) -> None:
+    def __init__(self, trained: RowView, added: dict[int, _GatheredRows], features: Mapping[str, FeatureKeys]) -> None:
         gradients = None if trained.gradients is None else _HeldGradients(trained.gradients, added, trained.backend)
         super().__init__((), gradients, trained.name, trained.backend)
         self.groups = _Groups(trained, added)
-        self._trained, self.schema = trained, trained.schema
+        self._trained, self.schema, self._features = trained, trained.schema, features
+
+    def is_key(self, feature: str, ids: FeatureIds | FoundIds, key: int) -> NDArray[np.bool_]:
+        """Look among the batch's raw keys."""
+        return np.asarray(self._features[feature].keys == key)
 
     def check(self) -> None:
         """Raise RuntimeError where the pass has ended."""

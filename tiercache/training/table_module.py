@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tiercache.errors import DatasetError, StateError
-from tiercache.schema import difference
+from tiercache.schema import Schema, difference
 from tiercache.training.data_parallel import hide_handles
 from tiercache.training.lookup_ops import number_module
 from tiercache.training.scaled_loss import watch_scalers
@@ -16,7 +16,7 @@ from tiercache.training.scaled_loss import watch_scalers
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from tiercache.schema import Feature, Schema
+    from tiercache.schema import Feature
     from tiercache.tiers.rows import RowView
 
 
@@ -31,6 +31,13 @@ class TableModule(nn.Module):
 
     def __init__(self, schema: Schema, features: Sequence[str] | None) -> None:
         super().__init__()
+        if not isinstance(schema, Schema):
+            kind = type(self).__name__
+            features_ = "" if kind.endswith("Collection") else ", feature"
+            raise TypeError(
+                f"{kind} was given {type(schema).__name__} as its schema: it takes the schema of the dataset in place "
+                f"of torch's num_embeddings and embedding_dim, as in tc.{kind}(PassDataset.open(path).schema{features_})"
+            )
         watch_scalers()
         hide_handles(handle_names)
         self.features, self.dims, self.feature_specs = _choose(schema, features)
@@ -50,6 +57,10 @@ class TableModule(nn.Module):
         """By table, those of the module that it took the place of: rows for a store that is made."""
         self.number = number_module(self)
         """By it compiled models look the module up."""
+
+    def __getattr__(self, name: str) -> Any:
+        refuse_attribute(self, name)
+        return super().__getattr__(name)
 
     def table_of(self, feature: str) -> str:
         """Return the table of a feature that is looked up."""
@@ -149,6 +160,28 @@ class TableModule(nn.Module):
                 "before tc.convert, or import it into a new store with tc.import_store"
             )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+_INSTEAD = {
+    "weight": "its rows are in the store and on the device: read them with Store.lookup, and set how they begin by the "
+    "initializer of their table",
+    "num_embeddings": "a table is unbounded",
+    "embedding_dim": "the columns of each feature are in .dims",
+    "padding_idx": "give padding_idx= when the module is made",
+    "max_norm": "rows are not renormalized",
+    "norm_type": "rows are not renormalized",
+    "scale_grad_by_freq": "give weights for ids instead",
+    "sparse": "no gradient of a whole table ever exists",
+    "include_last_offset": "a batch has offsets of its own",
+    "reset_parameters": "rows begin as the initializer of their table says",
+}
+"""By name, what torch's embeddings have and ours do not."""
+
+
+def refuse_attribute(module: nn.Module, name: str) -> None:
+    """Raise AttributeError, with what to do, for an attribute that only torch's embeddings have."""
+    if name in _INSTEAD:
+        raise AttributeError(f"{type(module).__name__} has no {name}, as torch's embeddings have: {_INSTEAD[name]}")
 
 
 def _of_no_cache() -> None:
