@@ -186,7 +186,7 @@ class Rank:
         begun, busy = time.perf_counter(), time.process_time()
         self._look_up(RowView(self.all_rows, gradients, "a pass", self.backend), self.batches[batch])
         gradients.settle(dict.fromkeys((mark.tracer for mark in gradients.marks), 1.0))
-        self.backend.step([OptimizerStep(self.groups[0], self.all_rows[0], gradients.pending[0], 0.01)], 1)
+        self.backend.step([OptimizerStep(self.groups[0], self.all_rows[0], gradients.pending[0], 0.01, 1)])
         return time.perf_counter() - begun, time.process_time() - busy
 
     def _look_up(self, rows: RowView, ids: dict[str, FeatureIds]) -> None:
@@ -196,7 +196,7 @@ class Rank:
         self.backend.pool([(lookup.rows, lookup.entries)], self.backend.empty(self.gradient.shape, np.float32))
         tracer = self.optimizer.tracers.of(self.handle, self.part.tables)
         assert tracer is not None
-        lookup.backward(self.gradient, tracer.mark())
+        lookup.backward(self.gradient, tracer.mark(self.part.tables))
 
     def bare(self, asked: Asked, *, times: float = 1.0) -> tuple[float, float]:
         """Return seconds, and those of CPU, of three bare all-to-all of the same bytes, or ``times`` as many."""

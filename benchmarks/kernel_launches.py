@@ -61,8 +61,8 @@ def launches(*, bags: bool) -> tuple[int, float]:
         begun = time.thread_time()
         found = [make() for make in ids]
         backend.pool(list(zip(rows, found, strict=True)), out)
-        due = [OptimizerStep(group, mine, [saved(e)], 0.01) for group, mine, e in zip(groups, rows, found, strict=True)]
-        backend.step(due, number)
+        parts = zip(groups, rows, found, strict=True)
+        backend.step([OptimizerStep(group, mine, [saved(e)], 0.01, number) for group, mine, e in parts])
         spent.append(1e6 * (time.thread_time() - begun))
     return sum(n for kind, n in gpu.counts.items() if kind.startswith(("launch", "sort"))), middle(spent[_WARM:])
 

@@ -65,6 +65,15 @@ def nearest(name: str, known: set[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
+def difference(one: Any, other: Any) -> tuple[str, Any, Any] | None:
+    """Return the first field in which two features or two tables differ, and its values; None if they are equal."""
+    for field in dataclasses.fields(one):
+        values = getattr(one, field.name), getattr(other, field.name)
+        if field.compare and values[0] != values[1]:
+            return field.name, *values
+    return None
+
+
 def _sentence(cls: type[Any], where: str, error: ValidationError, known: Iterable[str] = ()) -> str:
     first = error.errors(include_url=False)[0]
     kind, value = first["type"], shorten(repr(first["input"]), 80)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner
 
 import tiercache as tc
@@ -68,6 +70,36 @@ def test_training_goes_on_from_an_import_as_it_would_have_without(tmp_path: Path
             ends[path.name] = rows_of(store)
     assert ends["copy.tc"] == ends["s.tc"]
     assert ends["wrong.tc"]["a"] != ends["s.tc"]["a"]
+
+
+@pytest.mark.parametrize("given", [None, 5])
+def test_a_table_that_stepped_less_leaves_with_its_own_count(tmp_path: Path, given: int | None) -> None:
+    """And goes on from it in the store that it is imported into; a count that is given is that of all tables."""
+    case = Case(
+        tables=(ADAM, dataclasses.replace(ADAM, name="b"), dataclasses.replace(PLAIN, name="c")), specs=CASE.specs
+    )
+    passes = case.cut(tmp_path / "passes")
+    with tiered(tmp_path / "s.tc", passes) as cache:
+        first, second = (tc.EmbeddingBag(cache.schema, name) for name in ("f", "g"))
+        model = nn.ModuleList([first, second])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        cache.register(model=model, optimizer=optimizer)
+        for p in cache.passes(epochs=1):
+            for i, batch in enumerate(p.batches(case.batch)):
+                for bag in (first, second)[: 2 - bool(i)]:
+                    bag(batch).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        passed = len(passes.passes)
+    listing = tc.export_store(tmp_path / "s.tc", tmp_path / "out", format="numpy")
+    assert {one.table.name: one.steps for one in listing.tables} == {"a": None, "b": passed, "c": None}
+    assert tc.import_store(tmp_path / "out", tmp_path / "copy.tc", steps=given).steps == (given or STEPS)
+    with Store.open(tmp_path / "copy.tc") as store:
+        tc.reorganize(store, passes, progress=False)
+        with tiered(store, passes) as cache:
+            cache.restore()
+            found = {group["table"]: group["step"] for group in cache.optimizer.param_groups}
+    assert found == {"a": given or STEPS, "b": given or passed, "c": given or STEPS}
 
 
 @pytest.mark.parametrize("format_", FORMATS)

@@ -130,7 +130,7 @@ def test_options_that_a_store_cannot_be_trained_with_are_refused(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"tables": (table("a", 8), *CASE.tables[1:])}, ["other tables", "differ in a)", "extract again"]),
+        ({"tables": (table("a", 8), *CASE.tables[1:])}, ["table 'a'", "dim 8", "extract again"]),
         ({"specs": (replace(CASE.specs[0], name="renamed"), *CASE.specs[1:])}, ["is not the one", "commit 3"]),
         ({"data_seed": 1}, ["others", "commit 3", "begin a new store"]),
     ],
@@ -149,7 +149,7 @@ def test_an_evaluation_set_with_other_features_is_refused(
     """A feature that the model looks up must be there, as it was trained."""
     specs = (CASE.specs[0], replace(CASE.specs[1], hotness="ragged"), CASE.specs[2])
     other = replace(CASE, specs=specs).cut(tmp_path / "others")
-    with tiered(store, passes) as cache, one_sentence(DatasetError, "'g'", "otherwise"):
+    with tiered(store, passes) as cache, one_sentence(DatasetError, "'g'", "hotness 'ragged'", "has hotness"):
         next(iter(cache.evaluate(other)))
 
 

@@ -266,8 +266,8 @@ class Backend(Protocol):
         """
         ...
 
-    def step(self, groups: Sequence[OptimizerStep], number: int) -> None:
-        """Update each row of each group once; ``number`` counts the steps from 1."""
+    def step(self, groups: Sequence[OptimizerStep]) -> None:
+        """Update each row of each step once; no row is in two of them."""
         ...
 
     def index_bytes(self, num_keys: int, num_tables: int) -> int:

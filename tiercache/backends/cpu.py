@@ -213,12 +213,12 @@ class CpuBackend:
         vectors, pairs = Vectors(out, out.shape[1]), self._sorted(one, out.shape[0])
         step_rows(Step(vectors, (), pairs, one.gradients, Rule(SUM, scale)), self._updates)
 
-    def step(self, groups: Sequence[OptimizerStep], number: int) -> None:
+    def step(self, groups: Sequence[OptimizerStep]) -> None:
         """Step group after group."""
         for one in groups:
             saved = merged(self, one.saved)
             pairs = self._sorted(saved, one.rows.vectors.values.shape[0])
-            step_rows(one.kernel_step(saved, pairs, number), self._updates)
+            step_rows(one.kernel_step(saved, pairs), self._updates)
 
     def _sorted(self, saved: SavedGradient, num_slots: int) -> NDArray[np.uint64]:
         """Return the sorted slots of all ids, those of the lookup if it sorted them."""

@@ -200,7 +200,7 @@ class CudaBackend:
         vectors = Vectors(out.zero_(), out.shape[1])
         update_many(self._runtime.kernels, [Step(vectors, (), pairs, one.gradients, Rule(SGD, -scale))])
 
-    def step(self, groups: Sequence[OptimizerStep], number: int) -> None:
+    def step(self, groups: Sequence[OptimizerStep]) -> None:
         """Sort the entries of all groups at once, then step all in one launch for each optimizer and one more."""
         kernels = self._runtime.kernels
         saved_G = [merged(self, one.saved) for one in groups]
@@ -209,7 +209,7 @@ class CudaBackend:
             [(saved.slots, one.rows.vectors.values.shape[0]) for one, saved in zip(groups, saved_G, strict=True)],
         )
         found = zip(groups, saved_G, pairs_G, strict=True)
-        update_many(kernels, [one.kernel_step(saved, pairs, number) for one, saved, pairs in found])
+        update_many(kernels, [one.kernel_step(saved, pairs) for one, saved, pairs in found])
 
     def index_bytes(self, num_keys: int, num_tables: int) -> int:
         """Return those of places and of the slice of keys that is on its way."""

@@ -6,11 +6,13 @@ and torch tensors on a GPU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
+from tiercache.data.encoded_batch import NoTensor
 from tiercache.kernels.arrays import NONE_F4, NONE_I4, NONE_I8
 from tiercache.kernels.step import (
     ADAGRAD,
@@ -27,9 +29,8 @@ from tiercache.kernels.step import (
 from tiercache.store.table import Adagrad, Adam, RowWiseAdagrad
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from tiercache.backends.base import Backend
@@ -60,7 +61,7 @@ class Found(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FoundIds:
+class FoundIds(NoTensor):
     """The local ids of one feature, like `FeatureIds`, found on the device: each one is a row, or -1."""
 
     found: Found
@@ -86,6 +87,28 @@ class FoundIds:
     def num_ids(self) -> int:
         """E."""
         return self.last - self.first
+
+
+class Span(NamedTuple):
+    """Neighboring entries of one table."""
+
+    table: str
+    first: int
+    last: int
+    """The entry after the last one."""
+
+
+def feature_spans(tables: Sequence[str], starts: NDArray[np.int64]) -> list[Span]:
+    """Return those of features that lie one after the other: ``tables`` (F,) and ``starts`` (F + 1,)."""
+    return list(map(Span, tables, starts[:-1].tolist(), starts[1:].tolist()))
+
+
+def position_spans(first: Mapping[str, int], positions: NDArray[np.int32]) -> list[Span]:
+    """Return those of rows by position (E,); ``first``: of each table the position of its first row."""
+    tables = sorted(first, key=lambda table: first[table])
+    number = np.searchsorted([first[table] for table in tables], positions, side="right") - 1
+    starts = np.flatnonzero(np.diff(number, prepend=-1))
+    return feature_spans([tables[n] for n in number[starts].tolist()], np.append(starts, positions.size))
 
 
 class SortedSlots(NamedTuple):
@@ -150,6 +173,8 @@ class SavedGradient:
     """As of `LookupIds`."""
     looked_up: Sequence[FeatureIds | FoundIds] | None = None
     """The ids that were looked up, of which these are the rows; None where nobody says."""
+    spans: Callable[[], list[Span]] | None = None
+    """Returns which entries are of which table, all of them in order; None: the group has one table."""
 
     @property
     def num_samples(self) -> int:
@@ -164,6 +189,35 @@ class SavedGradient:
         return Gradients(
             self.gradient, self.num_samples, self.width, NONE_I8, self.places, self.scales, self.argmax.reshape(-1)
         )
+
+    def of_tables(self, backend: Backend, names: Collection[str]) -> list[SavedGradient]:
+        """Return the gradients of some tables of the group: of each stretch of entries of theirs, in order."""
+        assert self.spans is not None, "the gradient of a group of several tables does not say of which it is"
+        stretches: list[list[int]] = []
+        for table, first, last in self.spans():
+            if table not in names or first == last:
+                continue
+            if stretches and stretches[-1][1] == first:
+                stretches[-1][1] = last
+            else:
+                stretches.append([first, last])
+        return [self._part(backend, first, last) for first, last in stretches]
+
+    def _part(self, backend: Backend, first: int, last: int) -> SavedGradient:
+        """Return the gradient of the entries from ``first`` up to ``last``: of whole features without ``places``."""
+        if (first, last) == (0, self.slots.shape[0]):
+            return self
+        argmax = self.argmax
+        if argmax.shape[0]:  # it names entries by their numbers
+            argmax = backend.array(backend.tensor(argmax) - first)
+        cols = self.cols
+        if self.places is None:
+            cols = cols[first // self.num_samples : last // self.num_samples]
+        return replace(
+            self, slots=self.slots[first:last], cols=cols, places=None if self.places is None else
+            self.places[first:last], scales=self.scales[first:last], argmax=argmax, sorted=None, looked_up=None,
+            spans=None,
+        )  # fmt: skip
 
     @property
     def pairs(self) -> Array | None:
@@ -180,16 +234,18 @@ class OptimizerStep:
     saved: Sequence[SavedGradient]
     """At least one, in the order of the backward calls."""
     learning_rate: float
+    number: int
+    """How many steps the tables of ``saved`` have taken, this one included: Adam's rule and rounding go by it."""
 
-    def kernel_step(self, saved: SavedGradient, pairs: Array, number: int) -> Step:
+    def kernel_step(self, saved: SavedGradient, pairs: Array) -> Step:
         """Return the step with all of ``saved`` as one, ``pairs`` its sorted slots, as kernels take it."""
-        rows, rule, rounding = self.rows, self._rule(number), NO_ROUNDING
+        rows, rule, rounding = self.rows, self._rule(), NO_ROUNDING
         if rows.streams.shape[0]:
-            rounding = make_rounding(rows.streams, number)
+            rounding = make_rounding(rows.streams, self.number)
         states = () if rule.kind == SGD else rows.states  # others may have stepped by them already
         return Step(rows.vectors, states, pairs, saved.gradients, rule, rounding)
 
-    def _rule(self, number: int) -> Rule:
+    def _rule(self) -> Rule:
         optimizer, rate = self.group.optimizer, self.learning_rate
         match optimizer:
             case Adagrad(eps=eps):
@@ -197,7 +253,7 @@ class OptimizerStep:
             case RowWiseAdagrad(eps=eps):
                 return Rule(ROWWISE, rate, eps, optimizer.decay)
             case Adam(beta1=beta1, beta2=beta2, eps=eps):
-                return adam_rule(number, rate, beta1, beta2, eps, optimizer.decay)
+                return adam_rule(self.number, rate, beta1, beta2, eps, optimizer.decay)
             case _:
                 return Rule(SGD, rate, decay=optimizer.decay)
 

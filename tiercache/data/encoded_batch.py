@@ -14,8 +14,69 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
 
+class NoTensor:
+    """Ids, or a batch of them, that stand where a model has a tensor: every operation of a tensor raises TypeError.
+
+    Python's own comparison of objects would be False in silence, and so mask nothing.
+    """
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+    __array_ufunc__ = None
+
+    @property
+    def _label(self) -> str:
+        return f"a {type(self).__name__}"
+
+    def _refusal(self, what: str) -> str:
+        """Return the message of an error about an operation, or an attribute."""
+        return (
+            f"{what} is not defined for {self._label}, which is not a tensor of keys: look it up with a module. "
+            "Compare a feature with a key by == or != (batch.features[name] == 0) for a mask; its local ids are in "
+            ".values, and .offsets says where those of each sample begin"
+        )
+
+    def __eq__(self, other: object) -> Any:
+        """Raise TypeError."""
+        raise TypeError(self._refusal("comparison"))
+
+    def __ne__(self, other: object) -> Any:
+        """Raise TypeError."""
+        raise TypeError(self._refusal("comparison"))
+
+    def __array__(self, *_: object, **__: object) -> NDArray[Any]:
+        """Raise TypeError: NumPy would make an array of one object."""
+        raise TypeError(self._refusal("conversion to an array"))
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise AttributeError."""
+        if name.startswith("_") or name in getattr(type(self), "__dataclass_fields__", ()):
+            raise AttributeError(name)
+        raise AttributeError(self._refusal(f".{name}"))
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def operation(self: NoTensor, *_: object) -> Any:
+        raise TypeError(self._refusal(name))
+
+    operation.__name__, operation.__doc__ = name, "Raise TypeError."
+    return operation
+
+
+_UNARY = (
+    "bool", "len", "iter", "contains", "getitem", "setitem", "lt", "le", "gt", "ge", "invert", "neg", "pos", "abs",
+    "int", "float", "index", "complex", "round",
+)  # fmt: skip
+_BINARY = (
+    "add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow", "lshift", "rshift", "and", "xor",
+    "or",
+)  # fmt: skip
+for _name in (*_UNARY, *_BINARY, *(f"r{_name}" for _name in _BINARY)):
+    setattr(NoTensor, f"__{_name}__", _refused(f"__{_name}__"))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class FeatureIds:
+class FeatureIds(NoTensor):
     """The local ids of one feature: E in all, those of one sample side by side."""
 
     ids: NDArray[np.int32]

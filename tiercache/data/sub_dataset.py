@@ -41,6 +41,8 @@ class SubDataset:
         """Over all its content."""
         self.path = directory / file_name(index)
         self._record, self._layout = record, layout
+        self.schema = layout.schema
+        """The schema of its dataset."""
         self._arrays = layout.file(record.samples, record.rows, record.values)
         self._opened: ArrayFile | None = None
 

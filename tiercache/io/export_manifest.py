@@ -40,6 +40,8 @@ class ExportedTable(BaseModel):
     """Whether the optimizer state was exported with the vectors."""
     reserved_keys: bool
     """Whether INT64_MIN or INT64_MIN + 1 is among the keys: the out-of-vocabulary row, the null row."""
+    steps: _Count | None = None
+    """Steps of the table so far, where it needs them and they are not those of the training."""
 
     @property
     def needs_steps(self) -> bool:

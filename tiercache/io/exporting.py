@@ -81,7 +81,9 @@ def export_store(
             writer.close()
             assert written == counts[table.name]
             done += written
-            exported.append(ExportedTable(table=table, rows=written, has_state=width > 1, reserved_keys=reserved))
+            one = ExportedTable(table=table, rows=written, has_state=width > 1, reserved_keys=reserved)
+            own = store.commit.settings.get("tables", {}).get(table.name, {}).get("step")
+            exported.append(one.model_copy(update={"steps": own}) if one.needs_steps else one)
         steps = store.commit.settings.get("steps") if any(one.needs_steps for one in exported) else None
         manifest = ExportManifest(format=format, tables=tuple(exported), steps=steps, since=since)
         write_whole(draft / MANIFEST, manifest.to_bytes())

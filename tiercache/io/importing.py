@@ -99,16 +99,20 @@ def import_store(
             readers = _open_files(place, format or str(manifest and manifest.format), given, rows)
         _check(place, readers, initial_state=initial_state)
         reserved = {one.table.name for one in manifest.tables if one.reserved_keys} if manifest else set()
+        own = {one.table.name: one.steps for one in manifest.tables if one.steps is not None} if manifest else {}
+        trained = store.commit.settings.get("steps") if isinstance(store, Store) and store.commit else None
+        if steps is not None or trained is not None:
+            own = {}
         exported = tuple(
             ExportedTable(
                 table=table,
                 rows=reader.rows,
                 has_state=reader.has_state and len(table.fields) > 1,
                 reserved_keys=reserved_keys or table.name in reserved,
+                steps=own.get(table.name),
             )
             for table, reader in readers.items()
         )
-        trained = store.commit.settings.get("steps") if isinstance(store, Store) and store.commit else None
         if steps is None and manifest is not None and trained is None:
             steps = manifest.steps
         if trained is not None and steps not in {None, trained}:
@@ -128,7 +132,8 @@ def import_store(
             ((table.name, chunk) for table, one in readers.items() for chunk in one.chunks(chunk_rows_of(table))),
             initial_state=initial_state,
             reserved_keys={one.table.name for one in exported if one.reserved_keys},
-            settings={} if steps is None else {"steps": steps},
+            settings=({} if steps is None else {"steps": steps})
+            | ({"tables": {name: {"step": number} for name, number in own.items()}} if own else {}),
             memory_bytes=memory_bytes,
             progress=tell,
         )

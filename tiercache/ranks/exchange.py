@@ -182,15 +182,16 @@ class RowExchange:
     # -- the way back -------------------------------------------------------------------------------------
 
     def gradients_of(
-        self, asked: Asked, slots: torch.Tensor, gradients: RowGradients, into: RowGradients, says: int = 0
-    ) -> int:
+        self, asked: Asked, slots: torch.Tensor, gradients: RowGradients, into: RowGradients,
+        says: Sequence[bool] = (),
+    ) -> list[bool]:  # fmt: skip
         """Send the gradients of a batch to the owners of its rows, which add them to ``into``, by group of their part.
 
         slots: as of ``answer``. gradients: of lookups in the batch's rows, by group of whole tables; summed for each
         row, and over all ranks averaged. Rows without a gradient take no part. What comes is in rank order. Where the
         backend queues, nothing on the device is waited for, but for gradients of which only it knows the rows.
 
-        says: bits that ranks tell one another beside; returns those that any rank says.
+        says: flags that ranks tell one another with it; returns which of them any rank has set.
         """
         p, s, request, what = self._backend, asked.stretches, asked.request, "exchanging gradients"
         S = 2 * s.num_groups
@@ -202,15 +203,17 @@ class RowExchange:
                 mine = s.runs.group_R == g
                 first = request.slot_R[mine]
                 sent_R[mine] = so_far[first + request.rows_R[mine]] - so_far[first]
-        to = np.zeros((self.ranks.size, S + 1), dtype=np.int64)
+        words = np.packbits(np.pad(np.array(says, np.bool_), (0, -len(says) % 64))).view(np.int64)
+        to = np.zeros((self.ranks.size, S + 1 + words.size), dtype=np.int64)
         runs_to = s.runs.rank_R * S + s.runs.section_R
-        to[:, :-1] = np.bincount(runs_to, sent_R, self.ranks.size * S).reshape(-1, S)
-        to[:, -1] = 2 * says + any(mark is not None for mark in marks_G)
+        to[:, :S] = np.bincount(runs_to, sent_R, self.ranks.size * S).reshape(-1, S)
+        to[:, S] = any(mark is not None for mark in marks_G)
+        to[:, S + 1 :] = words
         told = self._count(to, what)
-        came = Received(self.ranks.rank, asked.counts_WS, told[:, :-1], self._part_dims(s.num_groups))
-        if (told[:, -1] & 1).any():
-            came.choose(self._indices(asked, marks_G, to[:, :-1], told[:, :-1], what))
-        out_W = (to[:, :-1] * s.width_WS).sum(axis=1)
+        came = Received(self.ranks.rank, asked.counts_WS, told[:, :S], self._part_dims(s.num_groups))
+        if told[:, S].any():
+            came.choose(self._indices(asked, marks_G, to[:, :S], told[:, :S], what))
+        out_W = (to[:, :S] * s.width_WS).sum(axis=1)
         send, receive = self._remote(out_W), self._remote(came.numbers_W)
         begin, end = sum(send), int(out_W.sum())
         buffer = p.tensor(p.empty((end + sum(receive),), np.float32))
@@ -219,10 +222,11 @@ class RowExchange:
         if not whole:
             self._pack(s, request, marks_G, sums, buffer)
         self._send(buffer[:begin], send, receive, buffer[end:], what)
-        came.add(p, asked.positions, slots, buffer[begin:], into)
+        came.add(p, asked.positions, slots, buffer[begin:], self._rows, into)
         self.slices.note(came, into)
         self._mirrors.note(came)
-        return int(np.bitwise_or.reduce(told[:, -1])) >> 1
+        said = np.bitwise_or.reduce(told[:, S + 1 :], axis=0).view(np.uint8)
+        return np.unpackbits(said, count=len(says)).astype(np.bool_).tolist()
 
     def _rows_with_gradients(self, asked: Asked, g: int, pending: Sequence[SavedGradient]) -> NDArray[np.bool_] | None:
         """Return which rows of a group have a gradient; None where all have."""

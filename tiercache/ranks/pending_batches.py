@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from tiercache.tiers.rows import RowView
@@ -15,7 +16,11 @@ from tiercache.training.row_gradients import RowGradients, is_alive
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from tiercache.data.encoded_batch import EncodedBatch
+    from numpy.typing import NDArray
+
+    from tiercache.backends.jagged import FoundIds
+    from tiercache.data.encoded_batch import EncodedBatch, FeatureIds
+    from tiercache.data.raw_batch import FeatureKeys
     from tiercache.ranks.asking import Asked
     from tiercache.ranks.pooling import PooledBatch
     from tiercache.tiers.rows import GroupRows
@@ -44,11 +49,21 @@ class BatchRows(RowView):
         gradients = None if of_pass.gradients is None else RowGradients(num_groups, tracers)
         super().__init__((), gradients, asked.rows.where, of_pass.backend)
         self.of_pass, self.asked, self._bring_batch = of_pass, asked, bring
+        self.schema = of_pass.schema
         self.pooled = {name: Pooled(mode) for name, mode in (asked.rows.bags.modes if asked.rows.bags else {}).items()}
         """The features that other ranks pool, by name; they get their vectors with the rows."""
         self.bags: PooledBatch | None = None
         self.slots = torch.empty(0, dtype=torch.int32)
         """As `RowExchange.answer` returns them."""
+        self.raw: Mapping[str, FeatureKeys] = {}
+        """The keys of a batch of raw keys, by feature."""
+
+    def is_key(self, feature: str, ids: FeatureIds | FoundIds, key: int) -> NDArray[np.bool_]:
+        """Look among the ids that the batch had in its pass, or among its raw keys."""
+        if feature in self.raw:
+            return np.asarray(self.raw[feature].keys == key)
+        assert self.asked.samples is not None
+        return self.of_pass.is_key(feature, self.asked.samples.ids[feature], key)
 
     def check(self) -> None:
         """Raise RuntimeError where the pass has ended, or the rows are of before a step."""

@@ -7,12 +7,13 @@ the vectors. What a rank owns itself does not travel.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from tiercache.backends.jagged import SavedGradient
+from tiercache.backends.jagged import SavedGradient, position_spans
 from tiercache.kernels.arrays import NONE_I4
 
 if TYPE_CHECKING:
@@ -159,12 +160,13 @@ class Pooling:
                 if not has_P[f] or some.start == some.stop:
                     continue
                 assert e.places is not None
+                positions = part.entries.ids[some] + np.int32(part.entries.bases[i])
                 into.add(
                     part.group,
                     SavedGradient(
                         slots=e.slots[some], gradient=self._backend.array(gradient), width=width, cols=e.cols,
                         places=e.places[some], scales=e.scales[some], argmax=NONE_I4,
+                        spans=partial(position_spans, self._rows[part.group].first, positions),
                     ),
                 )  # fmt: skip
-                positions = part.entries.ids[some] + np.int32(part.entries.bases[i])
                 self._exchange.slices.note_rows(part.group, positions, into)

@@ -46,10 +46,6 @@ if TYPE_CHECKING:
     from tiercache.training.raw_samples import RawSamples
     from tiercache.training.row_optimizer import RowOptimizer
 
-_STEPS, _WAITS = 1, 2
-"""What a rank says of a batch at a step: it has gradients to apply; some wait for the step of another optimizer. All do
-as one that says so, as a rank may leave out a backward."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Read:
@@ -346,6 +342,7 @@ class RankExchange:
         wanted = Wanted(ids=ids, modes=modes, whole=whole, num_samples=samples.num_samples)
         asked = self._threads.asking.submit(self.asking.ask, layout, wanted, name).result()
         view = self._view(AskedBatch(None, weight, 0, asked), rows, None)
+        view.raw = samples.features
         view.bring()
         named = self._named(asked.ids, view.pooled)
         batch = Batch(samples.label, samples.dense, named, view, samples.num_samples, weight, view.pooled)
@@ -393,32 +390,34 @@ class RankExchange:
     def step(self, rows: Sequence[GroupRows], optimizer: torch.optim.Optimizer | None) -> None:
         """Apply the pending row gradients of all ranks to the rows that this one owns, as `LocalExchange.step`.
 
-        Duplicates are added in the order of batches, in each by rank.
+        Duplicates are added in the order of batches, in each by rank. A rank may leave out a backward: so it is told
+        with each batch of which tables another rank has gradients, and whether some wait for another optimizer's step.
         """
         self.rest()
         into, taken = self._optimizer.gradients, self._pending.take()
         factors = self._optimizer.begin_step((mark for one in taken for mark in one.marks), optimizer)
-        steps, waiting = self._optimizer.has_step(factors), list[BatchRows]()
+        stepped, waiting = self._optimizer.stepped(factors), list[BatchRows]()
+        tables = [table.name for table in self._share.whole.tables]
+        mine = [table in stepped for table in tables]
         for one in taken:
             gradients = one.settle(factors)
-            said = self._send_gradients(one, gradients, into, steps * _STEPS | one.waits * _WAITS)
-            steps = steps or bool(said & _STEPS)
-            if said & _WAITS:
+            waits, *said = self._send_gradients(one, gradients, into, [one.waits, *mine])
+            stepped.update(table for table, is_stepped in zip(tables, said, strict=True) if is_stepped)
+            if waits:
                 waiting.append(one)
         into.settle(factors)
         self._pending.put_back(waiting)
-        if steps:
-            self._optimizer.count_step(optimizer)
+        self._optimizer.count_step(stepped)
         self.rows.step(self._optimizer, rows)
         for tracer in factors:
             tracer.clear()
 
     def _send_gradients(
-        self, batch: BatchRows, gradients: RowGradients, into: RowGradients, says: int = 0
-    ) -> int:  # fmt: skip
+        self, batch: BatchRows, gradients: RowGradients, into: RowGradients, says: Sequence[bool] = ()
+    ) -> list[bool]:
         """Send the gradients that a step applies to the owners of their rows, and drop them here.
 
-        says: what this rank says of the batch; returns what any rank says.
+        says: what this rank says of the batch, flag by flag; returns what any rank says.
         """
         said = self.rows.gradients_of(batch.asked.rows, batch.slots, gradients, into, says)
         if batch.bags is not None:

@@ -5,21 +5,23 @@ Legend as in `stretches`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from tiercache.backends.jagged import SavedGradient
+from tiercache.backends.jagged import SavedGradient, Span, position_spans
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
 from tiercache.ranks.stretches import exclusive
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from tiercache.backends.base import Backend
+    from tiercache.tiers.rows import GroupRows
     from tiercache.training.row_gradients import RowGradients
 
 
@@ -46,9 +48,9 @@ class Received:
 
     def add(
         self, backend: Backend, positions: NDArray[np.int32], slots: torch.Tensor, flat: torch.Tensor,
-        into: RowGradients,
+        rows: Sequence[GroupRows], into: RowGradients,
     ) -> None:  # fmt: skip
-        """Add the gradients to ``into``, one entry for each rank and row, in rank order.
+        """Add the gradients of ``rows``, this rank's, to ``into``, one entry for each rank and row, in rank order.
 
         positions, slots: of all rows asked for, by rank, this rank's own last. flat: the gradients by rank, this rank's
         own first.
@@ -83,6 +85,10 @@ class Received:
                     slots=backend.array(torch.cat([some for some, _ in pieces])),
                     gradient=backend.array(flat), width=1, cols=np.zeros(1, dtype=np.int64),
                     places=backend.to_device(np.concatenate([where for _, where in pieces])),
-                    scales=NONE_F4, argmax=NONE_I4,
+                    scales=NONE_F4, argmax=NONE_I4, spans=partial(self._spans, h, rows[h].first),
                 ),
             )  # fmt: skip
+
+    def _spans(self, group: int, first: Mapping[str, int]) -> list[Span]:
+        """Return the spans of the gradient of a group."""
+        return position_spans(first, np.concatenate(self.positions[group]))

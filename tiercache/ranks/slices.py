@@ -146,8 +146,8 @@ class SliceSteps:
             slots=p.array(slots), gradient=p.array(gradient.view(-1)), width=group.dim, cols=_FIRST_COLUMN,
             places=None, scales=NONE_F4, argmax=NONE_I4,
         )  # fmt: skip
-        rate = optimizer.learning_rate(one.group)
-        p.step([OptimizerStep(_plain(group, group.dtype), rows, [pending], rate)], optimizer.number(one.group))
+        rate, number = optimizer.learning_rate(one.group), optimizer.number(group.tables[0].name)
+        p.step([OptimizerStep(_plain(group, group.dtype), rows, [pending], rate, number)])
 
 
 def _plain(group: Group, dtype: str) -> Group:

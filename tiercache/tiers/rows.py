@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.backends.base import Backend
-    from tiercache.backends.jagged import Array
+    from tiercache.backends.jagged import Array, FoundIds
+    from tiercache.data.encoded_batch import FeatureIds
     from tiercache.kernels.step import Vectors
+    from tiercache.schema import Schema
     from tiercache.store.table import Group
     from tiercache.training.row_gradients import RowGradients
 
@@ -90,6 +92,8 @@ class RowView:
         self.gradients = gradients
         self.name = name
         self.ended = self.is_left = False
+        self.schema: Schema | None = None
+        """The schema of the dataset that batches are of, with which modules are compared."""
         self.samples_trained = 0
         """Samples of the pass up to the end of the last batch that a module looked up to train it."""
         self.keys_of: Callable[[str], NDArray[np.int64]] | None = None
@@ -98,11 +102,19 @@ class RowView:
         self._bring = bring
         self._users: list[Callable[[], None]] = []
 
-    def local_id(self, table: str, table_id: int, key: int) -> int:
-        """Return the local id of a key, -1 where it is not among them. Raises ValueError where nothing tells."""
+    def is_key(self, feature: str, ids: FeatureIds | FoundIds, key: int) -> NDArray[np.bool_]:
+        """Return which of the ids (E,) of a feature in one batch stand for a key."""
+        found: NDArray[np.bool_] = ids.ids == self.local_id(feature, key)
+        return found
+
+    def local_id(self, feature: str, key: int) -> int:
+        """Return the local id of a key of a feature; -1 if it is not among them."""
+        assert self.schema is not None, f"nothing says which tables {self.name} has"
         if self.keys_of is None:
-            raise ValueError(f"{self.name} has rows of single keys, among which padding cannot be found: leave it out")
+            return -1
+        table = self.schema.feature(feature).table
         if (table, key) not in self._places:
+            table_id = next(one.table_id for one in self.schema.tables if one.name == table)
             keys, hashed = self.keys_of(table), int(hash_keys(np.array([key]), table_id)[0])
             at = hash_range_bound(keys, table_id, hashed)
             self._places[table, key] = at if at < keys.size and int(keys[at]) == key else -1

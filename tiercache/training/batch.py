@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from tiercache.data.encoded_batch import NoTensor
 from tiercache.kernels.cpu.shuffle import shuffled
 from tiercache.store.hashing import mix
 from tiercache.training.lookup_ops import number_batch
@@ -113,8 +114,13 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class JaggedIds:
-    """The ids of one feature of a batch: local ids, which have a meaning only together with their batch."""
+class JaggedIds(NoTensor):
+    """The ids of one feature of a batch: local ids, which have a meaning only together with their batch.
+
+    It stands where a plain model has a tensor of keys. ``ids == key`` and ``ids != key`` are what they are for that
+    tensor: bool (N,), (N, length) for lists of fixed length, (ids,) for ragged ones, where rows are trained. Any other
+    operation of a tensor raises TypeError.
+    """
 
     batch: Batch
     feature: str
@@ -137,6 +143,29 @@ class JaggedIds:
     def to(self, *_: object, **__: object) -> JaggedIds:
         """Return it unchanged: ids move by themselves."""
         return self
+
+    __hash__ = NoTensor.__hash__
+
+    @property
+    def _label(self) -> str:
+        return f"feature {self.feature!r} of a batch"
+
+    def __eq__(self, other: object) -> Any:
+        """Return where the key is ``other``, a whole number. Raises TypeError for anything else."""
+        return self._equal(other)
+
+    def __ne__(self, other: object) -> Any:
+        """Return where the key is not ``other``, a whole number. Raises TypeError for anything else."""
+        return ~self._equal(other)
+
+    @torch.compiler.disable
+    def _equal(self, key: object) -> torch.Tensor:
+        if isinstance(key, bool | np.bool_) or not isinstance(key, int | np.integer):
+            raise TypeError(self._refusal(f"comparison with {key!r:.80}"))
+        rows = self.batch.rows
+        found = torch.from_numpy(rows.is_key(self.feature, self.batch.ids[self.feature], int(key)))
+        length = None if rows.schema is None else rows.schema.feature(self.feature).length
+        return (found if length is None else found.view(-1, length)).to(rows.backend.device)
 
     def __repr__(self) -> str:
         return f"JaggedIds({self.feature!r} of {self.batch.num_samples} samples)"

@@ -30,7 +30,7 @@ from tiercache.training.batch_pipeline import BatchPipeline
 from tiercache.training.convert import drop_weights, refuse_weights, weight_rows, weights_of
 from tiercache.training.evaluation import Evaluation
 from tiercache.training.exchange import LocalExchange
-from tiercache.training.matching import check_features, check_tables
+from tiercache.training.matching import check_features, check_modules, check_tables
 from tiercache.training.pass_loop import CLOSED, PassLoop
 from tiercache.training.planned import Planned
 from tiercache.training.progress import prepare_kernels
@@ -149,7 +149,7 @@ class TierCache(SteppedCache):
         Raises:
             BudgetError: the passes exceed a budget or the device's memory. Nothing was written.
             PlanError: ``plan`` cannot be read, or is of another dataset.
-            DatasetError: the store does not belong to this dataset.
+            DatasetError: the store, or the model, does not belong to this dataset.
             CudaError: the GPU cannot be used.
             RankError: ranks were given different arguments, or one of them failed.
             ValueError: an argument makes no sense.
@@ -185,6 +185,7 @@ class TierCache(SteppedCache):
                 prepare_kernels(source.tables)
                 share_threads()
             with ranks.raise_on_all("planning the budgets"):  # before the store is made, or written anew for them
+                check_modules(objects, data)
                 device_bytes = budgets.check_device(source, backend)
             try:
                 rows = partial(weight_rows, weights=weights) if weights else None
@@ -258,11 +259,13 @@ class TierCache(SteppedCache):
         wrapper or with another number of ranks. With several ranks, register a model before you ask for batches: they
         bring what its modules look up. What is the same on all ranks when training begins, of modules, optimizers,
         schedulers and scalers, is kept once, as rank 0 has it; other objects and random generators by each rank. Not
-        collective. Raises StateError for state that cannot be stored.
+        collective. Raises StateError for state that cannot be stored, DatasetError for a module that was made with
+        other features or tables than those of the dataset.
         """
         self._check_open()
         refuse_weights(objects.values())
         objects = {name: unwrapped(value) for name, value in objects.items()}
+        check_modules(objects, self.dataset)
         self.dense.register(objects)
         self._modules += [value for value in objects.values() if isinstance(value, nn.Module)]
         self._hooks.follow(objects.values())

@@ -16,7 +16,7 @@ from tiercache.schema import Schema
 from tiercache.store.hashing import hash_keys, keys_of
 from tiercache.training.batch import Batch, JaggedIds
 from tiercache.training.embedding import Embedding, EmbeddingBag
-from tiercache.training.table_module import TableModule, table_modules
+from tiercache.training.table_module import TableModule, refuse_attribute, table_modules
 from tiercache.training.torchrec_modules import (
     ConvertedBags,
     ConvertedRows,
@@ -169,6 +169,10 @@ class SharedLookup(nn.Module):
         self.lookups = nn.ModuleDict(dict(lookups))
         self.plain: nn.Module | None = None
         """What takes raw keys of any of the features, in a model for serving."""
+
+    def __getattr__(self, name: str) -> Any:
+        refuse_attribute(self, name)
+        return super().__getattr__(name)
 
     def forward(self, input: Any, *others: Any, **options: Any) -> torch.Tensor:  # noqa: A002 - torch's name
         """Look up one feature of a batch. Raises TypeError and ValueError for anything else."""

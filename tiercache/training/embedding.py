@@ -11,13 +11,13 @@ from torch import nn
 from tiercache.training.batch import Batch, JaggedIds
 from tiercache.training.joining import FeaturePart
 from tiercache.training.lookup import MODES, PooledLookup, ReadyLookup, RowLookup, check_brought
-from tiercache.training.lookup_ops import look_up_bags, look_up_rows
+from tiercache.training.lookup_ops import look_up_bags, look_up_rows, once_differentiable
 from tiercache.training.scaled_loss import watch_scalers
 from tiercache.training.table_module import TableModule
 from tiercache.training.tracers import tracer_gradient
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from tiercache.backends.base import Backend
     from tiercache.schema import Schema
@@ -79,6 +79,7 @@ class EmbeddingBagCollection(TableModule):
         ``weights``: by feature, a differentiable float32 tensor (ids,) in place of the weights in the data. Raises
         IndexError if an id is not in the pass, RuntimeError if the pass has ended.
         """
+        check_batch(self, batch)
         if torch.compiler.is_compiling():
             return look_up_bags(self, batch, dict(weights or {}))
         found = self._prepare(batch, dict(weights or {}))
@@ -94,6 +95,7 @@ class EmbeddingBagCollection(TableModule):
     def _prepare(self, batch: Batch, given: dict[str, torch.Tensor]) -> tuple[Any, ...]:
         """Return what `_PooledFunction` is given."""
         watch_scalers()
+        self.check_rows(batch.rows)
         batch.rows.look_up(batch.end)
         backend = batch.rows.backend
         for name, weight in given.items():
@@ -114,7 +116,7 @@ class EmbeddingBagCollection(TableModule):
         arrays = {name: values for name in here if (values := batch.ids[name].weights) is not None} | {
             name: backend.array(value) for name, value in given.items()
         }
-        groups = _groups_of(batch, [self._specs[name].table for name in here])
+        groups = _groups_of(batch, [self.feature_specs[name].table for name in here])
         key = groups, frozenset(here), frozenset(arrays)
         if key not in self._parts:
             self._parts[key] = self._cut(here, groups, key[2])
@@ -136,8 +138,8 @@ class EmbeddingBagCollection(TableModule):
         for name in given:
             if name in found:
                 raise ValueError(
-                    f"weights were given for {name!r}, which the rank that owns table {self._specs[name].table!r} has "
-                    f"pooled already: make the module with weighted=[{name!r}]"
+                    f"weights were given for {name!r}, which the rank that owns table "
+                    f"{self.feature_specs[name].table!r} has pooled already: make the module with weighted=[{name!r}]"
                 )
         return {name: ReadyLookup(batch, one, self._cols[name]) for name, one in found.items()}
 
@@ -145,7 +147,7 @@ class EmbeddingBagCollection(TableModule):
         """Group features by their tables' group, those with exactly one plain id apart: their kernel is faster."""
         members: dict[tuple[int, bool], list[str]] = {}
         for name, group in zip(features, groups, strict=True):
-            spec = self._specs[name]
+            spec = self.feature_specs[name]
             bags = spec.hotness != "one_hot" or name in weighted
             if bags and name in weighted and self._modes[name] == "max":
                 raise ValueError(f"feature {name!r} has weights and is pooled by max: pool it by sum or mean")
@@ -154,7 +156,7 @@ class EmbeddingBagCollection(TableModule):
             FeaturePart(
                 group=group,
                 features=tuple(names),
-                tables=tuple(self._specs[name].table for name in names),
+                tables=tuple(self.feature_specs[name].table for name in names),
                 modes=np.array([MODES[self._modes[name]] for name in names], dtype=np.int8),
                 cols=np.array([self._cols[name] for name in names], dtype=np.int64),
                 bags=bags,
@@ -183,6 +185,7 @@ class EmbeddingCollection(TableModule):
 
     def forward(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Look up all features of ``batch``."""
+        check_batch(self, batch)
         if not self.features:
             return {}
         if torch.compiler.is_compiling():
@@ -202,15 +205,16 @@ class EmbeddingCollection(TableModule):
 
     def length_of(self, name: str) -> int:
         """Return how many ids each sample has: the fixed length, 0 for a single id, -1 for a ragged list."""
-        spec = self._specs[name]
+        spec = self.feature_specs[name]
         return {"one_hot": 0, "multi_hot": spec.length or 0}.get(spec.hotness, -1)
 
     def _prepare(self, batch: Batch) -> tuple[list[str], tuple[Any, ...]]:
         """Return the features in the order of the outputs, and what `_RowFunction` is given."""
         watch_scalers()
+        self.check_rows(batch.rows)
         batch.rows.look_up(batch.end)
         check_brought(batch, self.features)
-        groups = _groups_of(batch, [self._specs[name].table for name in self.features])
+        groups = _groups_of(batch, [self.feature_specs[name].table for name in self.features])
         if groups not in self._parts:
             self._parts[groups] = self._cut(groups)
         parts = self._parts[groups]
@@ -222,7 +226,7 @@ class EmbeddingCollection(TableModule):
         """Return the vectors of each feature."""
         found: dict[str, torch.Tensor] = {}
         for name, out in zip(names, outs, strict=True):
-            spec = self._specs[name]
+            spec = self.feature_specs[name]
             found[name] = (
                 out.view(batch.num_samples, spec.length or 0, out.shape[1]) if spec.hotness == "multi_hot" else out
             )
@@ -237,7 +241,7 @@ class EmbeddingCollection(TableModule):
             FeaturePart(
                 group=group,
                 features=tuple(names),
-                tables=tuple(self._specs[name].table for name in names),
+                tables=tuple(self.feature_specs[name].table for name in names),
                 modes=np.zeros(len(names), dtype=np.int8),
                 cols=np.zeros(len(names), dtype=np.int64),
                 bags=False,
@@ -256,7 +260,7 @@ class EmbeddingBag(EmbeddingBagCollection):
         if padding_idx is not None and mode == "max":
             raise ValueError(f"feature {feature!r} is pooled by max and has padding: pool it by sum or mean")
         super().__init__(schema, [feature], mode=mode if padding_idx is None else "sum")
-        self._padding = None if padding_idx is None else _Padding.of(schema, feature, padding_idx)
+        self._padding = None if padding_idx is None else _Padding(feature, padding_idx)
         self._is_mean = mode == "mean"
         if padding_idx is not None:
             self.pooling = {feature: None}  # it is weighted by what is in each batch
@@ -288,7 +292,7 @@ class Embedding(EmbeddingCollection):
 
     def __init__(self, schema: Schema, feature: str, *, padding_idx: int | None = None) -> None:
         super().__init__(schema, [feature])
-        self._padding = None if padding_idx is None else _Padding.of(schema, feature, padding_idx)
+        self._padding = None if padding_idx is None else _Padding(feature, padding_idx)
 
     def forward(  # type: ignore[override]
         self,
@@ -307,21 +311,12 @@ class _Padding(NamedTuple):
     """A key of a feature that stands for nothing."""
 
     feature: str
-    table: str
-    table_id: int
     key: int
-
-    @classmethod
-    def of(cls, schema: Schema, feature: str, key: int) -> _Padding:
-        """Return that of a feature."""
-        name = next(one.table for one in schema.features if one.name == feature)
-        return cls(feature, name, next(one.table_id for one in schema.tables if one.name == name), key)
 
     @torch.compiler.disable
     def kept(self, batch: Batch) -> torch.Tensor:
         """Return 1 for each id (ids,) that means something, 0 for padding: float32, where rows are trained."""
-        padding = batch.rows.local_id(self.table, self.table_id, self.key)
-        kept = (batch.ids[self.feature].ids != padding).astype(np.float32)
+        kept = (~batch.rows.is_key(self.feature, batch.ids[self.feature], self.key)).astype(np.float32)
         return torch.from_numpy(kept).to(batch.rows.backend.device)
 
     def weights(self, batch: Batch, given: torch.Tensor | None, *, mean: bool) -> torch.Tensor:
@@ -339,6 +334,16 @@ class _Padding(NamedTuple):
             sample = torch.repeat_interleave(torch.arange(lengths.numel(), device=kept.device), lengths)
             counts = torch.zeros(lengths.numel(), device=kept.device).index_add_(0, sample, kept)[sample]
         return weights / counts.clamp(min=1.0)
+
+
+def check_batch(module: TableModule, given: object) -> None:
+    """Raise TypeError for anything but a batch."""
+    if not isinstance(given, Batch):
+        raise TypeError(
+            f"{type(module).__name__} looks up whole batches and was given a {type(given).__name__}: give it a "
+            "batch of a pass; make one of your own keys with Pass.batch(keys), or look one feature up with "
+            "EmbeddingBag or Embedding"
+        )
 
 
 def _batch_of(given: Any, offsets: object, feature: str) -> Batch:
@@ -364,10 +369,10 @@ class _Marker(NamedTuple):
     tables: Sequence[str]
     gradients: RowGradients | None
 
-    def mark(self) -> Mark | None:
-        """Note one more gradient; None where the module is frozen or rows are not trained."""
+    def mark(self, tables: Iterable[str]) -> Mark | None:
+        """Note one more gradient, of rows of ``tables``; None where the module is frozen or rows are not trained."""
         tracer = None if self.gradients is None else self.gradients.tracers.of(self.handle, self.tables)
-        return None if tracer is None else tracer.mark()
+        return None if tracer is None else tracer.mark(tables)
 
 
 class _PooledFunction(torch.autograd.Function):
@@ -386,9 +391,10 @@ class _PooledFunction(torch.autograd.Function):
         return result
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         backend: Backend = ctx.backend
-        mark = ctx.marker.mark() if ctx.needs_input_grad[0] else None
+        mark = ctx.marker.mark(ctx.marker.tables) if ctx.needs_input_grad[0] else None
         grad = backend.array(grads[0])
         by_name: dict[str, torch.Tensor] = {}
         for lookup in ctx.lookups:
@@ -420,8 +426,11 @@ class _RowFunction(torch.autograd.Function):
         return tuple(backend.tensor(out) for out in outs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
-        mark = ctx.marker.mark()
+        found = zip(ctx.features, grads, strict=True)
+        reached = {lookup.part.tables[feature] for (lookup, feature), grad in found if grad is not None}
+        mark = ctx.marker.mark(reached)
         if mark is None:
             return None, None, None, None
         for (lookup, feature), grad in zip(ctx.features, grads, strict=True):

@@ -93,7 +93,7 @@ class Evaluation:
                         f"samples {first:,} to {last:,} of evaluation sub-dataset {source.index}",
                         backend,
                     )
-                view.keys_of = source.whole.keys
+                view.schema, view.keys_of = source.whole.schema, source.whole.keys
                 exchange.prepare(source.index, view)
                 exchange.open(view)
                 yield Evaluation(source, first, last, view, exchange, pipeline)

@@ -24,7 +24,7 @@ from tiercache.training.convert import refuse_weights
 from tiercache.training.evaluation import Evaluation
 from tiercache.training.exchange import LocalExchange
 from tiercache.training.held_keys import HeldKeys
-from tiercache.training.matching import check_features
+from tiercache.training.matching import check_features, check_modules
 from tiercache.training.passes import Pass
 from tiercache.training.progress import prepare_kernels
 from tiercache.training.raw_batch import RawKeys
@@ -139,9 +139,13 @@ class InMemoryCache(SteppedCache):
                 backend.note_keys(table, keys, arrays.streams[mine], None, None)
 
     def register(self, **objects: Any) -> None:
-        """Step rows when an optimizer among these objects steps; nothing is saved."""
+        """Step rows when an optimizer among these objects steps; nothing is saved.
+
+        Raises DatasetError for a module that was made with other features or tables than those of the dataset.
+        """
         self._check_open()
         refuse_weights(objects.values())
+        check_modules(objects, self.dataset)
         self._hooks.follow(objects.values())
 
     def passes(self, epochs: int) -> Iterator[Pass]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from tiercache.backends.jagged import LookupIds, SavedGradient
+from tiercache.backends.jagged import LookupIds, SavedGradient, feature_spans
 from tiercache.errors import StateError
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
 from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
@@ -109,6 +110,7 @@ class PooledLookup:
                 slots=e.slots, gradient=grad_NT.reshape(-1), width=grad_NT.shape[1], cols=self.part.cols,
                 places=e.places, scales=e.scales, argmax=e.argmax.reshape(-1), sorted=e.sorted,
                 looked_up=[self.batch.ids[name] for name in self.part.features],
+                spans=partial(feature_spans, self.part.tables, e.starts),
             ),
             mark,
         )  # fmt: skip
@@ -167,6 +169,7 @@ class RowLookup:
                 slots=self.entries.slots[first:last], gradient=grad_ED.reshape(-1), width=grad_ED.shape[1],
                 cols=np.zeros(1, dtype=np.int64), places=None, scales=NONE_F4, argmax=NONE_I4,
                 looked_up=[self.batch.ids[self.part.features[feature]]],
+                spans=partial(feature_spans, self.part.tables[feature : feature + 1], np.array([0, last - first])),
             ),
             mark,
         )  # fmt: skip

@@ -7,6 +7,7 @@ batch at each call, so a CUDA graph, which repeats one, must not hold it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Sequence  # noqa: TC003 - operators' schemas are read at run time
@@ -38,6 +39,43 @@ class Context:
 
     def set_materialize_grads(self, value: bool) -> None:
         """Do nothing."""
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """The same tensors, of which a derivative raises an error."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return copies."""
+        return tuple(tensor.clone() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        """Raise RuntimeError."""
+        raise RuntimeError(
+            "the gradient of a lookup was differentiated, and lookups have first derivatives only: leave the gradients "
+            "of embedding modules and of per_sample_weights out of what is differentiated twice (torch.autograd.grad("
+            "..., create_graph=True)), or weight the vectors of tc.Embedding by a product"
+        )
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the backward of a lookup whose results raise RuntimeError when they are differentiated.
+
+    As `torch.autograd.function.once_differentiable`, with an error that says what to do.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        tensors = [one for one in found if one is not None]
+        if not tensors or not torch.is_grad_enabled() or not any(g is not None and g.requires_grad for g in grads):
+            return found
+        marked = iter(_OnceDifferentiable.apply(*(one.detach().requires_grad_() for one in tensors)))  # type: ignore[no-untyped-call]
+        return tuple(None if one is None else next(marked) for one in found)
+
+    return run
 
 
 def number_batch(batch: Batch, number: torch.Tensor | None) -> torch.Tensor:

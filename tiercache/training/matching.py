@@ -6,34 +6,56 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from tiercache.errors import DatasetError
+from tiercache.schema import difference
+from tiercache.training.table_module import named_table_modules
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from tiercache.data.view import DatasetView
     from tiercache.planning.schedule import Schedule
     from tiercache.store import Commit, Store
+
+
+def check_modules(objects: Mapping[str, object], passes: DatasetView) -> None:
+    """Raise DatasetError for a module among ``objects``, by name, that was made with another schema's tables."""
+    for name, one in objects.items():
+        for path, module in named_table_modules(one):
+            module.check(f"{name}.{path}" if path else name, passes.schema, f"the dataset {passes.path}")
 
 
 def check_tables(store: Store, passes: DatasetView) -> None:
     """Raise DatasetError unless ``passes`` was extracted for the tables of ``store``."""
     theirs = {table.name: table for table in passes.tables}
     ours = {table.name: table for table in store.tables}
-    if theirs != ours:
-        different = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
-        raise DatasetError(
-            f"the dataset {passes.path} was extracted for other tables than those of the store {store.path} "
-            f"(they differ in {', '.join(different)}): extract again with the store's schema, or open another store"
-        )
+    advice = "extract again with the store's schema, or open another store"
+    for name in sorted(theirs.keys() | ours.keys()):
+        if name not in ours or name not in theirs:
+            has, lacks = (f"the dataset {passes.path}", store.label)[:: 1 if name in theirs else -1]
+            raise DatasetError(f"{has} has a table {name!r} that {lacks} lacks: {advice}")
+        if found := difference(theirs[name], ours[name]):
+            field, extracted, stored = found
+            raise DatasetError(
+                f"table {name!r} of the dataset {passes.path} has {field} {extracted!r}, and that of "
+                f"{store.label} {stored!r}: {advice}"
+            )
 
 
 def check_features(trained: DatasetView, passes: DatasetView) -> None:
     """Raise DatasetError unless the model finds its features in ``passes``; labels and dense columns are its own."""
     theirs = {feature.name: feature for feature in passes.schema.features}
+    advice = "extract it with the features of the schema that was trained"
     for feature in trained.schema.features:
-        if theirs.get(feature.name) != feature:
-            seen = "describes it otherwise" if feature.name in theirs else "lacks it"
+        if feature.name not in theirs:
             raise DatasetError(
-                f"feature {feature.name!r} is trained from {trained.path}, and the dataset {passes.path} {seen}: "
-                "extract it with the features of the schema that was trained"
+                f"feature {feature.name!r} is trained from {trained.path}, and the dataset {passes.path} lacks it: "
+                f"{advice}"
+            )
+        if found := difference(feature, theirs[feature.name]):
+            field, ours, other = found
+            raise DatasetError(
+                f"feature {feature.name!r} is trained from {trained.path} with {field} {ours!r}, and the dataset "
+                f"{passes.path} has {field} {other!r}: {advice}"
             )
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import torch
 
-from tiercache.backends.jagged import RowRequest, places_of
+from tiercache.backends.jagged import RowRequest, Span, places_of
 from tiercache.data.encoded_batch import FeatureIds
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
 from tiercache.tiers.first_vectors import initial_vectors
@@ -20,10 +21,12 @@ from tiercache.tiers.rows import GroupRows, RowView
 from tiercache.training.row_gradients import RowGradients
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from numpy.typing import NDArray
 
     from tiercache.backends.base import Backend
-    from tiercache.backends.jagged import SavedGradient
+    from tiercache.backends.jagged import FoundIds, SavedGradient
     from tiercache.data.raw_batch import FeatureKeys
     from tiercache.schema import Schema
     from tiercache.store.table import Group, Table
@@ -59,7 +62,9 @@ class MissingRows:
             )
             for group in self._groups
         ]  # fmt: skip
-        return RowView(empty, None, name, self._backend)
+        view = RowView(empty, None, name, self._backend)
+        view.schema = self._schema
+        return view
 
     def add(
         self,
@@ -103,7 +108,7 @@ class MissingRows:
                                                   places, numbers, count, missing, vectors, reader)  # fmt: skip
             added[g] = _GatheredRows(group, rows, g, held_R, np.concatenate(vectors), self._optimizer)
             ids |= {f.name: FeatureIds(numbers[f.name], ids[f.name].offsets, ids[f.name].weights) for f in mine}
-        return replace(made, ids=ids, rows=_RawRows(rows, added)) if added else made
+        return replace(made, ids=ids, rows=_RawRows(rows, added, features)) if added else made
 
     def _number_missing(
         self,
@@ -169,11 +174,15 @@ class _GatheredRows:
 class _RawRows(RowView):
     """What a batch with missing keys looks up: the pass's rows, but for groups where rows were gathered for it."""
 
-    def __init__(self, trained: RowView, added: dict[int, _GatheredRows]) -> None:
+    def __init__(self, trained: RowView, added: dict[int, _GatheredRows], features: Mapping[str, FeatureKeys]) -> None:
         gradients = None if trained.gradients is None else _HeldGradients(trained.gradients, added, trained.backend)
         super().__init__((), gradients, trained.name, trained.backend)
         self.groups = _Groups(trained, added)
-        self._trained = trained
+        self._trained, self.schema, self._features = trained, trained.schema, features
+
+    def is_key(self, feature: str, ids: FeatureIds | FoundIds, key: int) -> NDArray[np.bool_]:
+        """Look among the batch's raw keys."""
+        return np.asarray(self._features[feature].keys == key)
 
     def check(self) -> None:
         """Raise RuntimeError where the pass has ended."""
@@ -229,5 +238,14 @@ class _HeldGradients(RowGradients):
         if scales.shape[0]:
             scales = given(seen(scales)[kept])
         places = given(seen(places_of(self._backend, pending))[kept])
-        held = replace(pending, slots=slots, places=places, scales=scales, argmax=argmax, looked_up=None)
+        spans = None if pending.spans is None else partial(_kept_spans, pending.spans, kept)
+        held = replace(pending, slots=slots, places=places, scales=scales, argmax=argmax, looked_up=None, spans=spans)
         self._trained.wait(group, held, mark)
+
+
+def _kept_spans(spans: Callable[[], list[Span]], kept: torch.Tensor) -> list[Span]:
+    """Return the spans of the entries ``kept``, ascending, among all. Waits for a GPU."""
+    found = spans()
+    ends = torch.tensor([span.last for span in found], device=kept.device)
+    last = torch.searchsorted(kept, ends).tolist()
+    return [Span(span.table, *at) for span, at in zip(found, zip([0, *last], last, strict=False), strict=True)]

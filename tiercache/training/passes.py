@@ -67,7 +67,7 @@ class Pass:
         self.batches_done = self.start_batch
         """Batches that ``batch`` made, those included."""
         self.rows = rows
-        rows.samples_trained, rows.keys_of = first_sample, source.whole.keys
+        rows.samples_trained, rows.schema, rows.keys_of = first_sample, source.whole.schema, source.whole.keys
         self.order = order
         """Seed and shuffling of the batches yielded so far, or how many were of raw keys; None before the first."""
         self.source = source

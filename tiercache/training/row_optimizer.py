@@ -10,10 +10,10 @@ import torch
 
 from tiercache.backends.jagged import OptimizerStep
 from tiercache.errors import StateError
-from tiercache.store.table import Group
+from tiercache.store.table import Adam, Group
 from tiercache.training.clipping import clip, squared_norm
 from tiercache.training.row_gradients import RowGradients, ended_unstepped
-from tiercache.training.tracers import Tracers, parameter_ids
+from tiercache.training.tracers import Tracers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -51,8 +51,6 @@ class RowOptimizer(torch.optim.Optimizer):
         all_adam = all("betas" in table for table in tables)
         super().__init__(tables, {"betas": (0.9, 0.999)} if all_adam else {})
         self._of = {group["table"]: group for group in self.param_groups}
-        self._handles: dict[str, set[int]] = {}
-        """By table, the ids of the handles of modules that look it up."""
 
     # -- as torch's optimizers ----------------------------------------------------------------------------
 
@@ -63,8 +61,6 @@ class RowOptimizer(torch.optim.Optimizer):
     def own(self, handle: nn.Parameter, tables: Sequence[str]) -> None:
         """Take the handle of a module that looks up ``tables`` among its parameters: those of the first table."""
         self.tracers.of(handle, tables)
-        for table in tables:
-            self._handles.setdefault(table, set()).add(id(handle))
         if not any(handle is other for group in self.param_groups for other in group["params"]):
             self._of[tables[0]]["params"].append(handle)
 
@@ -122,32 +118,28 @@ class RowOptimizer(torch.optim.Optimizer):
         self.tracers.is_stepped = True
         return self.tracers.factors(marks, optimizer)
 
-    def has_step(self, factors: Mapping[Tracer, float]) -> bool:
-        """Whether there is anything to apply: no step counts without gradients, or whose gradients were dropped."""
-        return any(factors.values()) or any(self.gradients.pending)
+    @staticmethod
+    def stepped(factors: Mapping[Tracer, float]) -> set[str]:
+        """Return the tables that a step updates: none without gradients, or whose gradients were dropped."""
+        return {table for tracer, factor in factors.items() if factor for table in tracer.reached}
 
-    def count_step(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Count a step of ``optimizer``; None: of all tables."""
-        self.steps += 1
-        for table in self._tables_of(optimizer):
-            table["step"] += 1
-
-    def _tables_of(self, optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
-        """Return the tables that step with ``optimizer``: all where it owns none, or is None."""
-        parameters = set() if optimizer is None else parameter_ids(optimizer)
-        owned = [self._of[table] for table, handles in self._handles.items() if handles & parameters]
-        return owned or self.param_groups
+    def count_step(self, tables: Collection[str]) -> None:
+        """Count a step of ``tables``, of which some rank has gradients; one of none is no step."""
+        self.steps += bool(tables)
+        for table in tables:
+            self._of[table]["step"] += 1
 
     def apply(self, rows: Sequence[GroupRows], factors: Collection[Tracer] = ()) -> None:
         """Update ``rows`` by the pending gradients and drop them, and those of the handles of ``factors``."""
-        by_number: dict[int, list[OptimizerStep]] = {}
+        due: list[OptimizerStep] = []
         for g, (mine, pending) in enumerate(zip(rows, self.gradients.pending, strict=True)):
             if pending:
                 settings = self._shared(g)
-                step = OptimizerStep(self._with(g, settings), mine, pending, float(settings["lr"]))
-                by_number.setdefault(self.number(g), []).append(step)
-        for number, due in by_number.items():
-            self._backend.step(due, number)
+                group, rate = self._with(g, settings), float(settings["lr"])
+                parts = self._by_number(g, pending).items()
+                due += [OptimizerStep(group, mine, saved, rate, number) for number, saved in parts]
+        if due:
+            self._backend.step(due)
         self.gradients.clear_settled()
         for tracer in factors:
             tracer.clear()
@@ -155,8 +147,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def step_rows(self, rows: Sequence[GroupRows], optimizer: torch.optim.Optimizer | None) -> None:
         """Take the step of ``optimizer``, or of all tables: `begin_step` and `apply`."""
         factors = self.begin_step(self.gradients.marks, optimizer)
-        if self.has_step(factors):
-            self.count_step(optimizer)
+        self.count_step(self.stepped(factors))
         self.gradients.settle(factors)
         self.apply(rows, factors)
 
@@ -177,9 +168,23 @@ class RowOptimizer(torch.optim.Optimizer):
         stepped = [tracer for tracer, factor in factors.items() if factor]
         return clip(parameters, row_squares, stepped, max_norm, error_if_nonfinite=error_if_nonfinite)
 
-    def number(self, g: int) -> int:
-        """Return the number of the step that a group takes now: Adam's bias correction and rounding go by it."""
-        return max(int(self._of[table.name]["step"]) for table in self._groups[g].tables)
+    def number(self, table: str) -> int:
+        """Return the number of the step that a table takes now: Adam's bias correction and rounding go by it."""
+        return int(self._of[table]["step"])
+
+    def _by_number(self, g: int, pending: Sequence[SavedGradient]) -> dict[int, list[SavedGradient]]:
+        """Return the gradients of a group by the number of the step that their tables take now."""
+        tables = self._groups[g].tables
+        names: dict[int, list[str]] = {}
+        for table in tables:
+            names.setdefault(self.number(table.name), []).append(table.name)
+        if len(names) == 1 or not (isinstance(tables[0].optimizer, Adam) or tables[0].dtype != "float32"):
+            return {max(names): [*pending]}  # other rules do not go by it
+        parts = {
+            number: [part for saved in pending for part in saved.of_tables(self._backend, some)]
+            for number, some in names.items()
+        }
+        return {number: part for number, part in parts.items() if part}
 
     def learning_rate(self, g: int) -> float:
         """Return the rate of a group."""

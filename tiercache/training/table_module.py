@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from tiercache.errors import StateError
+from tiercache.errors import DatasetError, StateError
+from tiercache.schema import Schema, difference
 from tiercache.training.data_parallel import hide_handles
 from tiercache.training.lookup_ops import number_module
 from tiercache.training.scaled_loss import watch_scalers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from tiercache.schema import Feature, Schema
+    from tiercache.schema import Feature
+    from tiercache.tiers.rows import RowView
 
 
 class TableModule(nn.Module):
@@ -29,11 +31,22 @@ class TableModule(nn.Module):
 
     def __init__(self, schema: Schema, features: Sequence[str] | None) -> None:
         super().__init__()
+        if not isinstance(schema, Schema):
+            kind = type(self).__name__
+            features_ = "" if kind.endswith("Collection") else ", feature"
+            raise TypeError(
+                f"{kind} was given {type(schema).__name__} as its schema: it takes the schema of the dataset in place "
+                f"of torch's num_embeddings and embedding_dim, as in tc.{kind}(PassDataset.open(path).schema{features_})"
+            )
         watch_scalers()
         hide_handles(handle_names)
-        self.features, self.dims, self._specs = _choose(schema, features)
-        self.tables = [*dict.fromkeys(self._specs[name].table for name in self.features)]
+        self.features, self.dims, self.feature_specs = _choose(schema, features)
+        self.tables = [*dict.fromkeys(self.feature_specs[name].table for name in self.features)]
         """The tables looked up."""
+        self.table_specs = {table.name: table for table in schema.tables if table.name in self.tables}
+        """By name, as the module's schema has them."""
+        self._checked: Schema | None = None
+        """The schema of the rows that were looked up last, which has the same features and tables."""
         self.pooling: dict[str, str | None] = dict.fromkeys(self.features)
         """By feature, how it is pooled; None where its rows are needed."""
         self.handle = nn.Parameter(torch.zeros((), device="cpu"))
@@ -45,9 +58,53 @@ class TableModule(nn.Module):
         self.number = number_module(self)
         """By it compiled models look the module up."""
 
+    def __getattr__(self, name: str) -> Any:
+        refuse_attribute(self, name)
+        return super().__getattr__(name)
+
     def table_of(self, feature: str) -> str:
         """Return the table of a feature that is looked up."""
-        return self._specs[feature].table
+        return self.feature_specs[feature].table
+
+    def check(self, name: str, schema: Schema, data: str) -> None:
+        """Raise DatasetError unless the features and tables looked up are those of ``schema``, the schema of ``data``.
+
+        A lookup takes dims and hotness from the module, but the rows are those of the dataset.
+
+        Args:
+            name: of the module; empty if no cache was given it.
+            schema: of the dataset.
+            data: what errors call the dataset.
+        """
+        module = f"{type(self).__name__} {name!r}" if name else f"an unregistered {type(self).__name__}"
+        advice = (
+            "make the module with the schema of the dataset (PassDataset.open(path).schema), or extract the dataset "
+            "again with the edited schema"
+        )
+        tables, features = ({one.name: one for one in some} for some in (schema.tables, schema.features))
+        parts: list[tuple[str, Any, Mapping[str, Any]]] = [
+            (f"feature {one.name!r} of table {one.table!r}", one, features) for one in self.feature_specs.values()
+        ]
+        parts += [(f"table {one.name!r}", one, tables) for one in self.table_specs.values()]
+        for what, mine, theirs in parts:
+            if mine.name not in theirs:
+                raise DatasetError(
+                    f"{module} looks up {what}, which {data} does not have (it has {', '.join(theirs)}): {advice}"
+                )
+            if found := difference(mine, theirs[mine.name]):
+                field, ours, other = found
+                raise DatasetError(
+                    f"{module} has {field} {ours!r} for {what}, and {data} has {field} {other!r}: {advice}"
+                )
+
+    def check_rows(self, rows: RowView) -> None:
+        """Raise DatasetError where the rows of a batch are those of a dataset with other features or tables.
+
+        A module that no cache was given is compared at its first lookup.
+        """
+        if rows.schema is not None and rows.schema is not self._checked:
+            self.check("", rows.schema, f"the dataset of {rows.name}")
+            self._checked = rows.schema
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         found = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -105,14 +162,42 @@ class TableModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 
+_INSTEAD = {
+    "weight": "its rows are in the store and on the device: read them with Store.lookup, and set how they begin by the "
+    "initializer of their table",
+    "num_embeddings": "a table is unbounded",
+    "embedding_dim": "the columns of each feature are in .dims",
+    "padding_idx": "give padding_idx= when the module is made",
+    "max_norm": "rows are not renormalized",
+    "norm_type": "rows are not renormalized",
+    "scale_grad_by_freq": "give weights for ids instead",
+    "sparse": "no gradient of a whole table ever exists",
+    "include_last_offset": "a batch has offsets of its own",
+    "reset_parameters": "rows begin as the initializer of their table says",
+}
+"""By name, what torch's embeddings have and ours do not."""
+
+
+def refuse_attribute(module: nn.Module, name: str) -> None:
+    """Raise AttributeError, with what to do, for an attribute that only torch's embeddings have."""
+    if name in _INSTEAD:
+        raise AttributeError(f"{type(module).__name__} has no {name}, as torch's embeddings have: {_INSTEAD[name]}")
+
+
 def _of_no_cache() -> None:
     """Nobody's rows."""
 
 
 def table_modules(objects: Iterable[object]) -> list[TableModule]:
     """Return the modules that look tables up, of all modules among ``objects``."""
-    modules = [one for one in objects if isinstance(one, nn.Module)]
-    return [part for module in modules for part in module.modules() if isinstance(part, TableModule)]
+    return [part for one in objects for _, part in named_table_modules(one)]
+
+
+def named_table_modules(one: object) -> list[tuple[str, TableModule]]:
+    """Return the modules that look tables up in ``one``, which may be anything, with their names in it."""
+    if not isinstance(one, nn.Module):
+        return []
+    return [(name, part) for name, part in one.named_modules() if isinstance(part, TableModule)]
 
 
 def handle_names(module: nn.Module) -> list[str]:

@@ -44,6 +44,8 @@ class Tracer:
         """Names of the tables, as messages have them."""
         self.drops = 0
         """How many times gradients were dropped or stepped; those of an earlier number are no more."""
+        self.reached: set[str] = set()
+        """The tables that the gradients so far are of."""
         self._count, self._factor = 0, 1.0
         self._scale: torch.Tensor | None = None
         self._backward: int | None = None
@@ -57,8 +59,8 @@ class Tracer:
         """The parameter; None where its module is gone."""
         return self._handle()
 
-    def mark(self) -> Mark:
-        """Note one gradient of the backward pass that runs."""
+    def mark(self, tables: Iterable[str]) -> Mark:
+        """Note one gradient, of the rows of ``tables``, of the backward pass that runs."""
         backward, scale = backward_number(), scale_of_backward()
         if backward != self._backward:
             self.drop_dropped(unscaled=False)
@@ -70,6 +72,7 @@ class Tracer:
                 "not: scale all with the same GradScaler, or none"
             )
         self._scale, self._count = scale, self._count + 1
+        self.reached.update(tables)
         return Mark(self, self.drops)
 
     def _settle(self, handle: torch.Tensor) -> None:
@@ -99,6 +102,7 @@ class Tracer:
     def drop(self) -> None:
         """Forget the gradients so far."""
         self._count, self._factor, self._backward, self._left = 0, 1.0, None, ""
+        self.reached.clear()
         self.drops += 1
 
     def leave(self, where: str) -> None:
