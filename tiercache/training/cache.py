@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from tiercache.backends.opening import open_backend
+from tiercache.backends.opening import device_name, open_backend
 from tiercache.data.dataset import PassDataset
 from tiercache.dist.communicator import communicator_of
 from tiercache.dist.consistency import check_same
@@ -86,7 +86,7 @@ class TierCache(SteppedCache):
         group: ProcessGroup | None = None,
         model: nn.Module | Sequence[nn.Module] | None = None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-        device: str | Backend = "cpu",
+        device: str | torch.device | Backend = "cpu",
         device_budget: int | str | None = None,
         host_budget: int | str | None = None,
         eval_budget: int | str | None = None,
@@ -116,8 +116,8 @@ class TierCache(SteppedCache):
                 The cache makes process groups of its own from it.
             model, optimizer: one or several, registered as "model" and "optimizer", or "model0", "model1" and so on:
                 see ``register``.
-            device: where rows are trained: "cpu", "cuda" or "cuda:1". The model belongs there too. With several ranks,
-                "cuda" is the GPU of LOCAL_RANK, or the only visible one.
+            device: where rows are trained: "cpu", "cuda", "cuda:1" or a torch.device. The model belongs there too. With
+                several ranks, "cuda" is the GPU of LOCAL_RANK, or the only visible one.
             device_budget: bytes (or "64MiB") on the device for rows and slot maps, and for the index of raw keys if it
                 fits.
             host_budget: bytes of anonymous memory for planning, batches, dump, prefetched and cached rows, one write
@@ -154,7 +154,7 @@ class TierCache(SteppedCache):
             ValueError: an argument makes no sense.
             StoreError: what ``Store.open`` raises.
         """
-        self._closed = False
+        self._closed, device = False, device_name(device)
         self.communicator = ranks = communicator_of(group, device if isinstance(device, str) else device.device)
         with closed_on_error(self, "_exchange", "_rows", "_asking", "_beside", "_opened", "communicator"):
             with ranks.raise_on_all("reading the budgets"):

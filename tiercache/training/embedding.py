@@ -337,7 +337,9 @@ class _Padding(NamedTuple):
         if ids.offsets is not None:
             lengths = torch.from_numpy(np.diff(ids.offsets)).to(kept.device)
             sample = torch.repeat_interleave(torch.arange(lengths.numel(), device=kept.device), lengths)
-            counts = torch.zeros(lengths.numel(), device=kept.device).index_add_(0, sample, kept)[sample]
+            counts = torch.zeros(lengths.numel(), dtype=torch.float32, device=kept.device).index_add_(0, sample, kept)[
+                sample
+            ]
         return weights / counts.clamp(min=1.0)
 
 

@@ -58,7 +58,7 @@ class InMemoryCache(SteppedCache):
         *,
         model: nn.Module | Sequence[nn.Module] | None = None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-        device: str | Backend = "cpu",
+        device: str | torch.device | Backend = "cpu",
         seed: int = 0,
         order: Sequence[int] | str | None = None,
         order_seed: int | None = None,

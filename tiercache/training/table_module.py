@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from tiercache.errors import StateError
+from tiercache.schema import Schema
+from tiercache.training.batch import Batch
 from tiercache.training.data_parallel import hide_handles
 from tiercache.training.lookup_ops import number_module
 from tiercache.training.scaled_loss import watch_scalers
@@ -36,7 +38,7 @@ class TableModule(nn.Module):
         """The tables looked up."""
         self.pooling: dict[str, str | None] = dict.fromkeys(self.features)
         """By feature, how it is pooled; None where its rows are needed."""
-        self.handle = nn.Parameter(torch.zeros((), device="cpu"))
+        self.handle = nn.Parameter(torch.zeros((), dtype=torch.float32, device="cpu"))
         """The parameter; on the CPU also of a module that is made on "meta"."""
         self._rows: Callable[[], Callable[[], dict[str, Any]] | None] = _of_no_cache
         self._loaded: dict[str, Any] | None = None
@@ -52,7 +54,7 @@ class TableModule(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         found = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         # no 16-bit number holds a tracer, and to_empty() leaves anything
-        self.handle.data = torch.zeros((), device=self.handle.device)
+        self.handle.data = torch.zeros((), dtype=torch.float32, device=self.handle.device)
         return found
 
     def __getstate__(self) -> dict[str, Any]:
@@ -153,3 +155,8 @@ def _choose(schema: Schema, features: Sequence[str] | None) -> tuple[list[str], 
             raise ValueError(f"feature {name!r} was given twice: name each feature once")
     dims = {table.name: table.dim for table in schema.tables}
     return names, [dims[specs[name].table] for name in names], {name: specs[name] for name in names}
+    if not isinstance(schema, Schema):
+        raise TypeError(
+            f"the schema is {schema!r}: give the schema of the dataset and the names of features, as in "
+            "tc.EmbeddingBag(data.schema, 'user'); the sizes of tables are in the schema"
+        )

@@ -253,7 +253,7 @@ class Tracers:
 
 def tracer_gradient(handle: nn.Parameter, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
     """Return the gradient of a handle in a backward: a tracer, infinite where scaled ``gradients`` are not finite."""
-    tracer = torch.full((), _TRACER, device=handle.device)
+    tracer = torch.full((), _TRACER, dtype=torch.float32, device=handle.device)
     if scale_of_backward() is not None:
         for gradient in gradients:
             if gradient is not None:
