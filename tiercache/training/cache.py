@@ -199,6 +199,7 @@ class TierCache(SteppedCache):
                     self._opened.discard_new()
                     raise
             self.dense, self.optimizer = self._rows.state.dense, self._rows.state.optimizer
+            self.optimizer.tracers.is_closed_to_others = True
             self._opened.drop_older()  # nothing is refused any more
             self._groups = group_tables(data.tables)
             self._modules: list[nn.Module] = []
@@ -264,6 +265,7 @@ class TierCache(SteppedCache):
             if isinstance(value, torch.optim.Optimizer):
                 self._exchange.follow(value)
         for module in table_modules(objects.values()):
+            self.optimizer.tracers.readers.add(module)
             module.bind(weakref.WeakMethod(self._opened.named_commit))
 
     def state_dict(self) -> dict[str, Any]:
@@ -374,11 +376,12 @@ class TierCache(SteppedCache):
         Rows have their current values, wherever they are. A key that was never trained has its table's
         out-of-vocabulary row if there is one, else its initial row. Nothing is written. A slice has as many samples as
         ``eval_budget`` holds rows for. With several ranks each rank gets its part of every batch. Lookups make no
-        gradients.
+        gradients. Raises StateError if a registered model was not restored, by ``restore`` or ``passes``.
         """
         self._check_open()
         self._exchange.rest()
         with self.communicator.raise_on_all("beginning an evaluation"):
+            self._rows.state.check_restored(self.store)
             check_features(self.dataset, passes)
             view = self._opened.view(passes)
             check_tables(self.store, view)
@@ -398,6 +401,8 @@ class TierCache(SteppedCache):
         reads them.
         """
         self._check_open()
+        with self.communicator.raise_on_all("beginning an evaluation"):
+            self._rows.state.check_restored(self.store)
         return self._raw.evaluate(keys, self.eval_bytes, **others)
 
     def live_rows(self, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None) -> LiveRows:

@@ -94,7 +94,7 @@ class EmbeddingBagCollection(TableModule):
     def _prepare(self, batch: Batch, given: dict[str, torch.Tensor]) -> tuple[Any, ...]:
         """Return what `_PooledFunction` is given."""
         watch_scalers()
-        batch.rows.look_up(batch.end)
+        self.begin_lookup(batch)
         backend = batch.rows.backend
         for name, weight in given.items():
             if name not in self._cols:
@@ -208,7 +208,7 @@ class EmbeddingCollection(TableModule):
     def _prepare(self, batch: Batch) -> tuple[list[str], tuple[Any, ...]]:
         """Return the features in the order of the outputs, and what `_RowFunction` is given."""
         watch_scalers()
-        batch.rows.look_up(batch.end)
+        self.begin_lookup(batch)
         check_brought(batch, self.features)
         groups = _groups_of(batch, [self._specs[name].table for name in self.features])
         if groups not in self._parts:
@@ -368,7 +368,11 @@ class _Marker(NamedTuple):
 
     def mark(self) -> Mark | None:
         """Note one more gradient; None where the module is frozen or rows are not trained."""
-        tracer = None if self.gradients is None else self.gradients.tracers.of(self.handle, self.tables)
+        if self.gradients is None:
+            return None
+        tracer, ledger = self.gradients.tracers.of(self.handle, self.tables), self.gradients.tracers.ledger
+        if tracer is not None and ledger is not None:
+            ledger.arrive()
         return None if tracer is None else tracer.mark()
 
 

@@ -84,6 +84,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all rows."""
+        self.tracers.note_drop()
         super().zero_grad(set_to_none)
         self._discard()
 
@@ -119,7 +120,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def begin_step(self, marks: Iterable[Mark], optimizer: torch.optim.Optimizer | None) -> dict[Tracer, float]:
         """Return what each module's gradients are multiplied by in the step of ``optimizer``; None: of all tables."""
-        self.tracers.is_stepped = True
+        self.tracers.note_step()
         return self.tracers.factors(marks, optimizer)
 
     def has_step(self, factors: Mapping[Tracer, float]) -> bool:

@@ -17,7 +17,7 @@ from tiercache.training.scaled_loss import watch_scalers
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from tiercache.schema import Feature, Schema
+    from tiercache.schema import Feature
 
 
 class TableModule(nn.Module):
@@ -56,6 +56,19 @@ class TableModule(nn.Module):
         # no 16-bit number holds a tracer, and to_empty() leaves anything
         self.handle.data = torch.zeros((), dtype=torch.float32, device=self.handle.device)
         return found
+
+    def begin_lookup(self, batch: Batch) -> None:
+        """Check that the rows of a batch can be looked up, and bring them to be trained."""
+        if not isinstance(batch, Batch):
+            raise TypeError(
+                f"a module that looks up {', '.join(self.features)} was given a {type(batch).__name__}: give it a "
+                "batch of p.batches(...), or make one of your own keys with p.batch(...)"
+            )
+        gradients = batch.rows.gradients
+        trains = gradients is not None and torch.is_grad_enabled() and self.handle.requires_grad
+        if gradients is not None and trains:
+            gradients.tracers.check_reader(self)
+        batch.rows.look_up(batch.end, trains=trains)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_rows": _of_no_cache}  # a copy, or one that was pickled, belongs to no cache
@@ -146,6 +159,11 @@ def poolings(modules: Iterable[nn.Module], features: Iterable[str]) -> dict[str,
 
 
 def _choose(schema: Schema, features: Sequence[str] | None) -> tuple[list[str], list[int], dict[str, Feature]]:
+    if not isinstance(schema, Schema):
+        raise TypeError(
+            f"the schema is {schema!r}: give the schema of the dataset and the names of features, as in "
+            "tc.EmbeddingBag(data.schema, 'user'); the sizes of tables are in the schema"
+        )
     specs = {feature.name: feature for feature in schema.features}
     names = list(specs) if features is None else list(features)
     for name in names:
@@ -155,8 +173,3 @@ def _choose(schema: Schema, features: Sequence[str] | None) -> tuple[list[str], 
             raise ValueError(f"feature {name!r} was given twice: name each feature once")
     dims = {table.name: table.dim for table in schema.tables}
     return names, [dims[specs[name].table] for name in names], {name: specs[name] for name in names}
-    if not isinstance(schema, Schema):
-        raise TypeError(
-            f"the schema is {schema!r}: give the schema of the dataset and the names of features, as in "
-            "tc.EmbeddingBag(data.schema, 'user'); the sizes of tables are in the schema"
-        )

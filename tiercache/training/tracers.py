@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from tiercache.training.pass_ledger import PassLedger
+    from tiercache.training.table_module import TableModule
+
 _TRACER = 2.0**-60
 """Small enough to change no norm of gradients; a sum of up to 2^24 of them is exact, and so is one unscaled."""
 _TOLERANCE = 1e-5
@@ -175,7 +178,38 @@ class Tracers:
         self._tracers: MutableMapping[nn.Parameter, Tracer] = WeakIdKeyDictionary()
         self.is_stepped = False
         """Whether the cache has an optimizer, or a step was taken: else nobody may ever step rows."""
+        self.ledger: PassLedger | None = None
+        """That of the pass whose rows are trained."""
+        self.readers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """The registered modules that look rows up."""
+        self.is_closed_to_others = False
+        """Whether other modules must not train rows: their model is in no commit."""
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+
+    def check_reader(self, module: TableModule) -> None:
+        """Raise StateError if a module that is not registered would train rows."""
+        if self.is_closed_to_others and module not in self.readers:
+            tables = ", ".join(map(repr, module.tables))
+            raise StateError(
+                f"a {type(module).__name__} that looks up {tables} belongs to no model of this cache, so its model "
+                "would be trained and not committed: give the cache the model (model=..., or register()), or freeze "
+                "the module with requires_grad_(False)"
+            )
+
+    def note_step(self) -> None:
+        """Note a step of one of the cache's optimizers."""
+        self.is_stepped = True
+        self.note_attempt()
+
+    def note_attempt(self) -> None:
+        """Note such a step, or one that a GradScaler takes or skips after unscaling."""
+        if self.ledger is not None:
+            self.ledger.step()
+
+    def note_drop(self) -> None:
+        """Note that one of the cache's optimizers drops its gradients."""
+        if self.ledger is not None:
+            self.ledger.drop()
 
     def of(self, handle: nn.Parameter, tables: Sequence[str]) -> Tracer | None:
         """Return that of the handle of a module that looks up ``tables``; None where the module is frozen."""
