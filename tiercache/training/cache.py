@@ -28,6 +28,7 @@ from tiercache.training.batch_pipeline import BatchPipeline
 from tiercache.training.convert import drop_weights, refuse_weights, weight_rows, weights_of
 from tiercache.training.evaluation import Evaluation
 from tiercache.training.exchange import LocalExchange
+from tiercache.training.finite_check import check_nonfinite
 from tiercache.training.matching import check_features, check_tables
 from tiercache.training.pass_loop import CLOSED, PassLoop
 from tiercache.training.planned import Planned
@@ -103,6 +104,7 @@ class TierCache(SteppedCache):
         order: Sequence[int] | str | None = None,
         order_seed: int | None = None,
         progress: bool | None = None,
+        on_nonfinite: str = "stop",
     ) -> None:
         """Plan the budgets and open the store.
 
@@ -144,6 +146,9 @@ class TierCache(SteppedCache):
                 puts those next to each other that share rows, so that fewer rows move. Default: their own order.
             order_seed: a number shuffles the sub-datasets in each epoch.
             progress: whether to show a progress bar; None: on a terminal.
+            on_nonfinite: what happens if rows, their optimizer state or trainable dense parameters become NaN or
+                infinite. "stop": StateError names pass and table, on a CPU also the batch, and they are not committed;
+                "warn": one warning for each pass; "ignore": nothing is checked.
 
         Raises:
             BudgetError: the passes exceed a budget or the device's memory. Nothing was written.
@@ -166,10 +171,13 @@ class TierCache(SteppedCache):
                 )  # fmt: skip
                 facts = options.facts
                 budgets = planned.budgets(device_budget, host_budget, eval_budget, store_budget, commit_every)
+                check_nonfinite(on_nonfinite)
                 if comm_dtype not in _COMM_DTYPES:
                     raise ValueError(f"comm_dtype {comm_dtype!r} is unknown: it must be one of {[*_COMM_DTYPES]}")
             if ranks.size > 1:
-                check_same(ranks, self._facts(data, budgets) | facts | {"comm_dtype": comm_dtype, "seed": int(seed)})
+                check_same(ranks, self._facts(data, budgets) | facts | {
+                    "comm_dtype": comm_dtype, "seed": int(seed), "on_nonfinite": on_nonfinite,
+                })  # fmt: skip
             self._opened = TrainingStore(store, data, ranks, options)
             source = self._opened.choose(number_bytes=_COMM_DTYPES[comm_dtype].itemsize)
             with ranks.raise_on_all("opening the device"):
@@ -217,6 +225,7 @@ class TierCache(SteppedCache):
                 self._pipeline,
                 seed=seed,
                 shown=shown,
+                on_nonfinite=on_nonfinite,
                 rates=planned.rates,
             )
             self.reports: list[PassReport] = self._loop.reports

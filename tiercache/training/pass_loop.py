@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from tiercache.errors import StateError
 from tiercache.tiers.rows import RowView
+from tiercache.training.finite_check import FiniteCheck
 from tiercache.training.passes import Pass
 from tiercache.training.progress import TrainingProgress
 from tiercache.training.rate_watch import RateWatch
@@ -47,6 +48,7 @@ class PassLoop:
         *,
         seed: int,
         shown: bool,
+        on_nonfinite: str,
         rates: Rates | None = None,
     ) -> None:
         self._opened, self._rows, self._exchange, self._ranks = opened, rows, exchange, exchange.ranks
@@ -64,6 +66,8 @@ class PassLoop:
         self._run: object = None
         self._closed = False
         self._progress = TrainingProgress(0, shown=False)
+        self._rate_watch = RateWatch(rows.state.optimizer)
+        self._finite = FiniteCheck(on_nonfinite, rows.backend, rows.state.dense)
         self.reports: list[PassReport] = []
         self._rates = rates
         self._plans: tuple[PassPlan | None, PassPlan | None] = None, None
@@ -80,6 +84,8 @@ class PassLoop:
         if first >= end:
             return
         self._plans = None, None
+        self._rate_watch.begin()
+        self._finite.begin()
         with ranks.raise_on_all(_SWITCHING):
             rows.begin(end)
         total = rows.schedule.samples_left(first, epochs, [one.samples for one in rows.source.passes])
@@ -185,7 +191,13 @@ class PassLoop:
         self.end()
 
     def note_step(self) -> None:
-        """Take note of the generators where the step was the last one of the pass, and the loop is further."""
+        """Take note of the generators where the step was the last one of the pass, and the loop is further.
+
+        Raises StateError if rows are not finite any more; of several ranks, all raise it at the next batch.
+        """
+        self._finite.step(self.current)
+        if self._ranks.size == 1:
+            self._finite.raise_found()
         late = self._ahead is not None or self._is_over
         if late and self._random is None and self.current is not None and self.current.is_trained:
             self._random = self._rows.state.dense.random_states()
@@ -273,6 +285,8 @@ class PassLoop:
         with self._ranks.raise_on_all("writing the rows of the pass before"):
             if self._exchange.pending:
                 raise StateError(unstepped)
+            if self.current is not None:
+                self._finite.check(self.current)
             self._exchange.leave(left)
             self._rows.transfer.check()
             if self._opened.is_sharded:
@@ -308,6 +322,7 @@ class PassLoop:
     def _before_batch(self, current: Pass) -> None:
         """Raise what went wrong on a thread, and show how far the pass is."""
         self._rows.transfer.check()
+        self._finite.raise_found()
         if current is self.current:
             self._progress.batch(current.index, current.samples_done)
 
