@@ -33,6 +33,8 @@ class PassLedger:
         """Whether an iterator over its batches has come to its end."""
         self._is_raw = False
         self._has_trainable = self._has_gradients = self._is_stepped = self._is_dropped = False
+        self._are_waiting = False
+        """Whether gradients arrived since the last step, and no known optimizer dropped them."""
 
     # -- noted by the loop ---------------------------------------------------------------------------------
 
@@ -64,15 +66,21 @@ class PassLedger:
 
     def arrive(self) -> None:
         """Note gradients of rows."""
-        self._has_gradients = True
+        self._has_gradients = self._are_waiting = True
 
-    def step(self) -> None:
-        """Note a step of a known optimizer, or one that its GradScaler skips."""
-        self._is_stepped = True
+    def step(self, *, applied: bool) -> None:
+        """Note a step of a known optimizer; one that finds no gradients, as another optimizer dropped them, is none."""
+        if applied or not self._are_waiting:
+            self._is_stepped, self._are_waiting = True, False
+
+    def attempt(self) -> None:
+        """Note a step of a known optimizer that its GradScaler takes or skips."""
+        self._is_stepped, self._are_waiting = True, False
 
     def drop(self) -> None:
         """Note that a known optimizer dropped its gradients."""
         self._is_dropped |= self._has_gradients
+        self._are_waiting = False
 
     # -- asked when the pass ends --------------------------------------------------------------------------
 

@@ -120,8 +120,9 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def begin_step(self, marks: Iterable[Mark], optimizer: torch.optim.Optimizer | None) -> dict[Tracer, float]:
         """Return what each module's gradients are multiplied by in the step of ``optimizer``; None: of all tables."""
-        self.tracers.note_step()
-        return self.tracers.factors(marks, optimizer)
+        factors = self.tracers.factors(marks, optimizer)
+        self.tracers.note_step(applied=self.has_step(factors))
+        return factors
 
     def has_step(self, factors: Mapping[Tracer, float]) -> bool:
         """Whether there is anything to apply: no step counts without gradients, or whose gradients were dropped."""

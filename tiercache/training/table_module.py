@@ -46,6 +46,8 @@ class TableModule(nn.Module):
         """By table, those of the module that it took the place of: rows for a store that is made."""
         self.number = number_module(self)
         """By it compiled models look the module up."""
+        self.copied_from = 0
+        """The number of the module that this is a copy of; 0: of none."""
 
     def table_of(self, feature: str) -> str:
         """Return the table of a feature that is looked up."""
@@ -57,8 +59,8 @@ class TableModule(nn.Module):
         self.handle.data = torch.zeros((), dtype=torch.float32, device=self.handle.device)
         return found
 
-    def begin_lookup(self, batch: Batch) -> None:
-        """Check that the rows of a batch can be looked up, and bring them to be trained."""
+    def begin_lookup(self, batch: Batch) -> bool:
+        """Check that rows of a batch can be looked up, and bring them; return whether this module may train them."""
         if not isinstance(batch, Batch):
             raise TypeError(
                 f"a module that looks up {', '.join(self.features)} was given a {type(batch).__name__}: give it a "
@@ -66,15 +68,16 @@ class TableModule(nn.Module):
             )
         gradients = batch.rows.gradients
         trains = gradients is not None and torch.is_grad_enabled() and self.handle.requires_grad
-        if gradients is not None and trains:
-            gradients.tracers.check_reader(self)
+        is_known = gradients is None or not trains or gradients.tracers.check_reader(self)
         batch.rows.look_up(batch.end, trains=trains)
+        return is_known
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_rows": _of_no_cache}  # a copy, or one that was pickled, belongs to no cache
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.copied_from = self.number
         self.number = number_module(self)
 
     def bind(self, rows: Callable[[], Callable[[], dict[str, Any]] | None]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -180,31 +180,41 @@ class Tracers:
         """Whether the cache has an optimizer, or a step was taken: else nobody may ever step rows."""
         self.ledger: PassLedger | None = None
         """That of the pass whose rows are trained."""
-        self.readers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.readers: weakref.WeakSet[TableModule] = weakref.WeakSet()
         """The registered modules that look rows up."""
         self.is_closed_to_others = False
         """Whether other modules must not train rows: their model is in no commit."""
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
 
-    def check_reader(self, module: TableModule) -> None:
-        """Raise StateError if a module that is not registered would train rows."""
-        if self.is_closed_to_others and module not in self.readers:
-            tables = ", ".join(map(repr, module.tables))
-            raise StateError(
-                f"a {type(module).__name__} that looks up {tables} belongs to no model of this cache, so its model "
-                "would be trained and not committed: give the cache the model (model=..., or register()), or freeze "
-                "the module with requires_grad_(False)"
-            )
+    def check_reader(self, module: TableModule) -> bool:
+        """Return whether a module may train rows. Raises StateError if it is neither registered nor a copy of one.
 
-    def note_step(self) -> None:
-        """Note a step of one of the cache's optimizers."""
+        A copy, as an average of a model has it, may look rows up, and is refused when gradients arrive.
+        """
+        is_known = not self.is_closed_to_others or module in self.readers
+        if not is_known and all(module.copied_from != one.number for one in self.readers):
+            self.refuse_reader(module.tables)
+        return is_known
+
+    @staticmethod
+    def refuse_reader(tables: Sequence[str]) -> NoReturn:
+        """Raise StateError for a module that is not registered and would train rows."""
+        raise StateError(
+            f"a module that looks up {', '.join(map(repr, tables))} belongs to no model of this cache, so its model "
+            "would be trained and not committed: give the cache the model (model=..., or register()), or freeze "
+            "the module with requires_grad_(False)"
+        )
+
+    def note_step(self, *, applied: bool) -> None:
+        """Note a step of one of the cache's optimizers. applied: whether it finds gradients of rows."""
         self.is_stepped = True
-        self.note_attempt()
+        if self.ledger is not None:
+            self.ledger.step(applied=applied)
 
     def note_attempt(self) -> None:
-        """Note such a step, or one that a GradScaler takes or skips after unscaling."""
+        """Note a step that a GradScaler takes or skips after unscaling."""
         if self.ledger is not None:
-            self.ledger.step()
+            self.ledger.attempt()
 
     def note_drop(self) -> None:
         """Note that one of the cache's optimizers drops its gradients."""
