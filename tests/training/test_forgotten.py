@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, SequentialLR, StepLR
+from torch.optim.swa_utils import AveragedModel
 
 import tiercache as tc
 from tests.training.cases import Case, Kept, Net, Spec, table, tiered
@@ -68,7 +69,6 @@ class Single(nn.Module):
 
 OTHERS: dict[str, Callable[[Any, Net], nn.Module]] = {
     "another model": lambda cache, model: Net(cache, CASE),
-    "a copy of the model": lambda cache, model: copy.deepcopy(model),
     "a model that was trained by another cache": lambda cache, model: given_elsewhere(Net(cache, CASE), cache),
     "a module of another kind": lambda cache, model: Single(cache.schema),
     "a module without a model": lambda cache, model: tc.EmbeddingBagCollection(cache.schema),
@@ -105,6 +105,22 @@ def test_a_model_that_the_cache_was_not_given_trains_no_rows(
         cache.optimizer.step()
         loop.close()
         assert cache.optimizer.steps == 1
+
+
+@pytest.mark.parametrize("how", ["copy", "average", "copy of a copy"])
+def test_a_copy_of_a_model_reads_rows_and_trains_none(store: tc.Store, passes: tc.PassDataset, how: str) -> None:
+    """As an average of its weights does; a gradient of its lookups is refused."""
+    with tiered(store, passes) as cache:
+        model = Net(cache, CASE)
+        cache.register(model=model)
+        other: Any = AveragedModel(model) if how == "average" else copy.deepcopy(model)
+        loop = cache.passes(epochs=1)
+        batch = next(next(loop).batches(16))
+        assert torch.equal(other(batch).detach(), model(batch).detach())
+        with one_sentence(StateError, "belongs to no model of this cache", "register()"):
+            (copy.deepcopy(other) if "of" in how else other)(batch).sum().backward()
+        loop.close()
+        assert cache.optimizer.steps == 0
 
 
 HIDDEN: dict[str, Callable[[Net], tuple[dict[str, Any], int]]] = {

@@ -180,6 +180,10 @@ WRONG: dict[str, tuple[Callable[[Training], object], list[str], int]] = {
     "no step": (
         every_batch(lambda t, b: (t.backward(b), t.model.zero_grad())), ["pass 0", "4 batches", "optimizer=..."], 0,
     ),
+    "gradients dropped before the step": (
+        every_batch(lambda t, b: (t.backward(b), t.model.zero_grad(), t.optimizer.step())),
+        ["pass 0", "4 batches", "no optimizer of this cache has stepped"], 0,
+    ),
     "another optimizer": (other_optimizer, ["pass 0", "4 batches", "no optimizer of this cache has stepped"], 0),
     "two rounds": (two_rounds, ["pass 0", "iterated again", "64 samples"], 0),
     "two rounds of other sizes": (lambda t: two_rounds(t, (64, 8)), ["pass 0", "iterated again"], 0),
