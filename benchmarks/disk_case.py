@@ -156,16 +156,15 @@ class Step:
         self._cache, self._track = cache, track
         self.net, self._loss_of = Net(cache.schema, width, light=light).to(cache.device), nn.BCEWithLogitsLoss()
         self._optimizer = torch.optim.SGD(self.net.parameters(), lr=DENSE_RATE)
-        if track:
-            cache.register(model=self.net, optimizer=self._optimizer)
+        cache.register(model=self.net, **({"optimizer": self._optimizer} if track else {}))
 
     def __call__(self, batch: Batch) -> None:
         """Train a batch."""
         self._loss_of(self.net(batch), batch.label).backward()
         self._optimizer.step()
-        self._optimizer.zero_grad()
         if not self._track:
             self._cache.optimizer.step()
+        self._optimizer.zero_grad()
 
 
 class DenseTimer:

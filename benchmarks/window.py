@@ -221,6 +221,8 @@ class MemoryRun:
         for batch in p.batches(self._batch, shuffle=self._shuffle) if train else ():
             self.train(batch)
             steps += 1
+        if not train:
+            p.skip()
         self._pass = None
         return steps
 

@@ -40,6 +40,7 @@ passes = write_dataset(sys.argv[1] + "/passes", schema, batches)
 with tc.Store.open(sys.argv[1] + "/model.tc", tables=schema.tables) as store:
     with tc.TierCache(store, passes, device_budget="1MiB", host_budget="4MiB") as cache:
         bag = tc.EmbeddingBagCollection(cache.schema)
+        cache.register(model=bag)
         for p in cache.passes(epochs=2):
             for batch in p.batches(8):
                 bag(batch).sum().backward()

@@ -120,6 +120,7 @@ def _work(part, whole, pairs, source, rows, rule, long, num_long, num_stretches,
     padded = _padded(dim)
     size = pairs.size
     num_tasks = (size + _TASK - 1) // _TASK if whole else num_stretches
+    spread = np.float32(0)
     task = atomic_next(counter)
     while task < num_tasks:
         if whole:
@@ -137,11 +138,13 @@ def _work(part, whole, pairs, source, rows, rule, long, num_long, num_stretches,
             else:
                 _sum_entries(pairs, start, stop, source, rows, dim, stride, sums, at)
             if whole:
-                apply(rule, rows, np.int64(pairs[start] >> _HALF), dim, stride, sums, at, part * padded)
+                spread += apply(rule, rows, np.int64(pairs[start] >> _HALF), dim, stride, sums, at, part * padded)
             start = stop
             if start < high:
                 stop = _run_end(pairs, start)
         task = atomic_next(counter)
+    if spread != np.float32(0):
+        counter[1] = 1
 
 
 @parallel
@@ -211,7 +214,8 @@ class UpdateBuffers:
         self.long = np.empty((0, 3), np.int64)
         self.sums = np.empty(0, np.float32)
         self.noise = np.empty(0, np.uint32)
-        self.counter = np.zeros(1, np.int64)
+        self.counter = np.zeros(2, np.int64)
+        """The next task; and 1 if a row was not finite after its step, until somebody sets it to 0."""
 
     def reserve(self, num_entries: int, dim: int, parts: int, *, rounds: bool = False) -> None:
         """Make room for a step of `num_entries` entries, and for the random bits of rows that are rounded."""

@@ -29,6 +29,7 @@ def train(path: Path, dataset: tc.PassDataset, host_bytes: int, passes: int, ord
         path, dataset, model=rows, device_budget=DEVICE_BYTES, host_budget=host_bytes, order_seed=order_seed,
         progress=False,
     ) as cache:  # fmt: skip
+        cache.register(rows=rows)
         for p in cache.passes(epochs=1 + passes // len(dataset.passes)):
             batch = p.batch({"a": torch.from_numpy(np.array(dataset.passes[p.sub_dataset].keys("a")[:64]))})
             rows(batch)["a"].square().sum().backward()

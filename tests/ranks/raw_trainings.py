@@ -146,6 +146,7 @@ def missing_on_one_rank(ranks: AnyCommunicator, folder: str) -> list[Any]:
     samples, keys = (tc.PassDataset.open(Path(folder) / name) for name in ("passes", "keys"))
     with tc.TierCache(Path(folder) / "raw.tc", keys, **OPTIONS) as cache:
         model = Net(cache, CASE)
+        cache.register(model=model)
         passes = cache.passes(epochs=1)
         p = next(passes)
         for number, arguments in enumerate(batches_of(samples, 0, 0, CASE.batch)):
@@ -173,6 +174,7 @@ def misuse(ranks: AnyCommunicator, folder: str, *, what: str) -> None:
     samples, keys = (tc.PassDataset.open(Path(folder) / name) for name in ("passes", "keys"))
     with tc.TierCache(Path(folder) / "raw.tc", keys, **OPTIONS) as cache:
         model, last = Net(cache, CASE), ranks.rank == 1
+        cache.register(model=model)
         for p in cache.passes(epochs=1):
             for number, arguments in enumerate(batches_of(samples, p.sub_dataset, 0, CASE.batch)):
                 mine, others = dealt(arguments, 0, 3)
@@ -192,6 +194,7 @@ def nothing_at_all(ranks: AnyCommunicator, folder: str) -> list[Any]:
     keys = tc.PassDataset.open(Path(folder) / "keys")
     with tc.TierCache(Path(folder) / "raw.tc", keys, **OPTIONS) as cache:
         model = Net(cache, CASE)
+        cache.register(model=model)
         passes = cache.passes(epochs=1)
         p = next(passes)
         none = {"user": [], "friend": ([], [0]), "item": np.empty((0, 3), int), "word": ([], [0]),

@@ -76,6 +76,8 @@ def train_to_cursor(
                     break
             if cursor == (p.index, p.samples_done):
                 break
+            if p.index in skip:
+                p.skip()
     assert store.commit.cursor == cursor
     return model
 
@@ -87,6 +89,7 @@ def let_through(store: Store, share: Share, last_pass: int, order_seed: int | No
         for p in cache.passes(epochs=10):
             if p.index == last_pass:
                 break
+            p.skip()
 
 
 def on_ranks(size: int, body: Callable[[Any], Any]) -> list[Any]:

@@ -182,7 +182,6 @@ def test_an_id_outside_its_table_is_said_on_every_rank_and_training_goes_on(
         ("a kind that there is not", "table 't0' is to be sharded by 'data_parallel'"),
         ("another number of ranks", "the sharding is for 3 ranks and there are 2"),
         ("a wire dtype", "comm_dtype 'int8' is unknown"),
-        ("a step before any pass", "step inside the loop over passes()"),
     ],
 )
 def test_what_makes_no_sense_is_refused_on_every_rank(

@@ -109,6 +109,8 @@ def train(
                 step(batches, model, optimizer)
                 assert cache.pinned_batch_bytes == 0 <= cache.scratch_bytes
                 done += 1
+            if steps is not None:
+                p.skip()
         found = {"commit": list(cache.store.commit.cursor), "planned": len(cache.plan(passes=3))}
     return found | dense_of(model)
 
@@ -176,6 +178,8 @@ def resident(case: Case, passes: tc.PassDataset, *, steps: int | None = None) ->
             if done != steps:
                 step([batch], model, optimizer)
                 done += 1
+        if steps is not None:
+            p.skip()
     return result_of_resident(cache, model)
 
 
@@ -396,8 +400,10 @@ def resumed_late(ranks: AnyCommunicator, case: str, folder: str, *, queued: bool
     with open_sharded(one, folder, queued=queued) as cache:
         model, _ = model_of(cache, one)
         passes = cache.passes(epochs=1)
-        kept = next(next(passes).steps(one.batch, micro_batches=4))
+        p = next(passes)
+        kept = next(p.steps(one.batch, micro_batches=4))
         next(kept)
+        p.skip()
         next(passes)
         try:
             for batch in kept:

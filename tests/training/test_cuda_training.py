@@ -163,6 +163,7 @@ def test_of_16_bit_rows_a_switch_brings_the_keys_of_those_that_are_loaded(tmp_pa
             assert plan is not None
             assert plan.pass_index == p.index
             kept.append((plan.kept_G[0], plan.rows_G[0]))
+            p.skip()
     assert any(kept_rows > rows // 2 for kept_rows, rows in kept), kept
     for num_bytes, (kept_rows, rows) in zip(noted, kept, strict=True):
         assert num_bytes <= 12 * (rows - kept_rows)

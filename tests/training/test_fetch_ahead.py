@@ -170,15 +170,17 @@ def test_a_commit_inside_counts_what_was_trained(passes: tc.PassDataset, plain: 
 
 
 def test_a_last_batch_that_was_not_trained_is_not_counted(passes: tc.PassDataset, plain: Plain) -> None:
-    """A loop that stops a batch before its loader: close commits behind the batches trained."""
+    """A loop that stops a batch before its loader: close commits behind the batches trained, and says so."""
     with store_of(passes) as store:
-        with opened(passes, store) as cache:
-            training = Training(cache)
-            fetched = training.fetched()
-            held = next(fetched)
-            while (following := next(fetched, None)) is not None:
-                training.step(*held)
-                held = following
+        cache = opened(passes, store)
+        training = Training(cache)
+        fetched = training.fetched()
+        held = next(fetched)
+        while (following := next(fetched, None)) is not None:
+            training.step(*held)
+            held = following
+        with pytest.raises(StateError, match="pass 7 ended with 3 of its 4 batches"):
+            cache.close()
         go_on(store, passes, training.losses, plain, at=(7, 3 * CASE.batch))
 
 

@@ -58,7 +58,7 @@ def compare(
             top = nn.Linear(bag.out_features + 1, 1).to(cache.device)
             others = copy.deepcopy(top)
             ours, theirs = (torch.optim.SGD(part.parameters(), lr=case.dense_lr) for part in (top, others))
-            cache.register(top=top, optimizer=ours)
+            cache.register(top=top, bag=bag, vectors=vectors, optimizer=ours)
             for current in cache.passes(epochs=case.epochs):
                 if current.index == 2:
                     for table in cache.optimizer.param_groups:

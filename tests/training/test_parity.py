@@ -280,8 +280,9 @@ def test_nothing_moves_after_draining(tmp_path: Path) -> None:
     passes = case.cut(tmp_path / "passes")
     with tc.Store.open(tmp_path / "model.tc", tables=case.tables) as store, tiered(store, passes) as cache:
         loop = cache.passes(epochs=2)
-        for _ in range(3):
-            next(loop)
+        for _ in range(2):
+            next(loop).skip()
+        next(loop)
         cache.drain()
         assert cache.reports[1].durable.is_set()
         before = store.counters.rows_read, store.counters.rows_written
@@ -297,7 +298,8 @@ def test_a_pass_goes_on_in_the_order_of_its_commit_or_not_at_all(tmp_path: Path)
     with tc.Store.open(tmp_path / "model.tc", tables=case.tables) as store:
         with tiered(store, passes, seed=3) as cache:
             loop = cache.passes(epochs=1)
-            tc.EmbeddingBagCollection(passes.schema)(next(next(loop).batches(16, shuffle=True)))
+            bag = tc.EmbeddingBagCollection(passes.schema).requires_grad_(False)
+            bag(next(next(loop).batches(16, shuffle=True)))
             cache.commit()
         for seed, shuffle in ((3, False), (4, True)):
             with tiered(store, passes, seed=seed) as cache:

@@ -101,6 +101,8 @@ def test_a_batch_of_raw_keys_is_the_batch_of_the_sample_path(tmp_path: Path) -> 
                     if theirs is not None:
                         assert mine.dtype == theirs.dtype
                         np.testing.assert_array_equal(mine, theirs)
+        one.skip()
+        other.skip()
 
 
 KILLED = """
@@ -271,6 +273,7 @@ def test_raw_keys_are_evaluated_as_of_now_within_the_budget(tmp_path: Path, engi
         check({t.name: {} for t in TABLES})
         memory = resident(passes, device=gpu())
         bags = [tc.EmbeddingBagCollection(cache.schema), tc.EmbeddingBagCollection(memory.schema)]
+        cache.register(model=bags[0])
         for both in zip(cache.passes(epochs=2), memory.passes(epochs=2), strict=True):
             for kind, bag, p in zip((cache, memory), bags, both, strict=True):
                 bag(p.batch(own_keys(p.sub_dataset))).sum().backward()
@@ -295,6 +298,7 @@ def test_key_sets_of_another_day_go_on_with_the_rows_of_the_first(tmp_path: Path
             with tiered(store, passes) as cache:
                 before = {t.name: cache.live_rows().fields(t.name, np.array([1, 5, 1000]))[0] for t in TABLES}
                 bag = tc.EmbeddingBagCollection(cache.schema)
+                cache.register(model=bag)
                 for p in cache.passes(epochs=1):
                     keys = {t: passes.passes[p.sub_dataset].keys(t) for t in "abc"}
                     n = keys["a"].size
@@ -393,6 +397,7 @@ def test_an_index_on_the_device_takes_what_is_planned_of_the_budget(
             if current.sub_dataset:
                 with pytest.raises(KeyNotInPassError):  # of the pass before
                     current.batch({"a": keys[current.sub_dataset - 1][:1], "b": keys[current.sub_dataset][:1] + 1})
+            current.skip()
         assert indexes[0]() is None
         assert indexes[1]() is indexes[2]() is not None
 
@@ -419,7 +424,9 @@ def test_without_room_on_the_device_keys_are_searched_on_the_host(tmp_path: Path
                     check_ids(passes, p, keys[0])
                 assert ("key_index.find" in gpu.kernels.launches) == indexed
                 assert cache.device_bytes == rows + full * indexed
-                out = tc.EmbeddingBagCollection(cache.schema)(p.batch({"a": keys[0][:9], "b": keys[0][:27:3] + 1}))
+                with torch.no_grad():
+                    out = tc.EmbeddingBagCollection(cache.schema)(p.batch({"a": keys[0][:9], "b": keys[0][:27:3] + 1}))
+                p.skip()
                 expected = np.concatenate([cache.live_rows().fields("a", keys[0][:9])[0],
                                            cache.live_rows().fields("b", keys[0][:27:3] + 1)[0]], 1)  # fmt: skip
                 np.testing.assert_array_equal(out.detach().numpy(), expected)

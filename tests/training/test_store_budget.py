@@ -176,6 +176,7 @@ def test_the_live_rows_of_a_plan_are_those_of_the_store(tmp_path: Path, passes: 
         for p in cache.passes(epochs=3):
             for batch in p.batches(512):
                 del batch
+            p.skip()
             cache.drain()
             needed = store.history.needed
             total = 0

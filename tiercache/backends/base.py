@@ -270,6 +270,10 @@ class Backend(Protocol):
         """Update each row of each step once; no row is in two of them."""
         ...
 
+    def take_overflow(self) -> bool | None:
+        """Return whether a row was not finite after a step since the last call; None: only reading rows tells."""
+        ...
+
     def index_bytes(self, num_keys: int, num_tables: int) -> int:
         """Return what an index of so many raw keys takes on the device."""
         ...

@@ -101,7 +101,7 @@ class CpuBackend:
 
     def drop_scratch(self) -> None:
         """Begin with empty buffers; those of the pool belong to all trainings."""
-        self._sorting, self._updates = SortBuffers(), UpdateBuffers()
+        self._sorting, self._updates, self._has_overflow = SortBuffers(), UpdateBuffers(), False
 
     def random_state(self) -> torch.Tensor | None:
         """Return None: a commit has the CPU's generators anyway."""
@@ -215,10 +215,18 @@ class CpuBackend:
 
     def step(self, groups: Sequence[OptimizerStep]) -> None:
         """Step group after group."""
+        overflow = self._updates.counter[1:]
+        overflow[0] = 0
         for one in groups:
             saved = merged(self, one.saved)
             pairs = self._sorted(saved, one.rows.vectors.values.shape[0])
             step_rows(one.kernel_step(saved, pairs), self._updates)
+        self._has_overflow |= bool(overflow[0])
+
+    def take_overflow(self) -> bool:
+        """Return what the kernels found."""
+        found, self._has_overflow = self._has_overflow, False
+        return found
 
     def _sorted(self, saved: SavedGradient, num_slots: int) -> NDArray[np.uint64]:
         """Return the sorted slots of all ids, those of the lookup if it sorted them."""

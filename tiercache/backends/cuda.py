@@ -211,6 +211,10 @@ class CudaBackend:
         found = zip(groups, saved_G, pairs_G, strict=True)
         update_many(kernels, [one.kernel_step(saved, pairs) for one, saved, pairs in found])
 
+    def take_overflow(self) -> None:
+        """Return None: to read a flag would wait for the GPU."""
+        return None  # noqa: RET501 - the protocol's answer
+
     def index_bytes(self, num_keys: int, num_tables: int) -> int:
         """Return those of places and of the slice of keys that is on its way."""
         return cuda_key_index.bytes_for(num_keys, num_tables)

@@ -310,7 +310,9 @@ def merged(backend: Backend, saved: Sequence[SavedGradient]) -> SavedGradient:
         where = tensor(places_of(backend, one))
         places.append(array(torch.where(where >= 0, where + start, where - start)))  # ~(x + start) == ~x - start
         if has_scales:
-            scales.append(one.scales if one.scales.shape[0] else array(torch.ones(count, device=device)))
+            scales.append(
+                one.scales if one.scales.shape[0] else array(torch.ones(count, dtype=torch.float32, device=device))
+            )
         first += count
     return SavedGradient(
         slots=backend.concat([one.slots for one in saved]), gradient=backend.concat(flats), width=max(size, 1),

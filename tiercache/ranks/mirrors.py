@@ -52,7 +52,7 @@ class Mirrors:
             if kind != "replicate":
                 continue
             dim, low_W, rows_W = owners.tables[t].dim, owners.low_TW[t], owners.high_TW[t] - owners.low_TW[t]
-            mirror = torch.empty((int(owners.rows_T[t]), dim), device=p.device)
+            mirror = torch.empty((int(owners.rows_T[t]), dim), dtype=torch.float32, device=p.device)
             piece = max(1, PIECE_BYTES // (4 * dim))
             for first in range(0, int(rows_W.max()), piece):
                 count_W = np.clip(rows_W - first, 0, piece)

@@ -70,9 +70,9 @@ class BatchRows(RowView):
         self.of_pass.check()
         super().check()
 
-    def look_up(self, end: int) -> None:
+    def look_up(self, end: int, *, trains: bool = True) -> None:
         """Bring the rows where they are not there, and those of the pass before."""
-        self.of_pass.look_up(end)
+        self.of_pass.look_up(end, trains=trains)
         self.bring()
         if self.gradients is not None and torch.is_grad_enabled():
             self.gradients.is_awaited = True

@@ -119,7 +119,11 @@ class SliceSteps:
         shared = [[i for i, one in enumerate(self._mine) if r in one.ranks and r != here] for r in range(W)]
         sizes = [sum(mine[i].numel() for i in some) for some in shared]
         send = [mine[i] for some in shared for i in some]
-        flat = torch.cat(send) if send else torch.empty(0, device=self._backend.device)
+        flat = (
+            torch.cat(send)
+            if send
+            else torch.empty(0, dtype=mine[0].dtype if mine else torch.float32, device=self._backend.device)
+        )
         came = self._ranks.all_to_all(flat, sizes, sizes, what="adding up the squares of column slices")
         owners = [(r, i) for r, some in enumerate(shared) for i in some]
         pieces = dict(zip(owners, torch.split(came, [mine[i].numel() for _, i in owners]), strict=True))

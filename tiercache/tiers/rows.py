@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from tiercache.backends.jagged import vectors_of
-from tiercache.errors import StateError
 from tiercache.kernels.arrays import NONE_U8
 from tiercache.kernels.cpu.next_use import hash_range_bound
 from tiercache.store.hashing import hash_keys
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from tiercache.kernels.step import Vectors
     from tiercache.schema import Schema
     from tiercache.store.table import Group
+    from tiercache.training.pass_ledger import PassLedger
     from tiercache.training.row_gradients import RowGradients
 
 
@@ -91,11 +91,11 @@ class RowView:
         self.backend = backend
         self.gradients = gradients
         self.name = name
-        self.ended = self.is_left = False
+        self.ended = self.is_left = self.is_dropped = False
         self.schema: Schema | None = None
         """The schema of the dataset that batches are of, with which modules are compared."""
-        self.samples_trained = 0
-        """Samples of the pass up to the end of the last batch that a module looked up to train it."""
+        self.ledger: PassLedger | None = None
+        """What becomes of the batches of the pass."""
         self.keys_of: Callable[[str], NDArray[np.int64]] | None = None
         """The keys of a table that local ids mean, in their order, where there are such."""
         self._places: dict[tuple[str, int], int] = {}
@@ -132,6 +132,12 @@ class RowView:
 
     @property
     def _has_ended(self) -> str:
+        if self.is_dropped and self.ledger is not None:
+            done, all_samples = self.ledger.samples_trained, self.ledger.num_samples
+            return (
+                f"{self.name} has ended after {done:,} of its {all_samples:,} samples because its loop was left, or "
+                "the iterator of passes() was not kept: use batches inside `for p in cache.passes(...)`"
+            )
         return f"this batch belongs to {self.name}, which has ended: use batches inside their own loop"
 
     def show(self, groups: Sequence[GroupRows]) -> None:
@@ -148,24 +154,22 @@ class RowView:
         if self._bring is not None:
             self._bring()
 
-    def look_up(self, end: int) -> None:
+    def look_up(self, end: int, *, trains: bool = True) -> None:
         """Check that a module finds the rows of a batch, which ends behind so many samples; brings them to train it.
 
-        Raises RuntimeError where the pass has ended, StateError where rows are not brought yet and none are trained.
+        trains: whether gradients, if enabled, move rows: those of a frozen module do not. Raises RuntimeError where the
+        pass has ended, StateError where the pass before has to end first and is not trained.
         """
         self.check()
         if self.gradients is None:
             return
-        if torch.is_grad_enabled():
-            self.bring()
-            self.samples_trained = max(self.samples_trained, end)
+        gradients = torch.is_grad_enabled()
+        self.bring()
+        if self.ledger is not None:
+            self.ledger.look_up(end, gradients=gradients, trains=gradients and trains)
+        if gradients:
             self.gradients.is_awaited = True
             self.gradients.unstepped.add(end)
-        elif self._bring is not None:
-            raise StateError(
-                f"a batch of {self.name} was looked up without gradients before one of it was trained: its rows are "
-                "brought with the first batch that is trained, so evaluate batches behind it, or use evaluation()"
-            )
 
     def leave(self) -> None:
         """Make no more batches of it; those there are may be looked up on."""

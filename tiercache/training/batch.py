@@ -40,7 +40,7 @@ class Pooled:
 
     mode: str
     """"sum" or "mean"."""
-    vectors: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))
+    vectors: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.float32))
     """(N, dim) float32, once the batch is looked up; zeros for an empty bag."""
     waiting: list[tuple[torch.Tensor, Mark]] = field(default_factory=list)
     """What backward left: (N, dim) for each lookup, as the table's handle says at the step."""

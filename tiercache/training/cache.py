@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from tiercache.backends.opening import open_backend
+from tiercache.backends.opening import device_name, open_backend
 from tiercache.data.dataset import PassDataset
 from tiercache.dist.communicator import communicator_of
 from tiercache.dist.consistency import check_same, check_same_places
@@ -30,6 +30,7 @@ from tiercache.training.batch_pipeline import BatchPipeline
 from tiercache.training.convert import drop_weights, refuse_weights, weight_rows, weights_of
 from tiercache.training.evaluation import Evaluation
 from tiercache.training.exchange import LocalExchange
+from tiercache.training.finite_check import check_nonfinite
 from tiercache.training.matching import check_features, check_modules, check_tables
 from tiercache.training.pass_loop import CLOSED, PassLoop
 from tiercache.training.planned import Planned
@@ -87,7 +88,7 @@ class TierCache(SteppedCache):
         group: ProcessGroup | None = None,
         model: nn.Module | Sequence[nn.Module] | None = None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-        device: str | Backend = "cpu",
+        device: str | torch.device | Backend = "cpu",
         device_budget: int | str | None = None,
         host_budget: int | str | None = None,
         eval_budget: int | str | None = None,
@@ -104,6 +105,7 @@ class TierCache(SteppedCache):
         order: Sequence[int] | str | None = None,
         order_seed: int | None = None,
         progress: bool | None = None,
+        on_nonfinite: str = "stop",
     ) -> None:
         """Plan the budgets and open the store.
 
@@ -117,8 +119,8 @@ class TierCache(SteppedCache):
                 The cache makes process groups of its own from it.
             model, optimizer: one or several, registered as "model" and "optimizer", or "model0", "model1" and so on:
                 see ``register``.
-            device: where rows are trained: "cpu", "cuda" or "cuda:1". The model belongs there too. With several ranks,
-                "cuda" is the GPU of LOCAL_RANK, or the only visible one.
+            device: where rows are trained: "cpu", "cuda", "cuda:1" or a torch.device. The model belongs there too. With
+                several ranks, "cuda" is the GPU of LOCAL_RANK, or the only visible one.
             device_budget: bytes (or "64MiB") on the device for rows and slot maps, and for the index of raw keys if it
                 fits.
             host_budget: bytes of anonymous memory for planning, batches, dump, prefetched and cached rows, one write
@@ -145,6 +147,9 @@ class TierCache(SteppedCache):
                 puts those next to each other that share rows, so that fewer rows move. Default: their own order.
             order_seed: a number shuffles the sub-datasets in each epoch.
             progress: whether to show a progress bar; None: on a terminal.
+            on_nonfinite: what happens if rows, their optimizer state or trainable dense parameters become NaN or
+                infinite. "stop": StateError names pass and table, on a CPU also the batch, and they are not committed;
+                "warn": one warning for each pass; "ignore": nothing is checked.
 
         Raises:
             BudgetError: the passes exceed a budget or the device's memory. Nothing was written.
@@ -155,7 +160,7 @@ class TierCache(SteppedCache):
             ValueError: an argument makes no sense.
             StoreError: what ``Store.open`` raises.
         """
-        self._closed = False
+        self._closed, device = False, device_name(device)
         self.communicator = ranks = communicator_of(group, device if isinstance(device, str) else device.device)
         with closed_on_error(self, "_exchange", "_rows", "_asking", "_beside", "_opened", "communicator"):
             with ranks.raise_on_all("reading the budgets"):
@@ -173,10 +178,13 @@ class TierCache(SteppedCache):
                     "tables with weights": sorted(weights),
                 }
                 budgets = planned.budgets(device_budget, host_budget, eval_budget, store_budget, commit_every)
+                check_nonfinite(on_nonfinite)
                 if comm_dtype not in _COMM_DTYPES:
                     raise ValueError(f"comm_dtype {comm_dtype!r} is unknown: it must be one of {[*_COMM_DTYPES]}")
             if ranks.size > 1:
-                check_same(ranks, self._facts(data, budgets) | facts | {"comm_dtype": comm_dtype, "seed": int(seed)})
+                check_same(ranks, self._facts(data, budgets) | facts | {
+                    "comm_dtype": comm_dtype, "seed": int(seed), "on_nonfinite": on_nonfinite,
+                })  # fmt: skip
                 check_same_places(ranks, self._opened.places)
             source = self._opened.choose(number_bytes=_COMM_DTYPES[comm_dtype].itemsize)
             with ranks.raise_on_all("opening the device"):
@@ -205,6 +213,7 @@ class TierCache(SteppedCache):
                     self._opened.discard_new()
                     raise
             self.dense, self.optimizer = self._rows.state.dense, self._rows.state.optimizer
+            self.optimizer.tracers.is_closed_to_others = True
             self._opened.drop_older()  # nothing is refused any more
             self._groups = group_tables(data.tables)
             self._modules: list[nn.Module] = []
@@ -222,6 +231,7 @@ class TierCache(SteppedCache):
                 self._pipeline,
                 seed=seed,
                 shown=shown,
+                on_nonfinite=on_nonfinite,
                 rates=planned.rates,
             )
             self.reports: list[PassReport] = self._loop.reports
@@ -273,6 +283,7 @@ class TierCache(SteppedCache):
             if isinstance(value, torch.optim.Optimizer):
                 self._exchange.follow(value)
         for module in table_modules(objects.values()):
+            self.optimizer.tracers.readers.add(module)
             module.bind(weakref.WeakMethod(self._opened.named_commit))
 
     def state_dict(self) -> dict[str, Any]:
@@ -384,11 +395,12 @@ class TierCache(SteppedCache):
         Rows have their current values, wherever they are. A key that was never trained has its table's
         out-of-vocabulary row if there is one, else its initial row. Nothing is written. A slice has as many samples as
         ``eval_budget`` holds rows for. With several ranks each rank gets its part of every batch. Lookups make no
-        gradients.
+        gradients. Raises StateError if a registered model was not restored, by ``restore`` or ``passes``.
         """
         self._check_open()
         self._exchange.rest()
         with self.communicator.raise_on_all("beginning an evaluation"):
+            self._rows.state.check_restored(self.store)
             check_features(self.dataset, passes)
             view = self._opened.view(passes)
             check_tables(self.store, view)
@@ -408,6 +420,8 @@ class TierCache(SteppedCache):
         reads them.
         """
         self._check_open()
+        with self.communicator.raise_on_all("beginning an evaluation"):
+            self._rows.state.check_restored(self.store)
         return self._raw.evaluate(keys, self.eval_bytes, **others)
 
     def live_rows(self, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None) -> LiveRows:

@@ -7,8 +7,10 @@ import warnings
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
-from tiercache.training.dense_state import DenseState
+from tiercache.errors import StateError
+from tiercache.training.dense_state import DenseState, tensors_of
 from tiercache.training.matching import check_environment
 from tiercache.training.row_optimizer import RowOptimizer
 
@@ -48,6 +50,37 @@ class CommitState:
                     f"{name} has a learning-rate scheduler that was not registered, so no commit keeps it: call "
                     "register(scheduler=...) before the loop",
                     stacklevel=5,
+                )
+
+    def check_restored(self, store: Store) -> None:
+        """Raise StateError if a model is not the one that the last commit of ``store`` trained with its rows."""
+        commit = store.commit
+        if commit is not None and commit.state_bytes and (names := self.dense.unrestored):
+            raise StateError(
+                f"{', '.join(names)} was not restored from commit {commit.id}, so the rows of that commit would be "
+                "evaluated under other dense weights: call cache.restore() before you evaluate"
+            )
+
+    def check_parameters(self) -> None:
+        """Raise StateError if an optimizer steps parameters that no commit would keep."""
+        objects = self.dense.objects
+        kept = {id(one) for value in objects.values() if isinstance(value, nn.Module) for one in value.parameters()}
+        places = {
+            tensor.untyped_storage().data_ptr()
+            for value in objects.values()
+            if not isinstance(value, nn.Module | torch.optim.Optimizer)
+            for tensor in tensors_of(value.state_dict())
+        }
+        for name, value in objects.items():
+            if not isinstance(value, torch.optim.Optimizer):
+                continue
+            parameters = [one for group in value.param_groups for one in group["params"] if id(one) not in kept]
+            lost = [one for one in parameters if one.untyped_storage().data_ptr() not in places or not one.numel()]
+            if lost:
+                raise StateError(
+                    f"{name} steps {len(lost)} parameters that no registered module has (the first has shape "
+                    f"{tuple(lost[0].shape)}), so no commit would keep them: give the cache the model that has them "
+                    "(model=..., or register())"
                 )
 
     def restore(self, store: Store, ranks: AnyCommunicator) -> None:

@@ -60,6 +60,7 @@ class DenseState:
         self._objects: dict[str, Stateful] = {}
         self._shared: frozenset[str] = frozenset()
         """What rank 0 keeps for this rank."""
+        self._restored: set[str] = set()
 
     def register(self, objects: dict[str, Any]) -> None:
         """Add objects by name. Raises StateError at once for what cannot be stored, naming the value."""
@@ -79,12 +80,23 @@ class DenseState:
                     f"the state of register({name}=...) cannot be stored and read back safely ({_line(error)}): keep "
                     "only tensors, numbers, strings, lists, tuples and dictionaries in its state_dict"
                 ) from error
+        self._restored -= {name for name, value in objects.items() if self._objects.get(name) is not value}
         self._objects.update(objects)
 
     @property
     def objects(self) -> Mapping[str, Stateful]:
         """What was registered, by name."""
         return self._objects
+
+    def note_restored(self) -> None:
+        """Note that all objects are as the rows' commit has them, or as the first commit took them."""
+        self._restored |= self._objects.keys()
+
+    @property
+    def unrestored(self) -> list[str]:
+        """The names of modules that were not restored since they were registered."""
+        modules = [name for name, value in self._objects.items() if isinstance(value, torch.nn.Module)]
+        return [name for name in modules if name not in self._restored]
 
     def random_states(self) -> RandomStates:
         """Return the states of the global generators of torch, numpy and random, and that of the device's."""
@@ -260,7 +272,7 @@ def _moments(cloned: object) -> dict[int, torch.cuda.Event]:
 
     Of no other: to record one there would make a context, which takes hundreds of megabytes of that GPU.
     """
-    devices = sorted({device.index for device in _devices(cloned) if device.type == "cuda"})
+    devices = sorted({tensor.device.index for tensor in tensors_of(cloned) if tensor.device.type == "cuda"})
     return {device: torch.cuda.current_stream(device).record_event() for device in devices}
 
 
@@ -273,16 +285,16 @@ def _behind(device: int, moment: torch.cuda.Event) -> Iterator[None]:
         yield
 
 
-def _devices(value: Any) -> Iterator[torch.device]:
-    """Yield the device of every tensor."""
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor of a state."""
     if isinstance(value, torch.Tensor):
-        yield value.device
+        yield value
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _devices(item)
+            yield from tensors_of(item)
     elif isinstance(value, (list, tuple, set)):
         for item in value:
-            yield from _devices(item)
+            yield from tensors_of(item)
 
 
 def _clone(value: Any) -> Any:

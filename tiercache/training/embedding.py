@@ -96,7 +96,7 @@ class EmbeddingBagCollection(TableModule):
         """Return what `_PooledFunction` is given."""
         watch_scalers()
         self.check_rows(batch.rows)
-        batch.rows.look_up(batch.end)
+        is_known = self.begin_lookup(batch)
         backend = batch.rows.backend
         for name, weight in given.items():
             if name not in self._cols:
@@ -125,7 +125,7 @@ class EmbeddingBagCollection(TableModule):
             for part in self._parts[key]
         ]
         shape, names = (batch.num_samples, self.out_features), tuple(given)
-        marker = _Marker(self.handle, self.tables, batch.rows.gradients)
+        marker = _Marker(self.handle, self.tables, batch.rows.gradients, is_known)
         return marker, backend, lookups, list(ready.values()), shape, names, *given.values()
 
     def split(self, out: torch.Tensor) -> list[torch.Tensor]:
@@ -212,14 +212,14 @@ class EmbeddingCollection(TableModule):
         """Return the features in the order of the outputs, and what `_RowFunction` is given."""
         watch_scalers()
         self.check_rows(batch.rows)
-        batch.rows.look_up(batch.end)
+        is_known = self.begin_lookup(batch)
         check_brought(batch, self.features)
         groups = _groups_of(batch, [self.feature_specs[name].table for name in self.features])
         if groups not in self._parts:
             self._parts[groups] = self._cut(groups)
         parts = self._parts[groups]
         lookups = [RowLookup(part, batch) for part in parts]
-        marker = _Marker(self.handle, self.tables, batch.rows.gradients)
+        marker = _Marker(self.handle, self.tables, batch.rows.gradients, is_known)
         return [name for part in parts for name in part.features], (marker, batch.rows.backend, lookups)
 
     def _by_name(self, batch: Batch, names: Sequence[str], outs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -332,7 +332,9 @@ class _Padding(NamedTuple):
         if ids.offsets is not None:
             lengths = torch.from_numpy(np.diff(ids.offsets)).to(kept.device)
             sample = torch.repeat_interleave(torch.arange(lengths.numel(), device=kept.device), lengths)
-            counts = torch.zeros(lengths.numel(), device=kept.device).index_add_(0, sample, kept)[sample]
+            counts = torch.zeros(lengths.numel(), dtype=torch.float32, device=kept.device).index_add_(0, sample, kept)[
+                sample
+            ]
         return weights / counts.clamp(min=1.0)
 
 
@@ -368,10 +370,18 @@ class _Marker(NamedTuple):
     handle: nn.Parameter
     tables: Sequence[str]
     gradients: RowGradients | None
+    is_known: bool
+    """Whether the cache has the module, or does not ask."""
 
     def mark(self, tables: Iterable[str]) -> Mark | None:
         """Note one more gradient, of rows of ``tables``; None where the module is frozen or rows are not trained."""
-        tracer = None if self.gradients is None else self.gradients.tracers.of(self.handle, self.tables)
+        if self.gradients is None:
+            return None
+        tracer, ledger = self.gradients.tracers.of(self.handle, self.tables), self.gradients.tracers.ledger
+        if tracer is not None and not self.is_known:
+            self.gradients.tracers.refuse_reader(self.tables)
+        if tracer is not None and ledger is not None:
+            ledger.arrive()
         return None if tracer is None else tracer.mark(tables)
 
 

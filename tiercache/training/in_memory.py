@@ -27,6 +27,7 @@ from tiercache.training.held_keys import HeldKeys
 from tiercache.training.matching import check_features, check_modules
 from tiercache.training.passes import Pass
 from tiercache.training.progress import prepare_kernels
+from tiercache.training.rate_watch import RateWatch
 from tiercache.training.raw_batch import RawKeys
 from tiercache.training.row_optimizer import RowOptimizer
 from tiercache.training.step_hooks import StepHooks, named_objects
@@ -58,7 +59,7 @@ class InMemoryCache(SteppedCache):
         *,
         model: nn.Module | Sequence[nn.Module] | None = None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-        device: str | Backend = "cpu",
+        device: str | torch.device | Backend = "cpu",
         seed: int = 0,
         order: Sequence[int] | str | None = None,
         order_seed: int | None = None,
@@ -102,7 +103,7 @@ class InMemoryCache(SteppedCache):
         self._pass: Pass | None = None
         self._ahead: Pass | None = None
         """The next one, where the loop asked for it before that was trained to its end."""
-        self._trained = 0
+        self._trained, self._rate_watch = 0, RateWatch(self.optimizer)
         self._closed = False
         self.register(**named_objects(model=model, optimizer=optimizer))
 
@@ -152,7 +153,8 @@ class InMemoryCache(SteppedCache):
         """Yield the passes up to the end of epoch ``epochs``, from the first not trained yet."""
         self._check_open()
         share_threads()
-        self._end_pass()
+        self._finish()
+        self._rate_watch.begin()
         end = epochs * self._schedule.num_passes
         try:
             while self._trained < end:
@@ -161,15 +163,40 @@ class InMemoryCache(SteppedCache):
                     self._bring()
                 yield current
                 self._check_open()
+                if current.ledger.is_stopped or (self._pass is not None and self._pass.ledger.is_stopped):
+                    return
+                try:
+                    current.ledger.check_made(current.samples_done)
+                except StateError:
+                    self.optimizer.check_stepped(f"pass {current.index}")
+                    raise
                 if self._ahead is current:  # no batch of it was looked up
                     self._bring()
                 self.optimizer.check_stepped(f"pass {current.index}")
                 current.rows.leave()
                 self._trained += 1
+            if self._pass is not None and self._pass.is_trained:
+                self._finish()
         finally:
-            is_over = self._trained >= end
-            if not is_over or (self._pass is not None and self._pass.is_trained):
-                self._end_pass()
+            if self._trained < end:
+                self._end_pass(is_dropped=True)
+
+    def _finish(self) -> None:
+        """End the last pass of a loop that has ended. Raises StateError if it was not trained."""
+        try:
+            if self._pass is not None and self._pass.rows.is_left:
+                self._check_trained(self._pass)
+        finally:
+            self._end_pass()
+
+    def _check_trained(self, current: Pass) -> None:
+        """Raise StateError if a pass whose loop went on was not trained: the next loop begins with it."""
+        self._rate_watch.check()
+        try:
+            current.ledger.check_trained()
+        except StateError:
+            self._trained = current.index
+            raise
 
     def _make(self, index: int) -> Pass:
         """Return a pass whose rows are not shown yet."""
@@ -183,19 +210,23 @@ class InMemoryCache(SteppedCache):
     def _bring(self) -> None:
         """End the pass that was trained, and show the rows of the one that the loop has asked for."""
         if self._pass is not None:
+            assert self._ahead is not None
+            self._pass.check_ends(self._ahead)
             self.optimizer.check_stepped(f"pass {self._pass.index}")
+            self._check_trained(self._pass)
             self._pass.end()
         self._pass, self._ahead = self._ahead, None
         assert self._pass is not None
+        self.optimizer.tracers.ledger = self._pass.ledger
         self._pass.rows.show(self._rows_of(self._pass.sub_dataset))
 
     def _current(self) -> Pass | None:
         return self._pass
 
-    def _end_pass(self) -> None:
+    def _end_pass(self, *, is_dropped: bool = False) -> None:
         for one in (self._pass, self._ahead):
             if one is not None:
-                one.end()
+                one.end(is_dropped=is_dropped)
         self._pass = self._ahead = None
         self.optimizer.discard()
 
@@ -215,21 +246,27 @@ class InMemoryCache(SteppedCache):
     def close(self) -> None:
         """Free all memory. After this, anything that asks the cache for rows raises StateError.
 
-        A cache that is no longer referred to frees its memory without this.
+        A cache that is no longer referred to frees its memory without this. Raises StateError if the last pass of a
+        loop was not trained.
         """
-        self._closed = True
-        self._end_pass()
-        self._hooks.remove()
-        self._raw.close()
-        self._backend.drop_scratch()
-        self._arrays_G, self._slots_PG = [], []
-        self._held.clear()
+        self._close(failed=False)
 
     def __enter__(self) -> InMemoryCache:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._close(failed=error is not None)
+
+    def _close(self, *, failed: bool) -> None:
+        self._closed = True
+        try:
+            (self._end_pass if failed else self._finish)()
+        finally:
+            self._hooks.remove()
+            self._raw.close()
+            self._backend.drop_scratch()
+            self._arrays_G, self._slots_PG = [], []
+            self._held.clear()
 
     def _check_open(self) -> None:
         if self._closed:

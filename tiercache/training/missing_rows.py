@@ -188,9 +188,9 @@ class _RawRows(RowView):
         """Raise RuntimeError where the pass has ended."""
         self._trained.check()
 
-    def look_up(self, end: int) -> None:
+    def look_up(self, end: int, *, trains: bool = True) -> None:
         """Look rows of the pass up."""
-        self._trained.look_up(end)
+        self._trained.look_up(end, trains=trains)
 
 
 class _Groups(Sequence[GroupRows]):

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 from tiercache.errors import StateError
 from tiercache.tiers.rows import RowView
+from tiercache.training.finite_check import FiniteCheck
 from tiercache.training.passes import Pass
 from tiercache.training.progress import TrainingProgress
+from tiercache.training.rate_watch import RateWatch
 from tiercache.training.threads import share_threads
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ class PassLoop:
         *,
         seed: int,
         shown: bool,
+        on_nonfinite: str,
         rates: Rates | None = None,
     ) -> None:
         self._opened, self._rows, self._exchange, self._ranks = opened, rows, exchange, exchange.ranks
@@ -58,9 +61,13 @@ class PassLoop:
         """Whether the loop has ended before the last one was trained to its end."""
         self._random: RandomStates | None = None
         """Of the end of the pass, where the loop has gone on before."""
+        self._sample = -1
+        """Where the last commit inside the current pass stands."""
         self._run: object = None
         self._closed = False
         self._progress = TrainingProgress(0, shown=False)
+        self._rate_watch = RateWatch(rows.state.optimizer)
+        self._finite = FiniteCheck(on_nonfinite, rows.backend, rows.state.dense)
         self.reports: list[PassReport] = []
         self._rates = rates
         self._plans: tuple[PassPlan | None, PassPlan | None] = None, None
@@ -69,12 +76,16 @@ class PassLoop:
     def passes(self, epochs: int) -> Iterator[Pass]:
         """Yield the passes up to the end of epoch ``epochs``: ``TierCache.passes`` promises it."""
         ranks, rows = self._ranks, self._rows
+        with ranks.raise_on_all("looking at what was registered"):
+            rows.state.check_parameters()
         first, first_sample = self.restore()
         run = self._run = object()
         end = epochs * rows.schedule.num_passes
         if first >= end:
             return
         self._plans = None, None
+        self._rate_watch.begin()
+        self._finite.begin()
         with ranks.raise_on_all(_SWITCHING):
             rows.begin(end)
         total = rows.schedule.samples_left(first, epochs, [one.samples for one in rows.source.passes])
@@ -92,6 +103,10 @@ class PassLoop:
                     raise StateError(
                         "this loop over passes() was replaced by a newer one, or by restore(): use one loop at a time"
                     )
+                if self._is_stopped(current):
+                    return
+                with ranks.raise_on_all(f"ending pass {index}"):
+                    self._check_made(current)
                 if self._ahead is current:  # no batch of it was looked up
                     self._bring()
                 is_last = index + 1 == end
@@ -109,7 +124,7 @@ class PassLoop:
             progress.stop()
             # A dropped loop may be collected on the reader, which must not wait for itself: what comes next ends it.
             if self._run is run and not self._is_over and threading.get_ident() == thread:
-                self._end_pass()
+                self._end_pass(is_dropped=True)
                 rows.stop()
 
     def restore(self) -> tuple[int, int]:
@@ -137,6 +152,7 @@ class PassLoop:
             "zero_grad()",
             left=f"pass {current.index} before its commit",
         )
+        self._sample = current.samples_trained
         with self._ranks.raise_on_all("committing inside a pass"):
             if not (sample := current.samples_trained):
                 raise StateError("nothing to commit: no batch of this pass has been trained")
@@ -147,17 +163,23 @@ class PassLoop:
     def finish(self) -> None:
         """Commit the last pass of a loop that has ended before it was trained to its end; else do nothing.
 
-        A batch that was yielded and not trained is not counted.
+        Where it was not, commits inside it behind the batches that were trained, and raises StateError if the loop did
+        not do so itself. A batch that was yielded and not trained is not counted.
         """
         current = self.current
         if not self._is_over or current is None:
             return
-        if current.is_trained:
-            self._leave(last=True)
-        elif current.samples_trained > current.start_sample:
-            self.commit()
-        self.end()
-        self._rows.stop()
+        try:
+            if current.is_trained:
+                self._leave(last=True)
+            elif current.samples_trained != self._sample and not current.ledger.is_stopped:
+                if current.samples_trained > current.start_sample:
+                    self.commit()
+                with self._ranks.raise_on_all(_SWITCHING):
+                    current.ledger.check_trained()
+        finally:
+            self.end()
+            self._rows.stop()
 
     def end(self) -> None:
         """End it, wherever it is; nothing is committed."""
@@ -170,7 +192,13 @@ class PassLoop:
         self.end()
 
     def note_step(self) -> None:
-        """Take note of the generators where the step was the last one of the pass, and the loop is further."""
+        """Take note of the generators where the step was the last one of the pass, and the loop is further.
+
+        Raises StateError if rows are not finite any more; of several ranks, all raise it at the next batch.
+        """
+        self._finite.step(self.current)
+        if self._ranks.size == 1:
+            self._finite.raise_found()
         late = self._ahead is not None or self._is_over
         if late and self._random is None and self.current is not None and self.current.is_trained:
             self._random = self._rows.state.dense.random_states()
@@ -198,6 +226,7 @@ class PassLoop:
         current.rows.show(groups)
         self._exchange.open(current.rows)
         self.current, report.losses = current, current.losses
+        self._rows.state.optimizer.tracers.ledger, self._sample = current.ledger, -1
         self._predict(self._rows.transfer.plan)
         self.reports.append(report)
         report.begin_training()
@@ -216,6 +245,10 @@ class PassLoop:
         """End the pass that was trained, and begin the one that the loop has fetched ahead of it."""
         ahead = self._ahead
         assert ahead is not None, "rows were asked for of no pass that was fetched ahead"
+        before = self.current
+        if before is not None:
+            with self._ranks.raise_on_all(_SWITCHING):
+                before.check_ends(ahead)
         self._leave(last=False)
         self._ahead = None
         self._enter(ahead)
@@ -229,6 +262,8 @@ class PassLoop:
             left=f"pass {current.index}",
         )
         with self._ranks.raise_on_all(_SWITCHING):
+            current.ledger.check_trained()
+            self._rate_watch.check()
             report = self.reports[-1]
             with report.timing("commit"):
                 state = self._rows.state.capture(self._random)
@@ -251,28 +286,57 @@ class PassLoop:
         with self._ranks.raise_on_all("writing the rows of the pass before"):
             if self._exchange.pending:
                 raise StateError(unstepped)
+            if self.current is not None:
+                self._finite.check(self.current)
             self._exchange.leave(left)
             self._rows.transfer.check()
             if self._opened.is_sharded:
                 self._rows.transfer.drain()
         self._opened.publish()
 
+    def _check_made(self, current: Pass) -> None:
+        """Raise StateError if the loop did not take all batches of a pass."""
+        try:
+            current.ledger.check_made(current.samples_done)
+        except StateError:
+            if self._exchange.pending:
+                raise StateError(f"pass {current.index} {self._exchange.ended_unstepped}") from None
+            raise
+
+    def _is_stopped(self, current: Pass) -> bool:
+        """Whether the loop said so, of the pass or of the one before; the one before is committed if it is trained."""
+        mine = current.ledger.is_stopped or (self.current is not None and self.current.ledger.is_stopped)
+        on_none, on_all = self._ranks.all_reduce_min([not mine, mine])
+        if not on_none and not on_all:
+            raise StateError(
+                f"p.stop() was called on some ranks and not on others in pass {current.index}: call it on all ranks, "
+                "after the same batch"
+            )
+        if on_none:
+            return False
+        before = self.current
+        is_behind = self._ahead is current and before is not None and not before.ledger.is_stopped
+        if is_behind and self._ranks.all_reduce_min([before is not None and before.is_trained])[0]:
+            self._leave(last=True)
+        return True
+
     def _before_batch(self, current: Pass) -> None:
         """Raise what went wrong on a thread, and show how far the pass is."""
         self._rows.transfer.check()
+        self._finite.raise_found()
         if current is self.current:
             self._progress.batch(current.index, current.samples_done)
 
-    def _end_trained(self) -> None:
+    def _end_trained(self, *, is_dropped: bool = False) -> None:
         if self.current is not None:
-            self.current.end()
+            self.current.end(is_dropped=is_dropped)
             self.current = self._random = None
             self.reports[-1].end_training()
         self._exchange.discard()
 
-    def _end_pass(self) -> None:
-        self._end_trained()
+    def _end_pass(self, *, is_dropped: bool = False) -> None:
+        self._end_trained(is_dropped=is_dropped)
         if self._ahead is not None:
-            self._ahead.end()
+            self._ahead.end(is_dropped=is_dropped)
             self._ahead = None
         self._is_over = False

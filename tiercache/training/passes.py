@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from functools import partial
-from itertools import islice
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NoReturn, overload
+
+import torch
 
 from tiercache.errors import StateError
 from tiercache.training.batch import SHUFFLED_BY, cut_batches, sample_order
 from tiercache.training.evaluation import check_exchange_schedule
 from tiercache.training.exchange import BatchRequest
+from tiercache.training.pass_ledger import PassLedger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -67,7 +70,8 @@ class Pass:
         self.batches_done = self.start_batch
         """Batches that ``batch`` made, those included."""
         self.rows = rows
-        rows.samples_trained, rows.schema, rows.keys_of = first_sample, source.whole.schema, source.whole.keys
+        self.ledger = rows.ledger = PassLedger(f"pass {index}", source.samples, first_sample)
+        rows.schema, rows.keys_of = source.whole.schema, source.whole.keys
         self.order = order
         """Seed and shuffling of the batches yielded so far, or how many were of raw keys; None before the first."""
         self.source = source
@@ -120,6 +124,7 @@ class Pass:
 
         def counted(made: tuple[int, Batch]) -> Batch:
             self.samples_done, batch = made
+            self.ledger.make(self.samples_done)
             return batch
 
         by_owner = _read_by_owner(read_by)
@@ -129,7 +134,8 @@ class Pass:
         made = self._pipeline.batches(
             self._exchange, requests, self.rows, prefetch=prefetch, before=self._before, by_owner=by_owner
         )
-        yield from map(counted, made)
+        yield from itertools.takewhile(lambda _: not self.is_left, map(counted, made))
+        self.ledger.exhaust()
 
     def steps(
         self,
@@ -155,18 +161,21 @@ class Pass:
         if micro_batches < 1:
             raise ValueError(f"{micro_batches} micro-batches were asked for: a batch has at least 1")
         cuts = self._cuts(size, shuffle)
-        while True:
+        while not self.is_left:
             try:
                 if (cut := next(cuts, None)) is None:
+                    self.ledger.exhaust()
                     return
-                self.samples_done, places = cut
+                first, (self.samples_done, places) = self.samples_done, cut
                 n, count = places.size, min(micro_batches, places.size)
-                requests = iter(
-                    [
-                        BatchRequest(self.source, places[i * n // count : (i + 1) * n // count], n, cut[0])
-                        for i in range(count)
-                    ]
-                )
+                ends = [i * n // count for i in range(count + 1)]
+                parts = [
+                    BatchRequest(self.source, places[begin:end], n, first + end)
+                    for begin, end in itertools.pairwise(ends)
+                ]
+                requests = iter(parts)
+                for part in parts:
+                    self.ledger.make(part.done)
             except Exception as error:  # told to all ranks, by the first micro-batch
                 requests = iter(partial(_fail, error), None)
             made = self._pipeline.batches(
@@ -178,6 +187,11 @@ class Pass:
     def _cuts(self, size: int, shuffle: bool) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Yield the samples behind each batch and its places, from where the pass stands at the first."""
         self.source.check_samples()
+        if self.ledger.is_exhausted:
+            raise StateError(
+                f"pass {self.index} was iterated again after all its {self.num_samples:,} samples were taken: a pass "
+                "trains its samples once, so ask for more epochs (cache.passes(epochs=...)) to train them again"
+            )
         mine: dict[str, object] = {"seed": self._seed, "shuffle": shuffle}
         if shuffle:
             mine["by"] = SHUFFLED_BY
@@ -199,15 +213,53 @@ class Pass:
 
         These are the samples of batches that modules have looked up; with raw keys, of batches that were made.
         """
-        return self.samples_done if "raw_batches" in (self.order or {}) else self.rows.samples_trained
+        return self.samples_done if "raw_batches" in (self.order or {}) else self.ledger.samples_trained
 
     @property
     def is_trained(self) -> bool:
         """Whether every batch that was yielded or made has been looked up, and its backward has run."""
-        return self.rows.samples_trained >= self.samples_done and not self._exchange.is_awaited
+        return self.ledger.is_looked_up and not self._exchange.is_awaited
 
-    def end(self) -> None:
-        """End the pass and give up its rows. A reference to the pass does not keep the cache alive."""
+    def check_ends(self, following: Pass) -> None:
+        """Raise StateError if a lookup without gradients would end the pass before it is trained."""
+        if self.samples_trained > self.start_sample and not torch.is_grad_enabled() and not self.is_trained:
+            raise StateError(
+                f"a batch of pass {following.index} was looked up without gradients before one of it was trained, and "
+                f"pass {self.index} is not trained to its end: rows of the next pass are brought with its first batch "
+                "that is trained, so evaluate batches after it, or use cache.evaluate()"
+            )
+
+    @property
+    def is_left(self) -> bool:
+        """Whether ``skip`` or ``stop`` was called."""
+        return self.ledger.is_skipped or self.ledger.is_stopped
+
+    def skip(self) -> None:
+        """Count the pass as trained, although not all its batches were, and let the loop go on with the next pass.
+
+        The rows keep what the batches so far trained, and the pass is committed when it ends, like any other. No more
+        batches are made of it: iterators over its batches end. Without this a pass that was not trained to its end is
+        an error. With several ranks all call it, after the same batch. Raises RuntimeError if the pass has ended.
+        """
+        self.rows.check()
+        self.ledger.is_skipped = True
+
+    def stop(self) -> None:
+        """End the training in this pass: iterators over its batches end, and so does the loop over passes.
+
+        Nothing more is committed, as after a ``break`` out of the loop over passes: the next training goes on from the
+        last commit, which is the end of an earlier pass or what ``TierCache.commit`` committed inside this one. With
+        several ranks all call it, after the same batch. Raises RuntimeError if the pass has ended.
+        """
+        self.rows.check()
+        self.ledger.is_stopped = True
+
+    def end(self, *, is_dropped: bool = False) -> None:
+        """End the pass and give up its rows. A reference to the pass does not keep the cache alive.
+
+        is_dropped: whether the loop was left.
+        """
+        self.rows.is_dropped = is_dropped
         self.rows.end()
         self._before_batch = _nothing
 
@@ -270,7 +322,10 @@ class Pass:
             RuntimeError: the pass has ended.
             Exception: errors of the reader and writer threads, with their cause.
         """
-        return self._raw.batch(self, keys, missing=missing, weights=weights, label=label, dense=dense)
+        batch = self._raw.batch(self, keys, missing=missing, weights=weights, label=label, dense=dense)
+        if batch is None:
+            self.ledger.exhaust(raw=True)
+        return batch
 
     def wrap(
         self,
@@ -289,18 +344,22 @@ class Pass:
         """
         items = iter(loader)
         if not hasattr(loader, "state_dict"):
-            items = islice(items, self.start_batch, None)
-        while True:
+            items = itertools.islice(items, self.start_batch, None)
+        self.ledger.open_loader()
+        while not self.is_left:
             item = next(items, _ENDED)
             given = {"keys": None} if item is _ENDED else _parts_of(item) if make is None else make(item)
             batch = self.batch(**given, missing=missing)
             if batch is None:
+                self.ledger.close_loader()
                 return
             yield batch
 
     def begin_raw(self) -> None:
         """Check that a batch of raw keys can be made now, and bring the rows of the pass."""
         self.rows.check_made()
+        if self.is_left:
+            raise StateError(f"pass {self.index} makes no more batches after p.skip() or p.stop()")
         self.rows.bring()
         if self.order is not None and "raw_batches" not in self.order:
             raise StateError(
@@ -314,6 +373,7 @@ class Pass:
         self.batches_done += 1
         self.samples_done += num_samples
         self.order = {"raw_batches": self.batches_done}
+        self.ledger.make(self.samples_done, raw=True)
 
     def log_loss(self, loss: float) -> None:
         """Add a loss of this rank to the report of the pass."""

@@ -112,6 +112,7 @@ class RankRows:
             if is_fresh:
                 self.transfer.publish_first(self.state.capture())
             self.plans.check_store(self.state.dense.most_bytes)
+        self.state.dense.note_restored()
         return self.plans.cursor
 
     def begin(self, end: int) -> None:

@@ -91,8 +91,8 @@ class RawReader:
             raise ValueError(f"missing is {missing!r}: it must be one of {', '.join(map(repr, MISSING))}")
         num_samples, features = feature_keys(self._schema, keys, weights)
         found, ids = (None, {}) if source is None else self._finder.find(source, features, self._table_of)
-        brought = self._bring("label", label, torch.empty(0), (num_samples,))
-        columns = self._bring("dense", dense, torch.empty(num_samples, 0), (num_samples, -1))
+        brought = self._bring("label", label, torch.empty(0, dtype=torch.float32), (num_samples,))
+        columns = self._bring("dense", dense, torch.empty(num_samples, 0, dtype=torch.float32), (num_samples, -1))
         lost = None if found is None else found.missing()  # all is on its way: what is waited for is the search
         if lost is not None and lost.count and missing == "error":
             self._refuse(lost.first, features, ids, pass_name, number)

@@ -80,6 +80,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all rows."""
+        self.tracers.note_drop()
         super().zero_grad(set_to_none)
         self._discard()
 
@@ -115,8 +116,9 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def begin_step(self, marks: Iterable[Mark], optimizer: torch.optim.Optimizer | None) -> dict[Tracer, float]:
         """Return what each module's gradients are multiplied by in the step of ``optimizer``; None: of all tables."""
-        self.tracers.is_stepped = True
-        return self.tracers.factors(marks, optimizer)
+        factors = self.tracers.factors(marks, optimizer)
+        self.tracers.note_step(applied=self.has_step(factors))
+        return factors
 
     @staticmethod
     def stepped(factors: Mapping[Tracer, float]) -> set[str]:

@@ -24,6 +24,8 @@ _MOST = 64
 _scales: OrderedDict[int, torch.Tensor] = OrderedDict()
 """By the number of the backward pass, of the newest that began at a scaled loss; no more of them run at a time."""
 _watched: set[type[GradScaler]] = set()
+_notes: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakMethod[Callable[[], None]]]
+_notes = weakref.WeakKeyDictionary()
 _agreements: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakMethod[Agree]] = weakref.WeakKeyDictionary()
 
 
@@ -47,6 +49,14 @@ def agree_on_overflow(optimizer: torch.optim.Optimizer, agree: Agree) -> None:
     not finite, it raises the flag where any rank has it raised. Collective, as ``unscale_`` is from now on.
     """
     _agreements[optimizer] = weakref.WeakMethod(agree)
+
+
+def note_unscaled(optimizer: torch.optim.Optimizer, note: Callable[[], None]) -> None:
+    """Have ``note``, a method of an object that this does not keep alive, called when a scaler unscales gradients.
+
+    A scaler does so before each step that it takes or skips.
+    """
+    _notes[optimizer] = weakref.WeakMethod(note)
 
 
 def backward_number() -> int:
@@ -76,6 +86,9 @@ def _watch_unscale(scaler: type[GradScaler]) -> None:
     @wraps(unscale)
     def agreed(self: GradScaler, optimizer: torch.optim.Optimizer) -> None:
         unscale(self, optimizer)
+        note = _notes[optimizer]() if optimizer in _notes and self.is_enabled() else None
+        if note is not None:
+            note()
         agree = _agreements[optimizer]() if optimizer in _agreements and self.is_enabled() else None
         if agree is not None:
             for found in self._found_inf_per_device(optimizer).values():

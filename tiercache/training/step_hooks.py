@@ -9,10 +9,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from tiercache.errors import StateError
+from tiercache.training.scaled_loss import note_unscaled
 from tiercache.training.table_module import table_modules
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from tiercache.training.stepped_cache import SteppedCache
 
@@ -38,6 +39,7 @@ class StepHooks:
                 found()
 
         cache.optimizer.bind(call_step, call_discard)
+        note_unscaled(cache.optimizer, cache.optimizer.tracers.note_attempt)
         self._rows = weakref.ref(cache.optimizer)
         self._hooks: list[Any] = []
 
@@ -48,6 +50,8 @@ class StepHooks:
         for value in objects:
             if isinstance(value, torch.optim.Optimizer):
                 self._hooks.append(value.register_step_post_hook(self._call))
+                self._hooks.append(_ZeroGradHook(value, weakref.WeakMethod(rows.tracers.note_drop)))
+                note_unscaled(value, rows.tracers.note_attempt)
                 rows.tracers.follow(value)
             for part in table_modules([value]):
                 if part.tables:
@@ -66,6 +70,35 @@ class StepHooks:
         rows = self._rows()
         if rows is not None:
             rows.tracers.close()
+
+
+class _ZeroGradHook:
+    """Calls a function before ``zero_grad`` of an optimizer, for which torch has no hook."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, call: weakref.WeakMethod[Callable[[], None]]) -> None:
+        of_class, mine, found = type(optimizer).zero_grad, vars(optimizer).get("zero_grad"), weakref.ref(optimizer)
+        self._optimizer, self._mine = found, mine
+
+        def zero_grad(*args: Any, **named: Any) -> None:
+            if (note := call()) is not None:
+                note()
+            if mine is not None:
+                mine(*args, **named)
+            elif (followed := found()) is not None:
+                of_class(followed, *args, **named)
+
+        self._hook = zero_grad
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Call it no more."""
+        optimizer = self._optimizer()
+        if optimizer is None or vars(optimizer).get("zero_grad") is not self._hook:
+            return
+        if self._mine is None:
+            del optimizer.zero_grad
+        else:
+            optimizer.zero_grad = self._mine  # type: ignore[method-assign]
 
 
 def unwrapped(value: Any) -> Any:

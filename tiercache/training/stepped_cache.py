@@ -38,12 +38,20 @@ class SteppedCache:
         """Return the pass whose rows are trained."""
         raise NotImplementedError
 
+    def _check_open(self) -> None:
+        """Raise StateError if the cache is closed."""
+        raise NotImplementedError
+
     def _step(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Apply the pending gradients of the tables that step with ``optimizer``: each row is updated once.
 
-        Of several ranks duplicates are added in the order of batches, in each by rank.
+        Of several ranks duplicates are added in the order of batches, in each by rank. Outside a pass, where no rows
+        are trained, it does nothing.
         """
         current = self._current()
+        if current is None and not self._exchange.pending:
+            self._check_open()
+            return
         if current is None:
             raise StateError("rows were stepped outside a pass: step inside the loop over passes()")
         self._exchange.step(current.rows.groups, optimizer)

@@ -9,6 +9,7 @@ from torch import nn
 
 from tiercache.errors import DatasetError, StateError
 from tiercache.schema import Schema, difference
+from tiercache.training.batch import Batch
 from tiercache.training.data_parallel import hide_handles
 from tiercache.training.lookup_ops import number_module
 from tiercache.training.scaled_loss import watch_scalers
@@ -49,7 +50,7 @@ class TableModule(nn.Module):
         """The schema of the rows that were looked up last, which has the same features and tables."""
         self.pooling: dict[str, str | None] = dict.fromkeys(self.features)
         """By feature, how it is pooled; None where its rows are needed."""
-        self.handle = nn.Parameter(torch.zeros((), device="cpu"))
+        self.handle = nn.Parameter(torch.zeros((), dtype=torch.float32, device="cpu"))
         """The parameter; on the CPU also of a module that is made on "meta"."""
         self._rows: Callable[[], Callable[[], dict[str, Any]] | None] = _of_no_cache
         self._loaded: dict[str, Any] | None = None
@@ -57,6 +58,8 @@ class TableModule(nn.Module):
         """By table, those of the module that it took the place of: rows for a store that is made."""
         self.number = number_module(self)
         """By it compiled models look the module up."""
+        self.copied_from = 0
+        """The number of the module that this is a copy of; 0: of none."""
 
     def __getattr__(self, name: str) -> Any:
         refuse_attribute(self, name)
@@ -109,14 +112,28 @@ class TableModule(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         found = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         # no 16-bit number holds a tracer, and to_empty() leaves anything
-        self.handle.data = torch.zeros((), device=self.handle.device)
+        self.handle.data = torch.zeros((), dtype=torch.float32, device=self.handle.device)
         return found
+
+    def begin_lookup(self, batch: Batch) -> bool:
+        """Check that rows of a batch can be looked up, and bring them; return whether this module may train them."""
+        if not isinstance(batch, Batch):
+            raise TypeError(
+                f"a module that looks up {', '.join(self.features)} was given a {type(batch).__name__}: give it a "
+                "batch of p.batches(...), or make one of your own keys with p.batch(...)"
+            )
+        gradients = batch.rows.gradients
+        trains = gradients is not None and torch.is_grad_enabled() and self.handle.requires_grad
+        is_known = gradients is None or not trains or gradients.tracers.check_reader(self)
+        batch.rows.look_up(batch.end, trains=trains)
+        return is_known
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_rows": _of_no_cache}  # a copy, or one that was pickled, belongs to no cache
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.copied_from = self.number
         self.number = number_module(self)
 
     def bind(self, rows: Callable[[], Callable[[], dict[str, Any]] | None]) -> None:
@@ -229,6 +246,11 @@ def poolings(modules: Iterable[nn.Module], features: Iterable[str]) -> dict[str,
 
 
 def _choose(schema: Schema, features: Sequence[str] | None) -> tuple[list[str], list[int], dict[str, Feature]]:
+    if not isinstance(schema, Schema):
+        raise TypeError(
+            f"the schema is {schema!r}: give the schema of the dataset and the names of features, as in "
+            "tc.EmbeddingBag(data.schema, 'user'); the sizes of tables are in the schema"
+        )
     specs = {feature.name: feature for feature in schema.features}
     names = list(specs) if features is None else list(features)
     for name in names:

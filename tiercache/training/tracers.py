@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, MutableMapping, Sequence
 
     from torch import nn
+
+    from tiercache.training.pass_ledger import PassLedger
+    from tiercache.training.table_module import TableModule
 
 _TRACER = 2.0**-60
 """Small enough to change no norm of gradients; a sum of up to 2^24 of them is exact, and so is one unscaled."""
@@ -179,7 +182,48 @@ class Tracers:
         self._tracers: MutableMapping[nn.Parameter, Tracer] = WeakIdKeyDictionary()
         self.is_stepped = False
         """Whether the cache has an optimizer, or a step was taken: else nobody may ever step rows."""
+        self.ledger: PassLedger | None = None
+        """That of the pass whose rows are trained."""
+        self.readers: weakref.WeakSet[TableModule] = weakref.WeakSet()
+        """The registered modules that look rows up."""
+        self.is_closed_to_others = False
+        """Whether other modules must not train rows: their model is in no commit."""
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+
+    def check_reader(self, module: TableModule) -> bool:
+        """Return whether a module may train rows. Raises StateError if it is neither registered nor a copy of one.
+
+        A copy, as an average of a model has it, may look rows up, and is refused when gradients arrive.
+        """
+        is_known = not self.is_closed_to_others or module in self.readers
+        if not is_known and all(module.copied_from != one.number for one in self.readers):
+            self.refuse_reader(module.tables)
+        return is_known
+
+    @staticmethod
+    def refuse_reader(tables: Sequence[str]) -> NoReturn:
+        """Raise StateError for a module that is not registered and would train rows."""
+        raise StateError(
+            f"a module that looks up {', '.join(map(repr, tables))} belongs to no model of this cache, so its model "
+            "would be trained and not committed: give the cache the model (model=..., or register()), or freeze "
+            "the module with requires_grad_(False)"
+        )
+
+    def note_step(self, *, applied: bool) -> None:
+        """Note a step of one of the cache's optimizers. applied: whether it finds gradients of rows."""
+        self.is_stepped = True
+        if self.ledger is not None:
+            self.ledger.step(applied=applied)
+
+    def note_attempt(self) -> None:
+        """Note a step that a GradScaler takes or skips after unscaling."""
+        if self.ledger is not None:
+            self.ledger.attempt()
+
+    def note_drop(self) -> None:
+        """Note that one of the cache's optimizers drops its gradients."""
+        if self.ledger is not None:
+            self.ledger.drop()
 
     def of(self, handle: nn.Parameter, tables: Sequence[str]) -> Tracer | None:
         """Return that of the handle of a module that looks up ``tables``; None where the module is frozen."""
@@ -257,7 +301,7 @@ class Tracers:
 
 def tracer_gradient(handle: nn.Parameter, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
     """Return the gradient of a handle in a backward: a tracer, infinite where scaled ``gradients`` are not finite."""
-    tracer = torch.full((), _TRACER, device=handle.device)
+    tracer = torch.full((), _TRACER, dtype=torch.float32, device=handle.device)
     if scale_of_backward() is not None:
         for gradient in gradients:
             if gradient is not None:
