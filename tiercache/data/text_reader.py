@@ -68,8 +68,9 @@ class TextReader(FileReader):
         self._null_words = ("",) if self._is_criteo else self._csv.null_words
         self._hex = {f.columns[0] for f in schema.features if f.key == "hex"}
         self._bad, self._padding = list[_BadRow](), list[_BadRow]()
+        self._raw: Any = None
         self._lists = {use.column for use in uses if use.is_list} if self._csv.list_separator else set()
-        self._block_bytes = _BLOCK_BYTES
+        self._block_bytes = self.decoding_bytes = _BLOCK_BYTES
         while True:
             try:
                 with self._open() as stream:
@@ -113,16 +114,11 @@ class TextReader(FileReader):
                     f"not by {self._delimiter!r}: say {_say(delimiter)} in [csv]"
                 )
 
-    @property
-    def decoding_bytes(self) -> int:
-        """Return the bytes of a block and of what it becomes."""
-        return self._block_bytes
-
     def _grows(self, error: Exception) -> bool:
         """Return whether a row was longer than a block, and blocks are larger from here on."""
         if "straddling object" not in str(error) or self._block_bytes >= _MOST_BLOCK_BYTES:
             return False
-        self._block_bytes *= 8
+        self._block_bytes = self.decoding_bytes = 8 * self._block_bytes
         return True
 
     def pieces(self, columns: Sequence[str], row: int, *, batch_bytes: int, use_threads: bool) -> Iterator[Piece]:
@@ -189,7 +185,7 @@ class TextReader(FileReader):
                 marked = batch
                 if any(batch.column(name).null_count for name in lists):
                     if other is None:
-                        raw = self._raw
+                        raw: Any = self._raw
                         other = self._reader(stack.enter_context(opened()), again, names, quiet=True)
                         self._raw = raw
                     for _ in range(number - behind):
@@ -216,8 +212,8 @@ class TextReader(FileReader):
         filled = [(bad, text) for bad in self._bad[:taken] if (text := self._filled(bad)) is not None]
         if filled:
             self._padding = [bad for bad, _ in filled]
-            text = "\n".join(text for _, text in filled).encode()
-            padded = self._batches(lambda: io.BytesIO(text), convert, self._all_names)
+            lines = "\n".join(text for _, text in filled).encode()
+            padded = self._batches(lambda: io.BytesIO(lines), convert, self._all_names)
             batch, self._padding = pa.Table.from_batches([batch, *padded]), []
             if batch.num_rows != rows.size + len(filled):
                 raise SourceError(f"{self._file.path}, row {filled[0][0].row}: a quote is not closed: correct it")
