@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 _LARGEST = float(np.finfo(np.float32).max)
 _CONFIG = ConfigDict(extra="forbid")
 
+NULL_WORDS = (
+    "", "NA", "N/A", "n/a", "#N/A", "#N/A N/A", "#NA", "NULL", "null", "NaN", "nan", "-NaN", "-nan", "1.#IND",
+    "-1.#IND", "1.#QNAN", "-1.#QNAN", r"\N",
+)  # fmt: skip
+"""How text files say null, where the schema does not say otherwise."""
+
 Text = Annotated[str, Field(min_length=1)]
 Flag = Annotated[bool, Field(strict=True)]
 Count = Annotated[int, Field(strict=True, ge=1, le=(1 << 31) - 1)]
@@ -192,6 +198,13 @@ class CsvFormat:
     """Types of columns that appear in crosses only; absent ones are taken from the first lines of each file."""
     list_separator: Text | None = None
     """What stands between the values of a list within a field; None: text files have no lists."""
+    delimiter: Text | None = None
+    """The text between two fields; None: a comma, or a tab in TSV files. Several characters need ``quote=""``."""
+    quote: Annotated[str, Field(max_length=1)] | None = None
+    """The character around fields that hold delimiters or line breaks; empty: quotes are plain characters. None: ``"``,
+    and in tab-separated text none."""
+    null_words: tuple[str, ...] = NULL_WORDS
+    """What is null if it is not quoted, and in columns of numbers also if it is."""
     bad_rows: Literal["error", "skip", "pad"] = "error"
     """Rows with another number of fields than the header: an error; left out; or, where fields are missing, filled with
     null, and left out where there are too many."""

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from tiercache.schema import Feature, Schema
 
 _FIRST_ROWS = 512
-_WHOLE = 1 << 53
-"""Floats hold all whole numbers below it."""
+_WHOLE = {pa.float16(): 1 << 11, pa.float32(): 1 << 24, pa.float64(): 1 << 53}
+"""Floats of a type hold all whole numbers below it: larger ones may have been another number once."""
 _LABEL = Nulls('a label must be a finite number: give it one, drop the row, or say null = "drop" in [label]')
 _WEIGHT = Nulls("a weight must be a finite number: give it one")
 
@@ -175,12 +175,14 @@ def _bucketed(feature: Feature, values: Any) -> tuple[Any, NDArray[np.int64]]:
 def _whole(feature: Feature, batch: SourceBatch, column: str, values: Any, lengths: Any) -> Any:
     """Return floats as integers, NaN as null. Raises SourceError for one that is no whole number."""
     numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)  # null becomes NaN
-    is_null = np.isnan(numbers)
+    is_null, most = np.isnan(numbers), _WHOLE[values.type]
     numbers = np.where(is_null, 0.0, numbers)
-    is_wrong = (np.floor(numbers) != numbers) | (np.abs(numbers) >= _WHOLE)
+    is_wrong = (np.floor(numbers) != numbers) | (np.abs(numbers) >= most)
     if is_wrong.any():
         at = int(is_wrong.argmax())
-        what = f"it is {numbers[at]}, but feature {feature.name!r} needs integers (floats only below 2^53)"
+        kind = "floats" if values.type == pa.float64() else "float32" if values.type == pa.float32() else "float16"
+        bound = f"{kind} only below 2^{most.bit_length() - 1}"
+        what = f"it is {numbers[at]}, but feature {feature.name!r} needs integers ({bound})"
         raise batch.error(_row(at, lengths), column, f"{what}: give the column integers, or the feature buckets")
     return pa.array(numbers.astype(np.int64), mask=is_null)
 
@@ -200,6 +202,7 @@ def _of_hex(feature: Feature, batch: SourceBatch, values: Any, lengths: Any) -> 
         digits = _HEX_DIGITS[bytes_[offsets[has] + place]]
         is_wrong[has] |= digits > 15
         words[has] = (words[has] << np.uint64(4)) | digits
+    is_wrong &= ~is_null  # a null may have bytes
     if is_wrong.any():
         at = int(is_wrong.argmax())
         what = f"it is {values[at].as_py()!r}, but feature {feature.name!r} needs 1 to 16 hexadecimal digits"
@@ -231,7 +234,7 @@ def _words(values: Any, hashed: bool) -> NDArray[np.uint64]:
 
 
 def _spans(values: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Return the bytes of strings, and (n + 1,) where each begins; null strings are empty."""
+    """Return the bytes of strings, and (n + 1,) where each begins; a null may have some."""
     is_text = types.is_string(values.type) or types.is_large_string(values.type)
     values = values.cast(pa.large_string() if is_text else pa.large_binary())
     _, offsets, data = values.buffers()

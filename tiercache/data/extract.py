@@ -17,12 +17,12 @@ from tiercache.data.encode import check_first_rows, encode_dense, encode_feature
 from tiercache.data.frequency import FrequencyFilter, KeyCounter, decide, run_name
 from tiercache.data.inputs import find_inputs
 from tiercache.data.keyset import open_key_set
-from tiercache.data.manifest import MANIFEST, RARE_KEYS, Manifest, file_name
+from tiercache.data.manifest import MANIFEST, RARE_KEYS, VERSION, Manifest, file_name
 from tiercache.data.memory import MemoryShares
 from tiercache.data.pass_builder import PassBuilder
 from tiercache.data.progress import ExtractionProgress, ProgressReporter
 from tiercache.data.raw_batch import RawBatch
-from tiercache.data.resume import ExtractionState, WorkFolder, check_same
+from tiercache.data.resume import ExtractionState, WorkFolder, check_rules, check_same
 from tiercache.data.row_budget import RowBudget
 from tiercache.data.row_budget import device_bytes as row_device_bytes
 from tiercache.data.sample_layout import SampleLayout
@@ -143,6 +143,7 @@ def extract(
                 reporter.finish(made.samples, f"{place}: {made.summary}, extracted before", "")
             return made
         check_same(manifest.options, old, options, old, out)
+        check_rules(manifest.version, out)
         inputs = tuple(file for file, record in zip(inputs, records, strict=True) if record not in old)
         records, kept = (*old, *(file.record() for file in inputs)), manifest.passes
     source = Source(inputs, schema, cut_column=cut.column)
@@ -155,7 +156,7 @@ def extract(
             schema=schema, cut=cut, unit=batch_multiple, device_bytes=device_bytes, devices=devices,
             memory_bytes=memory_bytes, workers=workers or 1, with_samples=samples,
         )  # fmt: skip
-        begin = ExtractionState(options=options, inputs=records, passes=kept)
+        begin = ExtractionState(options=options, inputs=records, passes=kept, version=VERSION)
         with _room_in(out):
             made = extract_on(dask, job, inputs, begin, place, progress)
         _warn_of_small(made.manifest.passes[:-1], cut, batch_multiple)
@@ -166,7 +167,7 @@ def extract(
         closing(ProgressReporter(progress, source.total_bytes)) as reporter,
         closing(Workers(workers)) as pool,
     ):
-        begin = ExtractionState(options=options, inputs=records, passes=kept)
+        begin = ExtractionState(options=options, inputs=records, passes=kept, version=VERSION)
         state = ExtractionState.read(work.path) or begin
         state.check_same(options, records, out)
         if not is_cached():

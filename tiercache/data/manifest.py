@@ -26,7 +26,9 @@ UNFINISHED = "unfinished"
 RARE_KEYS = "rare.safetensors"
 """Keys that were too rare for a row of their own, with counts; only where a least count was asked for."""
 _OLD_MANIFEST = "passes.json"
-_VERSION = 2
+VERSION = 3
+"""Of what is written. Version 2 has the same files; its texts and floats became keys by other rules."""
+_READ = (2, VERSION)
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
@@ -106,6 +108,8 @@ class Manifest:
     """Name, size and time of change of each file it was made from; empty for datasets from arrays."""
     rare: SubDatasetRecord | None = None
     """The file of rare keys; None: there is none."""
+    version: int = VERSION
+    """Of the rules by which its data became keys."""
 
     @property
     def digest(self) -> str:
@@ -119,7 +123,7 @@ class Manifest:
         """Make the dataset in ``directory`` a finished one, in one step."""
         record = {
             "format": "tiercache dataset",
-            "version": _VERSION,
+            "version": self.version,
             "digest": self.digest,
             "schema": self.schema.to_record(),
             "passes": [p.model_dump() for p in self.passes],
@@ -149,8 +153,9 @@ class Manifest:
         try:
             text = read_whole(str(path))
             record = _Record.model_validate_json(text)
-            if record.version != _VERSION:
-                raise ValueError(f"it has version {record.version}, this tiercache reads {_VERSION}")
+            if record.version not in _READ:
+                known = " and ".join(map(str, _READ))
+                raise ValueError(f"it has version {record.version}, this tiercache reads {known}")
             schema = Schema.from_record(record.schema_)
             manifest = cls(
                 schema=schema,
@@ -158,6 +163,7 @@ class Manifest:
                 options=record.options,
                 inputs=tuple(record.inputs),
                 rare=record.rare,
+                version=record.version,
             )
             names = {table.name for table in schema.tables}
             for one in (*record.passes, *([] if record.rare is None else [record.rare])):

@@ -105,6 +105,7 @@ def repartition(
         options=options | {_PARTS: parts},
         inputs=old.manifest.inputs,
         rare=old.manifest.rare,
+        version=old.manifest.version,
     ).write(directory)
     return PassDataset.open(directory)
 

@@ -9,7 +9,7 @@ import shutil
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from tiercache.data.manifest import MANIFEST, UNFINISHED, SubDatasetRecord
+from tiercache.data.manifest import MANIFEST, UNFINISHED, VERSION, SubDatasetRecord
 from tiercache.errors import ExtractionError
 from tiercache.store.atomic_file import write_whole
 from tiercache.store.direct_file import read_whole
@@ -41,6 +41,8 @@ class ExtractionState:
     """Runs of counted keys on disk."""
     is_counted: bool = False
     """Whether counting is over."""
+    version: int = 2
+    """Of the rules by which data becomes keys (``Manifest.version``); states of version 2 do not say it."""
 
     def write(self, folder: Path) -> None:
         """Replace the state in ``folder`` in one step."""
@@ -69,8 +71,18 @@ class ExtractionState:
         return replace(self, passes=(*self.passes, record), file_index=file_index, row=row)
 
     def check_same(self, options: dict[str, Any], inputs: tuple[dict[str, Any], ...], where: Path) -> None:
-        """Raise ExtractionError where options or inputs are not those that the work in ``where`` began with."""
+        """Raise ExtractionError where options, inputs or rules are not those that the work in ``where`` began with."""
+        check_rules(self.version, where)
         check_same(self.options, self.inputs, options, inputs, where)
+
+
+def check_rules(version: int, where: Path) -> None:
+    """Raise ExtractionError if data became keys by other rules in ``where``: one dataset has one meaning of a text."""
+    if version != VERSION:
+        raise ExtractionError(
+            f"{where} was extracted by the rules of dataset version {version}, and texts and floats become keys by "
+            f"those of version {VERSION} now: extract the new files into another directory, or all files again"
+        )
 
 
 def check_same(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,11 +17,13 @@ import pyarrow.csv as pacsv
 from tiercache.data.column_types import csv_types
 from tiercache.data.inputs import open_binary
 from tiercache.data.readers import LARGEST_BATCH, FileReader, Piece
+from tiercache.data.text_stream import UNIT_SEPARATOR, TextStream
+from tiercache.data.text_values import InvalidTextError, integers, reals, split, without_nulls
 from tiercache.errors import SourceError
 from tiercache.sizes import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -31,7 +34,12 @@ if TYPE_CHECKING:
 CRITEO_COLUMNS = ("label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27)))
 """The columns of Criteo's files, which have no header."""
 _BLOCK_BYTES = 2 << 20
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|nan|[+-]?inf", re.IGNORECASE)
+_MOST_BLOCK_BYTES = _BLOCK_BYTES << 9
+"""1 GiB, of a file that has so long a row."""
+_NUMBERS = (pa.int64(), pa.float64(), pa.bool_())
+_DELIMITERS = (",", ";", "\t", "|", "::", ":", " ")
+"""What may separate the fields of a file that the schema's delimiter does not fit."""
+_SNIFFED = 64 << 10
 
 
 class _BadRow(NamedTuple):
@@ -47,71 +55,147 @@ class _BadRow(NamedTuple):
 class TextReader(FileReader):
     """Reads a text file."""
 
-    decoding_bytes = _BLOCK_BYTES
-
     def __init__(self, file: InputFile, schema: Schema, uses: Sequence[ColumnUse]) -> None:
-        self._file, self._csv = file, schema.csv
+        self._file, self._csv, self._uses = file, schema.csv, uses
         self._is_criteo = file.format == "criteo"
         self._has_header = self._csv.header and not self._is_criteo
         names = CRITEO_COLUMNS if self._is_criteo else schema.source.columns
         self._names = None if self._has_header else list(names) or None
+        self._delimiter = file.delimiter if self._is_criteo else self._csv.delimiter or file.delimiter
+        default = "" if self._delimiter == "\t" else '"'
+        self._quote = "" if self._is_criteo else default if self._csv.quote is None else self._csv.quote
+        self._check_format()
+        self._null_words = ("",) if self._is_criteo else self._csv.null_words
+        self._hex = {f.columns[0] for f in schema.features if f.key == "hex"}
         self._bad, self._padding = list[_BadRow](), list[_BadRow]()
+        self._raw: Any = None
         self._lists = {use.column for use in uses if use.is_list} if self._csv.list_separator else set()
-        try:
-            with self._open() as stream:
-                guessed = self._reader(stream).schema
-        except pa.ArrowInvalid as error:
-            raise self.explain(error) or error from error
+        self._block_bytes = self.decoding_bytes = _BLOCK_BYTES
+        while True:
+            try:
+                with self._open() as stream:
+                    guessed = self._reader(stream).schema
+                break
+            except pa.ArrowInvalid as error:
+                if not self._grows(error):
+                    raise self.explain(error) or error from error
         # Of columns that stand twice, the first: the check of columns refuses them with a better message.
         known = pa.schema({field.name: field for field in reversed(list(guessed))}.values())
+        self._check_names(guessed.names)
         chosen = csv_types({use.column for use in uses}, known, uses, dict(self._csv.types))
+        self._kinds = dict(chosen)
         chosen |= {name: pa.list_(chosen[name]) for name in self._lists.intersection(chosen)}
         self.schema = pa.schema([pa.field(f.name, chosen.get(f.name, f.type)) for f in guessed])
+
+    def _check_format(self) -> None:
+        if len(self._delimiter) > 1 and self._quote:
+            raise SourceError(
+                f'{self._file.path}: fields with the delimiter {self._delimiter!r} cannot be quoted: say quote = "" in '
+                "[csv]"
+            )
+        if not self._delimiter.isascii() or not self._quote.isascii():
+            raise SourceError(
+                f"{self._file.path}: invalid [csv] delimiter {self._delimiter!r} or quote {self._quote!r}: expected "
+                "ASCII characters"
+            )
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        """Raise SourceError if columns are missing because the first line has another delimiter."""
+        missing = [use.column for use in self._uses if use.column not in names]
+        if not missing or self._is_criteo:
+            return
+        with self._open() as stream:
+            line = stream.read(_SNIFFED).decode("utf-8", "replace").lstrip("\ufeff").splitlines()[:1]
+        for delimiter in _DELIMITERS:
+            found = [name.strip().strip("'\"") for name in "".join(line).split(delimiter)]
+            if delimiter != self._delimiter and set(missing) <= set(found):
+                raise SourceError(
+                    f"{self._file.path} has no column {missing[0]!r}: its first line is separated by {delimiter!r}, "
+                    f"not by {self._delimiter!r}: say {_say(delimiter)} in [csv]"
+                )
+
+    def _grows(self, error: Exception) -> bool:
+        """Return whether a row was longer than a block, and blocks are larger from here on."""
+        if "straddling object" not in str(error) or self._block_bytes >= _MOST_BLOCK_BYTES:
+            return False
+        self._block_bytes = self.decoding_bytes = 8 * self._block_bytes
+        return True
 
     def pieces(self, columns: Sequence[str], row: int, *, batch_bytes: int, use_threads: bool) -> Iterator[Piece]:
         """Read from the beginning of the file, since nobody knows where a row begins.
 
-        A column of integers with a number such as 5.0 is read as float64 from the row after the last one given.
+        A column of numbers with a field that the parser does not take is read as text from the row after the last one
+        given, and its fields are converted by the rule of `text_values`.
         """
-        types = {name: pa.string() if name in self._lists else self.schema.field(name).type for name in columns}
+        kinds = {name: self._kinds.get(name, self.schema.field(name).type) for name in columns}
+        types = {name: pa.string() if name in self._lists else kind for name, kind in kinds.items()}
         while True:
             try:
-                for piece in self._read(columns, types, row):
+                for piece in self._read(columns, types, kinds, row):
                     row += piece.columns.num_rows
                     yield piece
             except pa.ArrowInvalid as error:
                 column = self._failed_column(error)
-                if types.get(column or "") != pa.int64():
-                    raise
-                types[str(column)] = pa.float64()
+                if not self._grows(error):
+                    if types.get(column or "") not in _NUMBERS:
+                        raise
+                    types[str(column)] = pa.string()
             else:
                 return
 
-    def _read(self, columns: Sequence[str], types: dict[str, Any], skip: int) -> Iterator[Piece]:
+    def _read(self, columns: Sequence[str], types: dict[str, Any], kinds: dict[str, Any], skip: int) -> Iterator[Piece]:
         convert = pacsv.ConvertOptions(
-            include_columns=list(columns),
-            column_types=types,
-            strings_can_be_null=True,
-            quoted_strings_can_be_null=False,
-            **({"null_values": [""]} if self._is_criteo else {}),
-        )
+            include_columns=list(columns), column_types=types, strings_can_be_null=True,
+            quoted_strings_can_be_null=False, null_values=list(self._null_words),
+        )  # fmt: skip
         self._bad, self.skipped, self.padded = [], 0, 0
         good = 0
-        with self._open() as stream:
-            reader = self._reader(stream, convert)
-            for batch in chain(reader, [None]):
-                is_end = batch is None
-                batch = pa.RecordBatch.from_pylist([], schema=reader.schema) if is_end else batch  # noqa: PLW2901
-                whole, rows = self._merged(batch, good, convert, is_end=is_end)
-                good += batch.num_rows
-                for name in self._lists.intersection(columns):
-                    whole = self._split(whole, name, np.arange(good) if rows is None else rows)
-                dropped = min(skip, whole.num_rows)
-                skip -= dropped
-                share = min(1.0, self._raw.tell() / self._file.size)
-                for low in range(dropped, whole.num_rows, LARGEST_BATCH):
-                    part = None if rows is None else rows[low : low + LARGEST_BATCH]
-                    yield Piece(whole.slice(low, LARGEST_BATCH), share, part)
+        for batch in chain(self._batches(self._open, convert), [None]):
+            is_end = batch is None
+            batch = pa.RecordBatch.from_pylist([], schema=self._as_read(columns, types)) if is_end else batch  # noqa: PLW2901
+            whole, rows = self._merged(batch, good, convert, is_end=is_end)
+            good += batch.num_rows
+            where = np.arange(good - batch.num_rows, good) if rows is None else rows
+            for name in columns:
+                whole = self._converted(whole, name, types[name], kinds[name], where)
+            dropped = min(skip, whole.num_rows)
+            skip -= dropped
+            share = 1.0 if is_end else min(1.0, self._raw.tell() / self._file.size)
+            for low in range(dropped, whole.num_rows, LARGEST_BATCH):
+                part = None if rows is None else rows[low : low + LARGEST_BATCH]
+                yield Piece(whole.slice(low, LARGEST_BATCH), share, part)
+
+    @staticmethod
+    def _as_read(columns: Sequence[str], types: dict[str, Any]) -> Any:
+        return pa.schema([pa.field(name, types[name]) for name in columns])
+
+    def _batches(self, opened: Callable[[], Any], convert: Any, names: list[str] | None = None) -> Iterator[Any]:
+        """Yield batches whose fields with lists are null only if a null word stands there: an empty one is empty.
+
+        The parser calls both null. Where it does, the fields are read again with no null word but the empty one.
+        """
+        lists = [name for name in convert.include_columns if name in self._lists]
+        again = pacsv.ConvertOptions(
+            include_columns=lists, column_types=dict.fromkeys(lists, pa.string()), strings_can_be_null=True,
+            quoted_strings_can_be_null=True, null_values=[""],
+        )  # fmt: skip
+        with ExitStack() as stack:
+            reader, other, behind = self._reader(stack.enter_context(opened()), convert, names), None, 0
+            for number, batch in enumerate(reader):
+                marked = batch
+                if any(batch.column(name).null_count for name in lists):
+                    if other is None:
+                        raw: Any = self._raw
+                        other = self._reader(stack.enter_context(opened()), again, names, quiet=True)
+                        self._raw = raw
+                    for _ in range(number - behind):
+                        other.read_next_batch()
+                    texts, behind = other.read_next_batch(), number + 1
+                    for name in lists:
+                        is_empty = pc.and_(batch.column(name).is_null(), texts.column(name).is_null())
+                        place = marked.schema.get_field_index(name)
+                        marked = marked.set_column(place, name, pc.if_else(is_empty, "", batch.column(name)))
+                yield marked
 
     def _merged(self, batch: Any, good: int, convert: Any, *, is_end: bool) -> tuple[Any, NDArray[np.int64] | None]:
         """Return a batch of good rows with the padded rows between them, and the row of each in the file.
@@ -125,21 +209,31 @@ class TextReader(FileReader):
         places = np.arange(good, good + batch.num_rows)
         rows = places + gone + np.searchsorted(before, places, side="right")
         taken = before.size if is_end else int(np.searchsorted(before, good + batch.num_rows))
-        short = [bad for bad in self._bad[:taken] if bad.fields < bad.expected and self._csv.bad_rows == "pad"]
-        if short:
-            filler = [bad.text + self._file.delimiter * (bad.expected - bad.fields) for bad in short]
-            self._padding = short
-            padded = self._reader(io.BytesIO("\n".join(filler).encode()), convert, self._all_names)
+        filled = [(bad, text) for bad in self._bad[:taken] if (text := self._filled(bad)) is not None]
+        if filled:
+            self._padding = [bad for bad, _ in filled]
+            lines = "\n".join(text for _, text in filled).encode()
+            padded = self._batches(lambda: io.BytesIO(lines), convert, self._all_names)
             batch, self._padding = pa.Table.from_batches([batch, *padded]), []
-            if batch.num_rows != rows.size + len(short):
-                raise SourceError(f"{self._file.path}, row {short[0].row}: a quote is not closed: correct it")
-            rows = np.concatenate([rows, [bad.row for bad in short]])
+            if batch.num_rows != rows.size + len(filled):
+                raise SourceError(f"{self._file.path}, row {filled[0][0].row}: a quote is not closed: correct it")
+            rows = np.concatenate([rows, [bad.row for bad, _ in filled]])
             order = np.argsort(rows)
             batch, rows = batch.take(order).combine_chunks().to_batches()[0], rows[order]
-        self.padded += len(short)
-        self.skipped += taken - len(short)
+        self.padded += len(filled)
+        self.skipped += taken - len(filled)
         del self._bad[:taken]
         return batch, rows
+
+    def _filled(self, bad: _BadRow) -> str | None:
+        """Return a row with as many fields as the first line: empty ones are added, or removed after the last."""
+        if self._csv.bad_rows != "pad":
+            return None
+        delimiter = self._parsed_delimiter
+        if bad.fields < bad.expected:
+            return bad.text + delimiter * (bad.expected - bad.fields)
+        behind = delimiter * (bad.fields - bad.expected)
+        return bad.text.removesuffix(behind) if bad.text.endswith(behind) else None
 
     def explain(self, error: Exception) -> SourceError | None:
         """Name row and column, as far as Arrow or the handler of bad rows knows them."""
@@ -152,9 +246,15 @@ class TextReader(FileReader):
             return SourceError(
                 f"{self._file.path}, row {number - self._first_row}: it has {counted(fields, 'field')}, but {where} "
                 f"{expected}: correct it, or {advice if self._csv.bad_rows == 'error' else 'write it as UTF-8'}"
+                f"{self._other_delimiter(expected)}"
             )
         if "Empty CSV file" in text:
             return SourceError(f"{self._file.path} is empty: leave it out or write it again")
+        if "straddling object" in text:
+            return SourceError(
+                f"{self._file.path} has a row longer than {_MOST_BLOCK_BYTES >> 20} MiB, or a quote that is not "
+                'closed: correct it, or say quote = "" in [csv] if quotes are plain characters'
+            )
         column = self._failed_column(error)
         if column is None:
             return None
@@ -164,26 +264,64 @@ class TextReader(FileReader):
             at = self._padding[number - 1].row if self._padding else number - self._first_row
             where = f"{self._file.path}, row {at}, column {column!r}"
         text = re.sub(r"In CSV column #\d+: ?|Row #\d+: ?", "", text)
-        return SourceError(f"{where} cannot be read ({text}): correct it, or give the column another type")
+        advice = ", or write the file as UTF-8" if "UTF8" in text else self._advice(column)
+        return SourceError(f"{where} cannot be read ({text}): correct it{advice}")
 
-    def _split(self, batch: Any, name: str, rows: NDArray[np.int64]) -> Any:
-        """Return a batch with the text of a column split into lists; nothing is an empty list."""
-        lists = pc.split_pattern(pc.utf8_trim_whitespace(batch.column(name)), self._csv.list_separator)
-        values, kind = pc.utf8_trim_whitespace(lists.flatten()), self.schema.field(name).type.value_type
+    def _other_delimiter(self, expected: int) -> str:
+        """Return advice if the first line has as many fields with another delimiter, or if fields may be quoted."""
+        if self._is_criteo:
+            return ""
+        with self._open() as stream:
+            text = stream.read(_SNIFFED).decode("utf-8", "replace")
+        if not self._quote and '"' in text:
+            return "; if its fields are quoted, say quote = '\"' in [csv]"
+        line = "".join(text.splitlines()[:1])
+        fits = [d for d in _DELIMITERS if d != self._delimiter and line.count(d) == expected - 1 > 0]
+        return f"; if its delimiter is {fits[0]!r}, say {_say(fits[0])} in [csv]" if fits else ""
+
+    def _advice(self, column: str) -> str:
+        """Return what else would take a field that is no number."""
+        uses = {use.use for use in self._uses if use.column == column}
+        if "integer" in uses:
+            return ', or say key = "string" for the feature'
+        if "part" in uses:
+            return f', or say types = {{ {column} = "string" }} in [csv]'
+        return ", or leave the row out"
+
+    def _converted(self, batch: Any, name: str, read_as: Any, kind: Any, rows: NDArray[np.int64]) -> Any:
+        """Return a batch with a column of text as its kind: numbers and lists by the rule of `text_values`."""
+        column = batch.column(name)
+        owners = rows
         try:
-            try:
-                values = values.cast(kind)
-            except pa.ArrowInvalid:
-                values = values.cast(pa.float64())  # whole numbers written as floats
-        except pa.ArrowInvalid as error:
-            owners = np.repeat(rows[-batch.num_rows :], np.diff(lists.offsets))
-            at, value = next((i, v) for i, v in enumerate(values.to_pylist()) if not _NUMBER.fullmatch(v))
+            if name in self._lists:
+                lengths, values = split(
+                    column, str(self._csv.list_separator), self._null_words, numbers=kind in _NUMBERS
+                )
+                owners = rows.repeat(lengths)
+                values = self._numbers(values, kind)
+                offsets = np.zeros(lengths.size + 1, np.int32)
+                np.cumsum(lengths, out=offsets[1:])
+                nulls = column.is_null() if column.null_count else None
+                found = pa.ListArray.from_arrays(pa.array(offsets), values, mask=nulls)
+            elif name in self._hex:
+                found = without_nulls(column, self._null_words)
+            elif read_as == pa.string() and kind in _NUMBERS:
+                found = self._numbers(column, kind)
+            else:
+                return batch
+        except InvalidTextError as error:
+            at = owners[error.at] if len(owners) > error.at else rows[error.at]
+            in_list = " in its list" if owners is not rows else ""
             raise SourceError(
-                f"{self._file.path}, row {owners[at]}, column {name!r}: {value!r} in its list is no number: correct "
-                'it, or say key = "string"'
+                f"{self._file.path}, row {at}, column {name!r} cannot be read ({error}{in_list}): correct it"
+                f"{self._advice(name)}"
             ) from error
-        found = pa.ListArray.from_arrays(lists.offsets, values)
         return batch.set_column(batch.schema.get_field_index(name), name, found)
+
+    def _numbers(self, texts: Any, kind: Any) -> Any:
+        if kind == pa.int64():
+            return integers(texts, self._null_words)
+        return reals(texts, self._null_words) if kind in _NUMBERS else texts
 
     def _failed_column(self, error: Exception) -> str | None:
         found = re.search(r"In CSV column #(\d+): ?", str(error))
@@ -198,6 +336,11 @@ class TextReader(FileReader):
         """Arrow's number of row 0."""
         return 2 if self._has_header else 1
 
+    @property
+    def _parsed_delimiter(self) -> str:
+        """The one that the parser sees."""
+        return self._delimiter if len(self._delimiter) == 1 else UNIT_SEPARATOR.decode()
+
     def _note(self, found: list[_BadRow], bad: Any) -> str:
         """Take a row with another number of fields than the first line."""
         found.append(_BadRow(bad.number - self._first_row, bad.actual_columns, bad.expected_columns, bad.text))
@@ -205,26 +348,38 @@ class TextReader(FileReader):
 
     def _open(self) -> Any:
         self._raw, codec = open_binary(self._file.path), self._file.compression
-        return self._raw if codec is None else pa.CompressedInputStream(self._raw, codec)
+        source = self._raw if codec is None else pa.CompressedInputStream(self._raw, codec)
+        if self._is_criteo:
+            return source
+        return TextStream(self._file.path, source, self._delimiter.encode(), self._quote.encode())
 
-    def _reader(self, stream: Any, convert: Any = None, names: list[str] | None = None) -> Any:
+    def _reader(self, stream: Any, convert: Any = None, names: list[str] | None = None, *, quiet: bool = False) -> Any:
+        """quiet: rows with another number of fields are left out, and nobody is told."""
         names = names or self._names
         return pacsv.open_csv(
             stream,
             # Blocks are parsed one after another, so that bad rows know their number.
             read_options=pacsv.ReadOptions(
-                block_size=_BLOCK_BYTES,
+                block_size=self._block_bytes,
                 use_threads=False,
                 column_names=names,
                 autogenerate_column_names=not self._has_header and names is None,
             ),
             parse_options=pacsv.ParseOptions(
-                delimiter=self._file.delimiter,
-                quote_char=False if self._is_criteo else '"',
-                newlines_in_values=not self._is_criteo,
+                delimiter=self._parsed_delimiter,
+                quote_char=self._quote or False,
+                newlines_in_values=bool(self._quote),
                 # A reader that ends later notes nothing here. Without a handler Arrow says the same of the first bad
                 # row, of other encodings too, and its threads need no Python, which may be ending.
-                invalid_row_handler=None if self._csv.bad_rows == "error" else partial(self._note, self._bad),
+                invalid_row_handler=None
+                if self._csv.bad_rows == "error"
+                else partial(self._note, [] if quiet else self._bad),
             ),
             convert_options=convert,
         )
+
+
+def _say(delimiter: str) -> str:
+    """Return the line of the schema that names a delimiter."""
+    quoted = "\\t" if delimiter == "\t" else delimiter
+    return f'delimiter = "{quoted}"' + (' and quote = ""' if len(delimiter) > 1 else "")
