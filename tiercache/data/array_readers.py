@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import zipfile
 from abc import abstractmethod
 from contextlib import ExitStack, contextmanager
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from tiercache.data.arrow_arrays import CONVERSION_ERRORS, arrow_array
 from tiercache.data.inputs import open_binary
 from tiercache.data.readers import FileReader, Piece, batch_rows
 from tiercache.errors import SourceError
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from tiercache.data.inputs import InputFile
     from tiercache.schema import Schema
 
+_MOST_HEADER = 100_000
+"""Bytes of a .npy header of version 3.0 with its letters escaped; NumPy's own limit is 10,000 letters."""
+
 
 class ArrayRows:
     """Rows of one dtype and shape, one after another in a file that is open at the first."""
@@ -38,8 +43,15 @@ class ArrayRows:
         """Read the header of a .npy file."""
         try:
             version = np.lib.format.read_magic(file)
-            read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
-            shape, is_fortran, dtype = read(file)
+            if version == (1, 0):
+                shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
+            elif version == (2, 0):
+                shape, is_fortran, dtype = np.lib.format.read_array_header_2_0(file)
+            elif version == (3, 0):
+                header = _escaped_header(file)
+                shape, is_fortran, dtype = np.lib.format.read_array_header_2_0(header, max_header_size=_MOST_HEADER)
+            else:
+                raise ValueError(f"format version {version[0]}.{version[1]}; versions 1.0 to 3.0 are known")
         except (OSError, MemoryError):
             raise
         except Exception as error:  # NumPy's parser of headers raises what Python's does, SyntaxError for one
@@ -71,6 +83,7 @@ class _ArrayReader(FileReader):
 
     def __init__(self, file: InputFile, schema: Schema, uses: Sequence[ColumnUse]) -> None:
         self._file = file
+        used = {use.column for use in uses}
         with self._damaged(), ExitStack() as stack:
             parts = self._parts(stack, None)
             counts = {name: rows.count for name, rows in parts.items()}
@@ -80,7 +93,10 @@ class _ArrayReader(FileReader):
                     f"{file.path} has columns of different numbers of rows ({seen}): make them one length"
                 )
             arrays = {k: v for name, rows in parts.items() for k, v in self._split(name, rows.read(0)).items()}
-        self.schema = pa.schema([pa.field(name, _arrow(array).type) for name, array in arrays.items()])
+            found = {
+                name: self._arrow(name, array).type if name in used else pa.null() for name, array in arrays.items()
+            }
+        self.schema = pa.schema(list(found.items()))
 
     def pieces(self, columns: Sequence[str], row: int, *, batch_bytes: int, use_threads: bool) -> Iterator[Piece]:
         """Read the same rows of every array in turn."""
@@ -94,8 +110,14 @@ class _ArrayReader(FileReader):
                 arrays: dict[str, NDArray[Any]] = {}
                 for name, rows in parts.items():
                     arrays |= self._split(name, rows.read(step))
-                found = [_arrow(arrays[name]) for name in columns]
+                found = [self._arrow(name, arrays[name]) for name in columns]
                 yield Piece(pa.record_batch(found, names=list(columns)), min(total, first + step) / total)
+
+    def _arrow(self, name: str, array: NDArray[Any]) -> Any:
+        try:
+            return arrow_array(array)
+        except CONVERSION_ERRORS as error:
+            raise SourceError(f"{self._file.path}, column {name!r}: {error}: save it as numbers or strings") from error
 
     @contextmanager
     def _damaged(self) -> Iterator[None]:
@@ -175,6 +197,13 @@ class SplitBinaryReader(_ArrayReader):
         return {one: rows[:, i] for i, one in enumerate(name.split("\0"))}
 
 
+def _escaped_header(file: Any) -> io.BytesIO:
+    """Return the header of version 3.0, which is UTF-8, as one of version 2.0: other letters as Python's escapes."""
+    text = file.read(int.from_bytes(file.read(4), "little")).decode("utf-8")
+    escaped = text.encode("ascii", "backslashreplace")
+    return io.BytesIO(len(escaped).to_bytes(4, "little") + escaped)
+
+
 def split_files(path: Path, split: str) -> list[str]:
     """Return the names of the files of one part of a split-binary data set, from the folder of its spec."""
     return [str(chunk["files"][0]) for chunk in _chunks(path, _spec(path), split)]
@@ -203,10 +232,3 @@ def _chunks(path: Path, spec: dict[str, Any], split: str) -> list[dict[str, Any]
                 f"{path} has a chunk of {split!r} that is no split_binary of features in one file: {chunk!r}"
             )
     return list(known[split])
-
-
-def _arrow(array: NDArray[Any]) -> Any:
-    """Return an array of one dimension as an Arrow array, one of two as lists of one length."""
-    if array.ndim == 1:
-        return pa.array(np.ascontiguousarray(array))
-    return pa.FixedSizeListArray.from_arrays(pa.array(array.reshape(-1)), array.shape[1])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 from pyarrow import types
 
+from tiercache.data.plain_columns import is_list, plain_type
 from tiercache.errors import SourceError
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ def column_uses(schema: Schema, cut_column: str | None) -> tuple[ColumnUse, ...]
 
 def check_columns(path: Path | str, found: Any, uses: Iterable[ColumnUse]) -> None:
     """Raise SourceError unless an Arrow schema has every used column, once, with a type its uses can take."""
+    uses = tuple(uses)
+    used_as = uses_by_column(uses)
     for use in uses:
         places = found.get_all_field_indices(use.column)
         if not places:
@@ -71,9 +74,20 @@ def check_columns(path: Path | str, found: Any, uses: Iterable[ColumnUse]) -> No
         if len(places) > 1:
             raise SourceError(f"{path} has {len(places)} columns {use.column!r}: name each column once")
         kind = found.field(places[0]).type
-        if not _fits(kind, use):
+        plain = plain_type(kind, used_as[use.column])
+        if not _fits(plain, use):
             wanted = f"lists of {_WANTED[use.use]}" if use.is_list else _WANTED[use.use]
-            raise SourceError(f"{path}, column {use.column!r}: it holds {kind}, but {use.who} needs {wanted}")
+            raise SourceError(
+                f"{path}, column {use.column!r}: it holds {kind}, but {use.who} needs {wanted}: {_change(plain, use)}"
+            )
+
+
+def uses_by_column(uses: Iterable[ColumnUse]) -> dict[str, set[Use]]:
+    """Return what each column is used as."""
+    found: dict[str, set[Use]] = {}
+    for use in uses:
+        found.setdefault(use.column, set()).add(use.use)
+    return found
 
 
 def kind_of(column_type: Any) -> Literal["integer", "string", "null"] | None:
@@ -119,7 +133,7 @@ def _fits(kind: Any, use: ColumnUse) -> bool:
     if types.is_null(kind):
         return True
     if use.is_list:
-        if not (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)):
+        if not is_list(kind):
             return False
         kind = kind.value_type
     if use.use == "number":
@@ -131,3 +145,21 @@ def _fits(kind: Any, use: ColumnUse) -> bool:
     if use.use == "integer" and types.is_floating(kind):
         return True  # of whole numbers, which is checked value by value
     return kind_of(kind) in ("integer", "string", "null") if use.use == "part" else kind_of(kind) in (use.use, "null")
+
+
+def _change(kind: Any, use: ColumnUse) -> str:
+    """Return what to change so that a column of another type is taken."""
+    if is_list(kind) and not use.is_list:
+        takes_lists = use.use != "part" and use.who.startswith("feature") and _fits(kind, replace(use, is_list=True))
+        return 'say hotness = "ragged" for the feature' if takes_lists else "give the column one value in each row"
+    if use.is_list and not is_list(kind):
+        return 'say hotness = "one_hot" for the feature, or give the column lists'
+    inner = kind.value_type if is_list(kind) else kind
+    found = kind_of(inner)
+    if use.use == "integer" and found == "string":
+        return 'say key = "string" for the feature (or "hex" for hexadecimal digits), or cast the column to integers'
+    if use.use == "string" and (found == "integer" or types.is_decimal(inner)):
+        return 'say key = "integer" for the feature, or cast the column to strings'
+    if types.is_nested(inner):
+        return "put the values to read in a column of their own"
+    return f"cast the column to {_WANTED[use.use]}"

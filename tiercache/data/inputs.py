@@ -89,7 +89,8 @@ def find_inputs(data: Any, format: str | None = None) -> tuple[InputFile, ...]: 
 
     Raises SourceError where nothing matches, a file stands twice, is empty, or has an unknown suffix.
     """
-    if isinstance(data, str | Path | Mapping) or hasattr(data, "columns"):  # one path, or one batch
+    is_structured = getattr(getattr(data, "dtype", None), "names", None) is not None
+    if isinstance(data, str | Path | Mapping) or hasattr(data, "columns") or is_structured:  # one path, or one batch
         data = [data]
     try:
         stream = iter(data)

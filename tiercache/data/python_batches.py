@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
+from tiercache.data.arrow_arrays import (
+    CONVERSION_ERRORS,
+    arrow_array,
+    lacks_last,
+    list_array,
+    num_samples,
+    numpy_values,
+    offsets_of,
+)
 from tiercache.data.column_types import check_columns
 from tiercache.data.readers import FileReader, Piece, batch_rows
 from tiercache.errors import SourceError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from numpy.typing import NDArray
 
     from tiercache.data.column_types import ColumnUse
     from tiercache.data.inputs import InputFile
@@ -37,17 +48,12 @@ class PythonBatches:
         """Hexadecimal digest of the first batch: what tells the iterable from another one."""
         names = [str(i) for i in range(len(self.first))] if isinstance(self.first, tuple | list) else []
         digest = hashlib.sha256()
-        for name, value in (_named(self.first, names) or {}).items():
-            parts = (
-                {n: (v.values(), v.offsets()) for n, v in value.to_dict().items()}
-                if _is_keyed(value)
-                else {name: value}
-            )
-            for part, array in parts.items():
-                with suppress(
-                    pa.ArrowException, TypeError, ValueError, OverflowError
-                ):  # reading it raises a better error
-                    digest.update(pa.record_batch([_arrow(array)], names=[part]).serialize())
+        for name, value in _named(self.first, names) or ():
+            parts = [(n, (v.values(), v.offsets())) for n, v in value.to_dict().items()] if _is_keyed(value) else ()
+            for part, one in parts or [(name, value)]:
+                for array in one if _is_pair(one) else [one]:
+                    with suppress(*CONVERSION_ERRORS):  # reading it raises a better error
+                        digest.update(pa.record_batch([arrow_array(array)], names=[part]).serialize())
         return digest.hexdigest()[:16]
 
     def __iter__(self) -> Iterator[Any]:
@@ -86,73 +92,93 @@ class PythonReader(FileReader):
 
     def _record_batch(self, number: int, item: Any, columns: Sequence[str]) -> Any:
         """Return those of the columns that a batch has."""
-        values = self._values(number, item)
+        where = f"{self._file.path}, batch {number}"
+        values: dict[str, Any] = {}
+        for name, value in self._values(where, item):
+            if name in values and name in columns:
+                raise SourceError(f"{where} has several columns {name!r}: name each column once")
+            values[name] = value
         arrays: dict[str, Any] = {}
-        for name in dict.fromkeys(columns):
-            if name in values:
-                try:
-                    arrays[name] = _arrow(values[name])
-                except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-                    raise SourceError(
-                        f"{self._file.path}, batch {number}, column {name!r}: {error}: give an array of numbers or "
-                        "strings, an (n, length) array, a list of lists or a pair (values, offsets)"
-                    ) from error
-        lengths = {name: len(array) for name, array in arrays.items()}
+        offsets: dict[str, NDArray[np.int64]] = {}
+        used = [name for name in dict.fromkeys(columns) if name in values]
+        for name in used:
+            with _named_errors(f"{where}, column {name!r}"):
+                if _is_pair(values[name]):
+                    offsets[name] = offsets_of(values[name][1])
+                else:
+                    arrays[name] = arrow_array(values[name])
+        with _named_errors(where):
+            ends = {
+                name: (one.size, int(one[-1]) if one.size else 0, len(values[name][0])) for name, one in offsets.items()
+            }
+            samples = num_samples(map(len, arrays.values()), ends)
+        for name, one in offsets.items():
+            with _named_errors(f"{where}, column {name!r}"):
+                whole = np.append(one, ends[name][2]) if lacks_last(samples, *ends[name]) else one
+                arrays[name] = list_array(values[name][0], whole)
+        lengths = {name: len(arrays[name]) for name in used}
         if len(set(lengths.values())) > 1:
             seen = ", ".join(f"{name}: {length}" for name, length in lengths.items())
-            raise SourceError(f"{self._file.path}, batch {number} has columns of different lengths ({seen})")
-        return pa.record_batch(list(arrays.values()), names=list(arrays))
+            raise SourceError(f"{where} has columns of different lengths ({seen})")
+        return pa.record_batch([arrays[name] for name in used], names=used)
 
-    def _values(self, number: int, item: Any) -> dict[str, Any]:
+    def _values(self, where: str, item: Any) -> list[tuple[str, Any]]:
         """Return the columns of a batch by name."""
-        values = _named(item, self._schema.source.columns)
-        if values is None:
+        named = _named(item, self._schema.source.columns)
+        if named is None:
             raise SourceError(
-                f"{self._file.path}, batch {number} is {type(item).__name__}: give dicts of arrays, named tuples, data "
-                "frames, KeyedJaggedTensors, or tuples of as many arrays as [source] columns has names"
+                f"{where} is {type(item).__name__}: give dicts of arrays, named tuples, data frames, structured "
+                "arrays, KeyedJaggedTensors, or tuples of as many arrays as [source] columns has names"
             )
-        if hasattr(item, "sparse_features") and self._schema.label is not None:
-            values[self._schema.label] = values.pop("label")
-        for name in [name for name, value in values.items() if _is_keyed(value)]:
-            values |= self._jagged(values.pop(name))
+        is_batch = hasattr(item, "sparse_features") and self._schema.label is not None
         dense = [spec.column for spec in self._schema.dense]
-        if "dense" in values and "dense" not in dense and getattr(values["dense"], "ndim", 0) == 2:
-            matrix = np.asarray(_numpy(values.pop("dense")))
-            if matrix.shape[1] != len(dense):
-                raise SourceError(
-                    f"{self._file.path}, batch {number} has {matrix.shape[1]} dense columns and the schema {len(dense)}"
-                )
-            values |= {name: matrix[:, i] for i, name in enumerate(dense)}
-        return values
+        found: list[tuple[str, Any]] = []
+        for name, value in named:
+            if _is_keyed(value):
+                found += self._jagged(where, value)
+            elif name == "dense" and "dense" not in dense and getattr(value, "ndim", 0) == 2:
+                matrix = numpy_values(value)
+                matrix = matrix if isinstance(matrix, np.ndarray) else np.asarray(matrix)
+                if matrix.shape[1] != len(dense):
+                    raise SourceError(f"{where} has {matrix.shape[1]} dense columns and the schema {len(dense)}")
+                found += [(column, matrix[:, i]) for i, column in enumerate(dense)]
+            else:
+                found.append((str(self._schema.label) if is_batch and name == "label" else name, value))
+        return found
 
-    def _jagged(self, keyed: Any) -> dict[str, Any]:
+    def _jagged(self, where: str, keyed: Any) -> Iterable[tuple[str, Any]]:
         """Return the features of a KeyedJaggedTensor, and their weights under the names that the schema has."""
         found = {}
         for name, one in keyed.to_dict().items():
-            offsets, weights = one.offsets(), one.weights_or_none()
-            found[name] = one.values(), offsets
-            for feature in self._schema.features:
-                if feature.columns == (name,) and feature.weights is not None and weights is not None:
-                    found[feature.weights] = weights, offsets
-        return found
+            with _named_errors(f"{where}, feature {name!r}"):
+                offsets, weights = offsets_of(one.offsets()), one.weights_or_none()
+                found[name] = list_array(one.values(), offsets)
+                for feature in self._schema.features:
+                    if feature.columns == (name,) and feature.weights is not None and weights is not None:
+                        found[feature.weights] = list_array(weights, offsets)
+        return found.items()
 
 
-def _named(item: Any, names: Sequence[str]) -> dict[str, Any] | None:
-    """Return the parts of a batch by name; None where nothing says their names."""
+def _named(item: Any, names: Sequence[str]) -> list[tuple[str, Any]] | None:
+    """Return the parts of a batch and their names; None if nothing says their names."""
     if isinstance(item, Mapping):
-        return {str(name): value for name, value in item.items()}
+        return [(str(name), value) for name, value in item.items()]
     if _is_keyed(item):
-        return {"": item}
+        return [("", item)]
     if hasattr(item, "_asdict"):
-        return dict(item._asdict())
+        return list(item._asdict().items())
     if hasattr(item, "sparse_features") and hasattr(item, "dense_features"):  # torchrec.datasets.utils.Batch
-        return {"dense": item.dense_features, "sparse": item.sparse_features, "label": item.labels}
+        return [("dense", item.dense_features), ("sparse", item.sparse_features), ("label", item.labels)]
     if isinstance(item, pa.RecordBatch | pa.Table):
-        return dict(zip(item.schema.names, item.columns, strict=True))
-    if hasattr(item, "columns") and hasattr(item, "__getitem__"):  # a data frame of pandas or Polars
-        return {str(name): item[name] for name in item.columns}
+        return list(zip(item.schema.names, item.columns, strict=True))
+    if isinstance(item, np.ndarray) and item.dtype.names is not None:
+        return [(name, item[name]) for name in item.dtype.names]
+    if hasattr(item, "columns") and hasattr(item, "iloc"):  # a data frame of pandas
+        return [(str(name), item.iloc[:, place]) for place, name in enumerate(item.columns)]
+    if hasattr(item, "columns") and hasattr(item, "__getitem__"):  # of Polars
+        return [(str(name), item[name]) for name in item.columns]
     if isinstance(item, tuple | list) and len(item) == len(names):
-        return dict(zip(names, item, strict=True))
+        return list(zip(names, item, strict=True))
     return None
 
 
@@ -160,30 +186,17 @@ def _is_keyed(value: Any) -> bool:
     return all(hasattr(value, name) for name in ("to_dict", "keys", "offsets", "weights_or_none"))
 
 
-def _numpy(value: Any) -> Any:
-    """Return a tensor as an array, and anything else as it is."""
-    return value.detach().cpu().numpy() if hasattr(value, "detach") else value
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2
 
 
-def _arrow(value: Any) -> Any:
-    if isinstance(value, pa.ChunkedArray):
-        return value.combine_chunks() if value.num_chunks != 1 else value.chunk(0)
-    if hasattr(value, "to_arrow"):  # Polars
-        return _arrow(value.to_arrow())
-    if isinstance(value, tuple) and len(value) == 2:
-        values, offsets = (np.ascontiguousarray(_numpy(part)) for part in value)
-        if (
-            offsets.ndim != 1
-            or not offsets.size
-            or offsets[0] != 0
-            or offsets[-1] != values.size
-            or (np.diff(offsets) < 0).any()
-        ):
-            raise ValueError(f"offsets {offsets[:5]}... do not go from 0 to the number of values, {values.size}")
-        return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(values))
-    value = _numpy(value)
-    if isinstance(value, np.ndarray) and value.ndim == 2:
-        return pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(value).reshape(-1)), value.shape[1])
-    if isinstance(value, list) and value and hasattr(value[0], "detach"):
-        value = [_numpy(row) for row in value]
-    return pa.array(value, from_pandas=True) if hasattr(value, "iloc") else pa.array(value)
+@contextmanager
+def _named_errors(where: str) -> Iterator[None]:
+    """Raise SourceError, naming the place, for what cannot be converted."""
+    try:
+        yield
+    except CONVERSION_ERRORS as error:
+        raise SourceError(
+            f"{where}: {' '.join(str(error).split())}: give an array of numbers or strings, an (n, length) array, a "
+            "list of lists or a pair (values, offsets)"
+        ) from error

@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tiercache.data.array_readers import NumpyReader, SplitBinaryReader
-from tiercache.data.column_types import check_columns, column_uses, kind_of
+from tiercache.data.column_types import check_columns, column_uses, kind_of, uses_by_column
+from tiercache.data.plain_columns import BadValueError, plain_array, plain_type
 from tiercache.data.python_batches import PythonReader
 from tiercache.data.readers import IpcReader, ParquetReader
 from tiercache.data.text_reader import TextReader
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.data.inputs import InputFile
-    from tiercache.data.readers import FileReader
+    from tiercache.data.readers import FileReader, Piece
     from tiercache.schema import Schema
 
 READERS: dict[str, type[FileReader]] = {
@@ -84,6 +85,7 @@ class Source:
     def __init__(self, files: Sequence[InputFile], schema: Schema, *, cut_column: str | None = None) -> None:
         self.files, self._schema = tuple(files), schema
         self._uses = column_uses(schema, cut_column)
+        self._used_as = uses_by_column(self._uses)
         self._columns = tuple(dict.fromkeys(use.column for use in self._uses))
         self._decoding_bytes = self._done_before = 0
         self._done_in_file = 0.0
@@ -100,7 +102,7 @@ class Source:
             except UnicodeError as error:  # in the name of a column
                 raise _unreadable(file, reader, error) from error
             for use in self._uses:
-                kind = kind_of(found.field(use.column).type)
+                kind = kind_of(plain_type(found.field(use.column).type, self._used_as[use.column]))
                 if use.use == "part" and kind in ("integer", "string"):
                     first, before = kinds.setdefault(use.column, (file, str(kind)))
                     if before != kind:
@@ -160,7 +162,7 @@ class Source:
         skip, kept = row - read, read
         own = [name for name in self._columns if name not in constants]
         for piece in reader.pieces(own, read, **how):
-            batch, rows, count = piece.columns, piece.rows, piece.columns.num_rows
+            batch, rows, count = self._plain(file, piece, read), piece.rows, piece.columns.num_rows
             for name, value in constants.items():
                 batch = batch.append_column(name, pa.repeat(value, count))
             if drops:
@@ -175,6 +177,18 @@ class Source:
                 yield SourceBatch(file, index, kept, batch.slice(dropped), None if rows is None else rows[dropped:])
                 kept += batch.num_rows - dropped
         self._counts[index] = BadRows(reader.skipped, reader.padded, unlabeled)
+
+    def _plain(self, file: InputFile, piece: Piece, read: int) -> Any:
+        """Return the columns of a piece in plain types; read: how many rows of the file come before it."""
+        batch, columns, arrays = piece.columns, piece.columns.columns, []
+        for name, array in zip(batch.schema.names, columns, strict=True):
+            try:
+                arrays.append(plain_array(array, self._used_as[name]))
+            except BadValueError as error:
+                row = read + error.at if piece.rows is None else int(piece.rows[error.at])
+                raise SourceError(f"{file.path}, row {row}, column {name!r}: {error}") from error
+        is_same = all(new is old for new, old in zip(arrays, columns, strict=True))
+        return batch if is_same else pa.record_batch(arrays, names=batch.schema.names)
 
     def _labeled(
         self, batch: Any, read: int, rows: NDArray[np.int64] | None, *, is_first: bool

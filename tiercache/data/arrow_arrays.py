@@ -1,0 +1,191 @@
+"""Values of NumPy, torch, pandas, Polars and Python as Arrow arrays: one conversion for all readers."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+CONVERSION_ERRORS = (pa.ArrowException, TypeError, ValueError, OverflowError)
+"""The exceptions that ``arrow_array`` and ``list_array`` raise for values they cannot convert."""
+
+_ARROW = pa.Array, pa.ChunkedArray
+
+
+def arrow_array(value: Any) -> Any:
+    """Return a column as an Arrow array: a matrix and a nested tensor as lists; masked, None and NaT as null.
+
+    NaN stays NaN, except in pandas, where it means null. Big-endian numbers are swapped. Raises one of
+    ``CONVERSION_ERRORS`` that names the dtype.
+    """
+    if isinstance(value, pa.Array):
+        return value
+    if isinstance(value, pa.ChunkedArray):
+        return value.combine_chunks() if value.num_chunks != 1 else value.chunk(0)
+    if hasattr(value, "to_arrow"):  # Polars
+        return arrow_array(value.to_arrow())
+    if hasattr(value, "iloc"):
+        return _of_pandas(value)
+    if getattr(value, "is_nested", False):
+        return _of_parts([*value.detach().unbind()])
+    value = numpy_values(value)
+    if isinstance(value, list | tuple):
+        return _of_list(value)
+    if isinstance(value, np.ndarray):
+        return _of_numpy(value)
+    return pa.array(value)
+
+
+def list_array(values: Any, offsets: NDArray[np.int64]) -> Any:
+    """Return values as lists that begin at the offsets, the last one included. Raises ``CONVERSION_ERRORS``."""
+    values = numpy_values(values)
+    if isinstance(values, np.ndarray) and values.ndim != 1:
+        raise ValueError(f"the values of the lists have shape {values.shape}: give all of them in one dimension")
+    array = arrow_array(values)
+    if not offsets.size or offsets[0] != 0 or offsets[-1] != len(array) or (np.diff(offsets) < 0).any():
+        raise ValueError(
+            f"offsets {_first(offsets)} do not go from 0 to the number of values, {len(array)}, without decreasing"
+        )
+    return pa.LargeListArray.from_arrays(pa.array(offsets), array)
+
+
+def offsets_of(value: Any) -> NDArray[np.int64]:
+    """Return offsets as an array (n,) of int64. Raises ``CONVERSION_ERRORS`` for other than integers."""
+    array = numpy_values(value)
+    if np.ma.is_masked(array):
+        raise ValueError("offsets have masked values: give integers")
+    array = np.asarray(array)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"offsets are {array.dtype} of shape {array.shape}: give integers in one dimension")
+    return array.astype(np.int64)
+
+
+def num_samples(counts: Iterable[int], lists: Mapping[str, tuple[int, int, int]]) -> int | None:
+    """Return how many samples a batch has whose offsets may lack the last, as `nn.EmbeddingBag` takes them.
+
+    counts: the samples of all columns that say so. lists: of each column of values and offsets, the number of offsets,
+    the last of them (0 if there is none), and the number of values. None: no number fits all of them.
+
+    Raises ValueError if two numbers fit: offsets that end at the number of values may have the last or lack it.
+    """
+    fits: set[int] | None = None
+    for count in counts:
+        fits = {count} if fits is None else fits & {count}
+    for num_offsets, last, num_values in lists.values():
+        lacks_last = not num_offsets or last < num_values
+        either = {num_offsets} if lacks_last else {num_offsets - 1, num_offsets}
+        fits = either if fits is None else fits & either
+    if fits is not None and len(fits) > 1:
+        raise ValueError(
+            f"offsets of {', '.join(map(repr, lists))} end at the number of values and nothing else says how many "
+            f"samples there are: {min(fits)}, or {max(fits)} if offsets lack the last and the last list is empty"
+        )
+    return next(iter(fits)) if fits else None
+
+
+def lacks_last(samples: int | None, num_offsets: int, last: int, num_values: int) -> bool:
+    """Return True if offsets lack the last one; samples: as ``num_samples`` returned it."""
+    return num_offsets == samples if samples is not None else last < num_values
+
+
+def numpy_values(value: Any) -> Any:
+    """Return a tensor as an array, a masked one as a masked array, and anything else unchanged. Raises TypeError."""
+    if not hasattr(value, "detach"):
+        return value
+    if hasattr(value, "get_mask"):  # torch.masked
+        return np.ma.array(numpy_values(value.get_data()), mask=~numpy_values(value.get_mask()))
+    if str(value.layout) != "torch.strided":
+        raise TypeError(f"a tensor of layout {value.layout}: give values and offsets, or a dense tensor")
+    try:
+        return value.detach().cpu().resolve_conj().resolve_neg().numpy()
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(
+            f"a {type(value).__name__} of {value.dtype} on {value.device} cannot become an array ({error}): cast keys "
+            "to int64 and other numbers to float32"
+        ) from error
+
+
+def _of_pandas(series: Any) -> Any:
+    if series.ndim != 1:
+        raise TypeError(f"a data frame of {series.shape[1]} columns in place of one: name each column once")
+    if str(series.dtype).startswith("Sparse"):
+        series = series.sparse.to_dense()
+    if isinstance(series.dtype, np.dtype):
+        return _of_numpy(series.to_numpy(), is_nan_null=True)
+    return arrow_array(pa.array(series, from_pandas=True))
+
+
+def _of_numpy(array: NDArray[Any], *, is_nan_null: bool = False) -> Any:
+    if array.ndim not in (1, 2):
+        raise ValueError(f"an array of {array.dtype} of shape {array.shape}: give one or two dimensions")
+    if array.dtype.names is not None:
+        raise TypeError(f"an array of {array.dtype}: make each of its fields a column")
+    mask = np.ma.getmaskarray(array).reshape(-1) if isinstance(array, np.ma.MaskedArray) else None
+    flat = np.ma.getdata(array).reshape(-1)
+    if not flat.dtype.isnative:
+        flat = flat.astype(flat.dtype.newbyteorder("="))
+    try:
+        if flat.dtype.kind == "O" and _has_arrays(flat):
+            values = _of_list([None if mask is not None and mask[i] else one for i, one in enumerate(flat)])
+        else:
+            values = pa.array(flat, mask=mask, from_pandas=is_nan_null)
+    except CONVERSION_ERRORS as error:
+        raise TypeError(f"an array of {array.dtype} cannot become an Arrow array ({error})") from error
+    if array.ndim == 1:
+        return values
+    if array.shape[1] == 0:
+        return pa.LargeListArray.from_arrays(pa.array(np.zeros(len(array) + 1, np.int64)), values)
+    return pa.FixedSizeListArray.from_arrays(values, array.shape[1])
+
+
+def _of_list(values: Sequence[Any]) -> Any:
+    if _has_arrays(values):
+        values = [_scalar(one) for one in values]
+        if _has_arrays(values):
+            return _of_parts(values)
+    rows = [row for row in values if isinstance(row, list | tuple)]
+    if _has_arrays(chain.from_iterable(rows)):
+        values = [[_scalar(one) for one in row] if isinstance(row, list | tuple) else row for row in values]
+    return pa.array(values)
+
+
+def _has_arrays(values: Iterable[Any]) -> bool:
+    """Return True if a value is an array or tensor of any library, of no dimension too."""
+    kinds = set(map(type, values))
+    return any(
+        (hasattr(kind, "ndim") or issubclass(kind, _ARROW)) and not issubclass(kind, np.generic) for kind in kinds
+    )
+
+
+def _scalar(value: Any) -> Any:
+    """Return an array or tensor of no dimension as the number that it holds, and anything else unchanged."""
+    if value is np.ma.masked:
+        return None
+    return value.item() if getattr(value, "ndim", None) == 0 and not isinstance(value, np.generic) else value
+
+
+def _of_parts(parts: Sequence[Any]) -> Any:
+    """Return arrays as lists, None as a null list."""
+    arrays = [None if part is None else arrow_array(part) for part in parts]
+    some = [array for array in arrays if array is not None]
+    full = [array for array in some if len(array)] or some[:1]  # an empty array may have any type
+    if full:
+        merged = pa.unify_schemas([pa.schema([("", a.type)]) for a in full], promote_options="permissive").field(0).type
+        values = pa.concat_arrays([array.cast(merged) for array in full])
+    else:
+        values = pa.nulls(0)
+    offsets = np.zeros(len(arrays) + 1, np.int64)
+    np.cumsum([0 if array is None else len(array) for array in arrays], out=offsets[1:])
+    is_null = pa.array([array is None for array in arrays], pa.bool_())
+    return pa.LargeListArray.from_arrays(pa.array(offsets), values, mask=is_null)
+
+
+def _first(offsets: NDArray[np.int64]) -> str:
+    return f"{offsets[:5].tolist()}{'...' if offsets.size > 5 else ''}"
