@@ -117,7 +117,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def begin_step(self, marks: Iterable[Mark], optimizer: torch.optim.Optimizer | None) -> dict[Tracer, float]:
         """Return what each module's gradients are multiplied by in the step of ``optimizer``; None: of all tables."""
         factors = self.tracers.factors(marks, optimizer)
-        self.tracers.note_step(applied=self.has_step(factors))
+        self.tracers.note_step(applied=any(factors.values()) or any(self.gradients.pending))
         return factors
 
     @staticmethod
