@@ -170,19 +170,27 @@ class _Training:
         self._cache = tc.InMemoryCache(passes, device=backend)
         self._train = train_of(self._cache)
         self._passes = cast("Generator[Any, None, None]", self._cache.passes(epochs=1 << 20))
+        self._pass: Any = None
         self.fresh()
+
+    def _next(self) -> Any:
+        """Return the next pass. The one before need not have been trained."""
+        if self._pass is not None:
+            self._pass.skip()
+        self._pass = next(self._passes)
+        return self._pass
 
     def fresh(self) -> int:
         """Train one pass of batches made by threads and return the number of steps."""
         steps = 0
-        for batch in next(self._passes).batches(BATCH):
+        for batch in self._next().batches(BATCH):
             self._train(batch)
             steps += 1
         return steps
 
     def kept(self) -> Callable[[], None]:
         """Return a function that trains one of two kept batches in turn. Their pass stays open."""
-        batches = next(self._passes).batches(BATCH)
+        batches = self._next().batches(BATCH)
         two = itertools.cycle([next(batches), next(batches)])
         batches.close()
         return lambda: self._train(next(two))
@@ -203,7 +211,7 @@ class _Training:
 
             return run
 
-        p = next(self._passes)
+        p = self._next()
         exchange.read = timed  # type: ignore[method-assign]
         self.gpu.counts.clear()
         for _ in p.batches(BATCH):

@@ -245,6 +245,7 @@ class MemoryRun:
                 made += 1
             self._machine.rest()
             taken.append((time.perf_counter() - begun) / made)
+            self.current.skip()
             self._pass = None
             self.current  # noqa: B018 - the switch is not the next one's
         return middle(taken)
