@@ -62,7 +62,8 @@ class ZarrEngine:
         A writer holds, on a local disk, the one right to write until it is closed: ``lock``, or one that it takes
         itself. Elsewhere it takes over: a writer before it can commit no more, and finds that out with a
         StoreInUseError. There nobody knows who reads: what is free stays for ``keep_for`` seconds, and what it takes is
-        not counted. ``store_budget`` bounds the bytes of blocks. Raises CorruptStoreError, and StoreInUseError.
+        not counted. ``store_budget`` bounds the bytes of blocks. Raises CorruptStoreError, StoreInUseError, and
+        StoreError for writing through a store that has no conditional put.
         """
         self._objects, self._readonly, self._store_budget = Objects(store), readonly, store_budget
         root = self._objects.root
