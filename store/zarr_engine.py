@@ -439,12 +439,9 @@ class ZarrEngine:
             self._garbage.changed = False
 
     def _later(
-        self,
-        keys: list[str],
-        holes: Mapping[str, list[tuple[int, int]]],
-        folders: list[str],
+        self, keys: list[str], holes: Mapping[str, list[tuple[int, int]]], folders: list[str],
         before: Garbage | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Delete objects and folders and punch holes on another thread; what fails is left to the next opening."""
         if self._objects.root is None:
             holes = {}
