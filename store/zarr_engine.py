@@ -283,6 +283,8 @@ class ZarrEngine:
 
     def _take_up(self) -> None:
         """Make the newest manifest durable, and choose numbers that no object has."""
+        if self._objects.root is None:
+            self._check_creates()
         if self._manifest.number:
             self._sync([manifest_key(self._manifest)])
         else:
@@ -291,7 +293,6 @@ class ZarrEngine:
                 self._dirty.add(key)
         self._next = self._records.next_number(self._manifest)
         if self._objects.root is None:
-            self._check_creates()
             before, fresh = self._manifest, self._manifest.after({}, writer=self._name)
             self._create(fresh)
             self._manifest, self._epoch, self._unknown = fresh, fresh.number, False
