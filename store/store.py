@@ -253,14 +253,9 @@ class Store:
     # -- writing -----------------------------------------------------------------------------------------
 
     def append(
-        self,
-        pass_index: int,
-        layouts: Sequence[SegmentLayout],
-        blocks: Iterable[Block],
-        *,
-        within: bool = False,
-        stable: bool = False,
-    ) -> Segment:
+        self, pass_index: int, layouts: Sequence[SegmentLayout], blocks: Iterable[Block], *,
+        within: bool = False, stable: bool = False,
+    ) -> Segment:  # fmt: skip
         """Write what ``pass_index`` dumped and return it; no commit names it yet, and a crash before the next one loses
         it.
 
@@ -276,14 +271,9 @@ class Store:
             return writer.append(pass_index, layouts, blocks, self.checksums, within=within, stable=stable)
 
     def publish(
-        self,
-        cursor: Cursor,
-        *,
-        state: bytes,
-        schedule_digest: str,
-        settings: Mapping[str, Any],
+        self, cursor: Cursor, *, state: bytes, schedule_digest: str, settings: Mapping[str, Any],
         environment: Mapping[str, Any],
-    ) -> Commit:
+    ) -> Commit:  # fmt: skip
         """Make a commit: from now on the store opens here, with the rows live at ``cursor`` and ``state``.
 
         One atomic, durable step that also frees every block without live rows. Segments appended so far must be
@@ -293,12 +283,9 @@ class Store:
         writer = self.commit_writer
         with self._opened.uses.using():
             return writer.publish(
-                Cursor(*cursor),
-                state=state,
-                schedule_digest=schedule_digest,
-                settings=settings,
+                Cursor(*cursor), state=state, schedule_digest=schedule_digest, settings=settings,
                 environment=environment,
-            )
+            )  # fmt: skip
 
     def rollback(self, to: int) -> Commit:
         """Make a commit with the rows, the state and the cursor of commit ``to``, and drop those in between.

@@ -62,7 +62,8 @@ class ZarrEngine:
         A writer holds, on a local disk, the one right to write until it is closed: ``lock``, or one that it takes
         itself. Elsewhere it takes over: a writer before it can commit no more, and finds that out with a
         StoreInUseError. There nobody knows who reads: what is free stays for ``keep_for`` seconds, and what it takes is
-        not counted. ``store_budget`` bounds the bytes of blocks. Raises CorruptStoreError, and StoreInUseError.
+        not counted. ``store_budget`` bounds the bytes of blocks. Raises CorruptStoreError, StoreInUseError, and
+        StoreError for writing through a store that has no conditional put.
         """
         self._objects, self._readonly, self._store_budget = Objects(store), readonly, store_budget
         root = self._objects.root
@@ -287,6 +288,8 @@ class ZarrEngine:
 
     def _take_up(self) -> None:
         """Make the newest manifest durable, and choose numbers that no object has."""
+        if self._objects.root is None:
+            self._check_creates()
         if self._manifest.number:
             self._sync([manifest_key(self._manifest)])
         else:
@@ -295,7 +298,6 @@ class ZarrEngine:
                 self._dirty.add(key)
         self._next = self._records.next_number(self._manifest)
         if self._objects.root is None:
-            self._check_creates()
             before, fresh = self._manifest, self._manifest.after({}, writer=self._name)
             self._create(fresh)
             self._manifest, self._epoch, self._unknown = fresh, fresh.number, False
@@ -443,12 +445,9 @@ class ZarrEngine:
             self._garbage.changed = False
 
     def _later(
-        self,
-        keys: list[str],
-        holes: Mapping[str, list[tuple[int, int]]],
-        folders: list[str],
+        self, keys: list[str], holes: Mapping[str, list[tuple[int, int]]], folders: list[str],
         before: Garbage | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Delete objects and folders and punch holes on another thread; what fails is left to the next opening."""
         if self._objects.root is None:
             holes = {}

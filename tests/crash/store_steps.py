@@ -225,16 +225,17 @@ def problems(store: Store) -> list[str]:
     if number < 0:
         return [] if not store.segments else ["a store without a commit has segments"]
     found = []
-    commit, step = store.commit, STEPS[number]
+    commit, made = store.commit, number - STEPS[number].compact  # a compaction leaves the position as it is
     assert commit is not None
-    if commit.cursor != step.cursor or commit.settings != {"step": number - step.compact}:
-        found.append(f"commit {number} stands at {commit.cursor} and was made at {step.cursor}")
+    cursor = STEPS[made].cursor
+    if commit.cursor != cursor or commit.settings != {"step": made}:
+        found.append(f"commit {number} stands at {commit.cursor} and was made at {cursor}")
     if store.state() != state(number):
         found.append(f"the dense state of commit {number} has other bits")
     keys = np.arange(UNIVERSE, dtype=np.int64)
     for group in store.groups:
         for table in group.tables:
-            ids, rows = store.locate(table.name, keys, after=step.cursor.pass_index - 1)
+            ids, rows = store.locate(table.name, keys, after=cursor.pass_index - 1)
             versions, uses = _RESULT[table.name]
             if not np.array_equal(ids >= 0, versions[number] >= 0):
                 found.append(f"commit {number} has other keys of table {table.name!r} than were stored")
