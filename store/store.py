@@ -111,7 +111,7 @@ class Store:
         newest ``retention`` commits, themselves included; None means as many as before, or 1.
 
         Raises StoreMissingError, NotAStoreError, FormatVersionError, TableMismatchError, StoreInUseError,
-        StoreFullError, CommitMissingError, CorruptStoreError; ValueError for mode "a" of one shard.
+        StoreFullError, CommitMissingError, CorruptStoreError; ValueError for a URL, and for mode "a" of one shard.
         """
         check_options(mode, commit, retention)
         place = None if path is None else Path(path) if is_url(path) else store_path(path)
