@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def write_whole(path: Path, data: bytes) -> None:
     """Replace ``path`` by ``data`` in one step; both are on disk on return."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)  # a FIFO there would be waited for without end
+    temporary.unlink(missing_ok=True)  # opening a FIFO there would wait forever
     with temporary.open("wb") as file:
         file.write(data)
         file.flush()

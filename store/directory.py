@@ -132,7 +132,7 @@ class StoreDirectory:
     def _finish(self, engine: str) -> None:
         text = json.dumps({"format": FORMAT, "version": FORMAT_VERSION, "engine": engine}) + "\n"
         draft = self.path / (MARKER + ".new")
-        draft.unlink(missing_ok=True)  # a FIFO there would be waited for without end
+        draft.unlink(missing_ok=True)  # opening a FIFO there would wait forever
         with draft.open("w") as file:
             file.write(text)
             file.flush()

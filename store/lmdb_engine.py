@@ -162,7 +162,7 @@ class LmdbEngine:
                 self._manifest = manifest
 
     def _transact(self, env: lmdb.Environment, put: Callable[[lmdb.Transaction], None], num_bytes: int) -> None:
-        """Make a transaction of so many bytes, in a larger map where they do not fit: it refuses even reads then."""
+        """Run a transaction of so many bytes, and again with a larger map if they do not fit."""
         try:
             with self._translated():
                 while True:
@@ -177,7 +177,7 @@ class LmdbEngine:
             raise error.during(f"the records of {self.label}", num_bytes) from error
 
     def _grow(self, env: lmdb.Environment) -> None:
-        """Double the map. Where the system has no room for it, the environment is opened again by the next commit."""
+        """Double the map. If there is no address space for it, the next commit opens the environment again."""
         try:
             env.set_mapsize(2 * int(env.info()["map_size"]))
         except lmdb.Error:
@@ -335,7 +335,7 @@ class LmdbEngine:
         except OSError as error:
             raise self._unwritable(self.path, error) from error
         finally:
-            with contextlib.suppress(StoreError):  # in a folder that is another's now, it is another's, too
+            with contextlib.suppress(StoreError):  # the folder may be another store's by now
                 self._check_writable()
                 shutil.rmtree(fresh, ignore_errors=True)
 
@@ -394,16 +394,16 @@ class LmdbEngine:
         return self._file
 
     def _check_writable(self) -> None:
-        """Raise ValueError if it is open for reading, and StoreError if it is not in its place any more."""
+        """Raise ValueError if it is open for reading, and StoreError if it was moved."""
         if self._readonly or self._lock is None:
             raise ValueError(f"{self.label} is open for reading: open it with mode='a' to write")
         self._lock.check()
 
     def _check_head(self) -> None:
-        """Raise StoreError if the store is not in its place any more, or is not where this writer left it."""
+        """Raise StoreError if the store was moved, or HEAD is not what this writer wrote or read."""
         self._check_writable()
         there = read_head(self.path) if self._head.number or (self.path / HEAD).exists() else self._head
-        # An interrupt may come when HEAD is written, before that is noted.
+        # An interrupt may come after HEAD is written and before that is noted.
         if there not in {self._head, Head.of(self._manifest)}:
             raise StoreError(
                 f"{self.path / HEAD} names manifest {there.number}, and this process wrote {self._head.number}: "

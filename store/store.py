@@ -17,7 +17,7 @@ from tiercache.store.compaction_plan import CompactionPlan
 from tiercache.store.counters import Counters
 from tiercache.store.errors import StoreClosedError, StoreError
 from tiercache.store.key_memory import KEY_MEMORY, KeyMemory
-from tiercache.store.local_path import is_url, store_path
+from tiercache.store.local_path import is_url, local_path, store_path
 from tiercache.store.lookup import locate, lookup, read_rows
 from tiercache.store.opening import Opened, check_options, label_of, open_engine
 from tiercache.store.reading import BlockReader, Pages
@@ -111,7 +111,7 @@ class Store:
         newest ``retention`` commits, themselves included; None means as many as before, or 1.
 
         Raises StoreMissingError, NotAStoreError, FormatVersionError, TableMismatchError, StoreInUseError,
-        StoreFullError, CommitMissingError, CorruptStoreError; ValueError for mode "a" of one shard.
+        StoreFullError, CommitMissingError, CorruptStoreError; ValueError for a URL, and for mode "a" of one shard.
         """
         check_options(mode, commit, retention)
         place = None if path is None else Path(path) if is_url(path) else store_path(path)
@@ -148,7 +148,7 @@ class Store:
     def close(self) -> None:
         """Give up the store; what no commit names is lost. A second time does nothing.
 
-        Raises StoreError within a function that one of its methods calls, such as ``progress``: nothing is closed then.
+        Raises StoreError inside a function that one of its methods calls, such as ``progress``; it stays open then.
         """
         if not self._closed and os.getpid() == self._pid:
             if self._of is None:
@@ -397,6 +397,7 @@ class Store:
         it is sorted in a temporary file in ``scratch`` (None: the store's folder). Commits that are made meanwhile
         change nothing. Raises ValueError, StoreFullError and CorruptStoreError.
         """
+        scratch = None if scratch is None else local_path(scratch, "a folder for temporary files")
         return scan(self, table_name, chunk_rows=chunk_rows, memory_bytes=memory_bytes, scratch=scratch)
 
     def state(self) -> bytes:

@@ -41,12 +41,12 @@ class UseCount:
                 self._changed.notify_all()
 
     def check_outside(self) -> None:
-        """Raise StoreError if this thread is within a use: to close would wait for itself."""
+        """Raise StoreError if this thread is inside a use: closing would wait for itself."""
         with self._changed:
             if threading.get_ident() in self._uses:
                 raise StoreError(
-                    f"{self._label} is closed by a function that one of its own methods calls, such as progress=: "
-                    "raise an error there to end the method, and close the store after it"
+                    f"{self._label} cannot be closed inside a function that it calls, such as progress=: raise an "
+                    "error there to stop the method, and close the store afterward"
                 )
 
     def close(self) -> None:

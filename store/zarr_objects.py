@@ -61,7 +61,7 @@ class Objects:
         else:
             self.store: Store = store
         self.check: Callable[[], None] = lambda: None
-        """What is called before anything is written, changed or deleted on a local disk, and may raise instead."""
+        """Called before anything is written, changed or deleted on a local disk; raises StoreError to prevent it."""
         self._reader, self._prototype = RangeReader(), default_buffer_prototype()
 
     def path(self, key: str) -> str:

@@ -20,6 +20,7 @@ from tiercache.store.errors import (
     StoreError,
 )
 from tiercache.store.hashing import hash_keys
+from tiercache.store.local_path import local_path
 from tiercache.store.lookup import check_keys, missing_keys
 from tiercache.store.opening import label_of
 from tiercache.store.run import LastKeys
@@ -214,6 +215,7 @@ class Shards(Store):
         What of a row is kept once for each slice of columns is that of the first slice. Raises as ``Store.scan``.
         """
         table = self._table(table_name)
+        scratch = None if scratch is None else local_path(scratch, "a folder for temporary files")
         return self.rows(table, chunk_rows=chunk_rows, memory_bytes=memory_bytes, scratch=scratch)
 
     def rows(

@@ -10,6 +10,7 @@ from tests.store.big import BIG, dump, load, publish
 from tests.store.damage import assert_sentence
 from tiercache.store import LmdbEngine, MemoryEngine, Store, ZarrEngine, info, verify
 from tiercache.store.local_path import is_url, local_path
+from tiercache.store.scratch_file import ScratchFile
 
 URLS = [
     "s3://bucket/model.tc",
@@ -31,10 +32,38 @@ def test_a_url_is_no_local_folder(
 ) -> None:
     """It is refused with what to write, and nothing is made."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"is a URL, and a store is a path .*engine=ZarrEngine\(") as caught:
+    with pytest.raises(
+        ValueError, match=r"is a URL, but a store must be a local path: .*engine=ZarrEngine\("
+    ) as caught:
         Store.open(url, tables=[BIG], mode=mode, engine=engine)
     assert_sentence(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_scratch_is_that_of_the_folder_where_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late rows are asked for; a URL is refused at once."""
+    (tmp_path / "1" / "tmp").mkdir(parents=True)
+    (tmp_path / "2").mkdir()
+    folders, usual = list[Any](), ScratchFile.__init__
+
+    def noted(self: ScratchFile, folder: Any, *others: Any, **options: Any) -> None:
+        folders.append(folder)
+        usual(self, folder, *others, **options)
+
+    monkeypatch.setattr(ScratchFile, "__init__", noted)
+    with Store.open(tmp_path / "s", tables=[BIG]) as store:
+        for pass_index in range(3):
+            dump(store, pass_index, {90: 400})
+            publish(store, pass_index + 1)
+        monkeypatch.chdir(tmp_path / "1")
+        chunks = store.scan("big", memory_bytes=1, scratch=Path("tmp"))
+        monkeypatch.chdir(tmp_path / "2")
+        assert sum(keys.size for keys, _ in chunks) == 1200
+        assert folders
+        assert all(folder[0] == tmp_path / "1" / "tmp" for folder in folders)
+        for url in URLS:
+            with pytest.raises(ValueError, match="is a URL"):
+                store.scan("big", scratch=url)
 
 
 DOORS: dict[str, Callable[[Any], object]] = {
@@ -83,6 +112,7 @@ def test_a_relative_path_without_a_folder_is_refused(tmp_path: Path, monkeypatch
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
     """A path is made absolute, not another one."""
+    (tmp_path / "run-1").mkdir()
     (tmp_path / "latest").symlink_to(tmp_path / "run-1")
     with Store.open(tmp_path / "latest" / ".." / "latest", tables=[BIG]) as store:
         assert store.path == tmp_path / "latest" / ".." / "latest"

@@ -186,7 +186,7 @@ CALLS: dict[str, Callable[[Store, Callable[[], None]], object]] = {
 def test_a_store_is_not_closed_from_within(tmp_path: Path, kind: str, call: str) -> None:
     """It would wait for itself: an error says so, the step ends with it, and the store is open and whole."""
     store = trained(tmp_path / "s", kind)
-    with pytest.raises(StoreError, match=r"is closed by a function that one of its own methods calls") as caught:
+    with pytest.raises(StoreError, match=r"cannot be closed inside a function that it calls") as caught:
         CALLS[call](store, store.close)
     assert_sentence(caught.value)
     assert not store.closed

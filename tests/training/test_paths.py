@@ -104,7 +104,7 @@ DOORS: dict[str, tuple[Callable[[str, tc.PassDataset], object], str]] = {
     "a store": (tiered, "engine=ZarrEngine"),
     "a dataset": (lambda url, passes: tc.TierCache("model.tc", url), "copy the dataset"),
     "a dataset that is opened": (lambda url, passes: tc.PassDataset.open(url), "copy the dataset"),
-    "a plan": (lambda url, passes: tc.TierCache("model.tc", passes, plan=url), "a plan is a path"),
+    "a plan": (lambda url, passes: tc.TierCache("model.tc", passes, plan=url), "a plan must be a local path"),
     "a folder of shards": (lambda url, passes: tiered("model.tc", passes, shard_dirs=[url]), "the folder of a shard"),
     "an extraction": (
         lambda url, passes: tc.extract("data.parquet", CASE.schema, url, device_budget="1GiB", progress=False),
@@ -113,14 +113,17 @@ DOORS: dict[str, tuple[Callable[[str, tc.PassDataset], object], str]] = {
     "a new dataset": (lambda url, passes: write_dataset(url, CASE.schema, []), "a dataset that is written"),
     "a repartition": (lambda url, passes: tc.repartition(passes, url, device_budget="1GiB"), "a dataset that is"),
     "an export": (lambda url, passes: tc.export_store("model.tc", url, format="numpy"), "an export"),
-    "an export's store": (lambda url, passes: tc.export_store(url, "out", format="numpy"), "a store is a path"),
+    "an export's store": (
+        lambda url, passes: tc.export_store(url, "out", format="numpy"),
+        "a store must be a local path",
+    ),
     "an import": (lambda url, passes: tc.import_store(url, "model.tc"), "what is imported"),
-    "an import's store": (lambda url, passes: tc.import_store("in", url), "a store is a path"),
+    "an import's store": (lambda url, passes: tc.import_store("in", url), "a store must be a local path"),
     "key sets": (lambda url, passes: export_key_sets(passes, url), "an export of key sets"),
-    "a schema": (lambda url, passes: tc.Schema.load(url), "a schema is a path"),
-    "a report": (lambda url, passes: read_reports(url), "a report is a path"),
-    "a page": (lambda url, passes: write_html([], url, title=""), "a page is a path"),
-    "a picture": (lambda url, passes: draw_passes([], url), "a picture is a path"),
+    "a schema": (lambda url, passes: tc.Schema.load(url), "a schema must be a local path"),
+    "a report": (lambda url, passes: read_reports(url), "a report must be a local path"),
+    "a page": (lambda url, passes: write_html([], url, title=""), "a page must be a local path"),
+    "a picture": (lambda url, passes: draw_passes([], url), "a picture must be a local path"),
 }
 
 

@@ -110,7 +110,7 @@ class PassSwitcher:
     # -- a run of passes ---------------------------------------------------------------------------------
 
     def check_process(self) -> None:
-        """Raise StateError in a fork of the process: its threads are not there, and would be waited for without end."""
+        """Raise StateError in a fork of the process: it has no such threads, and would wait for them forever."""
         if os.getpid() != self._pid:
             raise StateError(
                 f"this cache was opened by process {self._pid} and is used in its fork {os.getpid()}: train, commit "

@@ -444,7 +444,7 @@ class TierCache(SteppedCache):
         self._close(failed=False)
 
     def __del__(self) -> None:
-        # Its threads end by themselves, and its store closes itself.
+        # The threads end by themselves, and the store closes itself.
         if getattr(self, "_pid", None) == os.getpid() and not self._closed:
             warn_unclosed(self, f"the cache of {self.store.label}")
 
