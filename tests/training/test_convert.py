@@ -256,8 +256,13 @@ def test_padding_is_zeros_and_is_not_trained(tmp_path: Path, mode: str, by: str)
             vectors = cache.store.lookup(name, np.arange(30))["vector"]
             torch.testing.assert_close(torch.from_numpy(vectors), getattr(theirs, name).weight.data)
         one = cache.evaluate_batch(whole)
-        with pytest.raises(ValueError, match="has rows of single keys, among which padding cannot be found: leave it"):
-            ours.words(one.features["words"])
+        torch.testing.assert_close(ours(one.features["words"], one.features["bag"]), theirs(*given))
+        served = tc.to_torch(ours, cache.store)
+    torch.testing.assert_close(served(*given), theirs(*given))
+    for batches in ((bag, offsets[:-1]), (np.zeros((5, 2), np.int64),), (np.array([[0, 4], [4, 4], [0, 0]]),)):
+        several = [torch.from_numpy(one) for one in batches]
+        torch.testing.assert_close(served.bag(*several), theirs.bag(*several))
+        torch.testing.assert_close(served.words(several[0]), theirs.words(several[0]))
 
 
 class Published(nn.Module):

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from tiercache.training.batch import Batch
     from tiercache.training.exchange import Exchange
     from tiercache.training.live_rows import LiveRows
+    from tiercache.training.missing_rows import Unseen
     from tiercache.training.passes import Pass
 
 _COMM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -393,15 +394,18 @@ class TierCache(SteppedCache):
         finally:
             exchange.rest()
 
-    def evaluate_batch(self, keys: Mapping[str, Any] | None, **others: Any) -> Batch | None:
+    def evaluate_batch(
+        self, keys: Mapping[str, Any] | None, *, unseen: Unseen = "initial", **others: Any
+    ) -> Batch | None:
         """Return a read-only batch of raw keys, given as in ``Pass.batch``, at any moment between batches.
 
         Rows have their current values, as in ``evaluate``, and are read for this batch alone, by the ranks that own
-        them. Raises BudgetError if the rows of its unique keys exceed ``eval_budget`` on this rank or on one that
-        reads them.
+        them. A key that was never trained has its table's out-of-vocabulary row if there is one; else ``unseen`` says:
+        "initial" its initial row, "zeros" zeros, "error" KeyMissingError, as in `to_torch`. Raises BudgetError if the
+        rows of its unique keys exceed ``eval_budget`` on this rank or on one that reads them.
         """
         self._check_open()
-        return self._raw.evaluate(keys, self.eval_bytes, **others)
+        return self._raw.evaluate(keys, self.eval_bytes, unseen=unseen, **others)
 
     def live_rows(self, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None) -> LiveRows:
         """Return a reader of the current values of this rank's rows; valid until the next batch is trained.
