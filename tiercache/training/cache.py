@@ -25,7 +25,7 @@ from tiercache.ranks.training_store import StoreOptions, TrainingStore
 from tiercache.store.table import group_tables
 from tiercache.tiers.report import write_json_lines, write_scalars
 from tiercache.training.batch_pipeline import BatchPipeline
-from tiercache.training.convert import drop_weights, refuse_weights, weight_rows, weights_of
+from tiercache.training.convert import drop_weights, refuse_weights, warn_of_keys_beyond, weight_rows, weights_of
 from tiercache.training.evaluation import Evaluation
 from tiercache.training.exchange import LocalExchange
 from tiercache.training.matching import check_features, check_modules, check_tables
@@ -183,6 +183,8 @@ class TierCache(SteppedCache):
                 check_modules(objects, data)
                 device_bytes = budgets.check_device(source, backend)
             weights = weights_of(objects.values())
+            if ranks.rank == 0:
+                warn_of_keys_beyond(weights, data)
             try:
                 rows = partial(weight_rows, weights=weights) if weights else None
                 self.store = self._opened.open(source, budgets, first=rows, progress=progress)

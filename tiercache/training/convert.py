@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from tiercache.data.dataset import PassDataset
-from tiercache.data.raw_batch import OOV_KEY
+from tiercache.data.raw_batch import NULL_KEY, OOV_KEY
 from tiercache.errors import StateError
 from tiercache.schema import Schema
 from tiercache.store.hashing import hash_keys, keys_of
@@ -93,6 +94,24 @@ def convert(
 def weights_of(objects: Iterable[object]) -> dict[str, torch.Tensor]:
     """Return by table the weights (rows, dim) that converted modules among ``objects`` had."""
     return {table: weight for one in table_modules(objects) for table, weight in one.weights.items()}
+
+
+def warn_of_keys_beyond(weights: Mapping[str, torch.Tensor], passes: PassDataset) -> None:
+    """Warn of keys of the dataset that a converted module had no row for, which torch would refuse."""
+    for name, weight in weights.items():
+        rows = weight.shape[0]
+        for one in passes.passes:
+            keys = one.keys(name)
+            beyond = keys[(keys >= rows) | ((keys < 0) & (keys > NULL_KEY))]
+            if beyond.size:
+                warnings.warn(
+                    f"the converted module of table {name!r} has {rows:,} rows (num_embeddings), and sub-dataset "
+                    f"{one.index} of {passes.path} has {beyond.size:,} other keys, such as {int(beyond[0])}: rows of "
+                    "these begin as the table's initializer says, and torch would raise IndexError; check the ids, or "
+                    "convert a model with more rows",
+                    stacklevel=3,
+                )
+                break
 
 
 def drop_weights(objects: Iterable[object]) -> None:
