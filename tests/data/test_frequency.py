@@ -124,6 +124,58 @@ def test_counts_go_on_from_earlier_datasets(tmp_path: Path) -> None:
     assert keys == [[1, 1, OOV_KEY, OOV_KEY], [2, OOV_KEY, 5, 5], [3, 4, OOV_KEY]]
 
 
+def chained(folder: Path, days: list[list[int]], least: int) -> tuple[list[list[int]], list[dict[int, int]]]:
+    """Extract a set each day, whose counts go on from those before; return its keys, and its rare ones with counts."""
+    sets: list[tc.PassDataset] = []
+    for day, keys in enumerate(days):
+        at = folder / str(day)
+        at.mkdir()
+        paths = write_parquet(at, {"a": np.array(keys), "y": np.zeros(len(keys))}, [0, len(keys)])
+        sets.append(extracted(paths, plain_schema(), at / "out", min_count=least, prior_counts=list(sets)))
+    found, rare = [], []
+    for one in sets:
+        found.append([k for p in one for k in p.keys("a")[p.read(np.arange(p.samples)).ids["a"].ids].tolist()])
+        own = one.rare_keys()
+        assert own is not None
+        rare.append(dict(zip(own.keys("a").tolist(), own.counts("a").tolist(), strict=True)))
+    return found, rare
+
+
+CHAINS: dict[str, tuple[int, list[list[int]]]] = {
+    "rare, absent, back": (3, [[1, 9, 9, 9], [2, 9], [1, 9]]),
+    "rare, absent twice, back": (3, [[1], [2], [2, 3], [1]]),
+    "rare in every set": (5, [[1, 2], [1], [1], [1, 2]]),
+    "rare, then one more each day": (3, [[1, 1], [2], [1], [1, 2], [2]]),
+    "as often as needed at the last": (2, [[7], [8], [8, 9], [7, 9]]),
+    "admitted, absent, back once": (2, [[4, 4], [5], [4, 5], [6]]),
+    **{
+        f"drawn {seed}": (
+            2 + seed % 3,
+            [np.random.default_rng([seed, day]).integers(0, 40, 30).tolist() for day in range(4)],
+        )
+        for seed in range(3)
+    },
+}
+"""How many occurrences a key needs, and the keys of each day."""
+
+
+@pytest.mark.parametrize("ranges", ["one", "many"])
+@pytest.mark.parametrize("chain", CHAINS)
+def test_chained_counts_count_each_occurrence_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chain: str, ranges: str
+) -> None:
+    """Whatever sets a key was rare in, absent from, or admitted to; rare keys are counted in their own set alone."""
+    if ranges == "many":
+        monkeypatch.setattr("tiercache.data.frequency._MERGE_BYTES", 96 * 300_000)
+    least, days = CHAINS[chain]
+    found, rare = chained(tmp_path, days, least)
+    so_far: Counter[int] = Counter()
+    for keys, ours, own in zip(days, found, rare, strict=True):
+        so_far.update(keys)
+        assert ours == [key if so_far[key] >= least else OOV_KEY for key in keys]
+        assert own == {key: count for key, count in Counter(keys).items() if so_far[key] < least}
+
+
 def test_null_keeps_its_row_however_rare(tmp_path: Path) -> None:
     """The null row is the schema's choice, not a key of the data."""
     schema = Schema(features=(tc.Feature(name="a", null="embed"),), tables=(table("a"),))

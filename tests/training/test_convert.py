@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -205,6 +206,29 @@ def test_weights_go_to_the_cache_that_makes_the_store(tmp_path: Path) -> None:
         assert np.array_equal(cache.store.lookup("user", np.arange(10))["vector"], user.numpy())
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ([0, 9], None), ([], None), ([10], "1 other keys, such as 10"), ([3, 1 << 40], "such as 1099511627776"),
+        ([-1, 2], "such as -1"), ([10, 11, 12], "3 other keys"), ([9, -(1 << 62)], "1 other keys"),
+    ],
+)  # fmt: skip
+def test_keys_that_a_converted_module_had_no_row_for_are_told(
+    tmp_path: Path, keys: list[int], said: str | None
+) -> None:
+    """Torch would raise; here they are rows like others, which begin as the table says."""
+    data = tc.write_key_sets(tmp_path / "p", SCHEMA, [{"user": np.arange(10), "item": np.arange(3)}, {"user": keys}])
+    model = tc.convert(Small(mode="sum"), data, {"items": "item"})
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        tiered(tmp_path / "m.tc", data, model=model).close()
+    told = [str(one.message) for one in found if "num_embeddings" in str(one.message)]
+    assert len(told) == (said is not None)
+    if said is not None:
+        assert f"table 'user' has 10 rows (num_embeddings), and sub-dataset 1 of {data.path} has " in told[0]
+        assert said in told[0]
+
+
 class Padded(nn.Module):
     """Lists of one length, and bags, in which id 0 stands for nothing."""
 
@@ -257,8 +281,13 @@ def test_padding_is_zeros_and_is_not_trained(tmp_path: Path, mode: str, by: str)
             vectors = cache.store.lookup(name, np.arange(30))["vector"]
             torch.testing.assert_close(torch.from_numpy(vectors), getattr(theirs, name).weight.data)
         one = cache.evaluate_batch(whole)
-        with pytest.raises(ValueError, match="has rows of single keys, among which padding cannot be found: leave it"):
-            ours.words(one.features["words"])
+        torch.testing.assert_close(ours(one.features["words"], one.features["bag"]), theirs(*given))
+        served = tc.to_torch(ours, cache.store)
+    torch.testing.assert_close(served(*given), theirs(*given))
+    for batches in ((bag, offsets[:-1]), (np.zeros((5, 2), np.int64),), (np.array([[0, 4], [4, 4], [0, 0]]),)):
+        several = [torch.from_numpy(one) for one in batches]
+        torch.testing.assert_close(served.bag(*several), theirs.bag(*several))
+        torch.testing.assert_close(served.words(several[0]), theirs.words(several[0]))
 
 
 class Published(nn.Module):

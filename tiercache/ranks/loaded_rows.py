@@ -22,10 +22,14 @@ if TYPE_CHECKING:
     from tiercache.ranks.shares import Share
     from tiercache.store.table import Table
     from tiercache.training.live_rows import LiveRows
+    from tiercache.training.missing_rows import Unseen
 
 
 class LoadedRows:
     """Vectors of some keys, in memory."""
+
+    unseen: Unseen = "initial"
+    """What the owners of keys read them as that were never trained."""
 
     def __init__(self, rows: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float32]]]) -> None:
         """rows: by table, keys (n,) ascending and their vectors (n, dim)."""
@@ -55,14 +59,18 @@ class RowLoader:
         self._shares_unknown = bool(unknown)
         return self._live_rows(unknown) if unknown else found
 
-    def load(self, keys: Mapping[str, NDArray[np.int64]], budget: int | None = None) -> LoadedRows:
+    def load(
+        self, keys: Mapping[str, NDArray[np.int64]], budget: int | None = None, unseen: Unseen = "initial"
+    ) -> LoadedRows:
         """Return the rows of ``keys``: by table, each once, ascending; other ranks ask for others. Collective.
 
+        unseen: the same on all ranks.
         On the wire travel, once each way, counts, keys (int64) and vectors in float32. Raises BudgetError where this
         rank is to read vectors of more than ``budget`` bytes for others.
         """
         ranks, what = self._ranks, "reading rows of raw keys"
         live_rows, tables = self.live_rows(), self._share.whole.tables
+        live_rows.unseen = unseen
         asked_WT = self._asked(tables, keys)
         to = np.array([[found.size for found in mine] for mine in asked_WT], np.int64)
         told = ranks.exchange_splits(to, what)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from tiercache.training.batch import Pooled
     from tiercache.training.exchange import BatchRequest
     from tiercache.training.live_rows import LiveRows
+    from tiercache.training.missing_rows import Unseen
     from tiercache.training.raw_samples import RawSamples
     from tiercache.training.row_optimizer import RowOptimizer
 
@@ -364,9 +365,12 @@ class RankExchange:
 
     # -- rows as of now -----------------------------------------------------------------------------------
 
-    def load(self, keys: Callable[[], Mapping[str, NDArray[np.int64]]], budget: int | None = None) -> Any:
+    def load(
+        self, keys: Callable[[], Mapping[str, NDArray[np.int64]]], budget: int | None = None,
+        unseen: Unseen = "initial",
+    ) -> Any:  # fmt: skip
         """Return a reader of rows as of now, of ``keys`` by table, which their owners read."""
-        return self._loader.load(keys(), budget)
+        return self._loader.load(keys(), budget, unseen)
 
     def live_rows(self) -> LiveRows:
         """Return a reader of this rank's rows as of now, that knows the out-of-vocabulary rows of all."""

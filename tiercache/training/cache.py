@@ -27,7 +27,7 @@ from tiercache.store.table import group_tables
 from tiercache.store.use_count import warn_unclosed
 from tiercache.tiers.report import write_json_lines, write_scalars
 from tiercache.training.batch_pipeline import BatchPipeline
-from tiercache.training.convert import drop_weights, refuse_weights, weight_rows, weights_of
+from tiercache.training.convert import drop_weights, refuse_weights, warn_of_keys_beyond, weight_rows, weights_of
 from tiercache.training.evaluation import Evaluation
 from tiercache.training.exchange import LocalExchange
 from tiercache.training.finite_check import check_nonfinite
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from tiercache.training.batch import Batch
     from tiercache.training.exchange import Exchange
     from tiercache.training.live_rows import LiveRows
+    from tiercache.training.missing_rows import Unseen
     from tiercache.training.passes import Pass
 
 _COMM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -195,6 +196,8 @@ class TierCache(SteppedCache):
             with ranks.raise_on_all("planning the budgets"):  # before the store is made, or written anew for them
                 check_modules(objects, data)
                 device_bytes = budgets.check_device(source, backend)
+            if ranks.rank == 0:
+                warn_of_keys_beyond(weights, data)
             try:
                 rows = partial(weight_rows, weights=weights) if weights else None
                 self.store = self._opened.open(source, budgets, first=rows, progress=progress)
@@ -412,17 +415,20 @@ class TierCache(SteppedCache):
         finally:
             exchange.rest()
 
-    def evaluate_batch(self, keys: Mapping[str, Any] | None, **others: Any) -> Batch | None:
+    def evaluate_batch(
+        self, keys: Mapping[str, Any] | None, *, unseen: Unseen = "initial", **others: Any
+    ) -> Batch | None:
         """Return a read-only batch of raw keys, given as in ``Pass.batch``, at any moment between batches.
 
         Rows have their current values, as in ``evaluate``, and are read for this batch alone, by the ranks that own
-        them. Raises BudgetError if the rows of its unique keys exceed ``eval_budget`` on this rank or on one that
-        reads them.
+        them. A key that was never trained has its table's out-of-vocabulary row if there is one; else ``unseen`` says:
+        "initial" its initial row, "zeros" zeros, "error" KeyMissingError, as in `to_torch`. Raises BudgetError if the
+        rows of its unique keys exceed ``eval_budget`` on this rank or on one that reads them.
         """
         self._check_open()
         with self.communicator.raise_on_all("beginning an evaluation"):
             self._rows.state.check_restored(self.store)
-        return self._raw.evaluate(keys, self.eval_bytes, **others)
+        return self._raw.evaluate(keys, self.eval_bytes, unseen=unseen, **others)
 
     def live_rows(self, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None) -> LiveRows:
         """Return a reader of the current values of this rank's rows; valid until the next batch is trained.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,11 +12,13 @@ from torch import nn
 from torch.nn import functional
 
 from tiercache.data.dataset import PassDataset
+from tiercache.data.raw_batch import NULL_KEY, OOV_KEY
 from tiercache.errors import StateError
 from tiercache.schema import Schema
 from tiercache.store.hashing import hash_keys, keys_of
 from tiercache.training.batch import Batch, JaggedIds
 from tiercache.training.embedding import Embedding, EmbeddingBag
+from tiercache.training.missing_rows import check_unseen, unseen_vectors
 from tiercache.training.table_module import TableModule, refuse_attribute, table_modules
 from tiercache.training.torchrec_modules import (
     ConvertedBags,
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 
     from tiercache.store import Store, Table
     from tiercache.store.scan import Chunk
+    from tiercache.training.missing_rows import Unseen
 
 _CHUNK_BYTES = 16 << 20
 _AFFIXES = {"emb", "embed", "embedding", "embeddings", "bag", "table", "lookup"}
@@ -92,6 +96,24 @@ def weights_of(objects: Iterable[object]) -> dict[str, torch.Tensor]:
     return {table: weight for one in table_modules(objects) for table, weight in one.weights.items()}
 
 
+def warn_of_keys_beyond(weights: Mapping[str, torch.Tensor], passes: PassDataset) -> None:
+    """Warn of keys of the dataset that a converted module had no row for, which torch would refuse."""
+    for name, weight in weights.items():
+        rows = weight.shape[0]
+        for one in passes.passes:
+            keys = one.keys(name)
+            beyond = keys[(keys >= rows) | ((keys < 0) & (keys > NULL_KEY))]
+            if beyond.size:
+                warnings.warn(
+                    f"the converted module of table {name!r} has {rows:,} rows (num_embeddings), and sub-dataset "
+                    f"{one.index} of {passes.path} has {beyond.size:,} other keys, such as {int(beyond[0])}: rows of "
+                    "these begin as the table's initializer says, and torch would raise IndexError; check the ids, or "
+                    "convert a model with more rows",
+                    stacklevel=3,
+                )
+                break
+
+
 def drop_weights(objects: Iterable[object]) -> None:
     """Have converted modules let go of the weights that they had."""
     for one in table_modules(objects):
@@ -122,18 +144,28 @@ def weight_rows(table: Table, weights: Mapping[str, torch.Tensor]) -> Iterator[C
 
 
 def to_torch(
-    model: nn.Module, store: Store, *, keys: Mapping[str, NDArray[np.int64] | torch.Tensor] | None = None
+    model: nn.Module,
+    store: Store,
+    *,
+    keys: Mapping[str, NDArray[np.int64] | torch.Tensor] | None = None,
+    unseen: Unseen = "initial",
 ) -> nn.Module:
     """Return a copy of ``model`` whose embeddings are plain modules of torch with the rows of a store.
 
     What was a collection of torchrec takes a `KeyedJaggedTensor` of raw keys.
     They take raw keys, int64 of any shape, and map them to rows by a sorted list of keys, a buffer beside the weight:
-    an `EmbeddingBag` (N, L), or (keys,) with offsets. A key without a row gives zeros and counts in no mean. Modules of
-    one table share it. ``keys``: by table those whose rows are taken, where not all are; a table is in memory whole.
+    an `EmbeddingBag` (N, L), or (keys,) with offsets. Padding is zeros and counts in no mean, as it was trained.
+    Modules of one table share it. ``keys``: by table those whose rows are taken, where not all are; a table is in
+    memory whole.
+
+    A key without a row has its table's out-of-vocabulary row if there is one; else ``unseen`` says, as in
+    ``TierCache.evaluate_batch``: "initial" its initial row, "zeros" zeros, "error" KeyMissingError. The vector
+    counts in a mean. Only "zeros" can be traced and exported, as it alone does not look at the keys.
 
     Raises ValueError for a model with an `EmbeddingBagCollection` or `EmbeddingCollection`, which look whole batches
     up, or without any embedding; KeyMissingError for keys that have no row, and what ``Store.scan`` raises.
     """
+    check_unseen(unseen)
     made, tables = copy.deepcopy(model), dict[str, _KeyedRows]()
     places = [(name, one) for name, one in made.named_modules(remove_duplicate=False) if isinstance(one, TableModule)]
     if not places:
@@ -147,8 +179,10 @@ def to_torch(
             )
         for table in one.tables:
             if table not in tables:
-                tables[table] = _KeyedRows.of(store, table, (keys or {}).get(table))
-        lookups = [KeyedEmbedding(tables[one.table_of(feature)], pooling) for feature, pooling in one.pooling.items()]
+                tables[table] = _KeyedRows.of(store, table, (keys or {}).get(table), unseen)
+        lookups = [
+            KeyedEmbedding(tables[one.table_of(feature)], one.mode_of(feature), one.padding) for feature in one.features
+        ]
         collection = one if isinstance(one, ConvertedBags | ConvertedRows) else None
         plain.setdefault(id(one), KeyedCollection(lookups, collection) if collection is not None else lookups[0])
     for name, one in places:
@@ -190,9 +224,9 @@ class SharedLookup(nn.Module):
 class KeyedEmbedding(nn.Module):
     """Rows of a table by raw keys, pooled or not."""
 
-    def __init__(self, rows: _KeyedRows, pooling: str | None) -> None:
+    def __init__(self, rows: _KeyedRows, pooling: str | None, padding: int | None) -> None:
         super().__init__()
-        self.rows, self.pooling = rows, pooling
+        self.rows, self.pooling, self.padding = rows, pooling, padding
 
     def forward(
         self,
@@ -201,8 +235,8 @@ class KeyedEmbedding(nn.Module):
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Look raw keys up as `nn.EmbeddingBag` and `nn.Embedding` look up theirs."""
-        rows, weight = self.rows.find(input), self.rows.weight
-        none = weight.shape[0] - 1
+        rows, weight = self.rows.find(input, self.padding)
+        none = None if self.padding is None else weight.shape[0] - 1
         if self.pooling is None:
             return functional.embedding(rows, weight, none)
         return functional.embedding_bag(
@@ -212,37 +246,66 @@ class KeyedEmbedding(nn.Module):
 
 
 class _KeyedRows(nn.Module):
-    """The rows of a table, and the keys that they belong to; one row more, of zeros, for keys without one."""
+    """The rows of a table, and the keys that they belong to; then two rows of zeros, for unseen keys and padding."""
 
     keys: torch.Tensor
     order: torch.Tensor
 
-    def __init__(self, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+    def __init__(self, table: Table, keys: NDArray[np.int64], vectors: NDArray[np.float32], unseen: Unseen) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.from_numpy(np.concatenate([vectors, np.zeros_like(vectors[:1])])))
+        self._table, self._unseen = table, unseen
+        self.weight = nn.Parameter(torch.from_numpy(np.concatenate([vectors, np.zeros((2, table.dim), np.float32)])))
         order = np.argsort(keys)
         self.register_buffer("keys", torch.from_numpy(keys[order]))
         self.register_buffer("order", torch.from_numpy(order))
+        shared = np.flatnonzero(keys == OOV_KEY)
+        self._has_shared = bool(shared.size)
+        self._stand_in = int(shared[0]) if shared.size else keys.size
+        """The row of a key without one."""
 
     @classmethod
-    def of(cls, store: Store, table: str, keys: Any) -> _KeyedRows:
+    def of(cls, store: Store, name: str, keys: Any, unseen: Unseen) -> _KeyedRows:
         """Read all rows, or those of keys."""
+        table = next(one for one in store.tables if one.name == name)
         if keys is not None:
             wanted = np.unique(np.asarray(keys, dtype=np.int64))
-            return cls(wanted, store.lookup(table, wanted)["vector"])
-        dim = next(one.dim for one in store.tables if one.name == table)
-        chunks = [(ks, fields[0]) for ks, fields in store.scan(table)]
-        if not chunks:
-            return cls(np.empty(0, np.int64), np.zeros((1, dim), np.float32)[:0])
-        return cls(*(np.concatenate(columns) for columns in zip(*chunks, strict=True)))
+            return cls(table, wanted, store.lookup(name, wanted)["vector"], unseen)
+        chunks = [(ks, fields[0]) for ks, fields in store.scan(name)]
+        none = np.empty(0, np.int64), np.empty((0, table.dim), np.float32)
+        stored, vectors = (np.concatenate(columns) for columns in zip(none, *chunks, strict=True))
+        return cls(table, stored, vectors, unseen)
 
-    def find(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the row of each key, the last one of keys without a row."""
-        none = torch.full_like(keys, self.weight.shape[0] - 1)
-        if not self.keys.numel():
-            return none
-        at = torch.searchsorted(self.keys, keys).clamp_(max=self.keys.numel() - 1)
-        return torch.where(self.keys[at] == keys, self.order[at], none)
+    def find(self, keys: torch.Tensor, padding: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a row for each key, and the rows, of which padding has the last one."""
+        found = torch.zeros_like(keys, dtype=torch.bool)
+        rows = torch.full_like(keys, self._stand_in)
+        if self.keys.numel():
+            at = torch.searchsorted(self.keys, keys).clamp_(max=self.keys.numel() - 1)
+            found = self.keys[at] == keys
+            rows = torch.where(found, self.order[at], rows)
+        if padding is not None:
+            is_padding = keys == padding
+            found, rows = found | is_padding, rows.masked_fill(is_padding, self.weight.shape[0] - 1)
+        if self._has_shared or self._unseen == "zeros":
+            return rows, self.weight
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined, no-untyped-call]
+            raise RuntimeError(
+                f"unseen={self._unseen!r} of table {self._table.name!r} looks at the keys, which no trace or exported "
+                "program can: use to_torch(..., unseen='zeros')"
+            )
+        return (rows, self.weight) if bool(found.all()) else self._with_unseen(keys, rows, ~found)
+
+    def _with_unseen(
+        self, keys: torch.Tensor, rows: torch.Tensor, is_unseen: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the same with vectors for unseen keys: of rows of this lookup alone, one for each key."""
+        unique, number = torch.unique(keys[is_unseen], return_inverse=True)
+        vectors = torch.from_numpy(unseen_vectors(self._table, unique.cpu().numpy(), self._unseen))
+        last = self.weight.shape[0] - 1
+        gathered = self.weight[rows.reshape(-1)].clone()
+        gathered[is_unseen.reshape(-1)] = vectors.to(gathered)[number]
+        places = torch.arange(rows.numel(), device=rows.device).view(rows.shape).masked_fill(rows == last, rows.numel())
+        return places, torch.cat([gathered, self.weight[last:]])
 
 
 def _names_of(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) -> dict[nn.Module, list[str]]:

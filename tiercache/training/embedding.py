@@ -128,6 +128,10 @@ class EmbeddingBagCollection(TableModule):
         marker = _Marker(self.handle, self.tables, batch.rows.gradients, is_known)
         return marker, backend, lookups, list(ready.values()), shape, names, *given.values()
 
+    def mode_of(self, feature: str) -> str | None:
+        """Return how a feature is pooled."""
+        return self._modes[feature]
+
     def split(self, out: torch.Tensor) -> list[torch.Tensor]:
         """Split an output into one view (N, dim) for each feature."""
         return list(torch.split(out, self.dims, dim=1))
@@ -260,10 +264,14 @@ class EmbeddingBag(EmbeddingBagCollection):
         if padding_idx is not None and mode == "max":
             raise ValueError(f"feature {feature!r} is pooled by max and has padding: pool it by sum or mean")
         super().__init__(schema, [feature], mode=mode if padding_idx is None else "sum")
+        self.padding, self._mode = padding_idx, mode
         self._padding = None if padding_idx is None else _Padding(feature, padding_idx)
-        self._is_mean = mode == "mean"
         if padding_idx is not None:
             self.pooling = {feature: None}  # it is weighted by what is in each batch
+
+    def mode_of(self, feature: str) -> str | None:
+        """Return how the feature is pooled, which with padding is done by weights of a sum."""
+        return self._mode
 
     def forward(  # type: ignore[override]
         self,
@@ -279,7 +287,7 @@ class EmbeddingBag(EmbeddingBagCollection):
         """
         batch = _batch_of(input, offsets, self.features[0])
         if self._padding is not None:
-            per_sample_weights = self._padding.weights(batch, per_sample_weights, mean=self._is_mean)
+            per_sample_weights = self._padding.weights(batch, per_sample_weights, mean=self._mode == "mean")
         weights = None if per_sample_weights is None else {self.features[0]: per_sample_weights}
         return super().forward(batch, weights)
 
@@ -292,6 +300,7 @@ class Embedding(EmbeddingCollection):
 
     def __init__(self, schema: Schema, feature: str, *, padding_idx: int | None = None) -> None:
         super().__init__(schema, [feature])
+        self.padding = padding_idx
         self._padding = None if padding_idx is None else _Padding(feature, padding_idx)
 
     def forward(  # type: ignore[override]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.ranks.rank_exchange import RankExchange
     from tiercache.tiers.rows import GroupRows, RowView
-    from tiercache.training.missing_rows import RowReader
+    from tiercache.training.missing_rows import RowReader, Unseen
     from tiercache.training.raw_samples import RawSamples
     from tiercache.training.row_optimizer import RowOptimizer
 
@@ -161,9 +161,14 @@ class LocalExchange:
         assert live_rows is not None, "rows were asked for of a cache that is gone"
         return live_rows()
 
-    def load(self, keys: Callable[[], Mapping[str, NDArray[np.int64]]], budget: int | None = None) -> RowReader:
+    def load(
+        self, keys: Callable[[], Mapping[str, NDArray[np.int64]]], budget: int | None = None,
+        unseen: Unseen = "initial",
+    ) -> RowReader:  # fmt: skip
         """Return a reader of any rows."""
-        return self.live_rows()  # type: ignore[no-any-return]
+        reader: RowReader = self.live_rows()
+        reader.unseen = unseen
+        return reader
 
     def evaluating(self, passes: DatasetView) -> LocalExchange:
         """Return this one."""

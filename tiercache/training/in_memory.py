@@ -17,7 +17,7 @@ from tiercache.planning.positions import Positions
 from tiercache.planning.schedule import Schedule
 from tiercache.store.table import group_tables
 from tiercache.store.vectors import from_words
-from tiercache.tiers.first_vectors import first_vectors, initial_vectors
+from tiercache.tiers.first_vectors import first_vectors
 from tiercache.tiers.rows import GroupRows, RowView
 from tiercache.training.batch_pipeline import BatchPipeline
 from tiercache.training.convert import refuse_weights
@@ -25,6 +25,7 @@ from tiercache.training.evaluation import Evaluation
 from tiercache.training.exchange import LocalExchange
 from tiercache.training.held_keys import HeldKeys
 from tiercache.training.matching import check_features, check_modules
+from tiercache.training.missing_rows import unseen_vectors
 from tiercache.training.passes import Pass
 from tiercache.training.progress import prepare_kernels
 from tiercache.training.rate_watch import RateWatch
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from tiercache.backends.base import Backend
     from tiercache.data.dataset import PassDataset
     from tiercache.store.table import Group, Table
+    from tiercache.training.missing_rows import Unseen
 
 
 class InMemoryCache(SteppedCache):
@@ -371,6 +373,8 @@ class InMemoryRows:
         self.groups = groups
         self._tables = {table.name: table for group in groups for table in group.tables}
         self._held, self._read, self._trained_sub_datasets = held, read, trained
+        self.unseen: Unseen = "initial"
+        """As of LiveRows."""
 
     def fill(self, table_name: str, keys: NDArray[np.int64], out: tuple[NDArray[np.float32], ...]) -> None:
         """Write the first fields of ``keys`` to the arrays of ``out``, (n, width) each; no other row is read."""
@@ -381,7 +385,7 @@ class InMemoryRows:
                 to[found] = have
         if not found.all():
             rest = np.nonzero(~found)[0]
-            out[0][rest] = initial_vectors(table, keys[rest])
+            out[0][rest] = unseen_vectors(table, keys[rest], self.unseen)
             for to, field in zip(out[1:], table.fields[1:], strict=False):
                 to[rest] = field.initial
 

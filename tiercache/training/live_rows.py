@@ -9,7 +9,7 @@ import numpy as np
 from tiercache.data.raw_batch import OOV_KEY
 from tiercache.kernels.cpu.next_use import search_keys
 from tiercache.store.vectors import from_words
-from tiercache.tiers.first_vectors import initial_vectors
+from tiercache.training.missing_rows import unseen_vectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tiercache.store import Store
     from tiercache.store.table import Group
     from tiercache.tiers.device_tier import DeviceTier, SlotAssignment
+    from tiercache.training.missing_rows import Unseen
 
 _CHUNK_BYTES = 1 << 20  # rows on their way, with all their fields
 
@@ -48,6 +49,8 @@ class LiveRows:
         self._keys_of, self._after, self._cached, self._trained = keys_of, after, cached, trained
         self._shared: dict[str, bool] = {}
         self._unknown = unknown or {}
+        self.unseen: Unseen = "initial"
+        """What keys are read as that were never trained."""
         self._place = {
             table.name: (g, positions.first_table(g) + i, i)
             for g, group in enumerate(positions.groups)
@@ -121,12 +124,12 @@ class LiveRows:
         out: tuple[NDArray[np.float32], ...],
     ) -> None:
         g, table, _ = self._place[name]
-        stand_in = keys[rest]
+        stand_in, is_alone = keys[rest], not self._shares_unknown(name)
         if name in self._unknown:
             for to, have in zip(out, self._unknown[name], strict=False):
                 to[rest] = have
             return
-        if self._shares_unknown(name):
+        if not is_alone:
             if OOV_KEY not in stand_in:
                 shared = self.fields(name, np.array([OOV_KEY], dtype=np.int64))
                 for to, have in zip(out, shared, strict=False):
@@ -135,7 +138,7 @@ class LiveRows:
             stand_in = np.full(rest.size, OOV_KEY, dtype=np.int64)
         table_spec = self._positions.tables[table]
         for part in _chunks(rest.size, 4 * table_spec.dim):
-            out[0][rest[part]] = initial_vectors(table_spec, stand_in[part])
+            out[0][rest[part]] = unseen_vectors(table_spec, stand_in[part], self.unseen if is_alone else "initial")
         for to, field in zip(out[1:], self._positions.groups[g].fields[1:], strict=False):
             to[rest] = field.initial
 

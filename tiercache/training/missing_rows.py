@@ -16,6 +16,7 @@ import torch
 from tiercache.backends.jagged import RowRequest, Span, places_of
 from tiercache.data.encoded_batch import FeatureIds
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
+from tiercache.store.errors import KeyMissingError
 from tiercache.tiers.first_vectors import initial_vectors
 from tiercache.tiers.rows import GroupRows, RowView
 from tiercache.training.row_gradients import RowGradients
@@ -36,14 +37,41 @@ if TYPE_CHECKING:
 
 Missing = Literal["error", "zero", "init", "load"]
 MISSING = ("error", "zero", "init", "load")
+Unseen = Literal["initial", "zeros", "error"]
+"""How a key is read that was never trained, if its table has no out-of-vocabulary row: its initial row, zeros, or
+KeyMissingError."""
+UNSEEN: tuple[Unseen, ...] = ("initial", "zeros", "error")
 
 
 class RowReader(Protocol):
     """Reads rows as of now, of any keys: LiveRows has it."""
 
+    unseen: Unseen
+
     def fill(self, table_name: str, keys: NDArray[np.int64], out: tuple[NDArray[np.float32], ...]) -> None:
         """Write the vectors of ``keys``, each given once, to the first array of ``out``."""
         ...
+
+
+def check_unseen(unseen: str) -> None:
+    """Raise ValueError for what is none of ``UNSEEN``."""
+    if unseen not in UNSEEN:
+        raise ValueError(f"invalid unseen {unseen!r}: expected one of {', '.join(map(repr, UNSEEN))}")
+
+
+def unseen_vectors(table: Table, keys: NDArray[np.int64], unseen: Unseen) -> NDArray[np.float32]:
+    """Return the vectors (n, dim) of keys that were never trained, of a table without an out-of-vocabulary row.
+
+    Raises KeyMissingError where such keys are errors.
+    """
+    if unseen == "error":
+        raise KeyMissingError(
+            f"table {table.name!r} has no row for {keys.size:,} of the keys, of which the first is {int(keys[0])}: "
+            "leave them out, or give unseen='initial' or 'zeros'",
+            table=table.name,
+            keys=keys,
+        )
+    return np.zeros((keys.size, table.dim), np.float32) if unseen == "zeros" else initial_vectors(table, keys)
 
 
 class MissingRows:

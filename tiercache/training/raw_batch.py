@@ -13,7 +13,7 @@ import numpy as np
 
 from tiercache.data.encoded_batch import FeatureIds
 from tiercache.training.batch import Batch
-from tiercache.training.missing_rows import MissingRows
+from tiercache.training.missing_rows import UNSEEN, MissingRows, check_unseen
 from tiercache.training.raw_samples import RawReader
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tiercache.schema import Schema
     from tiercache.store.table import Group
     from tiercache.training.exchange import Exchange
-    from tiercache.training.missing_rows import Missing, RowReader
+    from tiercache.training.missing_rows import Missing, RowReader, Unseen
     from tiercache.training.passes import Pass
     from tiercache.training.raw_samples import RawSamples
     from tiercache.training.row_optimizer import RowOptimizer
@@ -38,6 +38,8 @@ class _Turn(NamedTuple):
     """Whether it has keys to load."""
     ended: bool = False
     """Whether it had no keys to give."""
+    unseen: int = 0
+    """How it asks for keys to be read that were never trained: a place in `UNSEEN`."""
 
 
 class RawKeys:
@@ -105,8 +107,11 @@ class RawKeys:
         current.count_raw(sum(sizes))
         return replace(made, end=current.samples_done)
 
-    def evaluate(self, keys: Mapping[str, Any] | None, budget: int, **given: Any) -> Batch | None:
+    def evaluate(
+        self, keys: Mapping[str, Any] | None, budget: int, *, unseen: Unseen = "initial", **given: Any
+    ) -> Batch | None:
         """Return a batch outside any pass: ``TierCache.evaluate_batch`` promises it."""
+        check_unseen(unseen)
         what, mine, error, wanted = "an evaluation of raw keys", None, None, dict[str, Any]()
         try:
             if keys is not None:
@@ -116,11 +121,14 @@ class RawKeys:
                 self._reader.check_budget(mine.num_samples, wanted, budget)
         except Exception as caught:  # told to all ranks
             error = caught
-        turn = _Turn(0 if mine is None else mine.num_samples, True, mine is None)
+        turn = _Turn(0 if mine is None else mine.num_samples, True, mine is None, UNSEEN.index(unseen))
         turns = self._turns(turn, f"making a batch of {what}", error)
+        if len(asked := {one.unseen for one in turns}) > 1:
+            listed = ", ".join(repr(UNSEEN[one]) for one in sorted(asked))
+            raise ValueError(f"ranks gave different values of unseen ({listed}): give the same one on all ranks")
         if all(turn.ended for turn in turns):
             return None
-        reader = self._exchange.load(lambda: wanted, budget)
+        reader = self._exchange.load(lambda: wanted, budget, unseen)
         mine = self._exchange.used(self._nothing(None)) if mine is None else mine
         places = mine.places()
         ids = {name: FeatureIds(places[name], one.offsets, one.weights) for name, one in mine.features.items()}
@@ -130,8 +138,8 @@ class RawKeys:
 
     def _turns(self, mine: _Turn, what: str, error: Exception | None) -> list[_Turn]:
         """Tell the others of this rank's part; raises where any rank has an error."""
-        told = self._exchange.tell([mine.num_samples, int(mine.loads), int(mine.ended)], what, error)
-        return [_Turn(samples, bool(loads), bool(ended)) for samples, loads, ended in told]
+        told = self._exchange.tell([*map(int, mine)], what, error)
+        return [_Turn(samples, bool(loads), bool(ended), unseen) for samples, loads, ended, unseen in told]
 
     def _weight(self, sizes: Sequence[int]) -> float:
         """Return what the mean loss of this rank's samples counts for; 1 of one rank."""

@@ -32,12 +32,14 @@ class TableModule(nn.Module):
 
     def __init__(self, schema: Schema, features: Sequence[str] | None) -> None:
         super().__init__()
-        if not isinstance(schema, Schema):
+        given: object = schema
+        if not isinstance(given, Schema):
             kind = type(self).__name__
             features_ = "" if kind.endswith("Collection") else ", feature"
             raise TypeError(
-                f"{kind} was given {type(schema).__name__} as its schema: it takes the schema of the dataset in place "
-                f"of torch's num_embeddings and embedding_dim, as in tc.{kind}(PassDataset.open(path).schema{features_})"
+                f"{kind} was given {type(given).__name__} as its schema: it takes the schema of the dataset in place "
+                f"of torch's num_embeddings and embedding_dim, as in "
+                f"tc.{kind}(PassDataset.open(path).schema{features_})"
             )
         watch_scalers()
         hide_handles(handle_names)
@@ -49,7 +51,9 @@ class TableModule(nn.Module):
         self._checked: Schema | None = None
         """The schema of the rows that were looked up last, which has the same features and tables."""
         self.pooling: dict[str, str | None] = dict.fromkeys(self.features)
-        """By feature, how it is pooled; None where its rows are needed."""
+        """By feature, how the owner of its rows may pool it for other ranks; None where its rows are needed."""
+        self.padding: int | None = None
+        """The key that stands for nothing."""
         self.handle = nn.Parameter(torch.zeros((), dtype=torch.float32, device="cpu"))
         """The parameter; on the CPU also of a module that is made on "meta"."""
         self._rows: Callable[[], Callable[[], dict[str, Any]] | None] = _of_no_cache
@@ -64,6 +68,10 @@ class TableModule(nn.Module):
     def __getattr__(self, name: str) -> Any:
         refuse_attribute(self, name)
         return super().__getattr__(name)
+
+    def mode_of(self, feature: str) -> str | None:
+        """Return how a feature is pooled; None: not at all."""
+        return None
 
     def table_of(self, feature: str) -> str:
         """Return the table of a feature that is looked up."""
