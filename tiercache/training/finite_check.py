@@ -116,7 +116,7 @@ def nonfinite_tables(backend: Backend, groups: Sequence[GroupRows]) -> str:
         slots, piece = backend.tensor(rows.slot_of_local), max(1, _PIECE // rows.vectors.dim)
         for table, first in rows.first.items():
             good = torch.ones((), dtype=torch.bool, device=slots.device)
-            for at in slots[first : first + rows.num_local[table]].split(piece):
+            for at in torch.split(slots[first : first + rows.num_local[table]], piece):
                 for field in fields:
                     good = good & field[at.long()].isfinite().all()
             names.append(table)
