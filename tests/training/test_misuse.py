@@ -159,6 +159,7 @@ def test_a_forgotten_track_is_refused_at_the_second_lookup(passes: tc.PassDatase
     """Not when the pass has ended: the optimizer steps, and rows would not."""
     trained: Any = tc.InMemoryCache(passes) if resident else tiered(open_store(passes.path, CASE, "memory"), passes)
     model = Net(trained, CASE)
+    trained.register(model=model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loop = trained.passes(epochs=2)
     batches = next(loop).batches(16)

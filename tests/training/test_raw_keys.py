@@ -247,6 +247,7 @@ def test_an_index_of_keys_is_built_where_the_device_budget_leaves_room_and_chang
                     assert cache.device_bytes <= least + room
                 if current.sub_dataset == 1:
                     assert cache.device_bytes == least + (full if indexed else 0)
+                current.skip()
 
 
 @pytest.mark.parametrize(("engine", "device"), [("memory", "cuda"), ("lmdb", "cpu")])

@@ -331,6 +331,10 @@ class TierCache(SteppedCache):
         batch of a pass has not been trained yet when the next pass is asked for, the pass ends at the first lookup
         that trains the next one; the last pass ends with ``close``, ``commit`` or another loop. A batch counts as
         trained when a module has looked it up with gradients enabled.
+
+        A pass is committed only if it was trained: all its batches were taken and looked up with gradients enabled, and
+        a registered optimizer or ``cache.optimizer`` has stepped. Otherwise StateError names the pass and what of it
+        was trained. ``Pass.skip`` counts a pass as trained as it is, ``Pass.stop`` ends the training.
         """
         self._check_open()
         yield from self._loop.passes(epochs)  # and not its iterator: the loop keeps the cache

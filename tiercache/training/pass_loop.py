@@ -318,6 +318,10 @@ class PassLoop:
         is_behind = self._ahead is current and before is not None and not before.ledger.is_stopped
         if is_behind and self._ranks.all_reduce_min([before is not None and before.is_trained])[0]:
             self._leave(last=True)
+        with self._ranks.raise_on_all(_SWITCHING):
+            if self._opened.is_sharded:  # the commit of the pass before waits for all ranks
+                self._rows.transfer.drain()
+        self._opened.publish()
         return True
 
     def _before_batch(self, current: Pass) -> None:

@@ -187,7 +187,7 @@ class Pass:
     def _cuts(self, size: int, shuffle: bool) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Yield the samples behind each batch and its places, from where the pass stands at the first."""
         self.source.check_samples()
-        if self.ledger.is_exhausted:
+        if self.ledger.is_exhausted and self.samples_done >= self.num_samples:
             raise StateError(
                 f"pass {self.index} was iterated again after all its {self.num_samples:,} samples were taken: a pass "
                 "trains its samples once, so ask for more epochs (cache.passes(epochs=...)) to train them again"

@@ -16,22 +16,19 @@ class RateWatch:
 
     def __init__(self, rows: RowOptimizer) -> None:
         self._rows = rows
-        self._dense_rates: list[list[float]] = []
-        self._row_rates: list[list[float]] = []
+        self._first: dict[int, list[float]] = {}
+        """By the id of an optimizer, the rates that it began with."""
         self._is_warned = False
 
     def begin(self) -> None:
         """Note the rates that a loop begins with, and warn if a scheduler changes some of them."""
-        self._dense_rates = [_rates(one) for one in self._rows.tracers.optimizers]
-        self._row_rates = [_rates(self._rows)]
+        self._first.clear()
         self.check()
 
     def check(self) -> None:
         """Warn if dense rates have a scheduler, or changed since the loop began, and those of rows did not."""
-        if self._is_warned or _is_scheduled(self._rows) or [_rates(self._rows)] != self._row_rates:
-            return
-        dense = self._rows.tracers.optimizers
-        if any(map(_is_scheduled, dense)) or [_rates(one) for one in dense] != self._dense_rates:
+        rows, *dense = [self._follows_schedule(one) for one in (self._rows, *self._rows.tracers.optimizers)]
+        if any(dense) and not rows and not self._is_warned:
             self._is_warned = True
             warnings.warn(
                 "the learning rate of an optimizer of this cache follows a schedule, and rows keep theirs: rows have "
@@ -39,10 +36,9 @@ class RateWatch:
                 stacklevel=4,
             )
 
-
-def _is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
-    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
-
-
-def _rates(optimizer: torch.optim.Optimizer) -> list[float]:
-    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    def _follows_schedule(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer has a scheduler, or other rates than it began with."""
+        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        first = self._first.setdefault(id(optimizer), rates)
+        changed = any(now != then for now, then in zip(rates, first, strict=False))  # groups may come later
+        return changed or hasattr(optimizer.step, "_wrapped_by_lr_sched")

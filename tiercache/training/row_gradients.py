@@ -111,7 +111,7 @@ def ended_unstepped(num_batches: int) -> str:
     batches = "batch" if num_batches == 1 else f"{num_batches} batches"
     return (
         f"ended between backward and step, and the row gradients of its last {batches} would be lost: step the "
-        "optimizer after its last batch, or drop them with zero_grad()"
+        "optimizer after its last batch too (p.samples_done == p.num_samples), or drop them with zero_grad()"
     )
 
 
