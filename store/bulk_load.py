@@ -14,7 +14,7 @@ from tiercache.store.rewrite import FirstUses, NoUses, Rewrite
 from tiercache.store.scratch_file import scratch_of
 from tiercache.store.segment import BASE_PASS, base_pass
 from tiercache.store.segment_layout import NEVER, Range
-from tiercache.store.vectors import row_words, to_words
+from tiercache.store.vectors import row_beyond, row_words, to_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -48,7 +48,8 @@ def load_rows(
     In a store that has rows each takes the place of its key's row, and all else stays: see ``Store.overlay``.
 
     ``chunks`` yields (table name, (keys (n,), fields (n, width))), all float32; the fields of a row keep their bits,
-    NaN too, but vectors of 16-bit dtypes are rounded to the nearest. In an empty store the cursor stands before pass 0
+    NaN too, but vectors of 16-bit dtypes are rounded to the nearest; a finite number that would become infinite is
+    refused. In an empty store the cursor stands before pass 0
     and no pass is said to need the rows. Rows are sorted in temporary files without a name in its folder, so beside the
     caller's chunk about ``memory_bytes`` are taken; each is written there, read, and written to the store. Rows that
     fit the memory need no files.
@@ -231,6 +232,14 @@ def _check(
             raise ValueError(
                 f"{field.name} of table {table.name!r} is {values.shape} of {values.dtype} for {keys.size:,} keys: "
                 f"it must be ({keys.size}, {field.width}) of float32"
+            )
+        row = row_beyond(values, field.dtype)
+        if row is not None:
+            number = values[row][np.isfinite(values[row])]
+            most = number[np.argmax(np.abs(number))]
+            raise ValueError(
+                f"{field.name} of table {table.name!r} has {most:g} for key {keys[row]}, which is infinite in "
+                f'{field.dtype}: clip the vectors, or give the table dtype = "float32"'
             )
     if not reserved and keys.size and int(keys.min()) < _PLAIN_KEYS:
         shared = "out-of-vocabulary" if int(keys.min()) < _PLAIN_KEYS - 1 else "null"

@@ -59,6 +59,17 @@ def nearest(values: Floats, dtype: str) -> Floats:
     return values if dtype == "float32" else from_bits(to_bits(values, dtype), dtype)
 
 
+def row_beyond(values: Floats, dtype: str) -> int | None:
+    """Return the first row of (n, width) with a finite number that rounds to infinity in a dtype, or None."""
+    if dtype == "float32":
+        return None
+    largest = np.max(np.abs(values), where=np.isfinite(values), initial=0)
+    if np.isfinite(nearest(np.array([largest], np.float32), dtype)[0]):
+        return None
+    is_beyond = np.isinf(nearest(values, dtype)) & np.isfinite(values)
+    return int(np.argmax(is_beyond.any(axis=1)))
+
+
 def to_words(field: Field, values: Floats, out: Floats) -> None:
     """Write one field's numbers (n, width) of float32 to its words (n, words), rounded to the nearest of its dtype."""
     if field.dtype == "float32":

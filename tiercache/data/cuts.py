@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from tiercache.errors import ExtractionError
@@ -78,9 +79,11 @@ class Cutter:
             array = batch.columns.column(self._cut.column)
             if hasattr(array, "dictionary_decode"):
                 array = array.dictionary_decode()
-            changed = pc.fill_null(pc.not_equal(array.slice(1), array.slice(0, rows - 1)), True)
-            both_null = pc.and_(array.slice(1).is_null(), array.slice(0, rows - 1).is_null())
-            places = [int(i) + 1 for i in pc.indices_nonzero(pc.and_not(changed, both_null)).to_pylist()]
+            places = []
+            if not pa.types.is_null(array.type):
+                changed = pc.fill_null(pc.not_equal(array.slice(1), array.slice(0, rows - 1)), True)
+                both_null = pc.and_(array.slice(1).is_null(), array.slice(0, rows - 1).is_null())
+                places = [int(i) + 1 for i in pc.indices_nonzero(pc.and_not(changed, both_null)).to_pylist()]
             first_value, last_value = array[0].as_py(), array[rows - 1].as_py()
             if self._last and self._last[0] != first_value:
                 places.insert(0, 0)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import pyarrow as pa
-import pyarrow.dataset as pads
 
 from tiercache.errors import SourceError
 
@@ -35,6 +34,7 @@ _FORMATS = {
     ".npy": ("numpy", ""),
 }
 _GIVEN = {"csv": ("csv", ","), "tsv": ("csv", "\t"), "criteo": ("criteo", "\t")}
+_HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _ADVICE = "give files, folders or patterns such as 'day-*.parquet'"
 
@@ -61,7 +61,7 @@ class InputFile:
     version: str = ""
     """What else tells it from a changed one: of remote files, and a digest of the first batch of an iterable."""
     partition: tuple[tuple[str, str | None], ...] = ()
-    """Names and values of the folders ``name=value`` that it lies in: columns of one value."""
+    """Names and values of the folders ``name=value`` that it lies in, from the outermost: columns of one value."""
     split: str = ""
     """Which part of a split-binary data set: "train", "test"."""
     batches: PythonBatches | None = field(default=None, compare=False, repr=False)
@@ -247,10 +247,14 @@ def _stat(file: InputFile) -> tuple[int, int, str]:
 
 
 def _partition(path: PurePosixPath) -> tuple[tuple[str, str | None], ...]:
-    """Return the columns that the folders ``name=value`` of a path are, as pyarrow.dataset reads them."""
-    names = [unquote(part.partition("=")[0]) for part in path.parts[:-1] if "=" in part]
-    if not names:
-        return ()
-    fields = pa.schema([pa.field(name, pa.string()) for name in dict.fromkeys(names)])
-    found = pads.get_partition_keys(pads.partitioning(fields, flavor="hive").parse(str(path)))
-    return tuple((name, found.get(name)) for name in fields.names)
+    """Return the columns that the folders ``name=value`` of a path are; Hive's name for null, and nothing, are null.
+
+    Bytes that are no UTF-8 become surrogates, as in names of files.
+    """
+    found = []
+    for part in path.parts[:-1]:
+        name, equals, value = part.partition("=")
+        if name and equals:
+            text = None if value in ("", _HIVE_NULL) else unquote(value, errors="surrogateescape")
+            found.append((unquote(name, errors="surrogateescape"), text))
+    return tuple(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tiercache.data.inputs import open_binary
+from tiercache.errors import SourceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
 
     from tiercache.data.column_types import ColumnUse
     from tiercache.data.inputs import InputFile
-    from tiercache.errors import SourceError
     from tiercache.schema import Schema
 
 LARGEST_BATCH = 1 << 15
@@ -71,6 +72,7 @@ class ParquetReader(FileReader):
     def __init__(self, file: InputFile, schema: Schema, uses: Sequence[ColumnUse]) -> None:
         self._file = file
         self._dictionaries: list[str] | None = None
+        self._reading: tuple[int, Sequence[str]] = 0, [use.column for use in uses]  # row and columns
         with self._open() as parquet:
             self.schema = parquet.schema_arrow
             self._dictionaries = _dictionary_columns(parquet.metadata)
@@ -89,6 +91,7 @@ class ParquetReader(FileReader):
             # Encoded bytes may be a small part of the decoded ones; 8 bytes a value is what keys take.
             in_groups = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
             width = max(8 * len(columns), in_groups // max(1, meta.num_rows))
+            self._reading = done, columns
             for batch in parquet.iter_batches(
                 batch_rows(batch_bytes, width),
                 row_groups=list(range(first, len(sizes))),
@@ -96,13 +99,40 @@ class ParquetReader(FileReader):
                 use_threads=use_threads,
             ):
                 done += batch.num_rows
+                self._reading = done, columns
                 dropped = min(skip, batch.num_rows)
                 skip -= dropped
                 yield Piece(batch.slice(dropped), done / max(1, meta.num_rows))
 
     def _open(self) -> Any:
         source = self._file.path if isinstance(self._file.path, Path) else open_binary(self._file.path)
-        return pq.ParquetFile(source, buffer_size=1 << 20, pre_buffer=False, read_dictionary=self._dictionaries)
+        return pq.ParquetFile(
+            source,
+            buffer_size=1 << 20,
+            pre_buffer=False,
+            read_dictionary=self._dictionaries,
+            page_checksum_verification=True,
+        )
+
+    def explain(self, error: Exception) -> SourceError | None:
+        """Name the column, and the row group, of a page that cannot be read: each column is read alone."""
+        row, columns = self._reading
+        with suppress(OSError, pa.ArrowException), self._open() as parquet:
+            first = 0
+            for group in range(parquet.metadata.num_row_groups):
+                end = first + parquet.metadata.row_group(group).num_rows
+                for column in columns if end > row else ():
+                    try:
+                        parquet.read_row_group(group, columns=[column], use_threads=False)
+                    except (OSError, pa.ArrowException) as found:
+                        rows = f"row group {group} (rows {first} to {end - 1})"
+                        text = " ".join(str(found).split()).rstrip(".")
+                        return SourceError(
+                            f"{self._file.path}, column {column!r}, {rows} cannot be read ({text}): the file is "
+                            "damaged: copy it or write it again"
+                        )
+                first = end
+        return None
 
 
 class IpcReader(FileReader):

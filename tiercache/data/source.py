@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from tiercache.data.array_readers import NumpyReader, SplitBinaryReader
 from tiercache.data.column_types import check_columns, column_uses, kind_of, uses_by_column
+from tiercache.data.partitions import check_repeated, partition_texts, partition_values
 from tiercache.data.plain_columns import BadValueError, plain_array, plain_type
 from tiercache.data.python_batches import PythonReader
 from tiercache.data.readers import IpcReader, ParquetReader
@@ -161,8 +162,11 @@ class Source:
         read = 0 if drops else row  # rows that the reader has given, or left behind
         skip, kept = row - read, read
         own = [name for name in self._columns if name not in constants]
+        repeated = partition_texts(file, own)
         for piece in reader.pieces(own, read, **how):
             batch, rows, count = self._plain(file, piece, read), piece.rows, piece.columns.num_rows
+            for name, text in repeated.items():
+                check_repeated(file, name, text, batch.column(name), read)
             for name, value in constants.items():
                 batch = batch.append_column(name, pa.repeat(value, count))
             if drops:
@@ -209,15 +213,8 @@ class Source:
             raise _unreadable(file, None, error) from error
 
     def _constants(self, file: InputFile, reader: FileReader) -> dict[str, Any]:
-        """Return the columns that the folders of a file give, as scalars: integers, unless somebody wants strings."""
-        strings = {use.column for use in self._uses if use.use == "string"}
-        found: dict[str, Any] = {}
-        for name, value in file.partition:
-            if name in self._columns and name not in reader.schema.names:
-                found[name] = pa.scalar(value, pa.string())
-                if name not in strings and value is not None and value.lstrip("-").isdecimal():
-                    found[name] = found[name].cast(pa.int64())
-        return found
+        """Return the columns that the folders of a file give and the file lacks, as scalars."""
+        return partition_values(file, [use for use in self._uses if use.column not in reader.schema.names])
 
 
 def _unreadable(file: InputFile, reader: FileReader | None, error: Exception) -> SourceError:
