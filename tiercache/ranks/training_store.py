@@ -6,6 +6,7 @@ import os
 import shutil
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiercache.dist.consistency import check_same
@@ -26,7 +27,6 @@ from tiercache.training.reorganize import import_rows, reorganize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from tiercache.data.dataset import PassDataset
     from tiercache.data.view import DatasetView
