@@ -99,7 +99,7 @@ def _scalar(file: InputFile, name: str, value: str, wanted: dict[str, str]) -> A
     fits = number is not None and -(1 << 63) <= number < 1 << 64
     if "integer" in wanted and not fits:
         raise refuse("integer", "integers from -2^63 to 2^64 - 1", 'rename the folder, or say key = "string"')
-    if fits:
+    if fits and number is not None:
         return pa.scalar(number, pa.int64() if number < 1 << 63 else pa.uint64())
     if "number" in wanted:
         if value.lower() in _BOOLS:
