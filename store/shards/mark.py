@@ -16,7 +16,7 @@ from typing import Any
 
 from tiercache.store.atomic_file import sync, write_whole
 from tiercache.store.directory import FORMAT_VERSION, StoreDirectory, check_version, delete_folder
-from tiercache.store.errors import CorruptStoreError, NotAStoreError, StoreMissingError
+from tiercache.store.errors import CorruptStoreError, NotAStoreError, StoreError, StoreMissingError
 from tiercache.store.full_disk import room_for
 
 _FORMAT = "tiercache shard"
@@ -81,6 +81,11 @@ class Mark:
             return None
         except (ValueError, RecursionError) as error:
             raise CorruptStoreError(f"{path} cannot be read ({error}): restore it from a copy") from error
+        except OSError as error:
+            raise StoreError(
+                f"{path} cannot be read ({error.strerror}): it must be a file that you may read; correct its "
+                "permissions, or restore it from a copy"
+            ) from error
         check_version(values.pop("version", None), str(path))
         match values:
             case {"store": str() as store, "generation": int() as generation, "rank": int() as rank, **rest} if (
