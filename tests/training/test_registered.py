@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
 import random
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -32,6 +35,13 @@ def store() -> Iterator[tc.Store]:
     """A store in memory."""
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as made:
         yield made
+
+
+def saved(state: object) -> bytes:
+    """Return what torch writes."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
 
 
 def new_model(passes: tc.PassDataset, kind: Any = torch.optim.SGD) -> tuple[Net, torch.optim.Optimizer]:
@@ -163,3 +173,35 @@ def test_random_generators_go_on_from_a_commit() -> None:
     drawn()
     dense.restore(data, communicator_of())
     assert drawn() == wanted
+
+
+class Runs:
+    """What a pickle runs when it is loaded."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("executed",)
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        (pickle.dumps(Runs()), "it cannot be unpickled"),
+        (pickle.dumps({"objects": Runs()}, 2), "it names posix.mkdir"),
+        (saved(Runs()), "it names posix.mkdir"),
+        (pickle.dumps(print, 2), "print), so it was not loaded"),
+        (b"no pickle", "it cannot be unpickled"),
+        (b"\x80\x05.", "it cannot be unpickled"),
+        (saved({"objects": {}})[:-40], "it cannot be unpickled"),
+    ],
+)
+def test_dense_state_that_is_none_is_neither_run_nor_recommended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, named: str
+) -> None:
+    """The error of torch says how to run it."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StateError, match=r"not tensors and plain values alone .*so it was not loaded") as caught:
+        DenseState(CpuBackend()).restore(data, communicator_of())
+    assert named in str(caught.value)
+    assert "weights_only" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())

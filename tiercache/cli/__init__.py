@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from tiercache.cli import commits, extract, files, info, plan, report, rows, warmup
+from tiercache.cli.output import printable
 from tiercache.errors import CudaError, StoreError, TierCacheError
 
 
@@ -30,7 +31,7 @@ class _Commands(TyperGroup):
             message = "there is not enough memory: free some, or give the command less to hold"
         except KeyboardInterrupt:
             message = "interrupted: the same command may be run again"
-        typer.echo(f"error: {message.strip()}".replace("\n", " "), err=True)
+        typer.echo(printable(f"error: {message.strip()}".replace("\n", " ")), err=True)
         raise typer.Exit(1)
 
 

@@ -192,7 +192,7 @@ def _draw(record: dict[str, Any], points: Sequence[Point], path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise TierCacheError("a plot needs matplotlib: pip install tiercache[plots]") from error
+        raise TierCacheError("a plot needs matplotlib: pip install '.[plots]' in the project's folder") from error
     figure = Figure(figsize=(12, 8), layout="constrained")
     FigureCanvasAgg(figure)
     ((rows, recurring), (distances, curve)) = figure.subplots(2, 2)

@@ -20,7 +20,7 @@ def extract(
         Path | None, typer.Option(help="What the columns mean: a TOML file; not needed with --format criteo.")
     ] = None,
     format: Annotated[  # noqa: A002 - what users call it
-        str | None, typer.Option(help="Of every file, whatever its suffix: as [source] format in the schema.")
+        str | None, typer.Option(help="Of every file, whatever its suffix: as \\[source] format in the schema.")
     ] = None,
     devices: Annotated[int, typer.Option(help="How many devices of that budget hold a pass together.")] = 1,
     split_by: Annotated[str, typer.Option(help="Where passes end: budget, rows=N, file, column=NAME.")] = "budget",

@@ -18,11 +18,17 @@ if TYPE_CHECKING:
 
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
 AnyPath = Annotated[Path, typer.Argument(help="The directory of a store or a dataset.")]
 StorePath = Annotated[Path, typer.Argument(help="The directory of the store.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value and nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+
+
+def printable(text: str) -> str:
+    """Return text with control characters and others that a terminal obeys as Python's escapes, but for line breaks."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,7 @@ class Output:
             with progress_bars(shown=self.is_text, unit=unit) as tell:
                 yield tell
         for message in {} if self.quiet else dict.fromkeys(str(warning.message) for warning in caught):
-            typer.echo(f"warning: {message}", err=True)
+            typer.echo(printable(f"warning: {message}"), err=True)
 
     def result(self, found: Any, text: str | Callable[[Console], None]) -> None:
         """Print what was found as JSON, or as text."""
@@ -54,11 +60,20 @@ class Output:
         elif self.quiet:
             return
         elif isinstance(text, str):
-            typer.echo(text)
+            typer.echo(printable(text))
         else:
-            from rich.console import Console
+            text(_console())
 
-            text(Console(markup=False, highlight=False))  # names and texts may have brackets
+
+def _console() -> Console:
+    """Return a console that shows brackets and control characters of names and texts and obeys none."""
+    from rich.console import Console
+
+    class Printable(Console):
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(printable(text), **options)
+
+    return Printable(markup=False, highlight=False)
 
 
 def new_table(title: str, first: str, *others: str) -> Table:

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -65,34 +65,6 @@ def offsets_of(value: Any) -> NDArray[np.int64]:
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"offsets are {array.dtype} of shape {array.shape}: give integers in one dimension")
     return array.astype(np.int64)
-
-
-def num_samples(counts: Iterable[int], lists: Mapping[str, tuple[int, int, int]]) -> int | None:
-    """Return how many samples a batch has whose offsets may lack the last, as `nn.EmbeddingBag` takes them.
-
-    counts: the samples of all columns that say so. lists: of each column of values and offsets, the number of offsets,
-    the last of them (0 if there is none), and the number of values. None: no number fits all of them.
-
-    Raises ValueError if two numbers fit: offsets that end at the number of values may have the last or lack it.
-    """
-    fits: set[int] | None = None
-    for count in counts:
-        fits = {count} if fits is None else fits & {count}
-    for num_offsets, last, num_values in lists.values():
-        lacks_last = not num_offsets or last < num_values
-        either = {num_offsets} if lacks_last else {num_offsets - 1, num_offsets}
-        fits = either if fits is None else fits & either
-    if fits is not None and len(fits) > 1:
-        raise ValueError(
-            f"offsets of {', '.join(map(repr, lists))} end at the number of values and nothing else says how many "
-            f"samples there are: {min(fits)}, or {max(fits)} if offsets lack the last and the last list is empty"
-        )
-    return next(iter(fits)) if fits else None
-
-
-def lacks_last(samples: int | None, num_offsets: int, last: int, num_values: int) -> bool:
-    """Return True if offsets lack the last one; samples: as ``num_samples`` returned it."""
-    return num_offsets == samples if samples is not None else last < num_values
 
 
 def numpy_values(value: Any) -> Any:

@@ -17,7 +17,7 @@ from tiercache.data.encode import check_first_rows, encode_dense, encode_feature
 from tiercache.data.frequency import FrequencyFilter, KeyCounter, decide, run_name
 from tiercache.data.inputs import find_inputs
 from tiercache.data.keyset import open_key_set
-from tiercache.data.manifest import MANIFEST, RARE_KEYS, VERSION, Manifest, file_name
+from tiercache.data.manifest import RARE_KEYS, VERSION, Manifest, file_name, is_finished
 from tiercache.data.memory import MemoryShares
 from tiercache.data.pass_builder import PassBuilder
 from tiercache.data.progress import ExtractionProgress, ProgressReporter
@@ -128,7 +128,7 @@ def extract(
         options["devices"] = devices
     records = tuple(file.record() for file in inputs)
     kept: tuple[SubDatasetRecord, ...] = ()
-    if (out / MANIFEST).exists():
+    if is_finished(out):
         manifest = Manifest.read(out)
         old = manifest.inputs
         if append and min_count > 1:

@@ -62,6 +62,8 @@ def as_keys(what: str, values: Any) -> NDArray[np.int64]:
     Raises ValueError, which begins with ``what``, for anything else.
     """
     values = _numpy(values)
+    if np.ma.is_masked(values):
+        raise ValueError(f"{what} have masked values: leave these out, or give them a key")
     if values.dtype.kind not in "iu" or values.dtype == np.uint64:
         if values.dtype.kind in "USO":
             raise ValueError(f"{what} are texts or objects: keys are int64, that of a text is tiercache.key_of(text)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,11 +14,12 @@ from tiercache.errors import DatasetError
 from tiercache.schema import Schema
 from tiercache.store.atomic_file import write_whole
 from tiercache.store.direct_file import read_whole
+from tiercache.store.full_disk import FULL
 from tiercache.store.local_path import local_path
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 MANIFEST = "dataset.json"
@@ -46,6 +48,14 @@ def dataset_path(path: str | os.PathLike[str]) -> Path:
         raise DatasetError(str(error)) from error
 
 
+def is_finished(directory: Path) -> bool:
+    """Return True if there is a dataset; no path that cannot be has one."""
+    try:
+        return (directory / MANIFEST).exists()
+    except OSError:
+        return False
+
+
 def new_folder(out: str | os.PathLike[str]) -> Path:
     """Return the directory of a dataset to be written, made where it does not exist.
 
@@ -57,6 +67,19 @@ def new_folder(out: str | os.PathLike[str]) -> Path:
     except (OSError, TypeError, ValueError) as error:
         raise DatasetError(f"the dataset cannot be written to {out!r} ({error}): give another directory") from error
     return directory
+
+
+@contextmanager
+def file_errors(directory: Path) -> Iterator[None]:
+    """Raise DatasetError, naming the path, for an error of the system in writing a dataset."""
+    try:
+        yield
+    except OSError as error:
+        advice = "free space there, or raise ulimit -f" if error.errno in FULL else "check its permissions and disk"
+        raise DatasetError(
+            f"{error.filename or directory} cannot be written ({error.strerror or error}): {advice}, and run "
+            "the same again"
+        ) from error
 
 
 def checksum_of(record: Mapping[str, Any]) -> str:

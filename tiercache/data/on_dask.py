@@ -119,7 +119,7 @@ def _connected(dask: Any) -> Iterator[Any]:
     try:
         import distributed
     except ImportError:
-        raise ExtractionError("Dask is not installed: pip install 'tiercache[dask]'") from None
+        raise ExtractionError("Dask is not installed: pip install '.[dask]' in the project's folder") from None
     try:
         connect: Any = distributed.Client
         client = connect(dask, set_as_default=False) if isinstance(dask, str) else nullcontext(dask)

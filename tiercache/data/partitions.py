@@ -96,11 +96,10 @@ def _scalar(file: InputFile, name: str, value: str, wanted: dict[str, str]) -> A
     if "string" in wanted:
         return pa.scalar(value)
     number = int(value) if _INTEGER.fullmatch(value) and len(value) < 400 else None
-    fits = number is not None and -(1 << 63) <= number < 1 << 64
-    if "integer" in wanted and not fits:
-        raise refuse("integer", "integers from -2^63 to 2^64 - 1", 'rename the folder, or say key = "string"')
-    if fits and number is not None:
+    if number is not None and -(1 << 63) <= number < 1 << 64:
         return pa.scalar(number, pa.int64() if number < 1 << 63 else pa.uint64())
+    if "integer" in wanted:
+        raise refuse("integer", "integers from -2^63 to 2^64 - 1", 'rename the folder, or say key = "string"')
     if "number" in wanted:
         if value.lower() in _BOOLS:
             return pa.scalar(_BOOLS[value.lower()])

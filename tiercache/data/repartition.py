@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from bisect import bisect_left
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,7 +16,7 @@ import numpy as np
 from tiercache.data.array_file import ArrayFileWriter
 from tiercache.data.dataset import PassDataset
 from tiercache.data.encoded_batch import SampleBuffers
-from tiercache.data.manifest import MANIFEST, RARE_KEYS, Manifest, SubDatasetRecord, file_name, new_folder
+from tiercache.data.manifest import MANIFEST, RARE_KEYS, Manifest, SubDatasetRecord, file_errors, file_name, new_folder
 from tiercache.data.row_budget import RowBudget
 from tiercache.errors import BudgetError, DatasetError
 from tiercache.sizes import parse_bytes
@@ -56,8 +58,9 @@ def repartition(
 
     Takes a few MiB, some 30,000 samples (or ``batch_multiple``) and at most 13 bytes for each key of a pass; reads what
     is cut twice. A call that was killed is made again; a finished set of the same arguments is returned as it is.
-    Raises BudgetError where ``batch_multiple`` samples do not fit, DatasetError for passes without samples and for a
-    directory with another set, ValueError where not exactly one of ``device_budget`` and ``rows`` is given.
+    Raises BudgetError where ``batch_multiple`` samples do not fit, DatasetError for passes without samples, for a full
+    disk, and for a directory with another set or that another process writes to, ValueError where not exactly one of
+    ``device_budget`` and ``rows`` is given.
     """
     old = passes if isinstance(passes, PassDataset) else PassDataset.open(passes)
     if (device_budget is None) == (rows is None):
@@ -82,8 +85,14 @@ def repartition(
     if devices > 1:  # sets of one device say nothing of it
         options["devices"] = devices
     directory = new_folder(out)
-    if (directory / MANIFEST).exists():
-        return _finished(directory, options)
+    with file_errors(directory), _alone(directory):
+        if (directory / MANIFEST).exists():
+            return _finished(directory, options)
+        return _cut(old, directory, limit, options)
+
+
+def _cut(old: PassDataset, directory: Path, limit: _Limit, options: dict[str, Any]) -> PassDataset:
+    batch_multiple = options["batch_multiple"]
     records: list[SubDatasetRecord] = []
     parts: list[list[int]] = []
     for source in old.passes:
@@ -108,6 +117,27 @@ def repartition(
         version=old.manifest.version,
     ).write(directory)
     return PassDataset.open(directory)
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Hold the folder against other processes. Raises DatasetError if one writes there.
+
+    The lock is the folder itself, which a call that was killed leaves as it was.
+    """
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DatasetError(
+                f"another process is writing a dataset to {directory}: wait for it, or choose another directory"
+            ) from error
+        except OSError:
+            pass  # a file system without locks, on which nobody waits
+        yield
+    finally:
+        os.close(handle)
 
 
 @dataclass(frozen=True, slots=True)

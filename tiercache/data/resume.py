@@ -117,19 +117,19 @@ class WorkFolder:
         self.path = out / UNFINISHED
         if "\0" in str(out):
             raise ExtractionError(f"the path {str(out)!r} has a NUL character: give the dataset another directory")
-        if out.exists() and not out.is_dir():
-            raise ExtractionError(f"{out} is no directory: choose another place for the dataset")
-        if out.exists() and not self.path.exists() and not (out / MANIFEST).exists() and any(out.iterdir()):
-            raise ExtractionError(f"{out} holds other files and no dataset: give an empty or a new directory")
         try:
+            if out.exists() and not out.is_dir():
+                raise ExtractionError(f"{out} is no directory: choose another place for the dataset")
+            if out.exists() and not self.path.exists() and not (out / MANIFEST).exists() and any(out.iterdir()):
+                raise ExtractionError(f"{out} holds other files and no dataset: give an empty or a new directory")
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / _LOCK).open("a+b")
-        except PermissionError as error:
-            raise ExtractionError(f"{out} may not be written to: give another directory, or the right to") from error
         except OSError as error:
             if error.errno in FULL:
                 raise
-            raise ExtractionError(f"{out} cannot be written to ({error}): give another directory") from error
+            raise ExtractionError(
+                f"{out} may not be written to ({error.strerror}): give another directory, or the right to"
+            ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

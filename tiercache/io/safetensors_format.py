@@ -52,7 +52,9 @@ def _read(folder: Path, name: str, table: Table) -> TableReader:
     try:
         from safetensors import safe_open
     except ImportError:
-        raise ImportExportError("safetensors is not installed: pip install 'tiercache[safetensors]'") from None
+        raise ImportExportError(
+            "safetensors is not installed: pip install '.[safetensors]' in the project's folder"
+        ) from None
     path = folder / f"{name}.safetensors"
     with parsing(path, "safetensors file"):
         file: Any = safe_open(path, framework="pt")

@@ -167,9 +167,38 @@ class PassReport:
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> PassReport:
         """Return the report of a ``record``. Raises TypeError and AttributeError for anything else."""
-        known = {name: value for name, value in record.items() if name in cls.__dataclass_fields__}
+        known = {
+            name: value for name, value in record.items() if name in cls.__dataclass_fields__ and name != "durable"
+        }
+        for name, value in known.items():
+            kind = str(cls.__dataclass_fields__[name].type)
+            if not _is_of(kind, value):
+                raise TypeError(f"{name} is {value!r:.80}: expected {kind}")
         spans = {name: (float(begin), float(end)) for name, (begin, end) in known.pop("spans", {}).items()}
         return cls(**known, spans=spans)
+
+
+def _is_of(kind: str, value: Any) -> bool:
+    """Return True if a plain value is of the type that a field of a report is annotated with."""
+    if value is None:
+        return kind.endswith("| None")
+    if kind.startswith("dict"):
+        of_pairs = "tuple" in kind
+        return isinstance(value, dict) and all(
+            isinstance(one, list | tuple) and len(one) == 2 and all(map(_is_number, one))
+            if of_pairs
+            else _is_number(one)
+            for one in value.values()
+        )
+    if kind.startswith("list"):
+        return isinstance(value, list) and all(map(_is_number, value))
+    if kind.startswith("str"):
+        return isinstance(value, str)
+    return _is_number(value) and (kind != "int" or (isinstance(value, int) and abs(value) < 1 << 63))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def write_json_lines(reports: Sequence[PassReport], path: Path) -> None:

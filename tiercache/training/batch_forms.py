@@ -7,12 +7,16 @@ with or without the last, a whole KeyedJaggedTensor.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
+from tiercache.data.offsets import lacks_last, num_samples
+
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from tiercache.schema import Schema
 
 _FORMS = (
@@ -21,8 +25,20 @@ _FORMS = (
 )
 
 
-def by_feature(schema: Schema, keys: Any, weights: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return keys and weights by feature, offsets whole. Raises ValueError for what is none of the forms."""
+class _WholeLists(NamedTuple):
+    """Lists whose offsets are known to have the last."""
+
+    values: Any
+    offsets: Any
+
+
+def by_feature(
+    schema: Schema, keys: Any, weights: Mapping[str, Any] | None, columns: Iterable[Any] = ()
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return keys and weights by feature, offsets whole. Raises ValueError for what is none of the forms.
+
+    columns: labels and dense features of the same samples, or None, which say how many there are.
+    """
     names = [feature.name for feature in schema.features]
     if _is_keyed_jagged(keys):
         keys, more = _of_keyed_jagged(keys)
@@ -41,43 +57,44 @@ def by_feature(schema: Schema, keys: Any, weights: Mapping[str, Any] | None) -> 
         found[name], weight = _one(value)
         if weight is not None:
             given.setdefault(name, weight)
-    return _whole_offsets(found), given
+    return _whole_offsets(found, {len(one) for one in columns if np.ndim(one)}), given
 
 
 def _one(value: Any) -> tuple[Any, Any]:
     """Return keys as an array or a pair, and weights that stand with them."""
     if getattr(value, "is_nested", False):
-        if value.layout != torch.jagged:
+        if value.layout != torch.jagged or value.lengths() is not None:  # with lengths, values may have gaps
             value = torch.nested.as_nested_tensor([*value.unbind()], layout=torch.jagged)
-        return (value.values(), value.offsets()), None
+        return _WholeLists(value.values(), value.offsets()), None
     if isinstance(value, torch.Tensor) and value.layout in (torch.sparse_coo, torch.sparse_csr):
         if value.ndim != 2:
             raise ValueError(f"keys are a sparse tensor of shape {tuple(value.shape)}: give (N, keys)")
         if value.layout == torch.sparse_coo:
             value = value.coalesce().to_sparse_csr()
-        return (value.col_indices(), value.crow_indices()), value.values()
+        return _WholeLists(value.col_indices(), value.crow_indices()), value.values()
     if _has(value, "values", "offsets", "weights"):  # a JaggedTensor's are methods
         weights = value.weights_or_none() if hasattr(value, "weights_or_none") else None
-        return (_called(value.values), _called(value.offsets)), weights
+        return _WholeLists(_called(value.values), _called(value.offsets)), weights
     return value, None
 
 
-def _whole_offsets(keys: dict[str, Any]) -> dict[str, Any]:
-    """Complete offsets that lack the last, as `nn.EmbeddingBag` takes them; other features say how many samples."""
+def _whole_offsets(keys: dict[str, Any], counts: set[int]) -> dict[str, Any]:
+    """Complete offsets that lack the last, as `nn.EmbeddingBag` takes them; counts: how many samples others say."""
     pairs = {name: one for name, one in keys.items() if isinstance(one, tuple) and len(one) == 2}
-    counts = {len(one) for name, one in keys.items() if name not in pairs and hasattr(one, "__len__")}
-    sure = {len(offsets) - 1 for values, offsets in pairs.values() if not _lacks_last(values, offsets)}
-    samples = next(iter(counts or sure), None)
+    counts |= {len(one) for name, one in keys.items() if name not in pairs and hasattr(one, "__len__")}
+    counts |= {len(one.offsets) - 1 for one in pairs.values() if isinstance(one, _WholeLists)}
+    pairs = {name: one for name, one in pairs.items() if not isinstance(one, _WholeLists)}
+    ends = {
+        name: (len(offsets), int(offsets[-1]) if len(offsets) else 0, len(values))
+        for name, (values, offsets) in pairs.items()
+    }
+    samples = num_samples(counts, ends)
     found = dict(keys)
     for name, (values, offsets) in pairs.items():
-        if _lacks_last(values, offsets) if samples is None else len(offsets) == samples:
+        if len(offsets) and lacks_last(samples, *ends[name]):
             last = torch.as_tensor(offsets)
             found[name] = values, torch.cat([last, last.new_tensor([len(values)])])
     return found
-
-
-def _lacks_last(values: Any, offsets: Any) -> bool:
-    return len(offsets) > 0 and int(offsets[-1]) < len(values)
 
 
 def _is_keyed_jagged(value: Any) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import pickle
 import random
+import re
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -172,9 +174,9 @@ class DenseState:
         Raises StateError where the names differ. Collective.
         """
         with ranks.raise_on_all(_RESTORING):
-            state = _load(data) if data else {"objects": {}, "shared": []}
+            state = _read(data) if data else {"objects": {}, "shared": []}
         if any(ranks.all_gather_object(bool(state["shared"]))):
-            first = _load(_of_rank_0(data, ranks))["objects"]
+            first = _read(_of_rank_0(data, ranks))["objects"]
             state["objects"] |= {name: first[name] for name in state["shared"] if name in first}
         with ranks.raise_on_all(_RESTORING):
             if data:
@@ -265,6 +267,27 @@ def _save(state: object) -> bytes:
 
 def _load(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+
+
+def _read(data: bytes) -> Any:
+    """Return the state of a commit. Raises StateError for what is none, and runs nothing that it names."""
+    try:
+        return _load(data)
+    except (
+        pickle.UnpicklingError,
+        RuntimeError,
+        EOFError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+    ) as error:
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"it names {named[1]}" if named else "it cannot be unpickled"
+        raise StateError(
+            f"the dense state of the last commit is not tensors and plain values alone ({what}), so it was not loaded "
+            "and nothing of it ran: TierCache writes no such state; restore the store from a source that you trust"
+        ) from error
 
 
 def _moments(cloned: object) -> dict[int, torch.cuda.Event]:

@@ -75,7 +75,9 @@ def new_figure(width: float, height: float) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("the figure needs matplotlib: pip install tiercache[plots]") from error
+        raise ModuleNotFoundError(
+            "the figure needs matplotlib: pip install '.[plots]' in the project's folder"
+        ) from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

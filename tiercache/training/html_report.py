@@ -36,7 +36,7 @@ def read_reports(path: Path) -> list[PassReport]:
     for number, line in enumerate(local_path(path, "a report").read_text().splitlines(), 1):
         try:
             found.append(PassReport.from_record(json.loads(line)))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"line {number} of {path} is no report of a pass ({error}): give what cache.write_report() wrote"
             ) from error
@@ -72,7 +72,11 @@ def write_html(reports: Sequence[PassReport], out: Path, *, title: str) -> None:
         )
     body = [
         f"<h1>{html.escape(title)}</h1>",
-        "<dl>" + "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts.items()) + "</dl>",
+        "<dl>"
+        + "".join(
+            f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>" for name, value in facts.items()
+        )
+        + "</dl>",
         "<h2>What happened when</h2>",
         '<p class="note">Above: the training thread, and the threads that read the next pass and write the last one. '
         "Middle: the rows of each pass by where they came from. Below: the loss.</p>",
@@ -139,5 +143,5 @@ def _table(passes: Sequence[PassReport]) -> str:
             f"{r.waited * 1e3:.0f}", loss,
         ]  # fmt: skip
         plan = "<td>exact</td>" if r.planned_equals_measured else '<td class="off">off</td>'
-        lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + plan + "</tr>")
+        lines.append("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + plan + "</tr>")
     return f"<table>{''.join(lines)}</table>"

@@ -16,20 +16,22 @@ from tiercache.schema import nearest
 from tiercache.training.batch_forms import by_feature
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from numpy.typing import NDArray
 
     from tiercache.schema import Feature, Schema
 
 
-def feature_keys(schema: Schema, keys: Any, weights: Mapping[str, Any] | None) -> tuple[int, dict[str, FeatureKeys]]:
-    """Return N and the keys of every feature of the schema, in its order.
+def feature_keys(
+    schema: Schema, keys: Any, weights: Mapping[str, Any] | None, columns: Iterable[Any] = ()
+) -> tuple[int, dict[str, FeatureKeys]]:
+    """Return N and the keys of every feature of the schema, in its order; columns: others of the samples, or None.
 
     Raises ValueError for a feature that is unknown or lacks, for forms and numbers that do not go together, and for
     the two keys that no data has.
     """
-    keys, weights = by_feature(schema, keys, weights)
+    keys, weights = by_feature(schema, keys, weights, columns)
     known = {feature.name for feature in schema.features}
     for what, given in (("keys", keys), ("weights", weights)):
         if unknown := sorted(set(given) - known):

@@ -89,7 +89,7 @@ class RawReader:
         """
         if missing not in MISSING:
             raise ValueError(f"missing is {missing!r}: it must be one of {', '.join(map(repr, MISSING))}")
-        num_samples, features = feature_keys(self._schema, keys, weights)
+        num_samples, features = feature_keys(self._schema, keys, weights, (label, dense))
         found, ids = (None, {}) if source is None else self._finder.find(source, features, self._table_of)
         brought = self._bring("label", label, torch.empty(0, dtype=torch.float32), (num_samples,))
         columns = self._bring("dense", dense, torch.empty(num_samples, 0, dtype=torch.float32), (num_samples, -1))

@@ -1,0 +1,73 @@
+"""What a terminal would obey is shown escaped: cells of files, names of files, and names of tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.cli.command import error_of, run
+from tiercache.cli.output import Output, new_table, printable
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
+HOSTILE = {
+    "window title": "\x1b]0;owned\x07",
+    "cursor": "\x1b[2J",
+    "8-bit sequence": "\x9b31m",
+    "backspace": "abc\x08\x08",
+    "carriage return": "good\rbad",
+    "reversed letters": "\u202egpj.exe",
+    "null": "\x00",
+    "surrogate": "\udce9",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_control_characters_are_escaped(name: str) -> None:
+    """Letters of any script and line breaks are not."""
+    text = printable(f"ключ 键 é [b] {HOSTILE[name]}\n")
+    assert text.startswith("ключ 键 é [b] ")
+    assert text.endswith("\n")
+    assert text[:-1].isprintable()
+    assert "\\" in text
+
+
+@pytest.mark.parametrize("name", ["window title", "cursor", "8-bit sequence", "reversed letters"])
+def test_a_cell_of_a_file_reaches_the_terminal_escaped(tmp_path: Path, name: str) -> None:
+    """And so does the name of a file."""
+    (tmp_path / "s.toml").write_text('[label]\ncolumn = "y"\n[features.a]\n')
+    (tmp_path / "x.csv").write_text(f"y,a\n0,{HOSTILE[name]}\n")
+    options = "--schema", tmp_path / "s.toml", "--out", tmp_path / "out", "--device-budget", "1MiB"
+    assert error_of("extract", tmp_path / "x.csv", *options).isprintable()
+    hostile = tmp_path / f"{HOSTILE[name]}.csv"
+    hostile.write_text("y,b\n0,1\n")
+    assert error_of("extract", hostile, *options).isprintable()
+
+
+def test_texts_and_tables_of_commands_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    """In titles, heads and cells; brackets stay."""
+    output, text = Output(as_json=False, quiet=False), f"{HOSTILE['window title']}[b]"
+
+    def shown(console: Console) -> None:
+        table = new_table(text, text, text)
+        table.add_row(text, text)
+        console.print(table)
+        console.print(text)
+
+    output.result(None, shown)
+    output.result(None, text)
+    found = capsys.readouterr().out
+    assert "\x1b" not in found
+    assert "\x07" not in found
+    assert found.count(r"\x1b]0;owned\x07[b]") == 7
+
+
+def test_the_help_of_extract_shows_sections_in_brackets() -> None:
+    """They are no markup."""
+    shown = run("extract", "--help")
+    assert "[source] format" in shown
+    assert "\\[" not in shown
