@@ -73,11 +73,12 @@ def test_every_key_and_column_is_in_one_new_part_with_its_state(
 ) -> None:
     """From any sharding to any other, at any commit: the bits of vectors and of what belongs to them."""
     shards = old_shards(old, commits)
+    whole = one_store(TABLES, old, shards)  # which closes the shards when it goes
     cursor = shards[0].commit.cursor
     wanted, numbers = expected(cursor), 0
     for rank in range(new.num_ranks):
         with Store.open(None, tables=new.shard_tables(TABLES, rank), engine=MemoryEngine()) as store:
-            commit = copy_share(one_store(TABLES, old, shards), store, new, rank)
+            commit = copy_share(whole, store, new, rank)
             assert (commit.id, commit.cursor) == (0, (0, 0))
             assert store.state() == shards[0].state()
             assert commit.settings == shards[0].commit.settings
@@ -104,9 +105,10 @@ def test_each_rank_has_the_state_it_had_and_a_new_one_that_of_rank_0() -> None:
     shards = old_shards(old, 2)
     for rank, shard in enumerate(shards):
         shard.publish(shard.commit.cursor, state=b"%d" % rank, schedule_digest="", settings={}, environment={})
+    whole = one_store(TABLES, old, shards)
     for rank, state in enumerate((b"0", b"1", b"0")):
         with Store.open(None, tables=new.shard_tables(TABLES, rank), engine=MemoryEngine()) as store:
-            copy_share(one_store(TABLES, old, shards), store, new, rank)
+            copy_share(whole, store, new, rank)
             assert store.state() == state
 
 
