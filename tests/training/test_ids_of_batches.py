@@ -218,7 +218,7 @@ WRONG: dict[str, tuple[Callable[[tc.Batch], Any], type[Exception], list[str]]] =
         lambda _: tc.EmbeddingCollection(None), TypeError, ["given NoneType as its schema"]  # type: ignore[arg-type]
     ),
     **{
-        f"{kind.__name__}()({given})": (
+        f"{kind.__name__}()({words})": (
             lambda batch, kind=kind, given=given: kind(CASE.schema)(given(batch)), TypeError,
             [kind.__name__, "whole batches", words, "Pass.batch"],
         )
