@@ -156,7 +156,8 @@ class Step:
         self._cache, self._track = cache, track
         self.net, self._loss_of = Net(cache.schema, width, light=light).to(cache.device), nn.BCEWithLogitsLoss()
         self._optimizer = torch.optim.SGD(self.net.parameters(), lr=DENSE_RATE)
-        cache.register(model=self.net, **({"optimizer": self._optimizer} if track else {}))
+        # Dense weights that are not tracked have another width in each run over one store.
+        cache.register(**({"model": self.net, "optimizer": self._optimizer} if track else {"model": self.net.bag}))
 
     def __call__(self, batch: Batch) -> None:
         """Train a batch."""

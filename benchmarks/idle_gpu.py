@@ -118,7 +118,7 @@ class IdleGpu(CudaDevice):
     # -- memory, copies, streams ----------------------------------------------------------------------------
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialized tensor in memory that no other tensor uses.
+        """Return a tensor in memory that no other tensor uses.
 
         Memory is reused by shape, as torch's caching allocator does, so that each step gets the addresses, and finds
         the launch tables, of the step before.
@@ -129,7 +129,7 @@ class IdleGpu(CudaDevice):
             for tensor, storage, unused in self._memory[key]:
                 if _uses(storage) == unused:
                     return tensor.detach()
-            tensor = torch.empty(key[0], dtype=dtype)
+            tensor = torch.zeros(key[0], dtype=dtype)  # no kernel fills it, and rows must be finite
             storage = tensor.untyped_storage()._cdata
             self._memory[key].append((tensor, storage, _uses(storage)))
             return tensor.detach()

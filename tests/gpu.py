@@ -23,7 +23,8 @@ KERNELS = "tests/kernels"
 WITH_CUDA = (KERNELS, "-k", "cuda")
 TRAINING = [f"tests/training/test_{name}.py" for name in (
     "cuda_training", "parity", "oracle", "evaluation", "raw_keys", "missing_keys", "prefetch", "fetch_ahead",
-    "row_gradients", "adoption", "store_given", "single_modules", "closing", "two_ways", "real_gpu",
+    "row_gradients", "adoption", "store_given", "single_modules", "closing", "two_ways", "real_gpu", "table_steps",
+    "finite",
 )]  # fmt: skip
 # On a GPU alone: the shim guards each array with pages of its own, and a process has room for 20,000 of them.
 RECOVERY = [f"tests/training/test_{name}.py" for name in (
@@ -42,6 +43,15 @@ CPU_ALONE = {
     "registered": "what a cache is given beside tables, with models on the CPU",
     "compiled": "operators and graphs, with models on the CPU",
     "convert": "which modules take the place of which, with models on the CPU",
+    "dtypes_and_devices": "default dtypes and names of devices, with models on the CPU",
+    "forgotten": "models and optimizers that a cache was not given, on the CPU",
+    "forks": "processes of the host",
+    "ids_of_batches": "operators of ids of the host",
+    "pass_ledger": "the loops of a pass, with models on the CPU",
+    "paths": "paths of the host",
+    "schema_of_modules": "schemas that are compared before a device has a part in it",
+    "second_derivatives": "autograd, with models on the CPU",
+    "unseen_keys": "rows of keys that are not in a pass, with models on the CPU",
     "loaders": "loaders and forms of keys of the host, whose batches test_raw_keys trains on a GPU",
 }
 """The other files of tests/training, and why a GPU would show nothing there."""

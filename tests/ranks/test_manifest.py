@@ -232,7 +232,7 @@ def test_a_mark_that_is_no_file_is_named(tmp_path: Path, what: str) -> None:
         place.mkdir()
     else:
         place.symlink_to(place if "itself" in what else tmp_path)
-    with pytest.raises(StoreError, match=r"shard-0-0\.json cannot be read \(.+\): it must be a file") as caught:
+    with pytest.raises(StoreError, match=r"shard-0-0\.json cannot be read \(.+\): restore") as caught:
         Mark.read(tmp_path / "shard-0-0")
     assert_sentence(caught.value)
 

@@ -125,23 +125,3 @@ def test_what_is_no_device_of_rows_is_refused(
     store = tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine())
     with store, one_sentence(kind, *words):
         tc.InMemoryCache(passes, device=device) if resident else tiered(store, passes, device=device)
-
-
-CALLS: dict[str, tuple[Callable[[tc.Schema], object], list[str]]] = {
-    "EmbeddingBag(1000, 16)": (lambda s: tc.EmbeddingBag(1000, 16), ["the schema is 1000", "'user'"]),  # type: ignore[arg-type]
-    "Embedding(1000, 16)": (lambda s: tc.Embedding(1000, 16), ["the schema is 1000"]),  # type: ignore[arg-type]
-    "a collection of a path": (lambda s: tc.EmbeddingCollection("clicks.toml"), ["the schema is 'clicks.toml'"]),  # type: ignore[arg-type]
-    "a collection of nothing": (lambda s: tc.EmbeddingBagCollection(None), ["the schema is None"]),  # type: ignore[arg-type]
-    "ids for bags": (lambda s: tc.EmbeddingBagCollection(s)(torch.arange(4)), ["f, g, h, i", "a Tensor", "p.batches("]),
-    "ids for rows": (lambda s: tc.EmbeddingCollection(s, ["f"])(np.arange(4)), ["looks up f", "ndarray", "p.batch("]),  # type: ignore[arg-type]
-    "a dict for rows": (lambda s: tc.EmbeddingCollection(s)({"f": [1]}), ["a dict", "p.batch("]),  # type: ignore[arg-type]
-    "None for bags": (lambda s: tc.EmbeddingBagCollection(s)(None), ["a NoneType"]),  # type: ignore[arg-type]
-}
-
-
-@pytest.mark.parametrize("what", CALLS)
-def test_what_a_module_is_not_made_of_or_does_not_look_up_is_named(passes: tc.PassDataset, what: str) -> None:
-    """With what it takes."""
-    call, words = CALLS[what]
-    with one_sentence(TypeError, *words):
-        call(passes.schema)

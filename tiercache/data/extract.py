@@ -198,13 +198,9 @@ def extract(
 def _local(out: str | Path) -> Path:
     """Return where the dataset is to be, as an absolute path. Raises ExtractionError."""
     try:
-        path = local_path(out, "a dataset that one machine writes", "give a path, or dask= to write it on a cluster")
-        path.exists()
+        return local_path(out, "a dataset that one machine writes", "give a path, or dask= to write it on a cluster")
     except ValueError as error:
         raise ExtractionError(str(error)) from error
-    except OSError as error:
-        raise ExtractionError(f"{out} cannot be a directory ({error.strerror}): give another") from error
-    return path
 
 
 @contextmanager
