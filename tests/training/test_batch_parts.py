@@ -28,7 +28,7 @@ def nothing(*_: Any, **__: Any) -> None:
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_batch_from_the_midst_of_a_pass_makes_no_order_of_all_its_samples(shuffle: bool) -> None:
     """Of a pass of 10^15 samples, after a commit inside it: the next batches come at once, and so does the last."""
-    whole = SimpleNamespace(keys=nothing)
+    whole = SimpleNamespace(keys=nothing, schema=None)
     source: Any = SimpleNamespace(index=3, samples=MANY, check_samples=nothing, whole=whole)
     rows: Any = SimpleNamespace(check=nothing)
     for done in (MANY // 2, MANY - 8192):

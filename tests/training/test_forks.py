@@ -95,10 +95,11 @@ def test_a_loop_that_a_fork_goes_on_with_ends_with_an_error(tmp_path: Path, pass
     """At the next pass, which it has no threads to bring; and a loop that it drops is dropped."""
     with tiered(tmp_path / "model.tc", passes) as cache:
         loop = cache.passes(epochs=1)
-        next(loop)
+        next(loop).skip()
         assert in_a_fork(lambda: next(loop)).startswith("StateError: this cache was opened by process")
         assert in_a_fork(loop.close) == "returned"
-        list(loop)
+        for p in loop:
+            p.skip()
 
 
 def test_a_cache_that_is_garbage_lets_others_train(tmp_path: Path, passes: tc.PassDataset) -> None:

@@ -62,7 +62,9 @@ def test_features_are_compared_with_a_key_as_a_tensor_of_keys_is(passes: tc.Pass
     """Element by element, in the tensor's shape: for keys that are there, that are not, of numpy's types too."""
     seen = set()
     for p in resident(passes).passes(epochs=1):
-        for batch in p.batches(16):
+        batches = list(p.batches(16))
+        p.skip()
+        for batch in batches:
             keys = keys_as_tensors(p.source.whole, batch)[name]
             for key in (0, 1, 3, -4, np.int64(2), np.int32(0), ABSENT, -(1 << 62), *np.unique(keys.numpy())[:4]):
                 for compare in (operator.eq, operator.ne):

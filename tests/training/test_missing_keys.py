@@ -293,7 +293,7 @@ def keys_with(**changed: Any) -> dict[str, Any]:
         (keys_with(one=([1, 3], [0, 2, 2, 2, 2])), {}, "values and offsets: it has one key a sample"),
         (keys_with(pair=np.ones((4, 3), int)), {}, r"give \(N, 2\)"),
         (keys_with(bag=np.ones((4, 1, 1), int)), {}, r"shape \(4, 1, 1\): give \(N,\), \(N, L\) or a pair"),
-        (keys_with(bag=([1, 3], [0, 1, 1, 1, 1])), {}, "offsets of feature 'bag' are .*: give .* number of keys, 2"),
+        (keys_with(bag=([1, 3], [0, 1, 1, 1, 1])), {}, "keys of different numbers of samples"),
         (keys_with(bag=([1, 3], [0, 3, 2, 2, 2])), {}, "never fall"),
         (keys_with(bag=([1, 3], [])), {}, "offsets of feature 'bag'"),
         (keys_with(bag=([1, 3], [1, 1, 2, 2, 2])), {}, "the offsets of feature 'bag' are .* begin with 0"),
