@@ -430,8 +430,7 @@ class TierCache(SteppedCache):
         rows of its unique keys exceed ``eval_budget`` on this rank or on one that reads them.
         """
         self._check_open()
-        with self.communicator.raise_on_all("beginning an evaluation"):
-            self._rows.state.check_restored(self.store)
+        self._rows.state.check_restored(self.store)  # the same on all ranks
         return self._raw.evaluate(keys, self.eval_bytes, unseen=unseen, **others)
 
     def live_rows(self, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None) -> LiveRows:
