@@ -64,14 +64,15 @@ def link(machine: TrainingMachine, keep: Keep) -> None:
 
 def _both_ways(hosts: list[torch.Tensor], there: list[torch.Tensor]) -> None:
     current = torch.cuda.current_stream()
-    for number in range(2):
-        side = _SIDES.setdefault(number, torch.cuda.Stream())  # type: ignore[no-untyped-call]
+    sides = [_SIDES.setdefault(number, torch.cuda.Stream()) for number in range(2)]  # type: ignore[no-untyped-call]
+    for number, side in enumerate(sides):
         side.wait_stream(current)
         with torch.cuda.stream(side):
             if number:
                 hosts[1].copy_(there[1], non_blocking=True)
             else:
                 there[0].copy_(hosts[0], non_blocking=True)
+    for side in sides:
         current.wait_stream(side)
 
 

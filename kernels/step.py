@@ -59,13 +59,20 @@ class Gradients(NamedTuple):
     width: int
     """T."""
     cols: I8 = NONE_I8
-    """(F,): the first column of each feature, where every sample has one id of each: entries are feature-major."""
+    """(F,): the first column of each feature. Without `offsets`, every sample has one id of each: entries are
+    feature-major."""
     offsets: Any = NONE_I8
-    """Else (E,): the place of each entry's first element; its complement for max pooling."""
+    """Else (E,): the place of each entry's first element, in one of `cols` where these are given; its complement for
+    max pooling."""
     scales: Any = NONE_F4
     """(E,): the factor of each entry's gradient (weight, 1 / ids of a mean); empty: 1."""
     argmax: Any = NONE_I4
     """Like `flat`: the entry that was largest; empty where nothing is max-pooled."""
+
+    @property
+    def num_entries(self) -> int:
+        """E."""
+        return int(self.offsets.shape[0]) or self.num_samples * self.cols.size
 
 
 class Rule(NamedTuple):
@@ -118,16 +125,23 @@ class Step(NamedTuple):
     states: Sequence[Any]
     """(S, D) of ADAGRAD, (S, 1) of ROWWISE, two of (S, D) of ADAM: all float32."""
     pairs: Any
-    """(E,) uint64: sorted slots, those of one row in batch order. A row that none names stays."""
-    gradients: Gradients
+    """(E,) uint64: sorted slots, those of one row in batch order; on a GPU `Runs`. A row that none names stays."""
+    gradients: Gradients | Sequence[Gradients]
+    """On a GPU, those of several lookups may come one after another."""
     rule: Rule
     rounding: Rounding = NO_ROUNDING
+
+    @property
+    def lookups(self) -> Sequence[Gradients]:
+        """Return the gradients of each lookup."""
+        return (self.gradients,) if isinstance(self.gradients, Gradients) else self.gradients
 
 
 def check_step(step: Step) -> None:
     """Raise ValueError where the arrays of a step do not belong together."""
-    vectors, source, size = step.vectors, step.gradients, step.pairs.shape[0]
-    num_slots, dim, samples, cols = vectors.values.shape[0], vectors.dim, source.num_samples, source.cols
+    vectors = step.vectors
+    size = step.pairs.shape[0] if hasattr(step.pairs, "shape") else step.pairs.size
+    num_slots, dim = vectors.values.shape[0], vectors.dim
     vectors.check()
     if vectors.is_narrow and step.rounding.streams.shape[0] != num_slots:
         raise ValueError(
@@ -142,17 +156,18 @@ def check_step(step: Step) -> None:
             )
     if len(step.states) != len(widths):
         raise ValueError(f"the rule needs {len(widths)} states, and {len(step.states)} were given.")
+    for source in step.lookups:
+        _check_gradients(source, dim)
+    given = sum(source.num_entries for source in step.lookups)
+    if given != size:
+        raise ValueError(f"gradients describe {given} entries, but {size} entries were sorted.")
+
+
+def _check_gradients(source: Gradients, dim: int) -> None:
+    samples, cols = source.num_samples, source.cols
     if source.flat.shape[0] != samples * source.width:
         raise ValueError(f"{source.flat.shape[0]} elements are no gradient of {samples} samples of {source.width}.")
-    if source.offsets.shape[0]:
-        if source.offsets.shape[0] != size:
-            raise ValueError(f"gradients describe {source.offsets.shape[0]} entries, but {size} were sorted.")
-    elif samples * cols.size != size:
-        raise ValueError(
-            f"{size} entries were sorted, but the gradient has {samples} samples of {cols.size} features: every sample "
-            "has one id per feature here."
-        )
-    elif cols.size and not 0 <= cols.min() <= cols.max() <= source.width - dim:
+    if cols.size and not 0 <= cols.min() <= cols.max() <= source.width - dim:
         raise ValueError(f"cols must lie in [0, {source.width - dim}] for rows of {dim} in width {source.width}.")
     if source.scales.shape[0] not in {0, source.offsets.shape[0]}:
         raise ValueError(

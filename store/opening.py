@@ -28,6 +28,17 @@ class Opened:
     engine: Engine
     tables: tuple[Table, ...]
     uses: UseCount
+    lock: WriterLock | None = None
+    """Of one that is open for writing."""
+
+    def explain(self, error: CorruptStoreError) -> StoreError:
+        """Return what to raise for damage that a writer saw: where the store was moved, nothing is damaged."""
+        if self.lock is not None:
+            try:
+                self.lock.check()
+            except StoreError as moved:
+                return moved
+        return error
 
     def close(self) -> None:
         """Give the engine up, and with it the right to write, once nobody uses it."""
@@ -125,7 +136,7 @@ def _open_path(
         if lock is not None:
             lock.release()
         raise
-    return Opened(engine=opened, tables=known, uses=UseCount(label_of(path)))
+    return Opened(engine=opened, tables=known, uses=UseCount(label_of(path)), lock=lock)
 
 
 def _default(tables: tuple[Table, ...] | None) -> str:

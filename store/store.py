@@ -83,7 +83,7 @@ class Store:
                 check_blocks(engine, snapshot, self.groups, label)
             self._commits = CommitWriter(engine, self.groups, label, self.counters, found, retention)
         engine.drop_records()
-        explain = self._commits.explain if isinstance(self._commits, CommitReader) else lambda error: error
+        explain = self._commits.explain if isinstance(self._commits, CommitReader) else opened.explain
         self._reader = BlockReader(engine, self.groups, label, self.counters, opened.uses, explain)
         self._closed = False
 

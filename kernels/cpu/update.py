@@ -243,6 +243,7 @@ def step_rows(step: Step, buffers: UpdateBuffers) -> None:
     """Change each row that is named, once. Raises ValueError where something does not fit, before a row changes."""
     check_step(step)
     vectors, pairs, rule = step.vectors, step.pairs, step.rule
+    (source,) = step.lookups
     if pairs.size == 0:
         return
     if int(pairs[-1]) >> 32 >= vectors.values.shape[0]:
@@ -252,7 +253,7 @@ def step_rows(step: Step, buffers: UpdateBuffers) -> None:
     first, second = (*step.states, _NO_STATE, _NO_STATE)[:2]
     num_long, num_stretches = _find_long(pairs, buffers.long)
     _update(
-        pairs, *step.gradients, *vectors, first, second, *step.rounding, buffers.noise, rule.kind, rule.rate,
+        pairs, *source, *vectors, first, second, *step.rounding, buffers.noise, rule.kind, rule.rate,
         rule.eps, rule.decay, rule.new1, rule.new2, buffers.long,
         num_long, num_stretches, buffers.sums, buffers.counter, parts,
     )  # fmt: skip

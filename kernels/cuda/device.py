@@ -287,13 +287,23 @@ class CudaDevice:
             pointer = self._host.stream()
             if pointer not in self._streams:
                 self._streams[pointer] = self._cupy.cuda.Stream.from_external(_ExternalStream(pointer))
-            held = [self.table(a) if isinstance(a, np.ndarray) else a for a in arguments]
-            words = tuple(np.float32(a) if isinstance(a, float) else np.int64(self._address(a)) for a in held)
+            held = [self.table(a) if isinstance(a, np.ndarray) and a.ndim else None for a in arguments]
+            words = tuple(
+                self._word(argument) if there is None else np.int64(self._address(there))
+                for argument, there in zip(arguments, held, strict=True)
+            )
             self._function(kernel)((blocks,), (BLOCK_THREADS,), words, stream=self._streams[pointer])
 
-    def _address(self, argument: Any) -> int:
-        found = None if isinstance(argument, int) else self.describe(argument)
-        return argument if found is None else found.address
+    @staticmethod
+    def _word(argument: Argument) -> Any:
+        if isinstance(argument, np.ndarray):
+            return argument
+        return np.float32(argument) if isinstance(argument, float) else np.int64(argument)
+
+    def _address(self, table: Any) -> int:
+        found = self.describe(table)
+        assert found is not None, "a table is on the device"
+        return found.address
 
     def table(self, array: NDArray[Any]) -> Any:
         """Return a copy of a table on the device, which nobody may write to.

@@ -3,27 +3,34 @@
 #pragma once
 #include "lanes.cuh"
 
-struct Gradients {
-    const float* flat;  // the gradient of the pooled output, (num_samples, width)
-    const int64* offsets;  // (E,): where an entry's gradient begins, the complement for max pooling; null: one id each
-    const float* scales;  // (E,): factors of the entries; null: 1
+struct Source {  // the gradient of one feature, or of all features of a lookup with bags
+    const float* flat;
+    int64 stride;  // elements from the gradient of one entry to that of the next, where `places` is null
+    const int64* places;  // where an entry's gradient begins in `flat`, the complement for max pooling
+    const float* scales;  // factors of the entries; null: 1
     const int* argmax;  // per element of `flat`, the entry that was largest; null where nothing is max-pooled
-    const int64* cols;  // (F,): where offsets are null, the first column of each feature
-    int64 num_samples;
-    int64 width;
+    int64 begin;  // the first entry of the group that is of this source
+};
+
+struct Gradients {
+    const Source* sources;  // in the order of entries
+    int num_sources;
+    int per_source;  // entries of each; 0 where they differ
+    int is_plain;  // whether no source has places or scales
+    int has_max;
 };
 
 #define GRADIENTS_IN_FLIGHT 4
 
-__device__ __forceinline__ uint32 entry_of(uint64 pair) { return static_cast<uint32>(pair); }
-
-__device__ __forceinline__ uint32 slot_of(uint64 pair) { return static_cast<uint32>(pair >> 32); }
-
-__device__ __forceinline__ int64 gradient_start(const Gradients& source, uint32 entry) {
-    if (source.offsets) return __ldg(source.offsets + entry);
-    const uint32 feature = entry / static_cast<uint32>(source.num_samples);
-    const uint32 sample = entry - feature * static_cast<uint32>(source.num_samples);
-    return sample * source.width + __ldg(source.cols + feature);
+__device__ __forceinline__ const Source& source_of(const Gradients& gradients, uint32 entry) {
+    if (gradients.per_source) return gradients.sources[entry / static_cast<uint32>(gradients.per_source)];
+    int low = 0, high = gradients.num_sources;
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (__ldg(&gradients.sources[middle].begin) <= entry) low = middle;
+        else high = middle;
+    }
+    return gradients.sources[low];
 }
 
 // Gradients begin where the model's layout has them: four elements in one access only where they lie so.
@@ -39,51 +46,114 @@ template <int VEC> __device__ __forceinline__ Lanes<VEC> load_gradient(const flo
     return load_constant<VEC>(from);
 }
 
-// Where the gradient of a pair's entry begins, and its factor.
-struct __align__(16) Place {
-    int64 begin;  // the complement for max pooling
-    uint32 entry;
+// Where the gradient of an entry begins, and its factor.
+struct Place {
+    const float* from;
     float scale;
 };
 
-__device__ __forceinline__ Place place_of(const Gradients& source, uint64 pair) {
-    const uint32 entry = entry_of(pair);
-    return {gradient_start(source, entry), entry, source.scales ? __ldg(source.scales + entry) : 1.0f};
+__device__ __forceinline__ Place place_of(const Gradients& gradients, uint32 entry) {
+    const Source& source = source_of(gradients, entry);
+    const int64 number = entry - __ldg(&source.begin);
+    const float* flat = reinterpret_cast<const float*>(__ldg(reinterpret_cast<const int64*>(&source.flat)));
+    if (gradients.is_plain) return {flat + number * __ldg(&source.stride), 1.0f};
+    const int64 at = source.places ? __ldg(source.places + number) : number * source.stride;
+    return {flat + at, source.scales ? __ldg(source.scales + number) : 1.0f};
 }
 
-// Add elements [d, d + VEC) of the gradients of pairs [start, stop) to `sum`, in order; `find` gives a pair's place.
-template <int VEC, class FIND>
-__device__ __forceinline__ void add_gradients(
-    const Gradients& source, int64 start, int64 stop, int d, Lanes<VEC>& sum, const FIND& find) {
-    for (int64 i = start; i < stop; i += GRADIENTS_IN_FLIGHT) {
-        Place places[GRADIENTS_IN_FLIGHT];
+// Add elements [d, d + VEC) of the gradients of entries [start, stop) of the order; each lane looks all of them up.
+template <int VEC>
+__device__ __forceinline__ void add_each(
+    const Gradients& gradients, const uint32* entries, int start, int stop, int d, Lanes<VEC>& sum) {
+    for (int i = start; i < stop; i += GRADIENTS_IN_FLIGHT) {
         Lanes<VEC> held[GRADIENTS_IN_FLIGHT];
-#pragma unroll
-        for (int u = 0; u < GRADIENTS_IN_FLIGHT; ++u) places[u] = find(i + u < stop ? i + u : i);
+        float scales[GRADIENTS_IN_FLIGHT];
 #pragma unroll
         for (int u = 0; u < GRADIENTS_IN_FLIGHT; ++u) {
-            const int64 begin = places[u].begin >= 0 ? places[u].begin : ~places[u].begin;
-            held[u] = i + u < stop ? load_gradient<VEC>(source.flat + begin + d) : zero_lanes<VEC>();
+            if (i + u >= stop) continue;
+            const Place place = place_of(gradients, __ldg(entries + i + u));
+            scales[u] = place.scale;
+            held[u] = load_gradient<VEC>(place.from + d);
         }
 #pragma unroll
         for (int u = 0; u < GRADIENTS_IN_FLIGHT; ++u) {
             if (i + u >= stop) continue;
-            if (places[u].begin >= 0) {
 #pragma unroll
-                for (int k = 0; k < VEC; ++k) sum.v[k] += held[u].v[k] * places[u].scale;
-            } else {
-                const int* won = source.argmax + ~places[u].begin + d;
+            for (int k = 0; k < VEC; ++k) sum.v[k] += held[u].v[k] * scales[u];
+        }
+    }
+}
+
+// The same where some source is max-pooled: an element counts where the entry was the largest.
+template <int VEC>
+__device__ __forceinline__ void add_largest(
+    const Gradients& gradients, const uint32* entries, int start, int stop, int d, Lanes<VEC>& sum) {
+    for (int i = start; i < stop; i += GRADIENTS_IN_FLIGHT) {
+        Lanes<VEC> held[GRADIENTS_IN_FLIGHT];
+        float scales[GRADIENTS_IN_FLIGHT];
+        uint32 won[GRADIENTS_IN_FLIGHT];  // which of the elements count
 #pragma unroll
-                for (int k = 0; k < VEC; ++k) {
-                    if (static_cast<uint32>(__ldg(won + k)) == places[u].entry) sum.v[k] += held[u].v[k];
-                }
+        for (int u = 0; u < GRADIENTS_IN_FLIGHT; ++u) {
+            if (i + u >= stop) continue;
+            const uint32 entry = __ldg(entries + i + u);
+            const Source& source = source_of(gradients, entry);
+            const int64 number = entry - source.begin;
+            const int64 place = source.places ? __ldg(source.places + number) : number * source.stride;
+            const int64 at = (place >= 0 ? place : ~place) + d;
+            held[u] = load_gradient<VEC>(source.flat + at);
+            scales[u] = place >= 0 && source.scales ? __ldg(source.scales + number) : 1.0f;
+            won[u] = 0u;
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) {
+                won[u] |= (place >= 0 || __ldg(source.argmax + at + k) == number ? 1u : 0u) << k;
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < GRADIENTS_IN_FLIGHT; ++u) {
+            if (i + u >= stop) continue;
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) {
+                if (won[u] >> k & 1u) sum.v[k] += held[u].v[k] * scales[u];
             }
         }
     }
 }
 
-template <int VEC>
-__device__ __forceinline__ void add_pairs(
-    const Gradients& source, const uint64* pairs, int64 start, int64 stop, int d, Lanes<VEC>& sum) {
-    add_gradients<VEC>(source, start, stop, d, sum, [&](int64 i) { return place_of(source, __ldg(pairs + i)); });
+// The same for a team that has four lanes at least, each of which looks up an entry for all; nothing is max-pooled, and
+// every gradient begins at a multiple of 16 bytes.
+__device__ __forceinline__ void add_by_team(
+    const Gradients& gradients, const uint32* entries, int start, int stop, int d, Lanes<4>& sum, int team) {
+    const uint32 mask = team_mask(team);
+    const int own = lane_id() % team;
+#pragma unroll 1
+    for (int from = start; from < stop; from += team) {
+        const int count = stop - from < team ? stop - from : team;
+        const Place mine = place_of(gradients, __ldg(entries + from + (own < count ? own : 0)));
+#pragma unroll 1
+        for (int i = 0; i < count; i += GRADIENTS_IN_FLIGHT) {
+            Lanes<4> held[GRADIENTS_IN_FLIGHT];
+#pragma unroll
+            for (int u = 0; u < GRADIENTS_IN_FLIGHT; ++u) {
+                const int lane = i + u < count ? i + u : i;
+                const uint64 at = __shfl_sync(mask, reinterpret_cast<uint64>(mine.from), lane, team);
+                held[u] = load_constant<4>(reinterpret_cast<const float*>(at) + d);
+            }
+#pragma unroll
+            for (int u = 0; u < GRADIENTS_IN_FLIGHT; ++u) {
+                const float scale = gradients.is_plain ? 1.0f : __shfl_sync(mask, mine.scale, i + u, team);
+                if (i + u >= count) continue;
+#pragma unroll
+                for (int k = 0; k < 4; ++k) sum.v[k] += held[u].v[k] * scale;
+            }
+        }
+    }
+}
+
+// Add elements [d, d + VEC) of the gradients of entries [start, stop) of the order to `sum`, in order; a team does it.
+template <int VEC, bool ANY>
+__device__ __forceinline__ void add_gradients(
+    const Gradients& gradients, const uint32* entries, int start, int stop, int d, Lanes<VEC>& sum, int team) {
+    if constexpr (!ANY) add_by_team(gradients, entries, start, stop, d, sum, team);
+    else if (gradients.has_max) add_largest<VEC>(gradients, entries, start, stop, d, sum);
+    else add_each<VEC>(gradients, entries, start, stop, d, sum);
 }

@@ -5,8 +5,11 @@
 // work in teams: a team is a power of two of lanes, enough to hold one row or all 32, and takes one row at a time.
 // A lane of a team holds VEC neighboring elements: 4, in one access of 16 bytes, where dim and addresses allow, or 1.
 //
-// Kernels take int64, float and pointers only, and use no library. They are compiled without fused multiply-add, so
-// that their bits are those of the CPU's kernels wherever the order of additions is the same.
+// Parts that change from step to step are an argument of the launch: constant memory, which no store can have changed.
+// Other tables of parts lie in global memory.
+//
+// Kernels take int64, float, pointers and `Parts` only, and use no library. They are compiled without fused
+// multiply-add, so that their bits are those of the CPU's kernels wherever the order of additions is the same.
 
 #pragma once
 
@@ -61,6 +64,13 @@ template <int VEC> __device__ __forceinline__ void store_lanes(float* to, const 
     }
 }
 
+// Bring what will be loaded soon to the second-level cache.
+__device__ __forceinline__ void prefetch(const float* from) {
+#ifdef __CUDA_ARCH__
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+#endif
+}
+
 // The sum of all elements that a team holds, as simd.total on the CPU adds: element d goes to sum d % 16, and the
 // sixteen sums are added by halves. `classes` holds the sums of this lane's elements so far, in order of d.
 template <int VEC>
@@ -104,4 +114,16 @@ template <class PART> __device__ __forceinline__ const PART& part_of(const PART*
         else high = middle;
     }
     return parts[low];
+}
+
+#define MOST_PARTS 16
+
+template <class PART> struct Parts {
+    int64 num_parts;
+    int64 num_tasks;
+    PART parts[MOST_PARTS];
+};
+
+template <class PART> __device__ __forceinline__ const PART& part_of(const Parts<PART>& parts, int64 task) {
+    return part_of(parts.parts, parts.num_parts, task);
 }

@@ -20,8 +20,14 @@ BLOCK_THREADS = 256
 """Threads of a block, in every launch: as in lanes.cuh."""
 _BLOCKS_PER_SM = 32  # four times what an SM holds at once, so that the last ones end together
 
+MOST_PARTS = 16
+"""Parts that travel as an argument of a launch: as in lanes.cuh."""
+
 Argument = int | float | NDArray[Any]
-"""Of a kernel: addresses and integers travel as int64, floats as float32, a table as the address of its copy."""
+"""Of a kernel: addresses and integers travel as int64, floats as float32, a table as the address of its copy.
+
+An array without axes travels itself.
+"""
 Part = tuple[Any, ...]
 
 
@@ -185,3 +191,26 @@ def launch_parts(
         table = np.array([(first, *part) for first, part in zip(firsts, parts, strict=True)], dtype)
         blocks = blocks_for(device, num_tasks, blocks_per_sm)
         device.launch(kernel, blocks, (table, len(parts), num_tasks, *more))
+
+
+@functools.cache
+def _parts_of(dtype: "np.dtype[Any]") -> "np.dtype[Any]":
+    """Return the dtype of `Parts` in lanes.cuh."""
+    return np.dtype([("num_parts", "i8"), ("num_tasks", "i8"), ("parts", dtype, MOST_PARTS)], align=True)
+
+
+def launch_steps(
+    device: Device, kernel: str, dtype: "np.dtype[Any]", parts: Sequence[Part], tasks: Sequence[int], *more: Argument
+) -> None:
+    """Do as `launch_parts` for a kernel that takes `Parts`: they are an argument of the launch, and nothing is copied.
+
+    More parts than `MOST_PARTS` are several launches.
+    """
+    for begin in range(0, len(parts), MOST_PARTS):
+        some = parts[begin : begin + MOST_PARTS]
+        *firsts, num_tasks = accumulate(tasks[begin : begin + MOST_PARTS], initial=0)
+        if num_tasks:
+            given = np.zeros((), _parts_of(dtype))
+            given["num_parts"], given["num_tasks"] = len(some), num_tasks
+            given["parts"][: len(some)] = [(first, *part) for first, part in zip(firsts, some, strict=True)]
+            device.launch(kernel, blocks_for(device, num_tasks), (given, *more))

@@ -2,52 +2,133 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tiercache.kernels.cuda.launch import Device, launch_parts, struct, view
+from tiercache.kernels.cuda.launch import Device, Part, launch_steps, struct, view
 
-_PART = struct("SortPart", "sorting")
+STRETCH = 64
+"""Places of the order; what adds up a row's gradients counts in them, and its bits depend on them."""
+
+_KEYS, _RUNS = struct("KeyPart", "sorting"), struct("RunPart", "sorting")
 _TASK = 256  # entries
+_TILE, _MOST_TILES = 1024, 4096
 _MOST = (1 << 31) - 1
 
 
-def sort_groups(device: Device, groups: Sequence[tuple[Any, int]]) -> list[Any]:
-    """Return, for the slots (E,) and the number of slots of each group, `kernels.cpu.sorting.sort_slots` of them.
+class Runs(NamedTuple):
+    """The entries of a group in the order of their slots, those of one slot in batch order; a run has one slot.
 
-    A group has fewer than 2^31 entries. Nothing waits for the device, so a slot that is not in [0, num_slots) is no
-    error here: its entries come last, as of slot `num_slots`, and updates leave them out. One sort serves all groups
-    that have fewer than 2^31 slots together.
+    At ``address``: (E + 1,) uint64, slot << 32 | the first place of each run, behind the last one E, then rubbish;
+    (E,) uint32, the entry at each place; (stretches + 1,) uint32, the run of each `STRETCH`-th place and, at the end,
+    the number of runs.
     """
-    pairs, some, slots = list[Any](), list[tuple[Any, int]](), 0
+
+    memory: Any
+    """Which holds it, and what else was sorted with it."""
+    address: int
+    size: int
+    """E."""
+    slot_of: Any = None
+    """Where runs are of positions: the slot of each, (positions,) int32."""
+
+    @property
+    def entries(self) -> int:
+        """Return where the entries begin."""
+        return self.address + 8 * (self.size + 1)
+
+    @property
+    def run_at(self) -> int:
+        """Return where the runs of places begin."""
+        return self.entries + 4 * self.size
+
+    @property
+    def num_bytes(self) -> int:
+        """Return its bytes, a multiple of 8."""
+        return -(-(self.run_at - self.address + 4 * (-(-self.size // STRETCH) + 1)) // 8) * 8
+
+
+class _Keys(NamedTuple):
+    """Numbers of a group that lie together: their keys are ``base`` + number, ``base`` + ``limit`` from there on."""
+
+    numbers: Any
+    base: int
+    limit: int
+
+
+class _Group(NamedTuple):
+    keys: Sequence[_Keys]
+    base: int
+    """The key of slot 0."""
+
+
+def sort_groups(device: Device, groups: Sequence[tuple[Sequence[Any], int]]) -> list[Runs]:
+    """Return the runs of each group: of its slots (E,), which may be several arrays one after another.
+
+    With the arrays of each group goes the number of its slots; a group has fewer than 2^31 entries. Nothing waits for
+    the device, so a slot that is not in [0, num_slots) is no error here: its entries come last, as of slot
+    `num_slots`, and updates leave them out. One sort serves all groups that have fewer than 2^31 slots together.
+    """
+    runs, some, keys = list[Runs](), list[_Group](), 0
+    for arrays, num_slots in groups:
+        if keys + num_slots > _MOST:
+            runs += _sort(device, some)
+            some, keys = [], 0
+        some.append(_Group([_Keys(slots, keys, num_slots) for slots in arrays], keys))
+        keys += num_slots + 1
+    return runs + _sort(device, some)
+
+
+def sort_positions(device: Device, ids: Any, starts: Any, bases: Any, limits: Any) -> Runs:
+    """Return the runs of the positions of ids, which are to be looked up in a map of slots (``Runs.slot_of``).
+
+    Those of feature f are ``ids[starts[f]:starts[f + 1]]``, below ``limits[f]``, and have positions from ``bases[f]``
+    on.
+    """
+    cuts = starts.tolist()
+    parts = zip(cuts, cuts[1:], bases.tolist(), limits.tolist(), strict=False)
+    (runs,) = _sort(device, [_Group([_Keys(ids[a:b], base, limit) for a, b, base, limit in parts], 0)])
+    return runs
+
+
+def _sort(device: Device, groups: Sequence[_Group]) -> list[Runs]:
+    parts, tasks, sizes, at = list[Part](), list[int](), list[int](), 0
     for group in groups:
-        if slots + group[1] > _MOST:
-            pairs += _sort(device, some)
-            some, slots = [], 0
-        some.append(group)
-        slots += group[1] + 1
-    return pairs + _sort(device, some)
-
-
-def _sort(device: Device, groups: Sequence[tuple[Any, int]]) -> list[Any]:
-    seen = [view(device, "slots", slots, np.int32) for slots, _ in groups]
-    sizes = [one.size for one in seen]
+        begin = at
+        for one in group.keys:
+            seen = view(device, "slots", one.numbers, np.int32)
+            parts.append((seen.address, seen.size, at, one.base, one.limit))
+            tasks.append(-(-seen.size // _TASK))
+            at += seen.size
+        sizes.append(at - begin)
     if max(sizes, default=0) > _MOST:
         raise ValueError(f"a step of {max(sizes):,} entries is too large: at most {_MOST:,} fit.")
     *firsts, total = accumulate(sizes, initial=0)
-    pairs = [device.empty(size, np.uint64) for size in sizes]
+    tiles, made, room = [_tile(size) for size in sizes], list[Runs](), 0
+    for size in sizes:
+        made.append(Runs(None, room, size))
+        room += made[-1].num_bytes
+    numbers = [-(-size // tile) for size, tile in zip(sizes, tiles, strict=True)]
+    counts = [room + 4 * before for before in accumulate(numbers, initial=0)]
+    memory = device.empty(-(-counts[-1] // 8), np.int64)
+    begin = view(device, "runs", memory, np.int64, written=True).address
+    made = [Runs(memory, begin + one.address, one.size) for one in made]
     if total == 0:
-        return pairs
-    bases = accumulate((num_slots + 1 for _, num_slots in groups), initial=0)
-    parts = [
-        (one.address, view(device, "pairs", to, np.uint64, written=True).address, one.size, first, base, num_slots)
-        for one, to, first, base, (_, num_slots) in zip(seen, pairs, firsts, bases, groups, strict=False)
-    ]
-    tasks = [-(-size // _TASK) for size in sizes]
+        return made
     keys = device.empty(total, np.int32)
-    launch_parts(device, "sorting.make_keys", _PART, parts, tasks, view(device, "keys", keys, np.int32).address)
+    launch_steps(device, "sorting.make_keys", _KEYS, parts, tasks, view(device, "keys", keys, np.int32).address)
     ordered, order = device.sort(keys)
     sorted_at = view(device, "keys", ordered, np.int32).address, view(device, "order", order, np.int64).address
-    launch_parts(device, "sorting.make_pairs", _PART, parts, tasks, *sorted_at)
-    return pairs
+    parts = [
+        (one.entries, one.address, begin + count, one.run_at, one.size, first, group.base, tile, number)
+        for one, count, first, group, tile, number in zip(made, counts, firsts, groups, tiles, numbers, strict=False)
+    ]
+    launch_steps(device, "sorting.count_runs", _RUNS, parts, numbers, sorted_at[0])
+    launch_steps(device, "sorting.write_runs", _RUNS, parts, numbers, *sorted_at)
+    return made
+
+
+def _tile(size: int) -> int:
+    """Return the places of a tile; each looks at the counts of all before, so there are not too many."""
+    return _TILE * max(1, -(-size // (_TILE * _MOST_TILES)))

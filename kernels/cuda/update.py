@@ -1,10 +1,11 @@
 """One optimizer step of the rows of a batch on a CUDA device: as `kernels.cpu.update`.
 
-Each row's gradients are summed in batch order; above 256 entries the sum is that of the sums of stretches of 256, in
-order, so that many blocks share a hot row. The bits depend on the batch alone, and up to 256 entries a row they are
+Each row's gradients are summed in batch order; above 64 entries the sum is that of the sums of stretches of 64, in
+order, so that many blocks share a hot row. The bits depend on the batch alone, and up to 64 entries a row they are
 those of the CPU's kernels.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -12,17 +13,30 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
-from tiercache.kernels.cuda.launch import Device, Part, given, launch_parts, struct, view
-from tiercache.kernels.cuda.vectors import RowsAt, by_width, rows_at
-from tiercache.kernels.step import ADAGRAD, ADAM, ROWWISE, SGD, Step, check_step
+from tiercache.kernels.cuda.launch import Device, Part, given, launch_steps, struct, view
+from tiercache.kernels.cuda.sorting import STRETCH
+from tiercache.kernels.cuda.vectors import RowsAt, rows_at
+from tiercache.kernels.step import ADAGRAD, ADAM, ROWWISE, SGD, Gradients, Step, check_step
 
-STRETCH = 256  # part of the definition of the bits
-
-_PART = struct("UpdatePart", "update")
-_PAIRS_OF_TASK = 32
+_PART, _SOURCE = struct("UpdatePart", "update"), struct("Source", "update")
+_RUNS_OF_TASK = 8
+_TEAM = 4  # lanes at least of a team that looks its entries up together
 _KERNELS = {
     SGD: "update_sgd", ADAGRAD: "update_adagrad", ROWWISE: "update_rowwise_adagrad", ADAM: "update_adam",
 }  # fmt: skip
+
+
+class _Sources(NamedTuple):
+    """Where a group's gradients lie."""
+
+    rows: list[Part]
+    """A `Source` each."""
+    per_source: int
+    """Entries of each; 0 where they differ."""
+    is_plain: bool
+    has_max: bool
+    is_aligned: bool
+    """Whether every gradient is known to begin at a multiple of 16 bytes."""
 
 
 class _Group(NamedTuple):
@@ -30,10 +44,14 @@ class _Group(NamedTuple):
 
     step: Step
     rows: RowsAt
-    size: int
-    """Entries."""
+    sources: _Sources
     padded: int
     """Elements of a row of sums."""
+
+    @property
+    def size(self) -> int:
+        """Entries."""
+        return int(self.step.pairs.size)
 
     @property
     def num_stretches(self) -> int:
@@ -41,14 +59,39 @@ class _Group(NamedTuple):
         return 2 * -(-self.size // STRETCH)
 
 
-def _cols(device: Device, group: _Group) -> Any:
-    cols = group.step.gradients.cols
-    return device.table(cols) if cols.size else None
+def _sources_of(device: Device, lookups: Sequence[Gradients]) -> _Sources:
+    rows, counts, is_plain, has_max, is_aligned = list[Part](), set[int](), True, False, True
+    begin = 0
+    for one in lookups:
+        flat = view(device, "gradient", one.flat, np.float32).address
+        cols = one.cols.tolist()
+        is_aligned &= flat % 16 == 0 and one.width % 4 == 0 and bool(cols) and not any(col % 4 for col in cols)
+        if given(one.offsets):
+            places, scales, argmax = (
+                view(device, name, array, dtype).address if given(array) else 0
+                for name, array, dtype in (
+                    ("entry_offset", one.offsets, np.int64), ("entry_scale", one.scales, np.float32),
+                    ("argmax", one.argmax, np.int32),
+                )
+            )  # fmt: skip
+            rows.append((flat, 0, places, scales, argmax, begin))
+            is_plain, has_max, size = False, has_max or bool(argmax), one.num_entries
+            counts.add(size)
+            begin += size
+            continue
+        for col in cols:
+            rows.append((flat + 4 * col, one.width, 0, 0, 0, begin))
+            begin += one.num_samples
+        counts.add(one.num_samples)
+    return _Sources(rows, counts.pop() if len(counts) == 1 else 0, is_plain, has_max, is_aligned)
 
 
-def _part(device: Device, group: _Group, sums: int, cols: Any) -> tuple[Part, int]:
-    """Return a group's part of a launch, and the lanes of a row; sums, cols: the address of its sums; on the device."""
-    step, rows, source = group.step, group.rows, group.step.gradients
+def _part(device: Device, group: _Group, sums: int, sources: int) -> tuple[Part, int, str]:
+    """Return a group's part of a launch, the lanes of a row, and the suffix of the kernels that take it.
+
+    sums, sources: the addresses of its sums and sources.
+    """
+    step, rows, source = group.step, group.rows, group.sources
 
     def address(name: str, array: Any, *dtypes: DTypeLike, ndim: int = 1, written: bool = False) -> int:
         return view(device, name, array, *dtypes, ndim=ndim, written=written).address if given(array) else 0
@@ -56,45 +99,45 @@ def _part(device: Device, group: _Group, sums: int, cols: Any) -> tuple[Part, in
     states = [address("a state", state, np.float32, ndim=2, written=True) for state in step.states]
     vec, team = rows.access(*(states if step.rule.kind != ROWWISE else ()), sums)
     first, second = (*states, 0, 0)[:2]
+    is_quick = vec == 4 and team >= _TEAM and source.is_aligned and not source.has_max
     part = (
-        rows.address, first, second, address("pairs", step.pairs, np.uint64), sums,
-        address("gradient", source.flat, np.float32), address("entry_offset", source.offsets, np.int64),
-        address("entry_scale", source.scales, np.float32), address("argmax", source.argmax, np.int32),
-        address("cols", cols, np.int64, np.uint8), source.num_samples, source.width,
+        rows.address, first, second, step.pairs.entries, step.pairs.address, step.pairs.run_at,
+        address("slot_of", step.pairs.slot_of, np.int32), sums,
+        sources, len(source.rows), source.per_source, source.is_plain, source.has_max,
         address("streams", step.rounding.streams, np.uint64), step.rounding.key, group.size, rows.num_slots,
         group.padded, rows.dim, vec, team, rows.is_half, *step.rule[1:],
     )  # fmt: skip
-    return part, team
+    return part, team, "" if is_quick else "_any"
 
 
 def update_many(device: Device, steps: Sequence[Step]) -> None:
     """Step the rows of several groups, which may have different dims. Slots that no row has are left out.
 
-    One launch for each optimizer, two where some of its vectors have 16 bits, and one more. Raises ValueError where
-    something does not fit, before anything is launched.
+    `Step.pairs` are `Runs`, and `Step.gradients` those of one lookup or of several, one after another. One launch for
+    each optimizer, and one before it that sums the stretches of hot rows; more where vectors have 16 bits, or rows and
+    gradients do not lie so that four elements are one access. Raises ValueError where something does not fit, before
+    anything is launched.
     """
     groups = list[_Group]()
     for step in steps:
         check_step(step)
         rows = rows_at(device, step.vectors, written=True)
-        size = view(device, "pairs", step.pairs, np.uint64).size
-        if size:
-            groups.append(_Group(step, rows, size, (rows.dim + 3) // 4 * 4))
+        if step.pairs.size:
+            groups.append(_Group(step, rows, _sources_of(device, step.lookups), (rows.dim + 3) // 4 * 4))
+    if not groups:
+        return
     *firsts, num_sums = accumulate((group.num_stretches * group.padded for group in groups), initial=0)
-    sums, cols = device.empty(num_sums, np.float32), [_cols(device, group) for group in groups]
+    sums = device.empty(num_sums, np.float32)
+    table = device.table(np.array([row for group in groups for row in group.sources.rows], _SOURCE))
+    at = view(device, "sources", table, np.uint8).address
     begin = view(device, "sums", sums, np.float32, written=True).address
-    parts, teams = [], []
-    for group, first, there in zip(groups, firsts, cols, strict=True):
-        part, team = _part(device, group, begin + 4 * first, there)
-        parts.append(part)
-        teams.append(team)
-    tasks = [-(-group.num_stretches * team // 32) for group, team in zip(groups, teams, strict=True)]
-    launch_parts(device, "update.sum_stretches", _PART, parts, tasks)
-    for kind, kernel in _KERNELS.items():
-        mine = [
-            (group.rows, part, -(-group.size // _PAIRS_OF_TASK))
-            for group, part in zip(groups, parts, strict=True)
-            if group.step.rule.kind == kind
-        ]
-        for suffix, some, of_parts in by_width(mine):
-            launch_parts(device, f"update.{kernel}{suffix}", _PART, some, of_parts)
+    launches: dict[str, list[tuple[Part, int]]] = defaultdict(list)
+    stretches: dict[str, list[tuple[Part, int]]] = defaultdict(list)
+    for group, first in zip(groups, firsts, strict=True):
+        part, team, suffix = _part(device, group, begin + 4 * first, at)
+        at += _SOURCE.itemsize * len(group.sources.rows)
+        stretches[f"update.sum_stretches{suffix}"].append((part, -(-group.num_stretches // 2 * team // 32)))
+        kernel = f"update.{_KERNELS[group.step.rule.kind]}{group.rows.suffix}{suffix}"
+        launches[kernel].append((part, -(-group.size * team // (32 * _RUNS_OF_TASK))))
+    for kernel, parts in (*stretches.items(), *launches.items()):
+        launch_steps(device, kernel, _PART, [part for part, _ in parts], [tasks for _, tasks in parts])

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tiercache.kernels.arrays import NONE_I8
 from tiercache.kernels.cpu import gathering, initial, key_index, pooling, rounding, rows, sorting, update
 from tiercache.kernels.cuda import gathering as cuda_gathering
 from tiercache.kernels.cuda import initial as cuda_initial
 from tiercache.kernels.cuda import key_index as cuda_key_index
 from tiercache.kernels.cuda import rows as cuda_rows
 from tiercache.kernels.cuda.pooling import Features, Ids, PoolPlan
-from tiercache.kernels.cuda.sorting import sort_groups
+from tiercache.kernels.cuda.sorting import STRETCH, Runs, sort_groups
 from tiercache.kernels.cuda.update import update_many
 from tiercache.kernels.pieces import Memory, Pieces
 from tiercache.kernels.step import Gradients, Vectors
@@ -60,10 +61,13 @@ class Machine:
         cols = np.zeros(1, np.int64) if cols is None else cols
         return Gradients(self.place(gradient.reshape(-1)), *gradient.shape, cols)
 
-    def of_bags(self, gradient: NDArray[np.float32], done: dict[str, Any]) -> Gradients:
-        """Describe the gradient (N, T) of a lookup of bags by what that wrote."""
+    def of_bags(
+        self, gradient: NDArray[np.float32], done: dict[str, Any], cols: NDArray[np.int64] = NONE_I8
+    ) -> Gradients:
+        """Describe the gradient (N, T) of a lookup of bags by what that wrote; ``cols``: their columns, if known."""
         flat, argmax = self.place(gradient.reshape(-1)), done["argmax"].reshape(-1)
-        return Gradients(flat, *gradient.shape, offsets=done["entry_offset"], scales=done["entry_scale"], argmax=argmax)
+        offsets, scales = done["entry_offset"], done["entry_scale"]
+        return Gradients(flat, *gradient.shape, cols, offsets=offsets, scales=scales, argmax=argmax)
 
 
 class Cpu(Machine):
@@ -178,8 +182,26 @@ class Cuda(Machine):
 
     def sort(self, slots: Any, num_slots: int) -> Any:
         """Sort the entries of one group."""
-        (pairs,) = sort_groups(self.device, [(slots, num_slots)])
-        return pairs
+        (runs,) = sort_groups(self.device, [([slots], num_slots)])
+        return runs
+
+    def pairs(self, runs: Runs) -> NDArray[np.uint64]:
+        """Return runs as pairs: slot << 32 | entry, after a look at what else they say."""
+        words = self.read(runs.memory).view(np.uint32)
+        begin = (runs.address - self.device.describe(runs.memory).address) // 4
+        places = np.split(words[begin:], np.cumsum([2 * (runs.size + 1), runs.size, -(-runs.size // STRETCH) + 1]))
+        entries, run_at = places[1], places[2].astype(np.int64)
+        if not runs.size:
+            return entries.astype(np.uint64)
+        starts = places[0].copy().view(np.uint64)[: run_at[-1] + 1]
+        first, slots = (starts & np.uint64(2**32 - 1)).astype(np.int64), starts >> np.uint64(32)
+        assert first[0] == 0
+        assert first[-1] == runs.size
+        assert (np.diff(first) > 0).all()
+        assert (np.diff(slots[:-1].astype(np.int64)) > 0).all(), "a run has one slot, and no other has it"
+        run_of_place = np.repeat(np.arange(len(first) - 1), np.diff(first))
+        assert np.array_equal(run_at[:-1], run_of_place[::STRETCH])
+        return slots[run_of_place] << np.uint64(32) | entries
 
     def step(self, *steps: Step) -> None:
         """Step the rows of several groups at once."""

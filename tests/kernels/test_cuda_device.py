@@ -169,8 +169,10 @@ class Module:
         def start(grid: tuple[int], block: tuple[int], words: tuple[Any, ...], *, stream: tuple[int, int]) -> None:
             assert stream == (0, STREAM)
             assert block == (launch.BLOCK_THREADS,)
-            assert {type(word) for word in words} <= {np.int64, np.float32}
-            self.cupy.shim.launch(f"{self.name}.{kernel}", grid[0], [word.item() for word in words])
+            assert {type(word) for word in words} <= {np.int64, np.float32, np.ndarray}
+            assert all(word.size == 1 for word in words), "CuPy passes no array by value that has several elements"
+            arguments = [word if isinstance(word, np.ndarray) else word.item() for word in words]
+            self.cupy.shim.launch(f"{self.name}.{kernel}", grid[0], arguments)
 
         return start
 
@@ -208,13 +210,13 @@ def test_a_step_runs_on_the_given_stream_with_memory_of_torch(cupy: Cupy) -> Non
     place = cupy.shim.place
     fields = [place(field).view(OnDevice) for field in (vectors, sums)]
     device, host = opened(cupy)
-    (pairs,) = sort_groups(device, [(place(slots).view(OnDevice), 30)])
+    (runs,) = sort_groups(device, [([place(slots).view(OnDevice)], 30)])
     described = Gradients(place(gradient.reshape(-1)).view(OnDevice), 100, 8, cols)
-    update_many(device, [Step(Vectors(fields[0], 8), fields[1:], pairs, described, rule_of("adagrad"))])
+    update_many(device, [Step(Vectors(fields[0], 8), fields[1:], runs, described, rule_of("adagrad"))])
     assert all(same_bits(np.array(field), right) for field, right in zip(fields, wanted, strict=True))
     assert host.taken
     assert host.inside == 0
-    assert np.array_equal(device.read(pairs), np.array(pairs))
+    assert np.array_equal(device.read(runs.memory), np.array(runs.memory))
 
 
 def test_tables_of_parts_go_to_the_device_once(cupy: Cupy) -> None:
@@ -302,7 +304,7 @@ def test_an_array_that_is_not_on_the_device_is_refused(cupy: Cupy) -> None:
     """A list has no address, and a kernel cannot reach an array in host memory."""
     device, _ = opened(cupy)
     with pytest.raises(ValueError, match="of type list: give an array on the CUDA device"):
-        sort_groups(device, [([1, 2], 3)])
+        sort_groups(device, [([[1, 2]], 3)])
     out = np.zeros((3, 4), np.float32)
     vectors, slots = (cupy.shim.place(a).view(OnDevice) for a in (np.ones((5, 4), np.float32), np.zeros(3, np.int32)))
     for host in (out, torch.from_numpy(out)):

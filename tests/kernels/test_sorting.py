@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.cases import every_machine, machine
+from tests.kernels.machines import Cuda
 from tests.kernels.shim.device import ShimDevice, devices
 from tiercache.kernels.cpu import sorting
 from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
@@ -35,7 +36,9 @@ def test_entries_come_by_slot_and_within_it_in_batch_order(
         if kind == "cpu":
             found = [m.sort(some, num_slots).copy() for some in slots]
         else:
-            found = [m.read(pairs) for pairs in sort_groups(m.device, [(m.place(some), num_slots) for some in slots])]
+            halves = [np.array_split(some, 2) for some in slots]
+            groups = [([m.place(half) for half in some], num_slots) for some in halves]
+            found = [m.pairs(runs) for runs in sort_groups(m.device, groups)]
     for pairs, some in zip(found, slots, strict=True):
         order = np.argsort(some, kind="stable")
         assert np.array_equal(pairs >> np.uint64(32), some[order])
@@ -65,24 +68,25 @@ def test_groups_share_a_sort_as_long_as_their_slots_are_int32_numbers_on_cuda(nu
     """Three groups: a launch before and one behind each sort."""
     device = ShimDevice()
     slots = np.array([num_slots - 1, 0, 0], np.int32)
-    found = sort_groups(device, [(device.place(slots), num_slots)] * 3)
-    assert device.launches == ["sorting.make_keys", "sorting.make_pairs"] * sorts
+    found = sort_groups(device, [([device.place(slots)], num_slots)] * 3)
+    assert device.launches == ["sorting.make_keys", "sorting.count_runs", "sorting.write_runs"] * sorts
     wanted = sorting.sort_slots(slots, num_slots, sorting.SortBuffers())
-    assert all(np.array_equal(pairs, wanted) for pairs in found)
+    assert all(np.array_equal(Cuda(device).pairs(runs), wanted) for runs in found)
 
 
 def test_entries_without_a_row_come_last_in_their_group_on_cuda() -> None:
     """Slot -1, and slots that no row has, in batch order behind all others, as of the slot behind the last."""
     slots = np.array([3, -1, 0, 10, 9, 2**31 - 1, 0, -(2**31)], np.int32)
     for device in devices():
-        for pairs in sort_groups(device, [(device.place(slots), 10)] * 2):
-            assert (device.read(pairs) & np.uint64(2**32 - 1)).tolist() == [2, 6, 0, 4, 1, 3, 5, 7]
-            assert (device.read(pairs) >> np.uint64(32)).tolist() == [0, 0, 3, 9, 10, 10, 10, 10]
+        for runs in sort_groups(device, [([device.place(slots)], 10)] * 2):
+            pairs = Cuda(device).pairs(runs)
+            assert (pairs & np.uint64(2**32 - 1)).tolist() == [2, 6, 0, 4, 1, 3, 5, 7]
+            assert (pairs >> np.uint64(32)).tolist() == [0, 0, 3, 9, 10, 10, 10, 10]
 
 
 def test_without_entries_nothing_is_launched_on_cuda() -> None:
     """Groups have no entries, or there are no groups."""
     device = ShimDevice()
     assert sort_groups(device, []) == []
-    assert [pairs.size for pairs in sort_groups(device, [(np.empty(0, np.int32), 5)] * 2)] == [0, 0]
+    assert [runs.size for runs in sort_groups(device, [([np.empty(0, np.int32)], 5)] * 2)] == [0, 0]
     assert device.launches == []

@@ -306,3 +306,16 @@ def test_a_relative_path_is_that_of_the_folder_where_it_was_given(
     assert files_of(tmp_path / "2") == held
     assert Store.open(tmp_path / "1" / "model.tc", mode="r").commit.id == before + 2
     assert verify("../1/model.tc")["problems"] == []
+
+
+def test_rows_that_are_read_where_a_store_was_are_not_called_damaged(tmp_path: Path) -> None:
+    """A writer of files by name looks for the cause first; with the store back in its place it reads on."""
+    path = tmp_path / "store"
+    store = trained(path, "zarr")
+    held = load(store, 90)
+    path.rename(tmp_path / "away")
+    with pytest.raises(StoreError, match="moved, replaced or deleted"):
+        load(store, 90)
+    (tmp_path / "away").rename(path)
+    assert load(store, 90) == held
+    store.close()

@@ -34,6 +34,7 @@ class ShimRuntime:
 
     def __init__(self, order: str = "forward", free_bytes: int = 1 << 30) -> None:
         self.kernels, self.free_bytes = LateKernels(order, self._reaches), free_bytes
+        self.kernels.upload = self._upload
         self.pinned_pages: dict[int, int] = {}
         self._pinned: dict[int, int] = {}
         self._thread = threading.local()
@@ -104,6 +105,8 @@ class ShimRuntime:
             while self._received < sent:
                 self._received += 1
                 self._uploads.pop(0)()
+            if not self._uploads:
+                self.kernels.uploaded()
 
     def download(self, tensor: torch.Tensor) -> NDArray[Any]:
         """Wait for the current stream."""

@@ -87,6 +87,13 @@ class LateKernels(ShimDevice):
         self._awaited: list[tuple[LateStream, int]] = []
         """What the training's next work comes behind."""
         self._reaches = reaches
+        self.upload: Callable[[Callable[[], object]], bool] = lambda work: False
+        """Takes work where the thread uploads; what that needs is kept until ``uploaded``."""
+        self._to_upload: list[NDArray[Any]] = []
+
+    def uploaded(self) -> None:
+        """Let go of what uploads needed."""
+        self._to_upload.clear()
 
     @property
     def deferring(self) -> bool:
@@ -107,7 +114,9 @@ class LateKernels(ShimDevice):
 
     def need(self, array: NDArray[Any]) -> None:
         """Keep an array for what the current stream does with it later."""
-        if self._current is not None:
+        if self.upload(lambda: None):
+            self._to_upload.append(array)
+        elif self._current is not None:
             self._current.needed.append(array)
 
     def read(self, array: NDArray[Any]) -> NDArray[Any]:
@@ -133,6 +142,8 @@ class LateKernels(ShimDevice):
 
     def do(self, work: Callable[[], object], host: Sequence[int] = ()) -> None:
         """Do something on the stream that is current; threads beside the training's wait for all."""
+        if self.upload(work):
+            return
         with self.lock:
             here = threading.current_thread() is threading.main_thread()
             if here and self._current is not None:
@@ -171,9 +182,17 @@ class LateKernels(ShimDevice):
                 stream.needed.clear()
 
     def sort(self, keys: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Sort what the current stream has made by now: steps alone are sorted, and nobody defers them."""
-        assert not self.deferring
-        return super().sort(keys)
+        """Sort what the current stream has made by then: an upload, or a step, which nobody defers."""
+        ordered, order = self.empty(keys.size, np.int32), self.empty(keys.size, np.int64)
+
+        def work() -> None:
+            order[...] = np.argsort(keys, kind="stable")
+            ordered[...] = keys[order]
+
+        if not self.upload(work):
+            assert not self.deferring
+            work()
+        return ordered, order
 
     def launch(self, kernel: str, blocks: int, arguments: Sequence[Argument]) -> None:
         """Run a kernel, now or later; the host memory of rows that it moves must be there then."""

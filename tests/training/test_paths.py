@@ -58,8 +58,6 @@ def test_a_training_stays_in_its_store_wherever_the_process_goes(
 
 
 @pytest.mark.parametrize("engine", ["lmdb", "zarr"])
-# The loop is dropped after the error, and says the same once more.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_training_whose_store_was_moved_ends_with_an_error(
     tmp_path: Path, passes: tc.PassDataset, engine: str
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -146,6 +146,10 @@ class CpuBackend:
             out[first:last] = values
         return out
 
+    def sort(self, ids: Array, starts: NDArray[np.int64], bases: NDArray[np.int64], limits: NDArray[np.int64]) -> Any:
+        """Return None: the lookup sorts slots."""
+        return None
+
     def upload(self) -> HostUpload:
         """Return one that has nothing to do."""
         return HostUpload(self)
@@ -220,7 +224,7 @@ class CpuBackend:
         for one in groups:
             saved = merged(self, one.saved)
             pairs = self._sorted(saved, one.rows.vectors.values.shape[0])
-            step_rows(one.kernel_step(saved, pairs), self._updates)
+            step_rows(one.kernel_step(saved.gradients, pairs), self._updates)
         self._has_overflow |= bool(overflow[0])
 
     def take_overflow(self) -> bool:

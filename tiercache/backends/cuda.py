@@ -12,7 +12,7 @@ import torch
 
 from tiercache.backends import cuda_key_index, cuda_memory
 from tiercache.backends.cuda_runtime import TORCH_DTYPES
-from tiercache.backends.jagged import merged, vectors_of
+from tiercache.backends.jagged import FeatureRuns, SortedSlots, vectors_of
 from tiercache.backends.pinned_upload import PinnedUpload
 from tiercache.backends.runs import Run
 from tiercache.kernels.cpu.pooling import MAX
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tiercache.backends.base import Layout, RowArrays
     from tiercache.backends.cuda_runtime import CudaRuntime
     from tiercache.backends.jagged import Array, LookupIds, OptimizerStep, RowRequest, SavedGradient
+    from tiercache.kernels.cuda.sorting import Runs
     from tiercache.store.table import Table
     from tiercache.tiers.rows import GroupRows
 
@@ -114,6 +115,10 @@ class CudaBackend:
             out[first:last].copy_(self.to_device(values) if isinstance(values, np.ndarray) else values)
         return out
 
+    def sort(self, ids: Array, starts: NDArray[np.int64], bases: NDArray[np.int64], limits: NDArray[np.int64]) -> Any:
+        """Return None: without an upload ahead of it, the step sorts."""
+        return None
+
     def upload(self) -> PinnedUpload:
         """Return one by way of pinned memory."""
         return PinnedUpload(self._runtime)
@@ -125,7 +130,7 @@ class CudaBackend:
         batch = []
         for _, e in parts:
             size = int(e.starts[-1])
-            e.slots = self.empty((size,), np.int32)
+            _with_slots(e, self.empty((size,), np.int32))
             if e.offsets is not None:
                 if (e.modes == MAX).any():
                     e.argmax = self.empty(tuple(out.shape), np.int32)
@@ -156,7 +161,7 @@ class CudaBackend:
         found, mapped = list[Gathered](), list[Mapped]()
         for rows, e in parts:
             dim, starts = rows.vectors.dim, e.starts.tolist()
-            e.slots = self.empty((starts[-1],), np.int32)
+            _with_slots(e, self.empty((starts[-1],), np.int32))
             mapped.append(Mapped(e.ids, e.bases, e.starts, rows.slot_of_local, e.slots))
             found.extend(
                 Gathered(rows.vectors, e.slots[first:last], self.empty((last - first, dim), np.float32))
@@ -195,21 +200,29 @@ class CudaBackend:
     def sum(self, saved: Sequence[SavedGradient], scale: float, out: Array) -> None:
         """Step rows of zeros."""
         assert isinstance(out, torch.Tensor)
-        one = merged(self, saved)
-        (pairs,) = sort_groups(self._runtime.kernels, [(one.slots, out.shape[0])])
-        vectors = Vectors(out.zero_(), out.shape[1])
-        update_many(self._runtime.kernels, [Step(vectors, (), pairs, one.gradients, Rule(SGD, -scale))])
+        (runs,) = sort_groups(self._runtime.kernels, [([one.slots for one in saved], out.shape[0])])
+        vectors, gradients = Vectors(out.zero_(), out.shape[1]), [one.gradients for one in saved]
+        update_many(self._runtime.kernels, [Step(vectors, (), runs, gradients, Rule(SGD, -scale))])
 
     def step(self, groups: Sequence[OptimizerStep]) -> None:
-        """Sort the entries of all groups at once, then step all in one launch for each optimizer and one more."""
+        """Sort the entries of groups that did not come sorted at once, then step all in few launches."""
         kernels = self._runtime.kernels
-        saved_G = [merged(self, one.saved) for one in groups]
-        pairs_G = sort_groups(
-            kernels,
-            [(saved.slots, one.rows.vectors.values.shape[0]) for one, saved in zip(groups, saved_G, strict=True)],
+        runs_G = [_known_runs(one) for one in groups]
+        sorted_here = iter(
+            sort_groups(
+                kernels,
+                [
+                    ([saved.slots for saved in one.saved], one.rows.vectors.values.shape[0])
+                    for one, runs in zip(groups, runs_G, strict=True)
+                    if runs is None
+                ],
+            )
         )
-        found = zip(groups, saved_G, pairs_G, strict=True)
-        update_many(kernels, [one.kernel_step(saved, pairs) for one, saved, pairs in found])
+        steps = []
+        for one, known in zip(groups, runs_G, strict=True):
+            runs = next(sorted_here) if known is None else known
+            steps.append(one.kernel_step([saved.gradients for saved in one.saved], runs))
+        update_many(kernels, steps)
 
     def take_overflow(self) -> None:
         """Return None: to read a flag would wait for the GPU."""
@@ -321,6 +334,26 @@ class CudaBackend:
         source = torch.from_numpy(host if host.flags.writeable else host.copy())
         self._runtime.copy(source, part, lasting=lasting and host.flags.writeable)
         return part
+
+
+def _with_slots(ids: LookupIds, slots: torch.Tensor) -> None:
+    """Give ids room for their slots, and the order of these where it is known."""
+    ids.slots = slots
+    if ids.runs is not None:
+        ids.sorted = SortedSlots(slots, FeatureRuns(ids.runs, 0, 1))
+
+
+def _known_runs(step: OptimizerStep) -> Runs | None:
+    """Return the order of the entries of a step, where they are those of one lookup that came sorted."""
+    first: FeatureRuns | None = step.saved[0].pairs
+    if first is None or len(step.saved) != first.num_parts:
+        return None
+    for number, saved in enumerate(step.saved):
+        pairs: FeatureRuns | None = saved.pairs
+        if pairs is None or pairs.runs is not first.runs or pairs.number != number:
+            return None
+    runs: Runs = first.runs
+    return runs._replace(slot_of=step.rows.slot_of_local)
 
 
 def _kept(plans: OrderedDict[Any, Kept], key: Any, make: Callable[[], Kept]) -> Kept:

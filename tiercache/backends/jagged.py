@@ -111,8 +111,17 @@ def position_spans(first: Mapping[str, int], positions: NDArray[np.int32]) -> li
     return feature_spans([tables[n] for n in number[starts].tolist()], np.append(starts, positions.size))
 
 
+class FeatureRuns(NamedTuple):
+    """The order of the ids of a lookup, of which some gradient is a part."""
+
+    runs: Any
+    number: int
+    """Of the part."""
+    num_parts: int
+
+
 class SortedSlots(NamedTuple):
-    """Slots of entries, and what `sort_slots` returns for them."""
+    """Slots of entries, and what `sort_slots` returns for them; on a GPU their `FeatureRuns`."""
 
     slots: Array
     """(E,)"""
@@ -142,6 +151,8 @@ class LookupIds:
     """Whether a step is expected to follow: the lookup may then prepare it."""
     slots: Array = field(default_factory=lambda: NONE_I4)
     """(E,) the slot of each entry."""
+    runs: Any = None
+    """The order of the ids by position, if they came with it."""
     sorted: SortedSlots | None = None
     """``slots``, if the lookup sorted them."""
     argmax: Array = field(default_factory=lambda: NONE_I4)
@@ -162,7 +173,7 @@ class SavedGradient:
     """Flat; of (N, ``width``)."""
     width: int
     cols: NDArray[np.int64]
-    """The first column of each feature, where every feature has one entry a sample and ``places`` is None."""
+    """The first column of each feature; where ``places`` is None, every feature has one entry a sample."""
     places: Array | None
     """(E,) as of `LookupIds`."""
     scales: Array
@@ -187,7 +198,7 @@ class SavedGradient:
         if self.places is None:
             return Gradients(self.gradient, self.num_samples, self.width, self.cols)
         return Gradients(
-            self.gradient, self.num_samples, self.width, NONE_I8, self.places, self.scales, self.argmax.reshape(-1)
+            self.gradient, self.num_samples, self.width, self.cols, self.places, self.scales, self.argmax.reshape(-1)
         )
 
     def of_tables(self, backend: Backend, names: Collection[str]) -> list[SavedGradient]:
@@ -237,13 +248,13 @@ class OptimizerStep:
     number: int
     """How many steps the tables of ``saved`` have taken, this one included: Adam's rule and rounding go by it."""
 
-    def kernel_step(self, saved: SavedGradient, pairs: Array) -> Step:
-        """Return the step with all of ``saved`` as one, ``pairs`` its sorted slots, as kernels take it."""
+    def kernel_step(self, gradients: Gradients | Sequence[Gradients], pairs: Array) -> Step:
+        """Return the step as kernels take it: with the gradients of ``saved`` and their sorted slots."""
         rows, rule, rounding = self.rows, self._rule(), NO_ROUNDING
         if rows.streams.shape[0]:
             rounding = make_rounding(rows.streams, self.number)
         states = () if rule.kind == SGD else rows.states  # others may have stepped by them already
-        return Step(rows.vectors, states, pairs, saved.gradients, rule, rounding)
+        return Step(rows.vectors, states, pairs, gradients, rule, rounding)
 
     def _rule(self) -> Rule:
         optimizer, rate = self.group.optimizer, self.learning_rate

@@ -10,6 +10,7 @@ import torch
 from tiercache.backends.cuda_runtime import TORCH_DTYPES
 from tiercache.backends.runs import runs_of
 from tiercache.data.encoded_batch import SampleBuffers
+from tiercache.kernels.cuda.sorting import sort_positions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from tiercache.backends.cuda_runtime import CudaRuntime
     from tiercache.backends.jagged import Array
     from tiercache.backends.runs import Run
+    from tiercache.kernels.cuda.sorting import Runs
 
 
 class PinnedUpload:
@@ -64,6 +66,13 @@ class PinnedUpload:
         for first, last, some in parts:
             values[first:last] = some
         return self._upload(pinned, (size,))
+
+    def sort(self, ids: Array, starts: NDArray[np.int64], bases: NDArray[np.int64], limits: NDArray[np.int64]) -> Runs:
+        """Sort them on the stream of uploads, beside the training."""
+        with self._runtime.uploading():
+            runs = sort_positions(self._runtime.kernels, ids, starts, bases, limits)
+        self._there.append(runs.memory)
+        return runs
 
     def send(self) -> None:
         """Note the present end of the stream of uploads."""

@@ -47,6 +47,14 @@ class BatchUpload(Protocol):
         """Like `Backend.weights`, with weights of the data."""
         ...
 
+    def sort(self, ids: Array, starts: NDArray[np.int64], bases: NDArray[np.int64], limits: NDArray[np.int64]) -> Any:
+        """Return the order of ids by position, if it is better found here than in the step.
+
+        Those of feature f are ``ids[starts[f]:starts[f + 1]]``, below ``limits[f]``, and have positions from
+        ``bases[f]`` on.
+        """
+        ...
+
     def send(self) -> None:
         """Declare the upload complete. On the thread that made it."""
         ...
@@ -78,6 +86,10 @@ class HostUpload:
         runs, joined = self._backend.join(arrays)
         self._beside += joined.nbytes if joined.base is None else 0
         return runs, joined
+
+    def sort(self, ids: Array, starts: NDArray[np.int64], bases: NDArray[np.int64], limits: NDArray[np.int64]) -> Any:
+        """Return None: the lookup sorts slots, which is as quick, on all threads."""
+        return None
 
     def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:
         """Fill a fresh array."""

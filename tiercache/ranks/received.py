@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tiercache.backends.jagged import SavedGradient, Span, position_spans
-from tiercache.kernels.arrays import NONE_F4, NONE_I4
+from tiercache.kernels.arrays import NONE_F4, NONE_I4, NONE_I8
 from tiercache.ranks.stretches import exclusive
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Received:
                 h,
                 SavedGradient(
                     slots=backend.array(torch.cat([some for some, _ in pieces])),
-                    gradient=backend.array(flat), width=1, cols=np.zeros(1, dtype=np.int64),
+                    gradient=backend.array(flat), width=1, cols=NONE_I8,
                     places=backend.to_device(np.concatenate([where for _, where in pieces])),
                     scales=NONE_F4, argmax=NONE_I4, spans=partial(self._spans, h, rows[h].first),
                 ),

@@ -60,6 +60,10 @@ class Bringer(Protocol):
         """Return (size,) float32: 1, but in [first, last) the values of each part."""
         ...
 
+    def sort(self, ids: Array, starts: NDArray[np.int64], bases: NDArray[np.int64], limits: NDArray[np.int64]) -> Any:
+        """Return the order of joined ids by position, for the step; None where the step sorts."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Joined:
@@ -77,6 +81,8 @@ class Joined:
     """(F * N + 1,) on the device, where they are bags."""
     weights: Array | None
     """(E,) on the device: those of the data, where it has some and they were asked for."""
+    runs: Any = None
+    """The order of the ids by position, where they were sorted ahead of the step."""
 
 
 def join_part(
@@ -92,13 +98,17 @@ def join_part(
     starts = np.zeros(len(found) + 1, dtype=np.int64)
     np.cumsum([one.num_ids for one in found], out=starts[1:])
     there = [one.there for one in found if isinstance(one, FoundIds)]
-    bad = None
+    bad = order = None
     if len(there) == len(found):  # in the pass's own key sets: none is of another table
         ids = rows.backend.concat(there)
     else:
         runs, ids = bringer.join([one.ids for one in found])
-        num_local = rows.groups[part.group].num_local
-        bad = _first_bad(runs, starts, np.array([num_local[table] for table in part.tables], dtype=np.int64))
+        group = rows.groups[part.group]
+        limits = np.array([group.num_local[table] for table in part.tables], dtype=np.int64)
+        bad = _first_bad(runs, starts, limits)
+        if bad is None and starts[-1] and rows.gradients is not None:
+            bases = np.array([group.first[table] for table in part.tables], dtype=np.int64)
+            order = bringer.sort(ids, starts, bases, limits)
     offsets = brought = None
     if part.bags:
         n = num_samples
@@ -112,7 +122,7 @@ def join_part(
         given = [one for one in given if one[2] is not None]
         if weights and given:
             brought = bringer.weights(int(starts[-1]), given)
-    return Joined(found, ids, starts, bad, offsets, brought)
+    return Joined(found, ids, starts, bad, offsets, brought, order)
 
 
 def _first_bad(runs: Sequence[Run], starts: NDArray[np.int64], limits: NDArray[np.int64]) -> tuple[int, int] | None:

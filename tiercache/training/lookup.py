@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tiercache.backends.jagged import LookupIds, SavedGradient, feature_spans
+from tiercache.backends.jagged import FeatureRuns, LookupIds, SavedGradient, SortedSlots, feature_spans
 from tiercache.errors import StateError
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
 from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
@@ -56,6 +56,7 @@ def read_entries(part: FeaturePart, batch: Batch, weights: dict[str, Array]) -> 
     entries = LookupIds(
         ids=joined.ids, starts=starts, modes=part.modes, cols=part.cols,
         bases=np.array([rows.first[table] for table in part.tables], dtype=np.int64), offsets=joined.offsets,
+        runs=joined.runs,
     )  # fmt: skip
     if part.bags:
         if joined.weights is not None and all(
@@ -163,11 +164,14 @@ class RowLookup:
         if gradients is None or first == last:
             return
         self.batch.rows.check()  # as above
+        slots, known = self.entries.slots[first:last], self.entries.sorted
+        if known is not None and isinstance(known.pairs, FeatureRuns):
+            known = SortedSlots(slots, known.pairs._replace(number=feature, num_parts=len(self.part.features)))
         gradients.wait(
             self.part.group,
             SavedGradient(
-                slots=self.entries.slots[first:last], gradient=grad_ED.reshape(-1), width=grad_ED.shape[1],
-                cols=np.zeros(1, dtype=np.int64), places=None, scales=NONE_F4, argmax=NONE_I4,
+                slots=slots, gradient=grad_ED.reshape(-1), width=grad_ED.shape[1],
+                cols=np.zeros(1, dtype=np.int64), places=None, scales=NONE_F4, argmax=NONE_I4, sorted=known,
                 looked_up=[self.batch.ids[self.part.features[feature]]],
                 spans=partial(feature_spans, self.part.tables[feature : feature + 1], np.array([0, last - first])),
             ),

@@ -8,9 +8,10 @@ lookup that trains a batch of the next pass.
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from tiercache.errors import StateError
+from tiercache.errors import StateError, StoreError
 from tiercache.tiers.rows import RowView
 from tiercache.training.finite_check import FiniteCheck
 from tiercache.training.passes import Pass
@@ -125,7 +126,8 @@ class PassLoop:
             # A dropped loop may be collected on the reader, which must not wait for itself: what comes next ends it.
             if self._run is run and not self._is_over and threading.get_ident() == thread:
                 self._end_pass(is_dropped=True)
-                rows.stop()
+                with suppress(StoreError):  # nobody hears an iterator that is dropped: the next call says it again
+                    rows.stop()
 
     def restore(self) -> tuple[int, int]:
         """End a loop and go back to the last commit; returns the pass and the sample where it stands."""

@@ -139,8 +139,8 @@ class ShimDevice:
         self.launches.append(kernel)
         text = source(name)
         library = compiled(self._changed(name, text) if self._changed else text)
-        tables = [self.put(a) if isinstance(a, np.ndarray) else a for a in arguments]
-        held = [_word(a.ctypes.data if isinstance(a, np.ndarray) else a) for a in tables]
+        tables = [self.put(a) if isinstance(a, np.ndarray) and a.ndim else a for a in arguments]
+        held = [_word(a) for a in tables]
         words = (ctypes.c_void_p * len(held))(*(ctypes.addressof(word) for word in held))
         run = getattr(library, f"run_{function}")
         run.restype = ctypes.c_char_p
@@ -164,7 +164,11 @@ class ShimDevice:
         self.memory.close()
 
 
-def _word(argument: float) -> Any:
+def _word(argument: Any) -> Any:
+    if isinstance(argument, np.ndarray):
+        if not argument.ndim:
+            return (ctypes.c_char * argument.nbytes).from_buffer(argument)
+        argument = argument.ctypes.data
     return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_int64(argument)
 
 

@@ -351,8 +351,8 @@ inline const char* run(void (*kernel)(void**), void** words, const unsigned* gri
 
 template <class... A, size_t... I>
 void apply(void (*kernel)(A...), void** words, std::index_sequence<I...>) {
-    static_assert(((std::is_pointer_v<A> || std::is_same_v<A, long long> || std::is_same_v<A, float>)&&...),
-                  "kernels take pointers, int64 and float");
+    static_assert(((std::is_pointer_v<A> || std::is_same_v<A, long long> || std::is_same_v<A, float> || std::is_class_v<A>)&&...),
+                  "kernels take pointers, int64, float and structs");
     kernel(*reinterpret_cast<A*>(words[I])...);
 }
 

@@ -18,6 +18,8 @@
 #define __host__
 #define __forceinline__ inline
 #define __restrict__ __restrict
+#define __grid_constant__
+#define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __align__(n) alignas(n)
 #define __constant__ static const
