@@ -31,9 +31,9 @@ struct MapPart {  // one feature
 #define ENTRIES_OF_MAP_TASK 256
 
 template <class T>
-__device__ __forceinline__ void gather_parts(const GatherPart* parts, int64 num_parts, int64 num_tasks) {
-    for (int64 task = warp_id(); task < num_tasks; task += num_warps()) {
-        const GatherPart part = part_of(parts, num_parts, task);
+__device__ __forceinline__ void gather_parts(const Parts<GatherPart>& parts) {
+    for (int64 task = warp_id(); task < parts.num_tasks; task += num_warps()) {
+        const GatherPart& part = part_of(parts, task);
         const int64 first = (task - part.first_task) * 32;
         const int count = part.entries - first < 32 ? static_cast<int>(part.entries - first) : 32;
         const int slot = lane_id() < count ? __ldg(part.slots + first + lane_id()) : -1;
@@ -46,20 +46,20 @@ __device__ __forceinline__ void gather_parts(const GatherPart* parts, int64 num_
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
-gather(const GatherPart* parts, int64 num_parts, int64 num_tasks) {
-    gather_parts<float>(parts, num_parts, num_tasks);
+gather(const __grid_constant__ Parts<GatherPart> parts) {
+    gather_parts<float>(parts);
 }
 
 // Four blocks on an SM, as without being told for float32.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 4)
-gather_narrow(const GatherPart* parts, int64 num_parts, int64 num_tasks) {
-    gather_parts<uint16>(parts, num_parts, num_tasks);
+gather_narrow(const __grid_constant__ Parts<GatherPart> parts) {
+    gather_parts<uint16>(parts);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
-map_slots(const MapPart* parts, int64 num_parts, int64 num_tasks) {
-    for (int64 task = warp_id(); task < num_tasks; task += num_warps()) {
-        const MapPart part = part_of(parts, num_parts, task);
+map_slots(const __grid_constant__ Parts<MapPart> parts) {
+    for (int64 task = warp_id(); task < parts.num_tasks; task += num_warps()) {
+        const MapPart& part = part_of(parts, task);
         const int64 first = part.first + (task - part.first_task) * ENTRIES_OF_MAP_TASK + lane_id();
 #pragma unroll
         for (int i = 0; i < ENTRIES_OF_MAP_TASK; i += 32) {

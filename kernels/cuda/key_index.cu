@@ -63,9 +63,9 @@ __device__ __forceinline__ void take_place(
 
 // Take a place for every key; no key is given twice.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) insert(
-    const InsertPart* parts, int64 num_parts, int64 num_tasks, uint64* places, int64 capacity, uint64* apart) {
-    for (int64 task = warp_id(); task < num_tasks; task += num_warps()) {
-        const InsertPart& part = part_of(parts, num_parts, task);
+    const __grid_constant__ Parts<InsertPart> parts, uint64* places, int64 capacity, uint64* apart) {
+    for (int64 task = warp_id(); task < parts.num_tasks; task += num_warps()) {
+        const InsertPart& part = part_of(parts, task);
         const int64 begin = (task - part.first_task) * KEYS_OF_TASK + lane_id();
         for (int turn = 0; turn < KEYS_OF_TASK; turn += 32) {
             const int64 i = begin + turn;
@@ -102,10 +102,10 @@ __device__ __forceinline__ int position_of(
 
 // missing (2,), or null: how many keys are missing so far, and the least such entry.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) find(
-    const FindPart* parts, int64 num_parts, int64 num_tasks, const int64* keys, const ulonglong2* places,
-    int64 capacity, const uint64* apart, int* positions, uint64* missing) {
-    for (int64 task = warp_id(); task < num_tasks; task += num_warps()) {
-        const FindPart& part = part_of(parts, num_parts, task);
+    const __grid_constant__ Parts<FindPart> parts, const int64* keys, const ulonglong2* places, int64 capacity,
+    const uint64* apart, int* positions, uint64* missing) {
+    for (int64 task = warp_id(); task < parts.num_tasks; task += num_warps()) {
+        const FindPart& part = part_of(parts, task);
         const int64 begin = part.first + (task - part.first_task) * KEYS_OF_TASK;
         for (int turn = 0; turn < KEYS_OF_TASK; turn += 32) {
             const int64 entry = begin + turn + lane_id();

@@ -116,12 +116,12 @@ template <class PART> __device__ __forceinline__ const PART& part_of(const PART*
     return parts[low];
 }
 
-#define MOST_PARTS 16
+#define PART_BYTES 4000  // a launch takes 4,096 bytes of arguments
 
 template <class PART> struct Parts {
     int64 num_parts;
     int64 num_tasks;
-    PART parts[MOST_PARTS];
+    PART parts[PART_BYTES / sizeof(PART)];
 };
 
 template <class PART> __device__ __forceinline__ const PART& part_of(const Parts<PART>& parts, int64 task) {

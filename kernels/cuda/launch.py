@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
+from struct import Struct
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,8 +21,7 @@ BLOCK_THREADS = 256
 """Threads of a block, in every launch: as in lanes.cuh."""
 _BLOCKS_PER_SM = 32  # four times what an SM holds at once, so that the last ones end together
 
-MOST_PARTS = 16
-"""Parts that travel as an argument of a launch: as in lanes.cuh."""
+_PART_BYTES = 4000  # of parts that are an argument of a launch: as in lanes.cuh
 
 Argument = int | float | NDArray[Any]
 """Of a kernel: addresses and integers travel as int64, floats as float32, a table as the address of its copy.
@@ -193,10 +193,45 @@ def launch_parts(
         device.launch(kernel, blocks, (table, len(parts), num_tasks, *more))
 
 
+def most_parts(dtype: "np.dtype[Any]") -> int:
+    """Return how many parts of a struct are an argument of one launch."""
+    return _PART_BYTES // dtype.itemsize
+
+
 @functools.cache
 def _parts_of(dtype: "np.dtype[Any]") -> "np.dtype[Any]":
     """Return the dtype of `Parts` in lanes.cuh."""
-    return np.dtype([("num_parts", "i8"), ("num_tasks", "i8"), ("parts", dtype, MOST_PARTS)], align=True)
+    return np.dtype([("num_parts", "i8"), ("num_tasks", "i8"), ("parts", dtype, most_parts(dtype))], align=True)
+
+
+_CODES = {"i8": "q", "u8": "Q", "i4": "i", "u4": "I", "f4": "f"}
+
+
+@functools.cache
+def _packer(dtype: "np.dtype[Any]") -> Struct:
+    """Return what packs a part as its struct lies in memory, in a fifth of the time that NumPy takes."""
+    code, at = "=", 0
+    assert dtype.names is not None
+    for name in dtype.names:
+        field = dtype[name]
+        offset = int(dtype.fields[name][1])  # type: ignore[index]
+        code += f"{offset - at}x{_CODES[field.str[1:]]}"
+        at = offset + field.itemsize
+    packer = Struct(f"{code}{dtype.itemsize - at}x")
+    assert packer.size == dtype.itemsize
+    return packer
+
+
+_COUNTS = Struct("=qq")
+
+
+def argument_of(dtype: "np.dtype[Any]", parts: Sequence[Part], num_tasks: int) -> NDArray[Any]:
+    """Return parts as `Parts` in lanes.cuh: an argument of a launch."""
+    packed, pack = bytearray(_parts_of(dtype).itemsize), _packer(dtype)
+    _COUNTS.pack_into(packed, 0, len(parts), num_tasks)
+    for at, part in enumerate(parts):
+        pack.pack_into(packed, _COUNTS.size + at * dtype.itemsize, *part)
+    return np.frombuffer(packed, _parts_of(dtype)).reshape(())
 
 
 def launch_steps(
@@ -204,13 +239,11 @@ def launch_steps(
 ) -> None:
     """Do as `launch_parts` for a kernel that takes `Parts`: they are an argument of the launch, and nothing is copied.
 
-    More parts than `MOST_PARTS` are several launches.
+    Where they are more than fit, there are several launches.
     """
-    for begin in range(0, len(parts), MOST_PARTS):
-        some = parts[begin : begin + MOST_PARTS]
-        *firsts, num_tasks = accumulate(tasks[begin : begin + MOST_PARTS], initial=0)
+    most = most_parts(dtype)
+    for begin in range(0, len(parts), most):
+        *firsts, num_tasks = accumulate(tasks[begin : begin + most], initial=0)
         if num_tasks:
-            given = np.zeros((), _parts_of(dtype))
-            given["num_parts"], given["num_tasks"] = len(some), num_tasks
-            given["parts"][: len(some)] = [(first, *part) for first, part in zip(firsts, some, strict=True)]
-            device.launch(kernel, blocks_for(device, num_tasks), (given, *more))
+            some = [(first, *part) for first, part in zip(firsts, parts[begin : begin + most], strict=True)]
+            device.launch(kernel, blocks_for(device, num_tasks), (argument_of(dtype, some, num_tasks), *more))

@@ -202,11 +202,11 @@ __device__ __forceinline__ void weigh_bags(
 // and the batch's `entry_scale` that of the weights, which is written.
 template <class T, bool WEIGHS>
 __device__ __forceinline__ void do_features(
-    const PoolFeature* features, int64 num_features, int64 chunks, const PoolBatch* batch, float* out,
+    const PoolFeature* features, int64 num_features, int64 chunks, const Parts<PoolBatch>& batch, float* out,
     int64 num_samples, int64 width) {
     for (int64 task = warp_id(); task < num_features * chunks; task += num_warps()) {
         const PoolFeature& feature = features[task / chunks];
-        const PoolPart part = {feature, batch[feature.group], out, num_samples, width};
+        const PoolPart part = {feature, batch.parts[feature.group], out, num_samples, width};
         const int64 first = task % chunks * 32;
         const int count = num_samples - first < 32 ? static_cast<int>(num_samples - first) : 32;
         if constexpr (WEIGHS) {
@@ -221,8 +221,8 @@ __device__ __forceinline__ void do_features(
 
 #define POOL_KERNEL(NAME, T, WEIGHS) \
     extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) \
-    NAME(const PoolFeature* features, int64 num_features, int64 chunks, const PoolBatch* batch, float* out, \
-         int64 num_samples, int64 width) { \
+    NAME(const PoolFeature* features, int64 num_features, int64 chunks, \
+         const __grid_constant__ Parts<PoolBatch> batch, float* out, int64 num_samples, int64 width) { \
         do_features<T, WEIGHS>(features, num_features, chunks, batch, out, num_samples, width); \
     }
 

@@ -4,6 +4,7 @@ Legend: S slots, L local positions, E entries of a group, F features, N samples,
 A plan has what the batches of a module share; each batch adds the addresses of its own arrays.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,12 +14,13 @@ from tiercache.kernels.arrays import I1, I8, View, expect, same_length
 from tiercache.kernels.cpu.gathering import check_columns
 from tiercache.kernels.cpu.pooling import MAX, MEAN
 from tiercache.kernels.cuda.gathering import limits_of
-from tiercache.kernels.cuda.launch import Device, blocks_for, given, struct, view
+from tiercache.kernels.cuda.launch import Device, argument_of, blocks_for, given, most_parts, struct, view
 from tiercache.kernels.cuda.vectors import rows_at
 from tiercache.kernels.step import Vectors
 
 _FEATURE, _BATCH = struct("PoolFeature", "pooling"), struct("PoolBatch", "pooling")
 _SAMPLES_OF_TASK = 32
+_MOST_GROUPS = most_parts(_BATCH)
 
 
 class Features(NamedTuple):
@@ -66,7 +68,7 @@ class PoolPlan:
     def __init__(self, device: Device, groups: Sequence[Features], width: int, *, aligned: bool = True) -> None:
         """width: T. aligned: whether the output begins at a multiple of 16 bytes."""
         self._device, self._width, self._aligned, self._groups = device, width, aligned, list[_Group]()
-        features: dict[str, list[tuple[Any, ...]]] = {"": [], "_narrow": []}
+        features: dict[tuple[str, int], list[tuple[Any, ...]]] = defaultdict(list)
         for g, group in enumerate(groups):
             rows = rows_at(device, group.vectors)
             local = view(device, "slot_of_local", group.slot_of_local, np.int32)
@@ -78,17 +80,32 @@ class PoolPlan:
             columns = (array.tolist() for array in (bases, limits, cols, modes))
             for f, (base, limit, col, mode) in enumerate(zip(*columns, strict=True)):
                 vec, team = rows.access(4 * col, columns=width if aligned else 1)
-                of_rows = rows.address, local.address, base, limit, col, g, f, rows.dim, vec, team, mode, rows.is_half
-                features[rows.suffix].append(of_rows)
+                number = g % _MOST_GROUPS
+                of_rows = (
+                    rows.address,
+                    local.address,
+                    base,
+                    limit,
+                    col,
+                    number,
+                    f,
+                    rows.dim,
+                    vec,
+                    team,
+                    mode,
+                    rows.is_half,
+                )
+                features[rows.suffix, g - number].append(of_rows)
             self._groups.append(_Group(num_features, MAX in modes, MEAN in modes))
         self._features = [
-            (suffix, len(some), device.put(np.array(some, _FEATURE))) for suffix, some in features.items() if some
+            (suffix, first, len(some), device.put(np.array(some, _FEATURE)))
+            for (suffix, first), some in features.items()
         ]
 
     @property
     def nbytes(self) -> int:
         """Bytes held on the device."""
-        return sum(int(features.nbytes) for _, _, features in self._features)
+        return sum(int(features.nbytes) for *_, features in self._features)
 
     def pool(self, batch: Sequence[Ids], out: Any) -> None:
         """Pool the ids of each group of one batch into `out` (N, T)."""
@@ -144,9 +161,9 @@ class PoolPlan:
         chunks = -(-num_samples // _SAMPLES_OF_TASK)
         if not chunks:
             return
-        table = np.array(batch, _BATCH)
-        for suffix, count, features in self._features:
-            arguments = features, count, chunks, table, out.address, num_samples, width
+        for suffix, first, count, features in self._features:
+            some = argument_of(_BATCH, batch[first : first + _MOST_GROUPS], 0)
+            arguments = features, count, chunks, some, out.address, num_samples, width
             self._device.launch(kernel + suffix, blocks_for(self._device, count * chunks), arguments)
 
 

@@ -153,14 +153,15 @@ template <class T, int VEC> struct Held {
     Lanes<VEC> first, second, g;
 };
 
-// The row and its states are asked for before the gradients are summed, so that they are under way meanwhile.
+// The row is asked for before the gradients are summed, and its states are brought near, so that they are under way
+// meanwhile.
 template <class T, int VEC, int KIND, bool ANY>
 __device__ __forceinline__ void prepare(
     const UpdatePart& part, const Run& run, int d, Held<T, VEC>& held, int team) {
     const int64 at = run.slot * static_cast<int64>(part.dim) + d;
     held.row = load_written<VEC>(static_cast<const T*>(part.vectors) + place_of_row<T>(part, run.slot) + d);
-    if constexpr (KIND == ADAGRAD || KIND == ADAM) held.first = load_lanes<VEC>(part.first + at);
-    if constexpr (KIND == ADAM) prefetch(part.second + at);  // it would need registers meanwhile
+    if constexpr (KIND == ADAGRAD || KIND == ADAM) prefetch(part.first + at);  // they would take registers meanwhile
+    if constexpr (KIND == ADAM) prefetch(part.second + at);
     held.g = sum_run<VEC, ANY>(part, run, d, team);
     if (part.decay != 0.0f || KIND == ROWWISE) {
         const Lanes<VEC> values = widen<VEC>(held.row, part.is_half);
@@ -175,6 +176,7 @@ __device__ __forceinline__ void apply(
     const UpdatePart& part, uint32 slot, uint64 stream, int d, Held<T, VEC>& held, float rate) {
     const int64 at = slot * static_cast<int64>(part.dim) + d;
     const Lanes<VEC>& g = held.g;
+    if constexpr (KIND == ADAGRAD || KIND == ADAM) held.first = load_lanes<VEC>(part.first + at);
     if constexpr (KIND == ADAM) held.second = load_lanes<VEC>(part.second + at);
     Lanes<VEC> values = widen<VEC>(held.row, part.is_half);
 #pragma unroll
@@ -242,8 +244,9 @@ __device__ __forceinline__ void update_parts(const Parts<UpdatePart>& parts) {
         const int team = part.team, teams = 32 / team;
         const int num_runs = static_cast<int>(__ldg(part.run_at + (part.size + STRETCH - 1) / STRETCH));
         const int first = (task - static_cast<int>(part.first_task)) * RUNS_OF_TASK * teams + lane_id() / team;
+        const int last = num_runs - first < RUNS_OF_TASK * teams ? num_runs : first + RUNS_OF_TASK * teams;
 #pragma unroll 1
-        for (int number = first; number < num_runs && number < first + RUNS_OF_TASK * teams; number += teams) {
+        for (int number = first; number < last; number += teams) {
             const Run run = run_of(part, number);
             if (run.slot >= part.num_slots) continue;
             if constexpr (!ANY) update_row<T, 4, KIND, false>(part, run, team);
@@ -266,9 +269,9 @@ UPDATE_KERNEL(update_adagrad, float, ADAGRAD, false, 4)
 UPDATE_KERNEL(update_rowwise_adagrad, float, ROWWISE, false, 3)
 UPDATE_KERNEL(update_adam, float, ADAM, false, 4)
 UPDATE_KERNEL(update_sgd_narrow, uint16, SGD, false, 4)
-UPDATE_KERNEL(update_adagrad_narrow, uint16, ADAGRAD, false, 3)
+UPDATE_KERNEL(update_adagrad_narrow, uint16, ADAGRAD, false, 4)
 UPDATE_KERNEL(update_rowwise_adagrad_narrow, uint16, ROWWISE, false, 3)
-UPDATE_KERNEL(update_adam_narrow, uint16, ADAM, false, 3)
+UPDATE_KERNEL(update_adam_narrow, uint16, ADAM, false, 4)
 
 UPDATE_KERNEL(update_sgd_any, float, SGD, true, 2)
 UPDATE_KERNEL(update_adagrad_any, float, ADAGRAD, true, 2)

@@ -17,7 +17,7 @@ from tests.kernels.machines import Cpu, Cuda
 from tests.kernels.shim.device import ShimDevice
 from tests.kernels.test_pooling import pool
 from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
-from tiercache.kernels.cuda.launch import MOST_PARTS
+from tiercache.kernels.cuda.launch import most_parts, struct
 from tiercache.kernels.cuda.sorting import STRETCH, sort_positions
 from tiercache.kernels.step import (
     ADAGRAD,
@@ -442,7 +442,7 @@ def test_more_groups_than_travel_with_a_launch_step_in_several_on_cuda() -> None
     """Each steps its own rows."""
     m = Cuda(ShimDevice())
     steps = []
-    for number in range(2 * MOST_PARTS + 1):
+    for number in range(2 * most_parts(struct("UpdatePart", "update")) + 1):
         gradients = m.one_id(np.full((2, 16), number, F4))
         pairs = m.sort(m.place(np.array([1, 1], np.int32)), 3)
         steps.append(Step(m.vectors(np.zeros((3, 16), F4)), (), pairs, gradients, Rule(SGD, 1.0)))

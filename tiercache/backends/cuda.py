@@ -206,22 +206,17 @@ class CudaBackend:
 
     def step(self, groups: Sequence[OptimizerStep]) -> None:
         """Sort the entries of groups that did not come sorted at once, then step all in few launches."""
-        kernels = self._runtime.kernels
-        runs_G = [_known_runs(one) for one in groups]
-        sorted_here = iter(
-            sort_groups(
-                kernels,
-                [
-                    ([saved.slots for saved in one.saved], one.rows.vectors.values.shape[0])
-                    for one, runs in zip(groups, runs_G, strict=True)
-                    if runs is None
-                ],
-            )
-        )
-        steps = []
-        for one, known in zip(groups, runs_G, strict=True):
-            runs = next(sorted_here) if known is None else known
-            steps.append(one.kernel_step([saved.gradients for saved in one.saved], runs))
+        kernels, runs_G = self._runtime.kernels, [_known_runs(one) for one in groups]
+        unsorted = [
+            ([saved.slots for saved in one.saved], one.rows.vectors.values.shape[0])
+            for one, runs in zip(groups, runs_G, strict=True)
+            if runs is None
+        ]
+        sorted_here = iter(sort_groups(kernels, unsorted) if unsorted else ())
+        steps = [
+            one.kernel_step([saved.gradients for saved in one.saved], next(sorted_here) if runs is None else runs)
+            for one, runs in zip(groups, runs_G, strict=True)
+        ]
         update_many(kernels, steps)
 
     def take_overflow(self) -> None:

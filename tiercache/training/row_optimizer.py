@@ -45,6 +45,8 @@ class RowOptimizer(torch.optim.Optimizer):
         self.gradients = RowGradients(len(groups), self.tracers)
         self.steps = 0
         """Steps applied so far."""
+        self._now: dict[int, tuple[tuple[Any, ...], Group]] = {}
+        """Groups as of the step before, by number, and the settings that they were made of."""
         self._step: Callable[[torch.optim.Optimizer | None], None] | None = None
         self._discard: Callable[[], None] = self.discard
         tables = [{"params": [], **_settings(table)} for group in groups for table in group.tables]
@@ -202,11 +204,14 @@ class RowOptimizer(torch.optim.Optimizer):
         return self._with(g, self._shared(g))
 
     def _with(self, g: int, settings: Mapping[str, Any]) -> Group:
-        group = self._groups[g]
-        now = _optimizer(group.optimizer, settings)
-        if now == group.optimizer:
-            return group
-        return Group(index=group.index, tables=(replace(group.tables[0], optimizer=now),))
+        values = settings["weight_decay"], settings.get("eps"), *settings.get("betas", ())
+        if g not in self._now or self._now[g][0] != values:  # most steps have the settings of the step before
+            group = self._groups[g]
+            now = _optimizer(group.optimizer, settings)
+            if now != group.optimizer:
+                group = Group(index=group.index, tables=(replace(group.tables[0], optimizer=now),))
+            self._now[g] = values, group
+        return self._now[g][1]
 
     def _shared(self, g: int) -> dict[str, Any]:
         """Return the settings of a group. Raises ValueError where those of its tables differ, or are none."""
