@@ -284,10 +284,11 @@ def stream(machine: TrainingMachine, keep: Keep) -> None:
                 times = report.wait_seconds | report.work_seconds
                 keep({f"{optimizer}_switch_{name}_ms": 1e3 * taken for name, taken in times.items()})
                 keep({f"{optimizer}_loaded_MB": report.bytes_loaded / 1e6, f"{optimizer}_rows": report.rows})
-                found = loop_ms(machine, _kept(run, data.batch), 100)
+                train = _kept(run, data.batch)
+                found = loop_ms(machine, train, 100)
                 keep({f"{optimizer}_resident_{key}": value for key, value in found.items()})
                 time.sleep(1 if machine.is_gpu else 0)  # the next pass is in host memory by then
-                found = loop_ms(machine, _kept(run, data.batch), 100)
+                found = loop_ms(machine, train, 100)
                 keep({f"{optimizer}_quiet_{key}": value for key, value in found.items()})
                 run.close()
             del run

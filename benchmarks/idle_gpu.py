@@ -113,7 +113,11 @@ class IdleGpu(CudaDevice):
         self.counts["unpin"] += 1
 
     def _function(self, kernel: str) -> Callable[..., None]:
-        return lambda *_, **__: self.counts.update((f"launch {kernel}",))
+        def launch(_grid: Any, _block: Any, words: Sequence[Any], **_: Any) -> None:
+            assert all(isinstance(word, (np.int64, np.float32)) or word.shape == () for word in words), kernel
+            self.counts.update((f"launch {kernel}",))
+
+        return launch
 
     # -- memory, copies, streams ----------------------------------------------------------------------------
 

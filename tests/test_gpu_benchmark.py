@@ -155,7 +155,7 @@ def test_a_step_over_an_idle_gpu_is_counted_and_waits_for_nothing(tmp_path: Path
     for case in gpu_idle.CASES:
         assert found[f"python_us_{case}"] > 0
         assert found[f"python_calls_{case}"] > 100
-        assert found[f"launches_{case}"] >= 5, "pool or gather, a sort, pairs, stretches and an update"
+        assert found[f"launches_{case}"] >= 3, "pool or gather, stretches and an update"
         assert found[f"waits_{case}"] == 0
     assert found["aten_ops_bags"] < found["aten_ops_rows"]
     assert found["copies_maker"] > 0

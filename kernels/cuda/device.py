@@ -294,15 +294,17 @@ class CudaDevice:
             )
             self._function(kernel)((blocks,), (BLOCK_THREADS,), words, stream=self._streams[pointer])
 
-    @staticmethod
-    def _word(argument: Argument) -> Any:
+    def _word(self, argument: Any) -> Any:
+        """Return an argument as CuPy takes it: of an array on the device, its address."""
         if isinstance(argument, np.ndarray):
             return argument
-        return np.float32(argument) if isinstance(argument, float) else np.int64(argument)
+        if isinstance(argument, float):
+            return np.float32(argument)
+        return np.int64(argument if isinstance(argument, int | np.integer) else self._address(argument))
 
-    def _address(self, table: Any) -> int:
-        found = self.describe(table)
-        assert found is not None, "a table is on the device"
+    def _address(self, array: Any) -> int:
+        found = self.describe(array)
+        assert found is not None, f"a kernel is given a {type(array).__name__}"
         return found.address
 
     def table(self, array: NDArray[Any]) -> Any:

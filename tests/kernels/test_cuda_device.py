@@ -19,6 +19,7 @@ from tiercache.kernels.cuda import device as cuda
 from tiercache.kernels.cuda import kernel_cache as cubins
 from tiercache.kernels.cuda import launch
 from tiercache.kernels.cuda.gathering import Gathered, gather
+from tiercache.kernels.cuda.pooling import Features, Ids, PoolPlan
 from tiercache.kernels.cuda.sorting import sort_groups
 from tiercache.kernels.cuda.update import update_many
 from tiercache.kernels.step import Gradients, Step, Vectors
@@ -231,6 +232,36 @@ def test_parts_travel_with_their_launch(cupy: Cupy) -> None:
     assert (arrays[2] == 1).all()
     device.prepare()
     assert len(cupy.loaded) == len(cuda.sources())
+
+
+def test_an_array_on_the_device_travels_as_its_address(cupy: Cupy) -> None:
+    """Nobody makes a number of it: torch refuses that of a tensor on a GPU."""
+
+    class Away:
+        def __init__(self, array: NDArray[Any]) -> None:
+            self.__cuda_array_interface__ = array.__array_interface__
+
+        def __array__(self, *_: Any) -> Any:
+            raise TypeError("it is not in host memory")
+
+    class There(Torch):
+        def put(self, table: NDArray[Any]) -> Any:
+            held.append(super().put(table))
+            return Away(held[-1])
+
+    held: list[Any] = []
+    device = cuda.open_device(0, There(cupy.shim))
+    place = cupy.shim.place
+    vectors, local, ids = np.ones((5, 4), np.float32), np.arange(5, dtype=np.int32), np.zeros(3, np.int32)
+    out, slots = place(np.zeros((3, 4), np.float32)), place(np.zeros(3, np.int32))
+    one = np.zeros(1, np.int64)
+    features = Features(
+        Vectors(place(vectors).view(OnDevice), 4), place(local).view(OnDevice), one, one, np.zeros(1, np.int8)
+    )
+    plan = PoolPlan(device, [features], 4)
+    plan.pool([Ids(place(ids).view(OnDevice), slots.view(OnDevice))], out.view(OnDevice))
+    assert (out == 1).all()
+    assert held
 
 
 def test_a_gpu_loads_what_is_compiled_without_one(cupy: Cupy) -> None:
