@@ -159,7 +159,8 @@ def test_a_step_over_an_idle_gpu_is_counted_and_waits_for_nothing(tmp_path: Path
         assert found[f"waits_{case}"] == 0
     assert found["aten_ops_bags"] < found["aten_ops_rows"]
     assert found["copies_maker"] > 0
-    assert found["waits_maker"] == found["launches_maker"] == 0
+    assert found["waits_maker"] == 0
+    assert found["launches_maker"] == 4, "keys, a sort, and runs in two: at once, whatever modules look up"
     for key in ("maker_us", "fresh_over_kept", "switch_us_per_part", "switch_us_per_part_16k", "python_us_nothing"):
         assert found[key] > 0
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tiercache.kernels.arrays import I8
 from tiercache.kernels.cuda.launch import Device, Part, launch_steps, struct, view
 
 STRETCH = 64
@@ -49,16 +50,22 @@ class Runs(NamedTuple):
         return -(-(self.run_at - self.address + 4 * (-(-self.size // STRETCH) + 1)) // 8) * 8
 
 
-class _Keys(NamedTuple):
-    """Numbers of a group that lie together: their keys are ``base`` + number, ``base`` + ``limit`` from there on."""
+class Positions(NamedTuple):
+    """The ids of some features: those of feature f are ``ids[starts[f]:starts[f + 1]]``, below ``limits[f]``.
 
-    numbers: Any
-    base: int
-    limit: int
+    Their positions begin at ``bases[f]``. ids (E,) int32 lie on the device.
+    """
+
+    ids: Any
+    starts: I8
+    bases: I8
+    limits: I8
 
 
 class _Group(NamedTuple):
-    keys: Sequence[_Keys]
+    keys: list[tuple[int, int, int, int]]
+    """Numbers of the group that lie together: their address and how many; their keys are base + number, and base +
+    limit from that on."""
     base: int
     """The key of slot 0."""
 
@@ -70,37 +77,50 @@ def sort_groups(device: Device, groups: Sequence[tuple[Sequence[Any], int]]) -> 
     the device, so a slot that is not in [0, num_slots) is no error here: its entries come last, as of slot
     `num_slots`, and updates leave them out. One sort serves all groups that have fewer than 2^31 slots together.
     """
-    runs, some, keys = list[Runs](), list[_Group](), 0
+    made = []
     for arrays, num_slots in groups:
-        if keys + num_slots > _MOST:
+        seen = [view(device, "slots", slots, np.int32) for slots in arrays]
+        made.append((num_slots, [(one.address, one.size, 0, num_slots) for one in seen]))
+    return _sort_together(device, made)
+
+
+def sort_positions(device: Device, lookups: Sequence[Positions]) -> list[Runs]:
+    """Return the runs of the positions of ids, whose rows a step finds by a map of slots (`Runs.slot_of`).
+
+    Of ids that lie on a device in the order of calls nothing is read, so one that is no id is no error here.
+    """
+    made = []
+    for ids, starts, bases, limits in lookups:
+        begin, cuts = view(device, "ids", ids, np.int32).address, starts.tolist()
+        parts = [
+            (begin + 4 * first, last - first, base, limit)
+            for first, last, base, limit in zip(cuts, cuts[1:], bases.tolist(), limits.tolist(), strict=False)
+            if first < last
+        ]
+        made.append((int((bases + limits).max(initial=0)), parts))
+    return _sort_together(device, made)
+
+
+def _sort_together(device: Device, groups: Sequence[tuple[int, list[tuple[int, int, int, int]]]]) -> list[Runs]:
+    """Sort groups, each of so many numbers: as many in one sort as have int32 keys."""
+    runs, some, keys = list[Runs](), list[_Group](), 0
+    for count, parts in groups:
+        if keys + count > _MOST:
             runs += _sort(device, some)
             some, keys = [], 0
-        some.append(_Group([_Keys(slots, keys, num_slots) for slots in arrays], keys))
-        keys += num_slots + 1
+        some.append(_Group([(address, size, keys + base, limit) for address, size, base, limit in parts], keys))
+        keys += count + 1
     return runs + _sort(device, some)
-
-
-def sort_positions(device: Device, ids: Any, starts: Any, bases: Any, limits: Any) -> Runs:
-    """Return the runs of the positions of ids, which are to be looked up in a map of slots (``Runs.slot_of``).
-
-    Those of feature f are ``ids[starts[f]:starts[f + 1]]``, below ``limits[f]``, and have positions from ``bases[f]``
-    on.
-    """
-    cuts = starts.tolist()
-    parts = zip(cuts, cuts[1:], bases.tolist(), limits.tolist(), strict=False)
-    (runs,) = _sort(device, [_Group([_Keys(ids[a:b], base, limit) for a, b, base, limit in parts], 0)])
-    return runs
 
 
 def _sort(device: Device, groups: Sequence[_Group]) -> list[Runs]:
     parts, tasks, sizes, at = list[Part](), list[int](), list[int](), 0
     for group in groups:
         begin = at
-        for one in group.keys:
-            seen = view(device, "slots", one.numbers, np.int32)
-            parts.append((seen.address, seen.size, at, one.base, one.limit))
-            tasks.append(-(-seen.size // _TASK))
-            at += seen.size
+        for address, size, base, limit in group.keys:
+            parts.append((address, size, at, base, limit))
+            tasks.append(-(-size // _TASK))
+            at += size
         sizes.append(at - begin)
     if max(sizes, default=0) > _MOST:
         raise ValueError(f"a step of {max(sizes):,} entries is too large: at most {_MOST:,} fit.")

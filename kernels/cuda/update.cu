@@ -16,6 +16,13 @@
 #define RUNS_OF_TASK 8  // for each team of a warp
 #define SUMS_IN_FLIGHT 4
 
+// Of each kernel the most blocks of an SM that spill no register; the compiler takes more of them for newer GPUs.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+#define BLOCKS_OF_SM(COUNT) (COUNT / 2)
+#else
+#define BLOCKS_OF_SM(COUNT) COUNT
+#endif
+
 #define SGD 0
 #define ADAGRAD 1
 #define ROWWISE 2
@@ -105,10 +112,10 @@ template <bool ANY> __device__ __forceinline__ void sum_parts(const Parts<Update
     }
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 4)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_OF_SM(4))
 sum_stretches(const __grid_constant__ Parts<UpdatePart> parts) { sum_parts<false>(parts); }
 
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 2)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_OF_SM(2))
 sum_stretches_any(const __grid_constant__ Parts<UpdatePart> parts) { sum_parts<true>(parts); }
 
 // The gradient of a row: elements [d, d + VEC) of the sum of its run.
@@ -258,12 +265,11 @@ __device__ __forceinline__ void update_parts(const Parts<UpdatePart>& parts) {
 }
 
 #define UPDATE_KERNEL(NAME, T, KIND, ANY, BLOCKS) \
-    extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS) \
+    extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS_OF_SM(BLOCKS)) \
     NAME(const __grid_constant__ Parts<UpdatePart> parts) { \
         update_parts<T, KIND, ANY>(parts); \
     }
 
-// Of each the most blocks of an SM that spill no register.
 UPDATE_KERNEL(update_sgd, float, SGD, false, 4)
 UPDATE_KERNEL(update_adagrad, float, ADAGRAD, false, 4)
 UPDATE_KERNEL(update_rowwise_adagrad, float, ROWWISE, false, 3)

@@ -233,10 +233,6 @@ class Backend(Protocol):
         """Return (size,) float32: 1, but in [first, last) the values of each part, which may be a host array."""
         ...
 
-    def sort(self, ids: Array, starts: NDArray[np.int64], bases: NDArray[np.int64], limits: NDArray[np.int64]) -> Any:
-        """Return the order of ids by position, as `BatchUpload.sort` does; None: the step sorts."""
-        ...
-
     def upload(self) -> BatchUpload:
         """Return what brings one batch to the device, on any thread, beside the training."""
         ...

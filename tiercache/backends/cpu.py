@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -145,10 +145,6 @@ class CpuBackend:
         for first, last, values in parts:
             out[first:last] = values
         return out
-
-    def sort(self, ids: Array, starts: NDArray[np.int64], bases: NDArray[np.int64], limits: NDArray[np.int64]) -> Any:
-        """Return None: the lookup sorts slots."""
-        return None
 
     def upload(self) -> HostUpload:
         """Return one that has nothing to do."""

@@ -115,10 +115,6 @@ class CudaBackend:
             out[first:last].copy_(self.to_device(values) if isinstance(values, np.ndarray) else values)
         return out
 
-    def sort(self, ids: Array, starts: NDArray[np.int64], bases: NDArray[np.int64], limits: NDArray[np.int64]) -> Any:
-        """Return None: without an upload ahead of it, the step sorts."""
-        return None
-
     def upload(self) -> PinnedUpload:
         """Return one by way of pinned memory."""
         return PinnedUpload(self._runtime)

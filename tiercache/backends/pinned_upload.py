@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tiercache.backends.cuda_runtime import CudaRuntime
     from tiercache.backends.jagged import Array
     from tiercache.backends.runs import Run
-    from tiercache.kernels.cuda.sorting import Runs
+    from tiercache.kernels.cuda.sorting import Positions, Runs
 
 
 class PinnedUpload:
@@ -67,12 +67,12 @@ class PinnedUpload:
             values[first:last] = some
         return self._upload(pinned, (size,))
 
-    def sort(self, ids: Array, starts: NDArray[np.int64], bases: NDArray[np.int64], limits: NDArray[np.int64]) -> Runs:
-        """Sort them on the stream of uploads, beside the training."""
+    def sort(self, lookups: Sequence[Positions]) -> Sequence[Runs]:
+        """Sort them all at once, on the stream of uploads, beside the training."""
         with self._runtime.uploading():
-            runs = sort_positions(self._runtime.kernels, ids, starts, bases, limits)
-        self._there.append(runs.memory)
-        return runs
+            found = sort_positions(self._runtime.kernels, lookups)
+        self._there += {id(runs.memory): runs.memory for runs in found}.values()
+        return found
 
     def send(self) -> None:
         """Note the present end of the stream of uploads."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tiercache.backends.cpu import CpuBackend
     from tiercache.backends.jagged import Array
     from tiercache.backends.runs import Run
+    from tiercache.kernels.cuda.sorting import Positions
 
 
 class BatchUpload(Protocol):
@@ -47,12 +48,8 @@ class BatchUpload(Protocol):
         """Like `Backend.weights`, with weights of the data."""
         ...
 
-    def sort(self, ids: Array, starts: NDArray[np.int64], bases: NDArray[np.int64], limits: NDArray[np.int64]) -> Any:
-        """Return the order of ids by position, if it is better found here than in the step.
-
-        Those of feature f are ``ids[starts[f]:starts[f + 1]]``, below ``limits[f]``, and have positions from
-        ``bases[f]`` on.
-        """
+    def sort(self, lookups: Sequence[Positions]) -> Sequence[Any]:
+        """Return the order of the ids of each lookup by position, if it is better found here than in the step."""
         ...
 
     def send(self) -> None:
@@ -87,9 +84,9 @@ class HostUpload:
         self._beside += joined.nbytes if joined.base is None else 0
         return runs, joined
 
-    def sort(self, ids: Array, starts: NDArray[np.int64], bases: NDArray[np.int64], limits: NDArray[np.int64]) -> Any:
-        """Return None: the lookup sorts slots, which is as quick, on all threads."""
-        return None
+    def sort(self, lookups: Sequence[Positions]) -> Sequence[Any]:
+        """Return none: lookups sort slots, which is as quick, on all threads."""
+        return [None] * len(lookups)
 
     def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:
         """Fill a fresh array."""

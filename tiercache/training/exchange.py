@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -106,6 +107,10 @@ class LocalExchange:
         for part in parts:
             found = [samples.ids[name] for name in part.features]
             joined[part.key] = join_part(part, found, rows, samples.num_samples, upload, weights=True)
+        known = {key: one.positions for key, one in joined.items() if one.positions is not None}
+        if known and rows.gradients is not None:
+            for key, runs in zip(known, upload.sort([*known.values()]), strict=True):
+                joined[key] = replace(joined[key], runs=runs)
         weight = samples.num_samples / request.step_samples
         joins = Joins(self._seen, joined)
         batch = make_batch(samples, rows, weight=weight, end=request.done, joins=joins, bringer=upload)

@@ -9,6 +9,7 @@ import numpy as np
 
 from tiercache.backends.jagged import FoundIds
 from tiercache.kernels.cpu.gathering import check_ids
+from tiercache.kernels.cuda.sorting import Positions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping, Sequence
@@ -60,10 +61,6 @@ class Bringer(Protocol):
         """Return (size,) float32: 1, but in [first, last) the values of each part."""
         ...
 
-    def sort(self, ids: Array, starts: NDArray[np.int64], bases: NDArray[np.int64], limits: NDArray[np.int64]) -> Any:
-        """Return the order of joined ids by position, for the step; None where the step sorts."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class Joined:
@@ -81,8 +78,10 @@ class Joined:
     """(F * N + 1,) on the device, where they are bags."""
     weights: Array | None
     """(E,) on the device: those of the data, where it has some and they were asked for."""
+    positions: Positions | None = None
+    """Where the ids may be sorted ahead of the step, what their positions are."""
     runs: Any = None
-    """The order of the ids by position, where they were sorted ahead of the step."""
+    """The order of the ids by position, where they were."""
 
 
 def join_part(
@@ -106,9 +105,9 @@ def join_part(
         group = rows.groups[part.group]
         limits = np.array([group.num_local[table] for table in part.tables], dtype=np.int64)
         bad = _first_bad(runs, starts, limits)
-        if bad is None and starts[-1] and rows.gradients is not None:
+        if bad is None and starts[-1]:
             bases = np.array([group.first[table] for table in part.tables], dtype=np.int64)
-            order = bringer.sort(ids, starts, bases, limits)
+            order = Positions(ids, starts, bases, limits)
     offsets = brought = None
     if part.bags:
         n = num_samples
