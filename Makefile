@@ -31,7 +31,7 @@ demo: $(VENV)/.demo
 
 # The site, into site/: reads nothing from a network, and a warning is an error.
 docs: $(VENV)/.dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: format rules types layers
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import weakref
 from typing import Any
 
@@ -151,3 +153,10 @@ def test_a_copied_module_looks_up_by_itself(passes: tc.PassDataset) -> None:
         torch.compile(other, backend="aot_eager", fullgraph=True)(batch).sum().backward()
         assert bag.handle.grad is None
         assert other.handle.grad is not None
+
+
+def test_importing_everything_leaves_the_compiler_alone() -> None:
+    """It takes as long as all the rest; the first optimizer or compiled model of a process imports it."""
+    names = ", ".join(f"tc.{name}" for name in tc.__all__)
+    code = f"import sys, tiercache as tc; {names}; print('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tiercache
-from tiercache.errors import RankError
 from tiercache.dist.communicator import rank_names
+from tiercache.errors import RankError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from tiercache.dist.communicator import AnyCommunicator
 
@@ -37,7 +37,7 @@ def check_same(ranks: AnyCommunicator, facts: Mapping[str, Any]) -> None:
 
 
 def check_same_places(ranks: AnyCommunicator, places: Mapping[str, Path]) -> None:
-    """Check that every path (words for users: a path, absolute or not) leads to the same place on all ranks. Collective.
+    """Check that each path, which may be relative, leads to the same place on all ranks, by its name. Collective.
 
     Paths do if they are equal when made absolute, or if links or mounts of one machine lead to the same folder. What is
     not there yet is in the nearest folder above that is.

@@ -13,7 +13,7 @@ import torch
 from tiercache.data.encoded_batch import NoTensor
 from tiercache.kernels.cpu.shuffle import shuffled
 from tiercache.store.hashing import mix
-from tiercache.training.lookup_ops import number_batch
+from tiercache.training.lookup_ops import not_compiled, number_batch
 from tiercache.training.row_gradients import factor_of
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class JaggedIds(NoTensor):
         """Return where the key is not ``other``, a whole number. Raises TypeError for anything else."""
         return ~self._equal(other)
 
-    @torch.compiler.disable
+    @not_compiled
     def _equal(self, key: object) -> torch.Tensor:
         if isinstance(key, bool | np.bool_) or not isinstance(key, int | np.integer):
             raise TypeError(self._refusal(f"comparison with {key!r:.80}"))

@@ -118,8 +118,8 @@ class TierCache(SteppedCache):
             data: what `extract` or `write_key_sets` wrote, or its path.
             group: a process group. Default: torch's default group if there is one, else this process is the only rank.
                 The cache makes process groups of its own from it.
-            model, optimizer: one or several, registered as "model" and "optimizer", or "model0", "model1" and so on:
-                see ``register``.
+            model: one or several, registered as "model", or "model0", "model1" and so on: see ``register``.
+            optimizer: one or several, registered as "optimizer", or "optimizer0" and so on.
             device: where rows are trained: "cpu", "cuda", "cuda:1" or a torch.device. The model belongs there too. With
                 several ranks, "cuda" is the GPU of LOCAL_RANK, or the only visible one.
             device_budget: bytes (or "64MiB") on the device for rows and slot maps, and for the index of raw keys if it
@@ -138,8 +138,8 @@ class TierCache(SteppedCache):
                 sharding or the number of ranks differs from the store's, its shards are rewritten first.
             comm_dtype: the dtype in which rows and gradients travel between ranks: "float32", "bfloat16" or "float16".
             shard_dirs: a folder for each rank's shard, for example on different disks; default: inside ``store``.
-            engine, retention: as in ``Store.open``, if the cache opens the store. With several ranks retention counts
-                the commits of all ranks.
+            engine: as in ``Store.open``, if the cache opens the store.
+            retention: likewise. With several ranks it counts the commits of all ranks.
             reorganize: whether a store that was trained on another dataset, or in another order, is reorganized for
                 this one first, as by `tiercache.reorganize`. If not, it is refused.
             commit_every: passes between commits; default: 1.

@@ -11,7 +11,7 @@ from torch import nn
 from tiercache.training.batch import Batch, JaggedIds
 from tiercache.training.joining import FeaturePart
 from tiercache.training.lookup import MODES, PooledLookup, ReadyLookup, RowLookup, check_brought
-from tiercache.training.lookup_ops import look_up_bags, look_up_rows, once_differentiable
+from tiercache.training.lookup_ops import look_up_bags, look_up_rows, not_compiled, once_differentiable
 from tiercache.training.scaled_loss import watch_scalers
 from tiercache.training.table_module import TableModule
 from tiercache.training.tracers import tracer_gradient
@@ -322,7 +322,7 @@ class _Padding(NamedTuple):
     feature: str
     key: int
 
-    @torch.compiler.disable
+    @not_compiled
     def kept(self, batch: Batch) -> torch.Tensor:
         """Return 1 for each id (ids,) that means something, 0 for padding: float32, where rows are trained."""
         kept = (~batch.rows.is_key(self.feature, batch.ids[self.feature], self.key)).astype(np.float32)

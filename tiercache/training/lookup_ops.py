@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import weakref
 from collections.abc import Sequence  # noqa: TC003 - operators' schemas are read at run time
 from typing import TYPE_CHECKING, Any, Optional
@@ -57,6 +58,26 @@ class _OnceDifferentiable(torch.autograd.Function):
             "of embedding modules and of per_sample_weights out of what is differentiated twice (torch.autograd.grad("
             "..., create_graph=True)), or weight the vectors of tc.Embedding by a product"
         )
+
+
+def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have compiled models call a function as it is.
+
+    As `torch.compiler.disable`, which imports torch's compiler where it is called: half of what importing us would
+    take, and no use to a model that is not compiled.
+    """
+    disabled: list[Callable[..., Any]] = []
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+        return disabled[0](*args, **kwargs)
+
+    run._torchdynamo_disable = True  # type: ignore[attr-defined] # what the compiler asks for
+    return run
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
