@@ -84,6 +84,28 @@ def test_ranks_whose_store_was_moved_write_nothing_there(
 
 
 @KINDS
+@pytest.mark.parametrize("change", ["another store's", "none", "an older one"])
+def test_a_manifest_that_something_else_wrote_is_not_replaced(tmp_path: Path, engine: str, change: str) -> None:
+    """It may be all that says which commits belong together: what stands there stays, and no rank goes on."""
+    path, kept = tmp_path / "s", list[bytes]()
+    assert train_shards(tmp_path / "other", 2, 4, engine=engine) == [None] * 2
+    assert train_shards(path, 2, 2, engine=engine) == [None] * 2
+    older = (path / "shards.json").read_bytes()
+
+    def between(path: Path) -> None:
+        there = path / "shards.json"
+        if change == "none":
+            there.unlink()
+            return
+        there.write_bytes(older if change == "an older one" else (tmp_path / "other" / "shards.json").read_bytes())
+        kept.append(there.read_bytes())
+
+    assert "is not what this training wrote" in sentences(trained(path, engine, between))
+    there = path / "shards.json"
+    assert [there.read_bytes()] == kept if kept else not there.exists()
+
+
+@KINDS
 def test_shards_keep_out_a_second_training_whose_lock_was_deleted(tmp_path: Path, engine: str) -> None:
     """Each is locked by its own marker, too."""
     refused: list[BaseException] = []

@@ -385,6 +385,7 @@ class ShardWriter:
         with self._ranks.raise_on_all(f"writing the manifest of {self.label}"):
             self._check_place()
             if self._ranks.rank == 0:
+                self._check_manifest(manifest)
                 manifest.write(self.path)
         self.manifest = self._next = self._written = manifest
         if self._store is not None and manifest.commits and not manifest.is_plain:
@@ -398,6 +399,17 @@ class ShardWriter:
         """Raise StoreError on rank 0 if the store at the path is not the one that it locked."""
         if self._ranks.rank == 0:
             self._locks[0].check()
+
+    def _check_manifest(self, manifest: Manifest) -> None:
+        """Raise StoreError if the one on disk is neither what this wrote or read last nor ``manifest``."""
+        known = self._written
+        if known is None or (known.is_plain and not known.obsolete):  # then there is none
+            return
+        if Manifest.read(self.path) not in (known, manifest):
+            raise StoreError(
+                f"{self.path / MANIFEST} is not what this training wrote: something else changed or restored it "
+                "meanwhile. Nothing more is written: put back the folder as one whole, and open it again"
+            )
 
     def _named(self, manifest: Manifest) -> int:
         """Return the commit of this shard at which a manifest stands."""
