@@ -88,7 +88,7 @@ def _whole_offsets(keys: dict[str, Any], counts: set[int]) -> dict[str, Any]:
         name: (len(offsets), int(offsets[-1]) if len(offsets) else 0, len(values))
         for name, (values, offsets) in pairs.items()
     }
-    samples = num_samples(counts, ends)
+    samples = num_samples(counts, ends, as_bags=True)
     found = dict(keys)
     for name, (values, offsets) in pairs.items():
         if len(offsets) and lacks_last(samples, *ends[name]):
