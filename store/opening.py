@@ -56,6 +56,9 @@ def check_options(mode: str, commit: int | None, retention: int | None) -> None:
     """Raise ValueError for options of ``Store.open`` that make no sense."""
     if mode not in {"a", "r"}:
         raise ValueError(f"mode {mode!r} is unknown: it must be 'a' (read and write) or 'r' (read)")
+    for name, value in (("commit", commit), ("retention", retention)):
+        if value is not None and not hasattr(value, "__index__"):
+            raise ValueError(f"{name} is {value!r} of type {type(value).__name__}: give an int")
     if commit is not None and mode != "r":
         raise ValueError("an older commit can only be read: open it with mode='r', or roll the store back to it")
     if retention is not None and retention < 1:

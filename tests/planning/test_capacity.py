@@ -107,6 +107,7 @@ def test_commits_are_further_apart_where_writes_bound_the_training(tmp_path: Pat
         ('optimize = "memory"', 'optimize = "cost"', "optimize is 'cost', and should be 'speed' or 'memory'"),
         ("commit_every = 1", "commit_every = 0", "budgets.commit_every is 0"),
         ("[machine]", "[machine", "is not TOML"),
+        ("[machine]", f"x = {'[' * 100_000}", "is nested too deeply"),
         ('device = "8MiB"', 'device = "8 horses"', "budgets.device is '8 horses'"),
         ('device = "8MiB"', "", "budgets.device is missing"),
         ("read = 1e+09", "read = 0", "machine.read is 0, and should be greater than 0"),

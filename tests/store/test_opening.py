@@ -253,3 +253,12 @@ def test_an_empty_engine_without_tables_is_no_store() -> None:
         Store.open(None, engine=MemoryEngine())
     with pytest.raises(StoreMissingError):
         Store.open(None, engine=MemoryEngine(), tables=[one()], mode="r")
+
+
+@pytest.mark.parametrize("wrong", [1.0, "1", [1]])
+@pytest.mark.parametrize("option", ["commit", "retention"])
+def test_an_option_that_is_no_whole_number_is_refused(tmp_path: Path, option: str, wrong: Any) -> None:
+    """A text is not taken for the number that it spells."""
+    mode = {"commit": "r", "retention": "a"}[option]
+    with pytest.raises(ValueError, match=rf"{option} is .* of type {type(wrong).__name__}: give an int"):
+        Store.open(tmp_path / "s", tables=[one()], mode=mode, **{option: wrong})

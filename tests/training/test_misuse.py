@@ -262,3 +262,12 @@ def test_an_evaluation_budget_below_the_rows_of_one_sample_is_refused(store: tc.
     """The error names the sample, what its rows take, and the budget."""
     with tiered(store, passes, eval_budget=30) as cache, one_sentence(BudgetError, "sample", "eval_budget", "raise"):
         list(cache.evaluate(passes))
+
+
+@pytest.mark.parametrize("epochs", [-1, 1.0, "1", None])
+def test_what_is_no_number_of_epochs_is_refused(cache: TierCache, passes: tc.PassDataset, epochs: Any) -> None:
+    """With rows in tiers or in memory; none at all is a number."""
+    for one in (cache, tc.InMemoryCache(passes)):
+        with one_sentence(ValueError, f"epochs is {epochs!r}"):
+            next(one.passes(epochs))
+    assert list(tc.InMemoryCache(passes).passes(0)) == []

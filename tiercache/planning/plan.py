@@ -112,6 +112,8 @@ class TrainingPlan(_Part):
             return cls.model_validate(tomllib.loads(text))
         except tomllib.TOMLDecodeError as error:
             raise PlanError(f"the plan {name} is not TOML: {error}") from error
+        except RecursionError as error:
+            raise PlanError(f"the plan {name} is nested too deeply to be one: write it with tiercache plan") from error
         except ValidationError as error:
             raise PlanError(f"the plan {name}: " + "; ".join(map(_sentence, error.errors()))) from error
 

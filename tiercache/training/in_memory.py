@@ -26,7 +26,7 @@ from tiercache.training.exchange import LocalExchange
 from tiercache.training.held_keys import HeldKeys
 from tiercache.training.matching import check_features, check_modules
 from tiercache.training.missing_rows import unseen_vectors
-from tiercache.training.passes import Pass
+from tiercache.training.passes import Pass, check_epochs
 from tiercache.training.progress import prepare_kernels
 from tiercache.training.rate_watch import RateWatch
 from tiercache.training.raw_batch import RawKeys
@@ -154,6 +154,7 @@ class InMemoryCache(SteppedCache):
     def passes(self, epochs: int) -> Iterator[Pass]:
         """Yield the passes up to the end of epoch ``epochs``, from the first not trained yet."""
         self._check_open()
+        check_epochs(epochs)
         share_threads()
         self._finish()
         self._rate_watch.begin()

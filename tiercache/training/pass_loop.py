@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from tiercache.errors import StateError, StoreError
 from tiercache.tiers.rows import RowView
 from tiercache.training.finite_check import FiniteCheck
-from tiercache.training.passes import Pass
+from tiercache.training.passes import Pass, check_epochs
 from tiercache.training.progress import TrainingProgress
 from tiercache.training.rate_watch import RateWatch
 from tiercache.training.threads import share_threads
@@ -78,6 +78,7 @@ class PassLoop:
         """Yield the passes up to the end of epoch ``epochs``: ``TierCache.passes`` promises it."""
         ranks, rows = self._ranks, self._rows
         with ranks.raise_on_all("looking at what was registered"):
+            check_epochs(epochs)
             rows.state.check_parameters()
         first, first_sample = self.restore()
         run = self._run = object()

@@ -34,6 +34,14 @@ _ENDED = object()
 """In place of an item of a loader that has no more."""
 
 
+def check_epochs(epochs: int) -> None:
+    """Raise ValueError for what is no number of epochs."""
+    if not hasattr(epochs, "__index__") or epochs < 0:
+        raise ValueError(
+            f"epochs is {epochs!r}: give how many epochs are trained when the loop ends, those of earlier runs included"
+        )
+
+
 class Pass:
     """One training of one sub-dataset, yielded by ``passes()``. It ends when the loop asks for the next pass."""
 
