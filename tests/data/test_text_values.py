@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import duckdb
 import numpy as np
 import pandas as pd
+import polars as pl
 import pyarrow as pa
 import pyarrow.csv as pacsv
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -296,23 +298,48 @@ ODD = (*WORDS, "", " ", '"', "a,b", "x\ny", "[]", "1", "-", "é")
 TEXTS = st.one_of(st.none(), st.sampled_from(ODD), st.text("ab\",\n' |;", max_size=5))
 
 
+def _separator(path: Path) -> str:
+    return "\t" if path.suffix == ".tsv" else ","
+
+
 def _pyarrow(table: pa.Table, path: Path) -> None:
-    pacsv.write_csv(table, path)
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    else:
+        options = {} if path.suffix == ".csv" else {"quoting_style": "none", "quoting_header": "none"}
+        pacsv.write_csv(table, path, pacsv.WriteOptions(delimiter=_separator(path), **options))
 
 
 def _pandas(table: pa.Table, path: Path) -> None:
-    table.to_pandas().to_csv(path, index=False, quoting=csv.QUOTE_NONNUMERIC, na_rep="NULL")
+    frame = table.to_pandas()
+    if path.suffix == ".parquet":
+        frame.to_parquet(path)
+    else:
+        quoting = csv.QUOTE_NONNUMERIC if path.suffix == ".csv" else csv.QUOTE_NONE
+        frame.to_csv(path, index=False, quoting=quoting, na_rep="NULL", sep=_separator(path))
 
 
 def _duckdb(table: pa.Table, path: Path) -> None:
     connection = duckdb.connect()
     connection.register("source", table)
-    connection.execute(f"COPY source TO '{path}' (FORMAT csv, HEADER, FORCE_QUOTE (u))")
+    how = "FORMAT parquet"
+    if path.suffix != ".parquet":
+        how = f"FORMAT csv, HEADER, DELIMITER '{_separator(path)}'" + ", FORCE_QUOTE (u)" * (path.suffix == ".csv")
+    connection.execute(f"COPY source TO '{path}' ({how})")
+
+
+def _polars(table: pa.Table, path: Path) -> None:
+    frame = pl.DataFrame(pl.from_arrow(table))
+    if path.suffix == ".parquet":
+        frame.write_parquet(path)
+    else:
+        style = "non_numeric" if path.suffix == ".csv" else "never"
+        frame.write_csv(path, separator=_separator(path), quote_style=style)  # type: ignore[arg-type]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(texts=st.lists(TEXTS, min_size=1, max_size=20))
-@pytest.mark.parametrize("write", [_pyarrow, _duckdb])
+@pytest.mark.parametrize("write", [_pyarrow, _duckdb, _polars])
 def test_texts_that_other_programs_quote_come_back(tmp_path: Path, write: Any, texts: list[str | None]) -> None:
     """Null is null and the empty text is a text, or the file is refused."""
     path = tmp_path / "x.csv"
@@ -322,17 +349,37 @@ def test_texts_that_other_programs_quote_come_back(tmp_path: Path, write: Any, t
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(numbers=st.lists(st.one_of(st.none(), st.integers(-(2**63) + 2, 2**63 - 1)), min_size=1, max_size=20))
-@pytest.mark.parametrize("write", [_pyarrow, _duckdb, _pandas])
-def test_integers_that_other_programs_write_come_back(tmp_path: Path, write: Any, numbers: list[int | None]) -> None:
+@pytest.mark.parametrize("write", [_pyarrow, _duckdb, _pandas, _polars])
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "parquet"])
+def test_integers_that_other_programs_write_come_back(
+    tmp_path: Path, write: Any, suffix: str, numbers: list[int | None]
+) -> None:
     """With nulls. pandas writes integers with nulls as floats: those from 2^53 on are refused."""
-    path = tmp_path / "x.csv"
+    path = tmp_path / f"x.{suffix}"
     write(pa.table({"u": pa.array(numbers, pa.int64()), "y": [0] * len(numbers)}), path)
     whole = [number for number in numbers if number is not None]
     if write is _pandas and len(whole) < len(numbers) and any(abs(number) >= 2**53 for number in whole):
-        with pytest.raises(SourceError, match=r"x.csv, row [0-9]+, column 'u' cannot be read"):
+        with pytest.raises(SourceError, match=rf"x.{suffix}, (?s:.*)row [0-9]+, (?s:.*)'u'|'u'(?s:.*)row [0-9]+"):
             keys_of(path, feature("integer"))
     else:
         assert keys_of(path, feature("integer")) == [NULL_KEY if number is None else number for number in numbers]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    texts=st.lists(TEXTS, min_size=1, max_size=20),
+    lists=st.lists(st.lists(st.integers(-(2**63) + 2, 2**63 - 1), max_size=4), min_size=1, max_size=20),
+)
+@pytest.mark.parametrize("write", [_pyarrow, _duckdb, _pandas, _polars])
+def test_texts_and_lists_of_parquet_files_that_other_programs_write_come_back(
+    tmp_path: Path, write: Any, texts: list[str | None], lists: list[list[int]]
+) -> None:
+    """Whatever a text is, as Parquet says where a value is null."""
+    path = tmp_path / "x.parquet"
+    write(pa.table({"u": pa.array(texts, pa.string()), "y": [0] * len(texts)}), path)
+    assert keys_of(path, feature("string")) == [NULL_KEY if text is None else tc.key_of(text) for text in texts]
+    write(pa.table({"u": pa.array(lists, pa.list_(pa.int64())), "y": [0] * len(lists)}), path)
+    assert keys_of(path, feature("integer", hotness="ragged")) == lists
 
 
 @pytest.mark.parametrize("version", [2, 3])
