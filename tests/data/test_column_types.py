@@ -224,3 +224,19 @@ def test_a_refusal_names_the_type_and_the_change(
 def test_a_column_of_nothing_but_nulls_has_any_type(tmp_path: Path) -> None:
     """As writers give them to columns that are all null."""
     assert keys(stored(tmp_path, pa.nulls(2), "arrow"), STRING) == [NULL_KEY] * 2
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+@pytest.mark.parametrize("name", ["u.id", "u.id.x", "u."])
+def test_a_column_is_not_the_field_of_a_struct_that_is_spelled_like_it(tmp_path: Path, suffix: str, name: str) -> None:
+    """A file may have both."""
+    table = pa.table({name: [1, 2], "u": pa.array([{"id": 8}, {"id": 9}]), "y": [0.0, 1.0]})
+    path = tmp_path / f"x.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(path, table.schema) as file:
+            file.write_table(table)
+    schema = plain_schema(label="y", features=(tc.Feature(name=name),), tables=())
+    found = [encode(schema, b).features[name].keys.tolist() for b in Source(find_inputs(path), schema).batches()]
+    assert found == [[1, 2]]

@@ -184,7 +184,10 @@ class Source:
 
     def _plain(self, file: InputFile, piece: Piece, read: int) -> Any:
         """Return the columns of a piece in plain types; read: how many rows of the file come before it."""
-        batch, columns, arrays = piece.columns, piece.columns.columns, []
+        batch = piece.columns
+        if {*batch.schema.names} - {*self._used_as}:  # Parquet's reader takes "u.id" for the field of a struct u too
+            batch = batch.select([name for name in batch.schema.names if name in self._used_as])
+        columns, arrays = batch.columns, []
         for name, array in zip(batch.schema.names, columns, strict=True):
             try:
                 arrays.append(plain_array(array, self._used_as[name]))
