@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tiercache.kernels.arrays import I8
-from tiercache.kernels.cuda.launch import Device, Part, launch_parts, struct, view
+from tiercache.kernels.cuda.launch import Device, Part, launch_steps, struct, view
 
 STRETCH = 64
 """Places of the order; what adds up a row's gradients counts in them, and its bits depend on them."""
@@ -137,15 +137,15 @@ def _sort(device: Device, groups: Sequence[_Group]) -> list[Runs]:
     if total == 0:
         return made
     keys = device.empty(total, np.int32)
-    launch_parts(device, "sorting.make_keys", _KEYS, parts, tasks, view(device, "keys", keys, np.int32).address)
+    launch_steps(device, "sorting.make_keys", _KEYS, parts, tasks, view(device, "keys", keys, np.int32).address)
     ordered, order = device.sort(keys)
     sorted_at = view(device, "keys", ordered, np.int32).address, view(device, "order", order, np.int64).address
     parts = [
         (one.entries, one.address, begin + count, one.run_at, one.size, first, group.base, tile, number)
         for one, count, first, group, tile, number in zip(made, counts, firsts, groups, tiles, numbers, strict=False)
     ]
-    launch_parts(device, "sorting.count_runs", _RUNS, parts, numbers, sorted_at[0])
-    launch_parts(device, "sorting.write_runs", _RUNS, parts, numbers, *sorted_at)
+    launch_steps(device, "sorting.count_runs", _RUNS, parts, numbers, sorted_at[0])
+    launch_steps(device, "sorting.write_runs", _RUNS, parts, numbers, *sorted_at)
     return made
 
 

@@ -19,14 +19,6 @@ if TYPE_CHECKING:
     from tiercache.kernels.cuda.device import CudaDevice
 
 
-_HERE: AbstractContextManager[Any] = nullcontext()
-
-
-def _within(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a GPU torch's current one, if it is not: most calls come from threads that entered it."""
-    return _HERE if torch.cuda.current_device() == device.index else torch.cuda.device(device)
-
-
 class _CudaEvent:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         # blocking: else the thread that waits polls, and takes a core
@@ -72,7 +64,7 @@ class CudaRuntime:
 
         The allocator waits for copies before it hands the memory out again.
         """
-        with _within(self.device):  # it has no device by which torch would know where to ask
+        with torch.cuda.device(self.device):  # it has no device by which torch would know where to ask
             return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def upload(self, pinned: torch.Tensor) -> torch.Tensor:
@@ -104,7 +96,7 @@ class CudaRuntime:
     def dumping(self) -> Iterator[None]:
         """Run work on the stream of dumps, behind the current stream, which does not wait for it."""
         self._dumps.wait_stream(torch.cuda.current_stream(self.device))
-        with _within(self.device), torch.cuda.stream(self._dumps):
+        with torch.cuda.device(self.device), torch.cuda.stream(self._dumps):
             yield
 
     def dumped(self) -> _CudaEvent:
@@ -117,7 +109,7 @@ class CudaRuntime:
         current = torch.cuda.current_stream(self.device)
         self._loads.wait_stream(current)
         try:
-            with _within(self.device), torch.cuda.stream(self._loads):
+            with torch.cuda.device(self.device), torch.cuda.stream(self._loads):
                 yield
         finally:
             current.wait_stream(self._loads)
@@ -140,7 +132,7 @@ class CudaRuntime:
         """
         current = torch.cuda.current_stream(self.device)
         try:
-            with _within(self.device), torch.cuda.stream(self._searches):
+            with torch.cuda.device(self.device), torch.cuda.stream(self._searches):
                 yield
         finally:
             current.wait_stream(self._searches)
@@ -159,7 +151,7 @@ class CudaRuntime:
 
         Memory comes from this stream's pool too: what training streams free is not free on this one yet.
         """
-        with _within(self.device), torch.cuda.stream(self._uploads):
+        with torch.cuda.device(self.device), torch.cuda.stream(self._uploads):
             yield
 
     def uploaded(self) -> torch.cuda.Event:
@@ -179,7 +171,7 @@ class CudaRuntime:
     def exchanging(self) -> Iterator[None]:
         """Run work on the stream of exchanges, behind what the current stream has so far and beside the rest of it."""
         self._exchanges.wait_stream(torch.cuda.current_stream(self.device))
-        with _within(self.device), torch.cuda.stream(self._exchanges):
+        with torch.cuda.device(self.device), torch.cuda.stream(self._exchanges):
             yield
 
     def exchanged(self) -> torch.cuda.Event:
@@ -210,6 +202,9 @@ class CudaRuntime:
         torch.cuda.set_rng_state(state, self.device)
 
 
+_HERE: AbstractContextManager[Any] = nullcontext()
+
+
 class TorchHost:
     """Torch's memory, streams and sort, for the device that launches kernels on a GPU."""
 
@@ -221,8 +216,8 @@ class TorchHost:
         return int(torch._C._cuda_getCurrentRawStream(self._index))
 
     def within(self) -> AbstractContextManager[Any]:
-        """Make the GPU torch's current one, and return to the one before if it has a context."""
-        return _within(self._device)
+        """Make the GPU torch's current one, if it is not, and return to the one before if it has a context."""
+        return _HERE if torch.cuda.current_device() == self._index else torch.cuda.device(self._device)
 
     def empty(self, size: int, dtype: DTypeLike) -> torch.Tensor:
         """Return a tensor from torch's caching allocator."""
@@ -231,7 +226,7 @@ class TorchHost:
     def put(self, table: NDArray[Any]) -> torch.Tensor:
         """Return a copy of the bytes of a table, by way of pinned memory: nobody waits for it."""
         data = torch.from_numpy(table.reshape(-1).view(np.uint8))
-        with _within(self._device):  # pinned memory has no device by which torch would know where to ask
+        with torch.cuda.device(self._device):  # pinned memory has no device by which torch would know where to ask
             return data.pin_memory().to(self._device, non_blocking=True)
 
     def read(self, array: torch.Tensor) -> NDArray[Any]:
