@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tiercache.kernels.arrays import I8, expect
-from tiercache.kernels.cuda.launch import Device, launch_steps, struct, view
+from tiercache.kernels.cuda.launch import Device, launch_parts, struct, view
 from tiercache.kernels.cuda.vectors import by_width, rows_at
 from tiercache.kernels.step import Vectors
 
@@ -62,7 +62,7 @@ def gather(device: Device, tables: Sequence[Gathered]) -> None:
         part = vectors.address, slots.address, out.address, slots.size, dim, vec, team, vectors.is_half
         parts.append((vectors, part, -(-slots.size // _GATHER_TASK)))
     for suffix, some, tasks in by_width(parts):
-        launch_steps(device, f"gathering.gather{suffix}", _GATHER_PART, some, tasks)
+        launch_parts(device, f"gathering.gather{suffix}", _GATHER_PART, some, tasks)
 
 
 def map_slots(device: Device, groups: Sequence[Mapped]) -> None:
@@ -83,4 +83,4 @@ def map_slots(device: Device, groups: Sequence[Mapped]) -> None:
         for base, limit, first, last in zip(*columns, strict=True):
             parts.append((seen.address, local.address, to.address, base, limit, wide, first, last))
             tasks.append(-(-(last - first) // _MAP_TASK))
-    launch_steps(device, "gathering.map_slots", _MAP_PART, parts, tasks)
+    launch_parts(device, "gathering.map_slots", _MAP_PART, parts, tasks)

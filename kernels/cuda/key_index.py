@@ -13,7 +13,7 @@ from tiercache.kernels.cpu.key_index import (
     check_entries,
     check_key_sets,
 )
-from tiercache.kernels.cuda.launch import Device, blocks_for, launch_steps, struct, view
+from tiercache.kernels.cuda.launch import Device, blocks_for, launch_parts, struct, view
 
 _INSERT, _FIND = struct("InsertPart", "key_index"), struct("FindPart", "key_index")
 _TASK = 256  # keys
@@ -88,7 +88,7 @@ class KeyIndex:
         ]
         tasks = [-(-part[2] // _TASK) for part in parts]
         arguments = (self._places, self.capacity, self._apart)
-        launch_steps(self._device, "key_index.insert", _INSERT, parts, tasks, *arguments)
+        launch_parts(self._device, "key_index.insert", _INSERT, parts, tasks, *arguments)
         self.count += more
 
     def find(
@@ -116,4 +116,4 @@ class KeyIndex:
         tasks = [-(-(last - first) // _TASK) for first, last, _, _ in parts]
         words = missing.address if missing is not None else 0
         arguments = (seen.address, self._places, self.capacity, self._apart, to.address, words)
-        launch_steps(self._device, "key_index.find", _FIND, parts, tasks, *arguments)
+        launch_parts(self._device, "key_index.find", _FIND, parts, tasks, *arguments)

@@ -177,14 +177,14 @@ def access(dim: int, *addresses: int, columns: int = 0, narrow: int | None = Non
     return vec, min(32, 1 << (lanes - 1).bit_length())
 
 
-def launch_parts(
+def launch_table(
     device: Device, kernel: str, dtype: "np.dtype[Any]", parts: Sequence[Part], tasks: Sequence[int], *more: Argument,
     blocks_per_sm: int = _BLOCKS_PER_SM,
 ) -> None:  # fmt: skip
-    """Launch a kernel over the tasks of several parts; `dtype` is that of a part's struct, without its first field.
+    """Launch a kernel over the tasks of any number of parts, which lie in a table on the device.
 
-    Every part begins with its first task, which is filled in here. Of blocks there are at most so many for each
-    SM of the device.
+    dtype: of a part's struct, which begins with its first task; parts come without, it is filled in here. Of blocks
+    there are at most so many for each SM of the device.
     """
     *firsts, num_tasks = accumulate(tasks, initial=0)
     if num_tasks:
@@ -234,12 +234,12 @@ def argument_of(dtype: "np.dtype[Any]", parts: Sequence[Part], num_tasks: int) -
     return np.frombuffer(packed, _parts_of(dtype)).reshape(())
 
 
-def launch_steps(
+def launch_parts(
     device: Device, kernel: str, dtype: "np.dtype[Any]", parts: Sequence[Part], tasks: Sequence[int], *more: Argument
 ) -> None:
-    """Do as `launch_parts` for a kernel that takes `Parts`: they are an argument of the launch, and nothing is copied.
+    """Launch a kernel over the tasks of a few parts, which are an argument of the launch: nothing is copied.
 
-    Where they are more than fit, there are several launches.
+    dtype, parts and tasks as for `launch_table`. If the parts are more than fit, there are several launches.
     """
     most = most_parts(dtype)
     for begin in range(0, len(parts), most):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tiercache.kernels.cuda.launch import Device, given, launch_parts, struct, view
+from tiercache.kernels.cuda.launch import Device, given, launch_table, struct, view
 from tiercache.kernels.pieces import Pieces
 
 _PIECE, _FIELD = struct("Piece", "rows"), struct("Field", "rows")
@@ -40,7 +40,7 @@ def _move(
     parts = list(zip(*(column.tolist() for column in columns), strict=True))
     tasks = (-(-columns[1] // _TASK) * len(moved)).tolist()
     blocks = {"blocks_per_sm": _LINK_BLOCKS} if over_link else {}
-    launch_parts(device, kernel, _PIECE, parts, tasks, table, known.address, ordered, **blocks)
+    launch_table(device, kernel, _PIECE, parts, tasks, table, known.address, ordered, **blocks)
 
 
 def pack(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tiercache.kernels.arrays import I8
-from tiercache.kernels.cuda.launch import Device, Part, launch_steps, struct, view
+from tiercache.kernels.cuda.launch import Device, Part, launch_parts, struct, view
 
 STRETCH = 64
 """Places of the order; what adds up a row's gradients counts in them, and its bits depend on them."""
@@ -16,6 +16,7 @@ _KEYS, _RUNS = struct("KeyPart", "sorting"), struct("RunPart", "sorting")
 _TASK = 256  # entries
 _TILE, _MOST_TILES = 1024, 4096
 _MOST = (1 << 31) - 1
+_MOST_ENTRIES = _MOST - 4096  # kernels count in int32, by tasks, beyond the last one
 
 
 class Runs(NamedTuple):
@@ -73,8 +74,8 @@ class _Group(NamedTuple):
 def sort_groups(device: Device, groups: Sequence[tuple[Sequence[Any], int]]) -> list[Runs]:
     """Return the runs of each group: of its slots (E,), which may be several arrays one after another.
 
-    With the arrays of each group goes the number of its slots; a group has fewer than 2^31 entries. Nothing waits for
-    the device, so a slot that is not in [0, num_slots) is no error here: its entries come last, as of slot
+    With the arrays of each group goes the number of its slots; a group has fewer than 2^31 - 4096 entries. Nothing
+    waits for the device, so a slot that is not in [0, num_slots) is no error here: its entries come last, as of slot
     `num_slots`, and updates leave them out. One sort serves all groups that have fewer than 2^31 slots together.
     """
     made = []
@@ -122,8 +123,8 @@ def _sort(device: Device, groups: Sequence[_Group]) -> list[Runs]:
             tasks.append(-(-size // _TASK))
             at += size
         sizes.append(at - begin)
-    if max(sizes, default=0) > _MOST:
-        raise ValueError(f"a step of {max(sizes):,} entries is too large: at most {_MOST:,} fit.")
+    if max(sizes, default=0) > _MOST_ENTRIES:
+        raise ValueError(f"a step of {max(sizes):,} entries is too large: at most {_MOST_ENTRIES:,} fit.")
     *firsts, total = accumulate(sizes, initial=0)
     tiles, made, room = [_tile(size) for size in sizes], list[Runs](), 0
     for size in sizes:
@@ -137,15 +138,15 @@ def _sort(device: Device, groups: Sequence[_Group]) -> list[Runs]:
     if total == 0:
         return made
     keys = device.empty(total, np.int32)
-    launch_steps(device, "sorting.make_keys", _KEYS, parts, tasks, view(device, "keys", keys, np.int32).address)
+    launch_parts(device, "sorting.make_keys", _KEYS, parts, tasks, view(device, "keys", keys, np.int32).address)
     ordered, order = device.sort(keys)
     sorted_at = view(device, "keys", ordered, np.int32).address, view(device, "order", order, np.int64).address
     parts = [
         (one.entries, one.address, begin + count, one.run_at, one.size, first, group.base, tile, number)
         for one, count, first, group, tile, number in zip(made, counts, firsts, groups, tiles, numbers, strict=False)
     ]
-    launch_steps(device, "sorting.count_runs", _RUNS, parts, numbers, sorted_at[0])
-    launch_steps(device, "sorting.write_runs", _RUNS, parts, numbers, *sorted_at)
+    launch_parts(device, "sorting.count_runs", _RUNS, parts, numbers, sorted_at[0])
+    launch_parts(device, "sorting.write_runs", _RUNS, parts, numbers, *sorted_at)
     return made
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
-from tiercache.kernels.cuda.launch import Device, Part, given, launch_steps, struct, view
+from tiercache.kernels.cuda.launch import Device, Part, given, launch_parts, struct, view
 from tiercache.kernels.cuda.sorting import STRETCH
 from tiercache.kernels.cuda.vectors import RowsAt, rows_at
 from tiercache.kernels.step import ADAGRAD, ADAM, ROWWISE, SGD, Gradients, Step, check_step
@@ -140,4 +140,4 @@ def update_many(device: Device, steps: Sequence[Step]) -> None:
         kernel = f"update.{_KERNELS[group.step.rule.kind]}{group.rows.suffix}{suffix}"
         launches[kernel].append((part, -(-group.size * team // (32 * _RUNS_OF_TASK))))
     for kernel, parts in (*stretches.items(), *launches.items()):
-        launch_steps(device, kernel, _PART, [part for part, _ in parts], [tasks for _, tasks in parts])
+        launch_parts(device, kernel, _PART, [part for part, _ in parts], [tasks for _, tasks in parts])

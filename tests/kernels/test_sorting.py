@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,9 +12,13 @@ from hypothesis import strategies as st
 from tests.kernels.cases import every_machine, machine
 from tests.kernels.machines import Cuda
 from tests.kernels.shim.device import ShimDevice, devices
+from tiercache.kernels.arrays import View
 from tiercache.kernels.cpu import sorting
 from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
 from tiercache.kernels.cuda.sorting import sort_groups
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike, NDArray
 
 ALL_SLOTS = 2**31 - 1
 
@@ -90,3 +96,20 @@ def test_without_entries_nothing_is_launched_on_cuda() -> None:
     assert sort_groups(device, []) == []
     assert [runs.size for runs in sort_groups(device, [([np.empty(0, np.int32)], 5)] * 2)] == [0, 0]
     assert device.launches == []
+
+
+def test_more_entries_than_kernels_count_are_refused_on_cuda() -> None:
+    """Before anything is allocated or launched; one fewer would be taken."""
+
+    class Huge(ShimDevice):
+        def describe(self, array: Any) -> View:
+            return View(16, (array,), np.dtype(np.int32))
+
+        def empty(self, size: int, dtype: DTypeLike) -> NDArray[Any]:
+            raise MemoryError
+
+    most = 2**31 - 1 - 4096
+    with pytest.raises(ValueError, match=f"at most {most:,} fit"):
+        sort_groups(Huge(), [([most, 1], 5)])
+    with pytest.raises(MemoryError):
+        sort_groups(Huge(), [([most - 1, 1], 5)])
