@@ -102,7 +102,8 @@ def _list(feature: Feature, batch: SourceBatch, hashed: bool) -> FeatureKeys:
         if wrong.any():
             row = int(wrong.argmax())
             what = f"it has {lengths[row]} keys, but feature {feature.name!r} has length = {feature.length}"
-            raise batch.error(row, column, f'{what}: make all lists so long, or say hotness = "ragged"')
+            advice = 'make all lists so long, or say hotness = "ragged" and leave length out'
+            raise batch.error(row, column, f"{what}: {advice}")
     keys = _keys(feature, batch, values, lengths, hashed)
     weights = None
     if feature.weights is not None:

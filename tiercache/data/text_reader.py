@@ -268,13 +268,15 @@ class TextReader(FileReader):
         return SourceError(f"{where} cannot be read ({text}): correct it{advice}")
 
     def _other_delimiter(self, expected: int) -> str:
-        """Return advice if the first line has as many fields with another delimiter, or if fields may be quoted."""
+        """Return advice if the first line has as many fields with another delimiter, or if quotes do not fit."""
         if self._is_criteo:
             return ""
         with self._open() as stream:
             text = stream.read(_SNIFFED).decode("utf-8", "replace")
         if not self._quote and '"' in text:
             return "; if its fields are quoted, say quote = '\"' in [csv]"
+        if self._quote and text.count(self._quote) % 2:
+            return '; if quotes are plain characters, say quote = "" in [csv]'
         line = "".join(text.splitlines()[:1])
         fits = [d for d in _DELIMITERS if d != self._delimiter and line.count(d) == expected - 1 > 0]
         return f"; if its delimiter is {fits[0]!r}, say {_say(fits[0])} in [csv]" if fits else ""
