@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from tiercache.tiers.pass_planner import PassPlanner
 from tiercache.tiers.report import PassReport, seconds_of_waiting
 from tiercache.tiers.row_prefetcher import RowPrefetcher, Staged
 from tiercache.tiers.segments import segments_by_pass
-from tiercache.tiers.threads import nicer_thread
+from tiercache.tiers.threads import nicer_thread, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -174,8 +174,7 @@ class PassSwitcher:
         if os.getpid() != self._pid:
             return
         for thread in (self._reader, self._writer):  # the writer waits for the reader, and never the other way round
-            with suppress(RuntimeError):  # it was shut down
-                thread.submit(int).result()
+            wait_for(thread)
         self._backend.streams.synchronize()
         if self._staging is not None and self._staging.exception() is None:
             self._release(self._staging.result().staged)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,11 +14,25 @@ if TYPE_CHECKING:
 
 _NICER = 10
 """Added to the niceness of such a thread."""
+_PATIENCE = 0.5
+"""Seconds after which is asked whether a thread is alive."""
 
 
 def nicer_thread(name: str, backend: Backend) -> ThreadPoolExecutor:
     """Return one thread that does what is submitted, in order; what is idle it takes all the same."""
     return ThreadPoolExecutor(1, thread_name_prefix=f"tiercache-{name}", initializer=partial(_begin, backend.streams))
+
+
+def wait_for(thread: ThreadPoolExecutor) -> None:
+    """Return when a thread has done all that was submitted.
+
+    Also where it was shut down, or has ended because it was collected with a loop that asks for this.
+    """
+    with suppress(RuntimeError):  # it was shut down
+        last = thread.submit(int)
+        while not wait([last], _PATIENCE).done:
+            if not any(one.is_alive() for one in thread._threads):
+                return
 
 
 def _begin(streams: Streams) -> None:
