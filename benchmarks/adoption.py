@@ -121,16 +121,13 @@ def as_it_was(model: Model, data: list[dict[str, Any]], epochs: int) -> tuple[fl
     return time.perf_counter() - begun, losses
 
 
-def trained(
-    cache: tc.TierCache | tc.InMemoryCache, model: Model, optimizer: torch.optim.Optimizer, epochs: int
-) -> list[float]:
+def trained(cache: tc.TierCache | tc.InMemoryCache, model: Model, epochs: int) -> list[float]:
     """Train the next epochs; returns losses."""
     by_module, losses = isinstance(model.tables, nn.ModuleList), list[float]()
     for p in cache.passes(epochs=epochs):
         for batch in p.batches(BATCH):
             ids = [*batch.features.values()] if by_module else batch
-            losses.append(step(model(batch.dense, ids), batch.label, [optimizer]))
-            cache.optimizer.step()
+            losses.append(step(model(batch.dense, ids), batch.label, [cache.optimizer]))
     return losses
 
 
@@ -143,13 +140,13 @@ def converted(
     passes = tc.extract(data, schema(), folder / "passes", device_budget=budget + (4 << 20), progress=False)
     extracted = time.perf_counter()
     tc.convert(model, passes, {"tables": NAMES})
-    optimizer = torch.optim.Adagrad(model.top.parameters(), lr=RATE)
+    dense = torch.optim.Adagrad(model.top.parameters(), lr=RATE)
     with tc.TierCache(
-        folder / "model.tc", passes, model=model, optimizer=optimizer, device_budget=2 * budget + (16 << 20),
+        folder / "model.tc", passes, model=model, optimizer=dense, device_budget=2 * budget + (16 << 20),
         host_budget="1.5GiB", progress=False,
     ) as cache:  # fmt: skip
         opened = time.perf_counter()
-        losses = trained(cache, model, optimizer, size.epochs)
+        losses = trained(cache, model, size.epochs)
     ended = time.perf_counter()
     seconds = {
         "extract_seconds": extracted - begun,
@@ -174,11 +171,11 @@ def top_seconds(model: Model, steps: int) -> float:
 
 def epoch_seconds(model: Model, passes: tc.PassDataset) -> float:
     """Return the seconds of the second epoch in memory."""
-    optimizer = torch.optim.Adagrad(model.top.parameters(), lr=RATE)
-    cache = tc.InMemoryCache(passes, model=model, optimizer=optimizer)
-    trained(cache, model, optimizer, 1)
+    dense = torch.optim.Adagrad(model.top.parameters(), lr=RATE)
+    cache = tc.InMemoryCache(passes, model=model, optimizer=dense)
+    trained(cache, model, 1)
     begun = time.perf_counter()
-    trained(cache, model, optimizer, 2)
+    trained(cache, model, 2)
     return time.perf_counter() - begun
 
 

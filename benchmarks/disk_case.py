@@ -162,10 +162,11 @@ class Step:
     def __call__(self, batch: Batch) -> None:
         """Train a batch."""
         self._loss_of(self.net(batch), batch.label).backward()
-        self._optimizer.step()
         if not self._track:
-            self._cache.optimizer.step()
-        self._optimizer.zero_grad()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        self._cache.optimizer.step()
+        self._cache.optimizer.zero_grad()
 
 
 class DenseTimer:

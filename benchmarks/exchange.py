@@ -29,7 +29,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -48,6 +48,7 @@ from tiercache.store.hashing import hash_keys
 from tiercache.store.shards.sharding import ShardingPlan, TableSharding
 from tiercache.store.table import group_tables
 from tiercache.tiers.rows import GroupRows, RowView
+from tiercache.training.anchors import Arrival
 from tiercache.training.batch import Batch
 from tiercache.training.joining import FeaturePart
 from tiercache.training.lookup import PooledLookup
@@ -114,7 +115,7 @@ class Rank:
         self.all_rows = self._rows(np.arange(shape.num_tables + 1, dtype=np.int64) * shape.rows)
         self.backend = open_backend("cpu", self.tables)
         self.thread = ThreadPoolExecutor(1, initializer=share_threads)
-        self.optimizer, self.handle = RowOptimizer(self.groups, self.backend), torch.nn.Parameter(torch.zeros(()))
+        self.optimizer = RowOptimizer(self.groups, self.backend)
         features = [tc.Feature(name=table.name, table=table.name) for table in self.tables]
         self.asking = Asking(ranks.clone(), self.groups, features, torch.float32)
         self.exchange = RowExchange(ranks, self.backend, self.groups, self.groups)
@@ -171,7 +172,7 @@ class Rank:
         seconds["there"] = time.perf_counter() - begun
         self._look_up(RowView(rows, gradients, "a pass", self.backend), asked.ids)
         pooled = time.perf_counter()
-        gradients.settle(dict.fromkeys((mark.tracer for mark in gradients.marks), 1.0))
+        gradients.settle(self.backend.array)
         self.exchange.gradients_of(asked, slots, gradients, self.optimizer.gradients)
         seconds["back"] = time.perf_counter() - pooled
         self.exchange.step(self.optimizer, self.rows)
@@ -185,7 +186,7 @@ class Rank:
         self.ranks.barrier()
         begun, busy = time.perf_counter(), time.process_time()
         self._look_up(RowView(self.all_rows, gradients, "a pass", self.backend), self.batches[batch])
-        gradients.settle(dict.fromkeys((mark.tracer for mark in gradients.marks), 1.0))
+        gradients.settle(self.backend.array)
         self.backend.step([OptimizerStep(self.groups[0], self.all_rows[0], gradients.pending[0], 0.01, 1)])
         return time.perf_counter() - begun, time.process_time() - busy
 
@@ -194,9 +195,9 @@ class Rank:
         none = torch.empty(0)
         lookup = PooledLookup(self.part, Batch(none, none, ids, rows, self.gradient.shape[0]), {})
         self.backend.pool([(lookup.rows, lookup.entries)], self.backend.empty(self.gradient.shape, np.float32))
-        tracer = self.optimizer.tracers.of(self.handle, self.part.tables)
-        assert tracer is not None
-        lookup.backward(self.gradient, tracer.mark(self.part.tables))
+        arrival = Arrival(cast("Any", None), torch.from_numpy(self.gradient), frozenset(), 0)  # of no module
+        lookup.backward(self.gradient.shape[1], arrival)
+        arrival.take()
 
     def bare(self, asked: Asked, *, times: float = 1.0) -> tuple[float, float]:
         """Return seconds, and those of CPU, of three bare all-to-all of the same bytes, or ``times`` as many."""

@@ -89,8 +89,9 @@ def train(
     """Train a new store as a plan says; return the reports and the most bytes of rows on the host."""
     torch.manual_seed(1)
     model = Net(data, (128,))
-    optimizer, loss_of = torch.optim.Adam(model.parameters(), lr=1e-3), nn.BCEWithLogitsLoss()
-    with tc.TierCache(store, data, model=model, optimizer=optimizer, plan=plan, progress=False) as cache:
+    dense, loss_of = torch.optim.Adam(model.parameters(), lr=1e-3), nn.BCEWithLogitsLoss()
+    with tc.TierCache(store, data, model=model, optimizer=dense, plan=plan, progress=False) as cache:
+        optimizer = cache.optimizer
         for p in cache.passes(epochs=EPOCHS):
             if p.index == passes:
                 break

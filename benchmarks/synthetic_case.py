@@ -194,13 +194,11 @@ class Trainer:
     def __init__(self, cache: Any, model: str) -> None:
         torch.manual_seed(1)
         self._cache, self.net = cache, Net(cache, MODELS[model].layers).to(cache.device)
-        self._optimizer = torch.optim.Adagrad(self.net.parameters(), lr=LEARNING_RATE)
         self._loss_of = nn.BCEWithLogitsLoss()
-        cache.register(model=self.net)
+        cache.register(model=self.net, optimizer=torch.optim.Adagrad(self.net.parameters(), lr=LEARNING_RATE))
 
     def __call__(self, batch: Batch) -> None:
         """Train a batch."""
         self._loss_of(self.net(batch), batch.label).backward()
-        self._optimizer.step()
         self._cache.optimizer.step()
-        self._optimizer.zero_grad()
+        self._cache.optimizer.zero_grad()

@@ -99,6 +99,7 @@ def run(folder: Path, days: int, samples: int) -> int:
             with tc.TierCache(
                 store, data, model=model, optimizer=optimizer, device_budget="8MiB", host_budget="64MiB", progress=False
             ) as cache:
+                optimizer = cache.optimizer
                 if day:
                     cache.restore()
                     scores.append(score(cache, model, data, 4096))

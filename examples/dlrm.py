@@ -130,6 +130,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         folder / "model.tc", train, model=model, optimizer=optimizer, device_budget=options.device_budget,
         host_budget=options.host_budget,
     ) as cache:  # fmt: skip
+        optimizer = cache.optimizer
         begun, done = time.perf_counter(), 0
         for p in cache.passes(epochs=options.epochs):
             for batch in p.batches(options.batch, shuffle=True):

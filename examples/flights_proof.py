@@ -37,7 +37,7 @@ class Trained:
             training.cache.live_rows().fill(table.name, keys, rows[table.name])
         dense = {f"weights {name}": tensor for name, tensor in training.model.state_dict().items()}
         for name, parameter in training.model.named_parameters():
-            if not name.endswith(".handle"):  # its state means nothing, and is not committed
+            if not name.endswith(".anchor"):  # its state means nothing, and is not committed
                 state = training.optimizer.state.get(parameter, {})
                 dense |= {f"{kind} of {name}": tensor for kind, tensor in state.items()}
         return cls(rows, {name: tensor.detach().clone().numpy() for name, tensor in dense.items()})

@@ -117,22 +117,17 @@ class Training:
         self.model: nn.Module = FlightsModel(cache.schema).to(cache.device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             self.model = DistributedDataParallel(self.model)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=LEARNING_RATE)
-        self.schedulers = [
-            torch.optim.lr_scheduler.LambdaLR(one, lambda epoch: DROP**epoch)
-            for one in (self.optimizer, cache.optimizer)
-        ]
-        cache.register(
-            model=self.model, optimizer=self.optimizer, dense_rate=self.schedulers[0], row_rate=self.schedulers[1]
-        )
+        cache.register(model=self.model, optimizer=torch.optim.Adam(self.model.parameters(), lr=LEARNING_RATE))
+        self.optimizer = cache.optimizer
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda epoch: DROP**epoch)
+        cache.register(scheduler=self.scheduler)
 
     def run(self, after_batch: Callable[[Any], bool | None] = lambda p: None) -> None:
         """Train from the last commit to the last epoch, or until ``after_batch(p)`` is true: that is committed."""
         criterion = nn.BCEWithLogitsLoss()
         for p in self.cache.passes(epochs=EPOCHS):
-            for scheduler in self.schedulers:
-                if scheduler.last_epoch < p.epoch:
-                    scheduler.step()
+            if self.scheduler.last_epoch < p.epoch:
+                self.scheduler.step()
             for batch in p.batches(self.size.batch, shuffle=True):
                 loss = criterion(self.model(batch), batch.label) * batch.weight
                 loss.backward()

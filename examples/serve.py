@@ -36,6 +36,7 @@ def train(folder: Path, epochs: int, samples: int) -> None:
         folder / "model.tc", data, model=model, optimizer=optimizer, device_budget="8MiB", host_budget="64MiB",
         progress=False,
     ) as cache:  # fmt: skip
+        optimizer = cache.optimizer
         for p in cache.passes(epochs=epochs):
             for batch in p.batches(BATCH, shuffle=True):
                 nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label).backward()

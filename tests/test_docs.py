@@ -109,7 +109,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for p in cache.passes(epochs=1):
                 for batch in p.batches(500):
                     names["criterion"](names["model"](batch), batch.label).backward()
-                    names["optimizer"].step()
+                    cache.optimizer.step()
             cache.write_report("run.jsonl")
     return folder
 

@@ -143,6 +143,7 @@ def test_a_store_of_texts_is_trained_looked_up_and_copied(folder: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     budgets = {"device_budget": "4MiB", "host_budget": "32MiB"}
     with tc.TierCache("model.tc", data, model=model, optimizer=optimizer, **budgets, progress=False) as cache:
+        optimizer = cache.optimizer
         for one in cache.passes(epochs=1):
             for batch in one.batches(4096):
                 model(batch).square().sum().backward()

@@ -151,20 +151,20 @@ def train(training: Training, data: Path, folder: Path, ledger: Ledger, process:
     chance = random.Random(process)  # not a generator that commits keep
     with _open(training, folder, ledger) as store, _cache(training, store, passes) as cache:
         torch.manual_seed(1)
-        model, optimizer, scheduler = _tracked(cache)
+        model, _, scheduler = _tracked(cache)
         loss_of = nn.BCEWithLogitsLoss()
         for p in cache.passes(epochs=training.epochs):
             ledger.enter("training")
             for batch in p.batches(training.batch, shuffle=True):
                 loss_of(model(batch), batch.label).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                cache.optimizer.step()
+                cache.optimizer.zero_grad()
                 if chance.random() < training.inside and p.samples_done < p.num_samples:
                     ledger.enter("commit inside")
                     cache.commit()
                     ledger.enter("training")
             scheduler.step()
-            for table in cache.optimizer.param_groups:
+            for table in cache.optimizer.rows.param_groups:
                 if table["table"] == "user":
                     table["lr"] = 0.05 / (1 + p.index)
             ledger.enter("switch" if p.index + 1 < training.epochs * len(passes) else "end")
@@ -180,7 +180,7 @@ def read_back(training: Training, folder: Path) -> dict[str, Any]:
         model, optimizer, _ = _tracked(cache)
         for _ in cache.passes(epochs=training.epochs):
             raise AssertionError("the training has not ended")
-        found: dict[str, Any] = {"passes": passes.digest, "steps": cache.optimizer.steps, "rows": 0}
+        found: dict[str, Any] = {"passes": passes.digest, "steps": cache.optimizer.rows.steps, "rows": 0}
         live_rows = cache.live_rows()
         for table in passes.tables:
             keys = np.unique(np.concatenate([p.keys(table.name) for p in passes]))
@@ -192,7 +192,7 @@ def read_back(training: Training, folder: Path) -> dict[str, Any]:
         for place, state in optimizer.state_dict()["state"].items():
             found[f"momentum {place}"] = _digest(state["momentum_buffer"].numpy())
         found["generator"] = _digest(torch.get_rng_state().numpy())
-        found["learning rates"] = [*cache.optimizer.learning_rates, optimizer.param_groups[0]["lr"]]
+        found["learning rates"] = [*cache.optimizer.rows.learning_rates, optimizer.param_groups[0]["lr"]]
         return found
 
 

@@ -111,6 +111,7 @@ def train(
         model = net if ranks is None or ranks.size == 1 else DistributedDataParallel(net)
         optimizer = torch.optim.SGD(model.parameters(), lr=1 / 8, momentum=1 / 2)
         cache.register(model=model, optimizer=optimizer)
+        optimizer = cache.optimizer
         for p in cache.passes(epochs=EPOCHS):
             batches = raw_batches(p, ranks) if given == "raw" else p.batches(data.BATCH, shuffle=True)
             for step, batch in enumerate(batches):

@@ -38,7 +38,7 @@ def trained_on(case: Case, folder: Path) -> Path:
     passes = case.cut(folder / "passes")
     with Store.open(folder / "s.tc", tables=case.tables) as store, tiered(store, passes) as cache:
         train(cache, case)
-        assert cache.optimizer.steps == STEPS
+        assert cache.optimizer.rows.steps == STEPS
     return folder / "s.tc"
 
 
@@ -84,6 +84,7 @@ def test_a_table_that_stepped_less_leaves_with_its_own_count(tmp_path: Path, giv
         model = nn.ModuleList([first, second])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         cache.register(model=model, optimizer=optimizer)
+        optimizer = cache.optimizer
         for p in cache.passes(epochs=1):
             for i, batch in enumerate(p.batches(case.batch)):
                 for bag in (first, second)[: 2 - bool(i)]:
@@ -98,7 +99,7 @@ def test_a_table_that_stepped_less_leaves_with_its_own_count(tmp_path: Path, giv
         tc.reorganize(store, passes, progress=False)
         with tiered(store, passes) as cache:
             cache.restore()
-            found = {group["table"]: group["step"] for group in cache.optimizer.param_groups}
+            found = {group["table"]: group["step"] for group in cache.optimizer.rows.param_groups}
     assert found == {"a": given or STEPS, "b": given or passed, "c": given or STEPS}
 
 

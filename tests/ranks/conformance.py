@@ -168,9 +168,11 @@ def tracked(cache: Any, entry: Entry, size: int) -> tuple[Model, nn.Module, torc
     """Return the model of an entry, what of it is called, and its optimizer: tracked, with the same weights always."""
     torch.manual_seed(1)
     model = Model(cache, entry)
-    trained = DistributedDataParallel(model) if size > 1 else model
+    some_idle = bool(entry.idle)  # what is looked up without a loss has no gradient, as torch has it
+    trained = DistributedDataParallel(model, find_unused_parameters=some_idle) if size > 1 else model
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.05, momentum=0.5)
     cache.register(model=model, optimizer=optimizer)
+    optimizer = cache.optimizer
     return model, trained, optimizer
 
 
@@ -200,7 +202,7 @@ def run(
                 continue
             if step in entry.rates:
                 rate, tables = entry.rates[step]
-                for table in cache.optimizer.param_groups:
+                for table in cache.optimizer.rows.param_groups:
                     table["lr"] = rate if tables is None or table["table"] in tables else table["lr"]
             if step in entry.discarded:
                 cache.optimizer.zero_grad()

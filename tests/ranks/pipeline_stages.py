@@ -70,6 +70,7 @@ def train_in_stages(folder: Path, passes: tc.PassDataset, device: str) -> list[f
         bag, mine = tc.EmbeddingBagCollection(cache.schema), stages()[ranks.rank].to(cache.device)
         optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
         cache.register(bag=bag, stage=mine, optimizer=optimizer)
+        optimizer = cache.optimizer
         stage = PipelineStage(mine, ranks.rank, ranks.size, cache.device)
         schedule = ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=nn.BCEWithLogitsLoss())
         first, last = StageInput(ranks), ranks.size - 1
@@ -95,6 +96,7 @@ def train_whole(passes: tc.PassDataset) -> list[float]:
     bag, dense = tc.EmbeddingBagCollection(cache.schema), nn.Sequential(*stages())
     optimizer = torch.optim.SGD(dense.parameters(), lr=0.1)
     cache.register(model=dense, optimizer=optimizer)
+    optimizer = cache.optimizer
     criterion, losses = nn.BCEWithLogitsLoss(), np.zeros((EPOCHS, 0)).tolist()
     for p in cache.passes(epochs=EPOCHS):
         for batch in p.batches(BATCH):

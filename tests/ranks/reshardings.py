@@ -60,6 +60,7 @@ def train_to_cursor(
         model = Net(cache, case)
         optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
         cache.register(model=model, optimizer=optimizer)
+        optimizer = cache.optimizer
         for p in cache.passes(epochs=10):
             if shards is not None:
                 cache.drain()

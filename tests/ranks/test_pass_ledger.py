@@ -39,6 +39,7 @@ class Training:
         self.model = DistributedDataParallel(Net(cache, CASE)) if ranks.size > 1 else Net(cache, CASE)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         cache.register(model=self.model, optimizer=self.optimizer)
+        self.optimizer = cache.optimizer
 
     def backward(self, batch: tc.Batch) -> None:
         """Compute gradients."""

@@ -90,9 +90,12 @@ def train(
     pooled: set[str] = set()
     with opened(folder, name, kind, **options) as cache:
         inner = Model(cache, by_rows=by_rows)
-        model = DistributedDataParallel(inner) if ranks.size > 1 else inner
+        model: Any = inner
+        if ranks.size > 1:  # of which a part has no gradient at times
+            model = DistributedDataParallel(inner, find_unused_parameters=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
         cache.register(model=model, optimizer=optimizer)
+        optimizer = cache.optimizer
         held = 0
         for p in cache.passes(epochs=2):
             if micro_batches is None:

@@ -59,6 +59,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Resul
                 model = Net(cache, CASE)
                 optimizer = torch.optim.SGD(model.parameters(), lr=CASE.dense_lr, momentum=0.5)
                 cache.register(model=model, optimizer=optimizer)
+                optimizer = cache.optimizer
                 how = {"missing": missing, "evaluates": evaluates, "reweighs": reweighs}
                 found = raw_trainings.run(cache, samples, model, optimizer, **how)
                 known[way] = result_of(store, passes, model), found

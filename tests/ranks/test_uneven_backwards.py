@@ -33,6 +33,7 @@ def alternate(ranks: AnyCommunicator, folder: str, name: str, *, sharding: dict[
         model = nn.ModuleList([both, first])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         cache.register(model=model, optimizer=optimizer)
+        optimizer = cache.optimizer
         for p in cache.passes(epochs=1):
             for i, batch in enumerate(p.batches(16)):
                 if i % 3 == 2 and ranks.rank == i % 2:
@@ -43,7 +44,7 @@ def alternate(ranks: AnyCommunicator, folder: str, name: str, *, sharding: dict[
                     (first(batch).square().mean() * batch.weight).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        return {group["table"]: group["step"] for group in cache.optimizer.param_groups}
+        return {group["table"]: group["step"] for group in cache.optimizer.rows.param_groups}
 
 
 @pytest.mark.parametrize("sharding", ["row", "table", "column", "replicate"])
@@ -79,10 +80,11 @@ def train(ranks: AnyCommunicator, folder: str, name: str, *, left_out: bool) -> 
                     loss.backward()
                 elif not left_out:
                     (loss * 0).backward()
-                for optimizer in (first, second):
+                for optimizer in map(cache.optimizer.part, (first, second)):
                     optimizer.step()
                     optimizer.zero_grad()
-        return {"steps": cache.optimizer.steps, "tables": [group["step"] for group in cache.optimizer.param_groups]}
+        rows = cache.optimizer.rows
+        return {"steps": rows.steps, "tables": [group["step"] for group in rows.param_groups]}
 
 
 @pytest.mark.parametrize("what", TABLES)

@@ -61,6 +61,7 @@ def model_of(cache: tc.TierCache, case: Case) -> tuple[nn.Module, torch.optim.Op
         model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
     cache.register(model=model, optimizer=optimizer)
+    optimizer = cache.optimizer
     return model, optimizer
 
 
@@ -172,6 +173,7 @@ def resident(case: Case, passes: tc.PassDataset, *, steps: int | None = None) ->
     model = Net(cache, case)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
     cache.register(model=model, optimizer=optimizer)
+    optimizer = cache.optimizer
     done = 0
     for p in cache.passes(epochs=case.epochs):
         for batch in p.batches(case.batch, shuffle=case.shuffle):

@@ -26,14 +26,18 @@ def trained(folder: Path, name: str, prepare: str, stop: int | None = None) -> d
     with TierCache(folder / name, data, device_budget="1MiB", host_budget="64MiB", progress=False) as cache:
         torch.manual_seed(1)
         model: Any = Net(cache, CASE)
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        dense = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        model = accelerator.prepare(model) if prepare == "before" else model
+        cache.register(model=model, optimizer=dense)
+        optimizer: Any = cache.optimizer
         scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.8)
         if prepare == "after":
-            cache.register(model=model, optimizer=optimizer, scheduler=scheduler)
+            cache.register(scheduler=scheduler)
+            model = accelerator.prepare(model)
         if prepare:
-            model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+            optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
         if prepare != "after":
-            cache.register(model=model, optimizer=optimizer, scheduler=scheduler)
+            cache.register(scheduler=scheduler)
         for p in cache.passes(epochs=EPOCHS):
             for number, batch in enumerate(p.batches(CASE.batch, shuffle=True)):
                 optimizer.zero_grad()
@@ -48,8 +52,8 @@ def trained(folder: Path, name: str, prepare: str, stop: int | None = None) -> d
                     cache.commit()
                     return {}
         inner = accelerator.unwrap_model(model) if prepare else model
-        dense = {key: value.clone() for key, value in inner.state_dict().items()}
-    return dense | rows_of(folder / name)
+        weights = {key: value.clone() for key, value in inner.state_dict().items()}
+    return weights | rows_of(folder / name)
 
 
 @pytest.mark.parametrize("prepare", ["before", "after"])

@@ -30,7 +30,7 @@ class Module(pl.LightningModule):  # type: ignore[name-defined, misc]
     def __init__(self, cache: tc.TierCache) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.net = Net(cache, CASE)
+        self.net, self._cache = Net(cache, CASE), cache
 
     def training_step(self, batch: tc.Batch, _: int) -> torch.Tensor:
         """Return the loss."""
@@ -38,7 +38,8 @@ class Module(pl.LightningModule):  # type: ignore[name-defined, misc]
 
     def configure_optimizers(self) -> Any:
         """Return optimizer and scheduler."""
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
+        self._cache.register(optimizer=torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5))
+        optimizer = self._cache.optimizer
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.8)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -71,7 +72,7 @@ def by_hand(folder: Path, name: str) -> dict[str, Any]:
         module = Module(cache)
         made = module.configure_optimizers()
         optimizer, scheduler = made["optimizer"], made["lr_scheduler"]["scheduler"]
-        cache.register(model=module, optimizer0=optimizer, scheduler0=scheduler)
+        cache.register(model=module, scheduler0=scheduler)
         for p in cache.passes(epochs=EPOCHS):
             for batch in p.batches(CASE.batch, shuffle=True):
                 optimizer.zero_grad()

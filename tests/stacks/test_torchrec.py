@@ -118,13 +118,14 @@ def ours(folder: Path, optimizer: str, *, dies: bool) -> tuple[dict[int, float],
     """Train the converted model out of core, to the end or until it kills itself inside a pass."""
     data = tc.PassDataset.open(folder / "passes")
     model = tc.convert(model_of("cpu" if dies else "meta"), data)  # the store has the weights, the second time
-    dense = optimizer_of(optimizer, [p for name, p in model.named_parameters() if "handle" not in name], 0.05)
+    dense = optimizer_of(optimizer, [p for name, p in model.named_parameters() if "anchor" not in name], 0.05)
     row_bytes = ROWS * len(TABLES) * (DIM + (DIM if optimizer == "Adagrad" else 0)) * 4
     losses = {}
     with tc.TierCache(
         folder / "model.tc", data, model=model, optimizer=dense, device_budget=row_bytes // 4, host_budget="32MiB",
         progress=False,
     ) as cache:  # fmt: skip
+        dense = cache.optimizer
         for p in cache.passes(epochs=EPOCHS):
             for number, (floats, kjt, label) in enumerate(loader_of(p.index % PASSES)):
                 at = p.index * BATCHES + number

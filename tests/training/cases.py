@@ -191,12 +191,12 @@ def train(
 
 
 def registered(cache: Any, case: Case, seed: int = 1, **more: Any) -> tuple[Net, torch.optim.Optimizer]:
-    """Return the model of ``case`` and its optimizer, which a cache tracks, with ``more``."""
+    """Return the model of ``case``, which a cache tracks, with ``more``, and what the loop steps."""
     torch.manual_seed(seed)
     model = Net(cache, case).to(cache.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
     cache.register(model=model, optimizer=optimizer, **more)
-    return model, optimizer
+    return model, cache.optimizer
 
 
 def run(

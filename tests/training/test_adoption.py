@@ -273,9 +273,8 @@ def ours_until(
     model = DistributedDataParallel(model) if size > 1 else model
     budgets: dict[str, Any] = {"device_budget": row_bytes(optimizer) // 4, "host_budget": "32MiB"}
     with tc.TierCache(store, passes, model=model, optimizer=optimizers, **budgets, progress=False) as cache:
-        side = Side(
-            model, optimizers, cache.clip_grad_norm_, [*optimizers, cache.optimizer], cache.register, losses, rank == 0
-        )
+        stepped: list[Any] = [cache.optimizer.part(one) for one in optimizers] if gan else [cache.optimizer]
+        side = Side(model, stepped, cache.clip_grad_norm_, [cache.optimizer], cache.register, losses, rank == 0)
         state: dict[str, Any] = {}
         loop.begin(side, state)
         passes_of = by_pass(cache, stop, end)

@@ -78,6 +78,7 @@ def followed(cache: Any) -> tuple[Net, torch.optim.Optimizer]:
     model = Net(cache, CASE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     cache.register(model=model, optimizer=optimizer)
+    optimizer = cache.optimizer
     return model, optimizer
 
 
@@ -396,8 +397,8 @@ def test_an_output_may_be_changed_in_place(one_pass: tc.PassDataset, device: str
         out, one = bag(batch), single(batch)["f"]
         out, one = (out.relu_(), one.relu_()) if in_place else (out.relu(), one.relu())
         (out.square().sum() + one.square().sum()).backward()
-        gradients, tracers = cache.optimizer.gradients, cache.optimizer.tracers
-        pending = gradients.applied(tracers.factors(gradients.marks, None))
+        rows = cache.optimizer.rows
+        pending = rows.gradients.applied(rows.due(None), cache._backend.array)
         sums.append([cache._backend.tensor(p.gradient).clone() for g in pending for p in g])
         cache.optimizer.zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(*sums, strict=True))

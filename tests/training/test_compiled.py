@@ -50,6 +50,7 @@ def train(passes: tc.PassDataset, *, compiled: bool) -> Any:
         run: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         cache.register(model=model, optimizer=optimizer)
+        optimizer = cache.optimizer
         logits = []
         for p in cache.passes(epochs=2):
             for batch in p.batches(16):
@@ -80,10 +81,10 @@ def test_operators_keep_what_torch_asks_of_them(passes: tc.PassDataset, *, train
         weight = torch.rand(16, requires_grad=True)
         of_module = model.bags.number, model.bags.out_features, trained
         bags = torch.ops.tiercache.embedding_bags.default
-        torch.library.opcheck(bags, (model.bags.handle, batch.number, [], "", *of_module))
-        torch.library.opcheck(bags, (model.bags.handle, batch.number, [weight], "f", *of_module))
+        torch.library.opcheck(bags, (model.bags.anchor, batch.number, [], "", *of_module))
+        torch.library.opcheck(bags, (model.bags.anchor, batch.number, [weight], "f", *of_module))
         dims, lengths = model.rows.dims, [model.rows.length_of(name) for name in model.rows.features]
-        rows = (model.rows.handle, batch.number, dims, lengths, model.rows.number, trained)
+        rows = (model.rows.anchor, batch.number, dims, lengths, model.rows.number, trained)
         torch.library.opcheck(torch.ops.tiercache.embedding_rows.default, rows)
 
 
@@ -109,6 +110,7 @@ def train_again(passes: tc.PassDataset, *, compiled: bool) -> list[float]:
         of_first = torch.optim.SGD([*modules[0].parameters(), weight], lr=0.5)
         of_second = torch.optim.SGD(modules[1].parameters(), lr=0.5)
         cache.register(first=of_first, second=of_second)
+        of_first, of_second = map(cache.optimizer.part, (of_first, of_second))
         for _ in range(4):
             loss = first(batch, {"f": weight}).square().sum()
             second(batch).square().sum().backward()
@@ -144,15 +146,15 @@ def test_what_backward_needs_is_gone_with_its_graph(passes: tc.PassDataset) -> N
 
 
 def test_a_copied_module_looks_up_by_itself(passes: tc.PassDataset) -> None:
-    """Its gradients are those of its own handle."""
+    """Its gradients are those of its own anchor."""
     with tc.InMemoryCache(passes) as cache:
         bag = tc.EmbeddingBag(passes.schema, "f")
         other = copy.deepcopy(bag)
         loop = cache.passes(epochs=1)
         batch = next(next(loop).batches(16))
         torch.compile(other, backend="aot_eager", fullgraph=True)(batch).sum().backward()
-        assert bag.handle.grad is None
-        assert other.handle.grad is not None
+        assert bag.anchor.grad is None
+        assert other.anchor.grad is not None
 
 
 def test_importing_everything_leaves_the_compiler_alone() -> None:

@@ -52,6 +52,7 @@ def losses(cache: Any, padding: int | None, *, double: bool) -> list[float]:
     model = model.double() if double else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     cache.register(model=model, optimizer=optimizer)
+    optimizer = cache.optimizer
     scaler, found = torch.amp.GradScaler("cpu"), []
     for p in cache.passes(epochs=1):
         for i, batch in enumerate(p.batches(8)):
@@ -78,7 +79,7 @@ def test_rows_are_trained_to_the_same_bits_under_any_default_dtype(
     passes: tc.PassDataset, default_dtype: Callable[[torch.dtype], None], dtype: torch.dtype, padding: int | None,
     resident: bool,
 ) -> None:  # fmt: skip
-    """Handles, tracers, scales and counts are float32 by themselves."""
+    """Anchors, gradients, scales and counts are float32 by themselves."""
 
     def run(*, double: bool) -> list[float]:
         if resident:

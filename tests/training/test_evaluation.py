@@ -178,7 +178,7 @@ def test_evaluation_writes_nothing_and_leaves_no_gradient(
                 for piece in cache.evaluate(others):
                     for samples in piece.batches(16):
                         model(samples).sum().backward()
-                assert not cache.optimizer.pending
+                assert not cache.optimizer.rows.pending
                 assert written(store) == before
                 assert torch.equal(torch.get_rng_state(), state)
 

@@ -38,6 +38,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.5)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=5, gamma=0.9)
         cache.register(model=self.model, optimizer=self.optimizer, scheduler=self.scheduler)
+        self.optimizer = cache.optimizer
         self.losses: dict[tuple[int, int], float] = {}
 
     def fetched(self, **options: Any) -> Iterator[tuple[tc.Pass, int, tc.Batch]]:

@@ -48,6 +48,7 @@ class Training:
         self.model = Net(self.cache, case)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.cache.register(model=self.model, optimizer=self.optimizer)
+        self.optimizer = self.cache.optimizer
 
     def run(self, wrong: Callable[[Training, tc.Batch], object], at: tuple[int, int] = (1, 2)) -> int:
         """Train one epoch; returns the batches that were stepped."""

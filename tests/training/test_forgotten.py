@@ -104,7 +104,7 @@ def test_a_model_that_the_cache_was_not_given_trains_no_rows(
         other(batch).sum().backward()
         cache.optimizer.step()
         loop.close()
-        assert cache.optimizer.steps == 1
+        assert cache.optimizer.rows.steps == 1
 
 
 @pytest.mark.parametrize("how", ["copy", "average", "copy of a copy"])
@@ -120,7 +120,7 @@ def test_a_copy_of_a_model_reads_rows_and_trains_none(store: tc.Store, passes: t
         with one_sentence(StateError, "belongs to no model of this cache", "register()"):
             (copy.deepcopy(other) if "of" in how else other)(batch).sum().backward()
         loop.close()
-        assert cache.optimizer.steps == 0
+        assert cache.optimizer.rows.steps == 0
 
 
 HIDDEN: dict[str, Callable[[Net], tuple[dict[str, Any], int]]] = {
@@ -180,6 +180,7 @@ def test_trained_rows_are_not_evaluated_under_a_model_that_was_not_restored(
         model = Net(cache, CASE)
         optimizer = sgd(model)
         cache.register(model=model, optimizer=optimizer)
+        optimizer = cache.optimizer
         evaluate(cache)
         train(cache, model, optimizer)
         evaluate(cache)
@@ -239,9 +240,9 @@ def rates_warnings(cache: Any, schedule: Callable[[], Callable[[], None]], *, la
         for p in cache.passes(epochs=2):
             for batch in p.batches(16):
                 change = change or schedule(optimizer)  # type: ignore[call-arg]
-                step(model, optimizer, batch)
+                step(model, cache.optimizer, batch)
                 change()
-    return sum("make a scheduler for cache.optimizer" in str(one.message) for one in caught)
+    return sum("make the scheduler of cache.optimizer" in str(one.message) for one in caught)
 
 
 @pytest.mark.parametrize("what", SCHEDULES)
@@ -255,7 +256,7 @@ def test_a_schedule_that_rows_do_not_follow_is_named_once(
         assert rates_warnings(cache, SCHEDULES[what], late=late) == 1  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("what", ["none", "both", "rows by hand"])
+@pytest.mark.parametrize("what", ["none", "of both", "rows by hand"])
 def test_rates_that_rows_follow_are_not_named(store: tc.Store, passes: tc.PassDataset, what: str) -> None:
     """Nor those of a training without a schedule."""
     with tiered(store, passes) as cache:
@@ -263,8 +264,8 @@ def test_rates_that_rows_follow_are_not_named(store: tc.Store, passes: tc.PassDa
         def schedule(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
             changes = {
                 "none": [],
-                "both": [StepLR(one, 1).step for one in (optimizer, cache.optimizer)],
-                "rows by hand": [by_hand(optimizer), by_hand(cache.optimizer)],
+                "of both": [StepLR(cache.optimizer, 1).step],
+                "rows by hand": [by_hand(cache.optimizer)],
             }[what]
             return lambda: [change() for change in changes] and None
 

@@ -237,16 +237,15 @@ WRONG: dict[str, tuple[Callable[[tc.Batch], Any], type[Exception], list[str]]] =
         )
         for kind in (tc.EmbeddingBag, tc.Embedding)
         for name, words in (
-            ("weight", "Store.lookup"), ("embedding_dim", ".dims"), ("num_embeddings", "unbounded"),
-            ("padding_idx", "when the module is made"), ("sparse", "no gradient of a whole table"),
+            ("max_norm", "not renormalized"), ("sparse", "no gradient of a whole table"),
         )
     },
     "nn.init": (
-        lambda _: nn.init.normal_(tc.Embedding(CASE.schema, "one").weight), AttributeError, ["initializer of their"]
+        lambda _: nn.init.normal_(tc.Embedding(CASE.schema, "one").weight), AttributeError, ["initializer of the table"]
     ),
-    "converted.weight": (
-        lambda _: tc.convert(nn.Embedding(5, 4), CASE.schema, {"": ["three", "some"]}).weight, AttributeError,
-        ["SharedLookup", "no weight"],
+    "converted.max_norm": (
+        lambda _: tc.convert(nn.Embedding(5, 4), CASE.schema, {"": ["three", "some"]}).max_norm, AttributeError,
+        ["SharedLookup", "no max_norm"],
     ),
 }  # fmt: skip
 
@@ -264,5 +263,5 @@ def test_other_unknown_attributes_are_nn_modules_matter() -> None:
     module = tc.Embedding(CASE.schema, "one")
     with pytest.raises(AttributeError, match="'Embedding' object has no attribute 'wieght'"):
         _ = module.wieght
-    assert not hasattr(module, "weight")
-    assert hasattr(module, "handle")
+    assert not hasattr(module, "max_norm")
+    assert hasattr(module, "anchor")

@@ -81,6 +81,7 @@ def train(folder: Path, name: str, *, stop: tuple[int, int] | None = None, worke
     model = nn.ModuleList([bags, top])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with tiered(folder / name, data, model=model, optimizer=optimizer) as cache:
+        optimizer = cache.optimizer
         for p in cache.passes(epochs=2):
             if by == "wrap":
                 batches: Any = p.wrap(loader(p.sub_dataset, workers))

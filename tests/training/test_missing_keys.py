@@ -266,7 +266,7 @@ def test_a_missing_key_is_an_error_that_names_table_key_and_batch(
                 assert (caught.value.table, caught.value.key, caught.value.batch) == (table_, key, 1)
                 said.append(str(caught.value))
                 assert (p.batches_done, p.samples_done) == (1, 4)
-                assert not cache.optimizer.pending
+                assert not cache.optimizer.rows.pending
                 for mine, t in zip(before, TABLES, strict=True):
                     np.testing.assert_array_equal(mine, cache.live_rows().fields(t.name, own)[0])
                 p.batch(own_keys(p.sub_dataset))

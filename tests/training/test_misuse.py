@@ -52,7 +52,7 @@ class Loop:
     def step(self, **rates: float) -> None:
         """Train a batch with these rates of tables."""
         batch = self.batch()
-        for table in self.cache.optimizer.param_groups:
+        for table in self.cache.optimizer.rows.param_groups:
             table["lr"] = rates.get(table["table"], table["lr"])
         self.model(batch).sum().backward()
         self.optimizer.step()
@@ -123,12 +123,12 @@ def test_a_step_outside_a_pass_does_nothing(cache: TierCache, passes: tc.PassDat
     trained: Any = tc.InMemoryCache(passes) if resident else cache
     model, optimizer = registered(trained, CASE)
     for _ in range(2):
-        before, steps = model.top.weight.clone(), trained.optimizer.steps
+        before, steps = model.top.weight.clone(), trained.optimizer.rows.steps
         model.top(torch.ones(2, model.top.in_features)).sum().backward()
         optimizer.step()
         trained.optimizer.step()
         assert not torch.equal(model.top.weight, before)
-        assert trained.optimizer.steps == steps
+        assert trained.optimizer.rows.steps == steps
         loop = trained.passes(epochs=2)
         next(loop)
         loop.close()
@@ -137,7 +137,7 @@ def test_a_step_outside_a_pass_does_nothing(cache: TierCache, passes: tc.PassDat
 def test_rates_of_a_whole_group_are_taken(cache: TierCache) -> None:
     """Tables of one row layout step together."""
     Loop(cache).step(a=0.2, b=0.2)
-    assert 0.2 in cache.optimizer.learning_rates
+    assert 0.2 in cache.optimizer.rows.learning_rates
 
 
 @pytest.mark.parametrize("resident", [False, True])
@@ -166,7 +166,7 @@ def test_a_forgotten_track_is_refused_at_the_second_lookup(passes: tc.PassDatase
     model(next(batches)).sum().backward()
     optimizer.step()
     batch = next(batches)
-    with one_sentence(StateError, "the cache has no optimizer", "optimizer=..."):
+    with one_sentence(StateError, "cache.optimizer was never stepped", "optimizer=..."):
         model(batch)
     with torch.no_grad():
         model(batch)  # leaves no gradients
@@ -214,7 +214,7 @@ def test_a_batch_is_refused_after_its_pass_ended(store: tc.Store, passes: tc.Pas
             loop.model(batch)
         with one_sentence(RuntimeError, "pass 3", "has ended"):
             loss.backward()
-        assert not cache.optimizer.pending
+        assert not cache.optimizer.rows.pending
         loop.passes.close()
 
 

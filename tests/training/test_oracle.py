@@ -61,7 +61,7 @@ def compare(
             cache.register(top=top, bag=bag, vectors=vectors, optimizer=ours)
             for current in cache.passes(epochs=case.epochs):
                 if current.index == 2:
-                    for table in cache.optimizer.param_groups:
+                    for table in cache.optimizer.rows.param_groups:
                         table["lr"] = later_rate
                     oracle.set_learning_rate(later_rate)
                 for number, batch in enumerate(current.batches(case.batch, shuffle=True)):
@@ -85,7 +85,7 @@ def compare(
                         for name in weigh:
                             check(left[name].grad, right[name].grad, exact)
                     if (number + 1) % case.accumulate == 0 or current.samples_done == current.num_samples:
-                        for optimizer in (ours, theirs):
+                        for optimizer in (cache.optimizer, theirs):
                             optimizer.step()
                             optimizer.zero_grad()
                         oracle.step()

@@ -33,8 +33,8 @@ class Training:
         torch.manual_seed(1)
         self.cache, self.store = cache, store
         self.model = Net(cache, CASE)
-        self.optimizer = self.registered = torch.optim.SGD(self.model.parameters(), lr=0.05)
-        cache.register(model=self.model, optimizer=self.optimizer)
+        cache.register(model=self.model, optimizer=torch.optim.SGD(self.model.parameters(), lr=0.05))
+        self.optimizer = self.registered = cache.optimizer
 
     def passes(self) -> Iterator[tc.Pass]:
         """Begin a loop."""

@@ -269,7 +269,7 @@ def test_raw_keys_are_evaluated_as_of_now_within_the_budget(tmp_path: Path, engi
                 got = found[feature.name].detach().cpu().numpy().reshape(asked.size, -1, spec.dim)[:, 0]
                 np.testing.assert_array_equal(got, np.array(expected))
             found["one"].sum().backward()
-            assert not cache.optimizer.pending
+            assert not cache.optimizer.rows.pending
 
         check({t.name: {} for t in TABLES})
         memory = resident(passes, device=gpu())
@@ -386,7 +386,7 @@ def test_an_index_on_the_device_takes_what_is_planned_of_the_budget(
         rows, indexes = cache.device_bytes, []
         for current in cache.passes(epochs=1):
             check_ids(passes, current, keys[current.sub_dataset])
-            index = cache._raw._reader._finder._index
+            index = cache._raw.reader._finder._index
             assert isinstance(index, cuda_key_index.CudaKeyIndex)
             held = index._index._held, index._index._apart_held, index._coming
             largest = max(p.rows("a") + p.rows("b") for p in passes.passes[: current.sub_dataset + 1])

@@ -30,6 +30,7 @@ def test_no_step_waits_for_the_gpu(tmp_path: Path) -> None:
         model = Net(cache, CASE).to(cache.device)
         optimizer, loss_of = torch.optim.SGD(model.parameters(), lr=0.01), torch.nn.BCEWithLogitsLoss()
         cache.register(model=model, optimizer=optimizer)
+        optimizer = cache.optimizer
         for p in cache.passes(epochs=2):
             for batch in p.batches(CASE.batch, shuffle=True):
                 torch.cuda.set_sync_debug_mode("error")

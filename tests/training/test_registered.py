@@ -67,6 +67,7 @@ def test_the_state_of_a_compiled_model_has_the_names_of_the_model(store: tc.Stor
     """So a training goes on without compiling, or with."""
     model, optimizer = new_model(passes)
     with tiered(store, passes, model=torch.compile(model), optimizer=optimizer) as cache:
+        optimizer = cache.optimizer
         train(cache, model, optimizer, 1)
     other, again = new_model(passes)
     with tiered(store, passes, model=other, optimizer=again) as cache:
@@ -78,6 +79,7 @@ def test_the_last_commit_is_restored_without_a_loop(store: tc.Store, passes: tc.
     """Weights as they were, and rows as an evaluation sees them; a loop that is open ends."""
     model, optimizer = new_model(passes)
     with tiered(store, passes, model=model, optimizer=optimizer) as cache:
+        optimizer = cache.optimizer
         train(cache, model, optimizer, 1)
         committed = model.top.weight.clone()
         loop = cache.passes(epochs=2)
@@ -100,7 +102,7 @@ def test_a_scheduler_that_was_not_registered_is_named(store: tc.Store, passes: t
     with tiered(store, passes, model=model, optimizer=optimizer) as cache:
         scheduler = StepLR(cache.optimizer if "." in whose else optimizer, 1)
         with pytest.warns(UserWarning, match=f"^{whose} has a learning-rate scheduler that was not registered"):
-            train(cache, model, optimizer, 1)
+            train(cache, model, cache.optimizer, 1)
         cache.register(scheduler=scheduler)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -109,11 +111,12 @@ def test_a_scheduler_that_was_not_registered_is_named(store: tc.Store, passes: t
 
 
 def test_a_restored_optimizer_has_the_state_of_all_its_parameters(store: tc.Store, passes: tc.PassDataset) -> None:
-    """Commits do not keep that of handles: what the optimizer was constructed with stays."""
+    """Commits do not keep that of anchors: what the optimizer was constructed with stays."""
     sums = []
     for epochs in (1, 2):
         model, optimizer = new_model(passes, torch.optim.Adagrad)
         with tiered(store, passes, model=model, optimizer=optimizer) as cache:
+            optimizer = cache.optimizer
             cache.restore()
             assert all("sum" in optimizer.state[one] for one in model.parameters())
             sums.append(optimizer.state[model.top.weight]["sum"].sum().item())
@@ -127,6 +130,7 @@ def checkpointed(folder: Path, passes: int, save: Path | None = None, load: Path
     torch.manual_seed(1)
     model, optimizer = new_model(data)
     with tiered(folder / "m.tc", data, model=model, optimizer=optimizer, retention=9) as cache:
+        optimizer = cache.optimizer
         if load is not None:
             before = cache.store.commit.id
             dcp.load({"rows": cache, "model": model}, checkpoint_id=load, no_dist=True)

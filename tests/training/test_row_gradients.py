@@ -57,8 +57,9 @@ class World:
     def __init__(self, passes: tc.PassDataset, *, owns: Callable[[Net], Any] = nn.Module.parameters) -> None:
         torch.manual_seed(0)
         self.model = Net()
-        self.optimizer = torch.optim.SGD(owns(self.model), lr=0.1)
-        self.cache = tc.InMemoryCache(passes, model=self.model, optimizer=self.optimizer)
+        self.dense = torch.optim.SGD(owns(self.model), lr=0.1)
+        self.cache = tc.InMemoryCache(passes, model=self.model, optimizer=self.dense)
+        self.optimizer = self.cache.optimizer
         self.loop = self.cache.passes(epochs=2)
         self.pass_index = next(self.loop)
         self.batches = list(self.pass_index.batches(16))
@@ -90,7 +91,10 @@ DROPS: dict[str, Callable[[World], Any]] = {
     "set_to_none=False": lambda w: w.optimizer.zero_grad(set_to_none=False),
     "model.zero_grad": lambda w: w.model.zero_grad(),
     "grad = None": lambda w: [setattr(p, "grad", None) for p in w.model.parameters()],
-    "cache.optimizer.zero_grad": lambda w: (w.optimizer.zero_grad(), w.cache.optimizer.zero_grad()),
+    "of the dense optimizer": lambda w: w.dense.zero_grad(),
+    "zeros of the dense optimizer": lambda w: w.dense.zero_grad(set_to_none=False),
+    "zeros of the model": lambda w: w.model.zero_grad(set_to_none=False),
+    "of a part": lambda w: w.optimizer.part(w.dense).zero_grad(),
 }
 
 
@@ -100,7 +104,7 @@ def test_gradients_that_are_dropped_train_no_row(world: World, passes: tc.PassDa
     before = world.rows()
     world.model(world.batches[0]).backward()
     DROPS[how](world)
-    assert not world.cache.optimizer.pending
+    assert not world.cache.optimizer.rows.pending
     world.optimizer.step()
     assert np.array_equal(world.rows(), before)
     world.model(world.batches[0]).backward()
@@ -112,13 +116,13 @@ def test_gradients_that_are_dropped_train_no_row(world: World, passes: tc.PassDa
 
 
 def test_rows_are_stepped_once_whoever_steps(world: World, passes: tc.PassDataset) -> None:
-    """By the loop's optimizer, by the rows' own, or by both."""
+    """By all, by the rows' own, by a part, or by several."""
     world.model(world.batches[0]).backward()
-    world.cache.optimizer.step()
+    world.optimizer.rows.step()
     world.optimizer.step()
-    world.cache.optimizer.step()
+    world.optimizer.part(world.dense).step()
     assert np.array_equal(world.rows(), stepped_once(passes, 0)[0])
-    assert world.cache.optimizer.steps == 1
+    assert world.cache.optimizer.rows.steps == 1
 
 
 CHANGES: dict[str, Callable[[World], Any]] = {
@@ -132,7 +136,7 @@ CHANGES: dict[str, Callable[[World], Any]] = {
 
 @pytest.mark.parametrize("how", CHANGES)
 def test_gradients_that_are_changed_are_refused(world: World, how: str) -> None:
-    """Rows cannot follow a norm that leaves them out: the sentence names what can, and no row changes."""
+    """A norm of parameters leaves rows out: the sentence names what does not, and no row changes."""
     before = world.rows()
     world.model(world.batches[0]).backward()
     CHANGES[how](world)
@@ -173,7 +177,7 @@ def test_a_frozen_module_is_not_stepped(passes: tc.PassDataset) -> None:
         world.cache.register(bags=bags, of_bags=optimizer)
         before = world.rows("a")
         sum(bag(world.batches[0]).sum() for bag in bags.values()).backward()
-        optimizer.step()
+        world.optimizer.part(optimizer).step()
         assert np.array_equal(world.rows("a"), before) == frozen
         found.append(world.rows("b"))
     assert np.array_equal(*found)
@@ -185,7 +189,7 @@ def test_a_frozen_model_leaves_no_gradients(world: World) -> None:
     assert not world.model(world.batches[0]).requires_grad
     world.model.requires_grad_(True)
     world.model(world.batches[0]).backward()
-    assert world.cache.optimizer.pending
+    assert world.cache.optimizer.rows.pending
 
 
 def test_gradients_that_are_asked_for_train_nothing(world: World) -> None:
@@ -204,7 +208,7 @@ def test_a_module_that_no_optimizer_has_is_refused(world: World) -> None:
     other = copy.deepcopy(world.model)
     other(world.batches[0]).backward()
     with one_sentence(StateError, "'a'", "in none of the cache's optimizers", "requires_grad_(False)"):
-        world.optimizer.step()
+        world.optimizer.part(world.dense).step()
 
 
 def test_an_optimizer_of_dense_parameters_alone_steps_all_rows(passes: tc.PassDataset) -> None:
@@ -222,35 +226,37 @@ def test_gradients_of_another_optimizer_have_to_be_dropped_once_their_pass_has_e
     tables.add_param_group({"params": [*other.parameters()]})
     world.cache.register(other=other, tables=tables)
     (world.model(world.batches[0]) + other(world.batches[0])).backward()
-    world.optimizer.step()
+    world.optimizer.part(world.dense).step()
     world.pass_index.skip()
     batch = next(next(world.loop).batches(16))
     with one_sentence(StateError, "from pass 0 were neither stepped nor dropped", "zero_grad()"):
         other(batch).backward()
     tables.zero_grad()
     other(batch).backward()
-    tables.step()
+    world.optimizer.part(tables).step()
 
 
-def test_schedulers_work_on_the_rows_optimizer(world: World) -> None:
-    """And warn of nothing."""
+def test_a_schedule_multiplies_the_rates_of_rows_as_those_of_dense_parameters(world: World) -> None:
+    """And warns of nothing; what is loaded counts for both."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        scheduler = StepLR(world.cache.optimizer, step_size=1, gamma=0.5)
+        scheduler = StepLR(world.optimizer, step_size=1, gamma=0.5)
         world.model(world.batches[0]).backward()
         world.optimizer.step()
         scheduler.step()
-    assert [group["lr"] for group in world.cache.optimizer.param_groups] == [0.25, 0.25]
-    assert world.cache.optimizer.learning_rates == [0.25]
-    state = world.cache.optimizer.state_dict()
-    world.cache.optimizer.param_groups[0]["lr"] = 9.0
-    world.cache.optimizer.load_state_dict(state)
-    assert world.cache.optimizer.learning_rates == [0.25]
+    assert [group["lr"] for group in world.optimizer.param_groups] == [0.05, 0.25, 0.25]
+    assert world.optimizer.rows.learning_rates == [0.25]
+    state = copy.deepcopy(world.optimizer.state_dict())
+    for group in world.optimizer.param_groups:
+        group["lr"] = 9.0
+    world.optimizer.load_state_dict(state)
+    assert world.optimizer.rows.learning_rates == [0.25]
+    assert world.dense.param_groups[0]["lr"] == 0.05
 
 
 def test_weight_decay_is_read_at_each_step(world: World) -> None:
     """As torch's optimizers do: with no gradient but zeros, rows that are looked up decay."""
-    for group in world.cache.optimizer.param_groups:
+    for group in world.cache.optimizer.rows.param_groups:
         group["weight_decay"] = 0.1
     before = world.rows("b")
     (world.model(world.batches[0]) * 0).backward()
@@ -287,6 +293,7 @@ def test_the_state_of_a_module_says_which_rows_it_belongs_to(tmp_path: Path, pas
             store, passes, model=model, optimizer=optimizer, device_budget="1MiB", host_budget="32MiB", progress=False
         ) as cache,
     ):
+        optimizer = cache.optimizer
         for p in cache.passes(epochs=1):
             state = copy.deepcopy(model.state_dict())
             for batch in p.batches(16):
@@ -303,9 +310,11 @@ def test_the_state_of_a_module_says_which_rows_it_belongs_to(tmp_path: Path, pas
     other.load_state_dict(state)
 
 
-def test_a_handle_stays_float32_on_a_device() -> None:
-    """In 16 bits no tracer could be told from 0; and a model on "meta" has them where they work."""
-    assert Net().half().rows.handle.dtype == torch.float32
+def test_an_anchor_is_where_its_module_is_and_says_the_dtype_of_outputs(world: World) -> None:
+    """A model on "meta" has anchors on the CPU."""
+    world.model.rows.half()
+    assert world.model.rows.anchor.shape == (1,)
+    assert world.model.rows(world.batches[0]).dtype == torch.float16
     with torch.device("meta"):
         model = Net()
-    assert model.rows.handle.device.type == "cpu"
+    assert model.rows.anchor.device.type == "cpu"

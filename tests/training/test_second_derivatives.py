@@ -86,6 +86,7 @@ def test_first_derivatives_keep_a_graph_where_nothing_is_differentiated_twice(pa
         bag = tc.EmbeddingBag(CASE.schema, "f", mode="sum")
         optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)
         cache.register(model=bag, optimizer=optimizer)
+        optimizer = cache.optimizer
         for p in cache.passes(epochs=2):
             for batch in p.batches(8):
                 weights = weights_for(batch, "f")
@@ -105,6 +106,7 @@ def test_a_gradient_penalty_of_a_dense_input_trains_rows_as_in_torch(passes: tc.
     bag = tc.EmbeddingBag(CASE.schema, "f", mode="sum")
     optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)
     cache.register(model=bag, optimizer=optimizer)
+    optimizer = cache.optimizer
     keys = cache.keys("a")
     weight = nn.Parameter(torch.from_numpy(cache.fields("a")[0].copy()))
     theirs = torch.optim.SGD([weight], lr=0.1)

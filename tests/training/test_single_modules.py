@@ -12,6 +12,7 @@ import torch
 import tiercache as tc
 from tests.training.cases import Case, Spec, table
 from tests.training.test_bad_input import one_sentence
+from tiercache.errors import StateError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,8 +76,10 @@ def test_an_embedding_gives_one_vector_for_each_id(batch: tc.Batch) -> None:
 def test_what_is_no_feature_of_a_batch_is_refused(batch: tc.Batch) -> None:
     """The sentence says what to give."""
     bag = tc.EmbeddingBag(CASE.schema, "f")
-    with one_sentence(TypeError, "looks up 'f'", "given a Tensor", "batch.features['f']"):
-        bag(torch.arange(3))
+    with one_sentence(TypeError, "looks up 'f'", "given a list", "batch.features['f']", "tensor of keys"):
+        bag([1, 2, 3])  # type: ignore[arg-type]
+    with one_sentence(StateError, "looks up f", "belongs to no cache"):
+        bag(torch.arange(3).view(1, 3))
     with one_sentence(ValueError, "looks up 'f'", "given 'g'"):
         bag(batch.features["g"])
     with one_sentence(TypeError, "offsets were given", "give none"):

@@ -115,6 +115,7 @@ def follow(cache: Any, when: Callable[[int], set[str]], how: str) -> float:
     if how == "frozen":
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)] * len(NAMES)
     cache.register(model=model, **{f"o{i}": one for i, one in enumerate(dict.fromkeys(optimizers))})
+    stepped = [cache.optimizer.part(one) for one in optimizers]
     steps = dict.fromkeys(NAMES, 0)
     i = 0
     for p in cache.passes(epochs=1):
@@ -136,14 +137,14 @@ def follow(cache: Any, when: Callable[[int], set[str]], how: str) -> float:
             reference.step(due)
             for name in set(NAMES) - due:
                 reference.optimizers[name].zero_grad()
-            for name, optimizer in zip(NAMES, optimizers, strict=True):
+            for name, optimizer in zip(NAMES, stepped, strict=True):
                 if how == "frozen" or name in due or how == "left out":
                     optimizer.step()
                 optimizer.zero_grad()
             for name in due:
                 steps[name] += 1
             i += 1
-    assert {g["table"]: g["step"] for g in cache.optimizer.param_groups} == steps
+    assert {g["table"]: g["step"] for g in cache.optimizer.rows.param_groups} == steps
     return reference.difference(cache)
 
 
@@ -162,6 +163,7 @@ def test_tables_of_one_module_step_by_their_own_numbers(passes: tc.PassDataset, 
     rows = tc.EmbeddingCollection(cache.schema, ["f", "j", "g"])
     optimizer = torch.optim.SGD([*every.parameters(), *own.parameters(), *rows.parameters()], lr=0.1)
     cache.register(model=nn.ModuleList([every, own, rows]), optimizer=optimizer)
+    optimizer = cache.optimizer
     reference, chance, steps = Reference(cache), np.random.default_rng(seed), dict.fromkeys(NAMES, 0)
     for p in cache.passes(epochs=2):
         for batch in p.batches(16):
@@ -184,7 +186,7 @@ def test_tables_of_one_module_step_by_their_own_numbers(passes: tc.PassDataset, 
             optimizer.zero_grad()
             for name in due:
                 steps[name] += 1
-    assert {g["table"]: g["step"] for g in cache.optimizer.param_groups} == steps
+    assert {g["table"]: g["step"] for g in cache.optimizer.rows.param_groups} == steps
     assert len({*steps.values()}) > 1
     assert reference.difference(cache) < 5e-6
 
@@ -213,7 +215,7 @@ def test_an_embedding_without_any_id_in_the_batch_counts_as_it_does_in_torch(tmp
             ).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert [g["step"] for g in cache.optimizer.param_groups] == [4, 4]
+    assert [g["step"] for g in cache.optimizer.rows.param_groups] == [4, 4]
     assert optimizer.state[weight]["step"] == 4
 
 
@@ -283,6 +285,7 @@ def test_a_resumed_training_goes_on_with_the_steps_of_each_table(tmp_path: Path,
                 model = nn.ModuleList(modules)
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
                 cache.register(model=model, optimizer=optimizer)
+                optimizer = cache.optimizer
                 for p in cache.passes(epochs=1):
                     for batch in p.batches(16):
                         for t in {0, done % 3}:
@@ -295,7 +298,7 @@ def test_a_resumed_training_goes_on_with_the_steps_of_each_table(tmp_path: Path,
                     if done == stop:
                         cache.commit()
                         break
-                steps = {g["table"]: g["step"] for g in cache.optimizer.param_groups}
+                steps = {g["table"]: g["step"] for g in cache.optimizer.rows.param_groups}
         with tc.Store.open(path, mode="r") as store:
             return steps, [np.sort(fields["vector"], axis=0) for _, fields in sorted_rows(store)]
 

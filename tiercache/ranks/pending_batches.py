@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, is_dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,10 +10,10 @@ import torch
 
 from tiercache.tiers.rows import RowView
 from tiercache.training.batch import Pooled
-from tiercache.training.row_gradients import RowGradients, is_alive
+from tiercache.training.row_gradients import RowGradients, is_unstepped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from tiercache.ranks.asking import Asked
     from tiercache.ranks.pooling import PooledBatch
     from tiercache.tiers.rows import GroupRows
-    from tiercache.training.tracers import Mark, Tracer, Tracers
+    from tiercache.training.anchors import Anchors, Arrival
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,9 +43,9 @@ class BatchRows(RowView):
     """The rows of one batch: brought when it is first looked up, and anew when it is behind a step. Collective."""
 
     def __init__(
-        self, of_pass: RowView, asked: AskedBatch, tracers: Tracers, num_groups: int, bring: Callable[[BatchRows], None]
+        self, of_pass: RowView, asked: AskedBatch, anchors: Anchors, num_groups: int, bring: Callable[[BatchRows], None]
     ) -> None:
-        gradients = None if of_pass.gradients is None else RowGradients(num_groups, tracers)
+        gradients = None if of_pass.gradients is None else RowGradients(num_groups, anchors)
         super().__init__((), gradients, asked.rows.where, of_pass.backend)
         self.of_pass, self.asked, self._bring_batch = of_pass, asked, bring
         self.schema = of_pass.schema
@@ -92,44 +91,34 @@ class BatchRows(RowView):
 
     @property
     def pending(self) -> bool:
-        """Whether a backward left something."""
-        return any(one.is_pending for one in self._row_gradients) or any(map(is_alive, self._pooled_marks))
+        """Whether a backward was not stepped yet, and not dropped."""
+        return any(map(is_unstepped, self._arrivals))
 
     @property
     def waits(self) -> bool:
         """Whether gradients of this rank wait for a step."""
-        return any(map(is_alive, self.marks))
+        return any(one.is_waiting for one in self._arrivals)
 
     @property
-    def marks(self) -> Iterator[Mark]:
-        """The gradients that wait for a step."""
-        return chain(*(one.marks for one in self._row_gradients), self._pooled_marks)
+    def _arrivals(self) -> list[Arrival]:
+        of_rows = [] if self.gradients is None else [*self.gradients.arrivals]
+        return of_rows + [arrival for one in self.pooled.values() for arrival, _ in one.waiting]
 
-    @property
-    def _row_gradients(self) -> list[RowGradients]:
-        return [] if self.gradients is None else [self.gradients]
-
-    @property
-    def _pooled_marks(self) -> Iterator[Mark]:
-        return (mark for one in self.pooled.values() for _, mark in one.waiting)
-
-    def settle(self, factors: Mapping[Tracer, float]) -> RowGradients:
-        """Take what a step applies, as `RowGradients.settle` does, and return it."""
+    def settle(self) -> RowGradients:
+        """Take what the step applies, as `RowGradients.settle` does, and return it."""
         assert self.gradients is not None
-        self.gradients.settle(factors)
+        self.gradients.settle(self.backend.array)
         for one in self.pooled.values():
-            one.settle(factors)
+            one.settle()
         return self.gradients
 
-    def applied(self, factors: Mapping[Tracer, float]) -> RowGradients:
-        """Return what ``settle`` would take, and let all wait on; pooled features have it as if it had been called."""
+    def applied(self, due: Collection[Arrival]) -> RowGradients:
+        """Return what ``settle`` would take were ``due`` due, and let all wait on; pooled features have it so."""
         assert self.gradients is not None
         for one in self.pooled.values():
-            waiting = [*one.waiting]
-            one.settle(factors)
-            one.waiting[:] = waiting
+            one.take(due)
         found = RowGradients(len(self.gradients.pending))
-        found.pending = self.gradients.applied(factors)
+        found.pending = self.gradients.applied(due, self.backend.array)
         return found
 
 

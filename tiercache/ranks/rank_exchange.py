@@ -23,7 +23,6 @@ from tiercache.ranks.shares import Share
 from tiercache.store.table import group_tables
 from tiercache.training.batch import Batch, make_batch
 from tiercache.training.row_gradients import NOBODY_STEPS, RowGradients, ended_unstepped
-from tiercache.training.scaled_loss import agree_on_overflow
 from tiercache.training.table_module import poolings
 from tiercache.training.threads import share_threads
 
@@ -286,12 +285,12 @@ class RankExchange:
             self.rest()
             self._receive(view, self._bring(view, before))
 
-        return BatchRows(rows, asked, self._optimizer.tracers, self.num_groups, bring)
+        return BatchRows(rows, asked, self._optimizer.anchors, self.num_groups, bring)
 
     def _bring(self, view: BatchRows, before: Callable[[], None] | None) -> Any:
         """Have rows brought and bags pooled; returns the end of it, where the backend queues its work."""
         view.of_pass.check()
-        if not self._optimizer.tracers.is_stepped and self.pending:
+        if not self._optimizer.anchors.is_stepped and self.pending:
             raise StateError(NOBODY_STEPS)
         asked, error = view.asked.rows, None
         try:
@@ -322,19 +321,24 @@ class RankExchange:
         return [[int(number) for number in row[:-1]] for row in told]
 
     def raw(
-        self, samples: RawSamples, rows: RowView, name: str, weight: float
+        self,
+        samples: RawSamples,
+        rows: RowView,
+        name: str,
+        weight: float,
+        modes: Mapping[str, str | None] | None = None,
     ) -> tuple[Batch, dict[str, NDArray[np.int32]] | None]:
         """Return the batch of samples that a loader gave, and ids of its keys where the pass lacks some.
 
         Features with keys that the pass lacks are not pooled by their owners; nor those whose weights are not as the
-        schema says.
+        schema says. modes: how the features are pooled; None: as the modules of the cache do.
         """
         places = samples.places()
         lacking = {name for name, found in places.items() if found.size and int(found.min()) < 0}
         there = {name: found[found >= 0] if name in lacking else found for name, found in places.items()}
         ids = {name: FeatureIds(there[name], one.offsets, one.weights) for name, one in samples.features.items()}
 
-        layout, modes = self._layouts[rows], poolings(self._modules, self._tables)
+        layout, modes = self._layouts[rows], poolings(self._modules, self._tables) if modes is None else dict(modes)
         whole = {
             feature: mode
             for feature, mode in modes.items()
@@ -399,22 +403,19 @@ class RankExchange:
         """
         self.rest()
         into, taken = self._optimizer.gradients, self._pending.take()
-        factors = self._optimizer.begin_step((mark for one in taken for mark in one.marks), optimizer)
-        stepped, waiting = self._optimizer.stepped(factors), list[BatchRows]()
+        stepped, waiting = self._optimizer.begin_step(optimizer), list[BatchRows]()
         tables = [table.name for table in self._share.whole.tables]
         mine = [table in stepped for table in tables]
         for one in taken:
-            gradients = one.settle(factors)
+            gradients = one.settle()
             waits, *said = self._send_gradients(one, gradients, into, [one.waits, *mine])
             stepped.update(table for table, is_stepped in zip(tables, said, strict=True) if is_stepped)
             if waits:
                 waiting.append(one)
-        into.settle(factors)
+        self._optimizer.settle(into)
         self._pending.put_back(waiting)
         self._optimizer.count_step(stepped)
         self.rows.step(self._optimizer, rows)
-        for tracer in factors:
-            tracer.clear()
 
     def _send_gradients(
         self, batch: BatchRows, gradients: RowGradients, into: RowGradients, says: Sequence[bool] = ()
@@ -438,24 +439,36 @@ class RankExchange:
         """
         self.rest()
         waiting = self._pending.batches
-        factors = self._optimizer.tracers.factors((mark for one in waiting for mark in one.marks), optimizer)
+        due = self._optimizer.due(optimizer)
         into = RowGradients(len(self._optimizer.gradients.pending))
         for one in waiting:
-            self._send_gradients(one, one.applied(factors), into)
+            self._send_gradients(one, one.applied(due), into)
         self.rows.discard()
         mine = self._optimizer.squared_norm(into.pending)
         squares = self._beside.all_gather(mine.view(1), [1] * self.ranks.size, "adding up the norms of gradients").sum()
-        return self._optimizer.clip(max_norm, optimizer, factors, squares, error_if_nonfinite=error_if_nonfinite)
+        return self._optimizer.clip(max_norm, optimizer, due, squares, error_if_nonfinite=error_if_nonfinite)
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have all ranks skip a step in which the gradients of one overflow."""
-        agree_on_overflow(optimizer, self._agree_on_overflow)
+    def follow(self, scaler: torch.amp.GradScaler) -> None:
+        """Have all ranks skip a step in which the gradients of one overflow: ``scaler.unscale_`` is collective then.
 
-    def _agree_on_overflow(self, optimizer: torch.optim.Optimizer, found: torch.Tensor) -> None:
+        DistributedDataParallel and FSDP average the gradients of anchors, which are infinite there; this is for loops
+        without them.
+        """
+        unscale, agree = scaler.unscale_, weakref.WeakMethod(self._agree_on_overflow)
+
+        def agreed(optimizer: torch.optim.Optimizer) -> None:
+            unscale(optimizer)
+            if (found := agree()) is not None and scaler.is_enabled():
+                for flag in scaler._found_inf_per_device(optimizer).values():
+                    found(flag)
+
+        scaler.unscale_ = agreed  # type: ignore[method-assign]
+
+    def _agree_on_overflow(self, found: torch.Tensor) -> None:
         self.rest()
         flags = self._beside.all_gather(found.view(1), [1] * self.ranks.size, "looking for gradients that overflow")
         found.copy_(flags.max())
-        self._optimizer.tracers.drop_overflowed(optimizer, found)
+        self._optimizer.anchors.note_overflow(found)
 
     def leave(self, where: str) -> None:
         """Give up the gradients that the step of another optimizer left, as ``where`` ends."""

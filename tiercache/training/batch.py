@@ -14,18 +14,17 @@ from tiercache.data.encoded_batch import NoTensor
 from tiercache.kernels.cpu.shuffle import shuffled
 from tiercache.store.hashing import mix
 from tiercache.training.lookup_ops import not_compiled, number_batch
-from tiercache.training.row_gradients import factor_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from numpy.typing import NDArray
 
     from tiercache.backends.jagged import FoundIds
     from tiercache.data.encoded_batch import EncodedBatch, FeatureIds
     from tiercache.tiers.rows import RowView
+    from tiercache.training.anchors import Arrival
     from tiercache.training.joining import Bringer, Joins
-    from tiercache.training.tracers import Mark, Tracer
 
 Order = Callable[[int, int], "NDArray[np.int64]"]
 """Gives the samples at the places from the first up to the last, the latter left out; makes no others."""
@@ -42,22 +41,20 @@ class Pooled:
     """"sum" or "mean"."""
     vectors: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.float32))
     """(N, dim) float32, once the batch is looked up; zeros for an empty bag."""
-    waiting: list[tuple[torch.Tensor, Mark]] = field(default_factory=list)
-    """What backward left: (N, dim) for each lookup, as the table's handle says at the step."""
+    waiting: list[tuple[Arrival, slice]] = field(default_factory=list)
+    """What backward left: the gradient of each lookup, and which of its columns are this feature's."""
     gradients: list[torch.Tensor] = field(default_factory=list)
     """What the step applies, to be added up."""
 
-    def settle(self, factors: Mapping[Tracer, float]) -> None:
-        """Move to ``gradients`` what a step applies, as `RowGradients.settle` does."""
-        self.gradients.clear()
-        left = []
-        for gradient, mark in self.waiting:
-            factor = factor_of(mark, factors)
-            if factor is None:
-                left.append((gradient, mark))
-            elif factor:
-                self.gradients.append(gradient if factor == 1.0 else gradient * factor)
-        self.waiting[:] = left
+    def settle(self) -> None:
+        """Move to ``gradients`` what the step applies, as `RowGradients.settle` does."""
+        self.take([arrival for arrival, _ in self.waiting if arrival.is_due])
+        self.waiting[:] = [(arrival, columns) for arrival, columns in self.waiting if arrival.is_waiting]
+
+    def take(self, due: Collection[Arrival]) -> None:
+        """Put those of ``due`` into ``gradients``, and let them wait on."""
+        found = [(one.gradient, columns) for one, columns in self.waiting if one in due]
+        self.gradients[:] = [gradient[:, columns] for gradient, columns in found if gradient is not None]
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, repr=False)

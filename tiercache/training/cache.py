@@ -33,11 +33,12 @@ from tiercache.training.exchange import LocalExchange
 from tiercache.training.finite_check import check_nonfinite
 from tiercache.training.matching import check_features, check_modules, check_tables
 from tiercache.training.pass_loop import CLOSED, PassLoop
+from tiercache.training.plain_keys import PlainKeys
 from tiercache.training.planned import Planned
 from tiercache.training.progress import prepare_kernels
 from tiercache.training.rank_rows import RankRows
 from tiercache.training.raw_batch import RawKeys
-from tiercache.training.step_hooks import StepHooks, named_objects, unwrapped
+from tiercache.training.step_hooks import StepHooks, named_objects, unwrapped_objects
 from tiercache.training.stepped_cache import SteppedCache
 from tiercache.training.table_module import table_modules
 from tiercache.training.threads import share_threads
@@ -215,16 +216,18 @@ class TierCache(SteppedCache):
                 except BudgetError:
                     self._opened.discard_new()
                     raise
-            self.dense, self.optimizer = self._rows.state.dense, self._rows.state.optimizer
-            self.optimizer.tracers.is_closed_to_others = True
+            self.dense, row_optimizer = self._rows.state.dense, self._rows.state.optimizer
+            self.optimizer = row_optimizer.joint
+            row_optimizer.anchors.is_closed_to_others = True
+            row_optimizer.anchors.flags_overflow = ranks.size > 1
             self._opened.drop_older()  # nothing is refused any more
             self._groups = group_tables(data.tables)
             self._modules: list[nn.Module] = []
             """What looks rows up."""
             self._exchange = self._new_exchange(_COMM_DTYPES[comm_dtype])
             room = device_bytes - self._rows.device.num_bytes
-            self._raw = RawKeys(data.schema, self._groups, self._exchange, self.optimizer, backend, room)
-            self._pipeline, self._hooks = BatchPipeline(backend), StepHooks(self)
+            self._raw = RawKeys(data.schema, self._groups, self._exchange, row_optimizer, backend, room)
+            self._pipeline, self._hooks = BatchPipeline(backend), StepHooks(self, row_optimizer)
             shown = ranks.rank == 0 and (sys.stderr.isatty() if progress is None else progress)
             self._loop = PassLoop(
                 self._opened,
@@ -237,6 +240,7 @@ class TierCache(SteppedCache):
                 on_nonfinite=on_nonfinite,
                 rates=planned.rates,
             )
+            self._plain = PlainKeys(self._raw, self)
             self.reports: list[PassReport] = self._loop.reports
             """What this rank moved, a report for each pass trained by this object; the last one while it runs."""
             self._scalars_written = 0
@@ -250,7 +254,7 @@ class TierCache(SteppedCache):
         return {"the schema": data.schema.digest, "the tables": tables, "the dataset": data.digest, **budgets.facts}
 
     def _new_exchange(self, comm_dtype: torch.dtype) -> Exchange:
-        ranks, backend, optimizer = self.communicator, self._backend, self.optimizer
+        ranks, backend, optimizer = self.communicator, self._backend, self.optimizer.rows
         if ranks.size == 1:
             return LocalExchange(ranks, backend, optimizer, self.live_rows)
         share = self._rows.source
@@ -263,31 +267,31 @@ class TierCache(SteppedCache):
     # -- before training ----------------------------------------------------------------------------------
 
     def register(self, **objects: Any) -> None:
-        """Commit the state of these objects with the rows, and step rows when a registered optimizer steps.
+        """Commit the state of these objects with the rows; ``cache.optimizer`` steps the optimizers among them.
 
-        Objects need ``state_dict`` and ``load_state_dict``: modules, optimizers, schedulers, scalers. ``step()`` of a
-        registered torch optimizer also applies the pending gradients of rows; without any, call
-        ``cache.optimizer.step()``. The random generators of torch, numpy and random are always committed. A model that
-        is compiled or wrapped in DistributedDataParallel is stored under its own names, so you can resume without the
-        wrapper or with another number of ranks. With several ranks, register a model before you ask for batches: they
-        bring what its modules look up. What is the same on all ranks when training begins, of modules, optimizers,
-        schedulers and scalers, is kept once, as rank 0 has it; other objects and random generators by each rank. Not
-        collective. Raises StateError for state that cannot be stored, DatasetError for a module that was made with
-        other features or tables than those of the dataset.
+        Objects need ``state_dict`` and ``load_state_dict``: modules, optimizers, schedulers, scalers. The loop steps
+        ``cache.optimizer`` in place of its optimizers: it steps these and the rows. The random generators of torch,
+        numpy and random are always committed. A model that is compiled or wrapped in DistributedDataParallel is stored
+        under its own names, so you can resume without the wrapper or with another number of ranks. With several ranks,
+        register a model before you ask for batches: they bring what its modules look up. What is the same on all ranks
+        when training begins, of modules, optimizers, schedulers and scalers, is kept once, as rank 0 has it; other
+        objects and random generators by each rank. Not collective. Raises StateError for state that cannot be stored,
+        DatasetError for a module that was made with other features or tables than those of the dataset.
         """
         self._check_open()
         refuse_weights(objects.values())
-        objects = {name: unwrapped(value) for name, value in objects.items()}
+        objects = unwrapped_objects(objects, self.optimizer)
         check_modules(objects, self.dataset)
         self.dense.register(objects)
         self._modules += [value for value in objects.values() if isinstance(value, nn.Module)]
         self._hooks.follow(objects.values())
-        for value in (*objects.values(), self.optimizer):
-            if isinstance(value, torch.optim.Optimizer):
+        for value in objects.values():
+            if isinstance(value, torch.amp.GradScaler):
                 self._exchange.follow(value)
         for module in table_modules(objects.values()):
-            self.optimizer.tracers.readers.add(module)
+            self.optimizer.rows.anchors.readers.add(module)
             module.bind(weakref.WeakMethod(self._opened.named_commit))
+            module.take_keys(weakref.WeakMethod(self._plain.batch))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the names of the store and of its newest commit: what a checkpoint keeps of the rows.
@@ -333,7 +337,7 @@ class TierCache(SteppedCache):
         trained when a module has looked it up with gradients enabled.
 
         A pass is committed only if it was trained: all its batches were taken and looked up with gradients enabled, and
-        a registered optimizer or ``cache.optimizer`` has stepped. Otherwise StateError names the pass and what of it
+        ``cache.optimizer`` has stepped. Otherwise StateError names the pass and what of it
         was trained. ``Pass.skip`` counts a pass as trained as it is, ``Pass.stop`` ends the training.
         """
         self._check_open()
@@ -547,6 +551,12 @@ class TierCache(SteppedCache):
 
     def _current(self) -> Pass | None:
         return self._loop.current
+
+    def _newest(self) -> Pass | None:
+        return self._loop.newest
+
+    def _check_restored(self) -> None:
+        self._rows.state.check_restored(self.store)
 
     def _step(self, optimizer: torch.optim.Optimizer | None) -> None:
         super()._step(optimizer)

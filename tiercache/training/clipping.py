@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tiercache.backends.base import Backend
     from tiercache.backends.jagged import SavedGradient
     from tiercache.store.table import Group
-    from tiercache.training.tracers import Tracer
+    from tiercache.training.anchors import Arrival
 
 _EPS = 1e-6
 """As torch.nn.utils.clip_grad_norm_ adds to the norm."""
@@ -41,19 +41,17 @@ def squared_norm(
 
 
 def clip(
-    parameters: Iterable[torch.nn.Parameter], row_squares: torch.Tensor, tracers: Sequence[Tracer], max_norm: float,
+    parameters: Iterable[torch.Tensor], row_squares: torch.Tensor, arrivals: Sequence[Arrival], max_norm: float,
     *, error_if_nonfinite: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Multiply the gradients of ``parameters`` and of the rows of ``tracers`` so that their norm is ``max_norm``.
+    """Multiply the gradients of ``parameters``, and those of outputs in ``arrivals``, so that their norm is one given.
 
-    Returns the norm before, float32 0-dim; gradients of a smaller norm stay as they are. As
-    `torch.nn.utils.clip_grad_norm_` with the 2-norm. Raises RuntimeError for a norm that is not finite where that
-    is asked for.
+    parameters: without anchors. row_squares: of the rows that the gradients of ``arrivals`` are of. Returns the norm
+    before, float32 0-dim; gradients of a smaller norm stay as they are. As `torch.nn.utils.clip_grad_norm_` with the
+    2-norm. Raises RuntimeError for a norm that is not finite where that is asked for.
     """
-    handles = {id(tracer.handle) for tracer in tracers}
-    grads = [one.grad for one in parameters if one.grad is not None and id(one) not in handles]
-    squares = [torch.linalg.vector_norm(grad.detach(), dtype=torch.float64).square().to(row_squares.device)
-               for grad in grads]  # fmt: skip
+    grads = [one.grad.detach() for one in parameters if one.grad is not None]
+    squares = [_squares(grad).to(row_squares.device) for grad in grads]
     norm = torch.stack([row_squares, *squares]).sum().sqrt().float()
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
@@ -61,9 +59,15 @@ def clip(
             "error_if_nonfinite=False"
         )
     factor = (max_norm / (norm + _EPS)).clamp(max=1.0)
+    grads += [one.gradient for one in arrivals if one.gradient is not None]
     for grad in grads:
-        grad.detach().mul_(factor.to(grad.device))
-    rows_factor = float(factor)
-    for tracer in tracers:
-        tracer.scale_by(rows_factor)
+        local = grad.to_local() if hasattr(grad, "to_local") else grad
+        local.mul_(factor.to(local.device))
     return norm
+
+
+def _squares(grad: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of a gradient, of a DTensor that of all its parts."""
+    found = torch.linalg.vector_norm(grad, dtype=torch.float64)
+    whole: torch.Tensor = found.full_tensor() if hasattr(found, "full_tensor") else found
+    return whole.square()

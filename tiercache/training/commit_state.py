@@ -44,7 +44,7 @@ class CommitState:
     def warn_of_schedulers(self) -> None:
         """Name the optimizers whose schedulers were not registered: a resumed training would begin their rates anew."""
         known = [getattr(one, "optimizer", None) for one in self.dense.objects.values()]
-        for name, one in (*self.dense.objects.items(), ("cache.optimizer", self.optimizer)):
+        for name, one in (*self.dense.objects.items(), ("cache.optimizer", self.optimizer.joint)):
             if hasattr(getattr(one, "step", None), "_wrapped_by_lr_sched") and not any(one is other for other in known):
                 warnings.warn(
                     f"{name} has a learning-rate scheduler that was not registered, so no commit keeps it: call "

@@ -195,6 +195,10 @@ def to_torch(
     return made
 
 
+_OF_TABLE = ("weight", "embedding_dim", "num_embeddings", "padding_idx")
+"""What modules of one table have, as torch's do."""
+
+
 class SharedLookup(nn.Module):
     """Looks up several features in one table, each where its feature of a batch is given."""
 
@@ -205,6 +209,8 @@ class SharedLookup(nn.Module):
         """What takes raw keys of any of the features, in a model for serving."""
 
     def __getattr__(self, name: str) -> Any:
+        if name in _OF_TABLE:
+            return getattr(next(iter(self.lookups.values())), name)
         refuse_attribute(self, name)
         return super().__getattr__(name)
 
@@ -213,6 +219,8 @@ class SharedLookup(nn.Module):
         names = ", ".join(self.lookups)
         if self.plain is not None:
             return self.plain(input, *others, **options)  # type: ignore[no-any-return]
+        if isinstance(input, torch.Tensor):  # keys, which mean the same rows for each feature of the table
+            return next(iter(self.lookups.values()))(input, *others, **options)  # type: ignore[no-any-return]
         if not isinstance(input, JaggedIds):
             what = "a batch, which has several of them" if isinstance(input, Batch) else f"a {type(input).__name__}"
             raise TypeError(f"a module that looks up {names} was given {what}: give it batch.features[name]")
@@ -399,6 +407,7 @@ class _Replacer:
                 made = Embedding(self._schema, feature, padding_idx=old.padding_idx)
             made.weights = kept
             made.requires_grad_(old.weight.requires_grad)
+            made.num_embeddings = old.num_embeddings
             lookups[feature] = made.train(old.training)
         return next(iter(lookups.values())) if len(lookups) == 1 else SharedLookup(lookups)
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
+from torch import nn
 
 from tiercache.errors import StateError
-from tiercache.training.optimizer_state import state_without, with_handles
-from tiercache.training.table_module import handle_ids
+from tiercache.training.optimizer_state import state_without, with_anchors
+from tiercache.training.table_module import anchor_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -66,14 +67,14 @@ class DenseState:
 
     def register(self, objects: dict[str, Any]) -> None:
         """Add objects by name. Raises StateError at once for what cannot be stored, naming the value."""
-        handles = handle_ids([*self._objects.values(), *objects.values()])
+        anchors = anchor_ids([*self._objects.values(), *objects.values()])
         for name, value in objects.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise StateError(
                     f"register({name}=...) got a {type(value).__name__}, which has no state_dict and load_state_dict: "
                     "pass a module, an optimizer, a scheduler, or an object with these two methods"
                 )
-            state = _state_of(value, handles)
+            state = _state_of(value, anchors)
             _refuse_unstorable(state, name)
             try:
                 _load(_save(state))
@@ -118,8 +119,8 @@ class DenseState:
         random_states: of an earlier moment, in place of those as they are now. Raises StateError for what cannot be
         stored: what an object keeps may have changed since ``register``.
         """
-        handles = handle_ids(self._objects.values())
-        objects = {name: _state_of(one, handles) for name, one in self._objects.items() if name not in self._shared}
+        anchors = anchor_ids(self._objects.values())
+        objects = {name: _state_of(one, anchors) for name, one in self._objects.items() if name not in self._shared}
         for name, value in objects.items():
             _refuse_unstorable(value, name)
         state = {
@@ -158,9 +159,9 @@ class DenseState:
         if ranks.size == 1:
             return
         with ranks.raise_on_all("comparing what was registered"):
-            handles = handle_ids(self._objects.values())
+            anchors = anchor_ids(self._objects.values())
             mine = {
-                name: _digest(_state_of(value, handles))
+                name: _digest(_state_of(value, anchors))
                 for name, value in self._objects.items()
                 if isinstance(value, _DATA_PARALLEL)
             }
@@ -189,13 +190,14 @@ class DenseState:
                 f"the last commit holds the state of {_names(stored)}, but register() was given {_names(tracked)}: "
                 "register the same objects under the same names"
             )
-        handles = handle_ids(self._objects.values())
+        anchors = anchor_ids(self._objects.values())
         for name, value in self._objects.items():
             kept = state["objects"][name]
             try:
-                value.load_state_dict(
-                    with_handles(value, handles, kept) if isinstance(value, torch.optim.Optimizer) else kept
-                )
+                if isinstance(value, torch.optim.Optimizer):
+                    value.load_state_dict(with_anchors(value, anchors, _sharded_like(value, anchors, kept)))
+                else:
+                    value.load_state_dict(kept if not isinstance(value, nn.Module) else _sharded(kept, value))
             except (RuntimeError, ValueError, KeyError) as error:
                 raise StateError(
                     f"the state that the last commit holds for {name!r} does not fit the {type(value).__name__} "
@@ -210,9 +212,52 @@ class DenseState:
         np.random.set_state((kind, words.numpy().astype(np.uint32), place, has_gauss, cached))  # noqa: NPY002 - as above
 
 
-def _state_of(value: Stateful, handles: Collection[int]) -> dict[str, Any]:
-    """Return the state of an object, without that of handles."""
-    return state_without(value, handles) if isinstance(value, torch.optim.Optimizer) else value.state_dict()
+def _state_of(value: Stateful, anchors: Collection[int]) -> dict[str, Any]:
+    """Return the state of an object, without that of anchors; of a DTensor, as FSDP has them, this rank's part."""
+    found = state_without(value, anchors) if isinstance(value, torch.optim.Optimizer) else value.state_dict()
+    is_sharded = any(hasattr(tensor, "to_local") for tensor in tensors_of(found))
+    return _local(found) if is_sharded else found
+
+
+def _local(value: Any) -> Any:
+    """Return a state with this rank's part of each DTensor in its place."""
+    if isinstance(value, torch.Tensor):
+        return value.to_local() if hasattr(value, "to_local") else value
+    if isinstance(value, dict):
+        return {key: _local(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_local(item) for item in value)
+    return value
+
+
+def _sharded(kept: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Return a state with DTensors where a module has them."""
+    now = module.state_dict()
+    return {name: _part_of(now.get(name), value) for name, value in kept.items()}
+
+
+def _sharded_like(optimizer: torch.optim.Optimizer, anchors: Collection[int], kept: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with DTensors for what an optimizer keeps of each number of a parameter that is one."""
+    parameters = [one for group in optimizer.param_groups for one in group["params"] if id(one) not in anchors]
+    if not any(hasattr(one, "to_local") for one in parameters):
+        return kept
+    numbers = [number for group in kept["param_groups"] for number in group["params"]]
+    by_number = dict(zip(numbers, parameters, strict=False))
+    state = {
+        number: {name: _part_of(by_number.get(number), value) for name, value in one.items()}
+        for number, one in kept["state"].items()
+    }
+    return kept | {"state": state}
+
+
+def _part_of(whole: Any, part: Any) -> Any:
+    """Return the DTensor that has a part here, where ``whole`` is one with parts of its shape; else the part."""
+    if not (hasattr(whole, "to_local") and isinstance(part, torch.Tensor)) or part.shape != whole.to_local().shape:
+        return part
+    local = part.to(whole.to_local().device)
+    return type(whole.data).from_local(
+        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 def _of_rank_0(data: bytes, ranks: AnyCommunicator) -> bytes:

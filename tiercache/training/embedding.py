@@ -12,25 +12,23 @@ from tiercache.training.batch import Batch, JaggedIds
 from tiercache.training.joining import FeaturePart
 from tiercache.training.lookup import MODES, PooledLookup, ReadyLookup, RowLookup, check_brought
 from tiercache.training.lookup_ops import look_up_bags, look_up_rows, not_compiled, once_differentiable
-from tiercache.training.scaled_loss import watch_scalers
+from tiercache.training.plain_keys import given_bags, given_rows, table_weight
 from tiercache.training.table_module import TableModule
-from tiercache.training.tracers import tracer_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from tiercache.backends.base import Backend
     from tiercache.schema import Schema
-    from tiercache.training.row_gradients import RowGradients
-    from tiercache.training.tracers import Mark
+    from tiercache.training.anchors import Anchor, Anchors, Arrival
 
 
 class EmbeddingBagCollection(TableModule):
     """Looks up features and pools each one: (N, sum of dims), the features side by side.
 
     The module exists without a cache; a cache that is given the model binds it. It has no rows and no gradient of a
-    table: its only parameter is a handle, see `TableModule`. Outputs are float32. Their memory is reused when you no
-    longer refer to them.
+    table: its only parameter is an anchor, see `TableModule`. Outputs have the anchor's dtype. Their memory is reused
+    when you no longer refer to them.
 
     Args:
         schema: the schema of the dataset.
@@ -70,31 +68,29 @@ class EmbeddingBagCollection(TableModule):
         cols = np.concatenate([[0], np.cumsum(self.dims)]).astype(np.int64)
         self._cols = {name: int(cols[i]) for i, name in enumerate(self.features)}
         self._modes = modes
-        self._parts: dict[tuple[tuple[int, ...], frozenset[str], frozenset[str]], list[FeaturePart]] = {}
+        self._parts: dict[tuple[tuple[int, ...], frozenset[str], frozenset[str], bool], list[FeaturePart]] = {}
         self.pooling = {name: None if name in weighted else chosen for name, chosen in modes.items()}
 
     def forward(self, batch: Batch, weights: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
-        """Look up all features of ``batch``: float32 (N, ``out_features``).
+        """Look up all features of ``batch``: (N, ``out_features``), in the dtype of the module.
 
         ``weights``: by feature, a differentiable float32 tensor (ids,) in place of the weights in the data. Raises
         IndexError if an id is not in the pass, RuntimeError if the pass has ended.
         """
         check_batch(self, batch)
         if torch.compiler.is_compiling():
-            return look_up_bags(self, batch, dict(weights or {}))
+            return self.cast(look_up_bags(self, batch, dict(weights or {})))
         found = self._prepare(batch, dict(weights or {}))
-        result: torch.Tensor = _PooledFunction.apply(self.handle, *found)  # type: ignore[no-untyped-call]
-        return result
+        return self.cast(_PooledFunction.apply(self.anchor, *found))  # type: ignore[no-untyped-call]
 
     def run(self, context: Any, batch: Batch, weights: dict[str, torch.Tensor]) -> torch.Tensor:
         """Look up for the custom operator; ``context`` keeps what its backward needs."""
-        out = _PooledFunction.forward(context, self.handle, *self._prepare(batch, weights))
+        out = _PooledFunction.forward(context, self.anchor, *self._prepare(batch, weights))
         context.run_backward = _pooled_backward
         return out
 
-    def _prepare(self, batch: Batch, given: dict[str, torch.Tensor]) -> tuple[Any, ...]:
-        """Return what `_PooledFunction` is given."""
-        watch_scalers()
+    def _prepare(self, batch: Batch, given: dict[str, torch.Tensor], *, as_bags: bool = False) -> tuple[Any, ...]:
+        """Return what `_PooledFunction` is given. as_bags: whether features have offsets, whatever the schema says."""
         self.check_rows(batch.rows)
         is_known = self.begin_lookup(batch)
         backend = batch.rows.backend
@@ -117,15 +113,15 @@ class EmbeddingBagCollection(TableModule):
             name: backend.array(value) for name, value in given.items()
         }
         groups = _groups_of(batch, [self.feature_specs[name].table for name in here])
-        key = groups, frozenset(here), frozenset(arrays)
+        key = groups, frozenset(here), frozenset(arrays), as_bags
         if key not in self._parts:
-            self._parts[key] = self._cut(here, groups, key[2])
+            self._parts[key] = self._cut(here, groups, key[2], as_bags=as_bags)
         lookups = [
             PooledLookup(part, batch, {n: a for n, a in arrays.items() if n in part.features})
             for part in self._parts[key]
         ]
         shape, names = (batch.num_samples, self.out_features), tuple(given)
-        marker = _Marker(self.handle, self.tables, batch.rows.gradients, is_known)
+        marker = _Marker.of(self, batch, is_known)
         return marker, backend, lookups, list(ready.values()), shape, names, *given.values()
 
     def mode_of(self, feature: str) -> str | None:
@@ -147,12 +143,14 @@ class EmbeddingBagCollection(TableModule):
                 )
         return {name: ReadyLookup(batch, one, self._cols[name]) for name, one in found.items()}
 
-    def _cut(self, features: Sequence[str], groups: Sequence[int], weighted: frozenset[str]) -> list[FeaturePart]:
+    def _cut(
+        self, features: Sequence[str], groups: Sequence[int], weighted: frozenset[str], *, as_bags: bool
+    ) -> list[FeaturePart]:
         """Group features by their tables' group, those with exactly one plain id apart: their kernel is faster."""
         members: dict[tuple[int, bool], list[str]] = {}
         for name, group in zip(features, groups, strict=True):
             spec = self.feature_specs[name]
-            bags = spec.hotness != "one_hot" or name in weighted
+            bags = as_bags or spec.hotness != "one_hot" or name in weighted
             if bags and name in weighted and self._modes[name] == "max":
                 raise ValueError(f"feature {name!r} has weights and is pooled by max: pool it by sum or mean")
             members.setdefault((group, bags), []).append(name)
@@ -193,15 +191,15 @@ class EmbeddingCollection(TableModule):
         if not self.features:
             return {}
         if torch.compiler.is_compiling():
-            return dict(zip(self.features, look_up_rows(self, batch), strict=True))
+            return dict(zip(self.features, map(self.cast, look_up_rows(self, batch)), strict=True))
         names, found = self._prepare(batch)
-        outs = _RowFunction.apply(self.handle, *found)  # type: ignore[no-untyped-call]
-        return self._by_name(batch, names, outs)
+        outs = _RowFunction.apply(self.anchor, *found)  # type: ignore[no-untyped-call]
+        return self._by_name(batch, names, [*map(self.cast, outs)])
 
     def run(self, context: Any, batch: Batch) -> list[torch.Tensor]:
         """Look up for the custom operator; ``context`` keeps what its backward needs."""
         names, found = self._prepare(batch)
-        outs = self._by_name(batch, names, _RowFunction.forward(context, self.handle, *found))
+        outs = self._by_name(batch, names, _RowFunction.forward(context, self.anchor, *found))
         by_name = dict(zip(names, context.features, strict=True))
         context.features = [by_name[name] for name in self.features]
         context.run_backward = _row_backward
@@ -214,7 +212,6 @@ class EmbeddingCollection(TableModule):
 
     def _prepare(self, batch: Batch) -> tuple[list[str], tuple[Any, ...]]:
         """Return the features in the order of the outputs, and what `_RowFunction` is given."""
-        watch_scalers()
         self.check_rows(batch.rows)
         is_known = self.begin_lookup(batch)
         check_brought(batch, self.features)
@@ -223,7 +220,7 @@ class EmbeddingCollection(TableModule):
             self._parts[groups] = self._cut(groups)
         parts = self._parts[groups]
         lookups = [RowLookup(part, batch) for part in parts]
-        marker = _Marker(self.handle, self.tables, batch.rows.gradients, is_known)
+        marker = _Marker.of(self, batch, is_known)
         return [name for part in parts for name in part.features], (marker, batch.rows.backend, lookups)
 
     def _by_name(self, batch: Batch, names: Sequence[str], outs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -254,6 +251,11 @@ class EmbeddingCollection(TableModule):
         ]
 
 
+_WEIGHT = property(table_weight, doc="Device, dtype and shape of the table; it has no values.")
+_EMBEDDING_DIM = property(lambda module: module.dims[0], doc="Numbers in a vector.")
+_PADDING_IDX = property(lambda module: module.padding, doc="The key that stands for nothing.")
+
+
 class EmbeddingBag(EmbeddingBagCollection):
     """Looks up and pools one feature: (N, dim). Takes the place of an `nn.EmbeddingBag`.
 
@@ -273,23 +275,50 @@ class EmbeddingBag(EmbeddingBagCollection):
         """Return how the feature is pooled, which with padding is done by weights of a sum."""
         return self._mode
 
+    weight, embedding_dim, padding_idx = _WEIGHT, _EMBEDDING_DIM, _PADDING_IDX
+
     def forward(  # type: ignore[override]
         self,
-        input: Batch | JaggedIds,  # noqa: A002 - torch's name
-        offsets: None = None,
+        input: Batch | JaggedIds | torch.Tensor,  # noqa: A002 - torch's name
+        offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Look up ``batch.features[name]``; a batch stands for its feature of that name.
+        """Look up ``batch.features[name]``, for which a batch may stand, or a tensor of keys as `nn.EmbeddingBag` does.
 
-        ``per_sample_weights``: a differentiable float32 tensor (ids,) in place of the weights in the data. ``offsets``
-        must be None, because a batch has its own. Raises ValueError for another feature, TypeError for anything but a
-        batch or its feature.
+        Keys are int64 or int32: (N, L), a nested tensor, or (E,) with ``offsets`` (N,). With gradients they have to be
+        in the pass; without, any keys are read. ``per_sample_weights``: a differentiable float32 tensor, one for each
+        key, in place of the weights in the data. A batch has offsets of its own. Raises ValueError for another feature,
+        TypeError for anything else, and what `PlainKeys.batch` raises.
         """
+        if isinstance(input, torch.Tensor):
+            found: torch.Tensor = self._of_keys(input, offsets, per_sample_weights)
+            return found
         batch = _batch_of(input, offsets, self.features[0])
         if self._padding is not None:
             per_sample_weights = self._padding.weights(batch, per_sample_weights, mean=self._mode == "mean")
         weights = None if per_sample_weights is None else {self.features[0]: per_sample_weights}
         return super().forward(batch, weights)
+
+    @not_compiled
+    def _of_keys(self, keys: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None) -> torch.Tensor:
+        """Look up bags of keys, without those that are padding."""
+        name = self.features[0]
+        given = given_bags(name, keys, offsets)
+        if weights is not None:
+            if weights.shape != keys.shape:
+                raise ValueError(f"per_sample_weights have shape {tuple(weights.shape)}: expected {tuple(keys.shape)}")
+            weights = weights.reshape(-1)[: given.keys.size]
+        if self.padding is not None:
+            given, kept = given.without(self.padding)
+            weights = None if weights is None else weights[torch.from_numpy(kept).to(weights.device)]
+        batch = self.batch_of_keys(given)
+        found = self._prepare(batch, {} if weights is None else {name: weights}, as_bags=True)
+        out: torch.Tensor = _PooledFunction.apply(self.anchor, *found)  # type: ignore[no-untyped-call]
+        if self.padding is not None and self._mode == "mean":
+            assert given.offsets is not None
+            counts = torch.from_numpy(np.diff(given.offsets).astype(np.float32)).to(out.device)
+            out = out / counts.clamp(min=1.0)[:, None]
+        return self.cast(out)
 
 
 class Embedding(EmbeddingCollection):
@@ -303,17 +332,39 @@ class Embedding(EmbeddingCollection):
         self.padding = padding_idx
         self._padding = None if padding_idx is None else _Padding(feature, padding_idx)
 
+    weight, embedding_dim, padding_idx = _WEIGHT, _EMBEDDING_DIM, _PADDING_IDX
+
     def forward(  # type: ignore[override]
         self,
-        input: Batch | JaggedIds,  # noqa: A002 - torch's name
+        input: Batch | JaggedIds | torch.Tensor,  # noqa: A002 - torch's name
     ) -> torch.Tensor:
-        """Look up ``batch.features[name]``, or the feature of that name in a batch, as `EmbeddingCollection` does."""
+        """Look up ``batch.features[name]``, for which a batch may stand, or a tensor of keys as `nn.Embedding` does.
+
+        Of keys, int64 or int32 of any shape, the vectors have that shape with one more dimension. With gradients the
+        keys have to be in the pass; without, any keys are read. Raises what `EmbeddingBag.forward` raises.
+        """
+        if isinstance(input, torch.Tensor):
+            of_keys: torch.Tensor = self._of_keys(input)
+            return of_keys
         batch = _batch_of(input, None, self.features[0])
         found = super().forward(batch)[self.features[0]]
         if self._padding is None:
             return found
         kept: torch.Tensor = self._padding.kept(batch)
         return found * kept.view(*found.shape[:-1], 1)
+
+    @not_compiled
+    def _of_keys(self, keys: torch.Tensor) -> torch.Tensor:
+        """Look keys up, without those that are padding."""
+        given, kept = given_rows(self.features[0], keys), None
+        if self.padding is not None:
+            given, kept = given.without(self.padding)
+        _, found = self._prepare(self.batch_of_keys(given))
+        out = self.cast(_RowFunction.apply(self.anchor, *found)[0])  # type: ignore[no-untyped-call]
+        if kept is not None and given.keys.size < kept.size:
+            places = torch.from_numpy(np.flatnonzero(kept)).to(out.device)
+            out = out.new_zeros(kept.size, out.shape[1]).index_copy(0, places, out)
+        return out.view(*keys.shape, out.shape[1])
 
 
 class _Padding(NamedTuple):
@@ -369,34 +420,48 @@ def _batch_of(given: Any, offsets: object, feature: str) -> Batch:
         return given
     raise TypeError(
         f"a module that looks up {feature!r} was given a {type(given).__name__}: give it batch.features[{feature!r}] "
-        "or the batch; make one of your own keys with Pass.batch"
+        "or the batch, or a torch tensor of keys"
     )
 
 
 class _Marker(NamedTuple):
-    """Marks, in backward, that gradients of a module's rows wait for a step."""
+    """Has the gradients of a module's rows wait for a step, once backward brings them."""
 
-    handle: nn.Parameter
+    parameter: nn.Parameter
+    """The anchor, as the lookup had it."""
+    anchor: Anchor | None
+    """None: rows are not trained."""
+    anchors: Anchors | None
     tables: Sequence[str]
-    gradients: RowGradients | None
     is_known: bool
     """Whether the cache has the module, or does not ask."""
 
-    def mark(self, tables: Iterable[str]) -> Mark | None:
-        """Note one more gradient, of rows of ``tables``; None where the module is frozen or rows are not trained."""
-        if self.gradients is None:
+    @classmethod
+    def of(cls, module: TableModule, batch: Batch, is_known: bool) -> _Marker:
+        """Return that of a lookup."""
+        anchors = None if batch.rows.gradients is None else batch.rows.gradients.anchors
+        return cls(module.anchor, None if anchors is None else anchors.of(module), anchors, module.tables, is_known)
+
+    def arrive(self, gradients: Sequence[torch.Tensor | None], tables: Sequence[Iterable[str]]) -> list[Arrival | None]:
+        """Note the gradients of outputs, of rows of ``tables``; nothing where the module is frozen."""
+        if self.anchor is None or self.anchors is None or not self.parameter.requires_grad:
+            return [None] * len(gradients)
+        if not self.is_known:
+            self.anchors.refuse_reader(self.tables)
+        if self.anchors.ledger is not None:
+            self.anchors.ledger.arrive()
+        return self.anchor.arrive(self.parameter, gradients, [*map(frozenset, tables)])
+
+    def gradient(self, gradients: Sequence[torch.Tensor | None], arrived: Sequence[Arrival | None]) -> Any:
+        """Return the gradient of the anchor."""
+        if self.anchors is None or not any(one is not None for one in arrived):
             return None
-        tracer, ledger = self.gradients.tracers.of(self.handle, self.tables), self.gradients.tracers.ledger
-        if tracer is not None and not self.is_known:
-            self.gradients.tracers.refuse_reader(self.tables)
-        if tracer is not None and ledger is not None:
-            ledger.arrive()
-        return None if tracer is None else tracer.mark(tables)
+        return self.anchors.gradient_of(self.parameter, gradients)
 
 
 class _PooledFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _handle: torch.Tensor, marker: _Marker, backend: Backend, lookups: list[PooledLookup],
+    def forward(ctx: Any, _anchor: torch.Tensor, marker: _Marker, backend: Backend, lookups: list[PooledLookup],
                 ready: list[ReadyLookup], shape: tuple[int, int], names: tuple[str, ...],
                 *_weights: torch.Tensor) -> torch.Tensor:  # fmt: skip
         # here, as torch lets nobody change in place what was given and comes back
@@ -407,36 +472,38 @@ class _PooledFunction(torch.autograd.Function):
         for found in ready:
             found.write(result)
         ctx.marker, ctx.backend, ctx.lookups, ctx.ready, ctx.names = marker, backend, lookups, ready, names
+        ctx.set_materialize_grads(False)
         return result
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         backend: Backend = ctx.backend
-        mark = ctx.marker.mark(ctx.marker.tables) if ctx.needs_input_grad[0] else None
-        grad = backend.array(grads[0])
         by_name: dict[str, torch.Tensor] = {}
-        for lookup in ctx.lookups:
-            if set(lookup.part.features) & set(ctx.names):
-                by_name |= {n: backend.tensor(g) for n, g in lookup.weight_gradients(grad).items()}
-            if mark is not None:
-                lookup.backward(grad, mark)
-        if mark is not None:
-            for found in ctx.ready:
-                found.backward(grads[0], mark)
-        tracer = None if mark is None else tracer_gradient(ctx.marker.handle, grads)
-        return tracer, None, None, None, None, None, None, *(by_name.get(name) for name in ctx.names)
+        arrived: list[Arrival | None] = [None]
+        if grads[0] is not None:
+            if ctx.needs_input_grad[0]:
+                arrived = ctx.marker.arrive(grads, [ctx.marker.tables])
+            for lookup in ctx.lookups:
+                if set(lookup.part.features) & set(ctx.names):
+                    found = lookup.weight_gradients(backend.array(grads[0]))
+                    by_name |= {name: backend.tensor(gradient) for name, gradient in found.items()}
+            if arrived[0] is not None:
+                for one in (*ctx.lookups, *ctx.ready):
+                    one.backward(grads[0].shape[1], arrived[0])
+        anchor = ctx.marker.gradient(grads, arrived)
+        return anchor, None, None, None, None, None, None, *(by_name.get(name) for name in ctx.names)
 
 
 def _pooled_backward(context: Any, grads: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, dict[str, Any]]:
-    """Return the handle's gradient, and those of weights by feature."""
-    tracer, *others = _PooledFunction.backward(context, *grads)
-    return tracer, dict(zip(context.names, others[6:], strict=True))
+    """Return the anchor's gradient, and those of weights by feature."""
+    anchor, *others = _PooledFunction.backward(context, *grads)
+    return anchor, dict(zip(context.names, others[6:], strict=True))
 
 
 class _RowFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _handle: torch.Tensor, marker: _Marker, backend: Backend,
+    def forward(ctx: Any, _anchor: torch.Tensor, marker: _Marker, backend: Backend,
                 lookups: list[RowLookup]) -> tuple[torch.Tensor, ...]:  # fmt: skip
         ctx.marker, ctx.backend = marker, backend
         ctx.features = [(lookup, feature) for lookup in lookups for feature in range(len(lookup.part.features))]
@@ -447,19 +514,17 @@ class _RowFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
-        found = zip(ctx.features, grads, strict=True)
-        reached = {lookup.part.tables[feature] for (lookup, feature), grad in found if grad is not None}
-        mark = ctx.marker.mark(reached)
-        if mark is None:
+        if not ctx.needs_input_grad[0]:
             return None, None, None, None
-        for (lookup, feature), grad in zip(ctx.features, grads, strict=True):
-            if grad is not None:
-                lookup.backward(feature, ctx.backend.array(grad), mark)
-        return tracer_gradient(ctx.marker.handle, grads), None, None, None
+        arrived = ctx.marker.arrive(grads, [[lookup.part.tables[feature]] for lookup, feature in ctx.features])
+        for (lookup, feature), one in zip(ctx.features, arrived, strict=True):
+            if one is not None:
+                lookup.backward(feature, one)
+        return ctx.marker.gradient(grads, arrived), None, None, None
 
 
 def _row_backward(context: Any, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, dict[str, Any]]:
-    """Return the handle's gradient, from those of each feature's vectors."""
+    """Return the anchor's gradient, from those of each feature's vectors."""
     flat = [None if grad is None else grad.reshape(-1, grad.shape[-1]) for grad in grads]
     return _RowFunction.backward(context, *flat)[0], {}
 

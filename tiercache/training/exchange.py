@@ -146,7 +146,12 @@ class LocalExchange:
         return [list(mine)]
 
     def raw(
-        self, samples: RawSamples, rows: RowView, name: str, weight: float
+        self,
+        samples: RawSamples,
+        rows: RowView,
+        name: str,
+        weight: float,
+        modes: Mapping[str, str | None] | None = None,
     ) -> tuple[Batch, dict[str, NDArray[np.int32]] | None]:
         """Return samples as they are: their ids stay on the device."""
         made = Batch(samples.label, samples.dense, samples.ids, rows, samples.num_samples, weight)
@@ -187,12 +192,11 @@ class LocalExchange:
         self, max_norm: float, optimizer: torch.optim.Optimizer | None, *, error_if_nonfinite: bool
     ) -> torch.Tensor:
         """Clip gradients, as `SteppedCache.clip_grad_norm_` says."""
-        gradients = self._optimizer.gradients
-        factors = self._optimizer.tracers.factors(gradients.marks, optimizer)
-        squares = self._optimizer.squared_norm(gradients.applied(factors))
-        return self._optimizer.clip(max_norm, optimizer, factors, squares, error_if_nonfinite=error_if_nonfinite)
+        due = self._optimizer.due(optimizer)
+        squares = self._optimizer.squared_norm(self._optimizer.gradients.applied(due, self._backend.array))
+        return self._optimizer.clip(max_norm, optimizer, due, squares, error_if_nonfinite=error_if_nonfinite)
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+    def follow(self, scaler: torch.amp.GradScaler) -> None:
         """Do nothing."""
 
     def leave(self, where: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,12 +28,14 @@ from tiercache.training.held_keys import HeldKeys
 from tiercache.training.matching import check_features, check_modules
 from tiercache.training.missing_rows import unseen_vectors
 from tiercache.training.passes import Pass, check_epochs
+from tiercache.training.plain_keys import PlainKeys
 from tiercache.training.progress import prepare_kernels
 from tiercache.training.rate_watch import RateWatch
 from tiercache.training.raw_batch import RawKeys
 from tiercache.training.row_optimizer import RowOptimizer
-from tiercache.training.step_hooks import StepHooks, named_objects
+from tiercache.training.step_hooks import StepHooks, named_objects, unwrapped_objects
 from tiercache.training.stepped_cache import SteppedCache
+from tiercache.training.table_module import table_modules
 from tiercache.training.threads import share_threads
 
 if TYPE_CHECKING:
@@ -54,6 +57,9 @@ class InMemoryCache(SteppedCache):
     With the same seeds it trains the same batches as a TierCache, to the same bits. Use it if your tables fit, or to
     measure what the tiers cost. ``register`` and ``passes`` work as in TierCache, but nothing is saved.
     """
+
+    eval_bytes = sys.maxsize
+    """There is no budget for the rows of an evaluation."""
 
     def __init__(
         self,
@@ -97,15 +103,17 @@ class InMemoryCache(SteppedCache):
         )
         for g in range(len(self._groups)):
             self._fill(g)
-        self.optimizer = RowOptimizer(self._groups, self._backend)
-        self._pipeline, self._hooks = BatchPipeline(self._backend), StepHooks(self)
+        self._row_optimizer = rows = RowOptimizer(self._groups, self._backend)
+        self.optimizer = rows.joint
+        self._pipeline, self._hooks = BatchPipeline(self._backend), StepHooks(self, rows)
         alone = LocalCommunicator(self._backend.device)
-        self._exchange = LocalExchange(alone, self._backend, self.optimizer, self.live_rows)
-        self._raw = RawKeys(passes.schema, self._groups, self._exchange, self.optimizer, self._backend)
+        self._exchange = LocalExchange(alone, self._backend, rows, self.live_rows)
+        self._raw = RawKeys(passes.schema, self._groups, self._exchange, rows, self._backend)
         self._pass: Pass | None = None
         self._ahead: Pass | None = None
         """The next one, where the loop asked for it before that was trained to its end."""
-        self._trained, self._rate_watch = 0, RateWatch(self.optimizer)
+        self._plain = PlainKeys(self._raw, self)
+        self._trained, self._rate_watch = 0, RateWatch(rows)
         self._closed = False
         self.register(**named_objects(model=model, optimizer=optimizer))
 
@@ -142,14 +150,17 @@ class InMemoryCache(SteppedCache):
                 backend.note_keys(table, keys, arrays.streams[mine], None, None)
 
     def register(self, **objects: Any) -> None:
-        """Step rows when an optimizer among these objects steps; nothing is saved.
+        """Have ``cache.optimizer`` step the optimizers among these objects; nothing is saved.
 
         Raises DatasetError for a module that was made with other features or tables than those of the dataset.
         """
         self._check_open()
         refuse_weights(objects.values())
+        objects = unwrapped_objects(objects, self.optimizer)
         check_modules(objects, self.dataset)
         self._hooks.follow(objects.values())
+        for module in table_modules(objects.values()):
+            module.take_keys(weakref.WeakMethod(self._plain.batch))
 
     def passes(self, epochs: int) -> Iterator[Pass]:
         """Yield the passes up to the end of epoch ``epochs``, from the first not trained yet."""
@@ -171,11 +182,11 @@ class InMemoryCache(SteppedCache):
                 try:
                     current.ledger.check_made(current.samples_done)
                 except StateError:
-                    self.optimizer.check_stepped(f"pass {current.index}")
+                    self._row_optimizer.check_stepped(f"pass {current.index}")
                     raise
                 if self._ahead is current:  # no batch of it was looked up
                     self._bring()
-                self.optimizer.check_stepped(f"pass {current.index}")
+                self._row_optimizer.check_stepped(f"pass {current.index}")
                 current.rows.leave()
                 self._trained += 1
             if self._pass is not None and self._pass.is_trained:
@@ -204,7 +215,7 @@ class InMemoryCache(SteppedCache):
     def _make(self, index: int) -> Pass:
         """Return a pass whose rows are not shown yet."""
         p = self._schedule.sub_dataset_of(index)
-        rows = RowView((), self.optimizer.gradients, f"pass {index}", self._backend, self._bring)
+        rows = RowView((), self._row_optimizer.gradients, f"pass {index}", self._backend, self._bring)
         return Pass(
             index=index, epoch=self._schedule.epoch_of(index), source=self.dataset.passes[p], rows=rows,
             seed=self._seed, raw=self._raw, exchange=self._exchange, pipeline=self._pipeline,
@@ -215,23 +226,26 @@ class InMemoryCache(SteppedCache):
         if self._pass is not None:
             assert self._ahead is not None
             self._pass.check_ends(self._ahead)
-            self.optimizer.check_stepped(f"pass {self._pass.index}")
+            self._row_optimizer.check_stepped(f"pass {self._pass.index}")
             self._check_trained(self._pass)
             self._pass.end()
         self._pass, self._ahead = self._ahead, None
         assert self._pass is not None
-        self.optimizer.tracers.ledger = self._pass.ledger
+        self._row_optimizer.anchors.ledger = self._pass.ledger
         self._pass.rows.show(self._rows_of(self._pass.sub_dataset))
 
     def _current(self) -> Pass | None:
         return self._pass
+
+    def _newest(self) -> Pass | None:
+        return self._ahead or self._pass
 
     def _end_pass(self, *, is_dropped: bool = False) -> None:
         for one in (self._pass, self._ahead):
             if one is not None:
                 one.end(is_dropped=is_dropped)
         self._pass = self._ahead = None
-        self.optimizer.discard()
+        self._row_optimizer.discard()
 
     def _rows_of(self, p: int) -> list[GroupRows]:
         """Return what lookups see of a pass."""

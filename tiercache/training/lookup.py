@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from tiercache.backends.jagged import Array
     from tiercache.tiers.rows import GroupRows
+    from tiercache.training.anchors import Arrival
     from tiercache.training.batch import Batch, Pooled
     from tiercache.training.joining import FeaturePart
-    from tiercache.training.tracers import Mark
 
 MODES = {"sum": SUM, "mean": MEAN, "max": MAX}
 
@@ -81,7 +81,7 @@ def read_entries(part: FeaturePart, batch: Batch, weights: dict[str, Array]) -> 
 def _check_stepped(batch: Batch) -> None:
     """Raise StateError where gradients wait for a step that nobody takes."""
     gradients = batch.rows.gradients
-    if gradients is not None and torch.is_grad_enabled() and not gradients.tracers.is_stepped and gradients.is_pending:
+    if gradients is not None and torch.is_grad_enabled() and not gradients.anchors.is_stepped and gradients.is_pending:
         raise StateError(NOBODY_STEPS)
 
 
@@ -99,21 +99,21 @@ class PooledLookup:
         """The rows looked up."""
         return self.batch.rows.groups[self.part.group]
 
-    def backward(self, grad_NT: Array, mark: Mark) -> None:
-        """Leave the gradient for the step."""
+    def backward(self, width: int, arrival: Arrival) -> None:
+        """Leave the gradient, (N, ``width``), for the step."""
         gradients, e = self.batch.rows.gradients, self.entries
         if gradients is None or e.starts[-1] == 0:
             return
         self.batch.rows.check()  # slots mean other rows in the next pass
         gradients.wait(
             self.part.group,
-            SavedGradient(
-                slots=e.slots, gradient=grad_NT.reshape(-1), width=grad_NT.shape[1], cols=self.part.cols,
+            partial(
+                SavedGradient, slots=e.slots, width=width, cols=self.part.cols,
                 places=e.places, scales=e.scales, argmax=e.argmax.reshape(-1), sorted=e.sorted,
                 looked_up=[self.batch.ids[name] for name in self.part.features],
                 spans=partial(feature_spans, self.part.tables, e.starts),
             ),
-            mark,
+            arrival,
         )  # fmt: skip
 
     def weight_gradients(self, grad_NT: Array) -> dict[str, Array]:
@@ -136,12 +136,12 @@ class ReadyLookup:
         """Write its columns."""
         out_NT[:, self._columns] = self._found.vectors
 
-    def backward(self, grad_NT: torch.Tensor, mark: Mark) -> None:
+    def backward(self, _width: int, arrival: Arrival) -> None:
         """Leave the gradient for the step."""
         self._rows.check()  # as above
         if self._rows.gradients is not None:
             self._rows.gradients.is_awaited = False
-        self._found.waiting.append((grad_NT[:, self._columns].detach(), mark))
+        self._found.waiting.append((arrival, self._columns))
 
 
 class RowLookup:
@@ -157,7 +157,7 @@ class RowLookup:
         """The rows looked up."""
         return self.batch.rows.groups[self.part.group]
 
-    def backward(self, feature: int, grad_ED: Array, mark: Mark) -> None:
+    def backward(self, feature: int, arrival: Arrival) -> None:
         """Leave one feature's gradient for the step."""
         gradients = self.batch.rows.gradients
         first, last = (int(n) for n in self.entries.starts[feature : feature + 2])
@@ -169,11 +169,11 @@ class RowLookup:
             known = SortedSlots(slots, known.pairs._replace(number=feature, num_parts=len(self.part.features)))
         gradients.wait(
             self.part.group,
-            SavedGradient(
-                slots=slots, gradient=grad_ED.reshape(-1), width=grad_ED.shape[1],
+            partial(
+                SavedGradient, slots=slots, width=self.rows.vectors.dim,
                 cols=np.zeros(1, dtype=np.int64), places=None, scales=NONE_F4, argmax=NONE_I4, sorted=known,
                 looked_up=[self.batch.ids[self.part.features[feature]]],
                 spans=partial(feature_spans, self.part.tables[feature : feature + 1], np.array([0, last - first])),
             ),
-            mark,
+            arrival,
         )  # fmt: skip

@@ -33,10 +33,10 @@ _CONTEXT = "tiercache_context"
 class Context:
     """What the backward of one lookup needs: in place of the ``ctx`` of an `torch.autograd.Function`."""
 
-    def __init__(self, handle: torch.Tensor) -> None:
-        self.needs_input_grad = (handle.requires_grad,)
+    def __init__(self, anchor: torch.Tensor) -> None:
+        self.needs_input_grad = (anchor.requires_grad,)
         self.run_backward: Callable[[Any, Sequence[torch.Tensor | None]], tuple[torch.Tensor | None, dict[str, Any]]]
-        """Given this and the gradients of the outputs: that of the handle, and those of weights by feature."""
+        """Given this and the gradients of the outputs: that of the anchor, and those of weights by feature."""
 
     def set_materialize_grads(self, value: bool) -> None:
         """Do nothing."""
@@ -121,7 +121,7 @@ def _number_of(number: torch.Tensor) -> int:
 def look_up_bags(module: Any, batch: Batch, weights: dict[str, torch.Tensor]) -> torch.Tensor:
     """Look up as ``EmbeddingBagCollection.forward``."""
     out: torch.Tensor = _bags(
-        module.handle, batch.number, list(weights.values()), ",".join(weights), module.number, module.out_features,
+        module.anchor, batch.number, list(weights.values()), ",".join(weights), module.number, module.out_features,
         torch.is_grad_enabled(),
     )[0]  # fmt: skip
     return out
@@ -132,50 +132,50 @@ def look_up_rows(module: Any, batch: Batch) -> list[torch.Tensor]:
     shapes = [(dim, module.length_of(name)) for name, dim in zip(module.features, module.dims, strict=True)]
     dims, lengths = [dim for dim, _ in shapes], [length for _, length in shapes]
     found: list[torch.Tensor] = _rows(
-        module.handle, batch.number, dims, lengths, module.number, torch.is_grad_enabled()
+        module.anchor, batch.number, dims, lengths, module.number, torch.is_grad_enabled()
     )[:-1]  # fmt: skip
     return found
 
 
 @torch.library.custom_op("tiercache::embedding_bags", mutates_args=())
 def _bags(
-    handle: torch.Tensor, number: torch.Tensor, weights: Sequence[torch.Tensor], names: str, module: int, width: int,
+    anchor: torch.Tensor, number: torch.Tensor, weights: Sequence[torch.Tensor], names: str, module: int, width: int,
     trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     given = dict(zip(names.split(","), weights, strict=True)) if names else {}
     with torch.set_grad_enabled(trained):
-        return _run(handle, number, module, given)
+        return _run(anchor, number, module, given)
 
 
 @torch.library.custom_op("tiercache::embedding_rows", mutates_args=())
 def _rows(
-    handle: torch.Tensor, number: torch.Tensor, dims: Sequence[int], lengths: Sequence[int], module: int, trained: bool
+    anchor: torch.Tensor, number: torch.Tensor, dims: Sequence[int], lengths: Sequence[int], module: int, trained: bool
 ) -> list[torch.Tensor]:
     with torch.set_grad_enabled(trained):
-        outs, token = _run(handle, number, module)
+        outs, token = _run(anchor, number, module)
     return [*outs, token]
 
 
 @torch.library.custom_op("tiercache::embedding_backward", mutates_args=())
 def _backward(
     grads: Sequence[Optional[torch.Tensor]],  # noqa: UP045 - schemas are made of this spelling
-    token: torch.Tensor, handle: torch.Tensor, weights: Sequence[torch.Tensor], names: str,
+    token: torch.Tensor, anchor: torch.Tensor, weights: Sequence[torch.Tensor], names: str,
 ) -> list[torch.Tensor]:  # fmt: skip
     context = getattr(token, _CONTEXT, None)
     if int(token) and context is None:
         raise RuntimeError("a lookup's backward was called with a copy of what its forward returned")
-    tracer, by_name = (None, {}) if context is None else context.run_backward(context, grads)
+    gradient, by_name = (None, {}) if context is None else context.run_backward(context, grads)
     named = names.split(",") if names else []
     found = [by_name.get(name) for name in named]
-    zero = torch.zeros_like(handle)
-    return [zero if tracer is None else tracer] + [
+    zero = torch.zeros_like(anchor)
+    return [zero if gradient is None else gradient] + [
         torch.zeros_like(weight) if one is None else one.clone() for one, weight in zip(found, weights, strict=True)
     ]
 
 
-def _run(handle: torch.Tensor, number: torch.Tensor, module: int, *given: Any) -> tuple[Any, torch.Tensor]:
+def _run(anchor: torch.Tensor, number: torch.Tensor, module: int, *given: Any) -> tuple[Any, torch.Tensor]:
     """Return what a module looks up, and what backward is given: 1 with its context, 0 where there is no backward."""
-    context = Context(handle)
+    context = Context(anchor)
     out = _modules[module].run(context, _batches[_number_of(number)], *given)
     token = torch.full((), int(torch.is_grad_enabled()))
     if torch.is_grad_enabled():
@@ -184,25 +184,27 @@ def _run(handle: torch.Tensor, number: torch.Tensor, module: int, *given: Any) -
 
 
 @_bags.register_fake
-def _(handle: torch.Tensor, number: torch.Tensor, weights: Any, names: str, module: int, width: int,
+def _(anchor: torch.Tensor, number: torch.Tensor, weights: Any, names: str, module: int, width: int,
       trained: bool) -> Any:  # fmt: skip
-    return handle.new_empty((number.shape[0], width)), torch.empty((), dtype=torch.int64)
+    return anchor.new_empty((number.shape[0], width), dtype=torch.float32), torch.empty((), dtype=torch.int64)
 
 
 @_rows.register_fake
-def _(handle: torch.Tensor, number: torch.Tensor, dims: Any, lengths: Any, module: int, trained: bool) -> Any:
+def _(anchor: torch.Tensor, number: torch.Tensor, dims: Any, lengths: Any, module: int, trained: bool) -> Any:
     def shape(dim: int, length: int) -> tuple[Any, ...]:
         if length < 0:
             return torch.library.get_ctx().new_dynamic_size(), dim
         return (number.shape[0], length, dim) if length else (number.shape[0], dim)
 
-    found = [handle.new_empty(shape(dim, length)) for dim, length in zip(dims, lengths, strict=True)]
+    found = [
+        anchor.new_empty(shape(dim, length), dtype=torch.float32) for dim, length in zip(dims, lengths, strict=True)
+    ]
     return [*found, torch.empty((), dtype=torch.int64)]
 
 
 @_backward.register_fake
-def _(grads: Any, token: torch.Tensor, handle: torch.Tensor, weights: Any, names: str) -> Any:
-    return [torch.empty_like(handle), *(torch.empty_like(weight) for weight in weights)]
+def _(grads: Any, token: torch.Tensor, anchor: torch.Tensor, weights: Any, names: str) -> Any:
+    return [torch.empty_like(anchor), *(torch.empty_like(weight) for weight in weights)]
 
 
 def _setup_bags(ctx: Any, inputs: Any, output: Any) -> None:
@@ -211,9 +213,9 @@ def _setup_bags(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward_bags(ctx: Any, grad: torch.Tensor, _token: Any) -> Any:
-    token, handle, *weights = ctx.saved_tensors
-    tracer, *of_weights = _backward([grad], token, handle, weights, ctx.names)
-    return tracer, None, of_weights, None, None, None, None
+    token, anchor, *weights = ctx.saved_tensors
+    gradient, *of_weights = _backward([grad], token, anchor, weights, ctx.names)
+    return gradient, None, of_weights, None, None, None, None
 
 
 def _setup_rows(ctx: Any, inputs: Any, output: Any) -> None:
@@ -222,8 +224,8 @@ def _setup_rows(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward_rows(ctx: Any, grads: Any) -> Any:
-    token, handle = ctx.saved_tensors
-    return _backward(grads[:-1], token, handle, [], "")[0], None, None, None, None, None
+    token, anchor = ctx.saved_tensors
+    return _backward(grads[:-1], token, anchor, [], "")[0], None, None, None, None, None
 
 
 _bags.register_autograd(_backward_bags, setup_context=_setup_bags)

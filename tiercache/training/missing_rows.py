@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from tiercache.data.raw_batch import FeatureKeys
     from tiercache.schema import Schema
     from tiercache.store.table import Group, Table
+    from tiercache.training.anchors import Arrival
     from tiercache.training.batch import Batch
     from tiercache.training.row_optimizer import RowOptimizer
-    from tiercache.training.tracers import Mark
 
 Missing = Literal["error", "zero", "init", "load"]
 MISSING = ("error", "zero", "init", "load")
@@ -238,25 +238,26 @@ class _HeldGradients(RowGradients):
     """Passes the gradients of rows of the pass on, under their slots; those of missing keys go nowhere."""
 
     def __init__(self, trained: RowGradients, added: dict[int, _GatheredRows], backend: Backend) -> None:
-        super().__init__(0, trained.tracers)
+        super().__init__(0, trained.anchors)
         self._trained, self._added, self._backend = trained, added, backend
 
-    def wait(self, group: int, pending: SavedGradient, mark: Mark) -> None:
+    def wait(self, group: int, save: Callable[..., SavedGradient], arrival: Arrival) -> None:
         """Add the gradient of one lookup. Waits for a GPU."""
         if group not in self._added:
-            self._trained.wait(group, pending, mark)
+            self._trained.wait(group, save, arrival)
             return
+        saved = save(gradient=arrival.flat(self._backend.array))
         added = self._added[group]
         seen, given = self._backend.tensor, self._backend.array
-        numbers = seen(pending.slots).long()
+        numbers = seen(saved.slots).long()
         kept = (numbers < added.num_held).nonzero()[:, 0]
         if not len(kept):
             return
         slots = given(seen(added.slots_R)[numbers[kept]])
         if len(kept) == len(numbers):
-            self._trained.wait(group, replace(pending, slots=slots, looked_up=None), mark)
+            self._trained.wait(group, partial(replace, saved, slots=slots, looked_up=None), arrival)
             return
-        argmax, scales = pending.argmax, pending.scales
+        argmax, scales = saved.argmax, saved.scales
         if argmax.shape[0]:  # it names entries by their numbers, which change; without a maximum it is anything
             argmax = seen(argmax)
             number = torch.full((len(numbers) + 1,), -1, dtype=torch.int32, device=argmax.device)
@@ -265,10 +266,10 @@ class _HeldGradients(RowGradients):
             argmax = given(number[torch.where(named, argmax, len(numbers)).long()])
         if scales.shape[0]:
             scales = given(seen(scales)[kept])
-        places = given(seen(places_of(self._backend, pending))[kept])
-        spans = None if pending.spans is None else partial(_kept_spans, pending.spans, kept)
-        held = replace(pending, slots=slots, places=places, scales=scales, argmax=argmax, looked_up=None, spans=spans)
-        self._trained.wait(group, held, mark)
+        places = given(seen(places_of(self._backend, saved))[kept])
+        spans = None if saved.spans is None else partial(_kept_spans, saved.spans, kept)
+        kinds: dict[str, Any] = {"slots": slots, "places": places, "scales": scales, "argmax": argmax, "spans": spans}
+        self._trained.wait(group, partial(replace, saved, looked_up=None, **kinds), arrival)
 
 
 def _kept_spans(spans: Callable[[], list[Span]], kept: torch.Tensor) -> list[Span]:

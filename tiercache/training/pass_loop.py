@@ -194,6 +194,11 @@ class PassLoop:
         self._closed = True
         self.end()
 
+    @property
+    def newest(self) -> Pass | None:
+        """The pass that the loop was given last, while it runs."""
+        return self._ahead or self.current
+
     def note_step(self) -> None:
         """Take note of the generators where the step was the last one of the pass, and the loop is further.
 
@@ -229,7 +234,7 @@ class PassLoop:
         current.rows.show(groups)
         self._exchange.open(current.rows)
         self.current, report.losses = current, current.losses
-        self._rows.state.optimizer.tracers.ledger, self._sample = current.ledger, -1
+        self._rows.state.optimizer.anchors.ledger, self._sample = current.ledger, -1
         self._predict(self._rows.transfer.plan)
         self.reports.append(report)
         report.begin_training()

@@ -86,6 +86,8 @@ class Pass:
         """The sub-dataset, with its samples and the keys that this rank trains."""
         self._seed, self._raw, self._exchange, self._pipeline = seed, raw, exchange, pipeline
         self._before_batch = before_batch or _nothing
+        self._plain_samples = 0
+        """Samples of the lookups of plain keys since the last step."""
         self.losses: list[float] = []
         """What ``log_loss`` was given; the pass's report has it too."""
 
@@ -375,6 +377,27 @@ class Pass:
                 "them in a pass"
             )
         self._before_batch(self)
+
+    def begin_plain(self) -> None:
+        """Check that plain keys can be looked up now, and bring the rows of the pass."""
+        self.rows.check_made()
+        self.rows.bring()
+        self._before_batch(self)
+
+    def count_plain(self, num_samples: int) -> int:
+        """Note a lookup of plain keys; returns which batch it is of, by the number that lookups of a step share."""
+        if self.order is not None and "raw_batches" not in self.order:
+            return self.samples_done  # beside a batch of batches()
+        self._plain_samples = max(self._plain_samples, num_samples, 1)
+        self.ledger.make(self.samples_done + 1, raw=True)
+        return self.samples_done + 1
+
+    def note_step(self) -> None:
+        """Count a batch of plain keys: its lookups are stepped."""
+        if self._plain_samples:
+            self.batches_done += 1
+            self.samples_done += self._plain_samples
+            self._plain_samples, self.order = 0, {"raw_batches": self.batches_done}
 
     def count_raw(self, num_samples: int) -> None:
         """Count a batch of raw keys."""

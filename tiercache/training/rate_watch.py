@@ -27,12 +27,13 @@ class RateWatch:
 
     def check(self) -> None:
         """Warn if dense rates have a scheduler, or changed since the loop began, and those of rows did not."""
-        rows, *dense = [self._follows_schedule(one) for one in (self._rows, *self._rows.tracers.optimizers)]
+        rows, *dense = [self._follows_schedule(one) for one in (self._rows, *self._rows.dense)]
+        rows |= self._rows.joint.has_scheduler
         if any(dense) and not rows and not self._is_warned:
             self._is_warned = True
             warnings.warn(
-                "the learning rate of an optimizer of this cache follows a schedule, and rows keep theirs: rows have "
-                "an optimizer of their own, so make a scheduler for cache.optimizer too",
+                "the learning rate of an optimizer of this cache follows a schedule, and rows keep theirs: make the "
+                "scheduler of cache.optimizer, whose groups are those of that optimizer and of the tables",
                 stacklevel=4,
             )
 

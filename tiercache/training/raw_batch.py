@@ -59,19 +59,19 @@ class RawKeys:
         index_room: bytes that an index of keys may take on the device, None: any number.
         """
         tables = [table for group in groups for table in group.tables]
-        self._schema, self._exchange, self._ranks = schema, exchange, exchange.ranks
-        self._reader = RawReader(schema, tables, backend, index_room)
-        self._missing = MissingRows(schema, groups, optimizer, backend)
+        self._schema, self.exchange, self._ranks = schema, exchange, exchange.ranks
+        self.reader = RawReader(schema, tables, backend, index_room)
+        self.missing = MissingRows(schema, groups, optimizer, backend)
         self._dense_columns = len(schema.dense)
 
     @property
     def index_bytes(self) -> int:
         """Bytes of the index of keys."""
-        return self._reader.index_bytes
+        return self.reader.index_bytes
 
     def close(self) -> None:
         """Let go of the index."""
-        self._reader.close()
+        self.reader.close()
 
     def batch(self, current: Pass, keys: Mapping[str, Any] | None, *, missing: Missing, **given: Any) -> Batch | None:
         """Return this rank's part of the next batch of a pass: ``Pass.batch`` promises it.
@@ -84,7 +84,7 @@ class RawKeys:
         try:
             current.begin_raw()
             if keys is not None:
-                mine = self._reader.read(source, current.rows.name, keys, number=number, missing=missing, **given)
+                mine = self.reader.read(source, current.rows.name, keys, number=number, missing=missing, **given)
                 self._dense_columns = mine.dense.shape[1]
         except Exception as caught:  # told to all ranks
             error = caught
@@ -100,10 +100,10 @@ class RawKeys:
         reader: RowReader | None = None
         if any(turn.loads for turn in turns):
             lacking = mine if missing == "load" else None
-            reader = self._exchange.load(lambda: {} if lacking is None else self._reader.keys_of(lacking))
-        made, ids = self._exchange.raw(mine, current.rows, name, self._weight(sizes))
+            reader = self.exchange.load(lambda: {} if lacking is None else self.reader.keys_of(lacking))
+        made, ids = self.exchange.raw(mine, current.rows, name, self._weight(sizes))
         if ids is not None:
-            made = self._exchange.named(self._missing.add(made, mine.features, ids, missing, reader))
+            made = self.exchange.named(self.missing.add(made, mine.features, ids, missing, reader))
         current.count_raw(sum(sizes))
         return replace(made, end=current.samples_done)
 
@@ -115,10 +115,10 @@ class RawKeys:
         what, mine, error, wanted = "an evaluation of raw keys", None, None, dict[str, Any]()
         try:
             if keys is not None:
-                mine = self._exchange.used(self._reader.read(None, "", keys, **given))
+                mine = self.exchange.used(self.reader.read(None, "", keys, **given))
                 self._dense_columns = mine.dense.shape[1]
-                wanted = self._reader.keys_of(mine)
-                self._reader.check_budget(mine.num_samples, wanted, budget)
+                wanted = self.reader.keys_of(mine)
+                self.reader.check_budget(mine.num_samples, wanted, budget)
         except Exception as caught:  # told to all ranks
             error = caught
         turn = _Turn(0 if mine is None else mine.num_samples, True, mine is None, UNSEEN.index(unseen))
@@ -128,17 +128,17 @@ class RawKeys:
             raise ValueError(f"ranks gave different values of unseen ({listed}): give the same one on all ranks")
         if all(turn.ended for turn in turns):
             return None
-        reader = self._exchange.load(lambda: wanted, budget, unseen)
-        mine = self._exchange.used(self._nothing(None)) if mine is None else mine
+        reader = self.exchange.load(lambda: wanted, budget, unseen)
+        mine = self.exchange.used(self._nothing(None)) if mine is None else mine
         places = mine.places()
         ids = {name: FeatureIds(places[name], one.offsets, one.weights) for name, one in mine.features.items()}
         weight = self._weight([turn.num_samples for turn in turns])
-        made = Batch(mine.label, mine.dense, ids, self._missing.no_rows(what), mine.num_samples, weight)
-        return self._exchange.named(self._missing.add(made, mine.features, places, "load", reader))
+        made = Batch(mine.label, mine.dense, ids, self.missing.no_rows(what), mine.num_samples, weight)
+        return self.exchange.named(self.missing.add(made, mine.features, places, "load", reader))
 
     def _turns(self, mine: _Turn, what: str, error: Exception | None) -> list[_Turn]:
         """Tell the others of this rank's part; raises where any rank has an error."""
-        told = self._exchange.tell([*map(int, mine)], what, error)
+        told = self.exchange.tell([*map(int, mine)], what, error)
         return [_Turn(samples, bool(loads), bool(ended), unseen) for samples, loads, ended, unseen in told]
 
     def _weight(self, sizes: Sequence[int]) -> float:
@@ -157,7 +157,7 @@ class RawKeys:
             if mine is None or not mine.num_samples:
                 keys = {name: tuple(given) if ragged else given for name, (given, ragged) in lent["keys"].items()}
                 others = {name: lent[name] for name in ("weights", "label", "dense", "missing")}
-                borrowed = self._reader.read(source, "", keys, **others)
+                borrowed = self.reader.read(source, "", keys, **others)
         if borrowed is None:
             assert mine is not None
             return mine, missing
@@ -187,4 +187,4 @@ class RawKeys:
         for feature in self._schema.features:
             none = np.empty(0, np.int64)
             keys[feature.name] = none.reshape(0, feature.length or 0) if feature.hotness == "multi_hot" else none
-        return self._reader.read(source, "", keys, dense=np.empty((0, self._dense_columns), np.float32))
+        return self.reader.read(source, "", keys, dense=np.empty((0, self._dense_columns), np.float32))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.backends.base import Backend
-    from tiercache.backends.jagged import FoundIds
+    from tiercache.backends.jagged import Found, FoundIds
     from tiercache.data.dataset import SubDataset
     from tiercache.data.raw_batch import FeatureKeys
     from tiercache.schema import Schema
@@ -70,6 +70,10 @@ class RawReader:
     def close(self) -> None:
         """Let go of the index."""
         self._finder.close()
+
+    def find(self, source: SubDataset, features: dict[str, FeatureKeys]) -> tuple[Found, dict[str, FoundIds]]:
+        """Return the local ids of keys in the key sets of ``source``, of all features and by feature."""
+        return self._finder.find(source, features, self._table_of)
 
     def read(
         self,

@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
-from tiercache.training.tracers import Tracers
+from tiercache.training.anchors import Anchors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Sequence
+
+    import torch
 
     from tiercache.backends.jagged import SavedGradient
-    from tiercache.training.tracers import Mark, Tracer
+    from tiercache.training.anchors import Arrival
 
 NOBODY_STEPS = (
-    "row gradients of an earlier batch are pending, but the cache has no optimizer and cache.optimizer.step() was "
-    "never called, so no row would be trained: give the cache the optimizer (optimizer=...) before the loop"
+    "row gradients of an earlier batch are pending, but cache.optimizer was never stepped, so no row would be trained: "
+    "give the cache the optimizer (optimizer=...) and step cache.optimizer in its place"
 )
 
 
 class _Waiting(NamedTuple):
-    """The gradient of one lookup."""
+    """What the gradient of one output means for the rows of one group."""
 
     group: int
-    pending: SavedGradient
-    mark: Mark
-    is_passed_over: bool = False
-    """Whether another optimizer has stepped since."""
+    save: Callable[..., SavedGradient]
+    """Returns it, given the gradient of the arrival as it is at the step: ``save(gradient=...)``."""
+    arrival: Arrival
 
 
 class RowGradients:
     """What backward leaves for the step, by group, in the order of the backward calls."""
 
-    def __init__(self, num_groups: int, tracers: Tracers | None = None) -> None:
-        self.tracers = tracers or Tracers()
+    def __init__(self, num_groups: int, anchors: Anchors | None = None) -> None:
+        self.anchors = anchors or Anchors()
         self.pending: list[list[SavedGradient]] = [[] for _ in range(num_groups)]
         """What the step applies, by group."""
         self._waiting: list[_Waiting] = []
@@ -45,53 +43,57 @@ class RowGradients:
         """The ends of the batches whose rows were looked up to be trained since the last step."""
 
     def add(self, group: int, pending: SavedGradient) -> None:
-        """Add a gradient that the next step applies, whatever became of a handle."""
+        """Add a gradient that the next step applies, whatever became of an anchor."""
         self.pending[group].append(pending)
 
-    def wait(self, group: int, pending: SavedGradient, mark: Mark) -> None:
-        """Add the gradient of one lookup, to be applied as the module's handle says then."""
+    def wait(self, group: int, save: Callable[..., SavedGradient], arrival: Arrival) -> None:
+        """Add the gradient of one lookup, to be applied as it is then; save: as of `_Waiting`."""
         self.is_awaited = False
-        self._waiting = [one for one in self._waiting if is_alive(one.mark)]
-        self._waiting.append(_Waiting(group, pending, mark))
+        if self._waiting and not self._waiting[0].arrival.is_waiting:  # dropped
+            self._waiting = [one for one in self._waiting if one.arrival.is_waiting]
+        self._waiting.append(_Waiting(group, save, arrival))
 
     @property
-    def marks(self) -> Iterator[Mark]:
+    def arrivals(self) -> Iterator[Arrival]:
         """The gradients that wait for a step."""
-        return (one.mark for one in self._waiting)
+        return (one.arrival for one in self._waiting)
 
     @property
     def is_pending(self) -> bool:
         """Whether a backward was not stepped yet, and not dropped: by no optimizer at all."""
-        for tracer in {mark.tracer for mark in self.marks}:
-            tracer.drop_dropped(unscaled=True)
-        self._waiting = [one for one in self._waiting if is_alive(one.mark)]
-        return any(not one.is_passed_over for one in self._waiting) or any(self.pending)
+        return any(self.pending) or any(map(is_unstepped, self.arrivals))
 
     def leave(self, where: str) -> None:
         """Give up gradients that another optimizer's step left: ``where`` ends, and they have to be dropped later."""
-        for mark in self.marks:
-            mark.tracer.leave(where)
+        for anchor in {one.anchor for one in self.arrivals}:
+            anchor.leave(where)
         self._waiting.clear()
 
-    def settle(self, factors: Mapping[Tracer, float]) -> None:
-        """Move to ``pending`` what a step applies, multiplied by what `Tracers.factors` said."""
+    def settle(self, array_of: Callable[[torch.Tensor], Any]) -> None:
+        """Move to ``pending`` what the step applies: the arrivals that are due. Others go or wait on."""
         self.is_awaited = False
         self.unstepped.clear()
-        waiting, self._waiting = self._waiting, []
-        for one in waiting:
-            factor = factor_of(one.mark, factors)
-            if factor is None:
-                self._waiting.append(one._replace(is_passed_over=True))
-            elif factor:
-                self.pending[one.group].append(_scaled(one.pending, factor))
+        self._fill([one for one in self._waiting if one.arrival.is_due], self.pending, array_of)
+        self._waiting = [one for one in self._waiting if one.arrival.is_waiting]
+        for left in self._waiting:
+            left.arrival.is_passed_over = True
 
-    def applied(self, factors: Mapping[Tracer, float]) -> list[list[SavedGradient]]:
-        """Return what ``settle`` would move to ``pending``, by group, and leave it where it is."""
+    def applied(self, due: Collection[Arrival], array_of: Callable[[torch.Tensor], Any]) -> list[list[SavedGradient]]:
+        """Return what ``settle`` would move to ``pending`` were ``due`` due, by group, and leave it where it is."""
         found: list[list[SavedGradient]] = [[] for _ in self.pending]
-        for one in self._waiting:
-            if factor := factor_of(one.mark, factors):
-                found[one.group].append(_scaled(one.pending, factor))
+        self._fill([one for one in self._waiting if one.arrival in due], found, array_of)
         return found
+
+    @staticmethod
+    def _fill(
+        some: Sequence[_Waiting], into: list[list[SavedGradient]], array_of: Callable[[torch.Tensor], Any]
+    ) -> None:
+        """Add gradients as they are now, by group; tables that share one share its array."""
+        flat: dict[Arrival, Any] = {}
+        for group, save, arrival in some:
+            if arrival not in flat:
+                flat[arrival] = arrival.flat(array_of)
+            into[group].append(save(gradient=flat[arrival]))
 
     def clear_settled(self) -> None:
         """Drop what a step has applied."""
@@ -106,6 +108,18 @@ class RowGradients:
         self.clear_settled()
 
 
+def is_unstepped(arrival: Arrival) -> bool:
+    """Whether a gradient waits for a step that a pass must not end without.
+
+    Not one that a GradScaler has skipped, which is not finite: reads the gradient, and waits for a GPU.
+    """
+    arrival.anchor.drop_dropped()
+    if not arrival.is_waiting or arrival.is_passed_over or arrival.anchor.is_skipped:
+        return False
+    assert arrival.gradient is not None
+    return bool(arrival.gradient.isfinite().all())
+
+
 def ended_unstepped(num_batches: int) -> str:
     """Say of a pass that gradients of its last batches wait for a step."""
     batches = "batch" if num_batches == 1 else f"{num_batches} batches"
@@ -113,20 +127,3 @@ def ended_unstepped(num_batches: int) -> str:
         f"ended between backward and step, and the row gradients of its last {batches} would be lost: step the "
         "optimizer after its last batch too (p.samples_done == p.num_samples), or drop them with zero_grad()"
     )
-
-
-def is_alive(mark: Mark) -> bool:
-    """Whether a gradient was neither stepped nor dropped."""
-    return mark.drops == mark.tracer.drops
-
-
-def factor_of(mark: Mark, factors: Mapping[Tracer, float]) -> float | None:
-    """Return what a gradient is multiplied by; 0 where it is dropped, None where it waits for another step."""
-    return factors.get(mark.tracer) if is_alive(mark) else 0.0
-
-
-def _scaled(pending: SavedGradient, factor: float) -> SavedGradient:
-    """Return a gradient multiplied by ``factor``; the tensor of the user's graph stays as it is."""
-    if factor == 1.0:
-        return pending
-    return replace(pending, gradient=pending.gradient * np.float32(factor).item())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,93 +12,173 @@ import torch
 from tiercache.backends.jagged import OptimizerStep
 from tiercache.errors import StateError
 from tiercache.store.table import Adam, Group
+from tiercache.training.anchors import Anchors
 from tiercache.training.clipping import clip, squared_norm
+from tiercache.training.joint_optimizer import JointOptimizer
 from tiercache.training.row_gradients import RowGradients, ended_unstepped
-from tiercache.training.tracers import Tracers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-
-    from torch import nn
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from tiercache.backends.base import Backend
     from tiercache.backends.jagged import SavedGradient
     from tiercache.store.optimizer import Optimizer
     from tiercache.store.table import Table
     from tiercache.tiers.rows import GroupRows
-    from tiercache.training.tracers import Mark, Tracer
+    from tiercache.training.anchors import Anchor, Arrival
 
 
 class RowOptimizer(torch.optim.Optimizer):
     """The optimizer of rows: each table is updated by the optimizer in its specification.
 
-    ``param_groups`` are the tables, with ``lr``, ``weight_decay`` (L2, for the rows that a step touches) and, if the
-    table's optimizer has them, ``eps`` and ``betas``. They are read at each step, so the schedulers of
-    `torch.optim.lr_scheduler` work. Tables with the same row layout share them. All gradients of a row since the last
-    step are summed, in the order of the backward calls, then of features and samples; then the row is updated once.
+    ``param_groups`` are the tables, each with the placeholders of the gradients that wait (see `anchors`), and with
+    ``lr``, ``weight_decay`` (L2, for the rows that a step touches) and, if the table's optimizer has them, ``eps`` and
+    ``betas``. They are read at each step, so the schedulers of `torch.optim.lr_scheduler` work. Tables with the same
+    row layout share them. All gradients of a row since the last step are summed, in the order of the backward calls,
+    then of features and samples; then the row is updated once.
 
-    Rows step after the optimizers that the cache was given, or by ``step()`` of this one.
+    The optimizer of a cache, `JointOptimizer`, steps it behind the dense ones.
     """
 
     def __init__(self, groups: tuple[Group, ...], backend: Backend) -> None:
         self._groups, self._backend = groups, backend
-        self.tracers = Tracers()
-        self.gradients = RowGradients(len(groups), self.tracers)
+        self.anchors = Anchors()
+        self.gradients = RowGradients(len(groups), self.anchors)
         self.steps = 0
         """Steps applied so far."""
         self._now: dict[int, tuple[tuple[Any, ...], Group]] = {}
         """Groups as of the step before, by number, and the settings that they were made of."""
         self._step: Callable[[torch.optim.Optimizer | None], None] | None = None
-        self._discard: Callable[[], None] = self.discard
+        self._is_stepping = False
+        self.dense: list[torch.optim.Optimizer] = []
+        """The optimizers of dense parameters that the cache was given."""
         tables = [{"params": [], **_settings(table)} for group in groups for table in group.tables]
         all_adam = all("betas" in table for table in tables)
         super().__init__(tables, {"betas": (0.9, 0.999)} if all_adam else {})
         self._of = {group["table"]: group for group in self.param_groups}
+        self.joint = JointOptimizer(self)
+        """What a loop steps."""
 
     # -- as torch's optimizers ----------------------------------------------------------------------------
 
-    def bind(self, step: Callable[[torch.optim.Optimizer | None], None], discard: Callable[[], None]) -> None:
-        """Let ``step()`` and ``zero_grad()`` call these; whoever has this is not kept alive by a scheduler on it."""
-        self._step, self._discard = step, discard
+    def bind(self, step: Callable[[torch.optim.Optimizer | None], None]) -> None:
+        """Let ``step()`` call this; whoever has this is not kept alive by a scheduler on it."""
+        self._step = step
 
-    def own(self, handle: nn.Parameter, tables: Sequence[str]) -> None:
-        """Take the handle of a module that looks up ``tables`` among its parameters: those of the first table."""
-        self.tracers.of(handle, tables)
-        if not any(handle is other for group in self.param_groups for other in group["params"]):
-            self._of[tables[0]]["params"].append(handle)
+    def follow(self, dense: torch.optim.Optimizer) -> Any:
+        """Step rows with ``dense``, one of the optimizers that the cache was given; returns a hook to be removed."""
+        self.dense.append(dense)
+        self.anchors.is_stepped = True
+        check = weakref.WeakMethod(self._check_alone)
 
-    def step(self, closure: Callable[[], Any] | None = None, *, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        def checked(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            if (found := check()) is not None:
+                found(optimizer)
+
+        return dense.register_step_pre_hook(checked)
+
+    def _check_alone(self, dense: torch.optim.Optimizer) -> None:
+        """Raise StateError where a dense optimizer is stepped by itself while its rows have gradients."""
+        if self._is_stepping:
+            return
+        for anchor in self.anchors:
+            if not anchor.has_arrived:
+                continue
+            anchor.drop_dropped()
+            is_mine = len(self.dense) == 1 or self._owned().get(id(anchor.parameter)) is dense
+            if is_mine and anchor.waiting:
+                raise StateError(
+                    f"{type(dense).__name__} was stepped by itself, and gradients of the rows of {anchor.tables} wait "
+                    "to be stepped with it: write optimizer = cache.optimizer before the loop (of several optimizers, "
+                    "cache.optimizer.part(optimizer) is one with its rows)"
+                )
+
+    def step(self, closure: Callable[[], Any] | None = None, *, dense: torch.optim.Optimizer | None = None) -> Any:
         """Update the rows that have gradients. Gradients that were dropped since backward are not applied.
 
-        ``optimizer``: update only the tables that step with it; the cache passes it after each of its steps.
+        ``dense``: update only the rows of modules that have their anchors in this optimizer.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._step is None:
-            raise StateError("this optimizer belongs to no cache: step the one that a cache has as cache.optimizer")
-        self._step(optimizer)
+        self.step_behind((), dense)
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of all rows."""
-        self.tracers.note_drop()
-        super().zero_grad(set_to_none)
-        self._discard()
+    def step_behind(self, stepped: Sequence[torch.optim.Optimizer], dense: torch.optim.Optimizer | None = None) -> None:
+        """Step dense optimizers, then the rows as ``step`` does."""
+        self._is_stepping = True
+        try:
+            for one in stepped:
+                one.step()
+        finally:
+            self._is_stepping = False
+        if self._step is None:
+            raise StateError("this optimizer belongs to no cache: step the one that a cache has as cache.optimizer")
+        self._step(dense)
+
+    def zero_grad(self, set_to_none: bool = True, *, dense: torch.optim.Optimizer | None = None) -> None:
+        """Drop the gradients of rows that have arrived: of modules that step with ``dense``, or of all."""
+        self.anchors.note_drop()
+        owned = self._owned()
+        for anchor in self.anchors:
+            if dense is None or owned.get(id(anchor.parameter)) is dense or len(self.dense) == 1:
+                anchor.clear()
+                if (parameter := anchor.parameter) is not None and id(parameter) not in owned:
+                    parameter.grad = None
+
+    def groups_of(self, dense: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+        """Return the tables that are stepped with ``dense``, None: all; their parameters are those of now."""
+        owned = self._owned()
+        mine = [anchor for anchor in self.anchors if dense is None or self.owner(anchor, owned) is dense]
+        found: dict[str, list[torch.Tensor]] = {}
+        for anchor in mine:
+            parameter = anchor.parameter
+            alone = [] if parameter is None or id(parameter) in owned else [parameter]
+            found.setdefault(anchor.first_table, []).extend(alone + [one.placeholder for one in anchor.waiting])
+        for group in self.param_groups:
+            group["params"] = found.get(group["table"], [])
+        if dense is None:
+            return self.param_groups
+        tables = {table for anchor in mine for table in anchor.table_names}
+        return [group for group in self.param_groups if group["table"] in tables]
+
+    def owner(
+        self, anchor: Anchor, owned: Mapping[int, torch.optim.Optimizer] | None = None
+    ) -> torch.optim.Optimizer | None:
+        """Return the dense optimizer that a module's rows step with: the one that has its anchor.
+
+        Where none has any anchor it is the only one, or None. owned: as ``_owned`` returns it. Raises StateError for an
+        anchor that is in none, where one has others.
+        """
+        owned = self._owned() if owned is None else owned
+        found = owned.get(id(anchor.parameter))
+        if found is None and self.dense:
+            if len(self.dense) > 1 or any(id(one.parameter) in owned for one in self.anchors):
+                raise StateError(
+                    f"a module that looks up {anchor.tables} is in none of the cache's optimizers, so nobody would "
+                    "train its rows: give an optimizer the module's parameters, or freeze it with requires_grad_(False)"
+                )
+            return self.dense[0]
+        return found
+
+    def _owned(self) -> dict[int, torch.optim.Optimizer]:
+        """Return the dense optimizer of each parameter, by its id."""
+        return {id(p): one for one in self.dense for group in one.param_groups for p in group["params"]}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the settings of all tables. The state of rows is in the store."""
         groups = [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
         return {"state": {}, "param_groups": groups}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the settings of all tables. Raises StateError if the tables differ."""
-        stored, mine = [group.get("table") for group in state_dict["param_groups"]], [*self._of]
+    def load_state_dict(self, state_dict: dict[str, Any], *, dense: torch.optim.Optimizer | None = None) -> None:
+        """Load the settings of the tables that step with ``dense``, or of all. Raises StateError if they differ."""
+        stored = [group.get("table") for group in state_dict["param_groups"]]
+        mine = [group["table"] for group in self.groups_of(dense)]
         if sorted(stored, key=str) != sorted(mine):
             raise StateError(f"the state is of tables {stored} and the cache has {mine}: use the same tables")
         for group in state_dict["param_groups"]:
-            self._of[group["table"]].update(group)
+            self._of[group["table"]].update({name: value for name, value in group.items() if name != "params"})
 
     # -- for the cache ------------------------------------------------------------------------------------
 
@@ -116,16 +197,23 @@ class RowOptimizer(torch.optim.Optimizer):
         """Drop the pending gradients."""
         self.gradients.clear()
 
-    def begin_step(self, marks: Iterable[Mark], optimizer: torch.optim.Optimizer | None) -> dict[Tracer, float]:
-        """Return what each module's gradients are multiplied by in the step of ``optimizer``; None: of all tables."""
-        factors = self.tracers.factors(marks, optimizer)
-        self.tracers.note_step(applied=any(factors.values()) or any(self.gradients.pending))
-        return factors
+    def due(self, dense: torch.optim.Optimizer | None) -> list[Arrival]:
+        """Return the gradients that the step of ``dense``, or of all, applies."""
+        mine = [anchor for anchor in self.anchors if anchor.has_arrived]
+        if dense is not None:
+            owned = self._owned()
+            for anchor in mine:
+                anchor.drop_dropped()
+            mine = [anchor for anchor in mine if anchor.waiting and self.owner(anchor, owned) is dense]
+        return [one for anchor in mine for one in anchor.due()]
 
-    @staticmethod
-    def stepped(factors: Mapping[Tracer, float]) -> set[str]:
-        """Return the tables that a step updates: none without gradients, or whose gradients were dropped."""
-        return {table for tracer, factor in factors.items() if factor for table in tracer.reached}
+    def begin_step(self, dense: torch.optim.Optimizer | None) -> set[str]:
+        """Have gradients applied by the step of ``dense``, or of all tables; return the tables that it updates."""
+        found = self.due(dense)
+        for one in found:
+            one.take()
+        self.anchors.note_step(applied=bool(found) or any(self.gradients.pending))
+        return {table for one in found for table in one.tables}
 
     def count_step(self, tables: Collection[str]) -> None:
         """Count a step of ``tables``, of which some rank has gradients; one of none is no step."""
@@ -133,8 +221,12 @@ class RowOptimizer(torch.optim.Optimizer):
         for table in tables:
             self._of[table]["step"] += 1
 
-    def apply(self, rows: Sequence[GroupRows], factors: Collection[Tracer] = ()) -> None:
-        """Update ``rows`` by the pending gradients and drop them, and those of the handles of ``factors``."""
+    def settle(self, gradients: RowGradients) -> None:
+        """Have ``gradients`` apply what the step that runs does."""
+        gradients.settle(self._backend.array)
+
+    def apply(self, rows: Sequence[GroupRows]) -> None:
+        """Update ``rows`` by the pending gradients, and drop them."""
         due: list[OptimizerStep] = []
         for g, (mine, pending) in enumerate(zip(rows, self.gradients.pending, strict=True)):
             if pending:
@@ -145,32 +237,36 @@ class RowOptimizer(torch.optim.Optimizer):
         if due:
             self._backend.step(due)
         self.gradients.clear_settled()
-        for tracer in factors:
-            tracer.clear()
+        self.end_step()
 
-    def step_rows(self, rows: Sequence[GroupRows], optimizer: torch.optim.Optimizer | None) -> None:
-        """Take the step of ``optimizer``, or of all tables: `begin_step` and `apply`."""
-        factors = self.begin_step(self.gradients.marks, optimizer)
-        self.count_step(self.stepped(factors))
-        self.gradients.settle(factors)
-        self.apply(rows, factors)
+    def end_step(self) -> None:
+        """Drop the gradients that were applied."""
+        for anchor in self.anchors:
+            anchor.end_due()
+
+    def step_rows(self, rows: Sequence[GroupRows], dense: torch.optim.Optimizer | None) -> None:
+        """Take the step of ``dense``, or of all tables: `begin_step` and `apply`."""
+        self.count_step(self.begin_step(dense))
+        self.settle(self.gradients)
+        self.apply(rows)
 
     def squared_norm(self, gradients_G: Sequence[Sequence[SavedGradient]]) -> torch.Tensor:
         """Return the sum of squares of gradients of rows, float64 0-dim."""
         return squared_norm(self._groups, gradients_G, self._backend)
 
     def clip(
-        self, max_norm: float, optimizer: torch.optim.Optimizer | None, factors: Mapping[Tracer, float],
-        row_squares: torch.Tensor, *, error_if_nonfinite: bool,
+        self, max_norm: float, dense: torch.optim.Optimizer | None, due: Sequence[Arrival], row_squares: torch.Tensor,
+        *, error_if_nonfinite: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """Clip the gradients of ``optimizer``, or of all that are followed, and of the rows that step with it.
+        """Clip the gradients of ``dense``, or of all dense optimizers, and of the rows that step with it.
 
-        factors: what the rows' gradients would be multiplied by in a step now; row_squares: of these.
+        due: the gradients of rows that a step now would apply; row_squares: of the rows that these are of.
         """
-        optimizers = self.tracers.optimizers if optimizer is None else [optimizer]
-        parameters = (one for found in optimizers for group in found.param_groups for one in group["params"])
-        stepped = [tracer for tracer, factor in factors.items() if factor]
-        return clip(parameters, row_squares, stepped, max_norm, error_if_nonfinite=error_if_nonfinite)
+        anchors = {id(anchor.parameter) for anchor in self.anchors}
+        optimizers = self.dense if dense is None else [dense]
+        found = (one for each in optimizers for group in each.param_groups for one in group["params"])
+        parameters = [one for one in found if id(one) not in anchors]
+        return clip(parameters, row_squares, due, max_norm, error_if_nonfinite=error_if_nonfinite)
 
     def number(self, table: str) -> int:
         """Return the number of the step that a table takes now: Adam's bias correction and rounding go by it."""

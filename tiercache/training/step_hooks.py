@@ -9,23 +9,24 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from tiercache.errors import StateError
-from tiercache.training.scaled_loss import note_unscaled
+from tiercache.training.joint_optimizer import JointOptimizer
 from tiercache.training.table_module import table_modules
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable, Mapping
 
+    from tiercache.training.row_optimizer import RowOptimizer
     from tiercache.training.stepped_cache import SteppedCache
 
 
 class StepHooks:
-    """Steps the optimizer of a cache's rows behind the optimizers that are followed.
+    """Has the rows of a cache step with the optimizers that it was given.
 
-    Neither these nor a scheduler of the rows' optimizer keep the cache alive.
+    Neither these nor a scheduler of the cache's optimizer keep the cache alive.
     """
 
-    def __init__(self, cache: SteppedCache) -> None:
-        step, discard = weakref.WeakMethod(cache._step), weakref.WeakMethod(cache._discard)
+    def __init__(self, cache: SteppedCache, rows: RowOptimizer) -> None:
+        step = weakref.WeakMethod(cache._step)
 
         def call_step(optimizer: torch.optim.Optimizer | None) -> None:
             found = step()
@@ -33,34 +34,20 @@ class StepHooks:
                 raise StateError("the cache of this optimizer is gone: keep the cache as long as its loop")
             found(optimizer)
 
-        def call_discard() -> None:
-            found = discard()
-            if found is not None:
-                found()
-
-        cache.optimizer.bind(call_step, call_discard)
-        note_unscaled(cache.optimizer, cache.optimizer.tracers.note_attempt)
-        self._rows = weakref.ref(cache.optimizer)
+        rows.bind(call_step)
+        self._rows = weakref.ref(rows)
         self._hooks: list[Any] = []
 
     def follow(self, objects: Iterable[Any]) -> None:
-        """Follow the optimizers among ``objects``; the rows' optimizer gets the handles of the modules among them."""
+        """Step rows with the optimizers among ``objects``, and note the anchors of the modules among them."""
         rows = self._rows()
         assert rows is not None
         for value in objects:
-            if isinstance(value, torch.optim.Optimizer):
-                self._hooks.append(value.register_step_post_hook(self._call))
-                self._hooks.append(_ZeroGradHook(value, weakref.WeakMethod(rows.tracers.note_drop)))
-                note_unscaled(value, rows.tracers.note_attempt)
-                rows.tracers.follow(value)
+            if isinstance(value, torch.optim.Optimizer) and not any(value is one for one in rows.dense):
+                self._hooks.append(rows.follow(value))
             for part in table_modules([value]):
                 if part.tables:
-                    rows.own(part.handle, part.tables)
-
-    def _call(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        rows = self._rows()
-        if rows is not None:
-            rows.step(optimizer=optimizer)
+                    rows.anchors.of(part)
 
     def remove(self) -> None:
         """Follow none any more."""
@@ -69,36 +56,29 @@ class StepHooks:
         self._hooks.clear()
         rows = self._rows()
         if rows is not None:
-            rows.tracers.close()
+            rows.anchors.close()
 
 
-class _ZeroGradHook:
-    """Calls a function before ``zero_grad`` of an optimizer, for which torch has no hook."""
+def unwrapped_objects(objects: Mapping[str, Any], own: JointOptimizer) -> dict[str, Any]:
+    """Return what DistributedDataParallel, compiled modules, Accelerate's wrappers and optimizers of caches have.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, call: weakref.WeakMethod[Callable[[], None]]) -> None:
-        of_class, mine, found = type(optimizer).zero_grad, vars(optimizer).get("zero_grad"), weakref.ref(optimizer)
-        self._optimizer, self._mine = found, mine
-
-        def zero_grad(*args: Any, **named: Any) -> None:
-            if (note := call()) is not None:
-                note()
-            if mine is not None:
-                mine(*args, **named)
-            elif (followed := found()) is not None:
-                of_class(followed, *args, **named)
-
-        self._hook = zero_grad
-        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-
-    def remove(self) -> None:
-        """Call it no more."""
-        optimizer = self._optimizer()
-        if optimizer is None or vars(optimizer).get("zero_grad") is not self._hook:
-            return
-        if self._mine is None:
-            del optimizer.zero_grad
-        else:
-            optimizer.zero_grad = self._mine  # type: ignore[method-assign]
+    own: the optimizer of the cache, which commits have anyway. Raises StateError for one of another cache with several
+    dense optimizers.
+    """
+    found = {}
+    for name, value in objects.items():
+        inner = unwrapped(value)
+        if isinstance(inner, JointOptimizer):
+            if inner.rows is own.rows:
+                continue
+            if len(inner.dense) != 1:
+                raise StateError(
+                    f"{name} is the optimizer of another cache, with {len(inner.dense)} dense optimizers: give the "
+                    "cache these (cache.optimizer.dense)"
+                )
+            inner = inner.dense[0]
+        found[name] = inner
+    return found
 
 
 def unwrapped(value: Any) -> Any:

@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     import torch
 
     from tiercache.training.exchange import Exchange
+    from tiercache.training.joint_optimizer import JointOptimizer
     from tiercache.training.passes import Pass
-    from tiercache.training.row_optimizer import RowOptimizer
 
 
 class SteppedCache:
-    """A cache whose rows step behind the optimizers that it was given."""
+    """A cache whose rows step with the optimizers that it was given."""
 
-    optimizer: RowOptimizer
-    """The optimizer of rows; its ``param_groups`` are the tables."""
+    optimizer: JointOptimizer
+    """What the loop steps: dense parameters and rows."""
     _exchange: Exchange
 
     def clip_grad_norm_(
@@ -26,10 +26,10 @@ class SteppedCache:
     ) -> torch.Tensor:
         """Clip the gradients of rows and dense parameters by their common 2-norm, and return the norm.
 
-        Use this in place of `torch.nn.utils.clip_grad_norm_`, which does not see rows. It clips the parameters of
-        ``optimizer``, or of all registered optimizers, and the rows that step with them. Call it between backward and
-        step; with a GradScaler, after ``unscale_``. Raises RuntimeError if the norm is not finite and
-        ``error_if_nonfinite``. With several ranks all call it. The norm is then that of one process on the whole
+        Use this in place of `torch.nn.utils.clip_grad_norm_`, which does not add up the gradients of a row. It clips
+        the parameters of ``optimizer``, or of all registered optimizers, and the rows that step with them. Call it
+        between backward and step; with a GradScaler, after ``unscale_``. Raises RuntimeError if the norm is not finite
+        and ``error_if_nonfinite``. With several ranks all call it. The norm is then that of one process on the whole
         batch, provided that dense gradients are already averaged, as DistributedDataParallel does.
         """
         return self._exchange.clip(max_norm, optimizer, error_if_nonfinite=error_if_nonfinite)
@@ -37,6 +37,18 @@ class SteppedCache:
     def _current(self) -> Pass | None:
         """Return the pass whose rows are trained."""
         raise NotImplementedError
+
+    def _newest(self) -> Pass | None:
+        """Return the pass that the loop was given last, whose rows may not be there yet."""
+        raise NotImplementedError
+
+    @property
+    def eval_bytes(self) -> int:
+        """Bytes that rows of an evaluation may take."""
+        raise NotImplementedError
+
+    def _check_restored(self) -> None:
+        """Raise StateError where rows would be read under a model that was not restored with them."""
 
     def _check_open(self) -> None:
         """Raise StateError if the cache is closed."""
@@ -55,7 +67,4 @@ class SteppedCache:
         if current is None:
             raise StateError("rows were stepped outside a pass: step inside the loop over passes()")
         self._exchange.step(current.rows.groups, optimizer)
-
-    def _discard(self) -> None:
-        """Drop the pending row gradients."""
-        self._exchange.discard()
+        current.note_step()

@@ -10,24 +10,23 @@ from torch import nn
 from tiercache.errors import DatasetError, StateError
 from tiercache.schema import Schema, difference
 from tiercache.training.batch import Batch
-from tiercache.training.data_parallel import hide_handles
 from tiercache.training.lookup_ops import number_module
-from tiercache.training.scaled_loss import watch_scalers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from tiercache.schema import Feature
     from tiercache.tiers.rows import RowView
+    from tiercache.training.plain_keys import Given
 
 
 class TableModule(nn.Module):
     """A module that looks up tables.
 
-    It has no rows. It has a 0-dim parameter, the handle, through which rows follow what a training loop does to
-    gradients (see `tracers`). The optimizer that owns the handle steps the rows that the module looks up;
-    ``requires_grad_(False)`` freezes them. The value of the handle means nothing and is not part of the module's
-    state.
+    It has no rows. It has a parameter of one element, the anchor, through which gradients of rows are gradients that
+    torch knows (see `anchors`). The rows that the module looks up step with the optimizer that has the anchor;
+    ``requires_grad_(False)`` freezes them. The dtype of the anchor is that of outputs. Its value means nothing and is
+    not part of the module's state.
     """
 
     def __init__(self, schema: Schema, features: Sequence[str] | None) -> None:
@@ -41,8 +40,6 @@ class TableModule(nn.Module):
                 f"of torch's num_embeddings and embedding_dim, as in "
                 f"tc.{kind}(PassDataset.open(path).schema{features_})"
             )
-        watch_scalers()
-        hide_handles(handle_names)
         self.features, self.dims, self.feature_specs = _choose(schema, features)
         self.tables = [*dict.fromkeys(self.feature_specs[name].table for name in self.features)]
         """The tables looked up."""
@@ -54,18 +51,25 @@ class TableModule(nn.Module):
         """By feature, how the owner of its rows may pool it for other ranks; None where its rows are needed."""
         self.padding: int | None = None
         """The key that stands for nothing."""
-        self.handle = nn.Parameter(torch.zeros((), dtype=torch.float32, device="cpu"))
+        of_one = torch.zeros(1, dtype=torch.float32, device="cpu")
+        self.anchor = nn.Parameter(of_one, requires_grad=bool(self.features))
         """The parameter; on the CPU also of a module that is made on "meta"."""
         self._rows: Callable[[], Callable[[], dict[str, Any]] | None] = _of_no_cache
+        self._plain: Callable[[], Callable[..., Batch] | None] = _of_no_cache
         self._loaded: dict[str, Any] | None = None
         self.weights: dict[str, torch.Tensor] = {}
         """By table, those of the module that it took the place of: rows for a store that is made."""
+        buckets = [self.feature_specs[name].num_buckets for name in self.features]
+        self.num_embeddings = buckets[0] if len(buckets) == 1 and buckets[0] is not None else UNBOUNDED
+        """Keys of the only feature: those that it is hashed to, or that the module had which this took the place of."""
         self.number = number_module(self)
         """By it compiled models look the module up."""
         self.copied_from = 0
         """The number of the module that this is a copy of; 0: of none."""
 
     def __getattr__(self, name: str) -> Any:
+        if name == "anchor" and (found := self._parameters.get(name)) is not None:  # at each lookup
+            return found
         refuse_attribute(self, name)
         return super().__getattr__(name)
 
@@ -119,9 +123,13 @@ class TableModule(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         found = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # no 16-bit number holds a tracer, and to_empty() leaves anything
-        self.handle.data = torch.zeros((), dtype=torch.float32, device=self.handle.device)
+        with torch.no_grad():
+            self.anchor.zero_()  # to_empty() leaves anything
         return found
+
+    def cast(self, out: torch.Tensor) -> torch.Tensor:
+        """Return vectors in the dtype of the module."""
+        return out if out.dtype == self.anchor.dtype else out.to(self.anchor.dtype)
 
     def begin_lookup(self, batch: Batch) -> bool:
         """Check that rows of a batch can be looked up, and bring them; return whether this module may train them."""
@@ -131,13 +139,16 @@ class TableModule(nn.Module):
                 "batch of p.batches(...), or make one of your own keys with p.batch(...)"
             )
         gradients = batch.rows.gradients
-        trains = gradients is not None and torch.is_grad_enabled() and self.handle.requires_grad
-        is_known = gradients is None or not trains or gradients.tracers.check_reader(self)
+        trains = gradients is not None and torch.is_grad_enabled() and self.anchor.requires_grad
+        is_known = gradients is None or not trains or gradients.anchors.check_reader(self)
         batch.rows.look_up(batch.end, trains=trains)
         return is_known
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_rows": _of_no_cache}  # a copy, or one that was pickled, belongs to no cache
+        return self.__dict__ | {
+            "_rows": _of_no_cache,
+            "_plain": _of_no_cache,
+        }  # a copy, or one that was pickled, belongs to no cache
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -154,6 +165,24 @@ class TableModule(nn.Module):
         self._rows = rows
         self._check_rows()
 
+    def take_keys(self, plain: Callable[[], Callable[..., Batch] | None]) -> None:
+        """Let the module take plain tensors of keys. ``plain`` refers to what makes batches of them."""
+        self._plain = plain
+
+    def batch_of_keys(self, given: Given) -> Batch:
+        """Return a batch of the keys of the only feature, with the rows that they mean.
+
+        Raises StateError for a module that no cache was given.
+        """
+        plain = self._plain()
+        if plain is None:
+            raise StateError(
+                f"a module that looks up {', '.join(self.features)} was given a tensor of keys and belongs to no "
+                "cache: give the cache its model (model=..., or register())"
+            )
+        trains = torch.is_grad_enabled() and self.anchor.requires_grad
+        return plain(self.feature_specs[self.features[0]], given, trains=trains)
+
     def _check_rows(self) -> None:
         """Raise StateError where the rows are not those that the loaded state belongs to."""
         state, rows = self._loaded, self._rows()
@@ -166,10 +195,10 @@ class TableModule(nn.Module):
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a state without rows and handle; its metadata name the store and the commit that it belongs to."""
+        """Return a state without rows and anchor; its metadata name the store and the commit that it belongs to."""
         found = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-        found.pop(f"{prefix}handle", None)
+        found.pop(f"{prefix}anchor", None)
         rows = self._rows()
         if rows is not None and hasattr(found, "_metadata"):
             found._metadata[prefix[:-1]]["rows"] = rows()
@@ -178,7 +207,7 @@ class TableModule(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         self._loaded = local_metadata.get("rows")
         self._check_rows()
-        state_dict.setdefault(f"{prefix}handle", self.handle.detach())
+        state_dict.setdefault(f"{prefix}anchor", self.anchor.detach())
         if state_dict.pop(f"{prefix}weight", None) is not None:
             args[3].append(
                 f"{prefix}weight is a whole table, whose rows are in the store now: load it into the plain model "
@@ -187,12 +216,12 @@ class TableModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 
+UNBOUNDED = (1 << 63) - 1
+"""Keys of a table that any int64 may be a key of."""
 _INSTEAD = {
-    "weight": "its rows are in the store and on the device: read them with Store.lookup, and set how they begin by the "
-    "initializer of their table",
-    "num_embeddings": "a table is unbounded",
+    "weight": "it looks up several tables, whose rows are in the store and on the device: read them with Store.lookup",
     "embedding_dim": "the columns of each feature are in .dims",
-    "padding_idx": "give padding_idx= when the module is made",
+    "padding_idx": "tc.Embedding and tc.EmbeddingBag have one",
     "max_norm": "rows are not renormalized",
     "norm_type": "rows are not renormalized",
     "scale_grad_by_freq": "give weights for ids instead",
@@ -225,16 +254,9 @@ def named_table_modules(one: object) -> list[tuple[str, TableModule]]:
     return [(name, part) for name, part in one.named_modules() if isinstance(part, TableModule)]
 
 
-def handle_names(module: nn.Module) -> list[str]:
-    """Return the names that the handles of a module have among its parameters."""
-    return [
-        f"{name}.handle" if name else "handle" for name, part in module.named_modules() if isinstance(part, TableModule)
-    ]
-
-
-def handle_ids(objects: Iterable[object]) -> set[int]:
-    """Return the ids of the handles of all modules among ``objects``."""
-    return {id(module.handle) for module in table_modules(objects)}
+def anchor_ids(objects: Iterable[object]) -> set[int]:
+    """Return the ids of the anchors of all modules among ``objects``."""
+    return {id(module.anchor) for module in table_modules(objects)}
 
 
 def poolings(modules: Iterable[nn.Module], features: Iterable[str]) -> dict[str, str | None]:

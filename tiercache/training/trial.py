@@ -51,9 +51,9 @@ def samples_per_second(
     size = max(1, min(batch, source.samples // (2 * _WARM_BATCHES + 4)))
     with tempfile.TemporaryDirectory(prefix=".trial-", dir=folder) as temporary:
         model = _Net(data).to(device)
-        optimizer = torch.optim.Adam(model.parameters())
+        dense = torch.optim.Adam(model.parameters())
         with TierCache(
-            Path(temporary, "store"), data, model=model, optimizer=optimizer, device=device, device_budget=device_bytes,
+            Path(temporary, "store"), data, model=model, optimizer=dense, device=device, device_budget=device_bytes,
             host_budget=host_bytes, order=[source.index, *(p for p in range(len(data)) if p != source.index)],
             progress=False,
         ) as cache:  # fmt: skip
@@ -61,8 +61,8 @@ def samples_per_second(
             current, begun, warm = next(passes), 0.0, 0
             for number, samples in enumerate(current.batches(size, shuffle=True)):
                 model(samples).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                cache.optimizer.step()
+                cache.optimizer.zero_grad()
                 if number + 1 == _WARM_BATCHES:
                     begun, warm = time.perf_counter(), current.samples_done
             if cache.device.type == "cuda":

@@ -1,0 +1,199 @@
+"""Gradients of rows on two ranks: overflows of one, DistributedDataParallel's modes and FSDP."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import tiercache as tc
+from tests.ranks.trainings import OPTIONS, stored
+from tests.training.cases import SPECS, Case, table
+
+if TYPE_CHECKING:
+    from tests.ranks.pool import RanksPool
+    from tiercache.dist.communicator import AnyCommunicator
+
+CASE = Case(
+    tables=(table("a", 4, tc.optim.SGD(learning_rate=0.1)), table("b", 4)), specs=SPECS, num_samples=96, pass_rows=96
+)
+
+
+class Net(nn.Module):
+    """Bags and a layer, or bags alone."""
+
+    def __init__(self, schema: tc.Schema, *, dense: bool = True) -> None:
+        super().__init__()
+        self.bag = tc.EmbeddingBagCollection(schema, mode={spec.name: spec.mode for spec in SPECS})
+        self.top = nn.Linear(self.bag.out_features, 1) if dense else None
+
+    def forward(self, batch: tc.Batch) -> torch.Tensor:
+        """Return a number for each sample."""
+        bags = self.bag(batch)
+        return bags.sum(1) if self.top is None else self.top(bags).squeeze(1)
+
+
+def opened(folder: str, name: str) -> tc.TierCache:
+    """Open a cache on the passes of a test."""
+    return tc.TierCache(Path(folder) / name, tc.PassDataset.open(Path(folder) / "passes"), **OPTIONS)
+
+
+def overflow(ranks: AnyCommunicator, folder: str, *, wraps: bool, dense: bool) -> dict[str, Any]:
+    """Train under a scaler; at every third batch the gradients of one rank are not finite."""
+    with opened(folder, f"{wraps}{dense}.tc") as cache:
+        torch.manual_seed(1)
+        net: Any = Net(cache.schema, dense=dense)
+        model = DistributedDataParallel(net) if wraps else net
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+        cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        if not wraps:
+            cache.register(scaler=scaler)
+        scales = []
+        for p in cache.passes(epochs=1):
+            for i, batch in enumerate(p.batches(16)):
+                loss = model(batch).square().mean() * batch.weight
+                is_large = i % 3 == 2 and ranks.rank == i % 2
+                scaler.scale(loss * (torch.inf if is_large else 1.0)).backward()
+                scaler.step(cache.optimizer)
+                scaler.update()
+                cache.optimizer.zero_grad()
+                scales.append(scaler.get_scale())
+        return {"scales": scales, "steps": cache.optimizer.rows.steps}
+
+
+@pytest.mark.parametrize(("wraps", "dense"), [(True, True), (True, False), (False, False)])
+def test_an_overflow_on_one_rank_skips_the_step_of_all(
+    ranks_pool: RanksPool, tmp_path: Path, wraps: bool, dense: bool
+) -> None:
+    """Scales stay the same everywhere: by the gradients of anchors, or by a scaler that was registered."""
+    CASE.cut(tmp_path / "passes")
+    found = ranks_pool.run(2, f"{__name__}:overflow", folder=str(tmp_path), wraps=wraps, dense=dense)
+    expected = {"scales": [2.0**10, 2.0**10, 2.0**9, 2.0**9, 2.0**9, 2.0**8], "steps": 4}
+    assert found == [expected] * 2
+    for _, fields in stored(tmp_path, f"{wraps}{dense}.tc").values():
+        assert all(np.isfinite(field).all() for field in fields)
+
+
+def train(ranks: AnyCommunicator, folder: str, how: str, *, accumulates: bool) -> dict[str, Any]:
+    """Train with a wrapper."""
+    with opened(folder, f"{how}.tc") as cache:
+        torch.manual_seed(1)
+        model: Any = Net(cache.schema)
+        if how == "fsdp":
+            mesh = init_device_mesh("cpu", (ranks.size,))
+            fully_shard(model.bag, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        elif how in ("ddp", "static"):
+            model = DistributedDataParallel(model, static_graph=how == "static")
+        cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        optimizer, losses, error = cache.optimizer, [], ""
+        try:
+            for p in cache.passes(epochs=1):
+                for i, batch in enumerate(p.batches(16)):
+                    waits = accumulates and i % 2 == 0
+                    syncs = nullcontext() if not waits or how != "ddp" else model.no_sync()
+                    with syncs:
+                        loss = model(batch).square().mean() * batch.weight
+                        loss.backward()
+                    losses.append(loss.item())
+                    if not waits:
+                        optimizer.step()
+                        optimizer.zero_grad()
+        except RuntimeError as caught:
+            error = str(caught).splitlines()[0]
+            cache._close(failed=True)
+        return {"losses": losses, "error": error}
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("how", ["static", "fsdp"])
+def test_other_wrappers_train_as_plain_data_parallel(
+    ranks_pool: RanksPool, tmp_path: Path, how: str, accumulates: bool
+) -> None:
+    """A static graph, and FSDP, which takes anchors as any parameter; accumulated and not."""
+    CASE.cut(tmp_path / "passes")
+    sides = {
+        one: ranks_pool.run(2, f"{__name__}:train", folder=str(tmp_path), how=one, accumulates=accumulates)
+        for one in ("ddp", how)
+    }
+    assert [one["error"] for one in sides[how]] == ["", ""]
+    for mine, other in zip(sides[how], sides["ddp"], strict=True):
+        np.testing.assert_allclose(mine["losses"], other["losses"], rtol=1e-5)
+    for one, two in zip(stored(tmp_path, f"{how}.tc").values(), stored(tmp_path, "ddp.tc").values(), strict=True):
+        for numbers, others in zip(one[1], two[1], strict=True):
+            np.testing.assert_allclose(numbers, others, rtol=1e-4, atol=1e-6)
+
+
+class Words(nn.Module):
+    """Two tables of plain keys."""
+
+    def __init__(self, schema: tc.Schema) -> None:
+        super().__init__()
+        self.one, self.two = tc.Embedding(schema, "one"), tc.EmbeddingBag(schema, "two", mode="mean")
+
+    def forward(self, keys: torch.Tensor) -> torch.Tensor:
+        """Return a number for each sample."""
+        return (self.one(keys[:, 0]) * self.two(keys)).sum(1)
+
+
+def plain(ranks: AnyCommunicator, folder: str, name: str, *, wrong: str) -> dict[str, Any]:
+    """Train on plain keys, of which each rank has its part."""
+    keys = torch.from_numpy(np.random.default_rng(0).integers(0, 40, (64, 3)))
+    error = ""
+    cache = tc.TierCache(Path(folder) / name, tc.PassDataset.open(Path(folder) / "keys"), **OPTIONS)
+    try:
+        torch.manual_seed(1)
+        model = Words(cache.schema)
+        cache.register(model=model)
+        for p in cache.passes(epochs=1):
+            for some in keys.view(4, 16, 3):
+                mine = some[ranks.rank :: ranks.size]
+                if wrong == "validates alone" and ranks.rank == 0:
+                    with torch.no_grad():
+                        model.two(mine)
+                if wrong == "other order" and ranks.rank == 0:
+                    model.two(mine)
+                model(mine).square().mean().backward()
+                cache.optimizer.step()
+                cache.optimizer.zero_grad()
+                with torch.no_grad():
+                    model(torch.arange(100, 106).view(2, 3) + p.index)
+    except tc.errors.RankError as caught:
+        error = str(caught)
+        cache._close(failed=True)
+    cache.close()
+    return {"error": error}
+
+
+def test_ranks_train_plain_keys_as_one_process(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """Each has its samples; gradients are averaged as DistributedDataParallel averages them."""
+    tables = [tc.Table(name=name, dim=4, optimizer=tc.optim.Adagrad(learning_rate=0.1)) for name in ("one", "two")]
+    every = np.arange(40)
+    tc.write_key_sets(tmp_path / "keys", tables, [{"one": every, "two": every}])
+    sides = []
+    for size in (1, 2):
+        found = ranks_pool.run(size, f"{__name__}:plain", folder=str(tmp_path), name=f"{size}.tc", wrong="")
+        assert [one["error"] for one in found] == [""] * size
+        sides.append(stored(tmp_path, f"{size}.tc"))
+    for one, two in zip(*(side.values() for side in sides), strict=True):
+        for numbers, others in zip(one[1], two[1], strict=True):
+            np.testing.assert_allclose(numbers, others, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", ["validates alone", "other order"])
+def test_ranks_that_look_other_keys_up_are_told_so(ranks_pool: RanksPool, tmp_path: Path, wrong: str) -> None:
+    """On all ranks, and at once: nobody is served another one's keys."""
+    tables = [tc.Table(name=name, dim=4) for name in ("one", "two")]
+    every = np.arange(40)
+    tc.write_key_sets(tmp_path / "keys", tables, [{"one": every, "two": every}])
+    found = ranks_pool.run(2, f"{__name__}:plain", folder=str(tmp_path), name="wrong.tc", wrong=wrong)
+    for one in found:
+        assert "look" in one["error"], one

@@ -1,0 +1,399 @@
+"""Anchors: through which gradients of rows are gradients that torch knows.
+
+A module that looks rows up has a parameter of one element, its *anchor*: the differentiable input of its lookups. When
+backward brings the gradient of an output, a *placeholder* is made: a leaf tensor of the output's shape that takes no
+memory, and whose ``.grad`` is that gradient, as it came. It is a parameter of the optimizer of rows until the step. So
+what happens to gradients of parameters, unscaling, clipping or dropping, happens to it. The anchor's own gradient is
+2^-60 for each backward: where it is None or 0, the gradients of the module's parameters were dropped.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from enum import Enum, auto
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from tiercache.errors import StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, MutableMapping, Sequence
+
+    from torch import nn
+
+    from tiercache.training.pass_ledger import PassLedger
+    from tiercache.training.table_module import TableModule
+
+_UNIT = 2.0**-60
+"""Small enough to change no norm of gradients; a sum of up to 2^24 of them is exact, and so is one unscaled."""
+_HALF_UNIT = 2.0**-14
+"""The same in 16 bits with 5 of exponent."""
+
+
+class _State(Enum):
+    WAITING = auto()
+    DUE = auto()
+    """The step that runs applies it."""
+    GONE = auto()
+    """Stepped or dropped."""
+
+
+class Arrival:
+    """The gradient of one output of a lookup, from its backward to the step."""
+
+    __slots__ = ("_gradient", "_placeholder", "_state", "_version", "anchor", "is_accumulated", "is_passed_over",
+                 "tables", "task")  # fmt: skip
+
+    def __init__(self, anchor: Anchor, gradient: torch.Tensor, tables: frozenset[str], task: int) -> None:
+        self.anchor, self.tables, self.task = anchor, tables, task
+        self._gradient: torch.Tensor | None = gradient
+        self._version, self._state = gradient._version, _State.WAITING
+        self._placeholder: torch.Tensor | None = None
+        self.is_accumulated = False
+        """Whether its backward has ended, and added to the anchor's gradient."""
+        self.is_passed_over = False
+        """Whether another optimizer has stepped since."""
+
+    @property
+    def placeholder(self) -> torch.Tensor:
+        """A leaf of the output's shape that has the gradient; made when somebody asks, as most steps go without."""
+        if self._placeholder is None:
+            assert self._gradient is not None, "a placeholder was asked for of a gradient that is gone"
+            none = torch.zeros((), dtype=self._gradient.dtype, device=self._gradient.device)
+            self._placeholder = none.expand(self._gradient.shape).requires_grad_()
+            self._placeholder.grad = self._gradient
+        return self._placeholder
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """As it is now; None where it was dropped."""
+        return self._gradient if self._placeholder is None else self._placeholder.grad
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a step is still to come, or to be skipped."""
+        now = self._gradient if self._placeholder is None else self._placeholder.grad
+        return now is not None and self._state is _State.WAITING
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the step that runs applies it."""
+        return self._state is _State.DUE
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nobody wrote the gradient in place, or replaced it, in a way that torch counts."""
+        now = self.gradient
+        return now is not None and now is self._gradient and now._version == self._version
+
+    def flat(self, array_of: Callable[[torch.Tensor], Any]) -> Any:
+        """Return the gradient as it is now, as a flat float32 array: a copy where it is not contiguous."""
+        gradient = self.gradient
+        assert gradient is not None, "a gradient is stepped that was dropped"
+        if gradient.dtype != torch.float32:
+            gradient = gradient.float()
+        return array_of(gradient.reshape(-1))
+
+    def take(self) -> None:
+        """Have the step that runs apply it."""
+        self._state = _State.DUE
+
+    def end(self) -> None:
+        """Note that it was stepped or dropped, and let go of its memory."""
+        self._state, self._gradient = _State.GONE, None
+        if self._placeholder is not None:
+            self._placeholder.grad = None
+
+
+class Anchor:
+    """The gradients of one module's rows since the last step."""
+
+    def __init__(self, module: TableModule, anchors: Anchors) -> None:
+        self._module, self._anchors = weakref.ref(module), anchors
+        self.tables = ", ".join(map(repr, module.tables))
+        """Names of the tables, as messages have them."""
+        self.table_names = tuple(module.tables)
+        self.first_table = module.tables[0] if module.tables else ""
+        self._arrived: list[Arrival] = []
+        self._left = ""
+        self._task = -1
+        self._accumulated: set[int] = set()
+        """The backward passes that run and have added to the anchor's gradient."""
+        self._is_lent = False
+        """Whether FSDP has the parameter, and lends one to lookups whose gradient it takes away behind backward."""
+        self._seen: Any = lambda: None
+        self._version = -1
+        self._hooked: nn.Parameter | None = None
+        self._hooks: list[Any] = []
+
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        """The parameter; None where its module is gone."""
+        module = self._module()
+        return None if module is None else module._parameters["anchor"]
+
+    @property
+    def waiting(self) -> list[Arrival]:
+        """The gradients that wait for a step, in the order in which they came."""
+        return [one for one in self._arrived if one.is_waiting]
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether gradients came since the last step, some of which may be dropped."""
+        return bool(self._arrived)
+
+    # -- in backward ----------------------------------------------------------------------------------------
+
+    def arrive(self, parameter: nn.Parameter, gradients: Sequence[torch.Tensor | None],
+               tables: Sequence[frozenset[str]]) -> list[Arrival | None]:  # fmt: skip
+        """Note the gradients of a lookup's outputs; tables: those that each output is of.
+
+        parameter: the anchor as the lookup had it: FSDP lends modules other parameters than their own.
+        """
+        task = int(torch._C._current_graph_task_id())
+        if parameter is not self._hooked:
+            self._hook(parameter)
+        if task != self._task:
+            if not self._is_lent:
+                self.drop_dropped()
+            self.check_left()
+            self._task = task
+            _behind_backward(partial(self._end, task, weakref.ref(parameter)))
+        found = [
+            None if one is None else Arrival(self, self._anchors.own(one), some, task)
+            for one, some in zip(gradients, tables, strict=True)
+        ]
+        self._arrived += [one for one in found if one is not None]
+        return found
+
+    def _hook(self, parameter: nn.Parameter) -> None:
+        """Be told when a backward pass adds to the gradient of a parameter, in place of another one's."""
+        self.remove()
+        note = weakref.WeakMethod(self._accumulate)
+
+        def tell(_: torch.Tensor) -> None:
+            if (found := note()) is not None:
+                found()
+
+        self._hooked = parameter
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(tell))  # type: ignore[no-untyped-call]
+
+    def _accumulate(self) -> None:
+        """Note that a backward pass has added to the anchor's gradient."""
+        self._accumulated.add(int(torch._C._current_graph_task_id()))
+
+    def _end(self, task: int, used: weakref.ref[nn.Parameter]) -> None:
+        """Forget gradients of a backward pass that were only asked for, as by ``torch.autograd.grad``."""
+        is_kept, parameter = task in self._accumulated, used()
+        self._is_lent |= is_kept and parameter is not None and parameter.grad is None
+        self._accumulated.discard(task)
+        self._task = -1 if self._task == task else self._task
+        for one in self._arrived:
+            if one.task == task and not one.is_accumulated:
+                one.is_accumulated = is_kept
+                if not is_kept:
+                    one.end()
+        _behind_backward(partial(self._note, used))  # behind what DistributedDataParallel does there
+
+    def _note(self, used: weakref.ref[nn.Parameter]) -> None:
+        """Note the anchor's gradient as backward left it."""
+        parameter = used()
+        grad = None if parameter is None else parameter.grad
+        if grad is not None:
+            self._seen, self._version = weakref.ref(grad), grad._version
+
+    # -- at the step ----------------------------------------------------------------------------------------
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the anchor's gradient says that a GradScaler skips the step; waits for a GPU."""
+        grad = None if self.parameter is None else self.parameter.grad
+        return grad is not None and not _is_sharded(grad) and not math.isfinite(float(grad))
+
+    def drop_dropped(self) -> None:
+        """Forget gradients where the anchor's was set to None or zeroed.
+
+        Waits for a GPU where the anchor's gradient was written since backward.
+        """
+        if not self._arrived:
+            return
+        parameter = self.parameter
+        grad = None if parameter is None else parameter.grad
+        if grad is None or (self._is_changed(grad) and float(grad) == 0.0):
+            self._drop([one for one in self._arrived if one.is_accumulated])
+
+    def _is_changed(self, grad: torch.Tensor) -> bool:
+        """Whether the anchor's gradient was written or replaced since the last backward, as far as one can see."""
+        return not _is_sharded(grad) and (self._seen() is not grad or grad._version != self._version)
+
+    def due(self) -> list[Arrival]:
+        """Return the gradients that a step applies. Raises StateError where the anchor's alone was changed."""
+        self.drop_dropped()
+        found = self.waiting if self._arrived else []
+        if not found:
+            return []
+        self.check_left()
+        grad = None if self.parameter is None else self.parameter.grad
+        is_averaged = torch.distributed.is_available() and torch.distributed.is_initialized()
+        is_alone = grad is not None and self._is_changed(grad) and any(one.is_untouched for one in found)
+        if is_alone and not is_averaged:
+            raise StateError(
+                f"gradients were changed between backward and step, and those of the rows of {self.tables} were not, "
+                "as by torch.nn.utils.clip_grad_norm_(model.parameters()), whose norm leaves out the rows of tables: "
+                "clip with cache.clip_grad_norm_(max_norm), and scale the loss in place of gradients"
+            )
+        return found
+
+    def leave(self, where: str) -> None:
+        """Note that rows of the gradients so far are gone as ``where`` has ended: a loop has to drop them."""
+        if self.waiting:
+            self._left = where
+
+    def check_left(self) -> None:
+        """Raise StateError where gradients of rows that are gone were not dropped."""
+        if self._left and self.waiting:
+            raise StateError(
+                f"gradients of {self.tables} from {self._left} were neither stepped nor dropped when it ended: "
+                "call zero_grad() of their optimizer before its next backward"
+            )
+        self._left = ""
+
+    def clear(self) -> None:
+        """Forget the gradients so far."""
+        self._drop(self._arrived)
+        self._left = ""
+
+    def end_due(self) -> None:
+        """Forget the gradients that were stepped."""
+        self._drop([one for one in self._arrived if one.is_due])
+
+    def _drop(self, arrivals: Sequence[Arrival]) -> None:
+        if not arrivals:
+            return
+        for one in arrivals:
+            one.end()
+        self._arrived = [] if len(arrivals) == len(self._arrived) else self.waiting
+        self._anchors.forget()
+
+    def remove(self) -> None:
+        """Follow the anchor no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._hooked = None
+
+
+class Anchors:
+    """The anchors of the modules that look up rows of one cache."""
+
+    def __init__(self) -> None:
+        self._anchors: MutableMapping[TableModule, Anchor] = weakref.WeakKeyDictionary()
+        self._held: set[int] = set()
+        """Where gradients that wait begin in memory."""
+        self.flags_overflow = False
+        """Whether an anchor's gradient is infinite where one of its rows is not finite: then all ranks that average it
+        know of it, and a GradScaler of each skips the step."""
+        self.is_stepped = False
+        """Whether the cache has an optimizer, or a step was taken: else nobody may ever step rows."""
+        self.ledger: PassLedger | None = None
+        """That of the pass whose rows are trained."""
+        self.readers: weakref.WeakSet[TableModule] = weakref.WeakSet()
+        """The registered modules that look rows up."""
+        self.is_closed_to_others = False
+        """Whether other modules must not train rows: their model is in no commit."""
+
+    def __iter__(self) -> Iterator[Anchor]:
+        return iter([*self._anchors.values()])
+
+    def of(self, module: TableModule) -> Anchor:
+        """Return that of a module."""
+        found = self._anchors.get(module)
+        if found is None:
+            found = self._anchors[module] = Anchor(module, self)
+        return found
+
+    def check_reader(self, module: TableModule) -> bool:
+        """Return whether a module may train rows. Raises StateError if it is neither registered nor a copy of one.
+
+        A copy, as an average of a model has it, may look rows up, and is refused when gradients arrive.
+        """
+        is_known = not self.is_closed_to_others or module in self.readers
+        if not is_known and all(module.copied_from != one.number for one in self.readers):
+            self.refuse_reader(module.tables)
+        return is_known
+
+    @staticmethod
+    def refuse_reader(tables: Sequence[str]) -> NoReturn:
+        """Raise StateError for a module that is not registered and would train rows."""
+        raise StateError(
+            f"a module that looks up {', '.join(map(repr, tables))} belongs to no model of this cache, so its model "
+            "would be trained and not committed: give the cache the model (model=..., or register()), or freeze "
+            "the module with requires_grad_(False)"
+        )
+
+    def own(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return a gradient that may be written in place: a copy where it overlaps itself, or another that waits.
+
+        As of ``out.sum()``, whose gradient is one number, and of ``a + b``, whose gradients are one tensor.
+        """
+        gradient = gradient.detach() if gradient.requires_grad else gradient
+        steps = gradient.stride()
+        overlaps = 0 in steps and any(n > 1 for step, n in zip(steps, gradient.shape, strict=True) if step == 0)
+        if overlaps or gradient.data_ptr() in self._held:
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+        if gradient.numel():
+            self._held.add(gradient.data_ptr())
+        return gradient
+
+    def forget(self) -> None:
+        """Forget where gradients are, once none waits."""
+        if not any(one.has_arrived for one in self._anchors.values()):
+            self._held.clear()
+
+    def gradient_of(self, parameter: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Return the gradient of an anchor in a backward that brought ``gradients`` of outputs."""
+        unit = _HALF_UNIT if parameter.dtype == torch.float16 else _UNIT
+        found = torch.full_like(parameter, unit)
+        if self.flags_overflow:
+            for one in gradients:
+                if one is not None:
+                    found = found.where(one.isfinite().all().to(found.device), math.inf)
+        return found
+
+    def note_overflow(self, found: torch.Tensor) -> None:
+        """Have anchors say that a step is skipped where ``found``, of one element, is not 0; waits for no GPU."""
+        for anchor in self:
+            grad = None if anchor.parameter is None else anchor.parameter.grad
+            if grad is not None and not _is_sharded(grad):
+                grad.masked_fill_(found.to(grad.device).reshape(()) != 0, math.inf)
+
+    # -- what a loop does -----------------------------------------------------------------------------------
+
+    def note_step(self, *, applied: bool) -> None:
+        """Note a step of the cache's optimizer. applied: whether it finds gradients of rows."""
+        self.is_stepped = True
+        if self.ledger is not None:
+            self.ledger.step(applied=applied)
+
+    def note_drop(self) -> None:
+        """Note that the cache's optimizer drops its gradients."""
+        if self.ledger is not None:
+            self.ledger.drop()
+
+    def close(self) -> None:
+        """Follow nothing any more."""
+        for anchor in self:
+            anchor.remove()
+
+
+def _behind_backward(call: Callable[[], None]) -> None:
+    """Call a function when the backward pass that runs has ended, after what was asked for before."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor, of which this process may have no element."""
+    return hasattr(tensor, "to_local")

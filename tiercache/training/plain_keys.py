@@ -1,0 +1,212 @@
+"""Plain tensors of keys in forward: `Embedding` and `EmbeddingBag` take what torch's modules of these names take.
+
+With gradients a lookup trains rows of the pass, whose key set must have the keys. Without, the row of any key is read
+as it is now: on the device, on its way to the store, in host memory or in the store.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+import torch
+
+from tiercache.data.encoded_batch import FeatureIds
+from tiercache.data.key_sets import as_keys
+from tiercache.data.raw_batch import NULL_KEY, FeatureKeys
+from tiercache.errors import KeyNotInPassError, RankError, StateError
+from tiercache.training.batch import Batch
+from tiercache.training.raw_samples import RawSamples
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from tiercache.schema import Feature
+    from tiercache.training.passes import Pass
+    from tiercache.training.raw_batch import RawKeys
+    from tiercache.training.stepped_cache import SteppedCache
+    from tiercache.training.table_module import TableModule
+
+_NONE = torch.empty(0, dtype=torch.float32)
+
+
+class Given(NamedTuple):
+    """Keys of one feature, as a module was given them."""
+
+    keys: NDArray[np.int64]
+    """Flat, in host memory."""
+    offsets: NDArray[np.int64] | None
+    """(N + 1,) of bags; None: each key is by itself."""
+    num_samples: int
+    """The first dimension of what was given."""
+
+    def without(self, key: int) -> tuple[Given, NDArray[np.bool_]]:
+        """Return the same without a key, and which of the keys are others."""
+        kept = self.keys != key
+        ends = None if self.offsets is None else np.concatenate([[0], np.cumsum(kept)])[self.offsets]
+        return Given(np.ascontiguousarray(self.keys[kept]), ends, self.num_samples), kept
+
+
+def given_rows(feature: str, keys: torch.Tensor) -> Given:
+    """Return keys of any shape, one by one. Raises TypeError, ValueError."""
+    flat = _flat(feature, keys)
+    return Given(flat, None, int(keys.shape[0]) if keys.ndim else 1)
+
+
+def given_bags(feature: str, keys: torch.Tensor, offsets: torch.Tensor | None, *, has_last: bool = False) -> Given:
+    """Return bags of keys: (N, L), a nested tensor, or (E,) with offsets (N,), or (N + 1,) where ``has_last``.
+
+    Raises TypeError, ValueError as torch's module does.
+    """
+    if keys.is_nested:
+        if offsets is not None:
+            raise ValueError(f"offsets were given with a nested tensor of feature {feature!r}: it has its own")
+        parts = [_flat(feature, one) for one in keys.unbind()]
+        ends = np.cumsum([0, *(one.size for one in parts)]).astype(np.int64)
+        return Given(np.concatenate([np.empty(0, np.int64), *parts]), ends, len(parts))
+    flat = _flat(feature, keys)
+    if keys.ndim == 2:
+        if offsets is not None:
+            raise ValueError(f"offsets were given with keys (N, L) of feature {feature!r}: leave them out")
+        return Given(flat, np.arange(keys.shape[0] + 1, dtype=np.int64) * keys.shape[1], int(keys.shape[0]))
+    if keys.ndim != 1 or offsets is None:
+        raise ValueError(
+            f"the keys of feature {feature!r} have shape {tuple(keys.shape)}: give (N, L), or (E,) with offsets (N,)"
+        )
+    begins = as_keys(f"the offsets of feature {feature!r}", offsets).copy()
+    ends = begins if has_last else np.append(begins, flat.size)
+    if ends.size < 1 or ends[0] != 0 or ends[-1] > flat.size or (np.diff(ends) < 0).any():
+        raise ValueError(
+            f"the offsets of feature {feature!r} are {tuple(offsets.shape)} for {flat.size} keys: they must begin with "
+            "0, never fall, and not exceed the number of keys"
+        )
+    return Given(flat[: int(ends[-1])], ends, ends.size - 1)
+
+
+def _flat(feature: str, keys: torch.Tensor) -> NDArray[np.int64]:
+    if keys.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"the keys of feature {feature!r} are {keys.dtype}: give torch.int64 or torch.int32")
+    found = np.ascontiguousarray(as_keys(f"the keys of feature {feature!r}", keys).reshape(-1))
+    if found.size and int(found.min()) <= NULL_KEY:
+        raise ValueError(
+            f"feature {feature!r} has the key {int(found.min())}: INT64_MIN and INT64_MIN + 1 are the keys of the "
+            "out-of-vocabulary row and the null row, so give such values another key"
+        )
+    return found
+
+
+class PlainKeys:
+    """Makes batches of one feature's keys, for one lookup. With several ranks collective, on the training thread."""
+
+    def __init__(self, raw: RawKeys, cache: SteppedCache) -> None:
+        """cache: is not kept alive."""
+        self._raw, self._cache = raw, weakref.ref(cache)
+
+    def batch(self, feature: Feature, given: Given, *, trains: bool) -> Batch:
+        """Return a batch with the rows of ``given``: those of the pass, or rows of its own as they are now.
+
+        Raises KeyNotInPassError for a key that the pass lacks, StateError outside a pass, BudgetError where rows exceed
+        ``eval_budget``; on several ranks RankError where they do not all look the same feature up.
+        """
+        cache = self._cache()
+        if cache is None:
+            raise StateError("the cache of this module is gone: keep it as long as its model looks keys up")
+        cache._check_open()
+        keys = FeatureKeys(given.keys, given.offsets, None)
+        if trains:
+            return self._trained(feature, keys, given, cache._newest())
+        cache._check_restored()
+        return self._read(feature, keys, given, cache.eval_bytes)
+
+    def _trained(self, feature: Feature, keys: FeatureKeys, given: Given, current: Pass | None) -> Batch:
+        error, samples = None, None
+        try:
+            if current is None:
+                raise StateError(
+                    f"keys of table {feature.table!r} were looked up with gradients outside a pass: train inside "
+                    "`for p in cache.passes(...)`, or look them up under torch.no_grad()"
+                )
+            current.begin_plain()
+            found, ids = self._raw.reader.find(current.source.whole, {feature.name: keys})
+            lost = found.missing()
+            if lost.count:
+                self._refuse(feature, keys, lost.count, lost.first, current)
+            samples = RawSamples(given.num_samples, {feature.name: keys}, _NONE, _NONE, ids, lacking=False)
+        except Exception as caught:  # told to all ranks
+            error = caught
+        self._meet(feature, trains=True, error=error)
+        assert current is not None
+        assert samples is not None
+        name = f"a lookup of feature {feature.name!r} in pass {current.index}"
+        made, _ = self._raw.exchange.raw(samples, current.rows, name, 1.0, modes={feature.name: None})
+        return replace(made, end=current.count_plain(given.num_samples))
+
+    def _read(self, feature: Feature, keys: FeatureKeys, given: Given, budget: int) -> Batch:
+        error, wanted = None, dict[str, Any]()
+        try:
+            if keys.keys.size:
+                wanted = {feature.table: np.unique(keys.keys)}
+            self._raw.reader.check_budget(given.num_samples, wanted, budget)
+        except Exception as caught:  # told to all ranks
+            error = caught
+        self._meet(feature, trains=False, error=error)
+        reader = self._raw.exchange.load(lambda: wanted, budget, "initial")
+        places = np.full(keys.keys.size, -1, np.int32)
+        ids = {feature.name: FeatureIds(places, keys.offsets, None)}
+        rows = self._raw.missing.no_rows("a lookup without gradients")
+        made = Batch(_NONE, _NONE, ids, rows, given.num_samples)
+        return self._raw.missing.add(made, {feature.name: keys}, {feature.name: places}, "load", reader)
+
+    def _meet(self, feature: Feature, *, trains: bool, error: Exception | None) -> None:
+        """Tell the other ranks what is looked up here. Raises RankError where they look up something else."""
+        mine = [crc32(feature.name.encode()), int(trains)]
+        told = self._raw.exchange.tell(mine, "looking keys up", error)
+        if others := [rank for rank, one in enumerate(told) if one != mine]:
+            how = "with" if trains else "without"
+            raise RankError(
+                f"rank {others[0]} looked something else up while this one looked up feature {feature.name!r} {how} "
+                "gradients: all ranks make the same lookups in the same order"
+            )
+
+    @staticmethod
+    def _refuse(feature: Feature, keys: FeatureKeys, count: int, first: int, current: Pass) -> None:
+        key = int(keys.keys[first])
+        raise KeyNotInPassError(
+            f"{count:,} of {keys.keys.size:,} keys of table {feature.table!r} are not in the key set of pass "
+            f"{current.index} (the first is {key}, of feature {feature.name!r}, in batch {current.batches_done}): give "
+            "samples of this pass, write key sets that have all keys, or look keys up under torch.no_grad(), which "
+            "trains no row",
+            table=feature.table,
+            key=key,
+            batch=current.batches_done,
+        )
+
+
+def table_weight(module: TableModule) -> TableWeight:
+    """Return what stands for the weight of a module of one feature."""
+    return TableWeight(module.anchor, (module.num_embeddings, module.dims[0]), module.tables[0])
+
+
+class TableWeight:
+    """What ``.weight`` of a module is: it says the device, dtype and shape of the table, and has no values."""
+
+    def __init__(self, anchor: torch.Tensor, shape: tuple[int, int], table: str) -> None:
+        self.device, self.dtype, self.requires_grad = anchor.device, anchor.dtype, anchor.requires_grad
+        self.shape, self._table = torch.Size(shape), table
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape, or one of its numbers."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"the weight of table {self._table!r} has no {name} here: its rows are in the store and on the device, so "
+            "look keys up by the module, read rows with Store.lookup(), and set how they begin by the initializer of "
+            "the table"
+        )
+
+    def __repr__(self) -> str:
+        return f"TableWeight({self._table!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
