@@ -1,10 +1,10 @@
-"""Anchors: through which gradients of rows are gradients that torch knows.
+"""Anchors make gradients of rows gradients that torch knows.
 
 A module that looks rows up has a parameter of one element, its *anchor*: the differentiable input of its lookups. When
 backward brings the gradient of an output, a *placeholder* is made: a leaf tensor of the output's shape that takes no
-memory, and whose ``.grad`` is that gradient, as it came. It is a parameter of the optimizer of rows until the step. So
-what happens to gradients of parameters, unscaling, clipping or dropping, happens to it. The anchor's own gradient is
-2^-60 for each backward: where it is None or 0, the gradients of the module's parameters were dropped.
+memory, and whose ``.grad`` is that gradient, as it came. It is a parameter of the optimizer of rows until the step, so
+unscaling, clipping and dropping reach it as they reach any gradient of a parameter. The anchor's own gradient is 2^-60
+for each backward. If it is None or 0, the loop dropped the gradients of the module's parameters.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Arrival:
         self._version, self._state = gradient._version, _State.WAITING
         self._placeholder: torch.Tensor | None = None
         self.is_accumulated = False
-        """Whether its backward has ended, and added to the anchor's gradient."""
+        """True once its backward has ended and added to the anchor's gradient."""
         self.is_passed_over = False
-        """Whether another optimizer has stepped since."""
+        """True once another optimizer has stepped."""
 
     @property
     def placeholder(self) -> torch.Tensor:
@@ -69,23 +69,23 @@ class Arrival:
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """As it is now; None where it was dropped."""
+        """The gradient now; None if it was dropped."""
         return self._gradient if self._placeholder is None else self._placeholder.grad
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a step is still to come, or to be skipped."""
+        """True until it is stepped or dropped."""
         now = self._gradient if self._placeholder is None else self._placeholder.grad
         return now is not None and self._state is _State.WAITING
 
     @property
     def is_due(self) -> bool:
-        """Whether the step that runs applies it."""
+        """True if the step that runs applies it."""
         return self._state is _State.DUE
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nobody wrote the gradient in place, or replaced it, in a way that torch counts."""
+        """True if the gradient is the one that came, and no in-place write that torch counts has changed it."""
         now = self.gradient
         return now is not None and now is self._gradient and now._version == self._version
 
@@ -102,7 +102,7 @@ class Arrival:
         self._state = _State.DUE
 
     def end(self) -> None:
-        """Note that it was stepped or dropped, and let go of its memory."""
+        """Note that it was stepped or dropped, and free its memory."""
         self._state, self._gradient = _State.GONE, None
         if self._placeholder is not None:
             self._placeholder.grad = None
@@ -123,7 +123,7 @@ class Anchor:
         self._accumulated: set[int] = set()
         """The backward passes that run and have added to the anchor's gradient."""
         self._is_lent = False
-        """Whether FSDP has the parameter, and lends one to lookups whose gradient it takes away behind backward."""
+        """True if FSDP has the parameter: it lends lookups another one, and takes its gradient when backward ends."""
         self._seen: Any = lambda: None
         self._version = -1
         self._hooked: nn.Parameter | None = None
@@ -142,7 +142,7 @@ class Anchor:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether gradients came since the last step, some of which may be dropped."""
+        """True if gradients came since the last step; some of them may be dropped."""
         return bool(self._arrived)
 
     # -- in backward ----------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class Anchor:
                 one.is_accumulated = is_kept
                 if not is_kept:
                     one.end()
-        _behind_backward(partial(self._note, used))  # behind what DistributedDataParallel does there
+        _behind_backward(partial(self._note, used))  # after DistributedDataParallel, which asks later than we do
 
     def _note(self, used: weakref.ref[nn.Parameter]) -> None:
         """Note the anchor's gradient as backward left it."""
@@ -209,7 +209,7 @@ class Anchor:
 
     @property
     def is_skipped(self) -> bool:
-        """Whether the anchor's gradient says that a GradScaler skips the step; waits for a GPU."""
+        """True if the anchor's gradient is not finite, so that a GradScaler skips the step; waits for a GPU."""
         grad = None if self.parameter is None else self.parameter.grad
         return grad is not None and not _is_sharded(grad) and not math.isfinite(float(grad))
 
@@ -226,7 +226,7 @@ class Anchor:
             self._drop([one for one in self._arrived if one.is_accumulated])
 
     def _is_changed(self, grad: torch.Tensor) -> bool:
-        """Whether the anchor's gradient was written or replaced since the last backward, as far as one can see."""
+        """Return True if the anchor's gradient was written or replaced since the last backward."""
         return not _is_sharded(grad) and (self._seen() is not grad or grad._version != self._version)
 
     def due(self) -> list[Arrival]:
@@ -292,24 +292,24 @@ class Anchors:
     def __init__(self) -> None:
         self._anchors: MutableMapping[TableModule, Anchor] = weakref.WeakKeyDictionary()
         self._held: set[int] = set()
-        """Where gradients that wait begin in memory."""
+        """Addresses at which gradients that wait begin."""
         self.flags_overflow = False
-        """Whether an anchor's gradient is infinite where one of its rows is not finite: then all ranks that average it
-        know of it, and a GradScaler of each skips the step."""
+        """True to make an anchor's gradient infinite if a gradient of its rows is not finite. Ranks that average it all
+        see it then, and the GradScaler of each one skips the step."""
         self.is_stepped = False
-        """Whether the cache has an optimizer, or a step was taken: else nobody may ever step rows."""
+        """True once the cache has an optimizer or took a step. Without either, rows may never be stepped."""
         self.ledger: PassLedger | None = None
-        """That of the pass whose rows are trained."""
+        """The ledger of the pass whose rows are trained."""
         self.readers: weakref.WeakSet[TableModule] = weakref.WeakSet()
         """The registered modules that look rows up."""
         self.is_closed_to_others = False
-        """Whether other modules must not train rows: their model is in no commit."""
+        """True if other modules must not train rows, because their model is in no commit."""
 
     def __iter__(self) -> Iterator[Anchor]:
         return iter([*self._anchors.values()])
 
     def of(self, module: TableModule) -> Anchor:
-        """Return that of a module."""
+        """Return the anchor of a module."""
         found = self._anchors.get(module)
         if found is None:
             found = self._anchors[module] = Anchor(module, self)
@@ -395,5 +395,5 @@ def _behind_backward(call: Callable[[], None]) -> None:
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor, of which this process may have no element."""
+    """Return True for a DTensor, of which this process may have no element."""
     return hasattr(tensor, "to_local")

@@ -1,4 +1,4 @@
-"""JointOptimizer: what a loop steps, dense parameters and rows."""
+"""JointOptimizer: steps dense parameters and rows."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 class JointOptimizer(torch.optim.Optimizer):
     """Steps dense parameters and rows together; a cache has it as ``cache.optimizer``.
 
-    ``param_groups`` are those of the dense optimizers that the cache was given, then one for each table, as of the
-    moment of asking: the group of a table has the gradients that wait for its rows as parameters. So schedulers,
-    `GradScaler` and clipping see all. A schedule multiplies the learning rate of each table as it multiplies those of
-    dense parameters; one that sets rates, as OneCycleLR does, takes a list with one for each group. The optimizers stay
-    as they are, and what is loaded into them counts: nothing is copied.
+    ``param_groups`` are those of the dense optimizers that the cache was given, then one for each table. They are made
+    when they are read: the group of a table has the gradients that wait for its rows as parameters, so schedulers,
+    `GradScaler` and clipping see all of them. A schedule multiplies the learning rate of each table as it multiplies
+    those of dense parameters; one that sets rates, as OneCycleLR does, takes a list with one for each group. Nothing is
+    copied: what is loaded into a dense optimizer counts.
 
     Stepping a dense optimizer alone raises StateError while its rows have gradients. ``part(optimizer)`` steps one of
     several, with the rows of the modules whose parameters it has: for loops that alternate.
@@ -54,7 +54,7 @@ class JointOptimizer(torch.optim.Optimizer):
 
     @property
     def has_scheduler(self) -> bool:
-        """Whether a scheduler of torch changes the rates of all, or of a part."""
+        """True if a scheduler of torch changes the rates of all groups or of a part."""
         every = (self, *self._parts.values())
         return any(hasattr(one.step, "_wrapped_by_lr_sched") for one in every)
 
@@ -80,7 +80,7 @@ class JointOptimizer(torch.optim.Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """What every group has: a schedule of momentum, for one, needs all to have one."""
+        """The settings that every group has. Schedules of momentum look here whether all groups have one."""
         first, *others = self.param_groups or [{}]
         return {name: value for name, value in first.items() if all(name in group for group in others)}
 

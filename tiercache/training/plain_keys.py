@@ -186,12 +186,12 @@ class PlainKeys:
 
 
 def table_weight(module: TableModule) -> TableWeight:
-    """Return what stands for the weight of a module of one feature."""
+    """Return the stand-in for the weight of a module of one feature."""
     return TableWeight(module.anchor, (module.num_embeddings, module.dims[0]), module.tables[0])
 
 
 class TableWeight:
-    """What ``.weight`` of a module is: it says the device, dtype and shape of the table, and has no values."""
+    """The ``.weight`` of a module: it has the device, dtype and shape of the table, and no values."""
 
     def __init__(self, anchor: torch.Tensor, shape: tuple[int, int], table: str) -> None:
         self.device, self.dtype, self.requires_grad = anchor.device, anchor.dtype, anchor.requires_grad

@@ -1,4 +1,4 @@
-"""The gradients of rows since the last step: what backward left, and what of it the step applies."""
+"""The gradients of rows that backward left since the last step, and those that the step applies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOBODY_STEPS = (
 
 
 class _Waiting(NamedTuple):
-    """What the gradient of one output means for the rows of one group."""
+    """The gradient of one output, for the rows of one group."""
 
     group: int
     save: Callable[..., SavedGradient]
@@ -30,15 +30,15 @@ class _Waiting(NamedTuple):
 
 
 class RowGradients:
-    """What backward leaves for the step, by group, in the order of the backward calls."""
+    """Gradients that backward leaves for the step, by group, in the order of the backward calls."""
 
     def __init__(self, num_groups: int, anchors: Anchors | None = None) -> None:
         self.anchors = anchors or Anchors()
         self.pending: list[list[SavedGradient]] = [[] for _ in range(num_groups)]
-        """What the step applies, by group."""
+        """Gradients that the step applies, by group."""
         self._waiting: list[_Waiting] = []
         self.is_awaited = False
-        """Whether rows were looked up to be trained, and neither a backward nor a step came since."""
+        """True if rows were looked up to be trained, and neither a backward nor a step came since."""
         self.unstepped: set[int] = set()
         """The ends of the batches whose rows were looked up to be trained since the last step."""
 
@@ -60,7 +60,7 @@ class RowGradients:
 
     @property
     def is_pending(self) -> bool:
-        """Whether a backward was not stepped yet, and not dropped: by no optimizer at all."""
+        """True if gradients of a backward were neither stepped by any optimizer nor dropped."""
         return any(self.pending) or any(map(is_unstepped, self.arrivals))
 
     def leave(self, where: str) -> None:
@@ -109,7 +109,7 @@ class RowGradients:
 
 
 def is_unstepped(arrival: Arrival) -> bool:
-    """Whether a gradient waits for a step that a pass must not end without.
+    """Return True for a gradient whose step must come before its pass ends.
 
     Not one that a GradScaler has skipped, which is not finite: reads the gradient, and waits for a GPU.
     """
