@@ -236,6 +236,19 @@ def test_gradients_of_another_optimizer_have_to_be_dropped_once_their_pass_has_e
     world.optimizer.part(tables).step()
 
 
+def test_gradients_of_a_loop_that_was_left_are_gone_with_its_pass(world: World, passes: tc.PassDataset) -> None:
+    """Dense parameters may be stepped alone then, and the next loop steps what its own backward brings."""
+    world.model(world.batches[0]).backward()
+    world.loop.close()
+    world.dense.step()
+    world.dense.zero_grad()
+    loop = world.cache.passes(epochs=2)
+    world.model(next(next(loop).batches(16))).backward()
+    world.optimizer.step()
+    assert world.optimizer.rows.steps == 1
+    loop.close()
+
+
 def test_a_schedule_multiplies_the_rates_of_rows_as_those_of_dense_parameters(world: World) -> None:
     """And warns of nothing; what is loaded counts for both."""
     with warnings.catch_warnings():

@@ -145,6 +145,11 @@ class Anchor:
         """True if gradients came since the last step; some of them may be dropped."""
         return bool(self._arrived)
 
+    @property
+    def is_left(self) -> bool:
+        """True if gradients are of rows that are gone, and the loop has to drop them."""
+        return bool(self._left)
+
     # -- in backward ----------------------------------------------------------------------------------------
 
     def arrive(self, parameter: nn.Parameter, gradients: Sequence[torch.Tensor | None],

@@ -56,8 +56,16 @@ class RowOptimizer(torch.optim.Optimizer):
         all_adam = all("betas" in table for table in tables)
         super().__init__(tables, {"betas": (0.9, 0.999)} if all_adam else {})
         self._of = {group["table"]: group for group in self.param_groups}
-        self.joint = JointOptimizer(self)
-        """What a loop steps."""
+        self._joint: weakref.ref[JointOptimizer] | None = None
+
+    @property
+    def joint(self) -> JointOptimizer:
+        """The optimizer that a loop steps. Its cache keeps it; it is not kept here, because it keeps this one."""
+        found = None if self._joint is None else self._joint()
+        if found is None:
+            found = JointOptimizer(self)
+            self._joint = weakref.ref(found)
+        return found
 
     # -- as torch's optimizers ----------------------------------------------------------------------------
 
@@ -194,8 +202,11 @@ class RowOptimizer(torch.optim.Optimizer):
         self.gradients.leave(pass_name)
 
     def discard(self) -> None:
-        """Drop the pending gradients."""
+        """Drop the gradients of a pass that has ended; those that `leave` noted wait to be dropped by the loop."""
         self.gradients.clear()
+        for anchor in self.anchors:
+            if not anchor.is_left:
+                anchor.clear()
 
     def due(self, dense: torch.optim.Optimizer | None) -> list[Arrival]:
         """Return the gradients that the step of ``dense``, or of all, applies."""
