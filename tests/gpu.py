@@ -33,6 +33,8 @@ RECOVERY = [f"tests/training/test_{name}.py" for name in (
 CPU_ALONE = {
     "bad_input": "what is refused before a device has a part in it, with models on the CPU",
     "misuse": "the same",
+    "gradients_as_torch": "torch's autograd and optimizers, with models on the CPU",
+    "plain_keys": "forms of keys of the host, with models on the CPU",
     "large_lookups": "the order in which the CPU's kernels read rows",
     "gpu_streams": "stand-ins for torch and CuPy",
     "host_memory": "what the system gives and moves, with a stand-in for the GPU's locks",

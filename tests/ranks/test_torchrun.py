@@ -25,7 +25,7 @@ from tests.ranks.pool import RanksPool
 from tests.ranks.trainings import CASES, assert_same_rows, on_ranks, stored, train
 from tiercache.dist.communicator import AnyCommunicator, communicator_of
 from tiercache.ranks.pipeline import check_micro_batches
-from tiercache.training.row_optimizer import RowOptimizer
+from tiercache.training.joint_optimizer import JointOptimizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +35,7 @@ def kill_at(step: int) -> None:
     done: list[None] = []
 
     def count(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if isinstance(optimizer, RowOptimizer):  # it steps behind that of the dense parameters
+        if isinstance(optimizer, JointOptimizer):  # whose step is that of rows, too
             return
         done.append(None)
         if len(done) == step:
