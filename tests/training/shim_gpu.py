@@ -39,7 +39,7 @@ class ShimRuntime:
         self._pinned: dict[int, int] = {}
         self._thread = threading.local()
         self._uploads: list[Callable[[], object]] = []
-        self._received = 0
+        self._received = self._uploading = 0
         self._lock = threading.Lock()
         self.threads: set[str] = set()
         self.exchanges: list[str] = []
@@ -89,10 +89,14 @@ class ShimRuntime:
     def uploading(self) -> Iterator[None]:
         """Do copies inside only when somebody waits for them."""
         self._thread.uploading = True
+        with self._lock:
+            self._uploading += 1
         try:
             yield
         finally:
             self._thread.uploading = False
+            with self._lock:
+                self._uploading -= 1
 
     def uploaded(self) -> int:
         """Return how many copies there were."""
@@ -105,7 +109,7 @@ class ShimRuntime:
             while self._received < sent:
                 self._received += 1
                 self._uploads.pop(0)()
-            if not self._uploads:
+            if not self._uploads and not self._uploading:  # else what a thread has made for work that it is yet to give
                 self.kernels.uploaded()
 
     def download(self, tensor: torch.Tensor) -> NDArray[Any]:

@@ -152,6 +152,25 @@ def test_what_is_delivered_is_awaited_by_the_stream_that_uses_it_and_by_nobody_e
     assert log == ["training waits for event on uploads", "kept for training"]
 
 
+def test_the_shim_keeps_what_a_thread_made_for_work_that_it_is_yet_to_upload() -> None:
+    """Also where another batch is received in between: a stream takes memory back behind what was begun on it."""
+    gpu = ShimRuntime()
+
+    def made() -> tuple[int, int]:
+        array = gpu.tensor((4,), torch.int32)
+        return len(gpu.kernels._to_upload), array.data_ptr()
+
+    with gpu.uploading():
+        kept, address = made()
+        other = threading.Thread(target=partial(gpu.receive, gpu.uploaded(), []))
+        other.start()
+        other.join()
+        assert [array.ctypes.data for array in gpu.kernels._to_upload] == [address]
+    assert kept == 1
+    gpu.receive(gpu.uploaded(), [])
+    assert not gpu.kernels._to_upload
+
+
 def test_exchanges_go_beside_the_steps_behind_them_and_not_beside_those_before(log: list[str]) -> None:
     """What a batch brings is awaited where the batch is received, and its memory stays until the steps are done."""
     gpu, exchange, step = gpu_1(), "exchange", "a step"
