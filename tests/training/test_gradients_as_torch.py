@@ -86,10 +86,10 @@ class TheirOptimizer:
 class World:
     """A cache amid a pass, and the same model of torch beside it."""
 
-    def __init__(self, passes: tc.PassDataset) -> None:
+    def __init__(self, passes: tc.PassDataset, dense: Callable[..., torch.optim.Optimizer] = torch.optim.SGD) -> None:
         torch.manual_seed(0)
         self.model = Ours()
-        self.dense = torch.optim.SGD(self.model.parameters(), lr=DENSE_RATE)
+        self.dense = dense(self.model.parameters(), lr=DENSE_RATE)
         self.cache = tc.InMemoryCache(passes, model=self.model, optimizer=self.dense)
         self.optimizer = self.cache.optimizer
         self.order = {name: np.argsort(self.cache.keys(name)) for name in "ab"}

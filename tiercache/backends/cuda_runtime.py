@@ -65,7 +65,7 @@ class CudaRuntime:
         The allocator waits for copies before it hands the memory out again.
         """
         with torch.cuda.device(self.device):  # it has no device by which torch would know where to ask
-            return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
 
     def upload(self, pinned: torch.Tensor) -> torch.Tensor:
         """Return a copy on the device, made on the current stream; nobody waits for it."""

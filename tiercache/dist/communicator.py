@@ -142,7 +142,7 @@ class Communicator:
 
     def all_reduce_min(self, numbers: Sequence[int], what: str = "comparing numbers") -> list[int]:
         """Return, place by place, the least number of all ranks (int64); all bring equally many."""
-        least = torch.tensor(numbers, dtype=torch.int64)
+        least = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         with self._reaching(what):
             dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._host)
         return [int(number) for number in least]
@@ -153,9 +153,9 @@ class Communicator:
 
     def _all(self, mine: bytes, what: str) -> list[bytes]:
         """Return every rank's bytes, in rank order; where nobody has any, one small collective is all it costs."""
-        sizes = torch.empty(self.size, dtype=torch.int64)
+        sizes = torch.empty(self.size, dtype=torch.int64, device="cpu")
         with self._reaching(what):
-            dist.all_gather(list(torch.split(sizes, 1)), torch.tensor([len(mine)]), group=self._host)
+            dist.all_gather(list(torch.split(sizes, 1)), torch.tensor([len(mine)], device="cpu"), group=self._host)
         said = self._gather(torch.from_numpy(np.frombuffer(mine, np.uint8).copy()), sizes.tolist(), self._host, what)
         return [piece.numpy().tobytes() for piece in torch.split(said, sizes.tolist())]
 
@@ -319,6 +319,19 @@ def communicator_of(group: dist.ProcessGroup | None = None, device: str | torch.
     if device.type == "cuda" and not dist.is_nccl_available():
         raise RankError("ranks on CUDA need NCCL, which this torch lacks: install torch for CUDA, or use device='cpu'")
     return Communicator(group, device)
+
+
+def only_rank(group: dist.ProcessGroup | None = None, device: str | torch.device = "cpu") -> LocalCommunicator:
+    """Return the communicator of a training that is not divided.
+
+    Raises RankError where ``group``, by default the default process group, has several ranks.
+    """
+    if dist.is_available() and dist.is_initialized() and (size := dist.get_world_size(group)) > 1:
+        raise RankError(
+            f"a cache without a store trains in one process, and there are {size} ranks, each of which would train "
+            "rows of its own: give a store, which is sharded, or a group of this rank alone"
+        )
+    return LocalCommunicator(device)
 
 
 def splits_width(num_splits: int) -> int:

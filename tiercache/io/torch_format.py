@@ -32,7 +32,7 @@ def _write(folder: Path, name: str, table: Table, fields: tuple[Field, ...], row
         import torch
 
         shape, dtype = (rows, table.dim), getattr(torch, table.dtype)
-        weight = torch.empty(shape, dtype=dtype)
+        weight = torch.empty(shape, dtype=dtype, device="cpu")
         if rows:
             weight = torch.from_file(str(raw), shared=True, size=weight.numel(), dtype=dtype).view(shape)
         torch.save({"weight": weight}, path)

@@ -52,7 +52,7 @@ class BatchRows(RowView):
         self.pooled = {name: Pooled(mode) for name, mode in (asked.rows.bags.modes if asked.rows.bags else {}).items()}
         """The features that other ranks pool, by name; they get their vectors with the rows."""
         self.bags: PooledBatch | None = None
-        self.slots = torch.empty(0, dtype=torch.int32)
+        self.slots = torch.empty(0, dtype=torch.int32, device="cpu")
         """As `RowExchange.answer` returns them."""
         self.raw: Mapping[str, FeatureKeys] = {}
         """The keys of a batch of raw keys, by feature."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -62,7 +63,7 @@ class StageInput:
     def bring(self, mine: torch.Tensor, *, to: int) -> torch.Tensor | None:
         """Return the rows of ``mine`` (n, ...) of all ranks on rank ``to``, else None: labels for the last stage."""
         sizes, mine = self._sizes_of(mine), mine.contiguous()
-        width = mine[0].numel() if mine.shape[0] else int(torch.tensor(mine.shape[1:]).prod())
+        width = mine[0].numel() if mine.shape[0] else math.prod(mine.shape[1:])
         here = self._ranks.rank == to
         found = self._ranks.all_to_all(
             mine.reshape(-1),

@@ -129,7 +129,7 @@ def _commit_seconds(folder: Path) -> float:
 
 def _link_rate(device: torch.device) -> float:
     """Return bytes per second from pinned memory to a GPU."""
-    source = torch.ones(_COPY_BYTES, dtype=torch.uint8).pin_memory()
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device="cpu").pin_memory()
     to = torch.empty_like(source, device=device)
 
     def copy() -> None:

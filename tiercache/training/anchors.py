@@ -120,6 +120,8 @@ class Anchor:
         self._arrived: list[Arrival] = []
         self._left = ""
         self._task = -1
+        self._lookups = 0
+        """Lookups whose gradients have come since the anchor's was None or 0; each has added a unit to it."""
         self._accumulated: set[int] = set()
         """The backward passes that run and have added to the anchor's gradient."""
         self._is_lent = False
@@ -165,13 +167,16 @@ class Anchor:
             if not self._is_lent:
                 self.drop_dropped()
             self.check_left()
-            self._task = task
+            if parameter.grad is None:
+                self._lookups = 0
+            self._task, self._asked = task, 0
             _behind_backward(partial(self._end, task, weakref.ref(parameter)))
         found = [
             None if one is None else Arrival(self, self._anchors.own(one), some, task)
             for one, some in zip(gradients, tables, strict=True)
         ]
         self._arrived += [one for one in found if one is not None]
+        self._asked += any(one is not None for one in found)
         return found
 
     def _hook(self, parameter: nn.Parameter) -> None:
@@ -195,12 +200,15 @@ class Anchor:
         is_kept, parameter = task in self._accumulated, used()
         self._is_lent |= is_kept and parameter is not None and parameter.grad is None
         self._accumulated.discard(task)
+        if task == self._task:
+            self._lookups += self._asked if is_kept else 0
         self._task = -1 if self._task == task else self._task
         for one in self._arrived:
             if one.task == task and not one.is_accumulated:
                 one.is_accumulated = is_kept
                 if not is_kept:
                     one.end()
+        self._note(used)
         _behind_backward(partial(self._note, used))  # after DistributedDataParallel, which asks later than we do
 
     def _note(self, used: weakref.ref[nn.Parameter]) -> None:
@@ -227,24 +235,43 @@ class Anchor:
             return
         parameter = self.parameter
         grad = None if parameter is None else parameter.grad
-        if grad is None or (self._is_changed(grad) and float(grad) == 0.0):
+        if grad is None or ((self._is_changed(grad) or self._has_hooks) and float(grad) == 0.0):
             self._drop([one for one in self._arrived if one.is_accumulated])
+            self._lookups = 0
 
     def _is_changed(self, grad: torch.Tensor) -> bool:
         """Return True if the anchor's gradient was written or replaced since the last backward."""
         return not _is_sharded(grad) and (self._seen() is not grad or grad._version != self._version)
 
+    @property
+    def _has_hooks(self) -> bool:
+        """True if the loop has hooks on the anchor, which may change what arrives there."""
+        return self._hooked is not None and bool(self._hooked._backward_hooks)
+
+    def _is_hooked_to_another(self, grad: torch.Tensor) -> bool:
+        """Return True if hooks have made the anchor's gradient another than what lookups gave it."""
+        return self._has_hooks and not _is_sharded(grad) and float(grad) != self._lookups * unit_of(grad)
+
     def due(self) -> list[Arrival]:
-        """Return the gradients that a step applies. Raises StateError where the anchor's alone was changed."""
+        """Return the gradients that a step applies. Raises StateError where the anchor's alone was changed.
+
+        Waits for a GPU only where it may have been.
+        """
         self.drop_dropped()
         found = self.waiting if self._arrived else []
+        parameter = self.parameter
+        grad = None if parameter is None else parameter.grad
+        is_averaged = torch.distributed.is_available() and torch.distributed.is_initialized()
         if not found:
+            if grad is not None and not is_averaged and self._is_changed(grad) and float(grad) != 0.0:
+                raise StateError(
+                    f"gradients of parameters were set by hand, as from torch.autograd.grad, and those of the rows of "
+                    f"{self.tables} were not: call backward() of the loss, or of a sum of losses, in place of it"
+                )
             return []
         self.check_left()
-        grad = None if self.parameter is None else self.parameter.grad
-        is_averaged = torch.distributed.is_available() and torch.distributed.is_initialized()
-        is_alone = grad is not None and self._is_changed(grad) and any(one.is_untouched for one in found)
-        if is_alone and not is_averaged:
+        is_alone = grad is not None and not is_averaged and any(one.is_untouched for one in found)
+        if is_alone and grad is not None and (self._is_changed(grad) or self._is_hooked_to_another(grad)):
             raise StateError(
                 f"gradients were changed between backward and step, and those of the rows of {self.tables} were not, "
                 "as by torch.nn.utils.clip_grad_norm_(model.parameters()), whose norm leaves out the rows of tables: "
@@ -360,8 +387,7 @@ class Anchors:
 
     def gradient_of(self, parameter: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Return the gradient of an anchor in a backward that brought ``gradients`` of outputs."""
-        unit = _HALF_UNIT if parameter.dtype == torch.float16 else _UNIT
-        found = torch.full_like(parameter, unit)
+        found = torch.full_like(parameter, unit_of(parameter))
         if self.flags_overflow:
             for one in gradients:
                 if one is not None:
@@ -392,6 +418,11 @@ class Anchors:
         """Follow nothing any more."""
         for anchor in self:
             anchor.remove()
+
+
+def unit_of(anchor: torch.Tensor) -> float:
+    """Return what the gradient of an anchor is for one lookup."""
+    return _HALF_UNIT if anchor.dtype == torch.float16 else _UNIT
 
 
 def _behind_backward(call: Callable[[], None]) -> None:

@@ -39,7 +39,7 @@ class Pooled:
 
     mode: str
     """"sum" or "mean"."""
-    vectors: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.float32))
+    vectors: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.float32, device="cpu"))
     """(N, dim) float32, once the batch is looked up; zeros for an empty bag."""
     waiting: list[tuple[Arrival, slice]] = field(default_factory=list)
     """What backward left: the gradient of each lookup, and which of its columns are this feature's."""

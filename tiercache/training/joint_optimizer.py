@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,7 +101,16 @@ class JointOptimizer(torch.optim.Optimizer):
         self.dense[0].add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the dense parameters, then the rows that have gradients; returns what ``closure`` returns."""
+        """Step the dense parameters, then the rows that have gradients; returns what ``closure`` returns.
+
+        Raises StateError for a dense optimizer that evaluates its closure several times in a step, as LBFGS does.
+        """
+        for one in self.dense:
+            if signature(type(one).step).parameters["closure"].default is Parameter.empty:
+                raise StateError(
+                    f"{type(one).__name__} evaluates the loss several times in a step and moves parameters in between, "
+                    "and rows move once, at its end: step the parameters beside rows with another optimizer"
+                )
         loss = None
         if closure is not None:
             with torch.enable_grad():

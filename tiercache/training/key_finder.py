@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from tiercache.backends.host_key_index import HostFound
 from tiercache.backends.jagged import FoundIds
-from tiercache.kernels.cpu.key_index import KeySet, capacity_for
+from tiercache.kernels.cpu.key_index import KeySet
 from tiercache.kernels.cpu.next_use import search_keys
 
 if TYPE_CHECKING:
@@ -20,31 +20,46 @@ if TYPE_CHECKING:
 
     from tiercache.backends.base import Backend, KeyIndex
     from tiercache.backends.jagged import Found
-    from tiercache.data.dataset import SubDataset
+    from tiercache.data.dataset import PassDataset, SubDataset
     from tiercache.data.raw_batch import FeatureKeys
     from tiercache.store.table import Table
 
 _SHARED_KEYS = 1 << 15  # fewer are found before other threads have begun
 
 
+class IndexPlan(NamedTuple):
+    """The index of the raw keys of a pass, as it is planned."""
+
+    num_keys: int
+    """Keys of the largest pass, of all tables."""
+    num_bytes: int
+    """What it takes on the device; 0: there is none."""
+
+    @classmethod
+    def of(cls, data: PassDataset, backend: Backend, room: int | None = None) -> IndexPlan:
+        """Plan an index for the passes of a dataset. room: bytes of the device's budget that are left for it."""
+        num_keys = max(sum(one.rows(table.name) for table in data.tables) for one in data.passes)
+        num_bytes = backend.index_bytes(num_keys, len(data.tables))
+        return cls(num_keys, num_bytes if room is None or num_bytes <= room else 0)
+
+
 class KeyFinder:
     """Local ids of raw keys; on the training thread.
 
-    The backend's index is built at the first batch of a pass, in the place of the last pass's. Without room for it
-    keys are searched on the CPU in the mapped key set, which takes no memory: keys stand in hash order, so a search is
-    an interpolation. It takes 4 to 9 times as long as the CPU's index.
+    The backend's index has place for the largest pass, and is built at the first batch of each. Where it is not
+    planned, keys are searched on the CPU in the mapped key set, which takes no memory: keys stand in hash order, so a
+    search is an interpolation. It takes 4 to 9 times as long as the CPU's index.
     """
 
-    def __init__(self, tables: Sequence[Table], backend: Backend, room_bytes: int | None) -> None:
-        """room_bytes: what an index may take on the device; None: what the device has."""
-        self._tables, self._backend, self._room_bytes = tuple(tables), backend, room_bytes
+    def __init__(self, tables: Sequence[Table], backend: Backend, plan: IndexPlan) -> None:
+        self._tables, self._backend, self._plan = tuple(tables), backend, plan
         self._place = {table.name: t for t, table in enumerate(self._tables)}
         self._index: KeyIndex | None = None
         self._seen: SubDataset | None = None
 
     @property
     def index_bytes(self) -> int:
-        """Bytes that the index takes; 0 before the first batch, and where it has no room."""
+        """Bytes that the index takes; 0 before the first batch, and where it is not planned."""
         return 0 if self._index is None else self._index.num_bytes
 
     def close(self) -> None:
@@ -68,18 +83,13 @@ class KeyFinder:
         }
 
     def _index_of(self, source: SubDataset) -> KeyIndex | None:
-        """Return an index of the pass; None where it takes more than there is room for."""
-        if self._seen is source:
+        """Return an index of the pass; None where none is planned, or the device has no room."""
+        if self._seen is source or not self._plan.num_bytes:
             return self._index
-        rows = sum(source.rows(table.name) for table in self._tables)
-        num_bytes = self._backend.index_bytes(rows, len(self._tables))
         self._seen = None
-        if self._room_bytes is not None and num_bytes > self._room_bytes:
-            self._index = None
-        elif self._index is None or capacity_for(rows) > self._index.capacity:
-            self._index = None  # the old one goes before the new one comes
+        if self._index is None:
             table_ids = np.array([table.table_id for table in self._tables], np.uint64)
-            self._index = self._backend.key_index(rows, table_ids)
+            self._index = self._backend.key_index(self._plan.num_keys, table_ids)
         if self._index is not None:
             self._index.build([KeySet(t, source.keys(table.name), 0) for t, table in enumerate(self._tables)])
         self._seen = source

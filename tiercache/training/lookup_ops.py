@@ -102,7 +102,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 def number_batch(batch: Batch, number: torch.Tensor | None) -> torch.Tensor:
     """Have operators find a batch, or a copy of the one with ``number``: (samples,) int64, all the same."""
     if number is None:
-        number = torch.full((1,), next(_numbers)).expand(batch.num_samples)
+        number = torch.full((1,), next(_numbers), device="cpu").expand(batch.num_samples)
     _batches[_number_of(number)] = batch
     return number
 
@@ -177,7 +177,7 @@ def _run(anchor: torch.Tensor, number: torch.Tensor, module: int, *given: Any) -
     """Return what a module looks up, and what backward is given: 1 with its context, 0 where there is no backward."""
     context = Context(anchor)
     out = _modules[module].run(context, _batches[_number_of(number)], *given)
-    token = torch.full((), int(torch.is_grad_enabled()))
+    token = torch.full((), int(torch.is_grad_enabled()), device="cpu")
     if torch.is_grad_enabled():
         setattr(token, _CONTEXT, context)
     return out, token
@@ -186,7 +186,9 @@ def _run(anchor: torch.Tensor, number: torch.Tensor, module: int, *given: Any) -
 @_bags.register_fake
 def _(anchor: torch.Tensor, number: torch.Tensor, weights: Any, names: str, module: int, width: int,
       trained: bool) -> Any:  # fmt: skip
-    return anchor.new_empty((number.shape[0], width), dtype=torch.float32), torch.empty((), dtype=torch.int64)
+    return anchor.new_empty((number.shape[0], width), dtype=torch.float32), torch.empty(
+        (), dtype=torch.int64, device="cpu"
+    )
 
 
 @_rows.register_fake
@@ -199,7 +201,7 @@ def _(anchor: torch.Tensor, number: torch.Tensor, dims: Any, lengths: Any, modul
     found = [
         anchor.new_empty(shape(dim, length), dtype=torch.float32) for dim, length in zip(dims, lengths, strict=True)
     ]
-    return [*found, torch.empty((), dtype=torch.int64)]
+    return [*found, torch.empty((), dtype=torch.int64, device="cpu")]
 
 
 @_backward.register_fake

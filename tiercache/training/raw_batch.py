@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tiercache.schema import Schema
     from tiercache.store.table import Group
     from tiercache.training.exchange import Exchange
+    from tiercache.training.key_finder import IndexPlan
     from tiercache.training.missing_rows import Missing, RowReader, Unseen
     from tiercache.training.passes import Pass
     from tiercache.training.raw_samples import RawSamples
@@ -52,15 +53,12 @@ class RawKeys:
         exchange: Exchange,
         optimizer: RowOptimizer,
         backend: Backend,
-        index_room: int | None = None,
+        index: IndexPlan,
     ) -> None:
-        """groups: of whole tables. optimizer: counts how often rows were stepped.
-
-        index_room: bytes that an index of keys may take on the device, None: any number.
-        """
+        """groups: of whole tables. optimizer: counts how often rows were stepped."""
         tables = [table for group in groups for table in group.tables]
         self._schema, self.exchange, self._ranks = schema, exchange, exchange.ranks
-        self.reader = RawReader(schema, tables, backend, index_room)
+        self.reader = RawReader(schema, tables, backend, index)
         self.missing = MissingRows(schema, groups, optimizer, backend)
         self._dense_columns = len(schema.dense)
 

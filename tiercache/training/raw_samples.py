@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tiercache.data.raw_batch import FeatureKeys
     from tiercache.schema import Schema
     from tiercache.store.table import Table
+    from tiercache.training.key_finder import IndexPlan
     from tiercache.training.missing_rows import Missing
 
 SCRATCH_BYTES = 40  # for each row that is read, beside it
@@ -54,13 +55,10 @@ class RawSamples:
 class RawReader:
     """Reads the samples that loaders give; on the training thread."""
 
-    def __init__(
-        self, schema: Schema, tables: Sequence[Table], backend: Backend, index_room: int | None = None
-    ) -> None:
-        """index_room: bytes that an index of keys may take on the device, None: any number."""
+    def __init__(self, schema: Schema, tables: Sequence[Table], backend: Backend, index: IndexPlan) -> None:
         self._schema, self._tables, self._backend = schema, {table.name: table for table in tables}, backend
         self._table_of = {feature.name: feature.table for feature in schema.features}
-        self._finder = KeyFinder(tables, backend, index_room)
+        self._finder = KeyFinder(tables, backend, index)
 
     @property
     def index_bytes(self) -> int:
@@ -95,8 +93,10 @@ class RawReader:
             raise ValueError(f"missing is {missing!r}: it must be one of {', '.join(map(repr, MISSING))}")
         num_samples, features = feature_keys(self._schema, keys, weights, (label, dense))
         found, ids = (None, {}) if source is None else self._finder.find(source, features, self._table_of)
-        brought = self._bring("label", label, torch.empty(0, dtype=torch.float32), (num_samples,))
-        columns = self._bring("dense", dense, torch.empty(num_samples, 0, dtype=torch.float32), (num_samples, -1))
+        brought = self._bring("label", label, torch.empty(0, dtype=torch.float32, device="cpu"), (num_samples,))
+        columns = self._bring(
+            "dense", dense, torch.empty(num_samples, 0, dtype=torch.float32, device="cpu"), (num_samples, -1)
+        )
         lost = None if found is None else found.missing()  # all is on its way: what is waited for is the search
         if lost is not None and lost.count and missing == "error":
             self._refuse(lost.first, features, ids, pass_name, number)

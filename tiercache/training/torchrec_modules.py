@@ -131,5 +131,5 @@ def _jagged(vectors: torch.Tensor, offsets: Any) -> Any:
 
     flat = vectors.reshape(-1, vectors.shape[-1])
     if offsets is None:
-        return JaggedTensor(values=flat, lengths=torch.ones(flat.shape[0], dtype=torch.int64))
+        return JaggedTensor(values=flat, lengths=torch.ones(flat.shape[0], dtype=torch.int64, device=flat.device))
     return JaggedTensor(values=flat, offsets=torch.as_tensor(offsets))

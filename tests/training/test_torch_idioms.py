@@ -1,0 +1,222 @@
+"""What loops do with torch's optimizers and gradients: torch's numbers, or an error that says what to write."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.training.cases import tiered
+from tests.training.test_bad_input import one_sentence
+from tests.training.test_gradients_as_torch import CASE as OF_LOOPS
+from tests.training.test_gradients_as_torch import Ours, World
+from tiercache.errors import StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    import tiercache as tc
+
+CASE = OF_LOOPS
+
+
+@pytest.fixture
+def world(passes: tc.PassDataset) -> Iterator[World]:
+    """A cache amid a pass, and the same model of torch beside it."""
+    made = World(passes)
+    yield made
+    made.loop.close()
+    made.cache._close(failed=True)
+
+
+def optimizers() -> list[str]:
+    """The names of torch's optimizers that step dense gradients of any shape without a closure."""
+    found = [
+        name
+        for name, kind in vars(torch.optim).items()
+        if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    ]
+    assert {"SGD", "Adam", "Muon", "LBFGS", "SparseAdam"} <= {*found}
+    return sorted({*found} - {"LBFGS", "Muon", "SparseAdam"})
+
+
+@pytest.mark.parametrize("name", optimizers())
+def test_rows_move_alike_beside_every_optimizer_of_torch(passes: tc.PassDataset, name: str) -> None:
+    """Whatever it makes of anchors: after a step rows have the bits that they have beside SGD."""
+    found = []
+    for kind in (torch.optim.SGD, getattr(torch.optim, name)):
+        made = World(passes, kind)
+        before = made.rows("a")
+        made.model(made.batches[0]).square().mean().backward()
+        made.optimizer.step()
+        assert not torch.equal(made.rows("a"), before)
+        found.append([made.rows("a"), made.rows("b")])
+        made.loop.close()
+        made.cache._close(failed=True)
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def test_an_optimizer_that_needs_its_closure_is_refused(world: World) -> None:
+    """As rows cannot be moved back within its line search; no row moves."""
+    before, calls = world.rows("a"), list[int]()
+    world.optimizer.rows.dense[:] = [torch.optim.LBFGS(world.model.parameters())]
+
+    def closure() -> torch.Tensor:
+        calls.append(1)
+        loss = world.model(world.batches[0]).square().mean()
+        loss.backward()
+        return loss
+
+    with one_sentence(StateError, "LBFGS evaluates the loss several times", "another optimizer"):
+        world.optimizer.step(closure)
+    assert not calls
+    assert torch.equal(world.rows("a"), before)
+
+
+def with_closure(model: nn.Module, optimizer: Any, given: Any) -> None:
+    """An optimizer that calls what computes the gradients."""
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(given).square().mean()
+        loss.backward()
+        return loss
+
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer.step(closure)
+    else:
+        closure()
+        optimizer.step()
+
+
+def test_a_step_with_a_closure_moves_rows_as_torch_moves_weights(world: World) -> None:
+    """Over four batches."""
+    for number in range(4):
+        for side in world.sides(number):
+            with_closure(*side)
+    world.assert_same()
+
+
+def by_hand(model: nn.Module, batch: tc.Batch) -> None:
+    """Gradients that autograd.grad returns become those of parameters."""
+    parameters = [*model.parameters()]
+    gradients = torch.autograd.grad(model(batch).square().mean(), parameters)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+def combined(model: nn.Module, batch: tc.Batch) -> None:
+    """Two losses, whose gradients are combined by hand."""
+    parameters = [*model.parameters()]
+    one = torch.autograd.grad(model(batch).square().mean(), parameters)
+    two = torch.autograd.grad(model(batch).mean(), parameters)
+    for parameter, a, b in zip(parameters, one, two, strict=True):
+        parameter.grad = (a + b) / 2
+
+
+def scaled_by_hooks(model: nn.Module, batch: tc.Batch) -> None:
+    """Hooks on parameters change what arrives."""
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient * 0.1)
+    model(batch).square().mean().backward()
+
+
+def noise(model: nn.Module, batch: tc.Batch) -> None:
+    """Noise for privacy."""
+    model(batch).square().mean().backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad += 1e-3 * torch.randn_like(parameter.grad)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (by_hand, ("set by hand", "backward()")),
+        (combined, ("set by hand", "sum of losses")),
+        (scaled_by_hooks, ("gradients were changed", "scale the loss")),
+        (noise, ("gradients were changed", "cache.clip_grad_norm_")),
+    ],
+)
+def test_gradients_that_leave_rows_out_are_refused(
+    world: World, change: Callable[..., None], words: tuple[str, ...]
+) -> None:
+    """No row moves."""
+    before = world.rows("a"), world.rows("b")
+    change(world.model, world.batches[0])
+    with one_sentence(StateError, *words):
+        world.optimizer.step()
+    assert all(torch.equal(old, world.rows(name)) for old, name in zip(before, "ab", strict=True))
+
+
+def test_hooks_that_give_zeros_drop_the_gradients_of_rows(world: World) -> None:
+    """As they would of a weight: the step moves no row."""
+    before = world.rows("a"), world.rows("b")
+    for parameter in world.model.parameters():
+        parameter.register_hook(lambda gradient: gradient * 0.0)
+    world.model(world.batches[0]).square().mean().backward()
+    world.optimizer.step()
+    assert all(torch.equal(old, world.rows(name)) for old, name in zip(before, "ab", strict=True))
+
+
+def test_weights_that_climb_before_a_second_backward_take_the_gradients_of_that_one(world: World) -> None:
+    """Sharpness-aware steps: the first backward is dropped for rows, and is none of the step's."""
+    for side in world.sides(0):
+        model, optimizer, given = side
+        model(given).square().mean().backward()
+        with torch.no_grad():
+            model.top.weight.add_(model.top.weight.grad * 0.05)
+        optimizer.zero_grad()
+        model(given).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    world.assert_same()
+
+
+def test_compiled_autograd_moves_rows_as_torch_moves_weights(world: World) -> None:
+    """A backward that torch compiles, of a model that it compiles."""
+    with torch._dynamo.config.patch(compiled_autograd=True):  # type: ignore[attr-defined]
+        compiled = torch.compile(world.model, backend="aot_eager")
+        for number in range(2):
+            ours, theirs = world.sides(number)
+            for model, optimizer, given in ((compiled, *ours[1:]), theirs):
+                model(given).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    world.assert_same()
+
+
+def test_nothing_of_ours_is_on_the_default_device(tmp_path: Path, passes: tc.PassDataset) -> None:
+    """Batches are where rows are trained: a training with commits, evaluations and keys of all kinds has the bits."""
+    found = []
+    for default in (None, "meta"):
+        torch.manual_seed(0)
+        model = Ours()
+        keys = torch.arange(20)
+        torch.set_default_device(default)
+        try:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with tiered(tmp_path / f"{default}.tc", passes, model=model, optimizer=optimizer) as cache:
+                for p in cache.passes(epochs=1):
+                    for batch in p.batches(16, shuffle=True, prefetch=1):
+                        model(batch).square().mean().backward()
+                        cache.clip_grad_norm_(1.0)
+                        cache.optimizer.step()
+                        cache.optimizer.zero_grad()
+                    if not p.index:
+                        cache.commit()
+                with torch.no_grad():
+                    found.append([model.bag(keys.view(5, 4)), model.rows(keys)])
+                    evaluated = [model(batch) for part in cache.evaluate(passes) for batch in part.batches(16)]
+                found[-1] += [*evaluated, *(one.detach() for one in model.parameters())]
+            again = tiered(tmp_path / f"{default}.tc", passes, model=model, optimizer=optimizer)
+            again.restore()
+            again.close()
+        finally:
+            torch.set_default_device(None)
+    assert len(found[0]) > 6
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
