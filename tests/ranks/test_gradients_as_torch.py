@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tiercache as tc
 from tests.ranks.trainings import OPTIONS, stored
 from tests.training.cases import SPECS, Case, table
+from tests.training.test_plain_keys import MODELS, PASSES, STEPS, World
 
 if TYPE_CHECKING:
     from tests.ranks.pool import RanksPool
@@ -197,3 +198,70 @@ def test_ranks_that_look_other_keys_up_are_told_so(ranks_pool: RanksPool, tmp_pa
     found = ranks_pool.run(2, f"{__name__}:plain", folder=str(tmp_path), name="wrong.tc", wrong=wrong)
     for one in found:
         assert "look" in one["error"], one
+
+
+def train_model(ranks: AnyCommunicator, folder: str, name: str) -> dict[str, Any]:
+    """Train a converted model on plain keys; each rank has a batch of its own in each step."""
+    world = World(name, Path(folder) / f"rank{ranks.rank}", ranks=ranks.size)
+    model = DistributedDataParallel(world.ours)
+    given: dict[str, Any] = {"model": model} | ({} if world.dense is None else {"optimizer": world.dense})
+    losses = []
+    with tc.TierCache(Path(folder) / "m.tc", world.data, **given, **OPTIONS) as cache:
+        for p in cache.passes(epochs=1):
+            for one, _ in world.batches[p.sub_dataset][ranks.rank :: ranks.size]:
+                loss = model(*one)
+                loss.backward()
+                cache.optimizer.step()
+                cache.optimizer.zero_grad()
+                losses.append(loss.item())
+    return {"losses": losses}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_converted_model_trains_on_two_ranks_to_the_losses_of_torch(
+    ranks_pool: RanksPool, tmp_path: Path, name: str
+) -> None:
+    """No line of forward is changed; over 200 steps."""
+    found = ranks_pool.run(2, f"{__name__}:train_model", folder=str(tmp_path), name=name)
+    world, theirs = World(name, tmp_path / "alone", ranks=2), []
+    for some in world.batches:
+        for one, two in zip(some[::2], some[1::2], strict=True):
+            theirs.append(world.step_theirs(one[0], two[0]))
+    ours = np.mean([one["losses"] for one in found], axis=0)
+    assert ours.shape == (PASSES * STEPS,)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def validate_alone(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
+    """Have rank 0 look keys up by itself, amid a pass and behind the loop, while the other one goes on."""
+    keys, found = torch.arange(50), {}
+    with tc.TierCache(Path(folder) / "m.tc", tc.PassDataset.open(Path(folder) / "keys"), **OPTIONS) as cache:
+        model = Words(cache.schema)
+        cache.register(model=model)
+        for p in cache.passes(epochs=1):
+            for some in torch.arange(36).view(4, 3, 3):
+                model(some).square().mean().backward()
+                cache.optimizer.step()
+                cache.optimizer.zero_grad()
+            if ranks.rank == 0 and p.index == 2:
+                with tc.Store.open(Path(folder) / "m.tc", mode="r") as store:
+                    known = store.lookup("one", keys.numpy(), missing="initial")["vector"]
+                with cache.lookups(local=True), torch.no_grad():
+                    found["amid"] = np.array_equal(model.one(keys).numpy(), known)
+                with pytest.raises(tc.errors.StateError, match="no_grad"), cache.lookups(local=True):
+                    model.one(keys[:3])
+        with torch.no_grad():
+            now = model.two(keys.view(10, 5))
+            if ranks.rank == 0:
+                with cache.lookups(local=True):
+                    found["behind"] = torch.equal(model.two(keys.view(10, 5)), now)
+    return found
+
+
+def test_rank_0_validates_alone_on_the_rows_of_the_last_commit(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """Without a collective: the other rank takes no part."""
+    tables = [tc.Table(name=name, dim=4, initializer=tc.init.Uniform(low=-1, high=1)) for name in ("one", "two")]
+    every = np.arange(40)
+    tc.write_key_sets(tmp_path / "keys", tables, [{"one": every, "two": every}] * 3)
+    found = ranks_pool.run(2, f"{__name__}:validate_alone", folder=str(tmp_path))
+    assert found == [{"amid": True, "behind": True}, {}]

@@ -59,7 +59,7 @@ class Training:
     def committed(self) -> tuple[int, int]:
         """Where a loop begins that follows: pass and sample."""
         if self.store is None:
-            return self.cache._trained, 0
+            return self.cache._rows.trained, 0
         if not self.cache._closed:
             self.cache.drain(staged=False)
         if self.store.commit is None:

@@ -131,7 +131,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[np.random.Generator],
 class World:
     """A model of torch and the same one converted, with batches for both."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, *, ranks: int = 1) -> None:
+        """ranks: batches of a step, one for each."""
         make, draw = MODELS[name]
         torch.manual_seed(0)
         self.theirs = make()
@@ -143,7 +144,7 @@ class World:
             for path in tables
         )
         chance = np.random.default_rng(0)
-        self.batches = [[draw(chance) for _ in range(STEPS)] for _ in range(PASSES)]
+        self.batches = [[draw(chance) for _ in range(STEPS * ranks)] for _ in range(PASSES)]
         sets = [
             {path: np.concatenate([keys[path].reshape(-1) for _, keys in some]).astype(np.int64) for path in tables}
             for some in self.batches
@@ -157,9 +158,9 @@ class World:
         mine = [one for path, one in self.ours.named_parameters() if not path.endswith("anchor")]
         self.dense = torch.optim.SGD(mine, lr=DENSE_RATE) if mine else None
 
-    def step_theirs(self, given: Any) -> float:
-        """Train a batch with torch."""
-        loss = self.theirs(*given)
+    def step_theirs(self, *given: Any) -> float:
+        """Train a batch with torch; of several, one for each rank, as DistributedDataParallel averages them."""
+        loss = torch.stack([self.theirs(*one) for one in given]).mean()
         loss.backward()
         for one in self.their_optimizers:
             one.step()

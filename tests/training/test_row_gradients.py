@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import tiercache as tc
-from tests.training.cases import Case, Spec, table
+from tests.training.cases import Case, Spec, table, tiered
 from tests.training.test_bad_input import one_sentence
 from tiercache.backends.opening import open_backend
 from tiercache.errors import StateError
@@ -313,14 +314,24 @@ def test_the_state_of_a_module_says_which_rows_it_belongs_to(tmp_path: Path, pas
                 model(batch).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        assert set(state) == {"top.weight", "top.bias"}
-        assert state._metadata["rows"]["rows"]["commit"] == len(passes.passes) - 1
-        with one_sentence(StateError, "belongs to the rows of commit", "roll the store back"):
-            model.load_state_dict(state)
+        assert set(state) == {"top.weight", "top.bias", "rows._extra_state"}
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        for best in (state, dict(state), {k: v.clone() for k, v in state.items()}, torch.load(file)):
+            with one_sentence(
+                StateError, f"belongs to the rows of commit {len(passes.passes) - 1} of model.tc", "roll the store back"
+            ):
+                model.load_state_dict(best)
         model.load_state_dict(model.state_dict())
+        mean = {k: (v + state[k]) / 2 for k, v in model.state_dict().items()}  # of several commits
+        model.load_state_dict(mean)
     other = Net()
     other.load_state_dict(dict(state))
     other.load_state_dict(state)
+    assert set(other.state_dict()) == {"top.weight", "top.bias"}
+    with tiered(tmp_path / "other.tc", passes) as cache, one_sentence(StateError, "belongs to the rows of commit"):
+        cache.register(model=other)
 
 
 def test_an_anchor_is_where_its_module_is_and_says_the_dtype_of_outputs(world: World) -> None:

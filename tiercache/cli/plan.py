@@ -27,6 +27,7 @@ def plan(
     order: Annotated[str | None, typer.Option(help="overlap: sub-datasets that share rows become neighbors.")] = None,
     device: Annotated[str, typer.Option(help="Where rows are trained: cpu, cuda or cuda:1.")] = "cpu",
     device_budget: Annotated[str | None, typer.Option(help="Device memory; what the passes need if not given.")] = None,
+    plain_keys: Annotated[bool, typer.Option("--plain-keys", help="Count the index of plain and raw keys.")] = False,
     host_budget: Annotated[str | None, typer.Option(help="The most host memory; 70 % of the free memory.")] = None,
     eval_budget: Annotated[str | None, typer.Option(help="Host memory for evaluation; a sixteenth.")] = None,
     store_budget: Annotated[str | None, typer.Option(help="The most bytes of the store; no limit.")] = None,
@@ -61,7 +62,8 @@ def plan(
         raise ValueError(f"--optimize is {optimize!r}: it must be speed or memory")
     data = PassDataset.open(dataset)
     reuse = reuse_of(data, order_rule(data, order))
-    need = _device_bytes(data, device, None if device_budget is None else parse_bytes(device_budget))
+    given = None if device_budget is None else parse_bytes(device_budget)
+    need = _device_bytes(data, device, given, plain_keys=plain_keys)
     rates = measured_rates(store or dataset, device=device, again=measure)
     eval_bytes = None if eval_budget is None else parse_bytes(eval_budget)
     samples_P = [p.samples for p in data]
@@ -104,14 +106,30 @@ def plan(
     Output(as_json, quiet).result(record, show)
 
 
-def _device_bytes(data: PassDataset, device: str, budget: int | None) -> int:
-    """Return the device memory that was given, or of the largest pass. Raises BudgetError where that needs more."""
+def _device_bytes(data: PassDataset, device: str, budget: int | None, *, plain_keys: bool) -> int:
+    """Return the device memory that was given, or of the largest pass, with its index of keys if these are plain.
+
+    Raises BudgetError where that needs more.
+    """
     from tiercache.backends.opening import open_backend
+    from tiercache.errors import BudgetError
     from tiercache.planning.positions import Positions
+    from tiercache.sizes import format_bytes, option_bytes
     from tiercache.store.table import group_tables
     from tiercache.tiers.device_memory_plan import DeviceMemoryPlan
+    from tiercache.training.key_finder import IndexPlan
 
     backend = open_backend(device, data.tables)
     need = DeviceMemoryPlan.of(Positions.of(data, group_tables(data.tables)), backend)
-    need.check(need.num_bytes if budget is None else budget)
-    return need.num_bytes if budget is None else budget
+    index = IndexPlan.of(data, backend).num_bytes if plain_keys else 0
+    if budget is None:
+        need.check(need.num_bytes)
+        return need.num_bytes + index
+    need.check(budget)
+    if index > budget - need.num_bytes:
+        raise BudgetError(
+            f"the index of keys takes {format_bytes(index)}, and the rows of a pass leave "
+            f"{format_bytes(budget - need.num_bytes)} of a device_budget of {format_bytes(budget)}: raise it to "
+            f"{option_bytes(need.num_bytes + index)}, or leave out --plain-keys, and keys are searched on the CPU"
+        )
+    return budget

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,10 +65,10 @@ class StoreOptions:
 class TrainingStore:
     """The store of one cache. ``choose`` says what is trained, and writes nothing; ``open`` opens the store for it."""
 
-    def __init__(self, place: str | os.PathLike[str] | Store, passes: PassDataset, ranks: AnyCommunicator,
+    def __init__(self, place: str | os.PathLike[str] | Store | None, passes: PassDataset, ranks: AnyCommunicator,
                  options: StoreOptions) -> None:  # fmt: skip
         self._given = place if isinstance(place, Store) else None
-        self._path = place.path if isinstance(place, Store) else store_path(place)
+        self._path = place.path if isinstance(place, Store) else None if place is None else store_path(place)
         self._passes, self._ranks, self._options = passes, ranks, options
         self.sharding: ShardingPlan | None = None
         """Where tables stand in shards; None in a plain store."""
@@ -99,6 +99,8 @@ class TrainingStore:
         number_bytes: of a number on the wire. Raises ValueError for a sharding or a store that make no sense.
         """
         asked = self._options.sharding
+        if self._given is None and self._path is None:  # there is no store
+            return self._passes
         with self._ranks.raise_on_all("looking for the store"):
             self._check_given()
             is_sharded = self._ranks.size > 1 or self._options.shard_dirs is not None
@@ -251,6 +253,15 @@ class TrainingStore:
         if self._shards is not None and self._shards.manifest.newest is not None:
             id_ = self._shards.manifest.newest.id  # shards count their own
         return {"store": "" if self._path is None else self._path.name, "commit": id_}
+
+    @contextmanager
+    def committed(self) -> Iterator[Store]:
+        """Give the whole store at its newest commit of all ranks, for reading. Not collective."""
+        if isinstance(self._given, Shards):
+            yield self._given
+            return
+        with Store.open(self._place, mode="r") as store:
+            yield store
 
     @property
     def is_sharded(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from tiercache.backends.opening import device_name, open_backend
 from tiercache.data.dataset import PassDataset
-from tiercache.dist.communicator import communicator_of
+from tiercache.dist.communicator import communicator_of, only_rank
 from tiercache.dist.consistency import check_same, check_same_places
 from tiercache.errors import BudgetError, StateError
 from tiercache.planning.overlap import order_rule
@@ -31,15 +31,17 @@ from tiercache.training.convert import drop_weights, refuse_weights, warn_of_key
 from tiercache.training.evaluation import Evaluation
 from tiercache.training.exchange import LocalExchange
 from tiercache.training.finite_check import check_nonfinite
-from tiercache.training.matching import check_features, check_modules, check_tables
-from tiercache.training.pass_loop import CLOSED, PassLoop
+from tiercache.training.key_finder import IndexPlan
+from tiercache.training.matching import check_features, check_modules
+from tiercache.training.missing_rows import CommittedRows
+from tiercache.training.pass_loop import PassLoop
 from tiercache.training.plain_keys import PlainKeys
 from tiercache.training.planned import Planned
 from tiercache.training.progress import prepare_kernels
 from tiercache.training.rank_rows import RankRows
 from tiercache.training.raw_batch import RawKeys
+from tiercache.training.resident_rows import ResidentRows
 from tiercache.training.step_hooks import StepHooks, named_objects, unwrapped_objects
-from tiercache.training.stepped_cache import SteppedCache
 from tiercache.training.table_module import table_modules
 from tiercache.training.threads import share_threads
 
@@ -52,7 +54,9 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
     from tiercache.backends.base import Backend
+    from tiercache.data.view import DatasetView
     from tiercache.planning.pass_plan import PassPlan
+    from tiercache.planning.schedule import OrderRule
     from tiercache.planning.store_plan import StorePlan
     from tiercache.ranks.budgets import Budgets
     from tiercache.ranks.sharding_rules import ShardingRules
@@ -61,14 +65,14 @@ if TYPE_CHECKING:
     from tiercache.tiers.report import PassReport
     from tiercache.training.batch import Batch
     from tiercache.training.exchange import Exchange
-    from tiercache.training.live_rows import LiveRows
+    from tiercache.training.joint_optimizer import JointOptimizer
     from tiercache.training.missing_rows import Unseen
     from tiercache.training.passes import Pass
 
 _COMM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class TierCache(SteppedCache):
+class TierCache:
     """Trains a dataset's passes with rows on the device, in host memory and in a store, and commits.
 
     Rows are trained on the device. At each switch of passes they move between the tiers as planned; host and device
@@ -84,7 +88,7 @@ class TierCache(SteppedCache):
 
     def __init__(
         self,
-        store: str | os.PathLike[str] | Store,
+        store: str | os.PathLike[str] | Store | None,
         data: PassDataset | str | os.PathLike[str],
         *,
         group: ProcessGroup | None = None,
@@ -112,7 +116,8 @@ class TierCache(SteppedCache):
         """Plan the budgets and open the store.
 
         Args:
-            store: the path of a store, which is created if it does not exist, or a Store, which stays open. With
+            store: the path of a store, which is created if it does not exist, or a Store, which stays open. None: all
+                rows stay on the device of this process, which trains alone, and nothing is committed. With
                 several ranks, or with ``shard_dirs``, the store is sharded, and with one rank it is a plain one: one
                 that was trained otherwise is rewritten first. A sharded Store that is given open is only read, by as
                 many ranks as it has shards.
@@ -163,7 +168,8 @@ class TierCache(SteppedCache):
             StoreError: what ``Store.open`` raises.
         """
         self._closed, device = False, device_name(device)
-        self.communicator = ranks = communicator_of(group, device if isinstance(device, str) else device.device)
+        where = device if isinstance(device, str) else device.device
+        self.communicator = ranks = communicator_of(group, where) if store is not None else only_rank(group, where)
         with closed_on_error(self, "_exchange", "_rows", "_asking", "_beside", "_opened", "communicator"):
             with ranks.raise_on_all("reading the budgets"):
                 self.dataset = data = PassDataset.of(data)
@@ -179,54 +185,58 @@ class TierCache(SteppedCache):
                     "the model and the optimizer": [*objects],
                     "tables with weights": sorted(weights),
                 }
-                budgets = planned.budgets(device_budget, host_budget, eval_budget, store_budget, commit_every)
+                if store is None:
+                    refuse_weights(objects.values())
+                    _refuse_options(
+                        device_budget=device_budget, host_budget=host_budget, eval_budget=eval_budget,
+                        store_budget=store_budget, plan=plan, shard_dirs=shard_dirs, engine=engine,
+                        retention=retention, commit_every=commit_every,
+                        sharding=None if sharding == "auto" else sharding,
+                    )  # fmt: skip
+                else:
+                    budgets = planned.budgets(device_budget, host_budget, eval_budget, store_budget, commit_every)
+                    facts |= budgets.facts
                 check_nonfinite(on_nonfinite)
                 if comm_dtype not in _COMM_DTYPES:
                     raise ValueError(f"comm_dtype {comm_dtype!r} is unknown: it must be one of {[*_COMM_DTYPES]}")
             if ranks.size > 1:
-                check_same(ranks, self._facts(data, budgets) | facts | {
+                check_same(ranks, self._facts(data) | facts | {
                     "comm_dtype": comm_dtype, "seed": int(seed), "on_nonfinite": on_nonfinite,
                 })  # fmt: skip
                 check_same_places(ranks, self._opened.places)
             source = self._opened.choose(number_bytes=_COMM_DTYPES[comm_dtype].itemsize)
             with ranks.raise_on_all("opening the device"):
-                where = str(ranks.device) if isinstance(device, str) else device
-                self._backend = backend = open_backend(where, source.tables)
+                opened = str(ranks.device) if isinstance(device, str) else device
+                self._backend = backend = open_backend(opened, source.tables)
                 prepare_kernels(source.tables)
                 share_threads()
-            with ranks.raise_on_all("planning the budgets"):  # before the store is made, or written anew for them
+            with ranks.raise_on_all("looking at the model"):
                 check_modules(objects, data)
-                device_bytes = budgets.check_device(source, backend)
-            if ranks.rank == 0:
-                warn_of_keys_beyond(weights, data)
-            try:
-                rows = partial(weight_rows, weights=weights) if weights else None
-                self.store = self._opened.open(source, budgets, first=rows, progress=progress)
-            except BudgetError:
-                self._opened.discard_new()
-                raise
-            drop_weights(objects.values())
             self._beside = ranks.clone()  # NCCL takes memory of the device for it: before the rows do
             self._asking = ranks.clone(device="cpu")
-            with ranks.raise_on_all("planning the budgets"):
-                try:
-                    self._rows = RankRows(
-                        self.store, source, backend, budgets, device_bytes=device_bytes, order=options.order
-                    )
-                except BudgetError:
-                    self._opened.discard_new()
-                    raise
+            room: int | None = None
+            self._rows: RankRows | ResidentRows
+            if store is None:
+                self.store = None  # type: ignore[assignment]
+                self._rows = self._resident = ResidentRows(source, backend, options.order)
+            else:
+                self._rows, room = self._open_rows(source, budgets, objects, order=options.order, progress=progress)
             self.dense, row_optimizer = self._rows.state.dense, self._rows.state.optimizer
             self.optimizer = row_optimizer.joint
-            row_optimizer.anchors.is_closed_to_others = True
+            row_optimizer.anchors.is_closed_to_others = store is not None
             row_optimizer.anchors.flags_overflow = ranks.size > 1
             self._opened.drop_older()  # nothing is refused any more
             self._groups = group_tables(data.tables)
             self._modules: list[nn.Module] = []
             """What looks rows up."""
             self._exchange = self._new_exchange(_COMM_DTYPES[comm_dtype])
-            room = device_bytes - self._rows.device.num_bytes
-            self._raw = RawKeys(data.schema, self._groups, self._exchange, row_optimizer, backend, room)
+            index = IndexPlan.of(data, backend, room)
+            self.index_bytes = index.num_bytes
+            """Bytes of ``device_budget`` that are planned for the index of raw and plain keys; 0 if they do not fit.
+
+            Keys are then searched on the CPU. The index is built when a pass first looks keys up.
+            """
+            self._raw = RawKeys(data.schema, self._groups, self._exchange, row_optimizer, backend, index)
             self._pipeline, self._hooks = BatchPipeline(backend), StepHooks(self, row_optimizer)
             shown = ranks.rank == 0 and (sys.stderr.isatty() if progress is None else progress)
             self._loop = PassLoop(
@@ -247,11 +257,42 @@ class TierCache(SteppedCache):
             self.register(**objects)
         self._pid = os.getpid()
 
+    store: Store
+    """The store, or this rank's shard of it; None if the cache has none."""
+    optimizer: JointOptimizer
+    """What the loop steps: dense parameters and rows."""
+
+    def _open_rows(
+        self,
+        source: DatasetView,
+        budgets: Budgets,
+        objects: Mapping[str, Any],
+        *,
+        order: OrderRule,
+        progress: bool | None,
+    ) -> tuple[RankRows, int]:
+        """Open the store and take the memory of its rows; returns these and what is left of the device's budget."""
+        ranks, weights = self.communicator, weights_of(objects.values())
+        with ranks.raise_on_all("planning the budgets"):  # before the store is made, or written anew for them
+            device_bytes = budgets.check_device(source, self._backend)
+        if ranks.rank == 0:
+            warn_of_keys_beyond(weights, self.dataset)
+        first = partial(weight_rows, weights=weights) if weights else None
+        try:
+            self.store = self._opened.open(source, budgets, first=first, progress=progress)
+            drop_weights(objects.values())
+            with ranks.raise_on_all("planning the budgets"):
+                rows = RankRows(self.store, source, self._backend, budgets, device_bytes=device_bytes, order=order)
+        except BudgetError:
+            self._opened.discard_new()
+            raise
+        return rows, device_bytes - rows.device_bytes
+
     @staticmethod
-    def _facts(data: PassDataset, budgets: Budgets) -> dict[str, Any]:
+    def _facts(data: PassDataset) -> dict[str, Any]:
         """Return what has to be the same on all ranks of what is trained."""
         tables = [str(table) for table in data.tables]
-        return {"the schema": data.schema.digest, "the tables": tables, "the dataset": data.digest, **budgets.facts}
+        return {"the schema": data.schema.digest, "the tables": tables, "the dataset": data.digest}
 
     def _new_exchange(self, comm_dtype: torch.dtype) -> Exchange:
         ranks, backend, optimizer = self.communicator, self._backend, self.optimizer.rows
@@ -290,7 +331,8 @@ class TierCache(SteppedCache):
                 self._exchange.follow(value)
         for module in table_modules(objects.values()):
             self.optimizer.rows.anchors.readers.add(module)
-            module.bind(weakref.WeakMethod(self._opened.named_commit))
+            if self.store is not None:
+                module.bind(weakref.WeakMethod(self._opened.named_commit))
             module.take_keys(weakref.WeakMethod(self._plain.batch))
 
     def state_dict(self) -> dict[str, Any]:
@@ -318,7 +360,7 @@ class TierCache(SteppedCache):
 
         Not collective.
         """
-        return self._rows.plans.passes(passes)
+        return self._check_stored("plan()").plans.passes(passes)
 
     # -- training -----------------------------------------------------------------------------------------
 
@@ -359,7 +401,21 @@ class TierCache(SteppedCache):
         is still waiting. Raises StateError between backward and step, and outside a pass.
         """
         self._check_open()
+        self._check_stored("commit()")
         self._loop.commit()
+
+    def clip_grad_norm_(
+        self, max_norm: float, *, optimizer: torch.optim.Optimizer | None = None, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the gradients of rows and dense parameters by their common 2-norm, and return the norm.
+
+        Use this in place of `torch.nn.utils.clip_grad_norm_`, which does not add up the gradients of a row. It clips
+        the parameters of ``optimizer``, or of all registered optimizers, and the rows that step with them. Call it
+        between backward and step; with a GradScaler, after ``unscale_``. Raises RuntimeError if the norm is not finite
+        and ``error_if_nonfinite``. With several ranks all call it. The norm is then that of one process on the whole
+        batch, provided that dense gradients are already averaged, as DistributedDataParallel does.
+        """
+        return self._exchange.clip(max_norm, optimizer, error_if_nonfinite=error_if_nonfinite)
 
     def write_report(self, path: str | os.PathLike[str]) -> None:
         """Write ``reports`` into a file, a JSON object for each pass: `tiercache report` makes a page of it.
@@ -394,9 +450,7 @@ class TierCache(SteppedCache):
 
         You need this only for measurements. Raises errors of the reader and writer threads. Not collective.
         """
-        self._rows.transfer.drain()
-        if staged:
-            self._rows.transfer.await_staging()
+        self._rows.drain(staged=staged)
 
     # -- evaluation ---------------------------------------------------------------------------------------
 
@@ -411,10 +465,10 @@ class TierCache(SteppedCache):
         self._check_open()
         self._exchange.rest()
         with self.communicator.raise_on_all("beginning an evaluation"):
-            self._rows.state.check_restored(self.store)
+            self._rows.check_restored()
             check_features(self.dataset, passes)
             view = self._opened.view(passes)
-            check_tables(self.store, view)
+            self._rows.check_evaluated(view)
         exchange = self._exchange.evaluating(view)
         try:
             yield from Evaluation.slices(
@@ -434,11 +488,30 @@ class TierCache(SteppedCache):
         rows of its unique keys exceed ``eval_budget`` on this rank or on one that reads them.
         """
         self._check_open()
-        self._rows.state.check_restored(self.store)  # the same on all ranks
+        self._rows.check_restored()  # the same on all ranks
         return self._raw.evaluate(keys, self.eval_bytes, unseen=unseen, **others)
 
-    def live_rows(self, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None) -> LiveRows:
-        """Return a reader of the current values of this rank's rows; valid until the next batch is trained.
+    @contextmanager
+    def lookups(self, *, local: bool) -> Iterator[None]:
+        """Have lookups of plain keys under ``no_grad`` read rows without the other ranks, if ``local``.
+
+        So rank 0 can validate by itself, while the others go on: lookups are collective outside. Inside they read the
+        newest commit of all ranks, whatever was trained since. One rank alone reads rows as of now, as ever. Not
+        collective if ``local``.
+        """
+        self._check_open()
+        if not local or self.communicator.size == 1:
+            yield
+            return
+        with self._opened.committed() as store:
+            self._plain.committed = CommittedRows(store)
+            try:
+                yield
+            finally:
+                self._plain.committed = None
+
+    def live_rows(self, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None) -> Any:
+        """Return a `LiveRows`: a reader of the current values of this rank's rows, until the next batch is trained.
 
         Waits until every dump is durable, because rows on their way to the store are nowhere else. ``unknown``: the
         fields of out-of-vocabulary rows, if they are kept elsewhere. Not collective.
@@ -458,7 +531,7 @@ class TierCache(SteppedCache):
 
     def __del__(self) -> None:
         # The threads end by themselves, and the store closes itself.
-        if getattr(self, "_pid", None) == os.getpid() and not self._closed:
+        if getattr(self, "_pid", None) == os.getpid() and not self._closed and self.store is not None:
             warn_unclosed(self, f"the cache of {self.store.label}")
 
     def __enter__(self) -> TierCache:
@@ -516,7 +589,7 @@ class TierCache(SteppedCache):
     @property
     def device_bytes(self) -> int:
         """Bytes on the device of rows, slot maps, replicated tables and, after raw keys, the index of keys."""
-        return self._rows.device.num_bytes + self._exchange.device_bytes + self._raw.index_bytes
+        return self._rows.device_bytes + self._exchange.device_bytes + self._raw.index_bytes
 
     @property
     def scratch_bytes(self) -> int:
@@ -536,33 +609,58 @@ class TierCache(SteppedCache):
     @property
     def eval_bytes(self) -> int:
         """Bytes of host memory that are reserved for the rows of an evaluation."""
-        return self._rows.budget.evaluation
+        return self._rows.eval_bytes
 
     @property
     def host_bytes_peak(self) -> int:
         """The most bytes of rows that the host has held so far."""
-        return self._rows.memory.peak_bytes
+        return self._rows.host_bytes_peak
 
     def store_plan(self, state_bytes: int = 0) -> StorePlan:
         """Return what the store needs at its fullest, if each commit has ``state_bytes`` of dense state."""
-        return self._rows.plans.store_plan(state_bytes)
+        return self._check_stored("store_plan()").plans.store_plan(state_bytes)
 
     # -- inside -------------------------------------------------------------------------------------------
 
-    def _current(self) -> Pass | None:
-        return self._loop.current
-
     def _newest(self) -> Pass | None:
+        """Return the pass that the loop was given last, whose rows may not be there yet."""
         return self._loop.newest
 
     def _check_restored(self) -> None:
-        self._rows.state.check_restored(self.store)
+        self._rows.check_restored()
 
     def _step(self, optimizer: torch.optim.Optimizer | None) -> None:
-        super()._step(optimizer)
+        """Apply the pending gradients of the tables that step with ``optimizer``: each row is updated once.
+
+        Of several ranks duplicates are added in the order of batches, in each by rank. Outside a pass, where no rows
+        are trained, it does nothing.
+        """
+        current = self._loop.current
+        if current is None:
+            if self._exchange.pending:
+                raise StateError("rows were stepped outside a pass: step inside the loop over passes()")
+            self._check_open()
+            return
+        self._exchange.step(current.rows.groups, optimizer)
+        current.note_step()
         self._loop.note_step()
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StateError(CLOSED)
-        self._rows.transfer.check_process()
+            raise StateError(self._rows.closed)
+        self._rows.check_process()
+
+    def _check_stored(self, what: str) -> RankRows:
+        """Return the rows of the store. Raises StateError where there is none."""
+        if not isinstance(self._rows, RankRows):
+            raise StateError(f"{what} is of a cache with a store: this one keeps all rows on the device, and no commit")
+        return self._rows
+
+
+def _refuse_options(**given: Any) -> None:
+    """Raise ValueError for an argument that a cache without a store has no use for."""
+    if found := [name for name, value in given.items() if value is not None]:
+        raise ValueError(
+            f"a cache without a store takes no {found[0]}: it keeps all rows on the device, and commits nothing, so "
+            "leave it out, or give the path of a store"
+        )

@@ -181,8 +181,12 @@ def to_torch(
             if table not in tables:
                 tables[table] = _KeyedRows.of(store, table, (keys or {}).get(table), unseen)
         lookups = [
-            KeyedEmbedding(tables[one.table_of(feature)], one.mode_of(feature), one.padding) for feature in one.features
-        ]
+            KeyedEmbedding(
+                tables[one.table_of(feature)], one.mode_of(feature), one.padding,
+                has_last=getattr(one, "include_last_offset", False),
+            )
+            for feature in one.features
+        ]  # fmt: skip
         collection = one if isinstance(one, ConvertedBags | ConvertedRows) else None
         plain.setdefault(id(one), KeyedCollection(lookups, collection) if collection is not None else lookups[0])
     for name, one in places:
@@ -232,9 +236,10 @@ class SharedLookup(nn.Module):
 class KeyedEmbedding(nn.Module):
     """Rows of a table by raw keys, pooled or not."""
 
-    def __init__(self, rows: _KeyedRows, pooling: str | None, padding: int | None) -> None:
+    def __init__(self, rows: _KeyedRows, pooling: str | None, padding: int | None, *, has_last: bool = False) -> None:
+        """has_last: whether offsets end with the number of keys."""
         super().__init__()
-        self.rows, self.pooling, self.padding = rows, pooling, padding
+        self.rows, self.pooling, self.padding, self.has_last = rows, pooling, padding, has_last
 
     def forward(
         self,
@@ -250,6 +255,7 @@ class KeyedEmbedding(nn.Module):
         return functional.embedding_bag(
             rows if offsets is not None or rows.ndim > 1 else rows[:, None], weight, offsets, mode=self.pooling,
             per_sample_weights=per_sample_weights, padding_idx=none,
+            include_last_offset=self.has_last and offsets is not None,
         )  # fmt: skip
 
 
@@ -402,7 +408,10 @@ class _Replacer:
         for feature in features:
             made: EmbeddingBag | Embedding
             if isinstance(old, nn.EmbeddingBag):
-                made = EmbeddingBag(self._schema, feature, mode=old.mode, padding_idx=old.padding_idx)
+                made = EmbeddingBag(
+                    self._schema, feature, mode=old.mode, padding_idx=old.padding_idx,
+                    include_last_offset=old.include_last_offset,
+                )  # fmt: skip
             else:
                 made = Embedding(self._schema, feature, padding_idx=old.padding_idx)
             made.weights = kept

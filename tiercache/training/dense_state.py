@@ -16,7 +16,7 @@ from torch import nn
 
 from tiercache.errors import StateError
 from tiercache.training.optimizer_state import state_without, with_anchors
-from tiercache.training.table_module import anchor_ids
+from tiercache.training.table_module import EXTRA_STATE, TableModule, anchor_ids, named_table_modules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -193,6 +193,7 @@ class DenseState:
         anchors = anchor_ids(self._objects.values())
         for name, value in self._objects.items():
             kept = state["objects"][name]
+            TableModule.is_restoring = True
             try:
                 if isinstance(value, torch.optim.Optimizer):
                     value.load_state_dict(with_anchors(value, anchors, _sharded_like(value, anchors, kept)))
@@ -203,6 +204,8 @@ class DenseState:
                     f"the state that the last commit holds for {name!r} does not fit the {type(value).__name__} "
                     f"given to register() ({_line(error)}): give the same object as before, or begin a new store"
                 ) from error
+            finally:
+                TableModule.is_restoring = False
         torch.set_rng_state(state["torch"])
         if "device" in state:
             self._backend.set_random_state(state["device"])
@@ -215,6 +218,8 @@ class DenseState:
 def _state_of(value: Stateful, anchors: Collection[int]) -> dict[str, Any]:
     """Return the state of an object, without that of anchors; of a DTensor, as FSDP has them, this rank's part."""
     found = state_without(value, anchors) if isinstance(value, torch.optim.Optimizer) else value.state_dict()
+    for name, _ in named_table_modules(value):  # what names the commit that is yet to be made
+        found.pop(f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE, None)
     is_sharded = any(hasattr(tensor, "to_local") for tensor in tensors_of(found))
     return _local(found) if is_sharded else found
 

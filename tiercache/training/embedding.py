@@ -12,7 +12,7 @@ from tiercache.training.batch import Batch, JaggedIds
 from tiercache.training.joining import FeaturePart
 from tiercache.training.lookup import MODES, PooledLookup, ReadyLookup, RowLookup, check_brought
 from tiercache.training.lookup_ops import look_up_bags, look_up_rows, not_compiled, once_differentiable
-from tiercache.training.plain_keys import given_bags, given_rows, table_weight
+from tiercache.training.plain_keys import given_bags, given_rows, shaped_as, table_weight
 from tiercache.training.table_module import TableModule
 
 if TYPE_CHECKING:
@@ -260,13 +260,22 @@ class EmbeddingBag(EmbeddingBagCollection):
     """Looks up and pools one feature: (N, dim). Takes the place of an `nn.EmbeddingBag`.
 
     ``padding_idx``: a key that counts nowhere and is not trained; with it ``mode`` is "sum" or "mean".
+    ``include_last_offset``: whether ``offsets`` of a tensor of keys are (N + 1,) and end with the number of keys.
     """
 
-    def __init__(self, schema: Schema, feature: str, *, mode: str = "mean", padding_idx: int | None = None) -> None:
+    def __init__(
+        self,
+        schema: Schema,
+        feature: str,
+        *,
+        mode: str = "mean",
+        padding_idx: int | None = None,
+        include_last_offset: bool = False,
+    ) -> None:
         if padding_idx is not None and mode == "max":
             raise ValueError(f"feature {feature!r} is pooled by max and has padding: pool it by sum or mean")
         super().__init__(schema, [feature], mode=mode if padding_idx is None else "sum")
-        self.padding, self._mode = padding_idx, mode
+        self.padding, self._mode, self.include_last_offset = padding_idx, mode, include_last_offset
         self._padding = None if padding_idx is None else _Padding(feature, padding_idx)
         if padding_idx is not None:
             self.pooling = {feature: None}  # it is weighted by what is in each batch
@@ -303,7 +312,7 @@ class EmbeddingBag(EmbeddingBagCollection):
     def _of_keys(self, keys: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None) -> torch.Tensor:
         """Look up bags of keys, without those that are padding."""
         name = self.features[0]
-        given = given_bags(name, keys, offsets)
+        given = given_bags(name, keys, offsets, has_last=self.include_last_offset)
         if weights is not None:
             if weights.shape != keys.shape:
                 raise ValueError(f"per_sample_weights have shape {tuple(weights.shape)}: expected {tuple(keys.shape)}")
@@ -340,8 +349,8 @@ class Embedding(EmbeddingCollection):
     ) -> torch.Tensor:
         """Look up ``batch.features[name]``, for which a batch may stand, or a tensor of keys as `nn.Embedding` does.
 
-        Of keys, int64 or int32 of any shape, the vectors have that shape with one more dimension. With gradients the
-        keys have to be in the pass; without, any keys are read. Raises what `EmbeddingBag.forward` raises.
+        Of keys, int64 or int32 of any shape or nested, the vectors have that shape with one more dimension. With
+        gradients the keys have to be in the pass; without, any keys are read. Raises what `EmbeddingBag.forward` does.
         """
         if isinstance(input, torch.Tensor):
             of_keys: torch.Tensor = self._of_keys(input)
@@ -364,7 +373,7 @@ class Embedding(EmbeddingCollection):
         if kept is not None and given.keys.size < kept.size:
             places = torch.from_numpy(np.flatnonzero(kept)).to(out.device)
             out = out.new_zeros(kept.size, out.shape[1]).index_copy(0, places, out)
-        return out.view(*keys.shape, out.shape[1])
+        return shaped_as(keys, out)
 
 
 class _Padding(NamedTuple):

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from tiercache.training.batch import Batch
     from tiercache.training.batch_pipeline import BatchPipeline
     from tiercache.training.exchange import Exchange
-    from tiercache.training.in_memory import InMemoryRows
     from tiercache.training.live_rows import LiveRows
+    from tiercache.training.resident_rows import InMemoryRows
 
 MARK_SAMPLES = 65_536  # samples whose ids are looked at together when a slice is cut
 _SCRATCH_BYTES = 40  # for each row that is brought: its key, its place on the device, segment, row and slot

@@ -191,7 +191,7 @@ class LocalExchange:
     def clip(
         self, max_norm: float, optimizer: torch.optim.Optimizer | None, *, error_if_nonfinite: bool
     ) -> torch.Tensor:
-        """Clip gradients, as `SteppedCache.clip_grad_norm_` says."""
+        """Clip gradients, as `TierCache.clip_grad_norm_` says."""
         due = self._optimizer.due(optimizer)
         squares = self._optimizer.squared_norm(self._optimizer.gradients.applied(due, self._backend.array))
         return self._optimizer.clip(max_norm, optimizer, due, squares, error_if_nonfinite=error_if_nonfinite)

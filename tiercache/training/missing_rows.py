@@ -15,6 +15,7 @@ import torch
 
 from tiercache.backends.jagged import RowRequest, Span, places_of
 from tiercache.data.encoded_batch import FeatureIds
+from tiercache.data.raw_batch import OOV_KEY
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
 from tiercache.store.errors import KeyMissingError
 from tiercache.tiers.first_vectors import initial_vectors
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from tiercache.backends.jagged import FoundIds, SavedGradient
     from tiercache.data.raw_batch import FeatureKeys
     from tiercache.schema import Schema
+    from tiercache.store import Store
     from tiercache.store.table import Group, Table
     from tiercache.training.anchors import Arrival
     from tiercache.training.batch import Batch
@@ -51,6 +53,30 @@ class RowReader(Protocol):
     def fill(self, table_name: str, keys: NDArray[np.int64], out: tuple[NDArray[np.float32], ...]) -> None:
         """Write the vectors of ``keys``, each given once, to the first array of ``out``."""
         ...
+
+
+class CommittedRows:
+    """Reads rows of a whole store, at its commit: without asking the ranks that train them."""
+
+    unseen: Unseen = "initial"
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def fill(self, table_name: str, keys: NDArray[np.int64], out: tuple[NDArray[np.float32], ...]) -> None:
+        """Write the vectors of ``keys``, each given once, to the first array of ``out``."""
+        table = next(one for one in self._store.tables if one.name == table_name)
+        try:
+            found = self._store.lookup(table_name, keys)["vector"]
+        except KeyMissingError as error:
+            gone = np.isin(keys, error.keys)
+            found = np.empty((keys.size, table.dim), np.float32)
+            found[~gone] = self._store.lookup(table_name, keys[~gone])["vector"]
+            try:
+                found[gone] = self._store.lookup(table_name, np.array([OOV_KEY]))["vector"]
+            except KeyMissingError:
+                found[gone] = unseen_vectors(table, keys[gone], self.unseen)
+        out[0][...] = found
 
 
 def check_unseen(unseen: str) -> None:

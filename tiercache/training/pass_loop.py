@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from tiercache.training.exchange import Exchange
     from tiercache.training.rank_rows import RankRows
     from tiercache.training.raw_batch import RawKeys
+    from tiercache.training.resident_rows import ResidentRows
 
-CLOSED = "this cache is closed: open another one on its store to go on"
 _SWITCHING = "changing the rows of the pass"
 
 
@@ -42,7 +42,7 @@ class PassLoop:
     def __init__(
         self,
         opened: TrainingStore,
-        rows: RankRows,
+        rows: RankRows | ResidentRows,
         exchange: Exchange,
         raw: RawKeys,
         pipeline: BatchPipeline,
@@ -79,7 +79,7 @@ class PassLoop:
         ranks, rows = self._ranks, self._rows
         with ranks.raise_on_all("looking at what was registered"):
             check_epochs(epochs)
-            rows.state.check_parameters()
+            rows.check_parameters()
         first, first_sample = self.restore()
         run = self._run = object()
         end = epochs * rows.schedule.num_passes
@@ -99,8 +99,8 @@ class PassLoop:
             for index in range(first, end):
                 yield current
                 if self._closed:
-                    raise StateError(CLOSED)
-                rows.transfer.check_process()
+                    raise StateError(rows.closed)
+                rows.check_process()
                 if self._run is not run:
                     raise StateError(
                         "this loop over passes() was replaced by a newer one, or by restore(): use one loop at a time"
@@ -159,8 +159,7 @@ class PassLoop:
         with self._ranks.raise_on_all("committing inside a pass"):
             if not (sample := current.samples_trained):
                 raise StateError("nothing to commit: no batch of this pass has been trained")
-            state, settings = self._rows.state.capture(self._random)
-            self._rows.transfer.commit_within(sample, (state, settings | {"order": current.order}))
+            self._rows.commit_within(sample, current.order, self._random)
         self._opened.publish()
 
     def finish(self) -> None:
@@ -216,7 +215,7 @@ class PassLoop:
     def _make(self, index: int, first_sample: int = 0) -> Pass:
         """Return a pass whose rows are not on the device yet."""
         rows, schedule = self._rows, self._rows.schedule
-        commit, gradients = rows.store.commit, rows.state.optimizer.gradients
+        gradients = rows.state.optimizer.gradients
         sub_dataset = schedule.sub_dataset_of(index)
         view = RowView((), gradients, f"pass {index}", rows.backend, self._bring)
         self._exchange.prepare(sub_dataset, view)
@@ -224,7 +223,7 @@ class PassLoop:
             index=index, epoch=schedule.epoch_of(index), source=rows.source.passes[sub_dataset],
             rows=view, seed=self._seed, raw=self._raw,
             exchange=self._exchange, pipeline=self._pipeline, first_sample=first_sample,
-            order=commit.settings.get("order") if first_sample and commit else None,
+            order=rows.batch_order if first_sample else None,
             before_batch=self._before_batch,
         )  # fmt: skip
 
@@ -235,7 +234,7 @@ class PassLoop:
         self._exchange.open(current.rows)
         self.current, report.losses = current, current.losses
         self._rows.state.optimizer.anchors.ledger, self._sample = current.ledger, -1
-        self._predict(self._rows.transfer.plan)
+        self._predict(self._rows.plan)
         self.reports.append(report)
         report.begin_training()
         return current
@@ -263,7 +262,7 @@ class PassLoop:
 
     def _leave(self, *, last: bool) -> None:
         """End the pass that was trained and bring the rows of the next one, or write those of the last."""
-        current, transfer = self.current, self._rows.transfer
+        current = self.current
         assert current is not None
         self._settle(
             f"pass {current.index} {self._exchange.ended_unstepped}",
@@ -274,14 +273,12 @@ class PassLoop:
             self._rate_watch.check()
             report = self.reports[-1]
             with report.timing("commit"):
-                state = self._rows.state.capture(self._random)
+                state = self._rows.capture(self._random)
             self._end_trained()
             self._progress.pass_done(current.num_samples, report)
             if last:
                 self._predict(None)
-                transfer.finish(state)
-            else:
-                transfer.switch(state)
+            self._rows.leave(state, last=last)
         if last:
             self._opened.publish()
 
@@ -297,9 +294,9 @@ class PassLoop:
             if self.current is not None:
                 self._finite.check(self.current)
             self._exchange.leave(left)
-            self._rows.transfer.check()
+            self._rows.check()
             if self._opened.is_sharded:
-                self._rows.transfer.drain()
+                self._rows.drain()
         self._opened.publish()
 
     def _check_made(self, current: Pass) -> None:
@@ -328,13 +325,13 @@ class PassLoop:
             self._leave(last=True)
         with self._ranks.raise_on_all(_SWITCHING):
             if self._opened.is_sharded:  # the commit of the pass before waits for all ranks
-                self._rows.transfer.drain()
+                self._rows.drain()
         self._opened.publish()
         return True
 
     def _before_batch(self, current: Pass) -> None:
         """Raise what went wrong on a thread, and show how far the pass is."""
-        self._rows.transfer.check()
+        self._rows.check()
         self._finite.raise_found()
         if current is self.current:
             self._progress.batch(current.index, current.samples_done)

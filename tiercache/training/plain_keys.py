@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.schema import Feature
+    from tiercache.training.cache import TierCache
+    from tiercache.training.missing_rows import RowReader
     from tiercache.training.passes import Pass
     from tiercache.training.raw_batch import RawKeys
-    from tiercache.training.stepped_cache import SteppedCache
     from tiercache.training.table_module import TableModule
 
-_NONE = torch.empty(0, dtype=torch.float32)
+_NONE = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 class Given(NamedTuple):
@@ -51,9 +52,25 @@ class Given(NamedTuple):
 
 
 def given_rows(feature: str, keys: torch.Tensor) -> Given:
-    """Return keys of any shape, one by one. Raises TypeError, ValueError."""
+    """Return keys of any shape, or of a nested tensor, one by one. Raises TypeError, ValueError."""
+    if keys.is_nested:
+        parts = [_flat(feature, one) for one in keys.unbind()]
+        return Given(np.concatenate([np.empty(0, np.int64), *parts]), None, len(parts))
     flat = _flat(feature, keys)
     return Given(flat, None, int(keys.shape[0]) if keys.ndim else 1)
+
+
+def shaped_as(keys: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+    """Return vectors (E, dim) of keys in the shape of the keys, with one more dimension."""
+    if not keys.is_nested:
+        return vectors.view(*keys.shape, vectors.shape[1])
+    if keys.layout == torch.jagged and keys.dim() == 2 and keys.is_contiguous():
+        offsets = keys.offsets().to(vectors.device)  # type: ignore[attr-defined]
+        return torch.nested.nested_tensor_from_jagged(vectors, offsets)
+    every = keys.unbind()
+    pieces = torch.split(vectors, [one.numel() for one in every])
+    parts = [piece.view(*one.shape, vectors.shape[1]) for piece, one in zip(pieces, every, strict=True)]
+    return torch.nested.as_nested_tensor(parts, layout=keys.layout)
 
 
 def given_bags(feature: str, keys: torch.Tensor, offsets: torch.Tensor | None, *, has_last: bool = False) -> Given:
@@ -101,9 +118,11 @@ def _flat(feature: str, keys: torch.Tensor) -> NDArray[np.int64]:
 class PlainKeys:
     """Makes batches of one feature's keys, for one lookup. With several ranks collective, on the training thread."""
 
-    def __init__(self, raw: RawKeys, cache: SteppedCache) -> None:
+    def __init__(self, raw: RawKeys, cache: TierCache) -> None:
         """cache: is not kept alive."""
         self._raw, self._cache = raw, weakref.ref(cache)
+        self.committed: RowReader | None = None
+        """What lookups without gradients read in place of rows as of now, while ranks do not look up together."""
 
     def batch(self, feature: Feature, given: Given, *, trains: bool) -> Batch:
         """Return a batch with the rows of ``given``: those of the pass, or rows of its own as they are now.
@@ -115,6 +134,11 @@ class PlainKeys:
         if cache is None:
             raise StateError("the cache of this module is gone: keep it as long as its model looks keys up")
         cache._check_open()
+        if trains and self.committed is not None:
+            raise StateError(
+                f"keys of table {feature.table!r} were looked up with gradients inside cache.lookups(local=True), "
+                "where rows of the last commit are read: look them up under torch.no_grad()"
+            )
         keys = FeatureKeys(given.keys, given.offsets, None)
         if trains:
             return self._trained(feature, keys, given, cache._newest())
@@ -152,8 +176,12 @@ class PlainKeys:
             self._raw.reader.check_budget(given.num_samples, wanted, budget)
         except Exception as caught:  # told to all ranks
             error = caught
-        self._meet(feature, trains=False, error=error)
-        reader = self._raw.exchange.load(lambda: wanted, budget, "initial")
+        reader = self.committed
+        if reader is None:
+            self._meet(feature, trains=False, error=error)
+            reader = self._raw.exchange.load(lambda: wanted, budget, "initial")
+        elif error is not None:
+            raise error
         places = np.full(keys.keys.size, -1, np.int32)
         ids = {feature.name: FeatureIds(places, keys.offsets, None)}
         rows = self._raw.missing.no_rows("a lookup without gradients")

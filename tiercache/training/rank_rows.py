@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tiercache.errors import BudgetError, StateError
 from tiercache.planning.budget import HostBudget
@@ -28,11 +28,14 @@ if TYPE_CHECKING:
     from tiercache.backends.base import Backend
     from tiercache.data.view import DatasetView
     from tiercache.dist.communicator import AnyCommunicator
+    from tiercache.planning.pass_plan import PassPlan
     from tiercache.planning.schedule import OrderRule
     from tiercache.ranks.budgets import Budgets
     from tiercache.store import Store
+    from tiercache.tiers.pass_switcher import StateBytes
     from tiercache.tiers.report import PassReport
     from tiercache.tiers.rows import GroupRows
+    from tiercache.training.dense_state import RandomStates
     from tiercache.training.passes import Pass
 
 _TRAINED_BY: weakref.WeakKeyDictionary[Store, weakref.ref[RankRows]] = weakref.WeakKeyDictionary()
@@ -41,6 +44,9 @@ _TRAINED_BY: weakref.WeakKeyDictionary[Store, weakref.ref[RankRows]] = weakref.W
 
 class RankRows:
     """Plans and moves the rows of one rank; it owns a reader and a writer thread until ``close``."""
+
+    closed = "this cache is closed: open another one on its store to go on"
+    """What is said to who asks for rows then."""
 
     def __init__(
         self,
@@ -132,11 +138,76 @@ class RankRows:
         assert plan.pass_index == index
         return report, self.device.rows_of(plan.sub_dataset)
 
+    def capture(self, random: RandomStates | None = None) -> StateBytes | None:
+        """Return a copy of what a commit keeps beside rows."""
+        return self.state.capture(random)
+
+    def leave(self, state: StateBytes | None, *, last: bool) -> None:
+        """End the pass that was trained, and bring the rows of the next one, or write those of the last."""
+        assert state is not None
+        (self.transfer.finish if last else self.transfer.switch)(state)
+
+    def commit_within(self, sample: int, order: Mapping[str, object] | None, random: RandomStates | None) -> None:
+        """Commit inside the pass, behind ``sample`` samples of batches in an order. Returns when it is durable."""
+        state, settings = self.state.capture(random)
+        self.transfer.commit_within(sample, (state, settings | {"order": order}))
+
+    @property
+    def batch_order(self) -> Any:
+        """The order of batches behind which the last commit inside a pass stands."""
+        return None if self.store.commit is None else self.store.commit.settings.get("order")
+
+    @property
+    def plan(self) -> PassPlan | None:
+        """The plan of the pass whose rows were brought."""
+        return self.transfer.plan
+
+    def check_parameters(self) -> None:
+        """Raise StateError if an optimizer steps parameters that no commit would keep."""
+        self.state.check_parameters()
+
+    def check_restored(self) -> None:
+        """Raise StateError if a model is not the one that the last commit trained with its rows."""
+        self.state.check_restored(self.store)
+
+    def check_evaluated(self, passes: DatasetView) -> None:
+        """Raise DatasetError for a dataset of other tables."""
+        check_tables(self.store, passes)
+
+    def check(self) -> None:
+        """Raise what went wrong on a thread."""
+        self.transfer.check()
+
+    def check_process(self) -> None:
+        """Raise StateError in a fork of the process that has the threads."""
+        self.transfer.check_process()
+
+    def drain(self, *, staged: bool = False) -> None:
+        """Wait until every dump is durable and, with ``staged``, the rows of the next pass are prefetched."""
+        self.transfer.drain()
+        if staged:
+            self.transfer.await_staging()
+
     def stop(self) -> None:
         """End a loop over the passes, wherever it is."""
         self.transfer.stop()
         if self._trained_by() is self:
             del _TRAINED_BY[self.store]
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of rows and slot maps."""
+        return self.device.num_bytes
+
+    @property
+    def eval_bytes(self) -> int:
+        """Bytes of host memory that are reserved for the rows of an evaluation."""
+        return self.budget.evaluation
+
+    @property
+    def host_bytes_peak(self) -> int:
+        """The most bytes of rows that the host has held so far."""
+        return self.memory.peak_bytes
 
     def now(self, current: Pass | None, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None) -> LiveRows:
         """Return a reader of any rows as of now, amid ``current`` or outside; waits until every dump is durable.

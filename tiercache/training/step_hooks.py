@@ -15,8 +15,8 @@ from tiercache.training.table_module import table_modules
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from tiercache.training.cache import TierCache
     from tiercache.training.row_optimizer import RowOptimizer
-    from tiercache.training.stepped_cache import SteppedCache
 
 
 class StepHooks:
@@ -25,7 +25,7 @@ class StepHooks:
     Neither these nor a scheduler of the cache's optimizer keep the cache alive.
     """
 
-    def __init__(self, cache: SteppedCache, rows: RowOptimizer) -> None:
+    def __init__(self, cache: TierCache, rows: RowOptimizer) -> None:
         step = weakref.WeakMethod(cache._step)
 
         def call_step(optimizer: torch.optim.Optimizer | None) -> None:
