@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tiercache.training.batch import Batch
+    from tiercache.values.batch import Batch
 
 TABLE = "items"
 DENSE_RATE = 0.01

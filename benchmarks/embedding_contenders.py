@@ -24,9 +24,10 @@ from torch import nn
 
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law
-from tiercache.data.encoded_batch import EncodedBatch, FeatureIds, SampleBuffers
+from tiercache.data.encoded_batch import EncodedBatch, SampleBuffers
 from tiercache.data.sample_layout import SampleLayout
 from tiercache.kernels.cpu.hashing import hash_keys
+from tiercache.values.ids import FeatureIds
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -39,7 +39,6 @@ from benchmarks.drawn_passes import permuted_power_law
 from benchmarks.machine import Goal, called, middle, options_of
 from tiercache.backends.jagged import OptimizerStep
 from tiercache.backends.opening import open_backend
-from tiercache.data.encoded_batch import FeatureIds
 from tiercache.dist.communicator import communicator_of
 from tiercache.ranks.asking import Asking, Wanted
 from tiercache.ranks.exchange import RowExchange
@@ -47,14 +46,16 @@ from tiercache.ranks.owners import Owners, find_owners
 from tiercache.store.hashing import hash_keys
 from tiercache.store.shards.sharding import ShardingPlan, TableSharding
 from tiercache.store.table import group_tables
-from tiercache.tiers.rows import GroupRows, RowView
+from tiercache.tiers.rows import group_rows
 from tiercache.training.anchors import Arrival
-from tiercache.training.batch import Batch
 from tiercache.training.joining import FeaturePart
 from tiercache.training.lookup import PooledLookup
 from tiercache.training.row_gradients import RowGradients
 from tiercache.training.row_optimizer import RowOptimizer
+from tiercache.training.row_view import RowView
 from tiercache.training.threads import share_threads
+from tiercache.values.batch import Batch
+from tiercache.values.ids import FeatureIds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.ranks.asking import Asked
+    from tiercache.values.rows import GroupRows
 
 NUM_RANKS = 2
 LIMIT_SECONDS = 300.0
@@ -136,7 +138,7 @@ class Rank:
         count = int(starts[-1])
         vectors = np.random.default_rng(self.ranks.rank).random((count, self.shape.dim), dtype=np.float32)
         slots = np.random.default_rng(1).permutation(count).astype(np.int32)
-        return [GroupRows.of(self.groups[0], (vectors,), slots, starts)]
+        return [group_rows(self.groups[0], (vectors,), slots, starts)]
 
     def least_bytes(self, batch: int) -> dict[str, int]:
         """Return the bytes that must leave all ranks for a batch, and without unique rows, counted from its ids."""

@@ -15,14 +15,18 @@ import torch
 
 from benchmarks.idle_gpu import idle_backend
 from benchmarks.machine import middle
-from tiercache.backends.jagged import LookupIds, OptimizerStep, SavedGradient
+from tiercache.backends.jagged import OptimizerStep
+from tiercache.kernels.arrays import NONE_F4
 from tiercache.store.table import Adagrad, Table, Uniform, group_tables
-from tiercache.tiers.rows import GroupRows
+from tiercache.tiers.rows import group_rows
+from tiercache.values.lookups import LookedUp, LookupIds, SavedGradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
+
+    from tiercache.values.rows import GroupRows
 
 DIMS = (8, 16, 32, 64, 128)
 NUM_TABLES = 26
@@ -49,20 +53,20 @@ def launches(*, bags: bool) -> tuple[int, float]:
     gradient = torch.zeros(out.numel())
     ids = [_ids(mine, group, first, bags=bags) for mine, group, first in zip(rows, groups, firsts, strict=True)]
 
-    def saved(e: LookupIds) -> SavedGradient:
+    def saved(e: LookupIds, one: LookedUp) -> SavedGradient:
         return SavedGradient(
-            slots=e.slots, gradient=gradient, width=out.shape[1], cols=e.cols, places=e.places, scales=e.scales,
-            argmax=e.argmax.reshape(-1),
+            slots=one.slots, gradient=gradient, width=out.shape[1], cols=e.cols, places=one.places,
+            scales=one.scales, argmax=one.argmax.reshape(-1),
         )  # fmt: skip
 
     spent = []
     for number in range(1, _WARM + _TIMED + 1):
         gpu.counts.clear()
         begun = time.thread_time()
-        found = [make() for make in ids]
-        backend.pool(list(zip(rows, found, strict=True)), out)
-        parts = zip(groups, rows, found, strict=True)
-        backend.step([OptimizerStep(group, mine, [saved(e)], 0.01, number) for group, mine, e in parts])
+        asked = [make() for make in ids]
+        found = backend.pool(list(zip(rows, asked, strict=True)), out)
+        parts = zip(groups, rows, asked, found, strict=True)
+        backend.step([OptimizerStep(group, mine, [saved(e, one)], 0.01, number) for group, mine, e, one in parts])
         spent.append(1e6 * (time.thread_time() - begun))
     return sum(n for kind, n in gpu.counts.items() if kind.startswith(("launch", "sort"))), middle(spent[_WARM:])
 
@@ -71,7 +75,7 @@ def _rows_of(group: Any) -> GroupRows:
     num_rows = ROWS * len(group.tables)
     fields = tuple(torch.empty((num_rows, f.words)) for f in group.fields)
     starts = np.arange(len(group.tables) + 1, dtype=np.int64) * ROWS
-    return GroupRows.of(group, fields, torch.zeros(num_rows, dtype=torch.int32), starts)
+    return group_rows(group, fields, torch.zeros(num_rows, dtype=torch.int32), starts)
 
 
 def _ids(rows: GroupRows, group: Any, cols: NDArray[np.int64], *, bags: bool) -> Callable[[], LookupIds]:
@@ -81,4 +85,6 @@ def _ids(rows: GroupRows, group: Any, cols: NDArray[np.int64], *, bags: bool) ->
     starts = np.arange(num_features + 1, dtype=np.int64) * (count // num_features)
     offsets = torch.arange(0, count + 1, 2) if bags else None
     modes, bases = np.zeros(num_features, np.int8), np.array(list(rows.first.values()), dtype=np.int64)
-    return lambda: LookupIds(ids=ids, starts=starts, bases=bases, modes=modes, cols=cols, offsets=offsets)
+    return lambda: LookupIds(
+        ids=ids, starts=starts, bases=bases, modes=modes, cols=cols, offsets=offsets, weights=NONE_F4
+    )

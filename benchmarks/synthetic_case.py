@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.training.batch import Batch
+    from tiercache.values.batch import Batch
 
 NUM_NUMERICAL = 10
 LEARNING_RATE = 0.01

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
     from tiercache.planning.pass_plan import PassPlan
     from tiercache.tiers.report import PassReport
-    from tiercache.training.batch import Batch
     from tiercache.training.passes import Pass
+    from tiercache.values.batch import Batch
 
 
 _LINK_BYTES, _LINK_COPIES = 256 << 20, 7

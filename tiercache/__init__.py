@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from tiercache.store.errors import StoreError as StoreError
     from tiercache.store.shards.sharding import ShardingPlan as ShardingPlan
     from tiercache.store.table import Table as Table
-    from tiercache.training.batch import Batch as Batch
     from tiercache.training.cache import TierCache as TierCache
     from tiercache.training.convert import convert as convert
     from tiercache.training.convert import to_torch as to_torch
@@ -39,11 +38,12 @@ if TYPE_CHECKING:
     from tiercache.training.in_memory import InMemoryCache as InMemoryCache
     from tiercache.training.passes import Pass as Pass
     from tiercache.training.reorganize import reorganize as reorganize
+    from tiercache.values.batch import Batch as Batch
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "Batch": "training.batch",
+    "Batch": "values.batch",
     "DenseFeature": "schema",
     "Embedding": "training.embedding",
     "EmbeddingBag": "training.embedding",

@@ -16,7 +16,7 @@ from tiercache.dist.communicator import AnyCommunicator, communicator_of
 from tiercache.dist.consistency import check_same
 from tiercache.errors import BudgetError, RankError
 from tiercache.ranks.pipeline import StageInput
-from tiercache.training.batch import Batch
+from tiercache.values.batch import Batch
 
 
 def who(ranks: AnyCommunicator) -> list[int]:

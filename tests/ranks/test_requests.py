@@ -10,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.training.cases import table
-from tiercache.backends.jagged import LookupIds
-from tiercache.data.encoded_batch import FeatureIds
 from tiercache.kernels.step import Vectors
 from tiercache.ranks.bags import Block, Candidate, Chooser, cut_bags, message_of
 from tiercache.ranks.bounds import out_of_bounds
@@ -21,8 +19,10 @@ from tiercache.ranks.pooling import PooledBatch
 from tiercache.ranks.requests import Requester
 from tiercache.ranks.stretches import Stretches
 from tiercache.store.table import group_tables
-from tiercache.tiers.rows import GroupRows
 from tiercache.training.batch import Pooled
+from tiercache.values.ids import FeatureIds
+from tiercache.values.lookups import LookupIds
+from tiercache.values.rows import GroupRows
 
 TABLES = tuple(sorted((table(name, dim) for name, dim in (("a", 4), ("b", 6), ("c", 4))), key=lambda t: t.table_id))
 GROUPS = group_tables(TABLES)

@@ -229,11 +229,6 @@ def all_keys(passes: tc.PassDataset, table: str) -> NDArray[np.int64]:
     return np.unique(np.concatenate([np.asarray(p.keys(table)) for p in passes.passes]))
 
 
-def dense_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a copy of the state of a model, without what says which commit it is of."""
-    return {k: v.clone() for k, v in model.state_dict().items() if not k.endswith("_extra_state")}
-
-
 def result_of(store: tc.Store, passes: tc.PassDataset, model: nn.Module | None) -> Result:
     """Read everything back from the store."""
     positions = Positions.of(passes, store.groups)
@@ -243,7 +238,7 @@ def result_of(store: tc.Store, passes: tc.PassDataset, model: nn.Module | None) 
     for table in positions.tables:
         keys = all_keys(passes, table.name)
         rows[table.name] = keys, now.fields(table.name, keys)
-    return Result(rows, {} if model is None else dense_of(model))
+    return Result(rows, {} if model is None else {k: v.clone() for k, v in model.state_dict().items()})
 
 
 def result_of_resident(cache: tc.InMemoryCache, model: nn.Module) -> Result:
@@ -253,7 +248,7 @@ def result_of_resident(cache: tc.InMemoryCache, model: nn.Module) -> Result:
         keys = np.asarray(cache.keys(table.name))
         order = np.argsort(keys)
         rows[table.name] = keys[order], tuple(f[order].copy() for f in cache.fields(table.name))
-    return Result(rows, dense_of(model))
+    return Result(rows, {k: v.clone() for k, v in model.state_dict().items()})
 
 
 def change_reads(patch: pytest.MonkeyPatch, change: Callable[[int, EncodedBatch], object]) -> None:

@@ -21,15 +21,16 @@ from tests.training.raw import batch_arguments, key_sets
 from tests.training.shim_gpu import ShimRuntime
 from tests.training.test_bad_input import one_sentence
 from tiercache.backends.cuda import CudaBackend
-from tiercache.backends.jagged import FoundIds, LookupIds, SavedGradient
 from tiercache.backends.pinned_upload import PinnedUpload
 from tiercache.backends.upload import HostUpload
-from tiercache.data.encoded_batch import EncodedBatch, FeatureIds, SampleBuffers
+from tiercache.data.encoded_batch import EncodedBatch, SampleBuffers
 from tiercache.errors import BudgetError, DatasetError, StateError
-from tiercache.training.batch import Batch
 from tiercache.training.joining import Joined
 from tiercache.training.lookup import PooledLookup, RowLookup
 from tiercache.training.missing_rows import _GatheredRows, _RawRows
+from tiercache.values.batch import Batch
+from tiercache.values.ids import FeatureIds, FoundIds
+from tiercache.values.lookups import LookupIds, SavedGradient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,9 +12,9 @@ import torch
 import tiercache as tc
 from tests.training.cases import Case, Net, Spec, assert_same_bits, resident, resident_result, result_of_resident, table
 from tiercache.backends import cpu as cpu_backend
-from tiercache.backends.jagged import SavedGradient, SortedSlots
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
 from tiercache.kernels.cpu import gathering, sorting
+from tiercache.values.lookups import SavedGradient, SortedSlots
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ from torch import nn
 
 import tiercache as tc
 from tests.training.cases import Case, Spec, open_store, resident, table, tiered
-from tiercache.backends.jagged import Span, feature_spans, position_spans
+from tiercache.values.lookups import Span, feature_spans, position_spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable

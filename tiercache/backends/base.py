@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import DTypeLike, NDArray
 
-    from tiercache.backends.jagged import Array, Found, LookupIds, OptimizerStep, RowRequest, SavedGradient
+    from tiercache.backends.jagged import OptimizerStep
     from tiercache.backends.runs import Run
     from tiercache.backends.upload import BatchUpload
     from tiercache.kernels.cpu.key_index import KeySet
     from tiercache.store.table import Table
-    from tiercache.tiers.rows import GroupRows
+    from tiercache.values.ids import Array, Found
+    from tiercache.values.lookups import LookedUp, LookupIds, SavedGradient
+    from tiercache.values.rows import GroupRows, RowRequest
 
 
 class Layout(NamedTuple):
@@ -239,12 +241,12 @@ class Backend(Protocol):
 
     # -- lookups and steps ---------------------------------------------------------------------------------
 
-    def pool(self, parts: Sequence[tuple[GroupRows, LookupIds]], out: Array) -> None:
-        """Pool the ids of several groups into their columns of ``out`` (N, T), and write the results of the ids."""
+    def pool(self, parts: Sequence[tuple[GroupRows, LookupIds]], out: Array) -> list[LookedUp]:
+        """Pool the ids of several groups into their columns of ``out`` (N, T); returns what backward needs of each."""
         ...
 
-    def gather(self, parts: Sequence[tuple[GroupRows, LookupIds]]) -> list[Array]:
-        """Return the vectors of each feature of several groups, (ids, dim), and write the slots of the ids."""
+    def gather(self, parts: Sequence[tuple[GroupRows, LookupIds]]) -> tuple[list[Array], list[LookedUp]]:
+        """Return the vectors of each feature of several groups, (ids, dim), and what backward needs of each group."""
         ...
 
     def find(self, requests: Sequence[RowRequest]) -> None:
@@ -255,7 +257,7 @@ class Backend(Protocol):
         """Return which of the first ``num_slots`` slots are among ``slots``, in host memory; None where all are."""
         ...
 
-    def weight_gradient(self, rows: GroupRows, ids: LookupIds, gradient: Array) -> Array:
+    def weight_gradient(self, rows: GroupRows, ids: LookupIds, found: LookedUp, gradient: Array) -> Array:
         """Return d loss / d weight of every id, (E,)."""
         ...
 

@@ -11,10 +11,10 @@ import torch
 from tiercache.backends.base import RowArrays
 from tiercache.backends.buffer_pool import POOL
 from tiercache.backends.host_key_index import HostKeyIndex
-from tiercache.backends.jagged import SortedSlots, merged
+from tiercache.backends.jagged import kernel_gradients, merged
 from tiercache.backends.runs import Run, runs_of
 from tiercache.backends.upload import HostUpload
-from tiercache.kernels.arrays import NONE_I4, NONE_I8, NONE_U8, aligned_zeros
+from tiercache.kernels.arrays import NONE_F4, NONE_I4, NONE_I8, NONE_U8, aligned_zeros
 from tiercache.kernels.cpu.gathering import can_spread, gather, map_slots, pool_one, spread_one
 from tiercache.kernels.cpu.key_index import bytes_for
 from tiercache.kernels.cpu.pooling import MAX, pool_bags, weight_gradient
@@ -25,6 +25,7 @@ from tiercache.kernels.cpu.unique import mark_slots
 from tiercache.kernels.cpu.update import UpdateBuffers, step_rows
 from tiercache.kernels.pieces import Pieces
 from tiercache.kernels.step import SUM, Rule, Step, Vectors
+from tiercache.values.lookups import LookedUp, SortedSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,9 +34,11 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from tiercache.backends.base import Event, Layout
-    from tiercache.backends.jagged import Array, LookupIds, OptimizerStep, RowRequest, SavedGradient
+    from tiercache.backends.jagged import OptimizerStep
     from tiercache.store.table import Table
-    from tiercache.tiers.rows import GroupRows
+    from tiercache.values.ids import Array
+    from tiercache.values.lookups import LookupIds, SavedGradient
+    from tiercache.values.rows import GroupRows, RowRequest
 
 _FROM_0 = np.zeros(1, dtype=np.int64)
 _MANY_IDS = 1 << 18
@@ -152,39 +155,46 @@ class CpuBackend:
 
     # -- lookups and steps ---------------------------------------------------------------------------------
 
-    def pool(self, parts: Sequence[tuple[GroupRows, LookupIds]], out: Array) -> None:
+    def pool(self, parts: Sequence[tuple[GroupRows, LookupIds]], out: Array) -> list[LookedUp]:
         """Pool group after group."""
-        for rows, e in parts:
-            e.slots = POOL.take((e.ids.size,), np.int32)
-            if e.offsets is None:
-                if e.trained and can_spread(out, e.cols, rows.vectors.dim):
-                    map_slots(e.ids, e.bases, e.starts, rows.slot_of_local, e.slots)
-                    e.sorted = SortedSlots(e.slots, POOL.take((e.ids.size,), np.uint64))
-                    e.sorted.pairs[:] = sort_slots(e.slots, rows.vectors.values.shape[0], self._sorting)
-                    spread_one(rows.vectors, e.sorted.pairs, e.cols, out)
-                else:
-                    pool_one(rows.vectors, rows.slot_of_local, e.ids, e.bases, e.cols, out, e.slots)
-                continue
-            if (e.modes == MAX).any():
-                e.argmax = POOL.take(out.shape, np.int32)
-            e.places = POOL.take((e.ids.size,), np.int64)
-            e.scales = POOL.take((e.ids.size,), np.float32)
-            pool_bags(
-                rows.vectors, rows.slot_of_local, e.ids, e.bases, e.offsets, e.weights, e.modes, e.cols, out, e.slots,
-                e.argmax, e.places, e.scales,
-            )  # fmt: skip
+        return [self._pool_bags(*part, out) if part[1].offsets is not None else self._pool_ids(*part, out)
+                for part in parts]  # fmt: skip
 
-    def gather(self, parts: Sequence[tuple[GroupRows, LookupIds]]) -> list[Array]:
+    def _pool_ids(self, rows: GroupRows, e: LookupIds, out: Array) -> LookedUp:
+        """Look up one id for each feature and sample."""
+        slots, known = POOL.take((e.ids.size,), np.int32), None
+        if e.trained and can_spread(out, e.cols, rows.vectors.dim):
+            map_slots(e.ids, e.bases, e.starts, rows.slot_of_local, slots)
+            known = SortedSlots(slots, POOL.take((e.ids.size,), np.uint64))
+            known.pairs[:] = sort_slots(slots, rows.vectors.values.shape[0], self._sorting)
+            spread_one(rows.vectors, known.pairs, e.cols, out)
+        else:
+            pool_one(rows.vectors, rows.slot_of_local, e.ids, e.bases, e.cols, out, slots)
+        return LookedUp(slots, known, NONE_I4, None, NONE_F4)
+
+    def _pool_bags(self, rows: GroupRows, e: LookupIds, out: Array) -> LookedUp:
+        """Look up any number of ids."""
+        assert e.offsets is not None, "bags have offsets"
+        argmax = POOL.take(out.shape, np.int32) if (e.modes == MAX).any() else NONE_I4
+        slots, places, scales = (POOL.take((e.ids.size,), dtype) for dtype in (np.int32, np.int64, np.float32))
+        pool_bags(
+            rows.vectors, rows.slot_of_local, e.ids, e.bases, e.offsets, e.weights, e.modes, e.cols, out, slots,
+            argmax, places, scales,
+        )  # fmt: skip
+        return LookedUp(slots, None, argmax, places, scales)
+
+    def gather(self, parts: Sequence[tuple[GroupRows, LookupIds]]) -> tuple[list[Array], list[LookedUp]]:
         """Gather feature after feature."""
-        outs = []
+        outs, found = [], []
         for rows, e in parts:
-            e.slots = POOL.take((e.ids.size,), np.int32)
-            map_slots(e.ids, e.bases, e.starts, rows.slot_of_local, e.slots)
+            slots = POOL.take((e.ids.size,), np.int32)
+            map_slots(e.ids, e.bases, e.starts, rows.slot_of_local, slots)
+            found.append(LookedUp(slots, None, NONE_I4, None, NONE_F4))
             for first, last in zip(e.starts[:-1], e.starts[1:], strict=True):
                 out = POOL.take((int(last - first), rows.vectors.dim), np.float32)
-                gather(rows.vectors, e.slots[first:last], out)
+                gather(rows.vectors, slots[first:last], out)
                 outs.append(out)
-        return outs
+        return outs, found
 
     def find(self, requests: Sequence[RowRequest]) -> None:
         """Find those of one group after the other."""
@@ -200,18 +210,18 @@ class CpuBackend:
             left -= mark_slots(some, seen)
         return seen if left else None
 
-    def weight_gradient(self, rows: GroupRows, ids: LookupIds, gradient: Array) -> Array:
+    def weight_gradient(self, rows: GroupRows, ids: LookupIds, found: LookedUp, gradient: Array) -> Array:
         """Write it to a fresh array."""
         assert ids.offsets is not None, "features with weights are looked up as bags"
         out = np.empty(ids.ids.size, dtype=np.float32)
-        weight_gradient(rows.vectors, ids.slots, ids.offsets, ids.modes, ids.cols, gradient, out)
+        weight_gradient(rows.vectors, found.slots, ids.offsets, ids.modes, ids.cols, gradient, out)
         return out
 
     def sum(self, saved: Sequence[SavedGradient], scale: float, out: Array) -> None:
         """Write the sums, reading nothing of ``out``."""
         one = merged(self, saved)
         vectors, pairs = Vectors(out, out.shape[1]), self._sorted(one, out.shape[0])
-        step_rows(Step(vectors, (), pairs, one.gradients, Rule(SUM, scale)), self._updates)
+        step_rows(Step(vectors, (), pairs, kernel_gradients(one), Rule(SUM, scale)), self._updates)
 
     def step(self, groups: Sequence[OptimizerStep]) -> None:
         """Step group after group."""
@@ -220,7 +230,7 @@ class CpuBackend:
         for one in groups:
             saved = merged(self, one.saved)
             pairs = self._sorted(saved, one.rows.vectors.values.shape[0])
-            step_rows(one.kernel_step(saved.gradients, pairs), self._updates)
+            step_rows(one.kernel_step(kernel_gradients(saved), pairs), self._updates)
         self._has_overflow |= bool(overflow[0])
 
     def take_overflow(self) -> bool:

@@ -12,9 +12,10 @@ import torch
 
 from tiercache.backends import cuda_key_index, cuda_memory
 from tiercache.backends.cuda_runtime import TORCH_DTYPES
-from tiercache.backends.jagged import FeatureRuns, SortedSlots, vectors_of
+from tiercache.backends.jagged import kernel_gradients, vectors_of
 from tiercache.backends.pinned_upload import PinnedUpload
 from tiercache.backends.runs import Run
+from tiercache.kernels.arrays import NONE_F4, NONE_I4
 from tiercache.kernels.cpu.pooling import MAX
 from tiercache.kernels.cuda import rows as cuda_rows
 from tiercache.kernels.cuda.gathering import Gathered, Mapped, gather, map_slots
@@ -25,6 +26,7 @@ from tiercache.kernels.cuda.update import update_many
 from tiercache.kernels.pieces import Memory, Pieces
 from tiercache.kernels.step import SGD, Rule, Step, Vectors
 from tiercache.store.table import Constant, Uniform, Zeros, initializer_code
+from tiercache.values.lookups import FeatureRuns, LookedUp, SortedSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,10 +35,12 @@ if TYPE_CHECKING:
 
     from tiercache.backends.base import Layout, RowArrays
     from tiercache.backends.cuda_runtime import CudaRuntime
-    from tiercache.backends.jagged import Array, LookupIds, OptimizerStep, RowRequest, SavedGradient
+    from tiercache.backends.jagged import OptimizerStep
     from tiercache.kernels.cuda.sorting import Runs
     from tiercache.store.table import Table
-    from tiercache.tiers.rows import GroupRows
+    from tiercache.values.ids import Array
+    from tiercache.values.lookups import LookupIds, SavedGradient
+    from tiercache.values.rows import GroupRows, RowRequest
 
 _CORES = 8  # from which on two more threads cost nothing
 _FROM_0 = np.zeros(1, dtype=np.int64)
@@ -121,18 +125,21 @@ class CudaBackend:
 
     # -- lookups and steps ---------------------------------------------------------------------------------
 
-    def pool(self, parts: Sequence[tuple[GroupRows, LookupIds]], out: Array) -> None:
+    def pool(self, parts: Sequence[tuple[GroupRows, LookupIds]], out: Array) -> list[LookedUp]:
         """Pool all groups in one launch, by a plan that is prepared once for a module and the rows of a pass."""
-        batch = []
+        batch, found = [], []
         for _, e in parts:
             size = int(e.starts[-1])
-            _with_slots(e, self.empty((size,), np.int32))
+            argmax, places, scales = NONE_I4, None, NONE_F4
             if e.offsets is not None:
                 if (e.modes == MAX).any():
-                    e.argmax = self.empty(tuple(out.shape), np.int32)
-                e.places, e.scales = self.empty((size,), np.int64), self.empty((size,), np.float32)
-            batch.append(Ids(e.ids, e.slots, e.offsets, e.weights, e.argmax, e.places, e.scales))
+                    argmax = self.empty(tuple(out.shape), np.int32)
+                places, scales = self.empty((size,), np.int64), self.empty((size,), np.float32)
+            one = _looked_up(e, self.empty((size,), np.int32), argmax, places, scales)
+            batch.append(Ids(e.ids, one.slots, e.offsets, e.weights, argmax, places, scales))
+            found.append(one)
         self._plan_of(parts, out).pool(batch, out)
+        return found
 
     def _plan_of(self, parts: Sequence[tuple[GroupRows, LookupIds]], out: torch.Tensor) -> PoolPlan:
         """Return the plan of a lookup, by all that it depends on: it refers to no array, which others may let go."""
@@ -152,20 +159,21 @@ class CudaBackend:
 
         return _kept(self._plans, tuple(key), prepare)
 
-    def gather(self, parts: Sequence[tuple[GroupRows, LookupIds]]) -> list[Array]:
+    def gather(self, parts: Sequence[tuple[GroupRows, LookupIds]]) -> tuple[list[Array], list[LookedUp]]:
         """Map the ids of all groups in one launch, and gather all features in another."""
-        found, mapped = list[Gathered](), list[Mapped]()
+        gathered, mapped, found = list[Gathered](), list[Mapped](), list[LookedUp]()
         for rows, e in parts:
             dim, starts = rows.vectors.dim, e.starts.tolist()
-            _with_slots(e, self.empty((starts[-1],), np.int32))
-            mapped.append(Mapped(e.ids, e.bases, e.starts, rows.slot_of_local, e.slots))
-            found.extend(
-                Gathered(rows.vectors, e.slots[first:last], self.empty((last - first, dim), np.float32))
+            slots = self.empty((starts[-1],), np.int32)
+            found.append(_looked_up(e, slots, NONE_I4, None, NONE_F4))
+            mapped.append(Mapped(e.ids, e.bases, e.starts, rows.slot_of_local, slots))
+            gathered.extend(
+                Gathered(rows.vectors, slots[first:last], self.empty((last - first, dim), np.float32))
                 for first, last in pairwise(starts)
             )
         map_slots(self._runtime.kernels, mapped)
-        gather(self._runtime.kernels, found)
-        return [one.out for one in found]
+        gather(self._runtime.kernels, gathered)
+        return [one.out for one in gathered], found
 
     def find(self, requests: Sequence[RowRequest]) -> None:
         """Map the positions of all groups in one launch, and gather in another."""
@@ -187,17 +195,17 @@ class CudaBackend:
         marks: NDArray[np.bool_] = (seen != 0).cpu().numpy()  # synchronize!
         return None if marks.all() else marks
 
-    def weight_gradient(self, rows: GroupRows, ids: LookupIds, gradient: Array) -> Array:
+    def weight_gradient(self, rows: GroupRows, ids: LookupIds, found: LookedUp, gradient: Array) -> Array:
         """Launch it once."""
         out = self.empty((int(ids.starts[-1]),), np.float32)
-        self._plan_of([(rows, ids)], gradient).weight_gradient(ids.slots, ids.offsets, gradient, out)
+        self._plan_of([(rows, ids)], gradient).weight_gradient(found.slots, ids.offsets, gradient, out)
         return out
 
     def sum(self, saved: Sequence[SavedGradient], scale: float, out: Array) -> None:
         """Step rows of zeros."""
         assert isinstance(out, torch.Tensor)
         (runs,) = sort_groups(self._runtime.kernels, [([one.slots for one in saved], out.shape[0])])
-        vectors, gradients = Vectors(out.zero_(), out.shape[1]), [one.gradients for one in saved]
+        vectors, gradients = Vectors(out.zero_(), out.shape[1]), [*map(kernel_gradients, saved)]
         update_many(self._runtime.kernels, [Step(vectors, (), runs, gradients, Rule(SGD, -scale))])
 
     def step(self, groups: Sequence[OptimizerStep]) -> None:
@@ -210,7 +218,7 @@ class CudaBackend:
         ]
         sorted_here = iter(sort_groups(kernels, unsorted) if unsorted else ())
         steps = [
-            one.kernel_step([saved.gradients for saved in one.saved], next(sorted_here) if runs is None else runs)
+            one.kernel_step([*map(kernel_gradients, one.saved)], next(sorted_here) if runs is None else runs)
             for one, runs in zip(groups, runs_G, strict=True)
         ]
         update_many(kernels, steps)
@@ -327,11 +335,10 @@ class CudaBackend:
         return part
 
 
-def _with_slots(ids: LookupIds, slots: torch.Tensor) -> None:
-    """Give ids room for their slots, and the order of these where it is known."""
-    ids.slots = slots
-    if ids.runs is not None:
-        ids.sorted = SortedSlots(slots, FeatureRuns(ids.runs, 0, 1))
+def _looked_up(ids: LookupIds, slots: Array, argmax: Array, places: Array | None, scales: Array) -> LookedUp:
+    """Return what a lookup will leave, with the order of the slots if it is known."""
+    known = None if ids.runs is None else SortedSlots(slots, FeatureRuns(ids.runs, 0, 1))
+    return LookedUp(slots, known, argmax, places, scales)
 
 
 def _known_runs(step: OptimizerStep) -> Runs | None:

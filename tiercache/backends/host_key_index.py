@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.backends.jagged import Array
     from tiercache.kernels.cpu.key_index import KeySet, Missing
+    from tiercache.values.ids import Array
 
 
 class HostFound:

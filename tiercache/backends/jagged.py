@@ -1,18 +1,12 @@
-"""The jagged ids of one lookup, and the gradient that its backward saves for the step.
-
-Legend: E entries (ids), F features, N samples, T columns of the output. Arrays on the device are NumPy arrays on a CPU
-and torch tensors on a GPU.
-"""
+"""Gradients that lookups saved, as kernels step them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
-from tiercache.data.encoded_batch import NoTensor
 from tiercache.kernels.arrays import NONE_F4, NONE_I4, NONE_I8
 from tiercache.kernels.step import (
     ADAGRAD,
@@ -27,213 +21,56 @@ from tiercache.kernels.step import (
     make_rounding,
 )
 from tiercache.store.table import Adagrad, Adam, RowWiseAdagrad
+from tiercache.values.lookups import SavedGradient
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
-    from numpy.typing import NDArray
+    from collections.abc import Collection, Sequence
 
     from tiercache.backends.base import Backend
-    from tiercache.data.encoded_batch import FeatureIds
-    from tiercache.kernels.cpu.key_index import Missing
     from tiercache.store.table import Group
-    from tiercache.tiers.rows import GroupRows
-
-Array = Any
-"""An array on the device."""
+    from tiercache.values.ids import Array
+    from tiercache.values.rows import GroupRows
 
 
-class Found(Protocol):
-    """The local ids of a batch's raw keys, feature after feature; -1 for a key that is not in the pass."""
-
-    @property
-    def there(self) -> Array:
-        """(E,) int32, on the device."""
-        ...
-
-    def missing(self) -> Missing:
-        """Return how many keys are not in the pass, and the first of them; waits for the search."""
-        ...
-
-    def host(self) -> NDArray[np.int32]:
-        """Return the ids (E,) in host memory, read-only; waits for the search."""
-        ...
+def kernel_gradients(saved: SavedGradient) -> Gradients:
+    """Return a gradient as kernels take it."""
+    if saved.places is None:
+        return Gradients(saved.gradient, saved.num_samples, saved.width, saved.cols)
+    return Gradients(
+        saved.gradient, saved.num_samples, saved.width, saved.cols, saved.places, saved.scales,
+        saved.argmax.reshape(-1),
+    )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FoundIds(NoTensor):
-    """The local ids of one feature, like `FeatureIds`, found on the device: each one is a row, or -1."""
-
-    found: Found
-    first: int
-    """Of its entries among those of all features."""
-    last: int
-    offsets: NDArray[np.int64] | None
-    """(n + 1,) where each sample's ids begin; None: one id per sample."""
-    weights: NDArray[np.float32] | None
-    """(E,) one per id; None: all 1."""
-
-    @property
-    def ids(self) -> NDArray[np.int32]:
-        """(E,) in host memory, read-only; the first read of a batch's ids waits for a GPU."""
-        return self.found.host()[self.first : self.last]
-
-    @property
-    def there(self) -> Array:
-        """(E,) on the device."""
-        return self.found.there[self.first : self.last]
-
-    @property
-    def num_ids(self) -> int:
-        """E."""
-        return self.last - self.first
+def of_tables(backend: Backend, saved: SavedGradient, names: Collection[str]) -> list[SavedGradient]:
+    """Return the gradients of some tables of the group: of each stretch of entries of theirs, in order."""
+    assert saved.spans is not None, "the gradient of a group of several tables does not say of which it is"
+    stretches: list[list[int]] = []
+    for table, first, last in saved.spans():
+        if table not in names or first == last:
+            continue
+        if stretches and stretches[-1][1] == first:
+            stretches[-1][1] = last
+        else:
+            stretches.append([first, last])
+    return [_part(backend, saved, first, last) for first, last in stretches]
 
 
-class Span(NamedTuple):
-    """Neighboring entries of one table."""
-
-    table: str
-    first: int
-    last: int
-    """The entry after the last one."""
-
-
-def feature_spans(tables: Sequence[str], starts: NDArray[np.int64]) -> list[Span]:
-    """Return those of features that lie one after the other: ``tables`` (F,) and ``starts`` (F + 1,)."""
-    return list(map(Span, tables, starts[:-1].tolist(), starts[1:].tolist()))
-
-
-def position_spans(first: Mapping[str, int], positions: NDArray[np.int32]) -> list[Span]:
-    """Return those of rows by position (E,); ``first``: of each table the position of its first row."""
-    tables = sorted(first, key=lambda table: first[table])
-    number = np.searchsorted([first[table] for table in tables], positions, side="right") - 1
-    starts = np.flatnonzero(np.diff(number, prepend=-1))
-    return feature_spans([tables[n] for n in number[starts].tolist()], np.append(starts, positions.size))
-
-
-class FeatureRuns(NamedTuple):
-    """The order of the ids of a lookup, of which some gradient is a part."""
-
-    runs: Any
-    number: int
-    """Of the part."""
-    num_parts: int
-
-
-class SortedSlots(NamedTuple):
-    """Slots of entries, and what `sort_slots` returns for them; on a GPU their `FeatureRuns`."""
-
-    slots: Array
-    """(E,)"""
-    pairs: Array
-    """(E,)"""
-
-
-@dataclass(slots=True, kw_only=True)
-class LookupIds:
-    """The ids of a batch's features of one group, feature-major; the lookup adds what the backward needs."""
-
-    ids: Array
-    """(E,) int32, on the device; each is in its feature's table."""
-    starts: NDArray[np.int64]
-    """(F + 1,) where each feature's entries begin."""
-    bases: NDArray[np.int64]
-    """(F,) the position of local id 0 of each feature's table."""
-    modes: NDArray[np.int8]
-    """(F,)"""
-    cols: NDArray[np.int64]
-    """(F,) the first output column of each feature."""
-    offsets: Array | None = None
-    """(F * N + 1,) where each bag begins, on the device; None: one id for each feature and sample."""
-    weights: Array = field(default_factory=lambda: NONE_F4)
-    """(E,) on the device; empty: all 1."""
-    trained: bool = False
-    """Whether a step is expected to follow: the lookup may then prepare it."""
-    slots: Array = field(default_factory=lambda: NONE_I4)
-    """(E,) the slot of each entry."""
-    runs: Any = None
-    """The order of the ids by position, if they came with it."""
-    sorted: SortedSlots | None = None
-    """``slots``, if the lookup sorted them."""
-    argmax: Array = field(default_factory=lambda: NONE_I4)
-    """(N, T) the entry that gave each maximum; empty where nothing is pooled by max."""
-    places: Array | None = None
-    """(E,) where each entry's gradient begins; its complement where ``argmax`` decides element by element."""
-    scales: Array = field(default_factory=lambda: NONE_F4)
-    """(E,) what each entry's gradient is multiplied by."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedGradient:
-    """The gradient of one lookup: entries in batch order, each with its slot and its place in ``gradient``."""
-
-    slots: Array
-    """(E,)"""
-    gradient: Array
-    """Flat; of (N, ``width``)."""
-    width: int
-    cols: NDArray[np.int64]
-    """The first column of each feature; where ``places`` is None, every feature has one entry a sample."""
-    places: Array | None
-    """(E,) as of `LookupIds`."""
-    scales: Array
-    """(E,) as of `LookupIds`; empty: 1."""
-    argmax: Array
-    """Flat like ``gradient``, as of `LookupIds`."""
-    sorted: SortedSlots | None = None
-    """As of `LookupIds`."""
-    looked_up: Sequence[FeatureIds | FoundIds] | None = None
-    """The ids that were looked up, of which these are the rows; None where nobody says."""
-    spans: Callable[[], list[Span]] | None = None
-    """Returns which entries are of which table, all of them in order; None: the group has one table."""
-
-    @property
-    def num_samples(self) -> int:
-        """Rows of the gradient."""
-        return int(self.gradient.shape[0]) // self.width
-
-    @property
-    def gradients(self) -> Gradients:
-        """The same as kernels take it."""
-        if self.places is None:
-            return Gradients(self.gradient, self.num_samples, self.width, self.cols)
-        return Gradients(
-            self.gradient, self.num_samples, self.width, self.cols, self.places, self.scales, self.argmax.reshape(-1)
-        )
-
-    def of_tables(self, backend: Backend, names: Collection[str]) -> list[SavedGradient]:
-        """Return the gradients of some tables of the group: of each stretch of entries of theirs, in order."""
-        assert self.spans is not None, "the gradient of a group of several tables does not say of which it is"
-        stretches: list[list[int]] = []
-        for table, first, last in self.spans():
-            if table not in names or first == last:
-                continue
-            if stretches and stretches[-1][1] == first:
-                stretches[-1][1] = last
-            else:
-                stretches.append([first, last])
-        return [self._part(backend, first, last) for first, last in stretches]
-
-    def _part(self, backend: Backend, first: int, last: int) -> SavedGradient:
-        """Return the gradient of the entries from ``first`` up to ``last``: of whole features without ``places``."""
-        if (first, last) == (0, self.slots.shape[0]):
-            return self
-        argmax = self.argmax
-        if argmax.shape[0]:  # it names entries by their numbers
-            argmax = backend.array(backend.tensor(argmax) - first)
-        cols = self.cols
-        if self.places is None:
-            cols = cols[first // self.num_samples : last // self.num_samples]
-        return replace(
-            self, slots=self.slots[first:last], cols=cols, places=None if self.places is None else
-            self.places[first:last], scales=self.scales[first:last], argmax=argmax, sorted=None, looked_up=None,
-            spans=None,
-        )  # fmt: skip
-
-    @property
-    def pairs(self) -> Array | None:
-        """(E,) ``slots`` sorted; None where these slots were not: the gradient may have come to other rows since."""
-        return self.sorted.pairs if self.sorted is not None and self.sorted.slots is self.slots else None
+def _part(backend: Backend, saved: SavedGradient, first: int, last: int) -> SavedGradient:
+    """Return the gradient of the entries from ``first`` up to ``last``: of whole features without ``places``."""
+    if (first, last) == (0, saved.slots.shape[0]):
+        return saved
+    argmax = saved.argmax
+    if argmax.shape[0]:  # it names entries by their numbers
+        argmax = backend.array(backend.tensor(argmax) - first)
+    cols = saved.cols
+    if saved.places is None:
+        cols = cols[first // saved.num_samples : last // saved.num_samples]
+    return replace(
+        saved, slots=saved.slots[first:last], cols=cols,
+        places=None if saved.places is None else saved.places[first:last], scales=saved.scales[first:last],
+        argmax=argmax, sorted=None, looked_up=None, spans=None,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,18 +104,6 @@ class OptimizerStep:
                 return adam_rule(self.number, rate, beta1, beta2, eps, optimizer.decay)
             case _:
                 return Rule(SGD, rate, decay=optimizer.decay)
-
-
-class RowRequest(NamedTuple):
-    """A request for rows of a group by their positions."""
-
-    rows: GroupRows
-    positions: Array
-    """(n,) int32, each below the number of positions of ``rows``."""
-    slots: Array
-    """(n,) int32; written."""
-    out: Array | None
-    """(n, dim) float32 for the vectors; None: only slots are needed."""
 
 
 def vectors_of(words: Array, dim: int, dtype: str) -> Vectors:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from tiercache.backends.cuda_runtime import CudaRuntime
-    from tiercache.backends.jagged import Array
     from tiercache.backends.runs import Run
     from tiercache.kernels.cuda.sorting import Positions, Runs
+    from tiercache.values.ids import Array
 
 
 class PinnedUpload:

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.backends.cpu import CpuBackend
-    from tiercache.backends.jagged import Array
     from tiercache.backends.runs import Run
     from tiercache.kernels.cuda.sorting import Positions
+    from tiercache.values.ids import Array
 
 
 class BatchUpload(Protocol):

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.data.array_file import ArrayFile
-from tiercache.data.encoded_batch import EncodedBatch, FeatureIds, SampleBuffers
+from tiercache.data.encoded_batch import EncodedBatch, SampleBuffers
 from tiercache.data.keyset import KeySet
 from tiercache.data.manifest import file_name
 from tiercache.errors import DatasetError
 from tiercache.kernels.cpu.gathering import check_ids
 from tiercache.kernels.cpu.samples import gather_columns, gather_lists, gather_offsets, gather_rows
+from tiercache.values.ids import FeatureIds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

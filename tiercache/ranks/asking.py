@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.data.encoded_batch import FeatureIds
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.ranks.owners import Owners
     from tiercache.ranks.requests import Request
     from tiercache.schema import Feature
     from tiercache.store.table import Group
+    from tiercache.values.ids import FeatureIds
 
 _SAMPLES, _POOLED, _MODES, _TOKEN, _ERROR = range(-5, 0)
 """The counts behind those of sections and features."""

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.backends.jagged import LookupIds
-from tiercache.data.encoded_batch import FeatureIds
 from tiercache.errors import RankError
 from tiercache.kernels.arrays import NONE_F4
 from tiercache.kernels.cpu.gathering import check_ids
@@ -24,6 +22,8 @@ from tiercache.kernels.cpu.pooling import MEAN, SUM
 from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
 from tiercache.kernels.cpu.unique import unique_slots
 from tiercache.ranks.bounds import out_of_bounds
+from tiercache.values.ids import FeatureIds
+from tiercache.values.lookups import LookupIds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -268,6 +268,7 @@ def read_message(
             bases=np.array([owner.first for _, owner, _ in some], dtype=np.int64),
             modes=modes_P[features],
             cols=np.array([col for _, _, col in some], dtype=np.int64),
+            weights=NONE_F4,
         )
         parts.append(Part(group, tuple(features), entries, offsets, weights))
     return parts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tiercache.data.encoded_batch import FeatureIds
+from tiercache.values.ids import FeatureIds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tiercache.backends.jagged import RowRequest
 from tiercache.kernels.arrays import NONE_U8
 from tiercache.kernels.step import Vectors
 from tiercache.ranks.asking import check_tokens
@@ -21,7 +20,7 @@ from tiercache.ranks.received import Received
 from tiercache.ranks.slices import SliceSteps
 from tiercache.ranks.stretches import exclusive
 from tiercache.ranks.wire import WIRE_DTYPES, Wire
-from tiercache.tiers.rows import GroupRows
+from tiercache.values.rows import GroupRows, RowRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.backends.base import Backend
-    from tiercache.backends.jagged import SavedGradient
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.ranks.asking import Asked
     from tiercache.ranks.requests import Request
@@ -37,6 +35,7 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group
     from tiercache.training.row_gradients import RowGradients
     from tiercache.training.row_optimizer import RowOptimizer
+    from tiercache.values.lookups import SavedGradient
 
 __all__ = ["WIRE_DTYPES", "RowExchange"]
 

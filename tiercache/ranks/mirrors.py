@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tiercache.backends.jagged import RowRequest
 from tiercache.kernels.arrays import NONE_I4
 from tiercache.ranks.bounds import out_of_bounds
+from tiercache.values.rows import RowRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.ranks.owners import Owners
     from tiercache.ranks.received import Received
-    from tiercache.tiers.rows import GroupRows
+    from tiercache.values.rows import GroupRows
 
 PIECE_BYTES = 8 << 20
 """Of rows that a rank sends at once while mirrors are filled."""

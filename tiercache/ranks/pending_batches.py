@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tiercache.tiers.rows import RowView
 from tiercache.training.batch import Pooled
 from tiercache.training.row_gradients import RowGradients, is_unstepped
+from tiercache.training.row_view import RowView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from tiercache.backends.jagged import FoundIds
-    from tiercache.data.encoded_batch import EncodedBatch, FeatureIds
+    from tiercache.data.encoded_batch import EncodedBatch
     from tiercache.data.raw_batch import FeatureKeys
     from tiercache.ranks.asking import Asked
     from tiercache.ranks.pooling import PooledBatch
-    from tiercache.tiers.rows import GroupRows
     from tiercache.training.anchors import Anchors, Arrival
+    from tiercache.values.ids import FeatureIds, FoundIds
+    from tiercache.values.rows import GroupRows
 
 
 @dataclass(frozen=True, slots=True, eq=False)

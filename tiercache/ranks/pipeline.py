@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from tiercache.data.dataset import PassDataset
     from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.training.batch import Batch
+    from tiercache.values.batch import Batch
 
 
 def check_micro_batches(passes: PassDataset, *, batch_size: int, micro_batches: int, stages: int) -> None:

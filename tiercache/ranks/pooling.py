@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from tiercache.backends.jagged import SavedGradient, position_spans
 from tiercache.kernels.arrays import NONE_I4
+from tiercache.values.lookups import SavedGradient, position_spans
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,12 +22,20 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.backends.base import Backend
-    from tiercache.backends.jagged import LookupIds
     from tiercache.ranks.bags import AskedBags, Part
     from tiercache.ranks.exchange import RowExchange
-    from tiercache.tiers.rows import GroupRows
     from tiercache.training.batch import Pooled
     from tiercache.training.row_gradients import RowGradients
+    from tiercache.values.lookups import LookedUp, LookupIds
+    from tiercache.values.rows import GroupRows
+
+
+class Served(NamedTuple):
+    """Bags that a rank had pooled here."""
+
+    part: Part
+    entries: LookupIds
+    found: LookedUp
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +45,7 @@ class PooledBatch:
     features: Mapping[str, Pooled]
     """By name."""
     asked: AskedBags
-    served_W: tuple[tuple[tuple[Part, LookupIds], ...], ...]
+    served_W: tuple[tuple[Served, ...], ...]
     """What each rank had pooled here."""
 
 
@@ -61,15 +69,18 @@ class Pooling:
 
         Where the backend queues its work, nothing is waited for.
         """
-        served_W = tuple(tuple((part, part.on(self._backend)) for part in parts) for parts in asked.parts_W)
-        vectors_W = self._answer(asked, served_W)
+        entries_W = [[(part, part.on(self._backend)) for part in parts] for parts in asked.parts_W]
+        vectors_W, served_W = self._answer(asked, entries_W)
         every = {one.name: p for p, one in enumerate(asked.candidates)}
         for name, found in features.items():
             found.vectors = self._vectors(asked, every[name], vectors_W)
         return PooledBatch(features, asked, served_W)
 
-    def _answer(self, asked: AskedBags, served_W: Sequence[Sequence[tuple[Part, LookupIds]]]) -> list[torch.Tensor]:
-        """Pool what each rank asked for; return the vectors of each of this rank's blocks."""
+    def _answer(
+        self, asked: AskedBags, entries_W: Sequence[Sequence[tuple[Part, LookupIds]]]
+    ) -> tuple[list[torch.Tensor], tuple[tuple[Served, ...], ...]]:
+        """Pool what each rank asked for; return the vectors of each of this rank's blocks, and what was served."""
+        served_W: list[tuple[Served, ...]] = [()] * self._ranks.size
         blocks_W, asked_W, num_samples = asked.blocks_W, asked.asked_W, int(asked.num_samples_W[self._ranks.rank])
         sizes_W = [block.width * int(n) for block, n in zip(blocks_W, asked.num_samples_W, strict=True)]
         send, receive = self._wire.remote(sizes_W), self._wire.remote(b.width * num_samples for b in asked_W)
@@ -78,14 +89,16 @@ class Pooling:
         for rank, (block, out) in enumerate(zip(blocks_W, torch.split(sent, send), strict=True)):
             out = here if rank == self._ranks.rank else out  # noqa: PLW2901 - the same, elsewhere
             if out.numel():
-                self._backend.pool(
-                    [(self._rows[part.group], entries) for part, entries in served_W[rank]],
+                found = self._backend.pool(
+                    [(self._rows[part.group], entries) for part, entries in entries_W[rank]],
                     self._backend.array(out.view(-1, block.width)),
                 )
+                served_W[rank] = tuple(Served(*of, one) for of, one in zip(entries_W[rank], found, strict=True))
         self._wire.send(sent, send, receive, came, "pooling features")
         vectors = list(torch.split(came, receive))
         vectors[self._ranks.rank] = here
-        return [flat.view(num_samples, block.width) for flat, block in zip(vectors, asked_W, strict=True)]
+        views = [flat.view(num_samples, block.width) for flat, block in zip(vectors, asked_W, strict=True)]
+        return views, tuple(served_W)
 
     def _flat(self, size: int) -> torch.Tensor:
         return self._backend.tensor(self._backend.empty((size,), np.float32))
@@ -153,19 +166,19 @@ class Pooling:
              into: RowGradients) -> None:  # fmt: skip
         """Add what came from a rank."""
         width = batch.asked.blocks_W[rank].width
-        for part, e in batch.served_W[rank]:
+        for part, e, found in batch.served_W[rank]:
             starts = e.starts.tolist()
             for i, f in enumerate(part.features):
                 some = slice(starts[i], starts[i + 1])
                 if not has_P[f] or some.start == some.stop:
                     continue
-                assert e.places is not None
+                assert found.places is not None
                 positions = part.entries.ids[some] + np.int32(part.entries.bases[i])
                 into.add(
                     part.group,
                     SavedGradient(
-                        slots=e.slots[some], gradient=self._backend.array(gradient), width=width, cols=e.cols,
-                        places=e.places[some], scales=e.scales[some], argmax=NONE_I4,
+                        slots=found.slots[some], gradient=self._backend.array(gradient), width=width, cols=e.cols,
+                        places=found.places[some], scales=found.scales[some], argmax=NONE_I4,
                         spans=partial(position_spans, self._rows[part.group].first, positions),
                     ),
                 )  # fmt: skip

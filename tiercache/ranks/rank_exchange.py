@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.data.encoded_batch import FeatureIds
 from tiercache.errors import StateError
 from tiercache.ranks.asking import Asking, Wanted
 from tiercache.ranks.bags import by_model, cut_bags
@@ -21,10 +20,12 @@ from tiercache.ranks.pending_batches import AskedBatch, BatchRows, PendingBatche
 from tiercache.ranks.pooling import Pooling
 from tiercache.ranks.shares import Share
 from tiercache.store.table import group_tables
-from tiercache.training.batch import Batch, make_batch
+from tiercache.training.batch import make_batch
 from tiercache.training.row_gradients import NOBODY_STEPS, RowGradients, ended_unstepped
 from tiercache.training.table_module import poolings
 from tiercache.training.threads import share_threads
+from tiercache.values.batch import Batch
+from tiercache.values.ids import FeatureIds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,13 +39,14 @@ if TYPE_CHECKING:
     from tiercache.data.view import DatasetView
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.ranks.asking import Layout
-    from tiercache.tiers.rows import GroupRows, RowView
     from tiercache.training.batch import Pooled
-    from tiercache.training.exchange import BatchRequest
     from tiercache.training.live_rows import LiveRows
     from tiercache.training.missing_rows import Unseen
     from tiercache.training.raw_samples import RawSamples
     from tiercache.training.row_optimizer import RowOptimizer
+    from tiercache.training.row_view import RowView
+    from tiercache.values.batch import BatchRequest
+    from tiercache.values.rows import GroupRows
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tiercache.backends.jagged import SavedGradient, Span, position_spans
 from tiercache.kernels.arrays import NONE_F4, NONE_I4, NONE_I8
 from tiercache.ranks.stretches import exclusive
+from tiercache.values.lookups import SavedGradient, Span, position_spans
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.backends.base import Backend
-    from tiercache.tiers.rows import GroupRows
     from tiercache.training.row_gradients import RowGradients
+    from tiercache.values.rows import GroupRows
 
 
 class Received:

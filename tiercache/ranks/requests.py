@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.data.encoded_batch import FeatureIds
     from tiercache.ranks.stretches import Stretches
+    from tiercache.values.ids import FeatureIds
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tiercache.backends.jagged import OptimizerStep, RowRequest, SavedGradient
+from tiercache.backends.jagged import OptimizerStep
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
 from tiercache.store.table import SGD, Group, RowWiseAdagrad
+from tiercache.values.lookups import SavedGradient
+from tiercache.values.rows import RowRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,9 +23,9 @@ if TYPE_CHECKING:
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.ranks.owners import Owners
     from tiercache.ranks.received import Received
-    from tiercache.tiers.rows import GroupRows
     from tiercache.training.row_gradients import RowGradients
     from tiercache.training.row_optimizer import RowOptimizer
+    from tiercache.values.rows import GroupRows
 
 _FIRST_COLUMN = np.zeros(1, dtype=np.int64)
 

@@ -10,7 +10,7 @@ import numpy as np
 from tiercache.errors import StateError
 from tiercache.kernels.cpu.slots import assign_slots, stable_order_by_gap, take
 from tiercache.tiers.device_memory_plan import DeviceMemoryPlan
-from tiercache.tiers.rows import GroupRows
+from tiercache.tiers.rows import group_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.backends.base import Backend
-    from tiercache.backends.jagged import Array
     from tiercache.planning.next_use import Uses
     from tiercache.planning.pass_plan import PassPlan
     from tiercache.planning.positions import Positions
     from tiercache.store.table import Group
+    from tiercache.values.ids import Array
+    from tiercache.values.rows import GroupRows
 
 
 _CHUNK_KEYS = 1 << 17  # a mebibyte of keys is copied at once
@@ -173,7 +174,7 @@ class DeviceTier:
     def rows_of(self, sub_dataset: int) -> list[GroupRows]:
         """Return what a lookup sees."""
         return [
-            GroupRows.of(
+            group_rows(
                 group,
                 self.arrays_G[g].fields,
                 self.slots_G[g],

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.backends.base import Backend, Event, Pieces
-    from tiercache.backends.jagged import Array
     from tiercache.planning.pass_plan import PassPlan
     from tiercache.planning.positions import Positions
     from tiercache.store.segment_layout import SegmentLayout
     from tiercache.tiers.device_tier import DeviceTier, SlotAssignment
     from tiercache.tiers.host_tier import HostTier
     from tiercache.tiers.row_prefetcher import Staged
+    from tiercache.values.ids import Array
 
 
 _KEY_ROWS = 1 << 17

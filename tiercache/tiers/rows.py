@@ -2,196 +2,39 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import numpy as np
-import torch
 
 from tiercache.backends.jagged import vectors_of
 from tiercache.kernels.arrays import NONE_U8
-from tiercache.kernels.cpu.next_use import hash_range_bound
-from tiercache.store.hashing import hash_keys
+from tiercache.values.rows import GroupRows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
+    import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.backends.base import Backend
-    from tiercache.backends.jagged import Array, FoundIds
-    from tiercache.data.encoded_batch import FeatureIds
-    from tiercache.kernels.step import Vectors
-    from tiercache.schema import Schema
     from tiercache.store.table import Group
-    from tiercache.training.pass_ledger import PassLedger
-    from tiercache.training.row_gradients import RowGradients
+    from tiercache.values.ids import Array
 
 
-@dataclass(frozen=True, slots=True)
-class GroupRows:
-    """Rows of one group: row ``slot_of_local[first[table] + local id]`` of the vectors and of each state.
+def group_rows(
+    group: Group,
+    fields: tuple[Array, ...],
+    slots: Array,
+    table_starts: NDArray[np.int64],
+    *,
+    streams: Array = NONE_U8,
+    dtype: str | None = None,
+) -> GroupRows:
+    """Build the rows of a group from the words of each field and from where each table of the group starts.
 
-    Arrays are those of the backend that looks them up.
+    ``dtype``: of the vectors where they are brought in another than the group's.
     """
-
-    vectors: Vectors
-    """(slots, dim), in their dtype; those of 16 bits as the bits of uint16."""
-    states: tuple[Array, ...]
-    """One (slots, width) array for each optimizer state."""
-    slot_of_local: Array
-    """The slot of each position."""
-    first: dict[str, int]
-    """By table: the position of its local id 0."""
-    num_local: dict[str, int]
-    """By table: how many local ids there are."""
-    streams: Array
-    """Of the row in each slot, where rows of a 16-bit dtype are stepped; else empty."""
-
-    @classmethod
-    def of(
-        cls,
-        group: Group,
-        fields: tuple[Array, ...],
-        slots: Array,
-        table_starts: NDArray[np.int64],
-        *,
-        streams: Array = NONE_U8,
-        dtype: str | None = None,
-    ) -> GroupRows:
-        """Build it from the words of each field and from where each table of the group starts.
-
-        ``dtype``: of the vectors where they are brought in another than the group's.
-        """
-        names = [table.name for table in group.tables]
-        return cls(
-            vectors_of(fields[0], group.dim, dtype or group.dtype),
-            fields[1:],
-            slots,
-            {name: int(table_starts[i]) for i, name in enumerate(names)},
-            {name: int(table_starts[i + 1] - table_starts[i]) for i, name in enumerate(names)},
-            streams,
-        )
-
-
-class RowView:
-    """The rows that batches of one pass look up, and where their gradients go (nowhere in an evaluation)."""
-
-    def __init__(
-        self,
-        groups: Sequence[GroupRows],
-        gradients: RowGradients | None,
-        name: str,
-        backend: Backend,
-        bring: Callable[[], None] | None = None,
-    ) -> None:
-        """bring: ends the pass before and shows the rows of this one, where that has to be waited for."""
-        self.groups: Sequence[GroupRows] = tuple(groups)
-        self.backend = backend
-        self.gradients = gradients
-        self.name = name
-        self.ended = self.is_left = self.is_dropped = False
-        self.schema: Schema | None = None
-        """The schema of the dataset that batches are of, with which modules are compared."""
-        self.ledger: PassLedger | None = None
-        """What becomes of the batches of the pass."""
-        self.keys_of: Callable[[str], NDArray[np.int64]] | None = None
-        """The keys of a table that local ids mean, in their order, where there are such."""
-        self._places: dict[tuple[str, int], int] = {}
-        self._bring = bring
-        self._users: list[Callable[[], None]] = []
-
-    def is_key(self, feature: str, ids: FeatureIds | FoundIds, key: int) -> NDArray[np.bool_]:
-        """Return which of the ids (E,) of a feature in one batch stand for a key."""
-        found: NDArray[np.bool_] = ids.ids == self.local_id(feature, key)
-        return found
-
-    def local_id(self, feature: str, key: int) -> int:
-        """Return the local id of a key of a feature; -1 if it is not among them."""
-        assert self.schema is not None, f"nothing says which tables {self.name} has"
-        if self.keys_of is None:
-            return -1
-        table = self.schema.feature(feature).table
-        if (table, key) not in self._places:
-            table_id = next(one.table_id for one in self.schema.tables if one.name == table)
-            keys, hashed = self.keys_of(table), int(hash_keys(np.array([key]), table_id)[0])
-            at = hash_range_bound(keys, table_id, hashed)
-            self._places[table, key] = at if at < keys.size and int(keys[at]) == key else -1
-        return self._places[table, key]
-
-    def check(self) -> None:
-        """Raise RuntimeError where the pass has ended: its local ids mean other rows now."""
-        if self.ended:
-            raise RuntimeError(self._has_ended)
-
-    def check_made(self) -> None:
-        """Raise RuntimeError where no more batches are made of it."""
-        if self.is_left:
-            raise RuntimeError(self._has_ended)
-
-    @property
-    def _has_ended(self) -> str:
-        if self.is_dropped and self.ledger is not None:
-            done, all_samples = self.ledger.samples_trained, self.ledger.num_samples
-            return (
-                f"{self.name} has ended after {done:,} of its {all_samples:,} samples because its loop was left, or "
-                "the iterator of passes() was not kept: use batches inside `for p in cache.passes(...)`"
-            )
-        return f"this batch belongs to {self.name}, which has ended: use batches inside their own loop"
-
-    def show(self, groups: Sequence[GroupRows]) -> None:
-        """Have lookups find these rows."""
-        self.groups, self._bring = tuple(groups), None
-
-    @property
-    def is_brought(self) -> bool:
-        """Whether the rows are there; if not, the pass before has not ended."""
-        return self._bring is None
-
-    def bring(self) -> None:
-        """Have the rows brought, where they were not yet: the pass before ends then."""
-        if self._bring is not None:
-            self._bring()
-
-    def look_up(self, end: int, *, trains: bool = True) -> None:
-        """Check that a module finds the rows of a batch, which ends behind so many samples; brings them to train it.
-
-        trains: whether gradients, if enabled, move rows: those of a frozen module do not. Raises RuntimeError where the
-        pass has ended, StateError where the pass before has to end first and is not trained.
-        """
-        self.check()
-        if self.gradients is None:
-            return
-        gradients = torch.is_grad_enabled()
-        self.bring()
-        if self.ledger is not None:
-            self.ledger.look_up(end, gradients=gradients, trains=gradients and trains)
-        if gradients:
-            self.gradients.is_awaited = True
-            self.gradients.unstepped.add(end)
-
-    def leave(self) -> None:
-        """Make no more batches of it; those there are may be looked up on."""
-        self.is_left = True
-        for close in list(self._users):
-            close()
-
-    def end(self) -> None:
-        """End it: local ids mean other rows from now on. What makes batches of them ahead ends first.
-
-        Batches of it may stay with whoever has them; the memory of the rows does not stay with these.
-        """
-        self.ended = True
-        self.leave()
-        self.groups, self._bring = (), None
-
-    @contextmanager
-    def in_use(self, close: Callable[[], None]) -> Iterator[None]:
-        """Call ``close`` where they end inside, and behind it."""
-        self._users.append(close)
-        try:
-            yield
-        finally:
-            self._users.remove(close)
-            close()
+    names = [table.name for table in group.tables]
+    return GroupRows(
+        vectors_of(fields[0], group.dim, dtype or group.dtype),
+        fields[1:],
+        slots,
+        {name: int(table_starts[i]) for i, name in enumerate(names)},
+        {name: int(table_starts[i + 1] - table_starts[i]) for i, name in enumerate(names)},
+        streams,
+    )

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from tiercache.backends.base import Backend
     from tiercache.backends.upload import BatchUpload
-    from tiercache.tiers.rows import RowView
-    from tiercache.training.batch import Batch
-    from tiercache.training.exchange import BatchRequest, Exchange
+    from tiercache.training.exchange import Exchange
+    from tiercache.training.row_view import RowView
+    from tiercache.values.batch import Batch, BatchRequest
 
 
 class BatchPipeline:

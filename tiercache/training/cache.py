@@ -63,11 +63,11 @@ if TYPE_CHECKING:
     from tiercache.store import Store
     from tiercache.store.shards.sharding import ShardingPlan
     from tiercache.tiers.report import PassReport
-    from tiercache.training.batch import Batch
     from tiercache.training.exchange import Exchange
     from tiercache.training.joint_optimizer import JointOptimizer
     from tiercache.training.missing_rows import Unseen
     from tiercache.training.passes import Pass
+    from tiercache.values.batch import Batch
 
 _COMM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -401,7 +401,6 @@ class TierCache:
         is still waiting. Raises StateError between backward and step, and outside a pass.
         """
         self._check_open()
-        self._check_stored("commit()")
         self._loop.commit()
 
     def clip_grad_norm_(

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from tiercache.backends.base import Backend
-    from tiercache.backends.jagged import SavedGradient
     from tiercache.store.table import Group
     from tiercache.training.anchors import Arrival
+    from tiercache.values.lookups import SavedGradient
 
 _EPS = 1e-6
 """As torch.nn.utils.clip_grad_norm_ adds to the norm."""

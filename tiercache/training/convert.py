@@ -16,7 +16,6 @@ from tiercache.data.raw_batch import NULL_KEY, OOV_KEY
 from tiercache.errors import StateError
 from tiercache.schema import Schema
 from tiercache.store.hashing import hash_keys, keys_of
-from tiercache.training.batch import Batch, JaggedIds
 from tiercache.training.embedding import Embedding, EmbeddingBag
 from tiercache.training.missing_rows import check_unseen, unseen_vectors
 from tiercache.training.table_module import TableModule, refuse_attribute, table_modules
@@ -29,6 +28,7 @@ from tiercache.training.torchrec_modules import (
     is_collection,
     tables_of,
 )
+from tiercache.values.batch import Batch, JaggedIds
 
 if TYPE_CHECKING:
     import os

@@ -16,7 +16,7 @@ from torch import nn
 
 from tiercache.errors import StateError
 from tiercache.training.optimizer_state import state_without, with_anchors
-from tiercache.training.table_module import EXTRA_STATE, TableModule, anchor_ids, named_table_modules
+from tiercache.training.table_module import TableModule, anchor_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -218,8 +218,6 @@ class DenseState:
 def _state_of(value: Stateful, anchors: Collection[int]) -> dict[str, Any]:
     """Return the state of an object, without that of anchors; of a DTensor, as FSDP has them, this rank's part."""
     found = state_without(value, anchors) if isinstance(value, torch.optim.Optimizer) else value.state_dict()
-    for name, _ in named_table_modules(value):  # what names the commit that is yet to be made
-        found.pop(f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE, None)
     is_sharded = any(hasattr(tensor, "to_local") for tensor in tensors_of(found))
     return _local(found) if is_sharded else found
 

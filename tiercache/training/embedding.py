@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from tiercache.training.batch import Batch, JaggedIds
 from tiercache.training.joining import FeaturePart
 from tiercache.training.lookup import MODES, PooledLookup, ReadyLookup, RowLookup, check_brought
-from tiercache.training.lookup_ops import look_up_bags, look_up_rows, not_compiled, once_differentiable
+from tiercache.training.lookup_ops import look_up_bags, look_up_rows, once_differentiable
 from tiercache.training.plain_keys import given_bags, given_rows, shaped_as, table_weight
 from tiercache.training.table_module import TableModule
+from tiercache.values.batch import Batch, JaggedIds
+from tiercache.values.compiled import not_compiled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -476,10 +477,13 @@ class _PooledFunction(torch.autograd.Function):
         # here, as torch lets nobody change in place what was given and comes back
         out = backend.empty(shape, np.float32)
         if lookups:
-            backend.pool([(lookup.rows, lookup.entries) for lookup in lookups], out)
+            for lookup, found in zip(
+                lookups, backend.pool([(one.rows, one.entries) for one in lookups], out), strict=True
+            ):
+                lookup.found = found
         result = backend.tensor(out)
-        for found in ready:
-            found.write(result)
+        for one in ready:
+            one.write(result)
         ctx.marker, ctx.backend, ctx.lookups, ctx.ready, ctx.names = marker, backend, lookups, ready, names
         ctx.set_materialize_grads(False)
         return result
@@ -517,7 +521,9 @@ class _RowFunction(torch.autograd.Function):
         ctx.marker, ctx.backend = marker, backend
         ctx.features = [(lookup, feature) for lookup in lookups for feature in range(len(lookup.part.features))]
         ctx.set_materialize_grads(False)
-        outs = backend.gather([(lookup.rows, lookup.entries) for lookup in lookups])
+        outs, every = backend.gather([(lookup.rows, lookup.entries) for lookup in lookups])
+        for lookup, found in zip(lookups, every, strict=True):
+            lookup.found = found
         return tuple(backend.tensor(out) for out in outs)
 
     @staticmethod

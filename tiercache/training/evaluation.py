@@ -10,9 +10,10 @@ import numpy as np
 from tiercache.errors import BudgetError
 from tiercache.planning.positions import Positions
 from tiercache.sizes import format_bytes
-from tiercache.tiers.rows import GroupRows, RowView
+from tiercache.tiers.rows import group_rows
 from tiercache.training.batch import cut_batches, in_order
-from tiercache.training.exchange import BatchRequest
+from tiercache.training.row_view import RowView
+from tiercache.values.batch import BatchRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
     from tiercache.backends.base import Backend
     from tiercache.data.view import DatasetView, SubDatasetView
     from tiercache.schema import Feature
-    from tiercache.training.batch import Batch
     from tiercache.training.batch_pipeline import BatchPipeline
     from tiercache.training.exchange import Exchange
     from tiercache.training.live_rows import LiveRows
     from tiercache.training.resident_rows import InMemoryRows
+    from tiercache.values.batch import Batch
+    from tiercache.values.rows import GroupRows
 
 MARK_SAMPLES = 65_536  # samples whose ids are looked at together when a slice is cut
 _SCRATCH_BYTES = 40  # for each row that is brought: its key, its place on the device, segment, row and slot
@@ -183,5 +185,5 @@ def bring_rows(
                 slots[starts[i] + local] = np.arange(at, at + local.size, dtype=np.int32)
                 at += local.size
         fields = (backend.to_device(vectors),)
-        groups.append(GroupRows.of(spec, fields, backend.to_device(slots), starts, dtype="float32"))
+        groups.append(group_rows(spec, fields, backend.to_device(slots), starts, dtype="float32"))
     return groups

@@ -10,9 +10,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from tiercache.training.batch import Batch, make_batch
+from tiercache.training.batch import make_batch
 from tiercache.training.joining import FeaturePart, Joins, Key, join_part
 from tiercache.training.row_gradients import ended_unstepped
+from tiercache.values.batch import Batch, BatchRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,27 +25,16 @@ if TYPE_CHECKING:
 
     from tiercache.backends.base import Backend
     from tiercache.backends.upload import BatchUpload
-    from tiercache.data.view import DatasetView, SubDatasetView
+    from tiercache.data.view import DatasetView
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.ranks.rank_exchange import RankExchange
-    from tiercache.tiers.rows import GroupRows, RowView
     from tiercache.training.missing_rows import RowReader, Unseen
     from tiercache.training.raw_samples import RawSamples
     from tiercache.training.row_optimizer import RowOptimizer
+    from tiercache.training.row_view import RowView
+    from tiercache.values.rows import GroupRows
 
 Exchange: TypeAlias = "LocalExchange | RankExchange"
-
-
-class BatchRequest(NamedTuple):
-    """A batch that is to be made."""
-
-    source: SubDatasetView
-    places: NDArray[np.int64]
-    """Of its samples, those of all ranks, in the pass."""
-    step_samples: int
-    """Samples of the step that it is part of: more than its own where it is a micro-batch."""
-    done: int = 0
-    """Samples of the pass up to the end of the batch."""
 
 
 class _Brought(NamedTuple):

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tiercache.backends.base import Backend
-    from tiercache.tiers.rows import GroupRows
     from tiercache.training.dense_state import DenseState
     from tiercache.training.passes import Pass
+    from tiercache.values.rows import GroupRows
 
 _MODES = ("stop", "warn", "ignore")
 _PIECE = 1 << 20

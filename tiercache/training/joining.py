@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from tiercache.backends.jagged import FoundIds
 from tiercache.kernels.cpu.gathering import check_ids
 from tiercache.kernels.cuda.sorting import Positions
+from tiercache.values.ids import FoundIds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping, Sequence
@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.backends.jagged import Array
     from tiercache.backends.runs import Run
-    from tiercache.data.encoded_batch import FeatureIds
-    from tiercache.tiers.rows import RowView
+    from tiercache.training.row_view import RowView
+    from tiercache.values.ids import Array, FeatureIds
 
 Key = tuple[tuple[str, ...], bool]
 """What decides what is joined: features, and whether they are bags."""

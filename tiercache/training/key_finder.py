@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from tiercache.backends.host_key_index import HostFound
-from tiercache.backends.jagged import FoundIds
 from tiercache.kernels.cpu.key_index import KeySet
 from tiercache.kernels.cpu.next_use import search_keys
+from tiercache.values.ids import FoundIds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.backends.base import Backend, KeyIndex
-    from tiercache.backends.jagged import Found
     from tiercache.data.dataset import PassDataset, SubDataset
     from tiercache.data.raw_batch import FeatureKeys
     from tiercache.store.table import Table
+    from tiercache.values.ids import Found
 
 _SHARED_KEYS = 1 << 15  # fewer are found before other threads have begun
 

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import LightningModule, Trainer
 
-    from tiercache.training.batch import Batch
     from tiercache.training.cache import TierCache
     from tiercache.training.passes import Pass
+    from tiercache.values.batch import Batch
 
 
 class PassesDataModule(LightningDataModule):

@@ -8,21 +8,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tiercache.backends.jagged import FeatureRuns, LookupIds, SavedGradient, SortedSlots, feature_spans
 from tiercache.errors import StateError
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
 from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
 from tiercache.training.joining import join_part
 from tiercache.training.row_gradients import NOBODY_STEPS
+from tiercache.values.lookups import FeatureRuns, LookedUp, LookupIds, SavedGradient, SortedSlots, feature_spans
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from tiercache.backends.jagged import Array
-    from tiercache.tiers.rows import GroupRows
     from tiercache.training.anchors import Arrival
-    from tiercache.training.batch import Batch, Pooled
-    from tiercache.training.joining import FeaturePart
+    from tiercache.training.batch import Pooled
+    from tiercache.training.joining import FeaturePart, Joined
+    from tiercache.values.batch import Batch
+    from tiercache.values.ids import Array
+    from tiercache.values.rows import GroupRows
 
 MODES = {"sum": SUM, "mean": MEAN, "max": MAX}
 
@@ -37,7 +38,7 @@ def check_brought(batch: Batch, features: Sequence[str]) -> None:
             )
 
 
-def read_entries(part: FeaturePart, batch: Batch, weights: dict[str, Array]) -> LookupIds:
+def read_entries(part: FeaturePart, batch: Batch, weights: Mapping[str, Array]) -> LookupIds:
     """Return the ids of a part in one batch on the device, feature-major, checked against their tables."""
     rows, backend = batch.rows.groups[part.group], batch.rows.backend
     found = [batch.ids[name] for name in part.features]
@@ -53,29 +54,32 @@ def read_entries(part: FeaturePart, batch: Batch, weights: dict[str, Array]) -> 
             f"of the batch, and table {part.tables[f]!r} has local ids 0 to {rows.num_local[part.tables[f]] - 1} in "
             f"{batch.rows.name}: use batches of the pass that is being trained"
         )
-    entries = LookupIds(
+    return LookupIds(
         ids=joined.ids, starts=starts, modes=part.modes, cols=part.cols,
         bases=np.array([rows.first[table] for table in part.tables], dtype=np.int64), offsets=joined.offsets,
-        runs=joined.runs,
+        weights=_weights_of(part, batch, joined, weights) if part.bags else NONE_F4,
+        trained=batch.rows.gradients is not None and torch.is_grad_enabled(), runs=joined.runs,
     )  # fmt: skip
-    if part.bags:
-        if joined.weights is not None and all(
-            weights.get(name) is one.weights for name, one in zip(part.features, found, strict=True)
-        ):
-            entries.weights = joined.weights
-            return entries
-        parts = []
-        for f, name in enumerate(part.features):
-            if name in weights:
-                first, last = int(starts[f]), int(starts[f + 1])
-                if tuple(weights[name].shape) != (last - first,):
-                    raise ValueError(
-                        f"weights of feature {name!r} have shape {tuple(weights[name].shape)}: give one for each of "
-                        f"its {last - first} ids in the batch"
-                    )
-                parts.append((first, last, weights[name]))
-        entries.weights = backend.weights(int(starts[-1]), parts) if parts else NONE_F4
-    return entries
+
+
+def _weights_of(part: FeaturePart, batch: Batch, joined: Joined, weights: Mapping[str, Array]) -> Array:
+    """Return the weight of each entry on the device; empty: all 1."""
+    starts, found = joined.starts, [batch.ids[name] for name in part.features]
+    if joined.weights is not None and all(
+        weights.get(name) is one.weights for name, one in zip(part.features, found, strict=True)
+    ):
+        return joined.weights
+    parts = []
+    for f, name in enumerate(part.features):
+        if name in weights:
+            first, last = int(starts[f]), int(starts[f + 1])
+            if tuple(weights[name].shape) != (last - first,):
+                raise ValueError(
+                    f"weights of feature {name!r} have shape {tuple(weights[name].shape)}: give one for each of "
+                    f"its {last - first} ids in the batch"
+                )
+            parts.append((first, last, weights[name]))
+    return batch.rows.backend.weights(int(starts[-1]), parts) if parts else NONE_F4
 
 
 def _check_stepped(batch: Batch) -> None:
@@ -92,26 +96,28 @@ class PooledLookup:
         self.part, self.batch = part, batch
         _check_stepped(batch)
         self.entries = read_entries(part, batch, weights)
-        self.entries.trained = batch.rows.gradients is not None and torch.is_grad_enabled()
+        self.found: LookedUp
+        """What it left, once it was done."""
 
     @property
     def rows(self) -> GroupRows:
         """The rows looked up."""
-        return self.batch.rows.groups[self.part.group]
+        rows: GroupRows = self.batch.rows.groups[self.part.group]
+        return rows
 
     def backward(self, width: int, arrival: Arrival) -> None:
         """Leave the gradient, (N, ``width``), for the step."""
-        gradients, e = self.batch.rows.gradients, self.entries
-        if gradients is None or e.starts[-1] == 0:
+        gradients, starts, found = self.batch.rows.gradients, self.entries.starts, self.found
+        if gradients is None or starts[-1] == 0:
             return
         self.batch.rows.check()  # slots mean other rows in the next pass
         gradients.wait(
             self.part.group,
             partial(
-                SavedGradient, slots=e.slots, width=width, cols=self.part.cols,
-                places=e.places, scales=e.scales, argmax=e.argmax.reshape(-1), sorted=e.sorted,
+                SavedGradient, slots=found.slots, width=width, cols=self.part.cols,
+                places=found.places, scales=found.scales, argmax=found.argmax.reshape(-1), sorted=found.sorted,
                 looked_up=[self.batch.ids[name] for name in self.part.features],
-                spans=partial(feature_spans, self.part.tables, e.starts),
+                spans=partial(feature_spans, self.part.tables, starts),
             ),
             arrival,
         )  # fmt: skip
@@ -119,7 +125,7 @@ class PooledLookup:
     def weight_gradients(self, grad_NT: Array) -> dict[str, Array]:
         """Return d loss / d weight by feature."""
         self.batch.rows.check()
-        out = self.batch.rows.backend.weight_gradient(self.rows, self.entries, grad_NT)
+        out = self.batch.rows.backend.weight_gradient(self.rows, self.entries, self.found, grad_NT)
         starts = self.entries.starts
         return {name: out[int(starts[f]) : int(starts[f + 1])] for f, name in enumerate(self.part.features)}
 
@@ -151,11 +157,14 @@ class RowLookup:
         self.part, self.batch = part, batch
         _check_stepped(batch)
         self.entries = read_entries(part, batch, {})
+        self.found: LookedUp
+        """What it left, once it was done."""
 
     @property
     def rows(self) -> GroupRows:
         """The rows looked up."""
-        return self.batch.rows.groups[self.part.group]
+        rows: GroupRows = self.batch.rows.groups[self.part.group]
+        return rows
 
     def backward(self, feature: int, arrival: Arrival) -> None:
         """Leave one feature's gradient for the step."""
@@ -164,7 +173,7 @@ class RowLookup:
         if gradients is None or first == last:
             return
         self.batch.rows.check()  # as above
-        slots, known = self.entries.slots[first:last], self.entries.sorted
+        slots, known = self.found.slots[first:last], self.found.sorted
         if known is not None and isinstance(known.pairs, FeatureRuns):
             known = SortedSlots(slots, known.pairs._replace(number=feature, num_parts=len(self.part.features)))
         gradients.wait(

@@ -8,24 +8,17 @@ batch at each call, so a CUDA graph, which repeats one, must not hold it.
 from __future__ import annotations
 
 import functools
-import itertools
-import sys
-import weakref
 from collections.abc import Sequence  # noqa: TC003 - operators' schemas are read at run time
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
+from tiercache.values.compiled import batch_of, module_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tiercache.training.batch import Batch
-    from tiercache.training.table_module import TableModule
-
-_numbers = itertools.count(1)
-_batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
-_modules: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-
+    from tiercache.values.batch import Batch
 
 _CONTEXT = "tiercache_context"
 
@@ -60,26 +53,6 @@ class _OnceDifferentiable(torch.autograd.Function):
         )
 
 
-def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have compiled models call a function as it is.
-
-    As `torch.compiler.disable`, which imports torch's compiler where it is called: half of what importing us would
-    take, and no use to a model that is not compiled.
-    """
-    disabled: list[Callable[..., Any]] = []
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:
-            return function(*args, **kwargs)
-        if not disabled:
-            disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
-        return disabled[0](*args, **kwargs)
-
-    run._torchdynamo_disable = True  # type: ignore[attr-defined] # what the compiler asks for
-    return run
-
-
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Return the backward of a lookup whose results raise RuntimeError when they are differentiated.
 
@@ -97,25 +70,6 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         return tuple(None if one is None else next(marked) for one in found)
 
     return run
-
-
-def number_batch(batch: Batch, number: torch.Tensor | None) -> torch.Tensor:
-    """Have operators find a batch, or a copy of the one with ``number``: (samples,) int64, all the same."""
-    if number is None:
-        number = torch.full((1,), next(_numbers), device="cpu").expand(batch.num_samples)
-    _batches[_number_of(number)] = batch
-    return number
-
-
-def number_module(module: TableModule) -> int:
-    """Have operators find a module by the number that is returned."""
-    number = next(_numbers)
-    _modules[number] = module
-    return number
-
-
-def _number_of(number: torch.Tensor) -> int:
-    return int(number.as_strided((1,), (1,)))  # of no samples too
 
 
 def look_up_bags(module: Any, batch: Batch, weights: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -176,7 +130,7 @@ def _backward(
 def _run(anchor: torch.Tensor, number: torch.Tensor, module: int, *given: Any) -> tuple[Any, torch.Tensor]:
     """Return what a module looks up, and what backward is given: 1 with its context, 0 where there is no backward."""
     context = Context(anchor)
-    out = _modules[module].run(context, _batches[_number_of(number)], *given)
+    out = module_of(module).run(context, batch_of(number), *given)
     token = torch.full((), int(torch.is_grad_enabled()), device="cpu")
     if torch.is_grad_enabled():
         setattr(token, _CONTEXT, context)

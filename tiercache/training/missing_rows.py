@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 import torch
 
-from tiercache.backends.jagged import RowRequest, Span, places_of
-from tiercache.data.encoded_batch import FeatureIds
+from tiercache.backends.jagged import places_of
 from tiercache.data.raw_batch import OOV_KEY
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
 from tiercache.store.errors import KeyMissingError
 from tiercache.tiers.first_vectors import initial_vectors
-from tiercache.tiers.rows import GroupRows, RowView
+from tiercache.tiers.rows import group_rows
 from tiercache.training.row_gradients import RowGradients
+from tiercache.training.row_view import RowView
+from tiercache.values.ids import FeatureIds
+from tiercache.values.lookups import Span
+from tiercache.values.rows import GroupRows, RowRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -28,14 +31,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.backends.base import Backend
-    from tiercache.backends.jagged import FoundIds, SavedGradient
     from tiercache.data.raw_batch import FeatureKeys
     from tiercache.schema import Schema
     from tiercache.store import Store
     from tiercache.store.table import Group, Table
     from tiercache.training.anchors import Arrival
-    from tiercache.training.batch import Batch
     from tiercache.training.row_optimizer import RowOptimizer
+    from tiercache.values.batch import Batch
+    from tiercache.values.ids import FoundIds
+    from tiercache.values.lookups import SavedGradient
 
 Missing = Literal["error", "zero", "init", "load"]
 MISSING = ("error", "zero", "init", "load")
@@ -110,7 +114,7 @@ class MissingRows:
     def no_rows(self, name: str) -> RowView:
         """Return a view without a row, of which all keys are missing, and without gradients."""
         empty = [
-            GroupRows.of(
+            group_rows(
                 group, (self._backend.empty((0, group.dim), np.float32),), self._backend.empty((0,), np.int32),
                 np.zeros(len(group.tables) + 1, np.int64), dtype="float32",
             )
@@ -214,7 +218,7 @@ class _GatheredRows:
         self._trained, self._index = trained, index  # not its rows: they go when the pass ends
         self._held = backend.to_device(positions_R), self.slots_R, vectors[: self.num_held]
         starts, locals_ = np.zeros(len(group.tables) + 1, np.int64), np.arange(count, dtype=np.int32)
-        view = GroupRows.of(group, (vectors,), backend.to_device(locals_), starts, dtype="float32")
+        view = group_rows(group, (vectors,), backend.to_device(locals_), starts, dtype="float32")
         self._view = replace(view, num_local=dict.fromkeys(view.num_local, count))
 
     def now(self) -> GroupRows:

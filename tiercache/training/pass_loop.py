@@ -12,11 +12,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from tiercache.errors import StateError, StoreError
-from tiercache.tiers.rows import RowView
 from tiercache.training.finite_check import FiniteCheck
 from tiercache.training.passes import Pass, check_epochs
 from tiercache.training.progress import TrainingProgress
 from tiercache.training.rate_watch import RateWatch
+from tiercache.training.row_view import RowView
 from tiercache.training.threads import share_threads
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import torch
 from tiercache.errors import StateError
 from tiercache.training.batch import SHUFFLED_BY, cut_batches, sample_order
 from tiercache.training.evaluation import check_exchange_schedule
-from tiercache.training.exchange import BatchRequest
 from tiercache.training.pass_ledger import PassLedger
+from tiercache.values.batch import BatchRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.data.view import SubDatasetView
-    from tiercache.tiers.rows import RowView
-    from tiercache.training.batch import Batch
     from tiercache.training.batch_pipeline import BatchPipeline
     from tiercache.training.exchange import Exchange
     from tiercache.training.missing_rows import Missing
     from tiercache.training.raw_batch import RawKeys
+    from tiercache.training.row_view import RowView
+    from tiercache.values.batch import Batch
 
 _ENDED = object()
 """In place of an item of a loader that has no more."""

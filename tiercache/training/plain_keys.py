@@ -14,12 +14,12 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from tiercache.data.encoded_batch import FeatureIds
 from tiercache.data.key_sets import as_keys
 from tiercache.data.raw_batch import NULL_KEY, FeatureKeys
 from tiercache.errors import KeyNotInPassError, RankError, StateError
-from tiercache.training.batch import Batch
 from tiercache.training.raw_samples import RawSamples
+from tiercache.values.batch import Batch
+from tiercache.values.ids import FeatureIds
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

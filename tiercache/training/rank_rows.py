@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from tiercache.store import Store
     from tiercache.tiers.pass_switcher import StateBytes
     from tiercache.tiers.report import PassReport
-    from tiercache.tiers.rows import GroupRows
     from tiercache.training.dense_state import RandomStates
     from tiercache.training.passes import Pass
+    from tiercache.values.rows import GroupRows
 
 _TRAINED_BY: weakref.WeakKeyDictionary[Store, weakref.ref[RankRows]] = weakref.WeakKeyDictionary()
 """What is in a loop over its passes, by the store that it commits to."""

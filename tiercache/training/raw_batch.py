@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tiercache.data.encoded_batch import FeatureIds
-from tiercache.training.batch import Batch
 from tiercache.training.missing_rows import UNSEEN, MissingRows, check_unseen
 from tiercache.training.raw_samples import RawReader
+from tiercache.values.batch import Batch
+from tiercache.values.ids import FeatureIds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

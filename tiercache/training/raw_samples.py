@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.backends.base import Backend
-    from tiercache.backends.jagged import Found, FoundIds
     from tiercache.data.dataset import SubDataset
     from tiercache.data.raw_batch import FeatureKeys
     from tiercache.schema import Schema
     from tiercache.store.table import Table
     from tiercache.training.key_finder import IndexPlan
     from tiercache.training.missing_rows import Missing
+    from tiercache.values.ids import Found, FoundIds
 
 SCRATCH_BYTES = 40  # for each row that is read, beside it
 

@@ -17,7 +17,7 @@ from tiercache.store.table import group_tables
 from tiercache.store.vectors import from_words
 from tiercache.tiers.first_vectors import first_vectors
 from tiercache.tiers.report import PassReport
-from tiercache.tiers.rows import GroupRows
+from tiercache.tiers.rows import group_rows
 from tiercache.training.commit_state import CommitState
 from tiercache.training.held_keys import HeldKeys
 from tiercache.training.missing_rows import unseen_vectors
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tiercache.training.dense_state import RandomStates
     from tiercache.training.missing_rows import Unseen
     from tiercache.training.passes import Pass
+    from tiercache.values.rows import GroupRows
 
 
 class ResidentRows:
@@ -136,7 +137,7 @@ class ResidentRows:
             bytes_read_planned=0, durable=_nothing_to_write(),
         )  # fmt: skip
         return report, [
-            GroupRows.of(
+            group_rows(
                 group,
                 self._arrays_G[g].fields,
                 self.backend.place(self._slots_PG[p][g], self._arrays_G[g].slots),

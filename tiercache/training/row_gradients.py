@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tiercache.backends.jagged import SavedGradient
     from tiercache.training.anchors import Arrival
+    from tiercache.values.lookups import SavedGradient
 
 NOBODY_STEPS = (
     "row gradients of an earlier batch are pending, but cache.optimizer was never stepped, so no row would be trained: "

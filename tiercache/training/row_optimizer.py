@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tiercache.backends.jagged import OptimizerStep
+from tiercache.backends.jagged import OptimizerStep, of_tables
 from tiercache.errors import StateError
 from tiercache.store.table import Adam, Group
 from tiercache.training.anchors import Anchors
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from tiercache.backends.base import Backend
-    from tiercache.backends.jagged import SavedGradient
     from tiercache.store.optimizer import Optimizer
     from tiercache.store.table import Table
-    from tiercache.tiers.rows import GroupRows
     from tiercache.training.anchors import Anchor, Arrival
+    from tiercache.values.lookups import SavedGradient
+    from tiercache.values.rows import GroupRows
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -292,7 +292,7 @@ class RowOptimizer(torch.optim.Optimizer):
         if len(names) == 1 or not (isinstance(tables[0].optimizer, Adam) or tables[0].dtype != "float32"):
             return {max(names): [*pending]}  # other rules do not go by it
         parts = {
-            number: [part for saved in pending for part in saved.of_tables(self._backend, some)]
+            number: [part for saved in pending for part in of_tables(self._backend, saved, some)]
             for number, some in names.items()
         }
         return {number: part for number, part in parts.items() if part}

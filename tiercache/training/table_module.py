@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,15 +10,15 @@ from torch import nn
 
 from tiercache.errors import DatasetError, StateError
 from tiercache.schema import Schema, difference
-from tiercache.training.batch import Batch
-from tiercache.training.lookup_ops import number_module
+from tiercache.values.batch import Batch
+from tiercache.values.compiled import number_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from tiercache.schema import Feature
-    from tiercache.tiers.rows import RowView
     from tiercache.training.plain_keys import Given
+    from tiercache.training.row_view import RowView
 
 
 class TableModule(nn.Module):
@@ -199,28 +199,27 @@ class TableModule(nn.Module):
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a state without rows and anchor; of a cache's module it names the commit that it belongs to."""
+        """Return a state without rows and anchor; its metadata name the store and the commit that it belongs to."""
         found = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         found.pop(f"{prefix}anchor", None)
-        if self._rows() is None:
-            found.pop(prefix + EXTRA_STATE, None)
+        rows = self._rows()
+        if rows is not None and hasattr(found, "_metadata"):
+            found._metadata[prefix[:-1]]["rows"] = rows()
         return found
 
-    def get_extra_state(self) -> torch.Tensor:
-        """Return the store and the commit that the state belongs to: JSON in a tensor, so that copies can clone it."""
-        rows = self._rows()
-        text = "" if rows is None else json.dumps(rows())
-        return torch.tensor([*text.encode()], dtype=torch.uint8, device="cpu")
-
-    def set_extra_state(self, state: Any) -> None:
-        """Note which rows the state belongs to. Raises StateError if the cache has others."""
-        self._loaded = None if TableModule.is_restoring else _rows_of(state)
-        self._check_rows()
-
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        self._loaded = None if TableModule.is_restoring else local_metadata.get("rows")
+        self._check_rows()
+        rows = self._rows()
+        if not local_metadata and not TableModule.is_restoring and rows is not None and rows()["commit"] > 0:
+            warnings.warn(
+                f"a state was loaded that does not say which rows of {', '.join(map(repr, self.tables))} it belongs "
+                f"to, as a copy into a plain dict; rows stay those of commit {rows()['commit']} and what was trained "
+                "since: keep copy.deepcopy(model.state_dict()) or torch.save it, and roll the store back with it",
+                stacklevel=2,
+            )
         state_dict.setdefault(f"{prefix}anchor", self.anchor.detach())
-        state_dict.setdefault(prefix + EXTRA_STATE, None)
         if state_dict.pop(f"{prefix}weight", None) is not None:
             args[3].append(
                 f"{prefix}weight is a whole table, whose rows are in the store now: load it into the plain model "
@@ -229,8 +228,6 @@ class TableModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 
-EXTRA_STATE = "_extra_state"
-"""The key, behind the name of a module, of what ``get_extra_state`` returns."""
 UNBOUNDED = (1 << 63) - 1
 """Keys of a table that any int64 may be a key of."""
 _INSTEAD = {
@@ -251,17 +248,6 @@ def refuse_attribute(module: nn.Module, name: str) -> None:
     """Raise AttributeError, with what to do, for an attribute that only torch's embeddings have."""
     if name in _INSTEAD:
         raise AttributeError(f"{type(module).__name__} has no {name}, as torch's embeddings have: {_INSTEAD[name]}")
-
-
-def _rows_of(state: Any) -> dict[str, Any] | None:
-    """Return what `TableModule.get_extra_state` wrote; None for anything else, such as an average of several."""
-    if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8 or not state.numel():
-        return None
-    try:
-        found = json.loads(bytes(state.tolist()))
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) and found.keys() == {"store", "commit"} else None
 
 
 def _of_no_cache() -> None:

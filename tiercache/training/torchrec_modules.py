@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from tiercache.schema import Schema
-    from tiercache.training.batch import Batch
+    from tiercache.values.batch import Batch
 
 
 def is_collection(module: nn.Module) -> bool:

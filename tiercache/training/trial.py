@@ -15,7 +15,7 @@ from tiercache.training.embedding import EmbeddingBagCollection
 
 if TYPE_CHECKING:
     from tiercache.data.dataset import PassDataset
-    from tiercache.training.batch import Batch
+    from tiercache.values.batch import Batch
 
 _BATCH = 4096
 _WIDTH = 128

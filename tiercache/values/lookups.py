@@ -1,0 +1,134 @@
+"""One lookup: the ids of a batch's features of one group, what it leaves, and the gradient that backward saves.
+
+Legend: E entries (ids), F features, N samples, T columns of the output. Arrays on the device are NumPy arrays on a CPU
+and torch tensors on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.values.ids import Array, FeatureIds, FoundIds
+
+
+class Span(NamedTuple):
+    """Neighboring entries of one table."""
+
+    table: str
+    first: int
+    last: int
+    """The entry after the last one."""
+
+
+def feature_spans(tables: Sequence[str], starts: NDArray[np.int64]) -> list[Span]:
+    """Return those of features that lie one after the other: ``tables`` (F,) and ``starts`` (F + 1,)."""
+    return list(map(Span, tables, starts[:-1].tolist(), starts[1:].tolist()))
+
+
+def position_spans(first: Mapping[str, int], positions: NDArray[np.int32]) -> list[Span]:
+    """Return those of rows by position (E,); ``first``: of each table the position of its first row."""
+    tables = sorted(first, key=lambda table: first[table])
+    number = np.searchsorted([first[table] for table in tables], positions, side="right") - 1
+    starts = np.flatnonzero(np.diff(number, prepend=-1))
+    return feature_spans([tables[n] for n in number[starts].tolist()], np.append(starts, positions.size))
+
+
+class FeatureRuns(NamedTuple):
+    """The order of the ids of a lookup, of which some gradient is a part."""
+
+    runs: Any
+    number: int
+    """Of the part."""
+    num_parts: int
+
+
+class SortedSlots(NamedTuple):
+    """Slots of entries, and what `sort_slots` returns for them; on a GPU their `FeatureRuns`."""
+
+    slots: Array
+    """(E,)"""
+    pairs: Array
+    """(E,)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookupIds:
+    """The ids of a batch's features of one group, feature-major."""
+
+    ids: Array
+    """(E,) int32, on the device; each is in its feature's table."""
+    starts: NDArray[np.int64]
+    """(F + 1,) where each feature's entries begin."""
+    bases: NDArray[np.int64]
+    """(F,) the position of local id 0 of each feature's table."""
+    modes: NDArray[np.int8]
+    """(F,)"""
+    cols: NDArray[np.int64]
+    """(F,) the first output column of each feature."""
+    offsets: Array | None = None
+    """(F * N + 1,) where each bag begins, on the device; None: one id for each feature and sample."""
+    weights: Array
+    """(E,) on the device; empty: all 1."""
+    trained: bool = False
+    """Whether a step is expected to follow: the lookup may then prepare it."""
+    runs: Any = None
+    """The order of the ids by position, if they came with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """What a lookup of `LookupIds` leaves for its backward."""
+
+    slots: Array
+    """(E,) the slot of each entry."""
+    sorted: SortedSlots | None
+    """``slots``, if the lookup sorted them."""
+    argmax: Array
+    """(N, T) the entry that gave each maximum; empty where nothing is pooled by max."""
+    places: Array | None
+    """(E,) where each entry's gradient begins; its complement where ``argmax`` decides element by element."""
+    scales: Array
+    """(E,) what each entry's gradient is multiplied by; empty: 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedGradient:
+    """The gradient of one lookup: entries in batch order, each with its slot and its place in ``gradient``."""
+
+    slots: Array
+    """(E,)"""
+    gradient: Array
+    """Flat; of (N, ``width``)."""
+    width: int
+    cols: NDArray[np.int64]
+    """The first column of each feature; where ``places`` is None, every feature has one entry a sample."""
+    places: Array | None
+    """(E,) as of `LookedUp`."""
+    scales: Array
+    """(E,) as of `LookedUp`; empty: 1."""
+    argmax: Array
+    """Flat like ``gradient``, as of `LookedUp`."""
+    sorted: SortedSlots | None = None
+    """As of `LookedUp`."""
+    looked_up: Sequence[FeatureIds | FoundIds] | None = None
+    """The ids that were looked up, of which these are the rows; None where nobody says."""
+    spans: Callable[[], list[Span]] | None = None
+    """Returns which entries are of which table, all of them in order; None: the group has one table."""
+
+    @property
+    def num_samples(self) -> int:
+        """Rows of the gradient."""
+        return int(self.gradient.shape[0]) // self.width
+
+    @property
+    def pairs(self) -> Array | None:
+        """(E,) ``slots`` sorted; None where these slots were not: the gradient may have come to other rows since."""
+        return self.sorted.pairs if self.sorted is not None and self.sorted.slots is self.slots else None
