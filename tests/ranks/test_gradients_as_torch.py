@@ -18,6 +18,7 @@ import tiercache as tc
 from tests.ranks.trainings import OPTIONS, stored
 from tests.training.cases import SPECS, Case, table
 from tests.training.test_plain_keys import MODELS, PASSES, STEPS, World
+from tiercache.errors import StateError
 
 if TYPE_CHECKING:
     from tests.ranks.pool import RanksPool
@@ -92,7 +93,7 @@ def train(ranks: AnyCommunicator, folder: str, how: str, *, accumulates: bool) -
             mesh = init_device_mesh("cpu", (ranks.size,))
             fully_shard(model.bag, mesh=mesh)
             fully_shard(model, mesh=mesh)
-        elif how in ("ddp", "static"):
+        elif how in ("ddp", "static", "clipped"):
             model = DistributedDataParallel(model, static_graph=how == "static")
         cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
         optimizer, losses, error = cache.optimizer, [], ""
@@ -106,20 +107,26 @@ def train(ranks: AnyCommunicator, folder: str, how: str, *, accumulates: bool) -
                         loss.backward()
                     losses.append(loss.item())
                     if not waits:
+                        if how == "by hand":
+                            for one in model.parameters():
+                                torch.distributed.all_reduce(one.grad)
+                                one.grad /= ranks.size
+                        elif how == "clipped":
+                            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
                         optimizer.step()
                         optimizer.zero_grad()
-        except RuntimeError as caught:
+        except (RuntimeError, StateError) as caught:
             error = str(caught).splitlines()[0]
             cache._close(failed=True)
         return {"losses": losses, "error": error}
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
-@pytest.mark.parametrize("how", ["static", "fsdp"])
+@pytest.mark.parametrize("how", ["static", "fsdp", "by hand"])
 def test_other_wrappers_train_as_plain_data_parallel(
     ranks_pool: RanksPool, tmp_path: Path, how: str, accumulates: bool
 ) -> None:
-    """A static graph, and FSDP, which takes anchors as any parameter; accumulated and not."""
+    """A static graph, FSDP, which takes anchors as any parameter, and loops that average; accumulated and not."""
     CASE.cut(tmp_path / "passes")
     sides = {
         one: ranks_pool.run(2, f"{__name__}:train", folder=str(tmp_path), how=one, accumulates=accumulates)
@@ -131,6 +138,29 @@ def test_other_wrappers_train_as_plain_data_parallel(
     for one, two in zip(stored(tmp_path, f"{how}.tc").values(), stored(tmp_path, "ddp.tc").values(), strict=True):
         for numbers, others in zip(one[1], two[1], strict=True):
             np.testing.assert_allclose(numbers, others, rtol=1e-4, atol=1e-6)
+
+
+def test_fsdp_on_one_rank_trains_as_the_plain_model(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """To the same losses and rows."""
+    CASE.cut(tmp_path / "passes")
+    found = [
+        ranks_pool.run(1, f"{__name__}:train", folder=str(tmp_path), how=how, accumulates=False)[0]
+        for how in ("fsdp", "plain")
+    ]
+    assert [one["error"] for one in found] == ["", ""]
+    np.testing.assert_allclose(found[0]["losses"], found[1]["losses"], rtol=1e-6)
+    for one, two in zip(stored(tmp_path, "fsdp.tc").values(), stored(tmp_path, "plain.tc").values(), strict=True):
+        for numbers, others in zip(one[1], two[1], strict=True):
+            np.testing.assert_allclose(numbers, others, rtol=1e-5, atol=1e-7)
+
+
+def test_clipping_that_leaves_rows_out_is_refused_on_ranks_too(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """As on one: a loop that averages gradients by itself is told apart by what the anchor's becomes."""
+    CASE.cut(tmp_path / "passes")
+    found = ranks_pool.run(2, f"{__name__}:train", folder=str(tmp_path), how="clipped", accumulates=False)
+    for one in found:
+        assert "gradients were changed" in one["error"]
+        assert "cache.clip_grad_norm_" in one["error"]
 
 
 class Words(nn.Module):

@@ -15,13 +15,13 @@ from tiercache.ranks.bags import Block, Candidate, Chooser, cut_bags, message_of
 from tiercache.ranks.bounds import out_of_bounds
 from tiercache.ranks.owners import Destination, Owners
 from tiercache.ranks.pending_batches import tensors_of
-from tiercache.ranks.pooling import PooledBatch
+from tiercache.ranks.pooling import PooledBatch, Served
 from tiercache.ranks.requests import Requester
 from tiercache.ranks.stretches import Stretches
 from tiercache.store.table import group_tables
 from tiercache.training.batch import Pooled
 from tiercache.values.ids import FeatureIds
-from tiercache.values.lookups import LookupIds
+from tiercache.values.lookups import LookedUp, LookupIds
 from tiercache.values.rows import GroupRows
 
 TABLES = tuple(sorted((table(name, dim) for name, dim in (("a", 4), ("b", 6), ("c", 4))), key=lambda t: t.table_id))
@@ -235,8 +235,9 @@ def test_every_tensor_of_a_batch_is_found_wherever_it_is() -> None:
     host = np.zeros(1, np.int64)
     rows = GroupRows(Vectors(all_[0], 1, 0), (), all_[1], {"t": 0}, {"t": 1}, host)
     entries = LookupIds(ids=all_[2], starts=host, bases=host, modes=host.astype(np.int8), cols=host, offsets=all_[3],
-                      weights=all_[4], slots=all_[5], places=all_[6], scales=all_[7])  # fmt: skip
+                        weights=all_[4])  # fmt: skip
+    left = LookedUp(all_[5], None, host, all_[6], all_[7])
     asked: Any = None
-    pooled = PooledBatch({"f": Pooled("sum", all_[8])}, asked, (((asked, entries),),))
+    pooled = PooledBatch({"f": Pooled("sum", all_[8])}, asked, ((Served(asked, entries, left),),))
     found = tensors_of(([rows], pooled, None, "words", 3))
     assert {int(tensor[0]) for tensor in found} == set(range(9))

@@ -65,7 +65,7 @@ def store(tmp_path: Path, trained: Path) -> Iterator[tc.Store]:
 
 
 @contextlib.contextmanager
-def one_sentence(kind: type[Exception], *words: str) -> Iterator[None]:
+def one_sentence(kind: type[Exception] | tuple[type[Exception], ...], *words: str) -> Iterator[None]:
     """Expect an error of one line that holds all of ``words``."""
     with pytest.raises(kind) as caught:
         yield

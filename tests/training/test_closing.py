@@ -30,7 +30,7 @@ from tiercache.training.lookup import PooledLookup, RowLookup
 from tiercache.training.missing_rows import _GatheredRows, _RawRows
 from tiercache.values.batch import Batch
 from tiercache.values.ids import FeatureIds, FoundIds
-from tiercache.values.lookups import LookupIds, SavedGradient
+from tiercache.values.lookups import LookedUp, LookupIds, SavedGradient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -232,8 +232,8 @@ ONE_PASS = Case(
     tables=(table("a", 8), table("b", 3, dtype="bfloat16")), specs=SPECS, num_samples=200, pass_rows=200, batch=10
 )
 OF_A_BATCH = (
-    Batch, FeatureIds, FoundIds, SampleBuffers, EncodedBatch, HostUpload, PinnedUpload, LookupIds, SavedGradient,
-    Joined, PooledLookup, RowLookup, _GatheredRows, _RawRows,
+    Batch, FeatureIds, FoundIds, SampleBuffers, EncodedBatch, HostUpload, PinnedUpload, LookupIds, LookedUp,
+    SavedGradient, Joined, PooledLookup, RowLookup, _GatheredRows, _RawRows,
 )  # fmt: skip
 
 

@@ -259,6 +259,14 @@ def test_forms_of_keys_are_those_of_torch(small: tuple[Any, Any, Any]) -> None:
     torch.testing.assert_close(bag(flat, offsets), theirs(flat, offsets))
     nested = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([], dtype=torch.int64), torch.tensor([3])])
     torch.testing.assert_close(bag(nested), theirs(torch.tensor([1, 2, 3]), torch.tensor([0, 2, 2])))
+    last = tc.EmbeddingBag(cache.schema, "a", padding_idx=3, include_last_offset=True)
+    cache.register(last=last)
+    torch.testing.assert_close(last(flat, torch.tensor([0, 0, 2, 4])), theirs(flat, offsets))
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([9])], layout=layout)
+        mine, other = rows(nested), nn.functional.embedding(nested, weight)
+        assert mine.layout == other.layout
+        assert all(torch.equal(one, two) for one, two in zip(mine.unbind(), other.unbind(), strict=True))
     for shape in ((), (0,), (2, 0), (2, 3, 4)):
         some = torch.full(shape, 7)
         assert torch.equal(rows(some), nn.functional.embedding(some, weight))
@@ -279,8 +287,48 @@ def test_what_a_weight_says_and_what_it_does_not_have(small: tuple[Any, Any, Any
     assert rows.weight.dtype == torch.float32
     assert rows.weight.shape[1] == rows.embedding_dim == 4
     assert (bag.padding_idx, rows.padding_idx) == (3, None)
+    assert (rows.weight.dim(), len(rows.weight.size()), rows.weight.numel() % 4) == (2, 2, 0)
     with pytest.raises(AttributeError, match="the weight of table 'a' has no data here: its rows are in the store"):
         rows.weight.data.uniform_(-1, 1)
+
+
+VALUES: dict[str, Callable[[Any], object]] = {
+    "[]": lambda weight: weight[torch.tensor([1])],
+    "@": lambda weight: torch.ones(2, 4) @ weight,
+    "+": lambda weight: weight + 1,
+    "len": len,
+    "norm": torch.norm,
+    "linear": lambda weight: nn.functional.linear(torch.ones(2, 4), weight),
+    "embedding": lambda weight: nn.functional.embedding(torch.tensor([1]), weight),
+    "cat": lambda weight: torch.cat([torch.ones(2, 4), weight]),
+    "uniform_": nn.init.uniform_,
+    "xavier_uniform_": nn.init.xavier_uniform_,
+    "numpy": np.asarray,
+    "detach": lambda weight: weight.detach(),
+    "data =": lambda weight: setattr(weight, "data", torch.ones(2, 4)),
+    "copy_": lambda weight: weight.copy_(torch.ones(2, 4)),
+}
+
+
+@pytest.mark.parametrize("what", VALUES)
+def test_a_weight_says_what_to_do_for_its_values(small: tuple[Any, Any, Any], what: str) -> None:
+    """Whatever asks for them."""
+    with one_sentence((AttributeError, TypeError), "table 'a'", "look keys up by the module", "Store.lookup()"):
+        VALUES[what](small[2].weight)
+
+
+@pytest.mark.parametrize("how", ["attribute", "method"])
+def test_a_weight_freezes_its_module(small: tuple[Any, Any, Any], how: str) -> None:
+    """As a weight of torch does: no row is trained, and any key is read."""
+    _, _, rows = small
+    if how == "attribute":
+        rows.weight.requires_grad = False
+    else:
+        rows.weight.requires_grad_(False)
+    assert not rows.weight.requires_grad
+    assert not rows(torch.tensor([1, 500])).requires_grad
+    rows.weight.requires_grad = True
+    assert all(one.requires_grad for one in rows.parameters())
 
 
 MISTAKES: dict[str, tuple[Callable[[Any, Any, Any], object], type[Exception], list[str]]] = {

@@ -326,7 +326,7 @@ def test_the_state_of_a_module_says_which_rows_it_belongs_to(tmp_path: Path, pas
                 model.load_state_dict(best)
         model.load_state_dict(model.state_dict())
         for plain in (dict(state), {k: v.clone() for k, v in state.items()}):
-            with pytest.warns(UserWarning, match="does not say which rows of 'a' it belongs to"):
+            with pytest.warns(UserWarning, match="does not say which rows of 'a', 'b' it belongs to"):
                 model.load_state_dict(plain)
     other = Net()
     other.load_state_dict(dict(state))

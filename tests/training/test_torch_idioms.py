@@ -153,6 +153,25 @@ def test_gradients_that_leave_rows_out_are_refused(
     assert all(torch.equal(old, world.rows(name)) for old, name in zip(before, "ab", strict=True))
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+def test_hooks_that_only_look_on_change_nothing(world: World, to_none: bool) -> None:
+    """Gradients accumulated and dropped in both ways, as torch moves weights."""
+    seen = list[float]()
+    for parameter in world.model.parameters():
+        parameter.register_hook(lambda gradient: seen.append(float(gradient.sum())))
+    for number in range(3):
+        for model, optimizer, given in world.sides(number):
+            model(given).mean().backward()
+            model.zero_grad(set_to_none=to_none)
+            for part in (0.5, 0.25):
+                (model(given) * part).square().mean().backward()
+            optimizer.step()
+            model.zero_grad(set_to_none=to_none)
+            optimizer.zero_grad()
+    assert seen
+    world.assert_same()
+
+
 def test_hooks_that_give_zeros_drop_the_gradients_of_rows(world: World) -> None:
     """As they would of a weight: the step moves no row."""
     before = world.rows("a"), world.rows("b")

@@ -20,7 +20,7 @@ import torch
 from tiercache.errors import StateError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, MutableMapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
@@ -31,6 +31,10 @@ _UNIT = 2.0**-60
 """Small enough to change no norm of gradients; a sum of up to 2^24 of them is exact, and so is one unscaled."""
 _HALF_UNIT = 2.0**-14
 """The same in 16 bits with 5 of exponent."""
+
+
+_ROUNDING = 1e-3
+"""Of a number of units that ranks have averaged."""
 
 
 class _State(Enum):
@@ -112,7 +116,7 @@ class Anchor:
     """The gradients of one module's rows since the last step."""
 
     def __init__(self, module: TableModule, anchors: Anchors) -> None:
-        self._module, self._anchors = weakref.ref(module), anchors
+        self._module, self._anchors = weakref.ref(module, _forget(weakref.ref(anchors), id(module))), anchors
         self.tables = ", ".join(map(repr, module.tables))
         """Names of the tables, as messages have them."""
         self.table_names = tuple(module.tables)
@@ -167,7 +171,7 @@ class Anchor:
             if not self._is_lent:
                 self.drop_dropped()
             self.check_left()
-            if parameter.grad is None:
+            if parameter.grad is None or (self._has_hooks and float(parameter.grad) == 0.0):
                 self._lookups = 0
             self._task, self._asked = task, 0
             _behind_backward(partial(self._end, task, weakref.ref(parameter)))
@@ -226,52 +230,63 @@ class Anchor:
         grad = None if self.parameter is None else self.parameter.grad
         return grad is not None and not _is_sharded(grad) and not math.isfinite(float(grad))
 
-    def drop_dropped(self) -> None:
-        """Forget gradients where the anchor's was set to None or zeroed.
+    def drop_dropped(self) -> torch.Tensor | None:
+        """Forget gradients where the anchor's was set to None or zeroed; return it if it may be another.
 
-        Waits for a GPU where the anchor's gradient was written since backward.
+        That is if it was written or replaced since the last backward, or hooks see it; a GPU is waited for then.
         """
-        if not self._arrived:
-            return
         parameter = self.parameter
         grad = None if parameter is None else parameter.grad
-        if grad is None or ((self._is_changed(grad) or self._has_hooks) and float(grad) == 0.0):
+        written = None
+        if grad is not None and not _is_sharded(grad) and (self._is_changed(grad) or self._has_hooks):
+            written = grad
+        if self._arrived and (grad is None or (written is not None and float(written) == 0.0)):
             self._drop([one for one in self._arrived if one.is_accumulated])
             self._lookups = 0
+        return written
+
+    def write(self, grad: torch.Tensor, overflows: torch.Tensor) -> None:
+        """Make the anchor's gradient infinite where a gradient of rows overflows: that is no change of the loop's."""
+        is_changed = self._is_changed(grad)
+        grad.masked_fill_(overflows, math.inf)
+        if not is_changed:
+            self._version = grad._version
 
     def _is_changed(self, grad: torch.Tensor) -> bool:
         """Return True if the anchor's gradient was written or replaced since the last backward."""
-        return not _is_sharded(grad) and (self._seen() is not grad or grad._version != self._version)
+        return self._seen() is not grad or grad._version != self._version
 
     @property
     def _has_hooks(self) -> bool:
         """True if the loop has hooks on the anchor, which may change what arrives there."""
         return self._hooked is not None and bool(self._hooked._backward_hooks)
 
-    def _is_hooked_to_another(self, grad: torch.Tensor) -> bool:
-        """Return True if hooks have made the anchor's gradient another than what lookups gave it."""
-        return self._has_hooks and not _is_sharded(grad) and float(grad) != self._lookups * unit_of(grad)
+    def _is_another(self, grad: torch.Tensor) -> bool:
+        """Return True if a gradient that was written, or that hooks see, is another than what lookups gave it.
+
+        Several ranks may average it by themselves: it is a number of units, divided by that of ranks.
+        """
+        units = float(grad) / unit_of(grad)
+        if (ranks := _num_ranks()) == 1:
+            return self._is_changed(grad) or units != self._lookups
+        return math.isfinite(units) and abs(units * ranks - round(units * ranks)) > _ROUNDING
 
     def due(self) -> list[Arrival]:
         """Return the gradients that a step applies. Raises StateError where the anchor's alone was changed.
 
         Waits for a GPU only where it may have been.
         """
-        self.drop_dropped()
+        written = self.drop_dropped()
         found = self.waiting if self._arrived else []
-        parameter = self.parameter
-        grad = None if parameter is None else parameter.grad
-        is_averaged = torch.distributed.is_available() and torch.distributed.is_initialized()
         if not found:
-            if grad is not None and not is_averaged and self._is_changed(grad) and float(grad) != 0.0:
+            if written is not None and self._is_changed(written) and _num_ranks() == 1 and float(written) != 0.0:
                 raise StateError(
                     f"gradients of parameters were set by hand, as from torch.autograd.grad, and those of the rows of "
                     f"{self.tables} were not: call backward() of the loss, or of a sum of losses, in place of it"
                 )
             return []
         self.check_left()
-        is_alone = grad is not None and not is_averaged and any(one.is_untouched for one in found)
-        if is_alone and grad is not None and (self._is_changed(grad) or self._is_hooked_to_another(grad)):
+        if written is not None and any(one.is_untouched for one in found) and self._is_another(written):
             raise StateError(
                 f"gradients were changed between backward and step, and those of the rows of {self.tables} were not, "
                 "as by torch.nn.utils.clip_grad_norm_(model.parameters()), whose norm leaves out the rows of tables: "
@@ -296,7 +311,7 @@ class Anchor:
     def clear(self) -> None:
         """Forget the gradients so far."""
         self._drop(self._arrived)
-        self._left = ""
+        self._left, self._lookups = "", 0
 
     def end_due(self) -> None:
         """Forget the gradients that were stepped."""
@@ -322,7 +337,8 @@ class Anchors:
     """The anchors of the modules that look up rows of one cache."""
 
     def __init__(self) -> None:
-        self._anchors: MutableMapping[TableModule, Anchor] = weakref.WeakKeyDictionary()
+        self._anchors: dict[int, Anchor] = {}
+        """By the id of a module that lives; a plain dictionary, as each step goes through it several times."""
         self._held: set[int] = set()
         """Addresses at which gradients that wait begin."""
         self.flags_overflow = False
@@ -338,13 +354,13 @@ class Anchors:
         """True if other modules must not train rows, because their model is in no commit."""
 
     def __iter__(self) -> Iterator[Anchor]:
-        return iter([*self._anchors.values()])
+        return iter(list(self._anchors.values()))
 
     def of(self, module: TableModule) -> Anchor:
         """Return the anchor of a module."""
-        found = self._anchors.get(module)
+        found = self._anchors.get(id(module))
         if found is None:
-            found = self._anchors[module] = Anchor(module, self)
+            found = self._anchors[id(module)] = Anchor(module, self)
         return found
 
     def check_reader(self, module: TableModule) -> bool:
@@ -399,7 +415,7 @@ class Anchors:
         for anchor in self:
             grad = None if anchor.parameter is None else anchor.parameter.grad
             if grad is not None and not _is_sharded(grad):
-                grad.masked_fill_(found.to(grad.device).reshape(()) != 0, math.inf)
+                anchor.write(grad, found.to(grad.device).reshape(()) != 0)
 
     # -- what a loop does -----------------------------------------------------------------------------------
 
@@ -428,6 +444,21 @@ def unit_of(anchor: torch.Tensor) -> float:
 def _behind_backward(call: Callable[[], None]) -> None:
     """Call a function when the backward pass that runs has ended, after what was asked for before."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def _forget(anchors: weakref.ref[Anchors], number: int) -> Callable[[object], None]:
+    """Return what has anchors let go of that of a module that is gone."""
+
+    def forget(_: object) -> None:
+        if (found := anchors()) is not None:
+            found._anchors.pop(number, None)
+
+    return forget
+
+
+def _num_ranks() -> int:
+    has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if has_ranks else 1
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:

@@ -18,6 +18,7 @@ from tiercache.schema import Schema
 from tiercache.store.hashing import hash_keys, keys_of
 from tiercache.training.embedding import Embedding, EmbeddingBag
 from tiercache.training.missing_rows import check_unseen, unseen_vectors
+from tiercache.training.plain_keys import table_weight
 from tiercache.training.table_module import TableModule, refuse_attribute, table_modules
 from tiercache.training.torchrec_modules import (
     ConvertedBags,
@@ -213,6 +214,8 @@ class SharedLookup(nn.Module):
         """What takes raw keys of any of the features, in a model for serving."""
 
     def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            return table_weight(*self.lookups.values())  # type: ignore[arg-type]
         if name in _OF_TABLE:
             return getattr(next(iter(self.lookups.values())), name)
         refuse_attribute(self, name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,15 +102,15 @@ class JointOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the dense parameters, then the rows that have gradients; returns what ``closure`` returns.
 
-        Raises StateError for a dense optimizer that evaluates its closure several times in a step, as LBFGS does.
+        Raises StateError for LBFGS, which evaluates its closure several times in a step.
         """
-        for one in self.dense:
-            if signature(type(one).step).parameters["closure"].default is Parameter.empty:
-                raise StateError(
-                    f"{type(one).__name__} evaluates the loss several times in a step and moves parameters in between, "
-                    "and rows move once, at its end: step the parameters beside rows with another optimizer"
-                )
         loss = None
+        for one in self.dense:
+            if type(one) is torch.optim.LBFGS:
+                raise StateError(
+                    "LBFGS evaluates the loss several times in a step and moves parameters in between, and rows move "
+                    "once, at its end: step the parameters beside rows with another optimizer"
+                )
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()

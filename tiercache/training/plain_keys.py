@@ -19,9 +19,11 @@ from tiercache.data.raw_batch import NULL_KEY, FeatureKeys
 from tiercache.errors import KeyNotInPassError, RankError, StateError
 from tiercache.training.raw_samples import RawSamples
 from tiercache.values.batch import Batch
-from tiercache.values.ids import FeatureIds
+from tiercache.values.ids import FeatureIds, NoTensor
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from tiercache.schema import Feature
@@ -213,27 +215,66 @@ class PlainKeys:
         )
 
 
-def table_weight(module: TableModule) -> TableWeight:
-    """Return the stand-in for the weight of a module of one feature."""
-    return TableWeight(module.anchor, (module.num_embeddings, module.dims[0]), module.tables[0])
+def table_weight(*modules: TableModule) -> TableWeight:
+    """Return the stand-in for the weight of modules that look up one table."""
+    first = modules[0]
+    return TableWeight([one.anchor for one in modules], (first.num_embeddings, first.dims[0]), first.tables[0])
 
 
-class TableWeight:
-    """The ``.weight`` of a module: it has the device, dtype and shape of the table, and no values."""
+class TableWeight(NoTensor):
+    """The ``.weight`` of a module: it has the device, dtype and shape of the table, and no values.
 
-    def __init__(self, anchor: torch.Tensor, shape: tuple[int, int], table: str) -> None:
-        self.device, self.dtype, self.requires_grad = anchor.device, anchor.dtype, anchor.requires_grad
-        self.shape, self._table = torch.Size(shape), table
+    ``requires_grad`` is that of the module, which it freezes.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    shape: torch.Size
+    ndim: int
+    _table: str
+    _anchors: tuple[torch.Tensor, ...]
+
+    def __init__(self, anchors: Sequence[torch.Tensor], shape: tuple[int, int], table: str) -> None:
+        of_one = anchors[0]
+        for name, value in {
+            "device": of_one.device, "dtype": of_one.dtype, "shape": torch.Size(shape), "ndim": 2, "_table": table,
+            "_anchors": tuple(anchors),
+        }.items():  # fmt: skip
+            object.__setattr__(self, name, value)
 
     def size(self, dim: int | None = None) -> Any:
         """Return the shape, or one of its numbers."""
         return self.shape if dim is None else self.shape[dim]
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"the weight of table {self._table!r} has no {name} here: its rows are in the store and on the device, so "
-            "look keys up by the module, read rows with Store.lookup(), and set how they begin by the initializer of "
-            "the table"
+    def dim(self) -> int:
+        """Return 2."""
+        return 2
+
+    def numel(self) -> int:
+        """Return how many numbers the table may have."""
+        return self.shape.numel()
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the rows are trained."""
+        return all(one.requires_grad for one in self._anchors)
+
+    def requires_grad_(self, requires_grad: bool = True) -> TableWeight:
+        """Train the rows or freeze them, as the module's ``requires_grad_`` does."""
+        for one in self._anchors:
+            one.requires_grad_(requires_grad)
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "requires_grad":
+            raise AttributeError(self._refusal(f".{name} = ..."))
+        self.requires_grad_(value)
+
+    def _refusal(self, what: str) -> str:
+        return (
+            f"the weight of table {self._table!r} has no {what.removeprefix('.')} here: its rows are in the store and "
+            "on the device, so look keys up by the module, read rows with Store.lookup(), and set how they begin by "
+            "the initializer of the table"
         )
 
     def __repr__(self) -> str:

@@ -45,6 +45,16 @@ class NoTensor:
         """Raise TypeError."""
         raise TypeError(self._refusal("comparison"))
 
+    @classmethod
+    def __torch_function__(cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise TypeError: a function of torch was given this as a tensor."""
+        given = [*args, *(kwargs or {}).values()]
+        given += [part for several in given if isinstance(several, list | tuple) for part in several]
+        for one in given:
+            if isinstance(one, NoTensor):
+                raise TypeError(one._refusal(f"torch.{getattr(function, '__name__', function)}"))
+        return NotImplemented
+
     def __array__(self, *_: object, **__: object) -> NDArray[Any]:
         """Raise TypeError: NumPy would make an array of one object."""
         raise TypeError(self._refusal("conversion to an array"))
