@@ -230,6 +230,51 @@ def test_ranks_that_look_other_keys_up_are_told_so(ranks_pool: RanksPool, tmp_pa
         assert "look" in one["error"], one
 
 
+def beside_batches(ranks: AnyCommunicator, folder: str, when: str, *, evaluates: bool) -> dict[str, Any]:
+    """Train batches; rank 0 validates by itself, at some moment of a step."""
+    error = ""
+    with opened(folder, f"{when}.tc") as cache:
+        torch.manual_seed(1)
+        model, rows = Net(cache.schema), tc.Embedding(cache.schema, "g")
+        cache.register(model=model, rows=rows, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def validate(now: str) -> None:
+            if ranks.rank or now != when:
+                return
+            if evaluates:
+                next(cache.evaluate(cache.dataset))
+            with torch.no_grad():
+                rows(torch.arange(5))
+
+        try:
+            for p in cache.passes(epochs=1):
+                for batch in p.batches(16):
+                    validate("before forward")
+                    loss = model(batch).square().mean() * batch.weight
+                    validate("before backward")
+                    loss.backward()
+                    validate("before step")
+                    cache.optimizer.step()
+                    cache.optimizer.zero_grad()
+                validate("at the end of the pass")
+        except tc.errors.RankError as caught:
+            error = str(caught)
+            cache._close(failed=True)
+    return {"error": error}
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("when", ["before forward", "before backward", "before step", "at the end of the pass"])
+def test_a_validation_of_one_rank_beside_batches_is_told_at_once(
+    ranks_pool: RanksPool, tmp_path: Path, when: str, evaluates: bool
+) -> None:
+    """22: no step is served the keys of a validation, and nobody waits for a time-out."""
+    CASE.cut(tmp_path / "passes")
+    found = ranks_pool.run(2, f"{__name__}:beside_batches", folder=str(tmp_path), when=when, evaluates=evaluates)
+    for one in found:
+        assert "all ranks make the same" in one["error"], one
+
+
 def train_model(ranks: AnyCommunicator, folder: str, name: str) -> dict[str, Any]:
     """Train a converted model on plain keys; each rank has a batch of its own in each step."""
     world = World(name, Path(folder) / f"rank{ranks.rank}", ranks=ranks.size)

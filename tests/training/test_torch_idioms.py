@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
 
+import tiercache as tc
 from tests.training.cases import tiered
 from tests.training.test_bad_input import one_sentence
 from tests.training.test_gradients_as_torch import CASE as OF_LOOPS
@@ -18,8 +20,6 @@ from tiercache.errors import StateError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
-
-    import tiercache as tc
 
 CASE = OF_LOOPS
 
@@ -180,6 +180,53 @@ def test_hooks_that_give_zeros_drop_the_gradients_of_rows(world: World) -> None:
     world.model(world.batches[0]).square().mean().backward()
     world.optimizer.step()
     assert all(torch.equal(old, world.rows(name)) for old, name in zip(before, "ab", strict=True))
+
+
+def test_parameters_that_climb_before_a_second_backward_are_refused(world: World) -> None:
+    """Sharpness-aware steps, which would leave rows where they are; behind the step they may be written."""
+    model, optimizer, batch = world.sides(0)[0]
+    model(batch).square().mean().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.add_(parameter.grad * 0.05)
+    optimizer.zero_grad()
+    with one_sentence(StateError, "rows of 'a'", "sharpness-aware", "optimizer.step()"):
+        model(batch)
+    optimizer.step()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-1, 1)
+    model(batch).square().mean().backward()
+    model.load_state_dict(model.state_dict())
+    model(batch).square().mean().backward()
+    optimizer.step()
+
+
+def test_an_optimizer_that_climbs_is_refused(passes: tc.PassDataset) -> None:
+    """As rows would descend beside it; of dense parameters alone it may."""
+    for climbs in ("all", "top"):
+        model = Ours()
+        parameters = model.parameters() if climbs == "all" else model.top.parameters()
+        cache = tc.InMemoryCache(passes, model=model, optimizer=torch.optim.SGD(parameters, lr=0.1, maximize=True))
+        loop = cache.passes(epochs=1)
+        if climbs == "top":
+            assert next(loop).num_samples
+        else:
+            with one_sentence(StateError, "optimizer has maximize=True", "negate the loss"):
+                next(loop)
+
+
+def test_parameters_that_no_optimizer_steps_are_named_once(passes: tc.PassDataset) -> None:
+    """An optimizer that the cache was not given."""
+    model = Ours()
+    cache = tc.InMemoryCache(passes, model=model)
+    with pytest.warns(UserWarning, match=r"model.top.weight and 1 more in no optimizer of the cache.*optimizer=\.\.\."):
+        list(map(tc.Pass.stop, cache.passes(epochs=1)))
+    model.top.requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(map(tc.Pass.stop, cache.passes(epochs=1)))
 
 
 def test_weights_that_climb_before_a_second_backward_take_the_gradients_of_that_one(world: World) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import zlib
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,6 +30,10 @@ AGREEMENT_TIMEOUT = timedelta(days=30)
 """Longer than any disk takes: a rank that is waited for either comes, or its process ends and Gloo says so."""
 MOST_NAMED = 8
 SPLITS_FRAME = 32
+_FRAME = 8
+_AGREEING, _COMPARING = 1, 2
+"""Marks of what agreements do; checksums of words are others."""
+_POLL_SECONDS = 5e-5
 
 
 class Communicator:
@@ -142,10 +147,7 @@ class Communicator:
 
     def all_reduce_min(self, numbers: Sequence[int], what: str = "comparing numbers") -> list[int]:
         """Return, place by place, the least number of all ranks (int64); all bring equally many."""
-        least = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        with self._reaching(what):
-            dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._host)
-        return [int(number) for number in least]
+        return [int(number) for number in self._gather_frames(numbers, _COMPARING, what).min(axis=0)]
 
     def barrier(self, what: str = "waiting for all ranks") -> None:
         """Return when all ranks have come."""
@@ -153,11 +155,33 @@ class Communicator:
 
     def _all(self, mine: bytes, what: str) -> list[bytes]:
         """Return every rank's bytes, in rank order; where nobody has any, one small collective is all it costs."""
-        sizes = torch.empty(self.size, dtype=torch.int64, device="cpu")
+        sizes = self._gather_frames([len(mine)], _AGREEING, what)[:, 0].tolist()
+        said = self._gather(torch.from_numpy(np.frombuffer(mine, np.uint8).copy()), sizes, self._host, what)
+        return [piece.numpy().tobytes() for piece in torch.split(said, sizes)]
+
+    def _gather_frames(self, numbers: Sequence[int], mark: int, what: str) -> NDArray[np.int64]:
+        """Return the numbers (size, n) of all ranks, which all bring equally many with one mark."""
+        work, received = self._begin_frames(numbers, mark)
         with self._reaching(what):
-            dist.all_gather(list(torch.split(sizes, 1)), torch.tensor([len(mine)], device="cpu"), group=self._host)
-        said = self._gather(torch.from_numpy(np.frombuffer(mine, np.uint8).copy()), sizes.tolist(), self._host, what)
-        return [piece.numpy().tobytes() for piece in torch.split(said, sizes.tolist())]
+            work.wait()
+        self._check_marks(received, mark, what)
+        return received[:, 1 : len(numbers) + 1]
+
+    def _begin_frames(self, numbers: Sequence[int], mark: int) -> tuple[Any, NDArray[np.int64]]:
+        """Send a mark and numbers to all ranks; returns what to wait for, and where theirs come."""
+        mine = np.zeros(splits_width(len(numbers), _FRAME), np.int64)
+        mine[0], mine[1 : len(numbers) + 1] = mark, numbers
+        received = np.empty((self.size, mine.size), np.int64)
+        into = [*torch.from_numpy(received)]
+        return dist.all_gather(into, torch.from_numpy(mine), group=self._host, async_op=True), received
+
+    def _check_marks(self, received: NDArray[np.int64], mark: int, what: str) -> None:
+        """Raise RankError where another rank does something else."""
+        if others := np.nonzero(received[:, 0] != mark)[0].tolist():
+            raise RankError(
+                f"{rank_names(others)} did something else while rank {self.rank} was {what}: all ranks make the same "
+                "batches, and step, discard, commit and evaluate after the same ones"
+            )
 
     # -- data ---------------------------------------------------------------------------------------------
 
@@ -166,18 +190,47 @@ class Communicator:
 
         ``what`` is the same on all ranks. Raises RankError where another rank exchanges splits for something else.
         """
-        mark, num_splits = zlib.crc32(what.encode()), to.shape[1]
-        sent = np.zeros((self.size, splits_width(num_splits)), np.int64)
-        sent[:, 0], sent[:, 1 : num_splits + 1] = mark, to
-        received = np.empty_like(sent)
         with self._reaching(what):
-            dist.all_to_all_single(torch.from_numpy(received), torch.from_numpy(sent), group=self._data)
-        if others := np.nonzero(received[:, 0] != mark)[0].tolist():
-            raise RankError(
-                f"{rank_names(others)} did something else while rank {self.rank} was {what}: all ranks make the same "
-                "batches, and step, discard, commit and evaluate after the same ones"
-            )
-        return np.ascontiguousarray(received[:, 1 : num_splits + 1])
+            work, received = self._begin_splits(to, what)
+            work.wait()
+        self._check_marks(received, zlib.crc32(what.encode()), what)
+        return np.ascontiguousarray(received[:, 1 : to.shape[1] + 1])
+
+    def _begin_splits(self, to: NDArray[np.int64], what: str) -> tuple[Any, NDArray[np.int64]]:
+        sent = np.zeros((self.size, splits_width(to.shape[1])), np.int64)
+        sent[:, 0], sent[:, 1 : to.shape[1] + 1] = zlib.crc32(what.encode()), to
+        received = np.empty_like(sent)
+        pair = torch.from_numpy(received), torch.from_numpy(sent)
+        return dist.all_to_all_single(*pair, group=self._data, async_op=True), received
+
+    def meet(self, beside: AnyCommunicator, to: NDArray[np.int64], what: str) -> NDArray[np.int64]:
+        """Do what ``beside.exchange_splits`` does; raise on all ranks where another one agrees on something here.
+
+        For what a loop may do on one rank alone by mistake, such as a validation: the other ranks are somewhere in a
+        step, on ``beside``, or at the end of a pass, here.
+        """
+        assert isinstance(beside, Communicator)
+        mark = zlib.crc32(what.encode())
+        with self._reaching(what):
+            here, marks = self._begin_frames([], mark)
+            there, received = beside._begin_splits(to, what)
+        failed: RankError | None = None
+        waiting = [(here, marks), (there, received)]
+        while waiting:
+            for one in [one for one in waiting if one[0].is_completed()]:
+                waiting.remove(one)
+                try:
+                    with self._reaching(what):
+                        one[0].wait()
+                    self._check_marks(one[1], mark, what)
+                except RankError as error:
+                    if one[0].exception() is None:  # that rank raises too, and goes
+                        raise
+                    failed = error
+            time.sleep(_POLL_SECONDS)
+        if failed is not None:
+            raise failed
+        return np.ascontiguousarray(received[:, 1 : to.shape[1] + 1])
 
     def all_to_all(
         self,
@@ -281,6 +334,10 @@ class LocalCommunicator:
         """Return ``to`` itself."""
         return to
 
+    def meet(self, beside: AnyCommunicator, to: NDArray[np.int64], what: str) -> NDArray[np.int64]:
+        """Return ``to`` itself."""
+        return to
+
     def all_to_all(
         self,
         send: Tensor,
@@ -334,13 +391,13 @@ def only_rank(group: dist.ProcessGroup | None = None, device: str | torch.device
     return LocalCommunicator(device)
 
 
-def splits_width(num_splits: int) -> int:
+def splits_width(num_splits: int, frame: int = SPLITS_FRAME) -> int:
     """Return how many int64 go to each rank for so many splits.
 
     They come in frames: where another rank does something else, as many numbers as are awaited come from it, mostly.
     Where other ones did, Gloo would end the process.
     """
-    return -(-(1 + num_splits) // SPLITS_FRAME) * SPLITS_FRAME
+    return -(-(1 + num_splits) // frame) * frame
 
 
 def rank_names(ranks: Sequence[int]) -> str:

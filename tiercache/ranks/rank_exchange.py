@@ -317,7 +317,8 @@ class RankExchange:
     def tell(self, mine: Sequence[int], what: str, error: Exception | None) -> list[list[int]]:
         """Return the numbers of every rank, which are all doing ``what``; where a rank has an error, all raise."""
         self.rest()
-        told = self._beside.exchange_splits(np.array([[*mine, error is not None]] * self.ranks.size, np.int64), what)
+        to = np.array([[*mine, error is not None]] * self.ranks.size, np.int64)
+        told = self.ranks.meet(self._beside, to, what)
         if told[:, -1].any():
             self._beside.agree(what, error)
         return [[int(number) for number in row[:-1]] for row in told]

@@ -132,6 +132,8 @@ class Anchor:
         """True if FSDP has the parameter: it lends lookups another one, and takes its gradient when backward ends."""
         self._seen: Any = lambda: None
         self._version = -1
+        self._value: int | None = None
+        """The version of the anchor itself behind a backward that was not stepped yet."""
         self._hooked: nn.Parameter | None = None
         self._hooks: list[Any] = []
 
@@ -221,6 +223,19 @@ class Anchor:
         grad = None if parameter is None else parameter.grad
         if grad is not None:
             self._seen, self._version = weakref.ref(grad), grad._version
+        self._value = None if parameter is None or self._is_lent else parameter._version
+
+    def check_value(self, parameter: torch.Tensor) -> None:
+        """Raise StateError where a loop wrote to the module's parameters between a backward and this lookup."""
+        if self._value is not None and parameter._version != self._value:
+            raise StateError(
+                f"parameters were written between a backward and the next lookup, as sharpness-aware steps do, and the "
+                f"rows of {self.tables} cannot be: write to parameters behind optimizer.step()"
+            )
+
+    def end_step(self) -> None:
+        """Note that parameters may be others from now on."""
+        self._value = None
 
     # -- at the step ----------------------------------------------------------------------------------------
 
@@ -364,10 +379,13 @@ class Anchors:
         return found
 
     def check_reader(self, module: TableModule) -> bool:
-        """Return whether a module may train rows. Raises StateError if it is neither registered nor a copy of one.
+        """Return whether a module may train rows. Raises StateError if it is neither registered nor a copy of one, or
+        if its parameters were written since a backward.
 
         A copy, as an average of a model has it, may look rows up, and is refused when gradients arrive.
         """
+        if (found := self._anchors.get(id(module))) is not None:
+            found.check_value(module.anchor)
         is_known = not self.is_closed_to_others or module in self.readers
         if not is_known and all(module.copied_from != one.number for one in self.readers):
             self.refuse_reader(module.tables)
@@ -422,6 +440,8 @@ class Anchors:
     def note_step(self, *, applied: bool) -> None:
         """Note a step of the cache's optimizer. applied: whether it finds gradients of rows."""
         self.is_stepped = True
+        for anchor in self._anchors.values():
+            anchor.end_step()
         if self.ledger is not None:
             self.ledger.step(applied=applied)
 

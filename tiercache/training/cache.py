@@ -462,8 +462,8 @@ class TierCache:
         gradients. Raises StateError if a registered model was not restored, by ``restore`` or ``passes``.
         """
         self._check_open()
-        self._exchange.rest()
-        with self.communicator.raise_on_all("beginning an evaluation"):
+        self._exchange.tell([], "beginning an evaluation", None)
+        with self.communicator.raise_on_all("checking an evaluation"):
             self._rows.check_restored()
             check_features(self.dataset, passes)
             view = self._opened.view(passes)

@@ -13,6 +13,7 @@ from tiercache.errors import StateError
 from tiercache.training.dense_state import DenseState, tensors_of
 from tiercache.training.matching import check_environment
 from tiercache.training.row_optimizer import RowOptimizer
+from tiercache.training.table_module import anchor_ids
 
 if TYPE_CHECKING:
     from tiercache.backends.base import Backend
@@ -59,6 +60,36 @@ class CommitState:
             raise StateError(
                 f"{', '.join(names)} was not restored from commit {commit.id}, so the rows of that commit would be "
                 "evaluated under other dense weights: call cache.restore() before you evaluate"
+            )
+
+    def check_optimizers(self) -> None:
+        """Warn of parameters of modules that no optimizer steps; raise StateError for one that would climb."""
+        modules = {name: value for name, value in self.dense.objects.items() if isinstance(value, nn.Module)}
+        groups = [
+            (name, group)
+            for name, value in self.dense.objects.items()
+            if isinstance(value, torch.optim.Optimizer)
+            for group in value.param_groups
+        ]
+        anchors, stepped = anchor_ids(modules.values()), {id(one) for _, group in groups for one in group["params"]}
+        for name, group in groups:
+            if group.get("maximize") and any(id(one) in anchors for one in group["params"]):
+                raise StateError(
+                    f"{name} has maximize=True for a module that looks rows up, and rows only descend: negate the loss "
+                    "in place of it"
+                )
+        left = [
+            f"{name}.{path}"
+            for name, value in modules.items()
+            for path, one in value.named_parameters()
+            if one.requires_grad and id(one) not in stepped | anchors
+        ]
+        if left:
+            more = f" and {len(left) - 1} more" if left[1:] else ""
+            warnings.warn(
+                f"{left[0]}{more} in no optimizer of the cache, so cache.optimizer does not step and commits do not "
+                "keep its state: give the cache the optimizer (optimizer=..., or register()), or freeze the module",
+                stacklevel=5,
             )
 
     def check_parameters(self) -> None:

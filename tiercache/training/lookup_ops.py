@@ -36,12 +36,15 @@ class Context:
 
 
 class _OnceDifferentiable(torch.autograd.Function):
-    """The same tensors, of which a derivative raises an error."""
+    """The first of some tensors, of which a derivative raises an error.
+
+    The others are what they were computed from: a derivative that goes through them to a leaf comes here too.
+    """
 
     @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return copies."""
-        return tuple(tensor.clone() for tensor in tensors)
+        return tuple(tensor.clone() for tensor in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
@@ -66,7 +69,9 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         tensors = [one for one in found if one is not None]
         if not tensors or not torch.is_grad_enabled() or not any(g is not None and g.requires_grad for g in grads):
             return found
-        marked = iter(_OnceDifferentiable.apply(*(one.detach().requires_grad_() for one in tensors)))  # type: ignore[no-untyped-call]
+        given = [g for g in grads if g is not None]
+        of_leaves = [one.detach().requires_grad_() for one in tensors]
+        marked = iter(_OnceDifferentiable.apply(len(of_leaves), *of_leaves, *given))  # type: ignore[no-untyped-call]
         return tuple(None if one is None else next(marked) for one in found)
 
     return run

@@ -80,6 +80,7 @@ class PassLoop:
         with ranks.raise_on_all("looking at what was registered"):
             check_epochs(epochs)
             rows.check_parameters()
+            rows.state.check_optimizers()
         first, first_sample = self.restore()
         run = self._run = object()
         end = epochs * rows.schedule.num_passes

@@ -205,6 +205,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """Drop the gradients of a pass that has ended; those that `leave` noted wait to be dropped by the loop."""
         self.gradients.clear()
         for anchor in self.anchors:
+            anchor.end_step()
             if not anchor.is_left:
                 anchor.clear()
 

@@ -219,13 +219,14 @@ class TableModule(nn.Module):
                 "since: keep copy.deepcopy(model.state_dict()) or torch.save it, and roll the store back with it",
                 stacklevel=2,
             )
-        state_dict.setdefault(f"{prefix}anchor", self.anchor.detach())
         if state_dict.pop(f"{prefix}weight", None) is not None:
             args[3].append(
                 f"{prefix}weight is a whole table, whose rows are in the store now: load it into the plain model "
                 "before tc.convert, or import it into a new store with tc.import_store"
             )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        if (anchor := f"{prefix}anchor") in args[1]:  # missing, as it is in no state
+            args[1].remove(anchor)
 
 
 UNBOUNDED = (1 << 63) - 1
