@@ -1,4 +1,4 @@
-"""Values are the ground floor: they import nothing else of ours, and nobody writes into them."""
+"""Values are the ground floor: frozen, and without imports from the rest of the package."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VALUES = sorted(path for path in (FOLDER / "values").glob("*.py") if path.stem !
 
 @pytest.mark.parametrize("path", VALUES, ids=lambda path: path.stem)
 def test_values_import_nothing_else_of_ours_and_are_frozen(path: Path) -> None:
-    """Also for types."""
+    """Type-checking imports count too."""
     assert imports_of(path) <= {"values"}
     module = importlib.import_module(f"tiercache.values.{path.stem}")
     for _, kind in inspect.getmembers(module, inspect.isclass):
@@ -42,6 +42,6 @@ def test_values_import_nothing_else_of_ours_and_are_frozen(path: Path) -> None:
 
 @pytest.mark.parametrize("package", FLOORS)
 def test_what_is_below_a_training_knows_nothing_of_it(package: str) -> None:
-    """Not for types either, but where a backend or a tier says so."""
+    """Type-checking imports count too."""
     for path in (FOLDER / package).glob("*.py"):
         assert not imports_of(path) & {"training", "ranks"}, path

@@ -155,7 +155,7 @@ def test_fsdp_on_one_rank_trains_as_the_plain_model(ranks_pool: RanksPool, tmp_p
 
 
 def test_clipping_that_leaves_rows_out_is_refused_on_ranks_too(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """As on one: a loop that averages gradients by itself is told apart by what the anchor's becomes."""
+    """Also under DistributedDataParallel. A loop that averages gradients itself leaves whole units in the anchor."""
     CASE.cut(tmp_path / "passes")
     found = ranks_pool.run(2, f"{__name__}:train", folder=str(tmp_path), how="clipped", accumulates=False)
     for one in found:
@@ -268,7 +268,7 @@ def beside_batches(ranks: AnyCommunicator, folder: str, when: str, *, evaluates:
 def test_a_validation_of_one_rank_beside_batches_is_told_at_once(
     ranks_pool: RanksPool, tmp_path: Path, when: str, evaluates: bool
 ) -> None:
-    """22: no step is served the keys of a validation, and nobody waits for a time-out."""
+    """22: no step gets the keys of a validation, and no rank waits for a time-out."""
     CASE.cut(tmp_path / "passes")
     found = ranks_pool.run(2, f"{__name__}:beside_batches", folder=str(tmp_path), when=when, evaluates=evaluates)
     for one in found:
@@ -276,7 +276,7 @@ def test_a_validation_of_one_rank_beside_batches_is_told_at_once(
 
 
 def train_model(ranks: AnyCommunicator, folder: str, name: str) -> dict[str, Any]:
-    """Train a converted model on plain keys; each rank has a batch of its own in each step."""
+    """Train a converted model on plain keys; in each step every rank has a different batch."""
     world = World(name, Path(folder) / f"rank{ranks.rank}", ranks=ranks.size)
     model = DistributedDataParallel(world.ours)
     given: dict[str, Any] = {"model": model} | ({} if world.dense is None else {"optimizer": world.dense})
@@ -308,7 +308,7 @@ def test_a_converted_model_trains_on_two_ranks_to_the_losses_of_torch(
 
 
 def validate_alone(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
-    """Have rank 0 look keys up by itself, amid a pass and behind the loop, while the other one goes on."""
+    """Look keys up on rank 0 alone, in the middle of a pass and after the loop, while rank 1 continues."""
     keys, found = torch.arange(50), {}
     with tc.TierCache(Path(folder) / "m.tc", tc.PassDataset.open(Path(folder) / "keys"), **OPTIONS) as cache:
         model = Words(cache.schema)
@@ -322,14 +322,14 @@ def validate_alone(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
                 with tc.Store.open(Path(folder) / "m.tc", mode="r") as store:
                     known = store.lookup("one", keys.numpy(), missing="initial")["vector"]
                 with cache.lookups(local=True), torch.no_grad():
-                    found["amid"] = np.array_equal(model.one(keys).numpy(), known)
+                    found["in the pass"] = np.array_equal(model.one(keys).numpy(), known)
                 with pytest.raises(tc.errors.StateError, match="no_grad"), cache.lookups(local=True):
                     model.one(keys[:3])
         with torch.no_grad():
             now = model.two(keys.view(10, 5))
             if ranks.rank == 0:
                 with cache.lookups(local=True):
-                    found["behind"] = torch.equal(model.two(keys.view(10, 5)), now)
+                    found["after it"] = torch.equal(model.two(keys.view(10, 5)), now)
     return found
 
 
@@ -339,4 +339,4 @@ def test_rank_0_validates_alone_on_the_rows_of_the_last_commit(ranks_pool: Ranks
     every = np.arange(40)
     tc.write_key_sets(tmp_path / "keys", tables, [{"one": every, "two": every}] * 3)
     found = ranks_pool.run(2, f"{__name__}:validate_alone", folder=str(tmp_path))
-    assert found == [{"amid": True, "behind": True}, {}]
+    assert found == [{"in the pass": True, "after it": True}, {}]

@@ -319,7 +319,7 @@ def test_a_weight_says_what_to_do_for_its_values(small: tuple[Any, Any, Any], wh
 
 @pytest.mark.parametrize("how", ["attribute", "method"])
 def test_a_weight_freezes_its_module(small: tuple[Any, Any, Any], how: str) -> None:
-    """As a weight of torch does: no row is trained, and any key is read."""
+    """Like a weight of torch: rows are not trained, and any key can be read."""
     _, _, rows = small
     if how == "attribute":
         rows.weight.requires_grad = False

@@ -1,4 +1,4 @@
-"""What loops do with torch's optimizers and gradients: torch's numbers, or an error that says what to write."""
+"""Idioms of training loops: each gives torch's numbers, or an error that says what to write instead."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CASE = OF_LOOPS
 
 @pytest.fixture
 def world(passes: tc.PassDataset) -> Iterator[World]:
-    """A cache amid a pass, and the same model of torch beside it."""
+    """A cache in the middle of a pass, with the same model in torch."""
     made = World(passes)
     yield made
     made.loop.close()
@@ -46,7 +46,7 @@ def optimizers() -> list[str]:
 
 @pytest.mark.parametrize("name", optimizers())
 def test_rows_move_alike_beside_every_optimizer_of_torch(passes: tc.PassDataset, name: str) -> None:
-    """Whatever it makes of anchors: after a step rows have the bits that they have beside SGD."""
+    """No matter what the optimizer does to anchors, one step gives rows the bits they get with SGD."""
     found = []
     for kind in (torch.optim.SGD, getattr(torch.optim, name)):
         made = World(passes, kind)
@@ -61,7 +61,7 @@ def test_rows_move_alike_beside_every_optimizer_of_torch(passes: tc.PassDataset,
 
 
 def test_an_optimizer_that_needs_its_closure_is_refused(world: World) -> None:
-    """As rows cannot be moved back within its line search; no row moves."""
+    """Its line search moves parameters back and forth, which rows cannot. No row moves."""
     before, calls = world.rows("a"), list[int]()
     world.optimizer.rows.dense[:] = [torch.optim.LBFGS(world.model.parameters())]
 
@@ -173,7 +173,7 @@ def test_hooks_that_only_look_on_change_nothing(world: World, to_none: bool) -> 
 
 
 def test_hooks_that_give_zeros_drop_the_gradients_of_rows(world: World) -> None:
-    """As they would of a weight: the step moves no row."""
+    """The step moves no row, just as it would leave a weight."""
     before = world.rows("a"), world.rows("b")
     for parameter in world.model.parameters():
         parameter.register_hook(lambda gradient: gradient * 0.0)
@@ -183,7 +183,7 @@ def test_hooks_that_give_zeros_drop_the_gradients_of_rows(world: World) -> None:
 
 
 def test_parameters_that_climb_before_a_second_backward_are_refused(world: World) -> None:
-    """Sharpness-aware steps, which would leave rows where they are; behind the step they may be written."""
+    """Sharpness-aware steps would not move rows. After the step a loop may write to parameters."""
     model, optimizer, batch = world.sides(0)[0]
     model(batch).square().mean().backward()
     with torch.no_grad():
@@ -204,7 +204,7 @@ def test_parameters_that_climb_before_a_second_backward_are_refused(world: World
 
 
 def test_an_optimizer_that_climbs_is_refused(passes: tc.PassDataset) -> None:
-    """As rows would descend beside it; of dense parameters alone it may."""
+    """Rows would descend while it climbs. It may climb if it has dense parameters only."""
     for climbs in ("all", "top"):
         model = Ours()
         parameters = model.parameters() if climbs == "all" else model.top.parameters()

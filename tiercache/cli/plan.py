@@ -109,7 +109,7 @@ def plan(
 def _device_bytes(data: PassDataset, device: str, budget: int | None, *, plain_keys: bool) -> int:
     """Return the device memory that was given, or of the largest pass, with its index of keys if these are plain.
 
-    Raises BudgetError where that needs more.
+    Raises BudgetError if that needs more.
     """
     from tiercache.backends.opening import open_backend
     from tiercache.errors import BudgetError

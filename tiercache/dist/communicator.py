@@ -176,7 +176,7 @@ class Communicator:
         return dist.all_gather(into, torch.from_numpy(mine), group=self._host, async_op=True), received
 
     def _check_marks(self, received: NDArray[np.int64], mark: int, what: str) -> None:
-        """Raise RankError where another rank does something else."""
+        """Raise RankError if another rank does something else."""
         if others := np.nonzero(received[:, 0] != mark)[0].tolist():
             raise RankError(
                 f"{rank_names(others)} did something else while rank {self.rank} was {what}: all ranks make the same "
@@ -203,17 +203,17 @@ class Communicator:
         pair = torch.from_numpy(received), torch.from_numpy(sent)
         return dist.all_to_all_single(*pair, group=self._data, async_op=True), received
 
-    def meet(self, beside: AnyCommunicator, to: NDArray[np.int64], what: str) -> NDArray[np.int64]:
-        """Do what ``beside.exchange_splits`` does; raise on all ranks where another one agrees on something here.
+    def meet(self, data: AnyCommunicator, to: NDArray[np.int64], what: str) -> NDArray[np.int64]:
+        """Do ``data.exchange_splits``, and raise RankError on all ranks if another rank makes an agreement instead.
 
-        For what a loop may do on one rank alone by mistake, such as a validation: the other ranks are somewhere in a
-        step, on ``beside``, or at the end of a pass, here.
+        For calls that a loop may make on one rank only by mistake, such as a validation. Meanwhile the other ranks may
+        be in a step, which exchanges on ``data``, or at the end of a pass, which is an agreement of this communicator.
         """
-        assert isinstance(beside, Communicator)
+        assert isinstance(data, Communicator)
         mark = zlib.crc32(what.encode())
         with self._reaching(what):
             here, marks = self._begin_frames([], mark)
-            there, received = beside._begin_splits(to, what)
+            there, received = data._begin_splits(to, what)
         failed: RankError | None = None
         waiting = [(here, marks), (there, received)]
         while waiting:
@@ -334,7 +334,7 @@ class LocalCommunicator:
         """Return ``to`` itself."""
         return to
 
-    def meet(self, beside: AnyCommunicator, to: NDArray[np.int64], what: str) -> NDArray[np.int64]:
+    def meet(self, data: AnyCommunicator, to: NDArray[np.int64], what: str) -> NDArray[np.int64]:
         """Return ``to`` itself."""
         return to
 
@@ -381,12 +381,12 @@ def communicator_of(group: dist.ProcessGroup | None = None, device: str | torch.
 def only_rank(group: dist.ProcessGroup | None = None, device: str | torch.device = "cpu") -> LocalCommunicator:
     """Return the communicator of a training that is not divided.
 
-    Raises RankError where ``group``, by default the default process group, has several ranks.
+    Raises RankError if ``group``, by default the default process group, has several ranks.
     """
     if dist.is_available() and dist.is_initialized() and (size := dist.get_world_size(group)) > 1:
         raise RankError(
             f"a cache without a store trains in one process, and there are {size} ranks, each of which would train "
-            "rows of its own: give a store, which is sharded, or a group of this rank alone"
+            "different rows: give a store, which is sharded, or a group with this rank only"
         )
     return LocalCommunicator(device)
 

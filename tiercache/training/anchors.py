@@ -34,7 +34,7 @@ _HALF_UNIT = 2.0**-14
 
 
 _ROUNDING = 1e-3
-"""Of a number of units that ranks have averaged."""
+"""How far the average of several ranks may be from a whole number of units."""
 
 
 class _State(Enum):
@@ -133,7 +133,7 @@ class Anchor:
         self._seen: Any = lambda: None
         self._version = -1
         self._value: int | None = None
-        """The version of the anchor itself behind a backward that was not stepped yet."""
+        """The version of the anchor after a backward that has not been stepped yet."""
         self._hooked: nn.Parameter | None = None
         self._hooks: list[Any] = []
 
@@ -226,15 +226,15 @@ class Anchor:
         self._value = None if parameter is None or self._is_lent else parameter._version
 
     def check_value(self, parameter: torch.Tensor) -> None:
-        """Raise StateError where a loop wrote to the module's parameters between a backward and this lookup."""
+        """Raise StateError if the loop wrote to the module's parameters between a backward and this lookup."""
         if self._value is not None and parameter._version != self._value:
             raise StateError(
                 f"parameters were written between a backward and the next lookup, as sharpness-aware steps do, and the "
-                f"rows of {self.tables} cannot be: write to parameters behind optimizer.step()"
+                f"rows of {self.tables} cannot be: write to parameters after optimizer.step()"
             )
 
     def end_step(self) -> None:
-        """Note that parameters may be others from now on."""
+        """Note that parameters may change from now on."""
         self._value = None
 
     # -- at the step ----------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ class Anchor:
         return written
 
     def write(self, grad: torch.Tensor, overflows: torch.Tensor) -> None:
-        """Make the anchor's gradient infinite where a gradient of rows overflows: that is no change of the loop's."""
+        """Make the anchor's gradient infinite if a gradient of rows overflows. The loop did not change it."""
         is_changed = self._is_changed(grad)
         grad.masked_fill_(overflows, math.inf)
         if not is_changed:
@@ -287,9 +287,9 @@ class Anchor:
         return math.isfinite(units) and abs(units * ranks - round(units * ranks)) > _ROUNDING
 
     def due(self) -> list[Arrival]:
-        """Return the gradients that a step applies. Raises StateError where the anchor's alone was changed.
+        """Return the gradients that a step applies. Raises StateError if only the anchor's gradient was changed.
 
-        Waits for a GPU only where it may have been.
+        Waits for a GPU only if it may have been changed.
         """
         written = self.drop_dropped()
         found = self.waiting if self._arrived else []
@@ -467,7 +467,7 @@ def _behind_backward(call: Callable[[], None]) -> None:
 
 
 def _forget(anchors: weakref.ref[Anchors], number: int) -> Callable[[object], None]:
-    """Return what has anchors let go of that of a module that is gone."""
+    """Return a callback that removes the anchor of a module that was deleted."""
 
     def forget(_: object) -> None:
         if (found := anchors()) is not None:

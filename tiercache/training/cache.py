@@ -260,7 +260,7 @@ class TierCache:
     store: Store
     """The store, or this rank's shard of it; None if the cache has none."""
     optimizer: JointOptimizer
-    """What the loop steps: dense parameters and rows."""
+    """The optimizer that the loop steps: dense parameters, then rows."""
 
     def _open_rows(
         self,
@@ -271,7 +271,7 @@ class TierCache:
         order: OrderRule,
         progress: bool | None,
     ) -> tuple[RankRows, int]:
-        """Open the store and take the memory of its rows; returns these and what is left of the device's budget."""
+        """Open the store and allocate memory for its rows. Returns them and the bytes left of the device budget."""
         ranks, weights = self.communicator, weights_of(objects.values())
         with ranks.raise_on_all("planning the budgets"):  # before the store is made, or written anew for them
             device_bytes = budgets.check_device(source, self._backend)
@@ -494,9 +494,9 @@ class TierCache:
     def lookups(self, *, local: bool) -> Iterator[None]:
         """Have lookups of plain keys under ``no_grad`` read rows without the other ranks, if ``local``.
 
-        So rank 0 can validate by itself, while the others go on: lookups are collective outside. Inside they read the
-        newest commit of all ranks, whatever was trained since. One rank alone reads rows as of now, as ever. Not
-        collective if ``local``.
+        Use it to validate on rank 0 only, while the other ranks continue. Lookups then read the newest commit of all
+        ranks, without what was trained since. A cache with one rank always reads the current rows. Not collective if
+        ``local``.
         """
         self._check_open()
         if not local or self.communicator.size == 1:
@@ -650,7 +650,7 @@ class TierCache:
         self._rows.check_process()
 
     def _check_stored(self, what: str) -> RankRows:
-        """Return the rows of the store. Raises StateError where there is none."""
+        """Return the rows of the store. Raises StateError if there is no store."""
         if not isinstance(self._rows, RankRows):
             raise StateError(f"{what} is of a cache with a store: this one keeps all rows on the device, and no commit")
         return self._rows

@@ -111,7 +111,7 @@ class CommitState:
                 raise StateError(
                     f"{name} steps {len(lost)} parameters that no registered module has (the first has shape "
                     f"{tuple(lost[0].shape)}), so no commit would keep them: give the cache the model that has them "
-                    "(model=..., or register())"
+                    "(model=..., or register()), and make an optimizer after tc.convert, which replaces parameters"
                 )
 
     def restore(self, store: Store, ranks: AnyCommunicator) -> None:

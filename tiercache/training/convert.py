@@ -19,6 +19,7 @@ from tiercache.store.hashing import hash_keys, keys_of
 from tiercache.training.embedding import Embedding, EmbeddingBag
 from tiercache.training.missing_rows import check_unseen, unseen_vectors
 from tiercache.training.plain_keys import table_weight
+from tiercache.training.replaceable import check_replaceable
 from tiercache.training.table_module import TableModule, refuse_attribute, table_modules
 from tiercache.training.torchrec_modules import (
     ConvertedBags,
@@ -73,14 +74,16 @@ def convert(
 
     Raises:
         ValueError: no feature has the name of a module, or the feature's table has another dimension; a module has
-            ``max_norm`` or ``scale_grad_by_freq``, or ``padding_idx`` and pools by max; two modules of one table have
-            different weights; a collection has ``need_indices``, or weights of ids where the schema has none, or has
-            none where the schema has some. The model is unchanged then. ``sparse`` is ignored: no gradient of a whole
-            table exists.
+            ``max_norm`` or ``scale_grad_by_freq``, or ``padding_idx`` and pools by max; a module has its own forward,
+            hooks, a parametrization, or a padding row that is not zeros; its weight is used elsewhere in the model, or
+            by a module of another table; two modules of one table have different weights; a collection has
+            ``need_indices``, or weights of ids where the schema has none, or has none where the schema has some. The
+            model is unchanged then. ``sparse`` is ignored: no gradient of a whole table exists.
     """
     schema = data if isinstance(data, Schema) else PassDataset.of(data).schema
     names = _names_of(model, filter_fn)
     chosen = _features_of(model, names, schema, features or {})
+    check_replaceable(model, {old: places for old, places in names.items() if not is_collection(old)})
     replacer = _Replacer(schema)
     made = {id(old): replacer.of(old, names[old][0], chosen[old]) for old in names}
     for old, places in names.items():
@@ -397,6 +400,8 @@ class _Replacer:
         self._schema = schema
         self._tables = {feature.name: feature.table for feature in schema.features}
         self._weights: dict[str, torch.Tensor] = {}
+        self._tables_of: dict[int, str] = {}
+        """By the address of a weight."""
 
     def of(self, old: Any, name: str, features: Sequence[str]) -> nn.Module:
         """Return what takes the place of a module."""
@@ -420,6 +425,7 @@ class _Replacer:
             made.weights = kept
             made.requires_grad_(old.weight.requires_grad)
             made.num_embeddings = old.num_embeddings
+            made.to(dtype=old.weight.dtype, device=None if old.weight.is_meta else old.weight.device)
             lookups[feature] = made.train(old.training)
         return next(iter(lookups.values())) if len(lookups) == 1 else SharedLookup(lookups)
 
@@ -455,6 +461,12 @@ class _Replacer:
             raise ValueError(f"{name} has {old.embedding_dim} columns and table {table!r} {dim}: make them the same")
         kept = None if old.weight.is_meta else old.weight.detach()
         if kept is not None:
+            place = kept.untyped_storage().data_ptr()
+            if (other := self._tables_of.setdefault(place, table)) != table:
+                raise ValueError(
+                    f"{name} shares its weight with a module of table {other!r} and looks up table {table!r}: give "
+                    "their features one table, as they would part in training"
+                )
             before = self._weights.setdefault(table, kept)
             if before.data_ptr() != kept.data_ptr() and not torch.equal(before, kept):
                 raise ValueError(

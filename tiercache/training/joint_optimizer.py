@@ -109,7 +109,7 @@ class JointOptimizer(torch.optim.Optimizer):
             if type(one) is torch.optim.LBFGS:
                 raise StateError(
                     "LBFGS evaluates the loss several times in a step and moves parameters in between, and rows move "
-                    "once, at its end: step the parameters beside rows with another optimizer"
+                    "once, at its end: use another optimizer for the parameters of a model with rows"
                 )
         if closure is not None:
             with torch.enable_grad():

@@ -33,7 +33,7 @@ class IndexPlan(NamedTuple):
     num_keys: int
     """Keys of the largest pass, of all tables."""
     num_bytes: int
-    """What it takes on the device; 0: there is none."""
+    """Bytes on the device; 0 if no index is built."""
 
     @classmethod
     def of(cls, data: PassDataset, backend: Backend, room: int | None = None) -> IndexPlan:
@@ -46,8 +46,8 @@ class IndexPlan(NamedTuple):
 class KeyFinder:
     """Local ids of raw keys; on the training thread.
 
-    The backend's index has place for the largest pass, and is built at the first batch of each. Where it is not
-    planned, keys are searched on the CPU in the mapped key set, which takes no memory: keys stand in hash order, so a
+    The backend's index has room for the largest pass and is built at the first batch of each pass. If it does not fit
+    the budget, keys are searched on the CPU in the mapped key set, which takes no memory: keys are in hash order, so a
     search is an interpolation. It takes 4 to 9 times as long as the CPU's index.
     """
 

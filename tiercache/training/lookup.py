@@ -97,7 +97,7 @@ class PooledLookup:
         _check_stepped(batch)
         self.entries = read_entries(part, batch, weights)
         self.found: LookedUp
-        """What it left, once it was done."""
+        """The backend's results, set by forward."""
 
     @property
     def rows(self) -> GroupRows:
@@ -158,7 +158,7 @@ class RowLookup:
         _check_stepped(batch)
         self.entries = read_entries(part, batch, {})
         self.found: LookedUp
-        """What it left, once it was done."""
+        """The backend's results, set by forward."""
 
     @property
     def rows(self) -> GroupRows:

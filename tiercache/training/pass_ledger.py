@@ -73,10 +73,6 @@ class PassLedger:
         if applied or not self._are_waiting:
             self._is_stepped, self._are_waiting = True, False
 
-    def attempt(self) -> None:
-        """Note a step of a known optimizer that its GradScaler takes or skips."""
-        self._is_stepped, self._are_waiting = True, False
-
     def drop(self) -> None:
         """Note that a known optimizer dropped its gradients."""
         self._is_dropped |= self._has_gradients

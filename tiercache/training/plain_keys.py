@@ -124,7 +124,7 @@ class PlainKeys:
         """cache: is not kept alive."""
         self._raw, self._cache = raw, weakref.ref(cache)
         self.committed: RowReader | None = None
-        """What lookups without gradients read in place of rows as of now, while ranks do not look up together."""
+        """A reader of the last commit, set while lookups without gradients must not use a collective."""
 
     def batch(self, feature: Feature, given: Given, *, trains: bool) -> Batch:
         """Return a batch with the rows of ``given``: those of the pass, or rows of its own as they are now.
@@ -224,7 +224,7 @@ def table_weight(*modules: TableModule) -> TableWeight:
 class TableWeight(NoTensor):
     """The ``.weight`` of a module: it has the device, dtype and shape of the table, and no values.
 
-    ``requires_grad`` is that of the module, which it freezes.
+    Setting ``requires_grad`` freezes the module.
     """
 
     device: torch.device
@@ -256,7 +256,7 @@ class TableWeight(NoTensor):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the rows are trained."""
+        """True if the rows are trained."""
         return all(one.requires_grad for one in self._anchors)
 
     def requires_grad_(self, requires_grad: bool = True) -> TableWeight:

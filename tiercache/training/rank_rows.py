@@ -45,8 +45,8 @@ _TRAINED_BY: weakref.WeakKeyDictionary[Store, weakref.ref[RankRows]] = weakref.W
 class RankRows:
     """Plans and moves the rows of one rank; it owns a reader and a writer thread until ``close``."""
 
-    closed = "this cache is closed: open another one on its store to go on"
-    """What is said to who asks for rows then."""
+    closed = "this cache is closed: open another one on its store to continue"
+    """The error message for calls after ``close``."""
 
     def __init__(
         self,
@@ -139,22 +139,22 @@ class RankRows:
         return report, self.device.rows_of(plan.sub_dataset)
 
     def capture(self, random: RandomStates | None = None) -> StateBytes | None:
-        """Return a copy of what a commit keeps beside rows."""
+        """Return a copy of the dense state that a commit stores."""
         return self.state.capture(random)
 
     def leave(self, state: StateBytes | None, *, last: bool) -> None:
-        """End the pass that was trained, and bring the rows of the next one, or write those of the last."""
+        """End the trained pass: load the rows of the next one, or write the rows of the last."""
         assert state is not None
         (self.transfer.finish if last else self.transfer.switch)(state)
 
     def commit_within(self, sample: int, order: Mapping[str, object] | None, random: RandomStates | None) -> None:
-        """Commit inside the pass, behind ``sample`` samples of batches in an order. Returns when it is durable."""
+        """Commit inside the pass, after ``sample`` samples in the given order. Returns when it is durable."""
         state, settings = self.state.capture(random)
         self.transfer.commit_within(sample, (state, settings | {"order": order}))
 
     @property
     def batch_order(self) -> Any:
-        """The order of batches behind which the last commit inside a pass stands."""
+        """The order of batches that the last commit inside a pass was made in."""
         return None if self.store.commit is None else self.store.commit.settings.get("order")
 
     @property

@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 
 class ResidentRows:
-    """Has the rows of all passes in place of `RankRows`: a switch moves none, and nothing is committed."""
+    """Holds the rows of all passes, instead of `RankRows`: switching passes moves no rows, nothing is committed."""
 
     eval_bytes = sys.maxsize
-    """There is no budget for the rows of an evaluation."""
+    """Evaluations have no budget."""
     host_bytes_peak = 0
     closed = "this cache is closed, and its rows are gone: read them before close()"
-    """What is said to who asks for rows then."""
+    """The error message for calls after ``close``."""
 
     def __init__(self, source: DatasetView, backend: Backend, order: OrderRule) -> None:
         """Take the memory, and make the initial rows. Raises BudgetError if the device has too little."""
@@ -113,19 +113,19 @@ class ResidentRows:
                 backend.note_keys(table, keys, arrays.streams[mine], None, None)
 
     batch_order = plan = None
-    """Of a commit inside a pass, and of what moves to the next one: there is neither."""
+    """Commits inside a pass and row moves have these; here they do not exist."""
 
     # -- for the loop -------------------------------------------------------------------------------------
 
     def check_parameters(self) -> None:
-        """Do nothing: there is no commit that parameters could be missing from."""
+        """Do nothing, because nothing is committed."""
 
     def restore(self, ranks: AnyCommunicator) -> tuple[int, int]:
         """Return where the training stands: before the first pass that was not trained to its end."""
         return self.trained, 0
 
     def begin(self, end: int) -> None:
-        """Do nothing: there are no threads."""
+        """Do nothing, because no threads are needed."""
 
     def brought(self, index: int) -> tuple[PassReport, Sequence[GroupRows]]:
         """Return the report of a pass, which moves nothing, and its rows."""
@@ -178,7 +178,7 @@ class ResidentRows:
         return sum(array.nbytes for array in arrays)
 
     def check_restored(self) -> None:
-        """Do nothing: there is no commit."""
+        """Do nothing, because nothing is committed."""
 
     def check_evaluated(self, passes: DatasetView) -> None:
         """Raise DatasetError for a dataset of other tables."""
@@ -236,7 +236,7 @@ class ResidentRows:
 
 
 class InMemoryRows:
-    """Reads rows as of now, with the promises of LiveRows: a key that was not trained yet has no row of its own."""
+    """Reads current rows like `LiveRows`: a key that has not been trained yet reads as its initial row."""
 
     def __init__(self, rows: ResidentRows, trained: list[int]) -> None:
         """trained: the sub-datasets trained so far."""

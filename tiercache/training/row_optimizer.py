@@ -15,7 +15,7 @@ from tiercache.store.table import Adam, Group
 from tiercache.training.anchors import Anchors
 from tiercache.training.clipping import clip, squared_norm
 from tiercache.training.joint_optimizer import JointOptimizer
-from tiercache.training.row_gradients import RowGradients, ended_unstepped
+from tiercache.training.row_gradients import RowGradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -194,12 +194,6 @@ class RowOptimizer(torch.optim.Optimizer):
     def pending(self) -> bool:
         """Whether a backward was not stepped yet."""
         return self.gradients.is_pending
-
-    def check_stepped(self, pass_name: str) -> None:
-        """Raise StateError where gradients are pending though ``pass_name`` ends."""
-        if self.pending:
-            raise StateError(f"{pass_name} {ended_unstepped(len(self.gradients.unstepped))}")
-        self.gradients.leave(pass_name)
 
     def discard(self) -> None:
         """Drop the gradients of a pass that has ended; those that `leave` noted wait to be dropped by the loop."""

@@ -31,7 +31,7 @@ class TableModule(nn.Module):
     """
 
     is_restoring = False
-    """Whether a cache puts the state of a commit back, which belongs to the rows of that commit."""
+    """True while a cache restores a commit, whose state belongs to the rows of that commit."""
 
     def __init__(self, schema: Schema, features: Sequence[str] | None) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""What parts of a training give each other: frozen values, which import nothing else of ours but the kernels' views."""
+"""Frozen values that the parts of a training pass to each other. They import nothing else of ours."""

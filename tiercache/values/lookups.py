@@ -1,4 +1,4 @@
-"""One lookup: the ids of a batch's features of one group, what it leaves, and the gradient that backward saves.
+"""One lookup: the ids of one group's features in a batch, the result, and the gradient that backward saves.
 
 Legend: E entries (ids), F features, N samples, T columns of the output. Arrays on the device are NumPy arrays on a CPU
 and torch tensors on a GPU.
@@ -78,14 +78,14 @@ class LookupIds:
     weights: Array
     """(E,) on the device; empty: all 1."""
     trained: bool = False
-    """Whether a step is expected to follow: the lookup may then prepare it."""
+    """True if a step is expected to follow, which the lookup may prepare."""
     runs: Any = None
     """The order of the ids by position, if they came with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookedUp:
-    """What a lookup of `LookupIds` leaves for its backward."""
+    """The result of looking up `LookupIds`, which backward needs."""
 
     slots: Array
     """(E,) the slot of each entry."""
