@@ -146,7 +146,7 @@ class Anchor:
     @property
     def waiting(self) -> list[Arrival]:
         """The gradients that wait for a step, in the order in which they came."""
-        return [one for one in self._arrived if one.is_waiting]
+        return [one for one in self._arrived if one._state is _State.WAITING and one.gradient is not None]
 
     @property
     def has_arrived(self) -> bool:
@@ -170,9 +170,10 @@ class Anchor:
         if parameter is not self._hooked:
             self._hook(parameter)
         if task != self._task:
-            if not self._is_lent:
+            if self._arrived and not self._is_lent:
                 self.drop_dropped()
-            self.check_left()
+            if self._left:
+                self.check_left()
             if parameter.grad is None or (self._has_hooks and float(parameter.grad) == 0.0):
                 self._lookups = 0
             self._task, self._asked = task, 0
@@ -300,7 +301,8 @@ class Anchor:
                     f"{self.tables} were not: call backward() of the loss, or of a sum of losses, in place of it"
                 )
             return []
-        self.check_left()
+        if self._left:
+            self.check_left()
         if written is not None and any(one.is_untouched for one in found) and self._is_another(written):
             raise StateError(
                 f"gradients were changed between backward and step, and those of the rows of {self.tables} were not, "
@@ -440,7 +442,7 @@ class Anchors:
     def note_step(self, *, applied: bool) -> None:
         """Note a step of the cache's optimizer. applied: whether it finds gradients of rows."""
         self.is_stepped = True
-        for anchor in self._anchors.values():
+        for anchor in self:
             anchor.end_step()
         if self.ledger is not None:
             self.ledger.step(applied=applied)

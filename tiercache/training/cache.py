@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from tiercache.tiers.report import PassReport
     from tiercache.training.exchange import Exchange
     from tiercache.training.joint_optimizer import JointOptimizer
+    from tiercache.training.live_rows import LiveRows
     from tiercache.training.missing_rows import Unseen
     from tiercache.training.passes import Pass
     from tiercache.values.batch import Batch
@@ -367,11 +368,12 @@ class TierCache:
     def passes(self, epochs: int) -> Iterator[Pass]:
         """Yield the passes from the last commit to the end of epoch ``epochs``.
 
-        First restores rows and registered state from the last commit; a store without a commit gets one of the current
-        state. A pass ends when the next one is asked for, so what your loop does after the last batch belongs to the
-        pass. Every ``commit_every``-th pass and the last one are committed when they end. The commit of pass t is
-        durable by the end of pass t + 1; exhausting the iterator waits for the last commit. If you leave the loop
-        early, nothing more is committed. With several ranks a commit is made on all ranks or on none.
+        First restores rows and registered state from the last commit; a store without a commit gets one of the
+        current state. Without a store, training continues with the first pass that was not trained to its end. A pass
+        ends when the next one is asked for, so what your loop does after the last batch belongs to the pass. Every
+        ``commit_every``-th pass and the last one are committed when they end. The commit of pass t is durable by the
+        end of pass t + 1; exhausting the iterator waits for the last commit. If you leave the loop early, nothing
+        more is committed. With several ranks a commit is made on all ranks or on none.
 
         Your loop may fetch batches ahead, also those of the next pass; with several ranks, all in the same way. If a
         batch of a pass has not been trained yet when the next pass is asked for, the pass ends at the first lookup
@@ -509,14 +511,14 @@ class TierCache:
             finally:
                 self._plain.committed = None
 
-    def live_rows(self, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None) -> Any:
-        """Return a `LiveRows`: a reader of the current values of this rank's rows, until the next batch is trained.
+    def live_rows(self, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None) -> LiveRows:
+        """Return a reader of the current values of this rank's rows; valid until the next batch is trained.
 
         Waits until every dump is durable, because rows on their way to the store are nowhere else. ``unknown``: the
         fields of out-of-vocabulary rows, if they are kept elsewhere. Not collective.
         """
         self._check_open()
-        return self._rows.now(self._loop.current, unknown)
+        return self._rows.now(self._loop.current, unknown)  # type: ignore[return-value] # or InMemoryRows, likewise
 
     # -- ending -------------------------------------------------------------------------------------------
 
