@@ -131,6 +131,7 @@ class WholeTables:
     """
 
     def __init__(self, shape: Shape, optimizer: str, ids_BFN: NDArray[np.int32]) -> None:
+        self.path = "whole tables"
         self.index, self.samples, self.digest = 0, ids_BFN.shape[0] * shape.num_samples, "whole tables"
         names = [f"table{t}" for t in range(shape.num_tables)]
         rule, begin = RULES[optimizer](learning_rate=LEARNING_RATE), tc.init.Uniform(low=-0.01, high=0.01)

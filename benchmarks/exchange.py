@@ -196,7 +196,8 @@ class Rank:
         """Pool a batch, and leave the gradient of the output."""
         none = torch.empty(0)
         lookup = PooledLookup(self.part, Batch(none, none, ids, rows, self.gradient.shape[0]), {})
-        self.backend.pool([(lookup.rows, lookup.entries)], self.backend.empty(self.gradient.shape, np.float32))
+        out = self.backend.empty(self.gradient.shape, np.float32)
+        (lookup.found,) = self.backend.pool([(lookup.rows, lookup.entries)], out)
         arrival = Arrival(cast("Any", None), torch.from_numpy(self.gradient), frozenset(), 0)  # of no module
         lookup.backward(self.gradient.shape[1], arrival)
         arrival.take()

@@ -137,7 +137,7 @@ class Resident:
         whole = WholeTables(self.shape, optimizer, batches_of(self.shape))
         self._cache = tc.InMemoryCache(cast("tc.PassDataset", whole), device=machine.device())
         self._modules = {name: kind(self._cache.schema) for name, kind in MODULES.items()}
-        self._cache.register(model=list(self._modules.values()))
+        self._cache.register(model=torch.nn.ModuleList(self._modules.values()))
         flat = torch.from_numpy(gradients_of(self.shape)[0]).to(torch_device(machine))
         self._gradients = {
             "bags": [flat],

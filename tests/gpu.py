@@ -34,6 +34,7 @@ CPU_ALONE = {
     "bad_input": "what is refused before a device has a part in it, with models on the CPU",
     "misuse": "the same",
     "gradients_as_torch": "torch's autograd and optimizers, with models on the CPU",
+    "torch_idioms": "likewise",
     "plain_keys": "forms of keys of the host, with models on the CPU",
     "large_lookups": "the order in which the CPU's kernels read rows",
     "gpu_streams": "stand-ins for torch and CuPy",

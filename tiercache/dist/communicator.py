@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 import zlib
 from contextlib import contextmanager
 from datetime import timedelta
@@ -381,12 +382,13 @@ def communicator_of(group: dist.ProcessGroup | None = None, device: str | torch.
 def only_rank(group: dist.ProcessGroup | None = None, device: str | torch.device = "cpu") -> LocalCommunicator:
     """Return the communicator of a training that is not divided.
 
-    Raises RankError if ``group``, by default the default process group, has several ranks.
+    Warns if ``group``, by default the default process group, has several ranks.
     """
     if dist.is_available() and dist.is_initialized() and (size := dist.get_world_size(group)) > 1:
-        raise RankError(
-            f"a cache without a store trains in one process, and there are {size} ranks, each of which would train "
-            "different rows: give a store, which is sharded, or a group with this rank only"
+        warnings.warn(
+            f"a cache without a store trains in this process alone, and there are {size} ranks: each one trains a copy "
+            "of all rows, and copies differ if ranks train different samples; give a store, which is sharded",
+            stacklevel=4,
         )
     return LocalCommunicator(device)
 

@@ -213,12 +213,11 @@ class TierCache:
                 share_threads()
             with ranks.raise_on_all("looking at the model"):
                 check_modules(objects, data)
-            self._beside = ranks.clone()  # NCCL takes memory of the device for it: before the rows do
-            self._asking = ranks.clone(device="cpu")
             room: int | None = None
             self._rows: RankRows | ResidentRows
             if store is None:
                 self.store = None  # type: ignore[assignment]
+                self._clone_ranks()
                 self._rows = self._resident = ResidentRows(source, backend, options.order)
             else:
                 self._rows, room = self._open_rows(source, budgets, objects, order=options.order, progress=progress)
@@ -282,12 +281,17 @@ class TierCache:
         try:
             self.store = self._opened.open(source, budgets, first=first, progress=progress)
             drop_weights(objects.values())
+            self._clone_ranks()
             with ranks.raise_on_all("planning the budgets"):
                 rows = RankRows(self.store, source, self._backend, budgets, device_bytes=device_bytes, order=order)
         except BudgetError:
             self._opened.discard_new()
             raise
         return rows, device_bytes - rows.device_bytes
+
+    def _clone_ranks(self) -> None:
+        """Connect the ranks for other threads. NCCL takes memory of the device for it: before the rows do."""
+        self._beside, self._asking = self.communicator.clone(), self.communicator.clone(device="cpu")
 
     @staticmethod
     def _facts(data: PassDataset) -> dict[str, Any]:

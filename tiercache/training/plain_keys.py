@@ -233,6 +233,7 @@ class TableWeight(NoTensor):
     ndim: int
     _table: str
     _anchors: tuple[torch.Tensor, ...]
+    _error = AttributeError
 
     def __init__(self, anchors: Sequence[torch.Tensor], shape: tuple[int, int], table: str) -> None:
         of_one = anchors[0]

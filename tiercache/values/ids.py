@@ -22,6 +22,8 @@ class NoTensor:
     """
 
     __slots__ = ()
+    _error: type[Exception] = TypeError
+    """What a function of torch raises."""
     __hash__ = object.__hash__
     __array_ufunc__ = None
 
@@ -47,12 +49,12 @@ class NoTensor:
 
     @classmethod
     def __torch_function__(cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise TypeError: a function of torch was given this as a tensor."""
+        """Raise an error: a function of torch was given this as a tensor."""
         given = [*args, *(kwargs or {}).values()]
         given += [part for several in given if isinstance(several, list | tuple) for part in several]
         for one in given:
             if isinstance(one, NoTensor):
-                raise TypeError(one._refusal(f"torch.{getattr(function, '__name__', function)}"))
+                raise one._error(one._refusal(f"torch.{getattr(function, '__name__', function)}"))
         return NotImplemented
 
     def __array__(self, *_: object, **__: object) -> NDArray[Any]:
