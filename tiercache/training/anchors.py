@@ -332,7 +332,7 @@ class Anchor:
 
     def end_due(self) -> None:
         """Forget the gradients that were stepped."""
-        self._drop([one for one in self._arrived if one.is_due])
+        self._drop([one for one in self._arrived if one._state is _State.DUE])
 
     def _drop(self, arrivals: Sequence[Arrival]) -> None:
         if not arrivals:
@@ -410,10 +410,12 @@ class Anchors:
         gradient = gradient.detach() if gradient.requires_grad else gradient
         steps = gradient.stride()
         overlaps = 0 in steps and any(n > 1 for step, n in zip(steps, gradient.shape, strict=True) if step == 0)
-        if overlaps or gradient.data_ptr() in self._held:
+        place = gradient.data_ptr()
+        if overlaps or place in self._held:
             gradient = gradient.clone(memory_format=torch.contiguous_format)
-        if gradient.numel():
-            self._held.add(gradient.data_ptr())
+            place = gradient.data_ptr()
+        if place:  # 0 of no numbers
+            self._held.add(place)
         return gradient
 
     def forget(self) -> None:

@@ -195,7 +195,7 @@ class EmbeddingCollection(TableModule):
             return dict(zip(self.features, map(self.cast, look_up_rows(self, batch)), strict=True))
         names, found = self._prepare(batch)
         outs = _RowFunction.apply(self.anchor, *found)  # type: ignore[no-untyped-call]
-        return self._by_name(batch, names, [*map(self.cast, outs)])
+        return self._by_name(batch, names, outs if self.anchor.dtype == torch.float32 else [*map(self.cast, outs)])
 
     def run(self, context: Any, batch: Batch) -> list[torch.Tensor]:
         """Look up for the custom operator; ``context`` keeps what its backward needs."""

@@ -73,8 +73,11 @@ class RowGradients:
         """Move to ``pending`` what the step applies: the arrivals that are due. Others go or wait on."""
         self.is_awaited = False
         self.unstepped.clear()
-        self._fill([one for one in self._waiting if one.arrival.is_due], self.pending, array_of)
-        self._waiting = [one for one in self._waiting if one.arrival.is_waiting]
+        due, others = list[_Waiting](), list[_Waiting]()
+        for one in self._waiting:
+            (due if one.arrival.is_due else others).append(one)
+        self._fill(due, self.pending, array_of)
+        self._waiting = [one for one in others if one.arrival.is_waiting]
         for left in self._waiting:
             left.arrival.is_passed_over = True
 
