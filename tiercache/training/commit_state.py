@@ -78,11 +78,12 @@ class CommitState:
                     f"{name} has maximize=True for a module that looks rows up, and rows only descend: negate the loss "
                     "in place of it"
                 )
+        known = stepped | anchors
         left = [
             f"{name}.{path}"
             for name, value in modules.items()
             for path, one in value.named_parameters()
-            if one.requires_grad and id(one) not in stepped | anchors
+            if one.requires_grad and id(one) not in known
         ]
         if left:
             more = f" and {len(left) - 1} more" if left[1:] else ""
