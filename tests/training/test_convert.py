@@ -349,6 +349,20 @@ def test_a_padding_row_that_is_not_zeros_is_not_replaced() -> None:
     assert isinstance(tc.convert(nn.ModuleDict({"user": Named(20, 4)}), SCHEMA)["user"], tc.Embedding)  # type: ignore[index]
 
 
+def test_weights_that_share_a_storage_and_no_memory_are_replaced() -> None:
+    """As cut from one buffer; an overlap is refused."""
+    for first, fits in ((80, True), (60, False)):
+        flat = torch.zeros(100)
+        model = nn.ModuleDict({"user": nn.Embedding(20, 4), "top": nn.Linear(4, 2, bias=False)})
+        views = {"user.weight": flat[:80].view(20, 4), "top.weight": flat[first : first + 8].view(2, 4)}
+        model.load_state_dict(views, assign=True)
+        if fits:
+            assert isinstance(tc.convert(model, SCHEMA)["user"], tc.Embedding)  # type: ignore[index]
+        else:
+            with pytest.raises(ValueError, match=r"the weight of user is also top\.weight"):
+                tc.convert(model, SCHEMA)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_outputs_have_the_dtype_of_the_weight_that_was_replaced(dtype: torch.dtype) -> None:
     """As a model that was cast before."""

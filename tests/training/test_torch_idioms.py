@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import inspect
+import itertools
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -201,6 +205,75 @@ def test_parameters_that_climb_before_a_second_backward_are_refused(world: World
     model.load_state_dict(model.state_dict())
     model(batch).square().mean().backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("by", ["cache.optimizer", "model"])
+def test_parameters_may_be_written_after_a_batch_that_was_dropped(world: World, by: str) -> None:
+    """A backup, or an average, is copied back. A warning says what might be if only the model dropped the gradients."""
+    model, optimizer, batch = world.sides(0)[0]
+    model(batch).square().mean().backward()
+    (optimizer if by == "cache.optimizer" else model).zero_grad()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.clone())
+    expected = warnings.catch_warnings() if by == "cache.optimizer" else pytest.warns(UserWarning, match="sharpness")
+    with expected:
+        warnings.simplefilter("error" if by == "cache.optimizer" else "always")
+        model(batch).square().mean().backward()
+    model.to(torch.float32)
+    model(batch).square().mean().backward()  # accumulated
+    optimizer.step()
+    assert not world.waiting
+
+
+def test_a_frozen_module_and_an_average_are_in_no_part_and_raise_nothing(passes: tc.PassDataset) -> None:
+    """With optimizers that have the other modules, and schedulers on a part."""
+    model = Ours()
+    model.rows.requires_grad_(False)
+    one, two = torch.optim.SGD(model.bag.parameters(), lr=0.1), torch.optim.SGD(model.top.parameters(), lr=0.1)
+    cache = tc.InMemoryCache(passes, model=model, optimizer=[one, two])
+    average = torch.optim.swa_utils.AveragedModel(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache.register(average=average)
+        for p in cache.passes(epochs=1):
+            for batch in p.batches(16):
+                model(batch).square().mean().backward()
+                cache.optimizer.step()
+                average.update_parameters(model)
+                cache.optimizer.zero_grad()
+        tables = [group["table"] for group in cache.optimizer.part(one).param_groups if "table" in group]
+        torch.optim.lr_scheduler.StepLR(cache.optimizer.part(two), 1)
+    assert tables == ["a"]
+
+
+def test_rows_of_a_pass_that_was_left_are_read_as_they_are(passes: tc.PassDataset) -> None:
+    """A cache without a store cannot go back: it has no commit."""
+    model = Ours()
+    cache = tc.InMemoryCache(passes, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    for p in cache.passes(epochs=1):
+        for batch in itertools.islice(p.batches(16), 2):
+            model(batch).square().mean().backward()
+            cache.optimizer.step()
+            cache.optimizer.zero_grad()
+        p.stop()
+    keys = cache.keys("b")
+    found = cache.live_rows().fields("b", keys)
+    assert all(np.array_equal(one, two) for one, two in zip(found, cache.fields("b"), strict=True))
+
+
+def test_a_copy_of_a_batch_with_other_ids_leaves_the_batch_as_it_is(world: World) -> None:
+    """Also in a compiled model, which finds batches by number."""
+    compiled = torch.compile(world.model, backend="eager", fullgraph=True)
+    first, second = world.batches[:2]
+    with torch.no_grad():
+        wanted = world.model(first), world.model(second)
+        other = dataclasses.replace(first, ids=second.ids, joins=None)
+        assert torch.equal(compiled(first), wanted[0])
+        assert torch.equal(compiled(other), wanted[1])
+        del other
+        gc.collect()
+        assert torch.equal(compiled(first), wanted[0])
 
 
 def test_an_optimizer_that_climbs_is_refused(passes: tc.PassDataset) -> None:

@@ -10,6 +10,7 @@ for each backward. If it is None or 0, the loop dropped the gradients of the mod
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from enum import Enum, auto
 from functools import partial
@@ -134,6 +135,8 @@ class Anchor:
         self._version = -1
         self._value: int | None = None
         """The version of the anchor after a backward that has not been stepped yet."""
+        self._is_climbed = False
+        """True once the loop wrote to parameters and then dropped the gradients it did so with."""
         self._hooked: nn.Parameter | None = None
         self._hooks: list[Any] = []
 
@@ -227,16 +230,26 @@ class Anchor:
         self._value = None if parameter is None or self._is_lent else parameter._version
 
     def check_value(self, parameter: torch.Tensor) -> None:
-        """Raise StateError if the loop wrote to the module's parameters between a backward and this lookup."""
-        if self._value is not None and parameter._version != self._value:
+        """Raise StateError if the loop wrote to parameters, then dropped the gradients, and looks up again.
+
+        Warns if it may have been in the other order, as after a batch that was skipped.
+        """
+        if self._is_climbed:
             raise StateError(
                 f"parameters were written between a backward and the next lookup, as sharpness-aware steps do, and the "
                 f"rows of {self.tables} cannot be: write to parameters after optimizer.step()"
             )
+        if self._value is not None and parameter.grad is None and parameter._version != self._value:
+            self._value = None
+            warnings.warn(
+                f"parameters were written after a backward that was not stepped: if that was a sharpness-aware step, "
+                f"the rows of {self.tables} did not move with them",
+                stacklevel=4,
+            )
 
     def end_step(self) -> None:
         """Note that parameters may change from now on."""
-        self._value = None
+        self._value, self._is_climbed = None, False
 
     # -- at the step ----------------------------------------------------------------------------------------
 
@@ -327,6 +340,9 @@ class Anchor:
 
     def clear(self) -> None:
         """Forget the gradients so far."""
+        if self._value is not None and self._arrived and (parameter := self.parameter) is not None:
+            self._is_climbed = parameter._version != self._value
+        self._value = None
         self._drop(self._arrived)
         self._left, self._lookups = "", 0
 

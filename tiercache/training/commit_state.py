@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from tiercache.errors import StateError
 from tiercache.training.dense_state import DenseState, tensors_of
@@ -82,6 +83,7 @@ class CommitState:
         left = [
             f"{name}.{path}"
             for name, value in modules.items()
+            if not isinstance(value, AveragedModel)
             for path, one in value.named_parameters()
             if one.requires_grad and id(one) not in known
         ]

@@ -23,12 +23,13 @@ def check_replaceable(model: nn.Module, modules: Mapping[Any, Sequence[str]]) ->
         model: the model that has the modules.
         modules: every `nn.Embedding` and `nn.EmbeddingBag` that is to be replaced, with its names.
     """
-    weights: dict[Any, str] = {}
+    weights: dict[Any, list[tuple[torch.Tensor, str]]] = {}
     for old, names in modules.items():
         _check_lookup(old, names[0])
-        weights.setdefault(_place(old.weight), names[0])
+        weights.setdefault(_place(old.weight), []).append((old.weight, names[0]))
     for name, found in _others(model, modules):
-        if (module := weights.get(_place(found))) is not None:
+        module = next((one for weight, one in weights.get(_place(found), ()) if _overlap(weight, found)), None)
+        if module is not None:
             raise ValueError(
                 f"the weight of {module} is also {name}, which would keep the old values while rows are trained: use "
                 f"the module there too, or leave {module} out by filter_fn"
@@ -65,8 +66,24 @@ def _check_lookup(old: Any, name: str) -> None:
 
 
 def _place(weight: torch.Tensor) -> Any:
-    """Return what two tensors have in common if one is the other, or a view of it."""
+    """Return what two tensors have in common if one is the other, or a view of it: a storage."""
     return id(weight) if weight.is_meta else weight.untyped_storage().data_ptr()
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors in one storage share memory; those on "meta" have none."""
+    if one.is_meta:
+        return True
+    (first, last), (begin, end) = _range(one), _range(other)
+    return first < end and begin < last
+
+
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses from the first number of a strided tensor to behind its last one."""
+    if not tensor.numel():
+        return 0, 0
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _others(model: nn.Module, modules: Mapping[nn.Module, Sequence[str]]) -> Iterator[tuple[str, torch.Tensor]]:

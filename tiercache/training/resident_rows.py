@@ -56,6 +56,8 @@ class ResidentRows:
         self.state = CommitState(self.groups, backend)
         self.trained = 0
         """Passes trained so far."""
+        self._begun = 0
+        """Passes that were begun: the rows of one that was left have moved too."""
         self.keys: dict[str, NDArray[np.int64]] = {}
         """By table, all keys, in the order of rows."""
         self._first: dict[str, int] = {}
@@ -129,6 +131,7 @@ class ResidentRows:
 
     def brought(self, index: int) -> tuple[PassReport, Sequence[GroupRows]]:
         """Return the report of a pass, which moves nothing, and its rows."""
+        self._begun = max(self._begun, index + 1)
         p = self.schedule.sub_dataset_of(index)
         rows = self.positions.num_rows(p)
         report = PassReport(
@@ -192,8 +195,8 @@ class ResidentRows:
         self, current: Pass | None, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None
     ) -> InMemoryRows:
         """Return a reader of any rows as of now, amid ``current`` or outside."""
-        last = self.trained if current is None else current.index + 1
-        trained = {self.schedule.sub_dataset_of(index) for index in range(min(last, 2 * self.schedule.num_passes))}
+        last = min(self._begun, 2 * self.schedule.num_passes)
+        trained = {self.schedule.sub_dataset_of(index) for index in range(last)}
         return InMemoryRows(self, sorted(trained))
 
     def held_keys(self, table_name: str) -> HeldKeys:

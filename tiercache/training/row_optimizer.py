@@ -138,7 +138,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def groups_of(self, dense: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
         """Return the tables that are stepped with ``dense``, None: all; their parameters are those of now."""
         owned = self._owned()
-        mine = [anchor for anchor in self.anchors if dense is None or self.owner(anchor, owned) is dense]
+        mine = [one for one in self.anchors if dense is None or self._steps_with(one, dense, owned)]
         found: dict[str, list[torch.Tensor]] = {}
         for anchor in mine:
             parameter = anchor.parameter
@@ -150,6 +150,15 @@ class RowOptimizer(torch.optim.Optimizer):
             return self.param_groups
         tables = {table for anchor in mine for table in anchor.table_names}
         return [group for group in self.param_groups if group["table"] in tables]
+
+    def _steps_with(
+        self, anchor: Anchor, dense: torch.optim.Optimizer, owned: Mapping[int, torch.optim.Optimizer]
+    ) -> bool:
+        """Return whether a module's rows step with ``dense``; one that is in no optimizer and trains none does not."""
+        is_idle = id(anchor.parameter) not in owned and not anchor.waiting
+        if is_idle and any(id(one.parameter) in owned for one in self.anchors):
+            return False
+        return self.owner(anchor, owned) is dense
 
     def owner(
         self, anchor: Anchor, owned: Mapping[int, torch.optim.Optimizer] | None = None

@@ -128,7 +128,7 @@ class TableModule(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         found = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         with torch.no_grad():
-            self.anchor.zero_()  # to_empty() leaves anything
+            self.anchor.data.zero_()  # to_empty() leaves anything; not a write of the loop's
         return found
 
     def cast(self, out: torch.Tensor) -> torch.Tensor:
@@ -190,9 +190,11 @@ class TableModule(nn.Module):
     def _check_rows(self) -> None:
         """Raise StateError where the rows are not those that the loaded state belongs to."""
         state, rows = self._loaded, self._rows()
-        if state is None or rows is None or state == (now := rows()):
+        if state is None or rows is None:
             return
         self._loaded = None
+        if state == (now := rows()):
+            return
         raise StateError(
             f"this state belongs to the rows of commit {state['commit']} of {state['store']}, and the cache has those "
             f"of commit {now['commit']} of {now['store']}: roll the store back, or load the state of its rows"

@@ -40,7 +40,7 @@ def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def number_batch(batch: Any, number: torch.Tensor | None) -> torch.Tensor:
     """Have operators find a batch, or a copy of the one with ``number``: (samples,) int64, all the same."""
-    if number is None:
+    if number is None or _number_of(number) in _batches:  # each batch that lives has another one
         number = torch.full((1,), next(_numbers), device="cpu").expand(batch.num_samples)
     _batches[_number_of(number)] = batch
     return number
