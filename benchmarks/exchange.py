@@ -47,7 +47,7 @@ from tiercache.store.hashing import hash_keys
 from tiercache.store.shards.sharding import ShardingPlan, TableSharding
 from tiercache.store.table import group_tables
 from tiercache.tiers.rows import group_rows
-from tiercache.training.anchors import Arrival
+from tiercache.training.arrival import Arrival
 from tiercache.training.joining import FeaturePart
 from tiercache.training.lookup import PooledLookup
 from tiercache.training.row_gradients import RowGradients

@@ -275,6 +275,67 @@ def test_a_validation_of_one_rank_beside_batches_is_told_at_once(
         assert "all ranks make the same" in one["error"], one
 
 
+def one_leaves(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
+    """Have rank 1 fail in its own code while rank 0 looks keys up."""
+    error = ""
+    cache = opened(folder, "left.tc")
+    rows = tc.Embedding(cache.schema, "g")
+    cache.register(rows=rows)
+    try:
+        if ranks.rank == 1:
+            raise ZeroDivisionError
+        with torch.no_grad():
+            rows(torch.arange(5))
+    except (tc.errors.RankError, ZeroDivisionError) as caught:
+        error = type(caught).__name__ + str(caught)
+        cache._close(failed=True)
+    return {"error": error}
+
+
+def test_a_rank_that_fails_ends_a_lookup_of_the_others(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """At once: they wait for no time-out, and say what they did."""
+    CASE.cut(tmp_path / "passes")
+    found = ranks_pool.run(2, f"{__name__}:one_leaves", folder=str(tmp_path))
+    assert "RankErrora rank ended or did not answer while rank 0 was looking keys up" in found[0]["error"]
+    assert "Timed out" not in found[0]["error"]
+    assert found[1]["error"] == "ZeroDivisionError"
+
+
+class Baseline(nn.Module):
+    """A bag alone."""
+
+    def __init__(self, schema: tc.Schema) -> None:
+        super().__init__()
+        self.bag = tc.EmbeddingBag(schema, SPECS[0].name, mode="sum")
+
+    def forward(self, batch: tc.Batch) -> torch.Tensor:
+        """Return a number for each sample."""
+        return self.bag(batch).sum(1)
+
+
+def without_store(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
+    """Train all rows on each rank."""
+    passes = tc.PassDataset.open(Path(folder) / "passes")
+    with pytest.warns(UserWarning, match=f"there are {ranks.size} ranks: each one trains a copy of all rows"):
+        cache = tc.TierCache(None, passes)
+    model = Baseline(cache.schema)
+    cache.register(model=model)
+    for p in cache.passes(epochs=1):
+        for batch in p.batches(16):
+            model(batch).square().mean().backward()
+            cache.optimizer.step()
+            cache.optimizer.zero_grad()
+    return {"sum": float(cache.live_rows().fields(SPECS[0].table, np.arange(30))[0].sum())}
+
+
+def test_a_cache_without_store_trains_alone_on_each_rank_and_says_so(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """As a baseline does."""
+    CASE.cut(tmp_path / "passes")
+    one, two = ranks_pool.run(2, f"{__name__}:without_store", folder=str(tmp_path))
+    assert one == two
+    assert np.isfinite(one["sum"])
+
+
 def train_model(ranks: AnyCommunicator, folder: str, name: str) -> dict[str, Any]:
     """Train a converted model on plain keys; in each step every rank has a different batch."""
     world = World(name, Path(folder) / f"rank{ranks.rank}", ranks=ranks.size)

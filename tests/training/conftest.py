@@ -6,7 +6,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.training.beside_torch import World
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import tiercache as tc
 
 
@@ -14,3 +18,12 @@ if TYPE_CHECKING:
 def passes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
     """The passes of a module's case."""
     return request.module.CASE.cut(tmp_path_factory.mktemp("case") / "passes")
+
+
+@pytest.fixture
+def world(passes: tc.PassDataset) -> Iterator[World]:
+    """A cache in the middle of a pass, with the same model in torch. The module's case is that of `beside_torch`."""
+    made = World(passes)
+    yield made
+    made.loop.close()
+    made.cache._close(failed=True)

@@ -15,26 +15,17 @@ import torch
 from torch import nn
 
 import tiercache as tc
+from tests.training.beside_torch import CASE as LOOPS_CASE
+from tests.training.beside_torch import Ours, World, plain
 from tests.training.cases import tiered
 from tests.training.test_bad_input import one_sentence
-from tests.training.test_gradients_as_torch import CASE as OF_LOOPS
-from tests.training.test_gradients_as_torch import Ours, World
 from tiercache.errors import StateError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
-CASE = OF_LOOPS
-
-
-@pytest.fixture
-def world(passes: tc.PassDataset) -> Iterator[World]:
-    """A cache in the middle of a pass, with the same model in torch."""
-    made = World(passes)
-    yield made
-    made.loop.close()
-    made.cache._close(failed=True)
+CASE = LOOPS_CASE
 
 
 def optimizers() -> list[str]:
@@ -174,6 +165,35 @@ def test_hooks_that_only_look_on_change_nothing(world: World, to_none: bool) -> 
             optimizer.zero_grad()
     assert seen
     world.assert_same()
+
+
+def test_hooks_that_look_on_count_the_lookups_of_nested_backwards(world: World) -> None:
+    """A reentrant checkpoint runs a backward within the backward."""
+    for parameter in world.model.parameters():
+        parameter.register_hook(lambda gradient: None)
+    for model, optimizer, given in world.sides(0):
+        parts = given if isinstance(given, tuple) else (given, given)
+        vectors = torch.cat([model.bag(parts[0]), model.rows(parts[1])], dim=1)
+        inner = torch.utils.checkpoint.checkpoint(
+            lambda x, model=model: model.top(x).tanh(), vectors, use_reentrant=True
+        )
+        (inner.square().mean() + model.bag(parts[0]).sum() * 0.01).backward()
+        optimizer.step()
+    world.assert_same()
+
+
+def test_gradients_that_are_only_asked_for_leave_nothing(world: World) -> None:
+    """As saliencies of an evaluation are, a thousand times and without a step."""
+    parameters = [*world.model.parameters()]
+    for _ in range(5):
+        torch.autograd.grad(world.model(world.batches[0]).square().mean(), parameters)
+    assert sum(len(anchor._arrived) for anchor in world.optimizer.rows.anchors) == 2
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(parameter.clone())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plain(*world.sides(0)[0])
 
 
 def test_hooks_that_give_zeros_drop_the_gradients_of_rows(world: World) -> None:

@@ -223,12 +223,11 @@ class Communicator:
                 try:
                     with self._reaching(what):
                         one[0].wait()
-                    self._check_marks(one[1], mark, what)
-                except RankError as error:
-                    if one[0].exception() is None:  # that rank raises too, and goes
-                        raise
+                except RankError as error:  # a rank ended: the other answer may say what it did before
                     failed = error
-            time.sleep(_POLL_SECONDS)
+                else:
+                    self._check_marks(one[1], mark, what)
+            time.sleep(_POLL_SECONDS if waiting else 0)
         if failed is not None:
             raise failed
         return np.ascontiguousarray(received[:, 1 : to.shape[1] + 1])

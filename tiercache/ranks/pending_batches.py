@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from tiercache.data.raw_batch import FeatureKeys
     from tiercache.ranks.asking import Asked
     from tiercache.ranks.pooling import PooledBatch
-    from tiercache.training.anchors import Anchors, Arrival
+    from tiercache.training.anchors import Anchors
+    from tiercache.training.arrival import Arrival
     from tiercache.values.ids import FeatureIds, FoundIds
     from tiercache.values.rows import GroupRows
 

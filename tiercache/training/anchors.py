@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from tiercache.errors import StateError
+from tiercache.training.arrival import Arrival, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,81 +38,6 @@ _ROUNDING = 1e-3
 """How far the average of several ranks may be from a whole number of units."""
 
 
-class _State(Enum):
-    WAITING = auto()
-    DUE = auto()
-    """The step that runs applies it."""
-    GONE = auto()
-    """Stepped or dropped."""
-
-
-class Arrival:
-    """The gradient of one output of a lookup, from its backward to the step."""
-
-    __slots__ = ("_gradient", "_placeholder", "_state", "_version", "anchor", "is_accumulated", "is_passed_over",
-                 "tables", "task")  # fmt: skip
-
-    def __init__(self, anchor: Anchor, gradient: torch.Tensor, tables: frozenset[str], task: int) -> None:
-        self.anchor, self.tables, self.task = anchor, tables, task
-        self._gradient: torch.Tensor | None = gradient
-        self._version, self._state = gradient._version, _State.WAITING
-        self._placeholder: torch.Tensor | None = None
-        self.is_accumulated = False
-        """True once its backward has ended and added to the anchor's gradient."""
-        self.is_passed_over = False
-        """True once another optimizer has stepped."""
-
-    @property
-    def placeholder(self) -> torch.Tensor:
-        """A leaf of the output's shape that has the gradient; made when somebody asks, as most steps go without."""
-        if self._placeholder is None:
-            assert self._gradient is not None, "a placeholder was asked for of a gradient that is gone"
-            none = torch.zeros((), dtype=self._gradient.dtype, device=self._gradient.device)
-            self._placeholder = none.expand(self._gradient.shape).requires_grad_()
-            self._placeholder.grad = self._gradient
-        return self._placeholder
-
-    @property
-    def gradient(self) -> torch.Tensor | None:
-        """The gradient now; None if it was dropped."""
-        return self._gradient if self._placeholder is None else self._placeholder.grad
-
-    @property
-    def is_waiting(self) -> bool:
-        """True until it is stepped or dropped."""
-        now = self._gradient if self._placeholder is None else self._placeholder.grad
-        return now is not None and self._state is _State.WAITING
-
-    @property
-    def is_due(self) -> bool:
-        """True if the step that runs applies it."""
-        return self._state is _State.DUE
-
-    @property
-    def is_untouched(self) -> bool:
-        """True if the gradient is the one that came, and no in-place write that torch counts has changed it."""
-        now = self.gradient
-        return now is not None and now is self._gradient and now._version == self._version
-
-    def flat(self, array_of: Callable[[torch.Tensor], Any]) -> Any:
-        """Return the gradient as it is now, as a flat float32 array: a copy where it is not contiguous."""
-        gradient = self.gradient
-        assert gradient is not None, "a gradient is stepped that was dropped"
-        if gradient.dtype != torch.float32:
-            gradient = gradient.float()
-        return array_of(gradient.reshape(-1))
-
-    def take(self) -> None:
-        """Have the step that runs apply it."""
-        self._state = _State.DUE
-
-    def end(self) -> None:
-        """Note that it was stepped or dropped, and free its memory."""
-        self._state, self._gradient = _State.GONE, None
-        if self._placeholder is not None:
-            self._placeholder.grad = None
-
-
 class Anchor:
     """The gradients of one module's rows since the last step."""
 
@@ -126,7 +51,9 @@ class Anchor:
         self._left = ""
         self._task = -1
         self._lookups = 0
-        """Lookups whose gradients have come since the anchor's was None or 0; each has added a unit to it."""
+        """Lookups whose gradients arrived since the anchor's was None or 0. Each has added a unit to it."""
+        self._in_task: dict[int, int] = {}
+        """The same for each backward pass that is running, by its number."""
         self._accumulated: set[int] = set()
         """The backward passes that run and have added to the anchor's gradient."""
         self._is_lent = False
@@ -149,7 +76,7 @@ class Anchor:
     @property
     def waiting(self) -> list[Arrival]:
         """The gradients that wait for a step, in the order in which they came."""
-        return [one for one in self._arrived if one._state is _State.WAITING and one.gradient is not None]
+        return [one for one in self._arrived if one.state is State.WAITING and one.gradient is not None]
 
     @property
     def has_arrived(self) -> bool:
@@ -175,18 +102,19 @@ class Anchor:
         if task != self._task:
             if self._arrived and not self._is_lent:
                 self.drop_dropped()
+                self._arrived = self.waiting  # without those that were only asked for
             if self._left:
                 self.check_left()
             if parameter.grad is None or (self._has_hooks and float(parameter.grad) == 0.0):
                 self._lookups = 0
-            self._task, self._asked = task, 0
+            self._task = task
             _behind_backward(partial(self._end, task, weakref.ref(parameter)))
         found = [
             None if one is None else Arrival(self, self._anchors.own(one), some, task)
             for one, some in zip(gradients, tables, strict=True)
         ]
         self._arrived += [one for one in found if one is not None]
-        self._asked += any(one is not None for one in found)
+        self._in_task[task] = self._in_task.get(task, 0) + any(one is not None for one in found)
         return found
 
     def _hook(self, parameter: nn.Parameter) -> None:
@@ -210,8 +138,10 @@ class Anchor:
         is_kept, parameter = task in self._accumulated, used()
         self._is_lent |= is_kept and parameter is not None and parameter.grad is None
         self._accumulated.discard(task)
-        if task == self._task:
-            self._lookups += self._asked if is_kept else 0
+        count = self._in_task.pop(task, 0)
+        if is_kept:
+            self._lookups += count
+            self._value = None if parameter is None or self._is_lent else parameter._version
         self._task = -1 if self._task == task else self._task
         for one in self._arrived:
             if one.task == task and not one.is_accumulated:
@@ -227,7 +157,6 @@ class Anchor:
         grad = None if parameter is None else parameter.grad
         if grad is not None:
             self._seen, self._version = weakref.ref(grad), grad._version
-        self._value = None if parameter is None or self._is_lent else parameter._version
 
     def check_value(self, parameter: torch.Tensor) -> None:
         """Raise StateError if the loop wrote to parameters, then dropped the gradients, and looks up again.
@@ -348,7 +277,7 @@ class Anchor:
 
     def end_due(self) -> None:
         """Forget the gradients that were stepped."""
-        self._drop([one for one in self._arrived if one._state is _State.DUE])
+        self._drop([one for one in self._arrived if one.state is State.DUE])
 
     def _drop(self, arrivals: Sequence[Arrival]) -> None:
         if not arrivals:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.data.encoded_batch import EncodedBatch
-    from tiercache.training.anchors import Arrival
+    from tiercache.training.arrival import Arrival
     from tiercache.training.joining import Bringer, Joins
     from tiercache.training.row_view import RowView
     from tiercache.values.ids import FeatureIds

@@ -404,7 +404,8 @@ class TierCache:
         """Commit now, inside a pass, after the batches trained so far. Returns when it is durable on all ranks.
 
         A batch counts when a module has looked it up. After a loop over ``passes``, this commits the last pass if it
-        is still waiting. Raises StateError between backward and step, and outside a pass.
+        is still waiting. Raises StateError between backward and step, and outside a pass. A cache without a store only
+        checks this, and keeps nothing.
         """
         self._check_open()
         self._loop.commit()
@@ -658,7 +659,7 @@ class TierCache:
     def _check_stored(self, what: str) -> RankRows:
         """Return the rows of the store. Raises StateError if there is no store."""
         if not isinstance(self._rows, RankRows):
-            raise StateError(f"{what} is of a cache with a store: this one keeps all rows on the device, and no commit")
+            raise StateError(f"{what} needs a store, and this cache has none: give TierCache the path of one")
         return self._rows
 
 
@@ -666,6 +667,6 @@ def _refuse_options(**given: Any) -> None:
     """Raise ValueError for an argument that a cache without a store has no use for."""
     if found := [name for name, value in given.items() if value is not None]:
         raise ValueError(
-            f"a cache without a store takes no {found[0]}: it keeps all rows on the device, and commits nothing, so "
-            "leave it out, or give the path of a store"
+            f"a cache without a store does not use {found[0]}, because all rows stay on the device and nothing is "
+            "committed: leave it out, or give the path of a store"
         )

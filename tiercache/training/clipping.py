@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from tiercache.backends.base import Backend
     from tiercache.store.table import Group
-    from tiercache.training.anchors import Arrival
+    from tiercache.training.arrival import Arrival
     from tiercache.values.lookups import SavedGradient
 
 _EPS = 1e-6

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from tiercache.backends.base import Backend
     from tiercache.schema import Schema
-    from tiercache.training.anchors import Anchor, Anchors, Arrival
+    from tiercache.training.anchors import Anchor, Anchors
+    from tiercache.training.arrival import Arrival
 
 
 class EmbeddingBagCollection(TableModule):

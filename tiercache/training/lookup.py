@@ -18,7 +18,7 @@ from tiercache.values.lookups import FeatureRuns, LookedUp, LookupIds, SavedGrad
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from tiercache.training.anchors import Arrival
+    from tiercache.training.arrival import Arrival
     from tiercache.training.batch import Pooled
     from tiercache.training.joining import FeaturePart, Joined
     from tiercache.values.batch import Batch

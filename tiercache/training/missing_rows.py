@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tiercache.schema import Schema
     from tiercache.store import Store
     from tiercache.store.table import Group, Table
-    from tiercache.training.anchors import Arrival
+    from tiercache.training.arrival import Arrival
     from tiercache.training.row_optimizer import RowOptimizer
     from tiercache.values.batch import Batch
     from tiercache.values.ids import FoundIds

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tiercache.training.anchors import Arrival
+    from tiercache.training.arrival import Arrival
     from tiercache.values.lookups import SavedGradient
 
 NOBODY_STEPS = (

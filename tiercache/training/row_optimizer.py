@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from tiercache.backends.base import Backend
     from tiercache.store.optimizer import Optimizer
     from tiercache.store.table import Table
-    from tiercache.training.anchors import Anchor, Arrival
+    from tiercache.training.anchors import Anchor
+    from tiercache.training.arrival import Arrival
     from tiercache.values.lookups import SavedGradient
     from tiercache.values.rows import GroupRows
 
