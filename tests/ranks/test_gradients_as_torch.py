@@ -293,7 +293,7 @@ def one_leaves(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
 
 
 def test_a_rank_that_fails_ends_a_lookup_of_the_others(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """At once: they wait for no time-out, and say what they did."""
+    """Immediately, without a time-out, and the error says what they were doing."""
     CASE.cut(tmp_path / "passes")
     found = ranks_pool.run(2, f"{__name__}:one_leaves", folder=str(tmp_path))
     assert "RankErrora rank ended or did not answer while rank 0 was looking keys up" in found[0]["error"]
@@ -316,7 +316,7 @@ class Baseline(nn.Module):
 def without_store(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
     """Train all rows on each rank."""
     passes = tc.PassDataset.open(Path(folder) / "passes")
-    with pytest.warns(UserWarning, match=f"there are {ranks.size} ranks: each one trains a copy of all rows"):
+    with pytest.warns(UserWarning, match=f"each of the {ranks.size} ranks trains its own copy of all rows"):
         cache = tc.TierCache(None, passes)
     model = Baseline(cache.schema)
     cache.register(model=model)
@@ -329,7 +329,7 @@ def without_store(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
 
 
 def test_a_cache_without_store_trains_alone_on_each_rank_and_says_so(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    """As a baseline does."""
+    """A baseline may want exactly that."""
     CASE.cut(tmp_path / "passes")
     one, two = ranks_pool.run(2, f"{__name__}:without_store", folder=str(tmp_path))
     assert one == two

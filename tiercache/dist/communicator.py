@@ -385,8 +385,8 @@ def only_rank(group: dist.ProcessGroup | None = None, device: str | torch.device
     """
     if dist.is_available() and dist.is_initialized() and (size := dist.get_world_size(group)) > 1:
         warnings.warn(
-            f"a cache without a store trains in this process alone, and there are {size} ranks: each one trains a copy "
-            "of all rows, and copies differ if ranks train different samples; give a store, which is sharded",
+            f"a cache without a store does not share rows: each of the {size} ranks trains its own copy of all rows, "
+            "and the copies differ if the ranks train different samples. Give the cache a store to shard the rows",
             stacklevel=4,
         )
     return LocalCommunicator(device)

@@ -63,7 +63,7 @@ class Anchor:
         self._value: int | None = None
         """The version of the anchor after a backward that has not been stepped yet."""
         self._is_climbed = False
-        """True once the loop wrote to parameters and then dropped the gradients it did so with."""
+        """True once the loop changed parameters while gradients waited, and then dropped the gradients."""
         self._hooked: nn.Parameter | None = None
         self._hooks: list[Any] = []
 
@@ -159,20 +159,20 @@ class Anchor:
             self._seen, self._version = weakref.ref(grad), grad._version
 
     def check_value(self, parameter: torch.Tensor) -> None:
-        """Raise StateError if the loop wrote to parameters, then dropped the gradients, and looks up again.
+        """Raise StateError if the loop changed parameters, dropped the gradients, and now looks rows up again.
 
-        Warns if it may have been in the other order, as after a batch that was skipped.
+        Only warn if it may have dropped them first, as after a skipped batch.
         """
         if self._is_climbed:
             raise StateError(
-                f"parameters were written between a backward and the next lookup, as sharpness-aware steps do, and the "
-                f"rows of {self.tables} cannot be: write to parameters after optimizer.step()"
+                f"parameters were changed between a backward and the next forward, as sharpness-aware minimization "
+                f"does, but the rows of {self.tables} cannot be: change parameters only after optimizer.step()"
             )
         if self._value is not None and parameter.grad is None and parameter._version != self._value:
             self._value = None
             warnings.warn(
-                f"parameters were written after a backward that was not stepped: if that was a sharpness-aware step, "
-                f"the rows of {self.tables} did not move with them",
+                f"parameters were changed after a backward that was never stepped: if that was sharpness-aware "
+                f"minimization, the rows of {self.tables} did not move with them",
                 stacklevel=4,
             )
 
@@ -189,9 +189,9 @@ class Anchor:
         return grad is not None and not _is_sharded(grad) and not math.isfinite(float(grad))
 
     def drop_dropped(self) -> torch.Tensor | None:
-        """Forget gradients where the anchor's was set to None or zeroed; return it if it may be another.
+        """Forget gradients if the anchor's was set to None or zeroed. Return the anchor's if it may have changed.
 
-        That is if it was written or replaced since the last backward, or hooks see it; a GPU is waited for then.
+        That is, if it was written or replaced since the last backward, or if it has hooks. Only then wait for a GPU.
         """
         parameter = self.parameter
         grad = None if parameter is None else parameter.grad
@@ -216,13 +216,13 @@ class Anchor:
 
     @property
     def _has_hooks(self) -> bool:
-        """True if the loop has hooks on the anchor, which may change what arrives there."""
+        """True if the anchor has hooks of the loop's, which may change its gradient."""
         return self._hooked is not None and bool(self._hooked._backward_hooks)
 
     def _is_another(self, grad: torch.Tensor) -> bool:
-        """Return True if a gradient that was written, or that hooks see, is another than what lookups gave it.
+        """Return True if the anchor's gradient, written or seen by hooks, is not what the lookups added up to.
 
-        Several ranks may average it by themselves: it is a number of units, divided by that of ranks.
+        Several ranks may average gradients by hand, which leaves a number of units divided by the number of ranks.
         """
         units = float(grad) / unit_of(grad)
         if (ranks := _num_ranks()) == 1:
@@ -240,7 +240,7 @@ class Anchor:
             if written is not None and self._is_changed(written) and _num_ranks() == 1 and float(written) != 0.0:
                 raise StateError(
                     f"gradients of parameters were set by hand, as from torch.autograd.grad, and those of the rows of "
-                    f"{self.tables} were not: call backward() of the loss, or of a sum of losses, in place of it"
+                    f"{self.tables} were not: call backward() on the loss, or on a sum of losses, instead"
                 )
             return []
         if self._left:
@@ -300,7 +300,7 @@ class Anchors:
 
     def __init__(self) -> None:
         self._anchors: dict[int, Anchor] = {}
-        """By the id of a module that lives; a plain dictionary, as each step goes through it several times."""
+        """By id of the module. A plain dictionary, because every step iterates over it several times."""
         self._held: set[int] = set()
         """Addresses at which gradients that wait begin."""
         self.flags_overflow = False

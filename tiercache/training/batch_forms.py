@@ -92,7 +92,7 @@ def _whole_offsets(keys: dict[str, Any], counts: set[int]) -> dict[str, Any]:
     found = dict(keys)
     for name, (values, offsets) in pairs.items():
         if len(offsets) and lacks_last(samples, *ends[name]):
-            last = torch.as_tensor(offsets)
+            last = torch.as_tensor(offsets, device=getattr(offsets, "device", "cpu"))
             found[name] = values, torch.cat([last, last.new_tensor([len(values)])])
     return found
 

@@ -64,7 +64,7 @@ class CommitState:
             )
 
     def check_optimizers(self) -> None:
-        """Warn of parameters of modules that no optimizer steps; raise StateError for one that would climb."""
+        """Warn about parameters that no optimizer steps. Raise StateError for an optimizer that maximizes."""
         modules = {name: value for name, value in self.dense.objects.items() if isinstance(value, nn.Module)}
         groups = [
             (name, group)
@@ -76,8 +76,8 @@ class CommitState:
         for name, group in groups:
             if group.get("maximize") and any(id(one) in anchors for one in group["params"]):
                 raise StateError(
-                    f"{name} has maximize=True for a module that looks rows up, and rows only descend: negate the loss "
-                    "in place of it"
+                    f"{name} has maximize=True for a module that looks rows up, but rows only descend: negate the loss "
+                    "instead"
                 )
         known = stepped | anchors
         left = [
@@ -88,10 +88,10 @@ class CommitState:
             if one.requires_grad and id(one) not in known
         ]
         if left:
-            more = f" and {len(left) - 1} more" if left[1:] else ""
+            more = f" and {len(left) - 1} more parameters" if left[1:] else ""
             warnings.warn(
-                f"{left[0]}{more} in no optimizer of the cache, so cache.optimizer does not step and commits do not "
-                "keep its state: give the cache the optimizer (optimizer=..., or register()), or freeze the module",
+                f"{left[0]}{more} belong to no optimizer that the cache was given, so cache.optimizer does not train "
+                "them: give the cache their optimizer (optimizer=..., or register()), or freeze them",
                 stacklevel=5,
             )
 

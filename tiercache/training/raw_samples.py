@@ -150,7 +150,7 @@ def _numbers(what: str, given: Any, shape: tuple[int, int] | tuple[int]) -> torc
             given = np.ascontiguousarray(
                 given, np.float32
             )  # torch takes neither negative strides nor other byte orders
-        found = torch.as_tensor(given).detach().to(torch.float32)
+        found = (given if isinstance(given, torch.Tensor) else torch.from_numpy(given)).detach().to(torch.float32)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{what} is no array of numbers ({error}): give one, or a tensor") from error
     if found.is_sparse or found.is_meta:

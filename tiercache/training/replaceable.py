@@ -1,4 +1,4 @@
-"""Checks that a module of torch may be replaced by one that looks up rows: the replacement must do what it did."""
+"""Checks before tc.convert replaces a module of torch: the replacement must compute the same thing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def check_replaceable(model: nn.Module, modules: Mapping[Any, Sequence[str]]) -> None:
-    """Raise ValueError for a module that computes something else than a lookup, or whose weight is used elsewhere.
+    """Raise ValueError for a module that does more than look up rows, or whose weight is also used elsewhere.
 
     Args:
         model: the model that has the modules.
@@ -31,8 +31,8 @@ def check_replaceable(model: nn.Module, modules: Mapping[Any, Sequence[str]]) ->
         module = next((one for weight, one in weights.get(_place(found), ()) if _overlap(weight, found)), None)
         if module is not None:
             raise ValueError(
-                f"the weight of {module} is also {name}, which would keep the old values while rows are trained: use "
-                f"the module there too, or leave {module} out by filter_fn"
+                f"the weight of {module} is also {name}, which would keep its old values while rows are trained: call "
+                f"the module there too, or exclude {module} with filter_fn"
             )
 
 
@@ -45,33 +45,33 @@ def _check_lookup(old: Any, name: str) -> None:
         )
     if type(old).forward not in _FORWARDS or "forward" in vars(old):
         raise ValueError(
-            f"{name} is a {kind} with its own forward, which the new module would not run: move that code to the "
-            "module that calls it, or leave this one out by filter_fn"
+            f"{name} ({kind}) has its own forward, which the new module would not run: move that code to the module "
+            "that calls it, or exclude this one with filter_fn"
         )
     if hooks := [one for one in _HOOKS if getattr(old, one, None)]:
         what = hooks[0].strip("_").replace("_", " ")
         raise ValueError(f"{name} has {what}, which the new module would not call: register them after tc.convert")
     if old.weight._backward_hooks:
         raise ValueError(
-            f"the weight of {name} has hooks, and no gradient of a whole table exists: remove them, or register hooks "
-            "on what the module returns"
+            f"the weight of {name} has hooks, which would never run because the new module has no gradient of a whole "
+            "table: remove them, or register hooks on the module's output"
         )
     is_padded = isinstance(old, nn.Embedding) and old.padding_idx is not None and not old.weight.is_meta
     if is_padded and bool(old.weight[old.padding_idx].detach().any()):
         raise ValueError(
-            f"row {old.padding_idx} of {name}, its padding_idx, is not zeros, as padding of a converted module is: "
-            f"zero it (with torch.no_grad(): {name}.weight[{old.padding_idx}] = 0), or make the module without "
-            "padding_idx, and the row is trained"
+            f"row {old.padding_idx} of {name} is padding and is not zero, but a converted module returns zeros for "
+            f"padding: zero it (with torch.no_grad(): {name}.weight[{old.padding_idx}] = 0), or create the module "
+            "without padding_idx, and the row will be trained"
         )
 
 
 def _place(weight: torch.Tensor) -> Any:
-    """Return what two tensors have in common if one is the other, or a view of it: a storage."""
+    """Return a key for the storage of a tensor, which it shares with its views."""
     return id(weight) if weight.is_meta else weight.untyped_storage().data_ptr()
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors in one storage share memory; those on "meta" have none."""
+    """Return True if two tensors in one storage share memory. On "meta" they are one tensor."""
     if one.is_meta:
         return True
     (first, last), (begin, end) = _range(one), _range(other)
@@ -79,7 +79,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses from the first number of a strided tensor to behind its last one."""
+    """Return the address of the first number of a strided tensor, and the end of its last one."""
     if not tensor.numel():
         return 0, 0
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -87,7 +87,7 @@ def _range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _others(model: nn.Module, modules: Mapping[nn.Module, Sequence[str]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all tensors of other modules by name: parameters, buffers and what attributes and closures hold."""
+    """Yield the tensors of other modules by name: parameters, buffers, and those in attributes and closures."""
     inside = tuple(f"{name}." for names in modules.values() for name in names if name)
     for name, module in model.named_modules():
         if module in modules or name.startswith(inside):

@@ -216,9 +216,9 @@ class TableModule(nn.Module):
         rows = self._rows()
         if not local_metadata and not TableModule.is_restoring and rows is not None and rows()["commit"] > 0:
             warnings.warn(
-                f"a state was loaded that does not say which rows of {', '.join(map(repr, self.tables))} it belongs "
-                f"to, as a copy into a plain dict; rows stay those of commit {rows()['commit']} and what was trained "
-                "since: keep copy.deepcopy(model.state_dict()) or torch.save it, and roll the store back with it",
+                f"the loaded state does not say which rows of {', '.join(map(repr, self.tables))} it belongs to, "
+                f"because it was copied into a plain dict. The rows stay at commit {rows()['commit']} or later: "
+                "copy a state with copy.deepcopy or torch.save, and roll the store back when you load it",
                 stacklevel=2,
             )
         if state_dict.pop(f"{prefix}weight", None) is not None:

@@ -132,4 +132,4 @@ def _jagged(vectors: torch.Tensor, offsets: Any) -> Any:
     flat = vectors.reshape(-1, vectors.shape[-1])
     if offsets is None:
         return JaggedTensor(values=flat, lengths=torch.ones(flat.shape[0], dtype=torch.int64, device=flat.device))
-    return JaggedTensor(values=flat, offsets=torch.as_tensor(offsets))
+    return JaggedTensor(values=flat, offsets=torch.as_tensor(offsets, device=flat.device))

@@ -1,4 +1,4 @@
-"""A batch as loops and modules have it, one of its features, and a request for a batch."""
+"""A batch as loops and modules see it, one feature of a batch, and a request for a batch."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class Batch:
     """A `RowView`."""
     num_samples: int
     weight: float = 1.0
-    """What the mean loss of this batch counts for: 1 with one rank; W * n / N for n of the N samples of W ranks."""
+    """The weight of this batch's mean loss: 1 with one rank; W * n / N for n of the N samples of W ranks."""
     pooled: Mapping[str, Any] = field(default_factory=dict)
     """By name, features that another rank pooled; ``ids`` has all others that some module looks up."""
     end: int = 0
     """Samples of the pass up to the end of the batch, of all ranks."""
     joins: Any = field(default=None, repr=False)
-    """Where it was made ahead: ids that are on the device already. To change ``ids`` give others by
-    ``dataclasses.replace``; writes into their arrays may come too late."""
+    """Ids that are on the device already, if the batch was made ahead. To change ``ids`` use ``dataclasses.replace``:
+    writes into their arrays may come too late."""
 
     number: torch.Tensor | None = None
-    """(N,) int64, all the same: by it compiled models look the batch up."""
+    """(N,) int64, all equal: the number by which compiled models find the batch."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "number", number_batch(self, self.number))
@@ -158,7 +158,7 @@ class BatchRequest(NamedTuple):
     source: Any
     """The sub-dataset, a `SubDatasetView`."""
     places: NDArray[np.int64]
-    """Of its samples, those of all ranks, in the pass."""
+    """The places of its samples in the pass, for all ranks."""
     step_samples: int
     """Samples of the step that it is part of: more than its own where it is a micro-batch."""
     done: int = 0

@@ -23,7 +23,7 @@ class NoTensor:
 
     __slots__ = ()
     _error: type[Exception] = TypeError
-    """What a function of torch raises."""
+    """The type of error that torch's functions raise for it."""
     __hash__ = object.__hash__
     __array_ufunc__ = None
 
@@ -128,7 +128,7 @@ class FoundIds(NoTensor):
 
     found: Found
     first: int
-    """Of its entries among those of all features."""
+    """The first of its entries among those of all features."""
     last: int
     offsets: NDArray[np.int64] | None
     """(n + 1,) where each sample's ids begin; None: one id per sample."""

@@ -42,11 +42,11 @@ def position_spans(first: Mapping[str, int], positions: NDArray[np.int32]) -> li
 
 
 class FeatureRuns(NamedTuple):
-    """The order of the ids of a lookup, of which some gradient is a part."""
+    """The order of a whole lookup's ids, for a gradient that is one part of it."""
 
     runs: Any
     number: int
-    """Of the part."""
+    """The number of the part."""
     num_parts: int
 
 
@@ -111,15 +111,15 @@ class SavedGradient:
     cols: NDArray[np.int64]
     """The first column of each feature; where ``places`` is None, every feature has one entry a sample."""
     places: Array | None
-    """(E,) as of `LookedUp`."""
+    """(E,) see `LookedUp`."""
     scales: Array
-    """(E,) as of `LookedUp`; empty: 1."""
+    """(E,) see `LookedUp`; empty: 1."""
     argmax: Array
-    """Flat like ``gradient``, as of `LookedUp`."""
+    """Flat like ``gradient``; see `LookedUp`."""
     sorted: SortedSlots | None = None
-    """As of `LookedUp`."""
+    """See `LookedUp`."""
     looked_up: Sequence[FeatureIds | FoundIds] | None = None
-    """The ids that were looked up, of which these are the rows; None where nobody says."""
+    """The ids that were looked up; None if unknown."""
     spans: Callable[[], list[Span]] | None = None
     """Returns which entries are of which table, all of them in order; None: the group has one table."""
 
@@ -130,5 +130,5 @@ class SavedGradient:
 
     @property
     def pairs(self) -> Array | None:
-        """(E,) ``slots`` sorted; None where these slots were not: the gradient may have come to other rows since."""
+        """(E,) ``slots`` sorted; None if they were not sorted, or if the slots changed since."""
         return self.sorted.pairs if self.sorted is not None and self.sorted.slots is self.slots else None

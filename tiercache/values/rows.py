@@ -27,7 +27,7 @@ class GroupRows:
     num_local: dict[str, int]
     """By table: how many local ids there are."""
     streams: Array
-    """Of the row in each slot, where rows of a 16-bit dtype are stepped; else empty."""
+    """The random stream of the row in each slot if rows have 16 bits; else empty."""
 
 
 class RowRequest(NamedTuple):
