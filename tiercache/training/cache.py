@@ -87,6 +87,11 @@ class TierCache:
     code, or during an exchange, ends the other ranks when the process ends, as with torchrun.
     """
 
+    store: Store
+    """The store, or this rank's shard of it; None if the cache has none."""
+    optimizer: JointOptimizer
+    """The optimizer that the loop steps: dense parameters, then rows."""
+
     def __init__(
         self,
         store: str | os.PathLike[str] | Store | None,
@@ -117,11 +122,11 @@ class TierCache:
         """Plan the budgets and open the store.
 
         Args:
-            store: the path of a store, which is created if it does not exist, or a Store, which stays open. None: all
-                rows stay on the device of this process, which trains alone, and nothing is committed. With
+            store: the path of a store, which is created if it does not exist, or a Store, which stays open. With
                 several ranks, or with ``shard_dirs``, the store is sharded, and with one rank it is a plain one: one
                 that was trained otherwise is rewritten first. A sharded Store that is given open is only read, by as
-                many ranks as it has shards.
+                many ranks as it has shards. None: all rows stay on the device, and nothing is committed; the other
+                arguments about stores, budgets and sharding are refused then.
             data: what `extract` or `write_key_sets` wrote, or its path.
             group: a process group. Default: torch's default group if there is one, else this process is the only rank.
                 The cache makes process groups of its own from it.
@@ -256,11 +261,6 @@ class TierCache:
             self._scalars_written = 0
             self.register(**objects)
         self._pid = os.getpid()
-
-    store: Store
-    """The store, or this rank's shard of it; None if the cache has none."""
-    optimizer: JointOptimizer
-    """The optimizer that the loop steps: dense parameters, then rows."""
 
     def _open_rows(
         self,
