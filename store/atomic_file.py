@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes) -> None:
     """Replace ``path`` by ``data`` in one step; both are on disk on return."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)  # opening a FIFO there would wait forever

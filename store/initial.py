@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _F = np.float32
-_BATCH_NUMBERS = 1 << 20
+_INITIAL_NUMBERS = 1 << 20
 
 
 def initial_rows(table: Table, keys: NDArray[np.int64]) -> tuple[Floats, ...]:
@@ -34,7 +34,7 @@ def initial_rows(table: Table, keys: NDArray[np.int64]) -> tuple[Floats, ...]:
     """
     keys = np.ascontiguousarray(keys, dtype=np.int64)
     vectors = np.empty((keys.size, table.dim), dtype=np.float32)
-    step = max(1, _BATCH_NUMBERS // (table.first_column + table.dim))
+    step = max(1, _INITIAL_NUMBERS // (table.first_column + table.dim))
     for first in range(0, keys.size, step):
         vectors[first : first + step] = nearest(_vectors(table, keys[first : first + step]), table.dtype)
     states = (np.full((keys.size, field.width), field.initial, dtype=np.float32) for field in table.fields[1:])

@@ -59,7 +59,7 @@ class Normal:
 
 Initializer = Zeros | Constant | Uniform | Normal
 
-KINDS: dict[str, type[Initializer]] = {
+INITIALIZER_KINDS: dict[str, type[Initializer]] = {
     "zeros": Zeros,
     "constant": Constant,
     "uniform": Uniform,
@@ -82,10 +82,10 @@ def initializer_code(initializer: Initializer) -> tuple[int, float, float]:
 
 def initializer_to_record(initializer: Initializer) -> dict[str, Any]:
     """Return the initializer as plain JSON values."""
-    kind = next(kind for kind, cls in KINDS.items() if type(initializer) is cls)
+    kind = next(kind for kind, cls in INITIALIZER_KINDS.items() if type(initializer) is cls)
     return {"kind": kind, **dataclasses.asdict(initializer)}
 
 
 def initializer_from_record(record: dict[str, Any]) -> Initializer:
     """Build the initializer that ``initializer_to_record`` wrote. Raises ValueError for anything else."""
-    return build(record, KINDS, "initializer")  # type: ignore[no-any-return]
+    return build(record, INITIALIZER_KINDS, "initializer")  # type: ignore[no-any-return]

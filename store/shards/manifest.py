@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from tiercache.store.atomic_file import sync, write_whole
+from tiercache.store.atomic_file import sync, replace_file
 from tiercache.store.commit import Cursor
 from tiercache.store.direct_file import read_whole
 from tiercache.store.directory import FORMAT_VERSION, MANIFEST, StoreDirectory, check_version
@@ -279,7 +279,7 @@ class Manifest:
             return
         data = self.to_bytes()
         with room_for(len(data), directory, f"the manifest of {label_of(directory)}"):
-            write_whole(directory / MANIFEST, data)
+            replace_file(directory / MANIFEST, data)
 
     @classmethod
     def read(cls, directory: Path) -> Manifest | None:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tiercache.store.atomic_file import sync, write_whole
+from tiercache.store.atomic_file import sync, replace_file
 from tiercache.store.direct_file import read_whole
 from tiercache.store.directory import FORMAT_VERSION, StoreDirectory, check_version, delete_folder
 from tiercache.store.errors import CorruptStoreError, NotAStoreError, StoreMissingError
@@ -45,7 +45,7 @@ class Mark:
             )
         values = {"format": _FORMAT, "version": FORMAT_VERSION, **asdict(self)}
         with room_for(_BYTES, folder.parent, f"the mark of {folder}"):
-            write_whole(mark_of(folder), json.dumps(values).encode() + b"\n")
+            replace_file(mark_of(folder), json.dumps(values).encode() + b"\n")
 
     def check(self, folder: Path, store: str) -> None:
         """Raise where ``folder`` is not this shard, whole, of what messages call ``store``.

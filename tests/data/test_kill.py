@@ -16,7 +16,7 @@ from tests.data.killed import run
 from tests.files import files_of
 from tiercache.data.dataset import PassDataset
 from tiercache.data.resume import ExtractionState
-from tiercache.store.atomic_file import write_whole
+from tiercache.store.atomic_file import replace_file
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
@@ -103,6 +103,6 @@ def test_a_death_after_the_last_step_leaves_a_finished_set(
     work.mkdir()
     manifest = PassDataset.open(folder / "out").manifest
     ExtractionState(options=manifest.options, inputs=manifest.inputs, passes=manifest.passes).write(work)
-    write_whole(work / "pass-00009.safetensors", b"half")
+    replace_file(work / "pass-00009.safetensors", b"half")
     assert finish(extraction(folder, "budget")) == 0
     assert files_of(folder / "out") == whole["budget"][0]

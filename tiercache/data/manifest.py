@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tiercache.errors import DatasetError
 from tiercache.schema import Schema
-from tiercache.store.atomic_file import write_whole
+from tiercache.store.atomic_file import replace_file
 from tiercache.store.direct_file import read_whole
 from tiercache.store.full_disk import FULL
 from tiercache.store.local_path import local_path
@@ -155,7 +155,7 @@ class Manifest:
             "inputs": list(self.inputs),
         }
         record["checksum"] = checksum_of(record)
-        write_whole(directory / MANIFEST, json.dumps(record, indent=1).encode())
+        replace_file(directory / MANIFEST, json.dumps(record, indent=1).encode())
 
     def with_tables_of(self, schema: Schema) -> Manifest:
         """Return the same dataset with the dims, optimizers, initializers and seeds of ``schema``."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.data.manifest import MANIFEST, UNFINISHED, VERSION, SubDatasetRecord
 from tiercache.errors import ExtractionError
-from tiercache.store.atomic_file import write_whole
+from tiercache.store.atomic_file import replace_file
 from tiercache.store.direct_file import read_whole
 from tiercache.store.directory import IN_USE
 from tiercache.store.full_disk import FULL
@@ -49,7 +49,7 @@ class ExtractionState:
         record = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("passes", "runs"):
             record[name] = [one.model_dump() for one in record[name]]
-        write_whole(folder / _STATE, json.dumps(record).encode())
+        replace_file(folder / _STATE, json.dumps(record).encode())
 
     @classmethod
     def read(cls, folder: Path) -> ExtractionState | None:

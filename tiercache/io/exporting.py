@@ -15,7 +15,7 @@ from tiercache.io.export_manifest import MANIFEST, ExportedTable, ExportManifest
 from tiercache.io.formats import find_format
 from tiercache.io.staging import check_space, file_errors, staging_directory, to_path
 from tiercache.store import Store
-from tiercache.store.atomic_file import publish, sync, write_whole
+from tiercache.store.atomic_file import publish, sync, replace_file
 from tiercache.store.scan import SCAN_BYTES
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def export_store(
             exported.append(one.model_copy(update={"steps": own}) if one.needs_steps else one)
         steps = store.commit.settings.get("steps") if any(one.needs_steps for one in exported) else None
         manifest = ExportManifest(format=format, tables=tuple(exported), steps=steps, since=since)
-        write_whole(draft / MANIFEST, manifest.to_bytes())
+        replace_file(draft / MANIFEST, manifest.to_bytes())
         for folder in (*(entry for entry in draft.iterdir() if entry.is_dir()), draft):
             sync(folder)
         publish(draft, out)

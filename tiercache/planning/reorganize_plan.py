@@ -68,7 +68,7 @@ class ReorganizePlan:
         blocks = moved(lambda one: of_rows[one.group][0]) + sum(block for _, block in of_rows.values())
         ordered = moved(lambda one: one.row_bytes + _KEY_BYTES + CHANGED_BYTES)
         if present is None:
-            present = _stored_bytes(groups, stored)
+            present = _bytes_before(groups, stored)
         marks = sum(paged(sum(one.live for one in tables if one.group == g.index)) for g in groups)
         keys, rows = _sorted_bytes(tables, idle)
         commit = stored.newest.commit
@@ -172,7 +172,7 @@ def _block_row_bytes(group: Group, layout: Layout) -> tuple[float, int]:
     return block / rows, block
 
 
-def _stored_bytes(groups: Sequence[Group], stored: History) -> int:
+def _bytes_before(groups: Sequence[Group], stored: History) -> int:
     """Return the bytes of all blocks that a commit needs."""
     needed = stored.needed
     return sum(

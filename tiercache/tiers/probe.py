@@ -18,7 +18,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from tiercache.planning.plan import Rates
-from tiercache.store.atomic_file import write_whole
+from tiercache.store.atomic_file import replace_file
 from tiercache.store.direct_file import read_whole
 from tiercache.store.huge_pages import huge_pages
 
@@ -47,7 +47,7 @@ def measured_rates(path: Path, *, device: str = "cpu", again: bool = False) -> R
         known[key] = measure(folder, device)
         file.parent.mkdir(parents=True, exist_ok=True)
         record = {name: rates.model_dump(by_alias=True) for name, rates in known.items()}
-        write_whole(file, json.dumps(record, indent=1).encode())
+        replace_file(file, json.dumps(record, indent=1).encode())
     return known[key]
 
 

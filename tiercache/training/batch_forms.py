@@ -54,13 +54,13 @@ def by_feature(
         raise ValueError(f"the keys are a {type(keys).__name__}: {_FORMS}")
     found, given = {}, dict(weights or {})
     for name, value in keys.items():
-        found[name], weight = _one(value)
+        found[name], weight = _form_of(value)
         if weight is not None:
             given.setdefault(name, weight)
     return _whole_offsets(found, {len(one) for one in columns if np.ndim(one)}), given
 
 
-def _one(value: Any) -> tuple[Any, Any]:
+def _form_of(value: Any) -> tuple[Any, Any]:
     """Return keys as an array or a pair, and weights that stand with them."""
     if getattr(value, "is_nested", False):
         if value.layout != torch.jagged or value.lengths() is not None:  # with lengths, values may have gaps
@@ -104,7 +104,7 @@ def _is_keyed_jagged(value: Any) -> bool:
 def _of_keyed_jagged(value: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     keys, weights = {}, {}
     for name, one in value.to_dict().items():
-        keys[name], weight = _one(one)
+        keys[name], weight = _form_of(one)
         if weight is not None:
             weights[name] = weight
     return keys, weights
