@@ -26,7 +26,7 @@ from torch import nn
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law
 from benchmarks.machine import Goal, called, middle, options_of
-from tiercache.training.progress import prepare_kernels
+from tiercache.reporting.progress import prepare_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from benchmarks.machine import drop_cache
-from tiercache.planning.budget import PAGE_BYTES, paged
+from tiercache.planning.budgets import PAGE_BYTES, paged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from tiercache.planning.pass_plan import PassPlan
-    from tiercache.store.segment_layout import SegmentLayout
+    from tiercache.store.layout import SegmentLayout
 
 KEY_BYTES = 8
 REQUEST_BYTES = 32 << 20

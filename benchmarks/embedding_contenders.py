@@ -24,8 +24,8 @@ from torch import nn
 
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law
-from tiercache.data.encoded_batch import EncodedBatch, SampleBuffers
 from tiercache.data.sample_layout import SampleLayout
+from tiercache.data.sub_dataset import EncodedBatch, SampleBuffers
 from tiercache.kernels.cpu.hashing import hash_keys
 from tiercache.values.ids import FeatureIds
 

@@ -37,23 +37,22 @@ import torch
 import tiercache as tc
 from benchmarks.drawn_passes import permuted_power_law
 from benchmarks.machine import Goal, called, middle, options_of
-from tiercache.backends.jagged import OptimizerStep
-from tiercache.backends.opening import open_backend
 from tiercache.dist.communicator import communicator_of
-from tiercache.ranks.asking import Asking, Wanted
-from tiercache.ranks.exchange import RowExchange
-from tiercache.ranks.owners import Owners, find_owners
-from tiercache.store.hashing import hash_keys
+from tiercache.dist.exchange import RowExchange
+from tiercache.dist.requests import Asking, Wanted
+from tiercache.dist.shard_layout import Owners, find_owners
+from tiercache.rows.backends.open_backend import open_backend
+from tiercache.rows.backends.row_steps import OptimizerStep
+from tiercache.rows.device import group_rows
+from tiercache.rows.threads import share_threads
+from tiercache.store.bits import hash_keys
 from tiercache.store.shards.sharding import ShardingPlan, TableSharding
 from tiercache.store.table import group_tables
-from tiercache.tiers.rows import group_rows
-from tiercache.training.arrival import Arrival
-from tiercache.training.joining import FeaturePart
-from tiercache.training.lookup import PooledLookup
-from tiercache.training.row_gradients import RowGradients
-from tiercache.training.row_optimizer import RowOptimizer
-from tiercache.training.row_view import RowView
-from tiercache.training.threads import share_threads
+from tiercache.train.arrival import Arrival
+from tiercache.train.lookup import FeaturePart, PooledLookup
+from tiercache.train.row_gradients import RowGradients
+from tiercache.train.row_optimizer import RowOptimizer
+from tiercache.train.row_view import RowView
 from tiercache.values.batch import Batch
 from tiercache.values.ids import FeatureIds
 
@@ -63,8 +62,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.ranks.asking import Asked
-    from tiercache.values.rows import GroupRows
+    from tiercache.dist.requests import Asked
+    from tiercache.values.lookups import GroupRows
 
 NUM_RANKS = 2
 LIMIT_SECONDS = 300.0

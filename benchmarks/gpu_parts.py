@@ -123,7 +123,7 @@ def register(machine: TrainingMachine, keep: Keep) -> None:
 def _backend(machine: TrainingMachine) -> Any:
     made = machine.device()
     if isinstance(made, str):
-        from tiercache.backends.opening import open_backend
+        from tiercache.rows.backends.open_backend import open_backend
 
         return open_backend(made, ())
     return made
@@ -332,7 +332,7 @@ def out_of_core(machine: TrainingMachine, keep: Keep) -> None:
 def tests(machine: TrainingMachine, keep: Keep) -> None:
     """Run the tests that only a GPU can run."""
     variables = {"TIERCACHE_TEST_GPU": "1", "TIERCACHE_TEST_DEVICE": "cuda"} if machine.is_gpu else {}
-    _run(keep, [sys.executable, "-m", "pytest", "tests/training/test_real_gpu.py"], variables)
+    _run(keep, [sys.executable, "-m", "pytest", "tests/train/test_real_gpu.py"], variables)
 
 
 def racecheck(machine: TrainingMachine, keep: Keep) -> None:

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from tiercache.backends.cuda import CudaBackend
-from tiercache.backends.cuda_runtime import TORCH_DTYPES
 from tiercache.kernels.cuda.device import CudaDevice
 from tiercache.kernels.cuda.launch import describe
+from tiercache.rows.backends.cuda import CudaBackend
+from tiercache.rows.backends.cuda_runtime import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -20,7 +20,7 @@ from tiercache.kernels.arrays import NONE_F4
 from tiercache.kernels.cpu.initial import UNIFORM
 from tiercache.kernels.cpu.key_index import KeySet
 from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
-from tiercache.store.vectors import to_bits
+from tiercache.store.bits import to_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

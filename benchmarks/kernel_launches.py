@@ -15,10 +15,10 @@ import torch
 
 from benchmarks.idle_gpu import idle_backend
 from benchmarks.machine import middle
-from tiercache.backends.jagged import OptimizerStep
 from tiercache.kernels.arrays import NONE_F4
+from tiercache.rows.backends.row_steps import OptimizerStep
+from tiercache.rows.device import group_rows
 from tiercache.store.table import Adagrad, Table, Uniform, group_tables
-from tiercache.tiers.rows import group_rows
 from tiercache.values.lookups import LookedUp, LookupIds, SavedGradient
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.values.rows import GroupRows
+    from tiercache.values.lookups import GroupRows
 
 DIMS = (8, 16, 32, 64, 128)
 NUM_TABLES = 26

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from benchmarks.machine import middle, say
-from tiercache.backends.cuda_runtime import open_runtime
 from tiercache.kernels.arrays import aligned_zeros
 from tiercache.kernels.cuda.device import CudaError
+from tiercache.rows.backends.cuda_runtime import open_runtime
 
 if TYPE_CHECKING:
     from collections.abc import Callable

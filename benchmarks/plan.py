@@ -33,21 +33,21 @@ from benchmarks.machine import Goal, called, console, middle, options_of
 from benchmarks.synthetic_case import QUICK, Data, Net, dataset
 from examples import flights_data
 from examples.flights_training import SCHEMA
-from tiercache.backends.opening import open_backend
 from tiercache.cli.dataset_info import reuse_of
 from tiercache.planning.capacity import Capacity
-from tiercache.planning.plan import TrainingPlan
+from tiercache.planning.plan_file import TrainingPlan
+from tiercache.rows.backends.open_backend import open_backend
+from tiercache.rows.device import DeviceMemoryPlan
+from tiercache.rows.machine_rates import measure
 from tiercache.sizes import format_bytes
-from tiercache.tiers.device_memory_plan import DeviceMemoryPlan
-from tiercache.tiers.probe import measure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from tiercache.planning.capacity import Point
-    from tiercache.planning.plan import Rates
-    from tiercache.tiers.report import PassReport
+    from tiercache.planning.plan_file import Rates
+    from tiercache.reporting.report import PassReport
 
 EPOCHS = 2
 CALIBRATED = 2

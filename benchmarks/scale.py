@@ -50,7 +50,7 @@ from benchmarks.scale_worker import TURN
 from benchmarks.window import device_need
 from tiercache.data.dataset import PassDataset
 from tiercache.data.raw_batch import RawBatch
-from tiercache.planning.plan import TrainingPlan
+from tiercache.planning.plan_file import TrainingPlan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

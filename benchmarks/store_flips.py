@@ -36,14 +36,14 @@ import numpy as np
 
 from benchmarks.machine import Goal, called, console, options_of
 from tiercache.store import Adagrad, Cursor, Range, SegmentLayout, Store, StoreError, Table, Uniform, Zeros, hash_keys
-from tiercache.store.lmdb_file import LmdbFile
+from tiercache.store.engines.lmdb_records import LmdbFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from tiercache.store.segment_writer import Block
+    from tiercache.store.segment_writer import RowBlock
 
 
 Places = dict[str, list[tuple[str, int]]]
@@ -90,7 +90,7 @@ class Training:
     def run(self, store: Store, pass_index: int) -> None:
         """Dump a pass and commit it."""
         layouts: list[SegmentLayout] = []
-        blocks: list[Block] = []
+        blocks: list[RowBlock] = []
         for group in store.groups:
             (table,) = group.tables
             keys, rows = self.trained(pass_index, table)

@@ -14,10 +14,8 @@ import numpy as np
 
 from benchmarks.disk_raw import blocks_of, reads_of, slot_bytes
 from benchmarks.machine import drop_cache, files_below, middle, process_bytes_read
-from tiercache.kernels.cpu.checksum import crc32c, has_crc32c
-from tiercache.kernels.cpu.field_io import read_fields
-from tiercache.kernels.cpu.file_io import has_reads, read_checked
-from tiercache.planning.budget import ALIGNED_BYTES, PAGE_BYTES, HostBudget, paged
+from tiercache.kernels.cpu.file_io import crc32c, has_crc32c, has_reads, read_checked, read_fields
+from tiercache.planning.budgets import ALIGNED_BYTES, PAGE_BYTES, HostBudget, paged
 from tiercache.store import Cursor, Range, RowWiseAdagrad, SegmentLayout, Store, Table, Zeros, hash_keys
 from tiercache.store.reading import Pages
 

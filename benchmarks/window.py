@@ -28,11 +28,11 @@ import torch
 import tiercache as tc
 from benchmarks.disk_raw import BareDisk, Replay, Span
 from benchmarks.machine import drop_cache, middle, process_bytes_read
-from tiercache.backends.cuda_runtime import open_runtime
-from tiercache.data.row_budget import RowBudget
+from tiercache.data.pass_builder import RowBudget
 from tiercache.kernels.cuda.device import CudaError
-from tiercache.planning.budget import HostBudget, paged
+from tiercache.planning.budgets import HostBudget, paged
 from tiercache.planning.positions import Positions
+from tiercache.rows.backends.cuda_runtime import open_runtime
 from tiercache.store import MemoryEngine
 from tiercache.store.table import group_tables
 
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tiercache.planning.pass_plan import PassPlan
-    from tiercache.tiers.report import PassReport
-    from tiercache.training.passes import Pass
+    from tiercache.reporting.report import PassReport
+    from tiercache.train.passes import Pass
     from tiercache.values.batch import Batch
 
 
@@ -81,7 +81,7 @@ def open_training(wanted: str | None, *, dry: bool) -> TrainingMachine:
     dry: what runs is what a GPU runs, by the shim, and times mean nothing.
     """
     if dry:
-        devices = importlib.import_module("tests.training.devices")
+        devices = importlib.import_module("tests.train.devices")
         return TrainingMachine("shim", partial(devices.shim, "random", free_bytes=8 << 30))
     if wanted != "cpu":
         try:

@@ -19,7 +19,7 @@ from torch import nn
 
 import tiercache as tc
 from examples.scores import score
-from tiercache.data.from_arrays import write_dataset
+from tiercache.data.key_sets import write_dataset
 from tiercache.data.raw_batch import RawBatch
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def run(folder: Path, days: int, samples: int) -> int:
 
 def draw(path: Path, scores: list[float], shares: list[float]) -> None:
     """Draw scores and shares, where matplotlib is installed."""
-    from tiercache.training.figure import new_figure
+    from tiercache.reporting.figures import new_figure
 
     figure = new_figure(9, 3.5)
     left, right = figure.subplots(1, 2)

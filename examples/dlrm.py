@@ -30,7 +30,7 @@ import tiercache as tc
 from benchmarks.synthetic_case import FULL, MODELS, QUICK, Data, Net, dataset
 from benchmarks.window import Budgets
 from examples.scores import score
-from tiercache.training.figure import draw_passes
+from tiercache.reporting.figures import draw_passes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

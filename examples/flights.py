@@ -23,9 +23,9 @@ from examples import flights_data as data
 from examples.flights_proof import Trained, train_in_a_child
 from examples.flights_training import EPOCHS, FULL, PASSES, QUICK, SEED, TEST, Training, extract, open_tiers
 from examples.scores import score
+from tiercache.reporting.figures import draw_passes
+from tiercache.reporting.report import pass_table
 from tiercache.sizes import format_bytes, parse_bytes
-from tiercache.tiers.report import pass_table
-from tiercache.training.figure import draw_passes
 
 MADE = ("train.parquet", "test.parquet", PASSES, TEST, "model.tc", "killed.tc", "passes.jsonl", "passes.png")
 """Everything that the demo leaves in its folder; only this is deleted when it starts afresh."""

@@ -226,7 +226,7 @@ def run(graph: Graph, options: argparse.Namespace) -> dict[str, Any]:
 
 def draw(path: Path, losses: list[float], found: NDArray[np.float64]) -> None:
     """Draw the losses and how many ranks are how good."""
-    from tiercache.training.figure import new_figure
+    from tiercache.reporting.figures import new_figure
 
     figure = new_figure(9, 3.5)
     left, right = figure.subplots(1, 2)

@@ -183,7 +183,7 @@ def run(text: Text, themes: dict[str, int], options: argparse.Namespace) -> dict
 
 def draw(path: Path, losses: list[float], vectors: NDArray[np.float32], words: list[str]) -> None:
     """Draw the loss, and the most frequent words in the plane of their two largest components."""
-    from tiercache.training.figure import new_figure
+    from tiercache.reporting.figures import new_figure
 
     figure = new_figure(10, 4.5)
     left, right = figure.subplots(1, 2)

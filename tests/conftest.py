@@ -32,7 +32,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.ranks.pool import RanksPool
+from tests.dist.pool import RanksPool
 
 _MEMORY = Path("/dev/shm")
 _MEMORY_BYTES = 1 << 30

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tiercache.tiers.report import PassReport
-from tiercache.training.figure import draw_passes
+from tiercache.reporting.figures import draw_passes
+from tiercache.reporting.report import PassReport
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tiercache.data.from_arrays import write_dataset
+from tiercache.data.key_sets import write_dataset
 from tiercache.data.raw_batch import RawBatch
 from tiercache.kernels.cpu.jit import cache_folder
 
@@ -130,12 +130,12 @@ EVERY_NAME = "[getattr(m, name) for name in m.__all__]"
     ("code", "absent"),
     [
         ("import tiercache", "torch cupy zarr lmdb"),
-        (f"import tiercache as m; {EVERY_NAME}", "cupy zarr tiercache.backends.cuda"),
+        (f"import tiercache as m; {EVERY_NAME}", "cupy zarr tiercache.rows.backends.cuda"),
         ("import tiercache.store as m; m.Table, m.Store", "torch numba pyarrow lmdb zarr cupy"),
         (f"import tiercache.store as m; {EVERY_NAME}", "torch numba pyarrow"),
         (
-            "from tiercache.backends.opening import open_backend; open_backend('cpu', ())",
-            "cupy tiercache.backends.cuda tiercache.backends.cuda_runtime",
+            "from tiercache.rows.backends.open_backend import open_backend; open_backend('cpu', ())",
+            "cupy tiercache.rows.backends.cuda tiercache.rows.backends.cuda_runtime",
         ),
     ],
 )

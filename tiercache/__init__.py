@@ -12,32 +12,32 @@ if TYPE_CHECKING:
     from tiercache import init as init
     from tiercache import optim as optim
     from tiercache.data.dataset import PassDataset as PassDataset
+    from tiercache.data.encode import key_of as key_of
     from tiercache.data.extract import extract as extract
-    from tiercache.data.key_of import key_of as key_of
     from tiercache.data.key_sets import write_key_sets as write_key_sets
     from tiercache.data.repartition import repartition as repartition
+    from tiercache.dist.reorganize import reorganize as reorganize
     from tiercache.errors import TierCacheError as TierCacheError
     from tiercache.io.exporting import export_store as export_store
     from tiercache.io.importing import import_store as import_store
-    from tiercache.ranks.sharding_rules import CostModel as CostModel
-    from tiercache.ranks.sharding_rules import ShardingRules as ShardingRules
+    from tiercache.planning.sharding_rules import CostModel as CostModel
+    from tiercache.planning.sharding_rules import ShardingRules as ShardingRules
     from tiercache.schema import DenseFeature as DenseFeature
     from tiercache.schema import Feature as Feature
     from tiercache.schema import Schema as Schema
     from tiercache.store import Store as Store
-    from tiercache.store.errors import StoreError as StoreError
     from tiercache.store.shards.sharding import ShardingPlan as ShardingPlan
+    from tiercache.store.store_errors import StoreError as StoreError
     from tiercache.store.table import Table as Table
-    from tiercache.training.cache import TierCache as TierCache
-    from tiercache.training.convert import convert as convert
-    from tiercache.training.convert import to_torch as to_torch
-    from tiercache.training.embedding import Embedding as Embedding
-    from tiercache.training.embedding import EmbeddingBag as EmbeddingBag
-    from tiercache.training.embedding import EmbeddingBagCollection as EmbeddingBagCollection
-    from tiercache.training.embedding import EmbeddingCollection as EmbeddingCollection
-    from tiercache.training.in_memory import InMemoryCache as InMemoryCache
-    from tiercache.training.passes import Pass as Pass
-    from tiercache.training.reorganize import reorganize as reorganize
+    from tiercache.train.cache import TierCache as TierCache
+    from tiercache.train.convert import convert as convert
+    from tiercache.train.convert import to_torch as to_torch
+    from tiercache.train.embedding import Embedding as Embedding
+    from tiercache.train.embedding import EmbeddingBag as EmbeddingBag
+    from tiercache.train.embedding import EmbeddingBagCollection as EmbeddingBagCollection
+    from tiercache.train.embedding import EmbeddingCollection as EmbeddingCollection
+    from tiercache.train.in_memory import InMemoryCache as InMemoryCache
+    from tiercache.train.passes import Pass as Pass
     from tiercache.values.batch import Batch as Batch
 
 __version__ = "0.1.0"
@@ -45,31 +45,31 @@ __version__ = "0.1.0"
 _HOME = {
     "Batch": "values.batch",
     "DenseFeature": "schema",
-    "Embedding": "training.embedding",
-    "EmbeddingBag": "training.embedding",
+    "Embedding": "train.embedding",
+    "EmbeddingBag": "train.embedding",
     "Feature": "schema",
     "PassDataset": "data.dataset",
     "ShardingPlan": "store.shards.sharding",
-    "CostModel": "ranks.sharding_rules",
-    "ShardingRules": "ranks.sharding_rules",
-    "InMemoryCache": "training.in_memory",
+    "CostModel": "planning.sharding_rules",
+    "ShardingRules": "planning.sharding_rules",
+    "InMemoryCache": "train.in_memory",
     "Schema": "schema",
     "Store": "store",
-    "StoreError": "store.errors",
+    "StoreError": "store.store_errors",
     "Table": "store.table",
-    "TierCache": "training.cache",
+    "TierCache": "train.cache",
     "TierCacheError": "errors",
-    "EmbeddingCollection": "training.embedding",
-    "EmbeddingBagCollection": "training.embedding",
-    "Pass": "training.passes",
-    "convert": "training.convert",
+    "EmbeddingCollection": "train.embedding",
+    "EmbeddingBagCollection": "train.embedding",
+    "Pass": "train.passes",
+    "convert": "train.convert",
     "export_store": "io.exporting",
     "extract": "data.extract",
     "import_store": "io.importing",
-    "key_of": "data.key_of",
-    "reorganize": "training.reorganize",
+    "key_of": "data.encode",
+    "reorganize": "dist.reorganize",
     "repartition": "data.repartition",
-    "to_torch": "training.convert",
+    "to_torch": "train.convert",
     "write_key_sets": "data.key_sets",
 }
 

@@ -16,11 +16,11 @@ TierCacheError
 
 All but TierCacheError itself and RankError are ValueErrors too, and KeyNotInPassError an IndexError in place of it.
 ImportExportWarning tells of files and state that an export or import leaves out. StoreError and its tree:
-`tiercache.store.errors`.
+`tiercache.store.store_errors`.
 """
 
 from tiercache.kernels.cuda.device import CudaError, NoGpuError
-from tiercache.store.errors import (
+from tiercache.store.store_errors import (
     CorruptBlockError,
     CorruptStoreError,
     FormatVersionError,

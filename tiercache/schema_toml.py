@@ -11,9 +11,8 @@ from pydantic.dataclasses import dataclass
 
 from tiercache.errors import SchemaError
 from tiercache.schema import CsvFormat, DenseFeature, Feature, Schema, SourceFormat, Text, checked, nearest, unknown_key
-from tiercache.store.initializer import initializer_from_record
-from tiercache.store.local_path import local_path
-from tiercache.store.optimizer import optimizer_from_record
+from tiercache.store.opening import local_path
+from tiercache.store.optimizer import initializer_from_record, optimizer_from_record
 from tiercache.store.table import Table
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 import tiercache as tc
 from tests.cli.command import error_of, invoke, run, told
 from tests.io.cases import all_tables, expected_after, filled, random_rows, rows_of
-from tests.training.cases import table
+from tests.train.cases import table
 from tiercache.store import Store
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from tests.data.cases import plain_schema, reference, write_parquet
 from tests.files import flip
 from tests.io.cases import filled
 from tiercache.cli import app, main
-from tiercache.data.progress import ProgressReporter
+from tiercache.data.extraction_progress import ProgressReporter
 from tiercache.kernels.cpu import compile as kernels
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from rich.console import Console
 
 import tiercache as tc
 from tests.cli.command import error_of, run, told
-from tests.training.cases import Case, Spec, registered, table, tiered, train
-from tiercache.tiers.report import PassReport
-from tiercache.training.html_report import write_html
-from tiercache.training.progress import TrainingProgress
+from tests.train.cases import Case, Spec, registered, table, tiered, train
+from tiercache.reporting.figures import write_html
+from tiercache.reporting.progress import TrainingProgress
+from tiercache.reporting.report import PassReport
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -180,7 +180,7 @@ def test_a_training_shows_its_passes_on_a_terminal(tmp_path: Path, monkeypatch: 
     """The bar, and each pass with its rows."""
     screen = io.StringIO()
     monkeypatch.setattr(
-        "tiercache.training.progress.Console", lambda **_: Console(file=screen, force_terminal=True, width=120)
+        "tiercache.reporting.progress.Console", lambda **_: Console(file=screen, force_terminal=True, width=120)
     )
     data = CASE.cut(tmp_path / "passes")
     with tiered(tmp_path / "model.tc", data, progress=True) as cache:

@@ -222,7 +222,7 @@ def test_key_of_knows_integers_bytes_nulls_and_reserved_keys(monkeypatch: pytest
     for reserved in (OOV_KEY, NULL_KEY):
         with pytest.raises(ValueError, match="is reserved: keys start at"):
             tc.key_of(reserved)
-        monkeypatch.setattr("tiercache.data.key_of.xxh64", lambda _, key=reserved: key & ((1 << 64) - 1))
+        monkeypatch.setattr("tiercache.data.encode.xxh64", lambda _, key=reserved: key & ((1 << 64) - 1))
         assert tc.key_of("a") == tc.key_of("a", 1) == reserved + 2
     with pytest.raises(ValueError, match="at least one value"):
         tc.key_of()

@@ -28,8 +28,8 @@ from tiercache.store import (
     group_tables,
     hash_keys,
     mix,
-    write_queue,
 )
+from tiercache.store.engines import write_queue
 
 TABLES = (
     Table(name="item", dim=256, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros()),  # rows of 2 KiB

@@ -20,12 +20,12 @@ from torch import nn
 
 import tiercache as tc
 import tiercache.data.extract
-import tiercache.store.lmdb_engine
-import tiercache.training.cache
-import tiercache.training.embedding
+import tiercache.store.engines.lmdb_engine
+import tiercache.train.cache
+import tiercache.train.embedding
 from tests.crash.ledger import Ledger
-from tiercache.training.cache import TierCache
-from tiercache.training.progress import prepare_kernels
+from tiercache.reporting.progress import prepare_kernels
+from tiercache.train.cache import TierCache
 
 DATA, PASSES, STORE, RESULT, ERROR = "data.parquet", "passes", "model.tc", "result.json", "error.txt"
 

@@ -29,8 +29,8 @@ from tests.crash.report import add_options, report, working_folder
 from tests.crash.schedule import Moment
 from tests.crash.training import ERROR, PASSES, RESULT, STORE, TRAININGS, Training, prepare, run
 from tiercache.data.manifest import MANIFEST
-from tiercache.store.errors import StoreError, StoreMissingError
 from tiercache.store.inspect import info, verify
+from tiercache.store.store_errors import StoreError, StoreMissingError
 
 PACKAGES = ("tiercache", "torch", "numpy", "numba", "lmdb", "pyarrow")
 BEFORE_FIRST_COMMIT = "before the first commit"

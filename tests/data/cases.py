@@ -12,7 +12,7 @@ import torch
 
 import tiercache as tc
 from tiercache.data.extract import extract
-from tiercache.data.from_arrays import write_dataset
+from tiercache.data.key_sets import write_dataset
 from tiercache.data.raw_batch import RawBatch
 from tiercache.schema import Schema
 

@@ -19,7 +19,7 @@ from tiercache.data.raw_batch import NULL_KEY, OOV_KEY, RawBatch
 from tiercache.data.source import SourceBatch
 from tiercache.errors import SourceError
 from tiercache.schema import Schema
-from tiercache.store.hashing import xxh64
+from tiercache.store.bits import xxh64
 
 FILE = InputFile(path=Path("data.parquet"), format="parquet", delimiter="", compression=None, size=1, mtime_ns=1)
 

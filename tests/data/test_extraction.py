@@ -31,7 +31,7 @@ from tests.data.cases import (
 )
 from tests.files import files_of
 from tiercache.data.extract import extract
-from tiercache.data.row_budget import RowBudget
+from tiercache.data.pass_builder import RowBudget
 from tiercache.errors import BudgetError, ExtractionError, TierCacheError
 
 if TYPE_CHECKING:
@@ -104,8 +104,8 @@ def test_passes_close_before_the_unit_that_exceeds_the_budget(
     budget = int(slack * 105_000)
     bounds = greedy_bounds(schema, columns, budget, batch_multiple)
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tiercache.data.memory._SMALLEST_CHUNK", chunk)
-        patch.setattr("tiercache.data.memory._LARGEST_CHUNK", chunk)
+        patch.setattr("tiercache.data.extract._SMALLEST_CHUNK", chunk)
+        patch.setattr("tiercache.data.extract._LARGEST_CHUNK", chunk)
         folder = Path(name)
         paths = write_parquet(folder, columns, sorted({0, *cuts, 3000}))
         made = extracted(paths, schema, folder / "out", device_budget=budget, batch_multiple=batch_multiple)

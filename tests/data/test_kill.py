@@ -16,7 +16,7 @@ from tests.data.killed import run
 from tests.files import files_of
 from tiercache.data.dataset import PassDataset
 from tiercache.data.resume import ExtractionState
-from tiercache.store.atomic_file import replace_file
+from tiercache.store.files import replace_file
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess

@@ -7,10 +7,10 @@ import pytest
 
 import tiercache as tc
 from tests.no_files import NO_FILES, at_once
-from tests.training.cases import Case, Spec, table, tiered
-from tiercache.data.from_arrays import write_dataset
+from tests.train.cases import Case, Spec, table, tiered
+from tiercache.data.key_sets import write_dataset
 from tiercache.errors import DatasetError, ExtractionError, TierCacheError
-from tiercache.tiers import probe
+from tiercache.rows import machine_rates
 
 CASE = Case(
     tables=(table("a", 4),), specs=(Spec(name="f", table="a"),), num_samples=60, pass_rows=30, num_keys=20, epochs=1
@@ -48,9 +48,9 @@ def test_rates_that_are_no_file_are_none(tmp_path: Path, monkeypatch: pytest.Mon
     """They are measured again."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "tiercache").mkdir()
-    NO_FILES[what](probe.cache_file())
+    NO_FILES[what](machine_rates.cache_file())
     with at_once():
-        assert probe._read(probe.cache_file()) == {}
+        assert machine_rates._read(machine_rates.cache_file()) == {}
 
 
 @pytest.mark.parametrize("what", [*NO_FILES])

@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 
 import tiercache as tc
 from tests.data.cases import ROW_BYTES, key_batch, plain_schema, rich_columns, rich_schema
-from tests.training.cases import Case, Spec, assert_same_bits, resident_result, result_of, table, tiered, train
-from tiercache.data.from_arrays import write_dataset
-from tiercache.data.key_sets import write_key_sets
+from tests.train.cases import Case, Spec, assert_same_bits, resident_result, result_of, table, tiered, train
+from tiercache.data.key_sets import write_dataset, write_key_sets
+from tiercache.data.pass_builder import RowBudget, device_bytes, most_rows
 from tiercache.data.raw_batch import RawBatch
 from tiercache.data.repartition import split_cursor
-from tiercache.data.row_budget import RowBudget, device_bytes, most_rows
 from tiercache.errors import DatasetError
 from tiercache.store import MemoryEngine, hash_keys
 from tiercache.store.shards.sharding import hash_bounds
@@ -232,7 +231,7 @@ def test_training_of_aligned_batches_over_parts_has_the_same_bits(tmp_path: Path
 @pytest.mark.parametrize(("pass_index", "batches"), [(0, 3), (3, 0), (4, 6), (7, 5), (9, 1)])
 def test_a_training_goes_on_with_parts_from_where_it_stood(tmp_path: Path, pass_index: int, batches: int) -> None:
     """Also from inside a pass, and from its very end: the bits of one that had the larger passes to its end."""
-    from tests.training.test_entering import train_to
+    from tests.train.test_entering import train_to
 
     case = training_case()
     old = case.cut(tmp_path / "old")

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 import tiercache as tc
 from tests.data.cases import rich_schema, table
 from tiercache.data import array_file, key_sets
-from tiercache.data.encoded_batch import SampleBuffers
-from tiercache.data.from_arrays import write_sub_dataset
+from tiercache.data.key_sets import write_sub_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.data.sample_layout import SampleLayout
-from tiercache.data.sub_dataset import SubDataset
+from tiercache.data.sub_dataset import SampleBuffers, SubDataset
 from tiercache.errors import DatasetError
 from tiercache.io.key_set_file import read_key_set
 from tiercache.kernels.cpu.hashing import hash_keys
@@ -29,7 +28,7 @@ from tiercache.schema import Schema
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from tiercache.data.encoded_batch import EncodedBatch
+    from tiercache.data.sub_dataset import EncodedBatch
 
 RICH = rich_schema()
 SINGLES = Schema(

@@ -17,7 +17,7 @@ from tests.digests.trainings import GIVEN, MOVES, PATH, TRAININGS, digests, prep
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.ranks.pool import RanksPool
+    from tests.dist.pool import RanksPool
 
 COMMITTED = json.loads(PATH.read_text())
 ENGINES = ("lmdb", "zarr")

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import tiercache as tc
 from tests.crash.told import Told
 from tiercache.io import exporting, importing, numpy_format
-from tiercache.store import lmdb_engine
+from tiercache.store.engines import lmdb_engine
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,10 +16,10 @@ import tiercache as tc
 from tests.files import files_of
 from tests.io.cases import all_tables, filled, random_rows, table
 from tests.store.damage import LIES, assert_sentence, places
-from tiercache.data.from_arrays import write_dataset
+from tiercache.data.key_sets import write_dataset
 from tiercache.data.raw_batch import RawBatch
 from tiercache.errors import ImportExportError
-from tiercache.io.export_manifest import MANIFEST, ExportManifest
+from tiercache.io.exporting import MANIFEST, ExportManifest
 from tiercache.io.key_set_file import export_key_sets, read_key_set
 from tiercache.schema import Feature, Schema
 

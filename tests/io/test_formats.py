@@ -21,7 +21,7 @@ from tiercache.errors import ImportExportWarning
 from tiercache.io import exporting, parquet_format
 from tiercache.io.staging import check_space
 from tiercache.store import Adagrad, MemoryEngine, Store, Table, Uniform, hash_keys, load_rows
-from tiercache.store.vectors import ITEM_BYTES, from_bits, nearest, to_bits
+from tiercache.store.bits import ITEM_BYTES, from_bits, nearest, to_bits
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import tiercache as tc
 from tests.io.cases import FORMATS, rows_of
-from tests.training.cases import Case, Spec, table, tiered, train
+from tests.train.cases import Case, Spec, table, tiered, train
 from tiercache.cli import app
 from tiercache.errors import ImportExportError, ImportExportWarning
 from tiercache.store import MemoryEngine, Store, load_rows

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tiercache.backends.cuda_runtime import open_runtime
+from tiercache.rows.backends.cuda_runtime import open_runtime
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

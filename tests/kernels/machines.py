@@ -17,7 +17,7 @@ from tiercache.kernels.cuda.sorting import STRETCH, Runs, sort_groups
 from tiercache.kernels.cuda.update import update_many
 from tiercache.kernels.pieces import Memory, Pieces
 from tiercache.kernels.step import Gradients, Vectors
-from tiercache.store.vectors import from_bits, to_bits
+from tiercache.store.bits import from_bits, to_bits
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray

@@ -13,8 +13,8 @@ import pytest
 
 from tests.kernels.cubin import kernels_of
 from tiercache.kernels.cpu.jit import KERNELS, cache_folder
+from tiercache.kernels.cuda import device as cubins
 from tiercache.kernels.cuda import device as cuda
-from tiercache.kernels.cuda import kernel_cache as cubins
 from tiercache.kernels.cuda import launch
 
 ROOT = Path(__file__).parents[2]

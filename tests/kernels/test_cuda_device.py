@@ -15,8 +15,8 @@ from tests.kernels.machines import Cpu
 from tests.kernels.shim.device import ShimDevice
 from tests.kernels.test_update import rule_of, stepped
 from tiercache.kernels.cpu import jit
+from tiercache.kernels.cuda import device as cubins
 from tiercache.kernels.cuda import device as cuda
-from tiercache.kernels.cuda import kernel_cache as cubins
 from tiercache.kernels.cuda import launch
 from tiercache.kernels.cuda.gathering import Gathered, gather
 from tiercache.kernels.cuda.pooling import Features, Ids, PoolPlan

@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache.kernels.cpu.field_io import _STEP_BYTES, FieldFile, read_fields
-from tiercache.kernels.cpu.file_io import has_reads, read_checked
+from tiercache.kernels.cpu.file_io import _STEP_BYTES, FieldFile, has_reads, read_checked, read_fields
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,16 +17,16 @@ import tiercache as tc
 from tests.kernels.machines import Cpu
 from tests.kernels.stochastic import philox, random_bits, rounded, sample_at
 from tiercache.data.keyset import write_key_set
-from tiercache.kernels.cpu.checksum import crc32c, has_crc32c
+from tiercache.kernels.cpu.file_io import crc32c, has_crc32c
 from tiercache.kernels.cpu.hashing import hash_keys, mix, xxh64_strings, xxh64_words
 from tiercache.kernels.cpu.initial import NORMAL, UNIFORM, initial_rows
 from tiercache.kernels.cpu.rounding import set_streams
 from tiercache.kernels.step import SGD, Rule, Step, Vectors, make_rounding
 from tiercache.planning.schedule import Schedule
-from tiercache.store import hashing
-from tiercache.store.blocks import page_checksums
-from tiercache.store.vectors import to_bits
-from tiercache.training.batch import sample_order
+from tiercache.store import bits as hashing
+from tiercache.store.bits import to_bits
+from tiercache.store.layout import page_checksums
+from tiercache.train.batches import sample_order
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format" / "bits.md").read_text(encoding="utf-8")
 

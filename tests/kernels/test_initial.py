@@ -15,7 +15,7 @@ from tiercache.kernels.cpu.initial import CONSTANT, NORMAL, UNIFORM, ZEROS, init
 from tiercache.kernels.cuda import initial as cuda_initial
 from tiercache.kernels.cuda.launch import launch_table, view
 from tiercache.kernels.step import Vectors
-from tiercache.store.vectors import to_bits
+from tiercache.store.bits import to_bits
 
 MASK = 2**64 - 1
 LOW = 2**32 - 1

@@ -11,12 +11,12 @@ import torch
 from tests.kernels.cases import every_machine, machine, same_bits
 from tests.kernels.shim.memory import repeated, reserved
 from tests.kernels.test_update import rule_of
-from tiercache.backends.jagged import vectors_of
 from tiercache.kernels.cpu.initial import CONSTANT, NORMAL, UNIFORM, ZEROS, initial_rows
 from tiercache.kernels.cpu.pooling import MEAN, SUM
 from tiercache.kernels.cuda import initial as cuda_initial
 from tiercache.kernels.step import SGD, Gradients, Rule, Step, Vectors, make_rounding
-from tiercache.store.vectors import to_bits
+from tiercache.rows.backends.row_steps import vectors_of
+from tiercache.store.bits import to_bits
 
 F4 = np.float32
 DIM = 16

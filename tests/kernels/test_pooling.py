@@ -19,7 +19,7 @@ from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
 from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
 from tiercache.kernels.cuda.pooling import Features, Ids
 from tiercache.kernels.step import Vectors
-from tiercache.store.vectors import from_bits
+from tiercache.store.bits import from_bits
 
 F4 = np.float32
 ALL_DTYPES = st.sampled_from(("float32", *DTYPES))

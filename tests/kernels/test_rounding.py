@@ -23,7 +23,7 @@ from tiercache.kernels.cpu.rounding import set_streams
 from tiercache.kernels.cpu.simd import store
 from tiercache.kernels.cpu.vectors import read
 from tiercache.kernels.step import NO_ROUNDING, SGD, Rule, Step, Vectors, make_rounding
-from tiercache.store.vectors import from_bits, nearest, to_bits
+from tiercache.store.bits import from_bits, nearest, to_bits
 
 F4 = np.float32
 SEED, TABLE_ID = 7, 0x5FE193BB4B6B9CD0

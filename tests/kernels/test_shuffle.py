@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kernels.stochastic import mix, sample_at
-from tiercache.kernels.cpu.shuffle import shuffled
+from tiercache.kernels.cpu.samples import shuffled
 
 STATES = st.integers(0, 2**64 - 1)
 SEEDS = 20_000

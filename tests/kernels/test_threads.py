@@ -45,7 +45,7 @@ def test_starting_the_threads_of_kernels_leaves_the_thread_count_of_torch() -> N
 SHARED = """
 import torch
 from tiercache.kernels.cpu.jit import threads
-from tiercache.training.threads import share_threads
+from tiercache.rows.threads import share_threads
 share_threads()
 print(torch.get_num_threads(), threads())
 """

@@ -32,7 +32,7 @@ from tiercache.kernels.step import (
     make_rounding,
 )
 from tiercache.kernels.step import SUM as SUM_RULE
-from tiercache.store.vectors import from_bits
+from tiercache.store.bits import from_bits
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

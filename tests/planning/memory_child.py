@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import tiercache as tc
-from tests.training.cases import table
+from tests.train.cases import table
 
 TABLES = (table("a", 8),)
 DEVICE_BYTES = 1 << 20

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import tiercache as tc
-from tests.training.cases import SPECS, Case, assert_same_bits, open_store, result_of, table, tiered, train
+from tests.train.cases import SPECS, Case, assert_same_bits, open_store, result_of, table, tiered, train
 from tiercache.errors import BudgetError, PlanError
 from tiercache.planning.capacity import Capacity
-from tiercache.planning.plan import Rates, TrainingPlan
+from tiercache.planning.plan_file import Rates, TrainingPlan
 from tiercache.planning.positions import Positions
 from tiercache.planning.reuse import Reuse
 from tiercache.planning.schedule import Schedule

@@ -7,9 +7,9 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiercache.planning.budget import PAGE_BYTES, paged
+from tiercache.planning.budgets import PAGE_BYTES, paged
 from tiercache.planning.host_plan import Held, HostContent, _fit, bytes_held
-from tiercache.store.segment_layout import Range, SegmentLayout
+from tiercache.store.layout import Range, SegmentLayout
 
 ROW = PAGE_BYTES  # rows of one page: then rows and bytes say the same
 

@@ -6,11 +6,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.training.cases import table
+from tests.train.cases import table
 from tiercache.planning.next_use import find_uses
 from tiercache.planning.positions import Positions
 from tiercache.planning.schedule import Schedule
-from tiercache.store.hashing import hash_keys
+from tiercache.store.bits import hash_keys
 from tiercache.store.table import group_tables
 
 KEYS = st.sets(st.integers(-(2**63) + 2, 2**63 - 1), max_size=12) | st.sets(st.integers(0, 15), max_size=12)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tiercache as tc
-from tests.training.cases import (
+from tests.train.cases import (
     SPECS,
     Case,
     assert_same_bits,
@@ -22,13 +22,12 @@ from tests.training.cases import (
     tiered,
     train,
 )
-from tiercache.data.from_arrays import write_dataset
+from tiercache.data.key_sets import write_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.errors import DatasetError
-from tiercache.planning.overlap import order_rule, overlap_order, shared_bytes
 from tiercache.planning.positions import Positions
 from tiercache.planning.reuse import Reuse
-from tiercache.planning.schedule import Schedule
+from tiercache.planning.schedule import Schedule, order_rule, overlap_order, shared_bytes
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:

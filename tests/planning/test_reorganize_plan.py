@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from tests.store.conftest import held_blocks, small_tables
 from tests.store.world import World
 from tiercache.errors import BudgetError
-from tiercache.planning.budget import paged
-from tiercache.planning.reorganize_plan import ReorganizePlan
+from tiercache.planning.budgets import paged
+from tiercache.planning.store_plan import ReorganizePlan
 from tiercache.store import MemoryEngine, Store, compaction_plan
-from tiercache.store.base_segment import base_layout
+from tiercache.store.segment import base_layout
 
 
 def plan_of(store: Store, world: World) -> ReorganizePlan:

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from tests.training.cases import SPECS, Case, table
+from tests.train.cases import SPECS, Case, table
 from tiercache.planning.next_use import find_uses
 from tiercache.planning.positions import Positions
-from tiercache.planning.reuse import Reuse
-from tiercache.planning.reuse_counts import ReuseCounts
+from tiercache.planning.reuse import Reuse, ReuseCounts
 from tiercache.planning.schedule import Schedule
 from tiercache.store.table import group_tables
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tests.store.conftest import held_blocks, small_tables
 from tests.store.world import World
 from tiercache.errors import BudgetError
-from tiercache.planning.budget import gap_bytes
+from tiercache.planning.budgets import gap_bytes
 from tiercache.planning.store_plan import RECORD_BYTES, StorePlan
 from tiercache.store import Adagrad, MemoryEngine, Range, SegmentLayout, Store, Table, Zeros
-from tiercache.store.blocks import CHANGED
-from tiercache.store.history import History
+from tiercache.store.commit import History
+from tiercache.store.layout import CHANGED
 from tiercache.store.table import group_tables
 
 GROUPS = group_tables([Table(name="t", dim=4, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros())])

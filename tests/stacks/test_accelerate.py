@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from tests.stacks.test_lightning import CASE, EPOCHS, assert_same, rows_of
-from tests.training.cases import Net
+from tests.train.cases import Net
 from tiercache.data.dataset import PassDataset
-from tiercache.training.cache import TierCache
+from tiercache.train.cache import TierCache
 
 accelerate = pytest.importorskip("accelerate", reason="Accelerate is not installed: make test-stacks")
 

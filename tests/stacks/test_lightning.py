@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import tiercache as tc
-from tests.training.cases import Case, Net, Spec, table
+from tests.train.cases import Case, Net, Spec, table
 
 pl = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed: make test-stacks")
 
@@ -52,7 +52,7 @@ def opened(folder: Path, name: str) -> tc.TierCache:
 
 def by_lightning(folder: Path, name: str, max_steps: int = -1) -> dict[str, Any]:
     """Train with a Trainer."""
-    from tiercache.training.lightning import PassesCallback, PassesDataModule
+    from tiercache.train.lightning import PassesCallback, PassesDataModule
 
     with opened(folder, name) as cache:
         module = Module(cache)

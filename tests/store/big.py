@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiercache.store import Adagrad, Cursor, Range, SegmentLayout, Store, Table, Zeros, hash_keys
-from tiercache.store.engine import Block
-from tiercache.store.lmdb_file import LmdbFile, Value
-from tiercache.store.zarr_layout import Arrays, state_key
+from tiercache.store.engines.engine import Block
+from tiercache.store.engines.lmdb_records import LmdbFile, Value
+from tiercache.store.engines.zarr_layout import Arrays, state_key
 
 Int64s = NDArray[np.int64]
 BIG = Table(name="big", dim=256, optimizer=Adagrad(learning_rate=0.1), initializer=Zeros())

@@ -14,12 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tiercache.store.blocks import CHANGED, KEYS, ROWS, STATE
-from tiercache.store.engine import Block, BlockLayout, FieldSource, LocatingEngine, ReadRequest, ReadSource
-from tiercache.store.errors import BlockReadError, StoreFullError
-from tiercache.store.initializer import Zeros
-from tiercache.store.optimizer import SGD, Adam, RowWiseAdagrad
-from tiercache.store.segment_layout import Range, SegmentLayout
+from tiercache.store.engines.engine import Block, BlockLayout, FieldSource, LocatingEngine, ReadRequest, ReadSource
+from tiercache.store.layout import CHANGED, KEYS, ROWS, STATE, Range, SegmentLayout
+from tiercache.store.optimizer import SGD, Adam, RowWiseAdagrad, Zeros
+from tiercache.store.store_errors import BlockReadError, StoreFullError
 from tiercache.store.table import Table, group_tables
 
 if TYPE_CHECKING:
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.engine import Data, Engine
+    from tiercache.store.engines.engine import Data, Engine
 
     Bytes = NDArray[np.uint8]
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.store.errors import StoreError, StoreFullError
+from tiercache.store.store_errors import StoreError, StoreFullError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from tiercache.store.engine import Data, Engine, ReadRequest
+    from tiercache.store.engines.engine import Data, Engine, ReadRequest
 
 
 def disk_full() -> StoreError:

@@ -19,12 +19,11 @@ from tests.store.engine_contract import EngineContract
 from tests.store.failing import FailingEngine, KilledError
 from tests.store.world import World
 from tiercache.store.commit import Cursor
-from tiercache.store.engine import Engine
-from tiercache.store.errors import StoreError, StoreFullError
-from tiercache.store.initial import initial_rows
-from tiercache.store.initializer import Uniform, Zeros
-from tiercache.store.optimizer import SGD, Adagrad, Adam
+from tiercache.store.engines.engine import Engine
+from tiercache.store.initial_rows import initial_rows
+from tiercache.store.optimizer import SGD, Adagrad, Adam, Uniform, Zeros
 from tiercache.store.store import Store
+from tiercache.store.store_errors import StoreError, StoreFullError
 from tiercache.store.table import Table
 from tiercache.store.verification import Verification
 

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tiercache.store import StoreFullError
-from tiercache.store.block_file import BlockFile, Extent
-from tiercache.store.errors import BlockReadError
-from tiercache.store.extent_allocator import ExtentAllocator
-from tiercache.store.write_queue import PAGE_BYTES
+from tiercache.store.engines.block_file import BlockFile, Extent, ExtentAllocator
+from tiercache.store.engines.write_queue import PAGE_BYTES
+from tiercache.store.store_errors import BlockReadError
 
 pytestmark = pytest.mark.disk
 

@@ -71,7 +71,7 @@ KILLED = """
 import os, signal, sys
 from tests.store.conftest import small_tables
 from tiercache.store import Store
-from tiercache.store.scratch_file import ScratchFile
+from tiercache.store.files import ScratchFile
 from tests.store.world import World
 
 path, engine, stage = sys.argv[1:]

@@ -15,7 +15,7 @@ from tests.store.conftest import small_tables
 from tests.store.damage import assert_sentence
 from tests.store.world import World
 from tiercache.store import CorruptBlockError, CorruptStoreError, Store, StoreError, verify
-from tiercache.store.blocks import KEYS, ROWS, STATE
+from tiercache.store.layout import KEYS, ROWS, STATE
 
 
 @pytest.mark.parametrize("kind", [ROWS, KEYS, STATE])

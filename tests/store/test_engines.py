@@ -1,4 +1,4 @@
-"""Every engine keeps the contract of ``store/engine.py``, and a store on it is a dict; wrong engines are found out."""
+"""Every engine keeps the contract of ``store/engines/engine.py``, and a store on it is a dict."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from tests.store.conftest import small_tables
 from tests.store.world import World
-from tiercache.store import Store, StoreError, StoreFullError, key_invariants, scratch_file
-from tiercache.store.counters import Counters
+from tiercache.store import Store, StoreError, StoreFullError, files, key_invariants
+from tiercache.store.engines.engine import Counters
 from tiercache.store.external_sort import ExternalSorter
-from tiercache.store.full_disk import check_room
-from tiercache.store.scratch_file import ScratchFile
+from tiercache.store.files import ScratchFile, check_room
 from tiercache.store.verification import Verification
 
 
@@ -107,7 +106,7 @@ def test_the_temporary_directory_stands_in_for_a_folder_without_room(
             sorter.add(hashes[::-1], 7)
             return [int(one) for found, _ in sorter.sorted() for one in found]
 
-    monkeypatch.setattr(scratch_file, "check_room", room)
+    monkeypatch.setattr(files, "check_room", room)
     for folder in (tmp_path, tmp_path / "missing"):
         assert sorted_in(folder) == hashes.tolist()
     system = tempfile.gettempdir()

@@ -19,14 +19,12 @@ from tests.store.conftest import engine_of, held_blocks, small_tables
 from tests.store.failing import Between, FailingEngine, KilledError
 from tests.store.world import World, WorldUses
 from tiercache.store import Cursor, MemoryEngine, Store, StoreFullError, Table
-from tiercache.store.blocks import STATE
-from tiercache.store.counters import Counters
-from tiercache.store.engine import Block
+from tiercache.store.bits import hash_keys
+from tiercache.store.engines.engine import Block, Counters
 from tiercache.store.external_sort import ExternalSorter
-from tiercache.store.full_disk import ROOM_FOR_RECORDS, full_disk, room_for
-from tiercache.store.hashing import hash_keys
+from tiercache.store.files import ROOM_FOR_RECORDS, ScratchFile, full_disk, room_for
+from tiercache.store.layout import STATE
 from tiercache.store.reading import Pages
-from tiercache.store.scratch_file import ScratchFile
 
 Leave = Callable[..., None]
 

@@ -25,8 +25,8 @@ from tiercache.store import (
     Zeros,
 )
 from tiercache.store.directory import StoreDirectory
-from tiercache.store.errors import FormatVersionError
-from tiercache.store.record import decode
+from tiercache.store.records import decode
+from tiercache.store.store_errors import FormatVersionError
 from tiercache.store.verification import Verification
 
 MORE_BYTES = 1 << 30

@@ -11,8 +11,7 @@ from tests.crash.store_steps import TABLES, problems, quiet, take
 from tests.store.damage import DEEP, LIES, assert_sentence, damaged, generator_of, lying, resealed
 from tests.store.test_fuzz import bounded_memory  # noqa: F401 - a fixture
 from tiercache.store import CorruptStoreError, LmdbEngine, Store, StoreError
-from tiercache.store.record import decode, encode
-from tiercache.store.record_chain import Manifest
+from tiercache.store.records import Manifest, decode, encode
 
 STEPS = 5
 PAGE_BYTES = 4096

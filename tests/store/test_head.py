@@ -17,9 +17,9 @@ from tests.store.conftest import small_tables
 from tests.store.damage import assert_sentence
 from tests.store.world import World
 from tiercache.store import CorruptStoreError, Store, StoreError, verify
-from tiercache.store.lmdb_engine import LmdbEngine
-from tiercache.store.lmdb_head import HEAD, Head
-from tiercache.store.record_chain import Manifest
+from tiercache.store.engines.lmdb_engine import LmdbEngine
+from tiercache.store.engines.lmdb_records import HEAD, Head
+from tiercache.store.records import Manifest
 
 Rows = dict[str, tuple[NDArray[np.int64], dict[str, NDArray[np.float32]]]]
 

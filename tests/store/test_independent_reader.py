@@ -17,7 +17,8 @@ from tests.store.conftest import narrow_tables, small_tables
 from tests.store.independent_reader import read_table
 from tests.store.test_row_versions import mixed
 from tests.store.world import World
-from tiercache.store import Group, Segment, Store, Table, ZarrEngine, zarr_layout
+from tiercache.store import Group, Segment, Store, Table, ZarrEngine
+from tiercache.store.engines import zarr_layout
 
 
 def compressed_tables(kind: str) -> list[Table]:

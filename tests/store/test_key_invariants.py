@@ -12,7 +12,7 @@ from tests.store.conftest import Home, held_blocks, small_tables
 from tests.store.test_retained_segments import retained_store, rewritten
 from tests.store.world import World
 from tiercache.store import CorruptStoreError, Store, key_invariants
-from tiercache.store.blocks import CHANGED, KEYS
+from tiercache.store.layout import CHANGED, KEYS
 from tiercache.store.verification import Verification
 
 Plant = Callable[[Home], list[str]]

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tests.ranks.sharded_world import train_shards
+from tests.dist.sharded_world import train_shards
 from tests.store.conftest import small_tables
 from tests.store.world import World
 from tiercache.store import Store, hash_keys
-from tiercache.store.key_memory import KeyMemory, Recall
+from tiercache.store.live_keys import KeyMemory, Recall
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from tests.store import independent_reader
 from tests.store.conftest import small_tables
 from tests.store.world import World
-from tiercache.store import LmdbEngine, Store, lmdb_records
-from tiercache.store.direct_file import read_at, read_whole
-from tiercache.store.lmdb_file import LmdbFile
+from tiercache.store import LmdbEngine, Store
+from tiercache.store.engines import lmdb_records
+from tiercache.store.engines.lmdb_records import LmdbFile
+from tiercache.store.files import read_at, read_whole
 
 KINDS = pytest.mark.parametrize("kind", ["lmdb", "zarr"])
 PART = 700

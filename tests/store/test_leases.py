@@ -14,7 +14,7 @@ from tests.store.big import BIG, dump, load, publish
 from tests.store.conftest import held_blocks
 from tests.store.reader import READER
 from tiercache.store import CommitMissingError, CorruptBlockError, Store, StoreFullError, load_rows, verify
-from tiercache.store.leases import Lease, leased_commits
+from tiercache.store.commit_reader import Lease, leased_commits
 from tiercache.store.rewrite import NoUses
 
 

@@ -15,12 +15,13 @@ import pytest
 from tests.apart import ran
 from tests.store.big import dump, load, publish
 from tests.store.damage import assert_sentence
-from tiercache.store import LmdbEngine, Store, lmdb_head, verify
-from tiercache.store.blocks import STATE
-from tiercache.store.engine import Block
-from tiercache.store.errors import CorruptStoreError, StoreError, StoreFullError
-from tiercache.store.lmdb_file import LmdbFile
-from tiercache.store.record_chain import Manifest
+from tiercache.store import LmdbEngine, Store, verify
+from tiercache.store.engines import lmdb_records
+from tiercache.store.engines.engine import Block
+from tiercache.store.engines.lmdb_records import LmdbFile
+from tiercache.store.layout import STATE
+from tiercache.store.records import Manifest
+from tiercache.store.store_errors import CorruptStoreError, StoreError, StoreFullError
 
 
 @pytest.mark.disk
@@ -164,7 +165,7 @@ def test_a_file_that_this_user_may_not_open_is_no_damage(
     def denied(*_: Any) -> int:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(lmdb_head, "open_file", denied)
+    monkeypatch.setattr(lmdb_records, "open_file", denied)
     with pytest.raises(StoreError, match=r"HEAD cannot be opened .*: give this user the right") as caught:
         LmdbEngine(tmp_path, create=False, readonly=readonly)
     assert not isinstance(caught.value, CorruptStoreError)

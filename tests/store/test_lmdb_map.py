@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tests.apart import ran
 from tests.store.big import BIG, dump, load, publish
 from tests.store.damage import assert_sentence
-from tiercache.store import LmdbEngine, Store, StoreError, StoreFullError, lmdb_engine
+from tiercache.store import LmdbEngine, Store, StoreError, StoreFullError
+from tiercache.store.engines import lmdb_engine
 
 TB = 1 << 40
 

@@ -24,10 +24,10 @@ from tiercache.store import (
     Zeros,
     hash_keys,
 )  # fmt: skip
-from tiercache.store.base_segment import base_layout, blocks_of
-from tiercache.store.block_file import BlockFile
-from tiercache.store.initial import initial_rows
-from tiercache.store.write_queue import PAGE_BYTES
+from tiercache.store.engines.block_file import BlockFile
+from tiercache.store.engines.write_queue import PAGE_BYTES
+from tiercache.store.initial_rows import initial_rows
+from tiercache.store.segment import base_layout, blocks_of
 
 
 def trained(seed: int, passes: int) -> tuple[Store, World]:
@@ -86,7 +86,7 @@ def test_a_lookup_gives_the_row_of_each_key_however_much_is_read_at_once(
     """Keys in any order, some twice, of all segments, whatever first keys a record has; zeros where there is no row."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tiercache.store.lookup.BATCH_BYTES", batch_bytes)
-        patch.setattr("tiercache.store.segment_layout.KEY_PAGE_ROWS", page_keys)
+        patch.setattr("tiercache.store.layout.KEY_PAGE_ROWS", page_keys)
         store, world = trained(seed, passes)
         keys = np.random.default_rng(seed).integers(-70, 70, 1 + seed % 200)
         for table in store.tables:

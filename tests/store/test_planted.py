@@ -23,7 +23,7 @@ def planted(self, records):
     whole(self, records)
 """
 FREED_EARLY = """
-from tiercache.store.snapshot import Needed
+from tiercache.store.commit import Needed
 def planted(self, after):
     needed = Needed.of([*after.snapshots, *self._given_up, *self._pinned()])
     early = list(self._allocated.blocks(self._groups, but=needed))
@@ -43,7 +43,7 @@ def planted(self, keys):
     return %s
 """
 ZARR_UNSYNCED_MANIFESTS = """
-from tiercache.store.zarr_objects import Objects
+from tiercache.store.engines.zarr_objects import Objects
 paths = Objects.durable_paths
 def durable_paths(self, keys):
     files, folders = paths(self, keys)

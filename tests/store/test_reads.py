@@ -17,10 +17,9 @@ import pytest
 from tests.files import flip
 from tests.store.big import BIG, blocks_of, dump, file_of, publish
 from tests.store.world import World
-from tiercache.kernels.cpu.field_io import read_fields
-from tiercache.kernels.cpu.file_io import has_reads, read_checked
+from tiercache.kernels.cpu.file_io import has_reads, read_checked, read_fields
 from tiercache.store import CorruptBlockError, Store
-from tiercache.store.blocks import ROWS
+from tiercache.store.layout import ROWS
 from tiercache.store.reading import Pages
 
 if TYPE_CHECKING:
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
 
     from tests.store.conftest import Home
     from tiercache.store import Table
-    from tiercache.store.blocks import Part, Read
-    from tiercache.store.engine import FieldSource, ReadSource
+    from tiercache.store.engines.engine import FieldSource, ReadSource
+    from tiercache.store.layout import Part, Read
 
 pytestmark = [
     pytest.mark.disk,

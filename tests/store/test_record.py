@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.store.damage import sealed
 from tiercache.store import Commit, CorruptStoreError, Cursor, Segment
-from tiercache.store.record import decode, encode
+from tiercache.store.records import decode, encode
 
 ARRAYS = {"a": np.arange(5, dtype=np.uint32), "b": np.array([-1, 2**62]), "c": np.zeros(0, np.int64)}
 RECORD = encode("test", {"x": [1, "ü", None]}, ARRAYS)

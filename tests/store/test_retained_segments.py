@@ -19,7 +19,7 @@ from tests.store.test_scan import check as check_scans
 from tests.store.world import World, scheduled
 from tiercache.store import NEVER, CorruptStoreError, MemoryEngine, Store, compaction_plan, differences, info
 from tiercache.store.commit import Commit
-from tiercache.store.record import decode, encode
+from tiercache.store.records import decode, encode
 from tiercache.store.verification import Verification
 
 Key = tuple[str, int]

@@ -12,8 +12,8 @@ from tests.store.failing import FailingEngine
 from tests.store.test_retained_segments import rewritten
 from tests.store.world import World
 from tiercache.store import CommitMissingError, CorruptStoreError, MemoryEngine, Store, StoreFullError, verify
-from tiercache.store.blocks import STATE
 from tiercache.store.commit_writer import keep, release
+from tiercache.store.layout import STATE
 from tiercache.store.verification import Verification
 
 

@@ -16,7 +16,7 @@ from tests.store.failing import FailingEngine
 from tests.store.reader import READER
 from tests.store.world import World, WorldUses
 from tiercache.store import NEVER, CorruptStoreError, MemoryEngine, Store, StoreError, StoreFullError, verify
-from tiercache.store.initial import initial_rows
+from tiercache.store.initial_rows import initial_rows
 from tiercache.store.segment import Segment
 
 

@@ -24,8 +24,8 @@ from tiercache.store import (
     load_rows,
     verify,
 )
-from tiercache.store.blocks import CHANGED
 from tiercache.store.changes import changed_rows
+from tiercache.store.layout import CHANGED
 from tiercache.store.rewrite import NoUses
 from tiercache.store.row_versions import CHANGED_BYTES
 from tiercache.store.verification import Verification

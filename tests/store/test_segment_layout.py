@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiercache.store import NEVER, Range, SegmentLayout
-from tiercache.store import segment_layout as segment_layout_module
-from tiercache.store.segment_layout import key_page_bounds
+from tiercache.store import layout as segment_layout_module
+from tiercache.store.layout import key_page_bounds
 
 
 @st.composite

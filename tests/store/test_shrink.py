@@ -14,10 +14,10 @@ from tests.store.big import BIG, blocks_of, dump, load, publish
 from tests.store.reader import READER
 from tests.store.test_block_file import aligned
 from tiercache.store import Store, StoreFullError, info, verify
-from tiercache.store import block_file as module
-from tiercache.store.block_file import BlockFile
-from tiercache.store.punch_hole import punch_hole
-from tiercache.store.write_queue import PAGE_BYTES
+from tiercache.store.engines import block_file as module
+from tiercache.store.engines.block_file import BlockFile
+from tiercache.store.engines.write_queue import PAGE_BYTES
+from tiercache.store.files import punch_hole
 
 pytestmark = pytest.mark.disk
 

@@ -27,12 +27,12 @@ from tiercache.store import (
     info,
     verify,
 )
-from tiercache.store.base_segment import base_layout
+from tiercache.store.bits import from_bits, nearest, row_words, to_bits
 from tiercache.store.bulk_load import load_rows
-from tiercache.store.diff import differences
-from tiercache.store.initial import initial_rows
-from tiercache.store.vectors import from_bits, nearest, row_words, to_bits
-from tiercache.store.zarr_codec import cut
+from tiercache.store.changes import differences
+from tiercache.store.engines.zarr_codec import cut
+from tiercache.store.initial_rows import initial_rows
+from tiercache.store.segment import base_layout
 
 DTYPES = ("bfloat16", "float16")
 

@@ -16,9 +16,9 @@ from tests.store.conftest import held_blocks, small_tables
 from tests.store.world import World
 from tiercache.cli import app
 from tiercache.store import SGD, Range, Store, Table, Zeros, hash_keys, info, verify
-from tiercache.store.base_segment import base_layout
-from tiercache.store.blocks import ROWS, STATE
 from tiercache.store.key_invariants import SORT_BYTES, VERIFY_BYTES
+from tiercache.store.layout import ROWS, STATE
+from tiercache.store.segment import base_layout
 from tiercache.store.verification import Verification
 
 Name = tuple[bytes, int, int, int]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiercache.store.write_queue import PAGE_BYTES, WriteQueue
+from tiercache.store.engines.write_queue import PAGE_BYTES, WriteQueue
 
 MIB = 1 << 20
 LONG = np.ones(16 * MIB, np.uint8)

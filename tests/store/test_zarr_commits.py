@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.store.engine_contract import check, layout_of, put, segment_blocks, some_bytes, state_block
-from tiercache.store import zarr_objects, zarr_writer
-from tiercache.store.errors import CorruptStoreError, StoreError, StoreFullError
-from tiercache.store.zarr_engine import ZarrEngine
+from tiercache.store.engines import zarr_chunks, zarr_objects
+from tiercache.store.engines.zarr_engine import ZarrEngine
+from tiercache.store.store_errors import CorruptStoreError, StoreError, StoreFullError
 
 pytestmark = pytest.mark.disk
 
@@ -97,8 +97,8 @@ def test_a_disk_that_is_full_is_a_sentence_at_every_write(tmp_path: Path, monkey
         return spend
 
     monkeypatch.setattr(zarr_objects, "write_whole", spending(zarr_objects.write_whole))
-    monkeypatch.setattr(zarr_writer, "write_at", spending(zarr_writer.write_at))
-    monkeypatch.setattr(zarr_writer.os, "posix_fallocate", spending(zarr_writer.os.posix_fallocate))
+    monkeypatch.setattr(zarr_chunks, "write_at", spending(zarr_chunks.write_at))
+    monkeypatch.setattr(zarr_chunks.os, "posix_fallocate", spending(zarr_chunks.os.posix_fallocate))
     writes = 0
     while True:
         left = writes
@@ -131,7 +131,7 @@ def test_a_full_disk_keeps_room_for_records(tmp_path: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     engine = ZarrEngine(tmp_path, create=True)
-    monkeypatch.setattr(zarr_writer, "check_room", full)
+    monkeypatch.setattr(zarr_chunks, "check_room", full)
     with pytest.raises(StoreFullError, match=r"1,048,576 of them kept free for records, but the file system of"):
         engine.write([state_block(some_bytes(5000))])
     monkeypatch.undo()
@@ -188,7 +188,7 @@ def test_records_of_one_commit_have_names_of_their_own(tmp_path: Path) -> None:
 
 def test_a_manifest_that_names_what_is_no_name_is_refused(tmp_path: Path) -> None:
     """In a sentence."""
-    from tiercache.store.record_chain import Manifest
+    from tiercache.store.records import Manifest
 
     engine = ZarrEngine(tmp_path, create=True)
     engine.commit({"a": b"1"})

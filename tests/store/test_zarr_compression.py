@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 
 from tests.files import flip
 from tests.store.engine_contract import bytes_of, check, layout_of, put, segment_blocks
-from tiercache.store.blocks import ROWS
-from tiercache.store.engine import Block, ReadRequest
-from tiercache.store.errors import BlockReadError
-from tiercache.store.segment_layout import Range, SegmentLayout
-from tiercache.store.zarr_codec import Codec, Shards, cut, sealed
-from tiercache.store.zarr_engine import ZarrEngine
-from tiercache.store.zarr_objects import Objects, Span
+from tiercache.store.engines.engine import Block, ReadRequest
+from tiercache.store.engines.zarr_codec import Codec, Shards, cut, sealed
+from tiercache.store.engines.zarr_engine import ZarrEngine
+from tiercache.store.engines.zarr_objects import Objects, Span
+from tiercache.store.layout import ROWS, Range, SegmentLayout
+from tiercache.store.store_errors import BlockReadError
 
 KINDS = ("zstd", "blosc")
 

@@ -15,14 +15,13 @@ from zarr.storage import LocalStore, MemoryStore
 
 from tests.files import files_of, flip
 from tests.store.engine_contract import bytes_of, check, layout_of, put, segment_blocks, some_bytes, state_block
-from tiercache.store import zarr_layout, zarr_writer
-from tiercache.store.blocks import CHANGED, KEYS, ROWS
-from tiercache.store.direct_file import PAGE_BYTES, write_at
-from tiercache.store.engine import MEMORY_BYTES, Block, BlockLayout
-from tiercache.store.errors import BlockReadError, CorruptStoreError, StoreInUseError
-from tiercache.store.huge_pages import huge_pages
-from tiercache.store.zarr_engine import ZarrEngine
-from tiercache.store.zarr_writer import Buffers
+from tiercache.store.engines import zarr_chunks, zarr_layout
+from tiercache.store.engines.engine import MEMORY_BYTES, Block, BlockLayout
+from tiercache.store.engines.zarr_chunks import Buffers
+from tiercache.store.engines.zarr_engine import ZarrEngine
+from tiercache.store.files import PAGE_BYTES, huge_pages, write_at
+from tiercache.store.layout import CHANGED, KEYS, ROWS
+from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreInUseError
 
 pytestmark = pytest.mark.disk
 
@@ -353,7 +352,7 @@ def test_copies_of_blocks_keep_to_what_is_said(tmp_path: Path, monkeypatch: pyte
         most = max(most, sum(one.nbytes for one in (ref() for ref in taken) if one is not None))
         return buffer
 
-    monkeypatch.setattr(zarr_writer, "huge_pages", take)
+    monkeypatch.setattr(zarr_chunks, "huge_pages", take)
     layout = layout_of((65536,), block_rows=1024)
     blocks = segment_blocks(layout, 1)
     engine = ZarrEngine(tmp_path / "store", create=True)

@@ -10,17 +10,16 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from tiercache.store.bits import hash_keys, row_words
 from tiercache.store.bulk_load import load_rows
 from tiercache.store.changes import changed_rows
 from tiercache.store.commit import Commit, Cursor
-from tiercache.store.hashing import hash_keys
-from tiercache.store.initial import initial_rows
+from tiercache.store.initial_rows import initial_rows
+from tiercache.store.layout import NEVER, Range, SegmentLayout
 from tiercache.store.lookup import locate
 from tiercache.store.segment import Segment
-from tiercache.store.segment_layout import NEVER, Range, SegmentLayout
 from tiercache.store.store import Store
 from tiercache.store.table import Group, Table
-from tiercache.store.vectors import row_words
 
 Key = tuple[str, int]
 Int64s = NDArray[np.int64]

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from tiercache.cli import commits, extract, files, info, plan, report, rows, warmup
+from tiercache.cli import extract_command, info, plan_command, store_commands, transfer
 from tiercache.cli.output import printable
 from tiercache.errors import CudaError, StoreError, TierCacheError
 
@@ -43,21 +43,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for name, command in (
-    ("extract", extract.extract),
+    ("extract", extract_command.extract),
     ("info", info.info),
-    ("plan", plan.plan),
+    ("plan", plan_command.plan),
     ("verify", info.verify),
-    ("lookup", rows.lookup),
-    ("changes", rows.changes),
-    ("diff", rows.diff),
-    ("compact", commits.compact),
-    ("rollback", commits.rollback),
-    ("reorganize", commits.reorganize),
-    ("repartition", commits.repartition),
-    ("export", files.export),
-    ("import", files.import_),
-    ("report", report.report),
-    ("warmup", warmup.warmup),
+    ("lookup", store_commands.lookup),
+    ("changes", store_commands.changes),
+    ("diff", store_commands.diff),
+    ("compact", store_commands.compact),
+    ("rollback", store_commands.rollback),
+    ("reorganize", store_commands.reorganize),
+    ("repartition", store_commands.repartition),
+    ("export", transfer.export),
+    ("import", transfer.import_),
+    ("report", extract_command.report),
+    ("warmup", extract_command.warmup),
 ):
     app.command(name)(command)
 

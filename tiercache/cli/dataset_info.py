@@ -104,7 +104,7 @@ def _points(data: PassDataset, reuse: Reuse) -> list[Point]:
     from psutil import virtual_memory
 
     from tiercache.planning.capacity import Capacity
-    from tiercache.planning.plan import Rates
+    from tiercache.planning.plan_file import Rates
 
     no_rates = Rates(read=1, write=1, copy=1, link=1, commit_seconds=0)  # seconds are not shown
     capacity = Capacity(reuse, [p.samples for p in data], no_rates)

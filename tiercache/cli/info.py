@@ -3,13 +3,121 @@
 from __future__ import annotations
 
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tiercache.cli import dataset_info, store_info
-from tiercache.cli.output import AnyPath, Json, Output, Quiet
-from tiercache.cli.target import kind_of
+from tiercache.cli import dataset_info
+from tiercache.cli.output import AnyPath, Json, Output, Quiet, kind_of, new_table
+from tiercache.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+def show(console: Console, found: dict[str, Any], *, segments: bool) -> None:
+    """Print what ``tiercache.store.info`` returned: a summary, and with ``segments`` each segment of each shard."""
+    is_sharded = "shards" in found
+    console.print(found["path"], style="bold", soft_wrap=True)
+    lines = [
+        ("commit", _position(found)),
+        ("rows", f"{found['rows']:,} live rows, {format_bytes(found['row_bytes'])}"),
+        ("files", _files(found)),
+    ]
+    if is_sharded:
+        lines.insert(0, ("shards", f"{found['ranks']}, one a rank"))
+    elif found["segments"]:
+        lines.append(("segments", _segments_line(found)))
+    if found["commits"]:
+        ids = [str(commit["id"]) for commit in found["commits"]]
+        shown = ", ".join(["...", *ids[-8:]] if len(ids) > 8 else ids)
+        lines.append(("kept", f"commits {shown} (the newest {found['retention']} are kept)"))
+    for name, text in lines:
+        console.print(f"  {name:9}{text}", soft_wrap=True)
+    console.print(_tables(found["tables"], is_sharded=is_sharded))
+    if is_sharded and found["shards"]:
+        console.print(_shards(found))
+    if segments:
+        for rank, shard in enumerate(found["shards"] if is_sharded else [found]):
+            console.print(_segments(f"segments of shard {rank}" if is_sharded else "segments", shard["segments"]))
+
+
+def verified(report: dict[str, Any]) -> str:
+    """Return the sentence for a store without a problem."""
+    commits = len(report["commits"])
+    shards = f"{report['ranks']} shards that belong together at " if "ranks" in report else ""
+    return (
+        f"{report['path']} is whole: {shards}{commits} commit{'s' if commits != 1 else ''}, {report['segments']} "
+        f"segments, {report['pages']:,} pages and {report['rows']:,} rows ({format_bytes(report['bytes'])}) are what "
+        "was written"
+    )
+
+
+def _position(found: dict[str, Any]) -> str:
+    """Return the newest commit and where training goes on from it."""
+    if not found["commits"]:
+        return "none yet"
+    newest = found["commits"][-1]
+    sample = f", sample {newest['sample']:,}" if newest["sample"] else ""
+    return f"{newest['id']}, training goes on at pass {newest['pass']:,}{sample}"
+
+
+def _files(found: dict[str, Any]) -> str:
+    times = found["file_bytes"] / found["row_bytes"] if found["row_bytes"] else None
+    return format_bytes(found["file_bytes"]) + (f", {times:.2f} times the rows" if times else "")
+
+
+def _segments_line(found: dict[str, Any]) -> str:
+    rows = sum(segment["rows"] for segment in found["segments"])
+    return (
+        f"{len(found['segments'])} with {rows:,} rows, {found['stale_rows']:,} of them stale; {found['live_ranges']:,} "
+        f"live and {found['dead_ranges']:,} dead ranges (--segments shows each)"
+    )
+
+
+def _tables(tables: list[dict[str, Any]], *, is_sharded: bool) -> Table:
+    shown = new_table("tables", "name", "dim", "optimizer", "sharding" if is_sharded else "group", "rows", "bytes")
+    for table in tables:
+        shown.add_row(
+            table["name"],
+            str(table["dim"]),
+            table["optimizer"]["kind"],
+            _sharding(table["sharding"]) if is_sharded else str(table["group"]),
+            f"{table['rows']:,}",
+            format_bytes(table["rows"] * table["row_bytes"]),
+        )
+    return shown
+
+
+def _shards(found: dict[str, Any]) -> Table:
+    shown = new_table("shards", "rank", "commit", "rows", "bytes", "files", "folder")
+    for rank, (shard, folder) in enumerate(zip(found["shards"], found["folders"], strict=False)):
+        numbers = f"{shard['rows']:,}", format_bytes(shard["row_bytes"]), format_bytes(shard["file_bytes"])
+        shown.add_row(str(rank), str(shard["commit"]["id"]), *numbers, folder)
+    return shown
+
+
+def _sharding(sharding: dict[str, Any]) -> str:
+    slices = sharding.get("slices", [])
+    if not slices:
+        return str(sharding["kind"])
+    if sharding["kind"] == "table":
+        return f"table: rank {slices[0][0]}"
+    return f"{sharding['kind']}: " + ", ".join(f"{last - first} on rank {rank}" for rank, first, last in slices)
+
+
+def _segments(title: str, segments: list[dict[str, Any]]) -> Table:
+    shown = new_table(title, "id", "pass", "rows", "live rows", "stale rows", "live ranges", "dead ranges")
+    for segment in segments:
+        numbers = (segment[name] for name in ("rows", "live_rows", "stale_rows", "live_ranges", "dead_ranges"))
+        pass_index = f"{segment['pass']}{' (within)' if segment['within'] else ''}"
+        shown.add_row(
+            str(segment["id"]),
+            "retained" if segment["retained"] else pass_index,
+            *(f"{number:,}" for number in numbers),
+        )
+    return shown
 
 
 def info(
@@ -39,7 +147,7 @@ def info(
         from tiercache.store import info as describe
 
         found = describe(path)
-        Output(as_json, quiet).result(found, lambda console: store_info.show(console, found, segments=segments))
+        Output(as_json, quiet).result(found, lambda console: show(console, found, segments=segments))
 
 
 def verify(path: AnyPath, as_json: Json = False, quiet: Quiet = False) -> None:
@@ -57,7 +165,7 @@ def verify(path: AnyPath, as_json: Json = False, quiet: Quiet = False) -> None:
     if is_dataset:
         whole = f"{path} is whole: {report['summary']}, as extracted"
     else:
-        whole = "" if report["problems"] else store_info.verified(report)
+        whole = "" if report["problems"] else verified(report)
     for problem in report["problems"]:
         typer.echo(f"error: {problem}", err=True)
     if as_json or not report["problems"]:

@@ -7,11 +7,11 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from tiercache.progress import progress_bars
+from tiercache.reporting.progress import progress_bars
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from tiercache.store import Store
+
 
 AnyPath = Annotated[Path, typer.Argument(help="The directory of a store or a dataset.")]
 StorePath = Annotated[Path, typer.Argument(help="The directory of the store.")]
@@ -85,3 +88,30 @@ def new_table(title: str, first: str, *others: str) -> Table:
     for name in others:
         table.add_column(name, justify="right")
     return table
+
+
+def kind_of(path: Path) -> Literal["store", "dataset"]:
+    """Return what a directory holds. Raises DatasetError for an unfinished dataset and NotAStoreError for neither."""
+    from tiercache.data import manifest as dataset
+    from tiercache.data.dataset import PassDataset
+    from tiercache.store import NotAStoreError, StoreMissingError
+    from tiercache.store.directory import MANIFEST, MARKER
+
+    if (path / MARKER).exists() or (path / MANIFEST).is_file():
+        return "store"
+    if (path / dataset.MANIFEST).exists():
+        return "dataset"
+    if (path / dataset.UNFINISHED).exists():
+        PassDataset.open(path)  # says what is unfinished
+    if not path.exists():
+        raise StoreMissingError(f"there is nothing at {path}: give the directory of a store or a dataset")
+    raise NotAStoreError(f"{path} is neither a store nor a dataset: give the directory of one")
+
+
+def open_store(path: Path, commit: int | None = None, *, mode: str = "r") -> Store:
+    """Open a store, for reading at ``commit`` where one is given. Raises ValueError for a dataset."""
+    from tiercache.store import Store
+
+    if kind_of(path) == "dataset":
+        raise ValueError(f"{path} is a dataset: give the directory of a store")
+    return Store.open(path, mode=mode, commit=commit)

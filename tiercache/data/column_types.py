@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pyarrow as pa
 from pyarrow import types
 
-from tiercache.data.plain_columns import is_list, plain_type
+from tiercache.data.columns import is_list, plain_type
 from tiercache.errors import SourceError
 
 if TYPE_CHECKING:

@@ -10,21 +10,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiercache.data.closing import PassCloser
-from tiercache.data.cuts import Cut, Cutter
 from tiercache.data.dataset import PassDataset
 from tiercache.data.encode import check_first_rows, encode_dense, encode_feature, encode_label
+from tiercache.data.extraction_progress import ExtractionProgress, ProgressReporter
 from tiercache.data.frequency import FrequencyFilter, KeyCounter, decide, run_name
 from tiercache.data.inputs import find_inputs
 from tiercache.data.keyset import open_key_set
 from tiercache.data.manifest import RARE_KEYS, VERSION, Manifest, file_name, is_finished
-from tiercache.data.memory import MemoryShares
-from tiercache.data.pass_builder import PassBuilder
-from tiercache.data.progress import ExtractionProgress, ProgressReporter
+from tiercache.data.memory_shares import MemoryShares
+from tiercache.data.open_pass import PassCloser
+from tiercache.data.pass_builder import Cut, Cutter, PassBuilder, RowBudget
+from tiercache.data.pass_builder import device_bytes as row_device_bytes
 from tiercache.data.raw_batch import RawBatch
 from tiercache.data.resume import ExtractionState, WorkFolder, check_rules, check_same
-from tiercache.data.row_budget import RowBudget
-from tiercache.data.row_budget import device_bytes as row_device_bytes
 from tiercache.data.sample_layout import SampleLayout
 from tiercache.data.source import Source
 from tiercache.data.stages import Job
@@ -33,7 +31,7 @@ from tiercache.errors import ExtractionError, SourceError
 from tiercache.kernels.cpu.compile import is_cached, prepare
 from tiercache.schema import Schema
 from tiercache.sizes import parse_bytes
-from tiercache.store.local_path import is_url, local_path
+from tiercache.store.opening import is_url, local_path
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
@@ -42,7 +40,6 @@ if TYPE_CHECKING:
     from tiercache.data.manifest import SubDatasetRecord
     from tiercache.data.source import SourceBatch
 
-__all__ = ["ExtractionProgress", "extract"]
 
 _FEW = 4
 """Sub-datasets of whose sizes nobody is warned."""
@@ -75,7 +72,7 @@ def extract(
     format: of every file, whatever its suffix: as [source] format in the schema, "criteo" for one.
     device_budget: what the rows of a pass, with their optimizer state and slot maps, may take; the same as in training.
     devices: how many devices of that budget hold a pass together, their tables sharded by row: passes are as large as
-    fits with a margin for keys that do not divide evenly (``tiercache.data.row_budget.most_rows``).
+    fits with a margin for keys that do not divide evenly (``tiercache.data.pass_builder.most_rows``).
     split_by: ``budget`` closes a pass before the budget is exceeded, ``rows=N`` after N samples, ``file`` and
     ``column=NAME`` where the file or the value of a column changes.
     batch_multiple: passes end at multiples of so many samples, for budget and rows; the last one ends with the data.
@@ -150,7 +147,7 @@ def extract(
     check_first_rows(schema, source)
     memory = MemoryShares.plan(memory_bytes, source.decoding_bytes)
     if dask is not None:
-        from tiercache.data.on_dask import extract_on
+        from tiercache.data.stages import extract_on
 
         job = Job(
             schema=schema, cut=cut, unit=batch_multiple, device_bytes=device_bytes, devices=devices,

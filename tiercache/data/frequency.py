@@ -17,7 +17,7 @@ from tiercache.data.raw_batch import NULL_KEY, OOV_KEY, FeatureKeys, RawBatch
 from tiercache.kernels.cpu.hashing import hash_keys
 from tiercache.kernels.cpu.next_use import search_keys
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
-from tiercache.store.atomic_file import publish, sync
+from tiercache.store.files import publish, sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tiercache.data.array_file import ArrayFileWriter
 from tiercache.data.dataset import PassDataset
 from tiercache.data.keyset import write_key_set
 from tiercache.data.manifest import MANIFEST, Manifest, SubDatasetRecord, file_name, new_folder
 from tiercache.data.raw_batch import NULL_KEY
+from tiercache.data.sample_layout import SampleLayout
 from tiercache.errors import DatasetError
+from tiercache.kernels.cpu.hashing import hash_keys
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
 from tiercache.schema import Feature, Schema, nearest
-from tiercache.store.atomic_file import sync
+from tiercache.store.files import sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -22,7 +25,58 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.data.raw_batch import RawBatch
     from tiercache.store.table import Table
+
+
+def write_dataset(
+    out: str | Path, schema: Schema, passes: Iterable[RawBatch], options: dict[str, Any] | None = None
+) -> PassDataset:
+    """Write one pass per batch, as given: nothing is closed early, no key is too rare, no budget is checked.
+
+    The slow and obvious definition of an extraction's result. ``out`` is made where it does not exist.
+    """
+    directory = new_folder(out)
+    if (directory / MANIFEST).exists():
+        raise DatasetError(f"{directory} holds a dataset already: choose another directory")
+    records = [write_sub_dataset(directory, index, schema, batch) for index, batch in enumerate(passes)]
+    manifest = Manifest(schema=schema, passes=tuple(records), options=options or {}, inputs=())
+    manifest.write(directory)
+    return PassDataset.open(directory)
+
+
+def write_sub_dataset(directory: Path, index: int, schema: Schema, batch: RawBatch) -> SubDatasetRecord:
+    """Write the file of one sub-dataset and return its record; the manifest is the caller's."""
+    layout = SampleLayout(schema)
+    columns: dict[str, NDArray[Any]] = {}
+    local: dict[str, NDArray[np.int32]] = {}
+    for table in schema.ordered_tables:
+        names = [f.name for f in schema.features if f.table == table.name]
+        parts = [batch.features[name].keys for name in names]
+        all_keys = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        keys, inverse, counts = np.unique(all_keys, return_inverse=True, return_counts=True)
+        order = np.argsort(hash_keys(keys, table.table_id))
+        columns[f"keys.{table.name}"], columns[f"counts.{table.name}"] = keys[order], counts[order]
+        positions = np.argsort(order).astype(np.int32)[inverse]
+        ends = np.cumsum([part.size for part in parts], dtype=np.int64)[:-1]
+        local.update(zip(names, np.split(positions, ends), strict=False))
+    if batch.label is not None:
+        columns["label"] = batch.label
+    columns |= {"dense": batch.dense, "ids": np.array([local[f.name] for f in schema.singles], np.int32).T}
+    for name, feature in batch.features.items():
+        columns[f"ids.{name}"] = local[name]
+        if feature.offsets is not None:
+            columns[f"offsets.{name}"] = feature.offsets
+        if feature.weights is not None:
+            columns[f"weights.{name}"] = feature.weights
+    rows = {table.name: columns[f"keys.{table.name}"].size for table in schema.tables}
+    values = {feature.name: local[feature.name].size for feature in layout.ragged}
+    file = layout.file(batch.num_samples, rows, values)
+    writer = ArrayFileWriter(directory / file_name(index), file)
+    for name in file.specs:
+        writer.write(name, 0, columns[name])
+    return SubDatasetRecord(samples=batch.num_samples, rows=rows, values=values, digest=writer.finish())
+
 
 _CHUNK_KEYS = 1 << 20
 

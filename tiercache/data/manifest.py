@@ -12,10 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tiercache.errors import DatasetError
 from tiercache.schema import Schema
-from tiercache.store.atomic_file import replace_file
-from tiercache.store.direct_file import read_whole
-from tiercache.store.full_disk import FULL
-from tiercache.store.local_path import local_path
+from tiercache.store.files import FULL, read_whole, replace_file
+from tiercache.store.opening import local_path
 
 if TYPE_CHECKING:
     import os

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from tiercache.data.arrow_arrays import CONVERSION_ERRORS, arrow_array, list_array, numpy_values, offsets_of
 from tiercache.data.column_types import check_columns
-from tiercache.data.offsets import lacks_last, num_samples
+from tiercache.data.columns import CONVERSION_ERRORS, arrow_array, list_array, numpy_values, offsets_of
+from tiercache.data.raw_batch import lacks_last, num_samples
 from tiercache.data.readers import FileReader, Piece, batch_rows
 from tiercache.errors import SourceError
 

@@ -15,12 +15,12 @@ import numpy as np
 
 from tiercache.data.array_file import ArrayFileWriter
 from tiercache.data.dataset import PassDataset
-from tiercache.data.encoded_batch import SampleBuffers
 from tiercache.data.manifest import MANIFEST, RARE_KEYS, Manifest, SubDatasetRecord, file_errors, file_name, new_folder
-from tiercache.data.row_budget import RowBudget
+from tiercache.data.pass_builder import RowBudget
+from tiercache.data.sub_dataset import SampleBuffers
 from tiercache.errors import BudgetError, DatasetError
 from tiercache.sizes import parse_bytes
-from tiercache.store.atomic_file import publish, sync
+from tiercache.store.files import publish, sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.data.dataset import SubDataset
-    from tiercache.data.encoded_batch import EncodedBatch
+    from tiercache.data.sub_dataset import EncodedBatch, SubDataset
     from tiercache.schema import Schema
 
 _CHUNK_SAMPLES = 1 << 15

@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.data.manifest import MANIFEST, UNFINISHED, VERSION, SubDatasetRecord
 from tiercache.errors import ExtractionError
-from tiercache.store.atomic_file import replace_file
-from tiercache.store.direct_file import read_whole
 from tiercache.store.directory import IN_USE
-from tiercache.store.full_disk import FULL
+from tiercache.store.files import FULL, read_whole, replace_file
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,12 +10,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tiercache.data.array_readers import NumpyReader, SplitBinaryReader
 from tiercache.data.column_types import check_columns, column_uses, kind_of, uses_by_column
-from tiercache.data.partitions import check_repeated, partition_texts, partition_values
-from tiercache.data.plain_columns import BadValueError, plain_array, plain_type
+from tiercache.data.columns import BadValueError, plain_array, plain_type
+from tiercache.data.inputs import check_repeated, partition_texts, partition_values
 from tiercache.data.python_batches import PythonReader
-from tiercache.data.readers import IpcReader, ParquetReader
+from tiercache.data.readers import IpcReader, NumpyReader, ParquetReader, SplitBinaryReader
 from tiercache.data.text_reader import TextReader
 from tiercache.errors import SourceError
 from tiercache.sizes import counted

@@ -17,8 +17,15 @@ import pyarrow.csv as pacsv
 from tiercache.data.column_types import csv_types
 from tiercache.data.inputs import open_binary
 from tiercache.data.readers import LARGEST_BATCH, FileReader, Piece
-from tiercache.data.text_stream import UNIT_SEPARATOR, TextStream
-from tiercache.data.text_values import InvalidTextError, integers, reals, split, without_nulls
+from tiercache.data.text_fields import (
+    UNIT_SEPARATOR,
+    InvalidTextError,
+    TextStream,
+    integers,
+    reals,
+    split,
+    without_nulls,
+)
 from tiercache.errors import SourceError
 from tiercache.sizes import counted
 

@@ -6,7 +6,9 @@ Each format has a module, ``tiercache.io.NAME_format``, that is loaded when the 
 from __future__ import annotations
 
 import os
+import stat
 from abc import ABC, abstractmethod
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -14,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.errors import ImportExportError
-from tiercache.store.vectors import ITEM_BYTES, to_bits
+from tiercache.store.bits import ITEM_BYTES, to_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from tiercache.io.table_reader import TableReader
     from tiercache.store.scan import Chunk
     from tiercache.store.table import Field, Table
+
 
 FORMATS = ("numpy", "parquet", "safetensors", "hugectr", "torch")
 
@@ -127,3 +129,110 @@ class ColumnWriter(TableWriter):
         for column in (self._keys, *self._fields):
             column.close()
         self._finish()
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: keys (n,) or a field (n, width)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """As NumPy or torch call it, such as "int64" or "bfloat16"."""
+    read: Callable[[slice], NDArray[Any]]
+    """Returns some rows. Slices are asked for in order, without gaps; bfloat16 comes as float32."""
+
+    @classmethod
+    def of(cls, array: NDArray[Any]) -> Column:
+        """Return the column of an array."""
+        return cls(array.shape, str(array.dtype), array.__getitem__)
+
+    @classmethod
+    def of_tensor(cls, tensor: Any, what: str) -> Column:
+        """Return the column of a torch tensor. Raises ImportExportError for one that holds no plain numbers."""
+        kind = str(tensor.layout).removeprefix("torch.")
+        if tensor.is_meta or tensor.is_nested or kind != "strided":
+            kind = "on the meta device" if tensor.is_meta else "nested" if tensor.is_nested else kind
+            raise ImportExportError(f"{what} is {kind}: it must be a dense tensor with values")
+        dtype, rows = str(tensor.dtype).removeprefix("torch."), tensor.detach()
+        return cls(tuple(tensor.shape), dtype, lambda part: tensor_values(rows[part]))
+
+
+def tensor_values(tensor: Any) -> NDArray[Any]:
+    """Return a torch tensor as an array, bfloat16 as float32, exactly."""
+    tensor = tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor
+    return tensor.cpu().numpy()  # type: ignore[no-any-return]
+
+
+class TableReader:
+    """The rows of one table; nothing is read before ``chunks``.
+
+    Raises ImportExportError for columns that do not fit the table: a missing one, another dtype, width or number of
+    rows, or only a part of the optimizer state.
+    """
+
+    def __init__(
+        self, place: object, table: Table, columns: Mapping[str, Column], *, ignored: tuple[str, ...] = ()
+    ) -> None:
+        """``columns`` are "keys" and the fields of the table by name; others are left out. ``place`` is for messages.
+
+        ``ignored``: files that were found and have no place in the table.
+        """
+        self.ignored = ignored
+        vector, *states = (field.name for field in table.fields)
+        for name in ("keys", vector):
+            if name not in columns:
+                found = ", ".join(columns) or "nothing"
+                raise ImportExportError(f"{place} has no {name} of table {table.name!r}, only {found}: add it")
+        missing = [name for name in states if name not in columns]
+        if missing and len(missing) < len(states):
+            raise ImportExportError(
+                f"{place} has a part of the optimizer state of table {table.name!r} and lacks {', '.join(missing)}: "
+                "give all of it or nothing"
+            )
+        self.has_state = not missing
+        """Whether the optimizer state is there too; True for tables without one."""
+        keys = columns["keys"]
+        if keys.dtype != "int64" or len(keys.shape) != 1:
+            raise ImportExportError(f"the keys in {place} are {keys.shape} of {keys.dtype}: they must be (n,) of int64")
+        self.rows = keys.shape[0]
+        """Rows of every column."""
+        fields = table.fields if self.has_state else table.fields[:1]
+        for field in fields:
+            column, allowed = columns[field.name], dict.fromkeys([field.dtype, "float32"])
+            if column.dtype not in allowed or column.shape != (self.rows, field.width):
+                raise ImportExportError(
+                    f"{field.name} in {place} is {column.shape} of {column.dtype}: table {table.name!r} with "
+                    f"{self.rows:,} keys needs ({self.rows}, {field.width}) of {' or '.join(allowed)}"
+                )
+        self._keys, self._fields = keys, [columns[field.name] for field in fields]
+
+    def chunks(self, chunk_rows: int) -> Iterator[Chunk]:
+        """Yield copies of keys (n,) and fields (n, width), at most ``chunk_rows`` rows at a time, in file order."""
+        for low in range(0, self.rows, chunk_rows):
+            part = slice(low, min(self.rows, low + chunk_rows))
+            fields = tuple(np.array(field.read(part), dtype="<f4", order="C") for field in self._fields)
+            yield np.array(self._keys.read(part), dtype="<i8"), fields
+
+
+def regular_file(path: Path) -> Path:
+    """Return ``path``. Raises ImportExportError where it is missing or no regular file: opening a FIFO would wait."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise ImportExportError(f"there is no {path}: check the path and the format") from None
+    if not stat.S_ISREG(mode):
+        raise ImportExportError(f"{path} is no regular file: give a file that is not a folder, a FIFO or a device")
+    return path
+
+
+@contextmanager
+def parsing(path: Path, what: str) -> Iterator[Path]:
+    """Yield a regular file for a library to read; whatever the library raises for damage becomes one sentence."""
+    try:
+        regular_file(path).open("rb").close()  # libraries differ in what they say of a missing permission
+        yield path
+    except (ImportExportError, PermissionError, MemoryError):
+        raise
+    except Exception as error:  # a damaged .npy header is a SyntaxError, a damaged pickle anything
+        why = str(error).split("\n", maxsplit=1)[0] or type(error).__name__
+        raise ImportExportError(f"{path} is no whole {what} ({why}): export it again") from error

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.errors import ImportExportError
-from tiercache.io.formats import ColumnFile, ColumnWriter, Format
-from tiercache.io.table_reader import Column, TableReader, regular_file
+from tiercache.io.formats import Column, ColumnFile, ColumnWriter, Format, TableReader, regular_file
 from tiercache.store.optimizer import Adagrad, Adam
 
 if TYPE_CHECKING:

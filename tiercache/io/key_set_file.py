@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.errors import ImportExportError
-from tiercache.io.export_manifest import file_name
-from tiercache.io.formats import ColumnFile
+from tiercache.io.exporting import file_name
+from tiercache.io.formats import ColumnFile, regular_file
 from tiercache.io.staging import file_errors, staging_directory, to_path
-from tiercache.io.table_reader import regular_file
-from tiercache.store.atomic_file import publish, sync
+from tiercache.store.files import publish, sync
 
 if TYPE_CHECKING:
     import os

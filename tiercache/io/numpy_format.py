@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.errors import ImportExportError
-from tiercache.io.formats import ColumnFile, ColumnWriter, Format
-from tiercache.io.table_reader import Column, TableReader, parsing
+from tiercache.io.formats import Column, ColumnFile, ColumnWriter, Format, TableReader, parsing
 
 if TYPE_CHECKING:
     from pathlib import Path

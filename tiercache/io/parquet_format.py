@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.errors import ImportExportError
-from tiercache.io.formats import Format, TableWriter
-from tiercache.io.table_reader import Column, TableReader, parsing
-from tiercache.store.atomic_file import sync
-from tiercache.store.vectors import to_bits
+from tiercache.io.formats import Column, Format, TableReader, TableWriter, parsing
+from tiercache.store.bits import to_bits
+from tiercache.store.files import sync
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,10 +11,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from tiercache.errors import ImportExportError
-from tiercache.io.formats import ColumnFile, ColumnWriter, Format
-from tiercache.io.table_reader import Column, TableReader, parsing, tensor_values
+from tiercache.io.formats import Column, ColumnFile, ColumnWriter, Format, TableReader, parsing, tensor_values
+from tiercache.store.bits import ITEM_BYTES
 from tiercache.store.optimizer import optimizer_to_record
-from tiercache.store.vectors import ITEM_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tiercache.errors import ImportExportError
-from tiercache.io.formats import ColumnFile, ColumnWriter, Format
+from tiercache.io.formats import Column, ColumnFile, ColumnWriter, Format, TableReader, parsing
 from tiercache.io.numpy_format import keys_file, map_array
-from tiercache.io.table_reader import Column, TableReader, parsing
-from tiercache.store.atomic_file import sync
+from tiercache.store.files import sync
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from tiercache.errors import BudgetError
-from tiercache.planning.budget import HostBudget
+from tiercache.planning.budgets import HostBudget
 from tiercache.planning.pass_plan import Planner
-from tiercache.planning.plan import PassPrediction, TrainingPlan
+from tiercache.planning.plan_file import PassPrediction, TrainingPlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tiercache.planning.pass_plan import PassPlan
-    from tiercache.planning.plan import Rates, Seconds
+    from tiercache.planning.plan_file import Rates, Seconds
     from tiercache.planning.reuse import Reuse
 
 COMMIT_INTERVALS = (2, 4, 8)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from heapq import heappop, heappush, heapreplace
 from typing import TYPE_CHECKING, NamedTuple
 
-from tiercache.planning.budget import PAGE_BYTES, paged
+from tiercache.planning.budgets import PAGE_BYTES, paged
 
 if TYPE_CHECKING:
-    from tiercache.store.segment_layout import SegmentLayout
+    from tiercache.store.layout import SegmentLayout
 
 
 class Held(NamedTuple):

@@ -9,22 +9,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.errors import BudgetError, DatasetError
-from tiercache.planning.budget import ALIGNED_BYTES, PAGE_BYTES, HostBudget, paged
+from tiercache.planning.budgets import ALIGNED_BYTES, PAGE_BYTES, HostBudget, paged
 from tiercache.planning.host_plan import Held, HostContent
+from tiercache.planning.reuse import ReuseCounts
 from tiercache.planning.store_plan import StorePlan
 from tiercache.sizes import format_bytes
+from tiercache.store.layout import Range, SegmentLayout, compressed_rows
 from tiercache.store.segment import base_pass
-from tiercache.store.segment_layout import Range, SegmentLayout, compressed_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from tiercache.planning.next_use import Uses
     from tiercache.planning.positions import Positions
-    from tiercache.planning.reuse_counts import ReuseCounts
     from tiercache.planning.schedule import Schedule
-    from tiercache.store.history import History
+    from tiercache.store import Segment, Store
+    from tiercache.store.commit import History
     from tiercache.store.table import Group
 
 
@@ -356,3 +358,75 @@ class Planner:
                 f"({format_bytes(smallest)}) or extract smaller passes",
                 least=smallest,
             )
+
+
+class Plans:
+    """Makes the planners of one cache."""
+
+    def __init__(
+        self,
+        store: Store,
+        schedule: Schedule,
+        positions: Positions,
+        uses_of: Callable[[int], Uses],
+        budget: HostBudget,
+        *,
+        commit_every: int,
+        store_budget: int | None,
+    ) -> None:
+        self._store, self._schedule, self._positions = store, schedule, positions
+        self._budget, self._commit_every, self._store_budget = budget, commit_every, store_budget
+        self._counts = ReuseCounts(schedule, positions, uses_of)
+
+    @property
+    def cursor(self) -> tuple[int, int]:
+        """The pass and the sample at which the store stands."""
+        commit = self._store.commit
+        return (0, 0) if commit is None else (commit.cursor.pass_index, commit.cursor.sample)
+
+    def planner(self, end: int | None = None) -> Planner:
+        """Return the planner of a training up to pass ``end``."""
+        return self._planner(end)
+
+    def passes(self, count: int | None) -> list[PassPlan]:
+        """Plan the next passes, one epoch and one pass more where not said; beside a training too."""
+        planner = self._planner(None)
+        return [planner.plan_next() for _ in range(self._schedule.num_passes + 1 if count is None else count)]
+
+    def store_plan(self, state_bytes: int) -> StorePlan:
+        """Return what the store takes at its fullest, with so many bytes of dense state in a commit."""
+        planner, stored = self._planner(None), self._store.history
+        return planner.store_plan(stored, commits=self._store.retention, state_bytes=state_bytes)
+
+    def check_store(self, state_bytes: Callable[[], int]) -> None:
+        """Raise BudgetError where the store may come to take more than its budget, if it has one."""
+        if self._store_budget is not None:
+            self.store_plan(state_bytes()).check(self._store_budget)
+
+    def _planner(self, end: int | None) -> Planner:
+        pass_index, sample = self.cursor
+        stored = {v: segment.layouts for v, segment in segments_by_pass(self._store).items()}
+        return Planner(
+            self._schedule, self._positions, self._counts, self._budget, start=pass_index, within=sample > 0,
+            commit_every=self._commit_every, end=end, stored=stored,
+        )  # fmt: skip
+
+
+def segments_by_pass(store: Store) -> dict[int, Segment]:
+    """Return the newest segment of each pass: for a pass cut by a commit, the one the commit wrote.
+
+    RetainedSegment segments are of passes of other schedules.
+    """
+    found: dict[int, Segment] = {}
+    retained = frozenset[int]() if store.commit is None else store.commit.retained_ids
+    for segment in store.segments:
+        if segment.id in retained:
+            continue
+        if segment.pass_index not in found or segment.id > found[segment.pass_index].id:
+            found[segment.pass_index] = segment
+    return found
+
+
+def waiting_streams(store: Store) -> list[SegmentLayout]:
+    """Return the layouts of these segments."""
+    return [layout for segment in segments_by_pass(store).values() for layout in segment.layouts]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.data.view import DatasetView
+    from tiercache.data.dataset import DatasetView
     from tiercache.store.table import Group, Table
 
 

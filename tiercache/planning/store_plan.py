@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tiercache.errors import BudgetError
-from tiercache.planning.budget import gap_bytes, paged
+from tiercache.planning.budgets import gap_bytes, paged
 from tiercache.sizes import format_bytes
-from tiercache.store.history import History
+from tiercache.store import compaction_plan, external_sort, rewrite
+from tiercache.store.commit import History
+from tiercache.store.layout import NEVER, Range
 from tiercache.store.row_versions import CHANGED_BYTES
-from tiercache.store.segment_layout import NEVER
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from tiercache.store import Commit
-    from tiercache.store.segment_layout import SegmentLayout
-    from tiercache.store.table import Group
+    from tiercache.store.layout import SegmentLayout
+    from tiercache.store.segment import Layout
+    from tiercache.store.table import Group, Table
+
 
 RECORD_BYTES = 1 << 20
 """Records and what describes arrays: 4 bytes for each page, and little else."""
@@ -132,3 +136,165 @@ def _of_earlier_schedules(commits: Sequence[Commit]) -> int:
         if before.schedule_digest != after.schedule_digest or before.cursor > after.cursor:
             return i + 1
     return 0
+
+
+_KEY_BYTES = 8
+_MOST_GROWTH = 64 << 20
+"""What a file of blocks grows by at once, where it is large; a 32nd of it where it is not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReorganizePlan:
+    """What a store takes at most while it is put in the order of other passes; all in bytes."""
+
+    present: int
+    """What it takes before: all of it stays until the new order is committed."""
+    sorting: int
+    """Temporary files: a mark for each live row, and keys, then rows, on their way into hash order."""
+    ordered: int
+    """Temporary files: the rows that move, in their new order."""
+    segment: int
+    """The blocks of these rows in the store, and the room between them. Not at the same time as ``sorting``."""
+    beside: int
+    """Next uses, the dense state and records."""
+
+    @classmethod
+    def of(
+        cls,
+        groups: Sequence[Group],
+        stored: History,
+        used: Mapping[str, int],
+        layout: Layout,
+        *,
+        present: int | None,
+        use_bytes: int,
+    ) -> ReorganizePlan:
+        """Count what may move where passes use so many different keys of each table, with those that are new.
+
+        ``layout`` cuts the new segment into blocks. The rows that are used are written, and unused ones that have
+        fewer bytes than those and the stale ones, unless segments are too many to retain. Which they are only their
+        keys say: they are taken to be those that cost most. ``present`` where not said: the blocks of ``stored``.
+        """
+        tables = [_Rows.of(groups, group, table, stored, used) for group in groups for table in group.tables]
+        idle = _most_idle(tables, stored)
+
+        def moved(cost: Callable[[_Rows], float]) -> int:
+            return math.ceil(sum(cost(one) * one.used for one in tables) + _dearest(tables, idle, cost))
+
+        of_rows = {g.index: _block_row_bytes(g, layout) for g in groups}
+        blocks = moved(lambda one: of_rows[one.group][0]) + sum(block for _, block in of_rows.values())
+        ordered = moved(lambda one: one.row_bytes + _KEY_BYTES + CHANGED_BYTES)
+        if present is None:
+            present = _bytes_before(groups, stored)
+        marks = sum(paged(sum(one.live for one in tables if one.group == g.index)) for g in groups)
+        keys, rows = _sorted_bytes(tables, idle)
+        commit = stored.newest.commit
+        return cls(
+            present=present,
+            sorting=marks + max(keys - ordered, rows, 0),
+            ordered=ordered,
+            segment=blocks + -(-15 * blocks // 100) + min(_MOST_GROWTH, (present + blocks) // 32),
+            beside=use_bytes + RECORD_BYTES + paged(0 if commit is None else commit.state_bytes),
+        )
+
+    @property
+    def needed(self) -> int:
+        """The most bytes of the store's folder, temporary files without a name among them."""
+        return self.present + self.beside + self.ordered + max(self.sorting, self.segment)
+
+    def check(self, allowed: int) -> None:
+        """Raise BudgetError, with the numbers, where that is more than is allowed."""
+        if self.needed > allowed:
+            present, ordered, beside = map(format_bytes, (self.present, self.ordered, self.beside))
+            last = f"{format_bytes(max(self.segment, self.sorting))} to " + (
+                "sort them" if self.sorting > self.segment else "write them to the store"
+            )
+            raise BudgetError(
+                f"store_budget is {format_bytes(allowed)}, but putting the store in the order of these passes may need "
+                f"{format_bytes(self.needed)}: {present} that it takes now, {ordered} of temporary files for rows in "
+                f"their new order, {last}, and {beside} of next uses, dense state and records: raise store_budget to "
+                f"{self.needed} bytes, keep fewer commits (retention), or extract passes with fewer keys"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rows:
+    """The rows of one table."""
+
+    group: int
+    row_bytes: int
+    used: int
+    """Different keys of the passes."""
+    live: int
+    """Live rows of the store, stale ones among them."""
+    stale: int
+    within: int
+    """Live rows of segments that a commit inside a pass wrote: they are not retained."""
+
+    @classmethod
+    def of(cls, groups: Sequence[Group], group: Group, table: Table, stored: History, used: Mapping[str, int]) -> _Rows:
+        newest, place = stored.newest, group.place(table.name)
+        live = within = stale = 0
+        if newest.commit is not None:
+            stale = sum(one.stale_rows[group.index][place] for one in newest.commit.retained)
+            for segment in newest.segments:
+                rows = segment.layouts[group.index].rows_of_table(place, newest.first_range(segment, group.index))
+                live, within = live + rows, within + rows * (segment.within and segment.pass_index >= 0)
+        return cls(
+            group=group.index, row_bytes=group.row_bytes, used=used[table.name], live=live, stale=stale, within=within
+        )
+
+
+def _most_idle(tables: Sequence[_Rows], stored: History) -> int:
+    """Return the most bytes of rows that move although nothing uses them (see ``CompactionPlan``).
+
+    Fewer than are used or stale beside them, and no row of the store is both idle and used: so half at most.
+    """
+    live = sum(one.live * one.row_bytes for one in tables)
+    within = sum(one.within * one.row_bytes for one in tables)
+    if len(stored.newest.segments) > compaction_plan.MOST_RETAINED:
+        return live
+    beside = sum((one.used + one.stale) * one.row_bytes for one in tables)
+    return min(live, beside + within, -(-(live + within) // 2))
+
+
+def _dearest(tables: Sequence[_Rows], num_bytes: int, cost: Callable[[_Rows], float]) -> float:
+    """Return the most that live rows of so many bytes cost."""
+    total = 0.0
+    for one in sorted(tables, key=lambda one: cost(one) / one.row_bytes, reverse=True):
+        rows = min(one.live, -(-num_bytes // one.row_bytes))
+        total, num_bytes = total + rows * cost(one), max(0, num_bytes - rows * one.row_bytes)
+    return total
+
+
+def _sorted_bytes(tables: Sequence[_Rows], idle: int) -> tuple[int, int]:
+    """Return the most bytes of files in which the keys of a group are sorted, and the rows of a table."""
+    keys = {one.group: 0 for one in tables}
+    for one in tables:
+        keys[one.group] += one.live
+    rows = [(min(one.live, one.used + -(-idle // one.row_bytes)), one.row_bytes + CHANGED_BYTES) for one in tables]
+    return (
+        max(
+            external_sort.file_bytes(n, compaction_plan.NUMBER_BYTES, compaction_plan.MEMORY_BYTES)
+            for n in keys.values()
+        ),
+        max(external_sort.file_bytes(n, row_bytes, rewrite.MEMORY_BYTES) for n, row_bytes in rows),
+    )
+
+
+def _block_row_bytes(group: Group, layout: Layout) -> tuple[float, int]:
+    """Return what a row of a group takes in a full block, with its key and last change, and what a block takes."""
+    rows = layout(group, [Range(next_use=0, table_rows=(1,) * len(group.tables))]).block_rows
+    block = block_bytes(group, rows) + paged(CHANGED_BYTES * rows)
+    return block / rows, block
+
+
+def _bytes_before(groups: Sequence[Group], stored: History) -> int:
+    """Return the bytes of all blocks that a commit needs."""
+    needed = stored.needed
+    return sum(
+        (layout.num_blocks - needed.first_blocks[id_][group.index])
+        * (block_bytes(group, min(layout.block_rows, layout.rows)) + paged(CHANGED_BYTES * layout.block_rows))
+        for id_, segment in needed.segments.items()
+        for group, layout in zip(groups, segment.layouts, strict=True)
+    )

@@ -1,0 +1,116 @@
+"""A small training of a sharded store that is divided anew: its case, sharding plans, and what each rank does."""
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import tiercache as tc
+from tests.dist.meeting import meet
+from tests.train.cases import Case, Kept, Net, Spec, table, tiered
+from tiercache.dist.communicator import communicator_of
+from tiercache.dist.resharding import reshard
+from tiercache.dist.shard_view import Share
+from tiercache.dist.shard_writer import ShardWriter
+from tiercache.store import Store
+from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, sliced
+
+
+def one_case(**options: Any) -> Case:
+    """Three tables, five passes, three epochs."""
+    rule = tc.optim.Adam(learning_rate=0.01)
+    options = {"num_samples": 5 * 48, "pass_rows": 48, "num_keys": 90, "batch": 8, "epochs": 3, **options}
+    return Case(
+        tables=(
+            table("item", 5, rule),
+            table("user", 6, tc.optim.RowWiseAdagrad(learning_rate=0.05)),
+            table("place", 3, rule),
+        ),
+        specs=(Spec(name="a", table="item"), Spec(name="b", table="user"), Spec(name="c", table="place")),
+        **options,
+    )
+
+
+def ways(size: int, turn: int) -> ShardingPlan:
+    """Return sharding plans of all kinds."""
+    whole = TableSharding("table", (Slice(size - 1, 0, 5),))
+    columns = sliced(6, list(range(size))) if size > 1 else TableSharding("row")
+    kinds = [whole, columns, TableSharding("replicate")]
+    if turn:
+        kinds = [TableSharding("row"), TableSharding("row"), sliced(3, list(range(min(3, size)))[::-1])]
+    return ShardingPlan(size, dict(zip(("item", "user", "place"), kinds, strict=True)))
+
+
+def train_to_cursor(
+    store: Store,
+    passes: Any,
+    case: Case,
+    cursor: tuple[int, int],
+    *,
+    skip: Collection[int] = (),
+    seed: int = 99,
+    shards: ShardWriter | None = None,
+) -> Net:
+    """Train from where the store stands to a commit at ``cursor``; the rows of passes in ``skip`` come and go."""
+    last_pass, sample_end = cursor
+    with tiered(store, passes, order_seed=case.order_seed) as cache:
+        torch.manual_seed(seed)
+        model = Net(cache, case)
+        optimizer = torch.optim.SGD(model.parameters(), lr=case.dense_lr, momentum=0.5)
+        cache.register(model=model, optimizer=optimizer)
+        optimizer = cache.optimizer
+        for p in cache.passes(epochs=10):
+            if shards is not None:
+                cache.drain()
+                shards.publish(store.commit.cursor)
+            if cursor == (p.index, 0):
+                break
+            batches = [] if p.index in skip else p.batches(case.batch, shuffle=case.shuffle)
+            for batch in batches:
+                nn.BCEWithLogitsLoss()(model(batch), batch.label).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if (p.index, p.samples_done) == (last_pass, sample_end):
+                    cache.commit()
+                    break
+            if cursor == (p.index, p.samples_done):
+                break
+            if p.index in skip:
+                p.skip()
+    assert store.commit.cursor == cursor
+    return model
+
+
+def let_through(store: Store, share: Share, last_pass: int, order_seed: int | None = None) -> None:
+    """Bring a rank's rows through the passes before ``last_pass``, untrained, with the dense state as it is."""
+    with tiered(store, share, order_seed=order_seed) as cache:
+        cache.register(model=Kept(), optimizer=Kept())
+        for p in cache.passes(epochs=10):
+            if p.index == last_pass:
+                break
+            p.skip()
+
+
+def on_ranks(size: int, body: Callable[[Any], Any]) -> list[Any]:
+    """Run a body on threads, each a rank, and raise what the first raised."""
+    found = meet(size, body) if size > 1 else [body(communicator_of())]
+    for one in found:
+        if isinstance(one, Exception):
+            raise one
+    return found
+
+
+def made(path: Path, passes: tc.PassDataset, sharding: ShardingPlan, ranks: Any, **options: Any) -> ShardWriter:
+    """Open shards, or write them anew."""
+    share = Share(passes, sharding, ranks.rank)
+    return reshard(path, share, ranks, **options)
+
+
+def sharded(path: Path, case: Case, passes: tc.PassDataset, cursor: tuple[int, int], engine: str = "zarr") -> None:
+    """Train a sharded store of one rank."""
+    alone = Share(passes, ways(1, 0), 0)
+    with ShardWriter.open(path, case.tables, alone.sharding, communicator_of(), engine=engine) as shards:
+        train_to_cursor(shards.store, alone, case, cursor, seed=1, shards=shards)
+        shards.publish(cursor)

@@ -1,0 +1,296 @@
+"""Kills processes that each write a shard of one sharded store, and looks at what is left each time.
+
+    python -m tests.dist.shards_killer --folder DIR [--kills N] [--engine lmdb] [--seed N]
+
+A run makes the store, trains a few commits, closes and opens it, divides it anew and trains on. One rank, or all, are
+killed just before or after a call that touches the disk, or at a random instant; some are killed again as they go on.
+Then the store must stand at one cursor on all shards, the newest recorded or the one being made, with its rows, and go
+on to the end, with nothing left beside its shards. Ends with status 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import socket
+import sys
+from collections import Counter
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.crash import child
+from tests.crash.killer import Killer
+from tests.crash.outcome import FAILING, EnoughError, Found
+from tests.crash.points import Point, unwatch, watch
+from tests.crash.schedule import After, At, die, spread
+from tests.dist.meeting import Processes, meet
+from tests.dist.sharded_world import divide_anew, opened, problems, sharding_on, take
+from tiercache.errors import RankError
+from tiercache.store import Cursor, Store
+from tiercache.store.shards.shard_manifest import Manifest
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Iterator, Sequence
+
+    from tests.crash.child import Ended, Teller
+    from tests.crash.schedule import Death
+    from tiercache.dist.communicator import AnyCommunicator
+
+FIRST, LAST = Cursor(2), Cursor(4)
+"""Where it is divided anew, and where it ends."""
+NONE = (-1, -1)
+"""Where a store without a commit stands."""
+PHASES = ("open", "append and commit", "manifest", "divide anew", "switch and delete")
+
+
+def note(teller: Teller, *, begun: Cursor | None = None, done: Cursor | None = None, switching: bool = False) -> None:
+    """Note a commit that may be found from now on, or that must be, or that new shards take the old ones' place."""
+    teller.note(begun=begun, done=done)
+    if switching:
+        teller.phase = PHASES[4]
+    if begun is not None:
+        teller.phase = PHASES[2]
+    if done is not None:
+        teller.phase = PHASES[1]
+
+
+def walk(path: Path, ranks: AnyCommunicator, teller: Teller, engine: str) -> None:
+    """Make the store or take it up, and go on to the end; divided anew in the middle."""
+    teller.phase = PHASES[0]
+    manifest = Manifest.read(path)
+    ranks.agree("reading the manifest")
+    turn = 0 if manifest is None else turn_of(manifest)
+    while True:
+        teller.phase = PHASES[0]
+        shards, world = opened(path, ranks, turn, engine=engine)
+        with shards:
+            teller.phase = PHASES[1]
+            until = LAST if turn else FIRST
+            while shards.cursor is None or shards.cursor < until:
+                take(shards, world, partial(note, teller))
+        if turn:
+            return
+        teller.phase = PHASES[3]
+        divide_anew(path, ranks, sharding_on(ranks.size, 1), partial(note, teller), engine=engine)
+        turn = 1
+
+
+def turn_of(manifest: Manifest) -> int:
+    """Return which sharding a manifest has."""
+    return int(manifest.sharding == sharding_on(manifest.num_ranks, 1))
+
+
+def run(
+    num_ranks: int,
+    work: Callable[[Processes, Teller], None],
+    *,
+    kill_after: float | None = None,
+    victim: int | None = None,
+) -> Ended:
+    """Fork a process for each rank, which meet by sockets; returns when all have ended, as ``child.run`` says."""
+    pairs = [socket.socketpair() for _ in range(num_ranks - 1)]
+
+    def one(rank: int, teller: Teller) -> None:
+        mine = [pair[0] for pair in pairs] if rank == 0 else [pairs[rank - 1][1]]
+        for end in (end for pair in pairs for end in pair if end not in mine):
+            end.close()
+        with suppress(RankError):  # another one was killed
+            work(Processes(rank, num_ranks, mine), teller)
+        unwatch()
+
+    ends = [end for pair in pairs for end in pair]
+    return child.run(one, processes=num_ranks, sockets=ends, kill_after=kill_after, victim=victim)
+
+
+@dataclass(frozen=True, slots=True)
+class Early:
+    """A kill of those that go on: a few points from their beginning, or from the first commit that they make."""
+
+    due: int
+    victim: int
+    everyone: bool
+    of_commit: bool
+
+    def __str__(self) -> str:
+        return f"at point {self.due}{' of a commit' * self.of_commit}"
+
+    @contextmanager
+    def armed(self, folder: Path, rank: int, teller: Teller) -> Iterator[None]:
+        """Watch, and die there."""
+        first: list[int] = []
+
+        def reached(seen: int, _: Point) -> None:
+            if self.of_commit and teller.phase != PHASES[2]:
+                return
+            first.append(seen)
+            if seen == first[0] + self.due:
+                die(everyone=self.everyone)
+
+        if rank == self.victim:
+            watch(reached)
+        yield
+
+    def count(self, ended: Ended, counts: Counter[str]) -> None:
+        """Count nothing of its own."""
+
+
+class Shards:
+    """The walk of so many ranks on one engine."""
+
+    def __init__(self, num_ranks: int, engine: str) -> None:
+        self.num_ranks, self.engine = num_ranks, engine
+
+    def begin(self, folder: Path) -> None:
+        """Leave the folder empty."""
+
+    def run(self, folder: Path, death: Death | None) -> Ended:
+        """Go on to the end on all ranks; where no kill is due, look at what is there as it is opened."""
+        path = folder / "s"
+        if death is None:
+            return run(1, lambda _, teller: finish(path, self.num_ranks, self.engine, teller))
+
+        def work(ranks: Processes, teller: Teller) -> None:
+            teller.phase = PHASES[0]
+            with death.armed(folder, ranks.rank, teller):
+                walk(path, ranks, teller, self.engine)
+
+        when = {"kill_after": death.seconds, "victim": death.victim} if isinstance(death, After) else {}
+        return run(self.num_ranks, work, **when)
+
+    def again(self, generator: random.Random, runs: list[Ended]) -> Early | None:
+        """Kill some that go on once more, early, while they open the store."""
+        if len(runs) > 1 or generator.random() < 0.5:
+            return None
+        due, victim = generator.randrange(120), generator.randrange(self.num_ranks)
+        return Early(due, victim, generator.random() < 0.5, generator.random() < 0.5)
+
+    def look(self, folder: Path, runs: list[Ended], *, last: bool) -> Found:
+        """Look at the manifest and read all rows, in a process of its own."""
+        begun, done = (
+            max((tuple(c) for one in runs for c in one.of(what)), default=NONE) for what in ("begun", "done")
+        )
+        ended = run(1, lambda _, teller: look(folder / "s", begun, done, teller, last=last))
+        wrong = [(FAILING, sentence) for one in (runs[-1], ended) for sentence in one.of("wrong")]
+        if ended.killed or ended.failure:
+            wrong.append((FAILING, ended.failure or "the look at it was killed"))
+        (stands,) = ended.of("stands") or [NONE]
+        return Found(stands=tuple(stands), wrong=wrong, counts=Counter(behind=len(runs[-1].of("ahead"))))
+
+
+def look(path: Path, begun: Any, done: Any, teller: Teller, *, last: bool) -> None:
+    """Tell where the store stands and what is wrong with it, as it was left."""
+    cursor = stands(Manifest.read(path))
+    teller.say("stands", cursor)
+    if cursor < done:
+        teller.say("wrong", f"it stands at {cursor} and {done} was published")
+    if cursor > begun:
+        teller.say("wrong", f"it stands at {cursor} and only {begun} was begun")
+    if last and cursor != LAST:
+        teller.say("wrong", f"it ended at {cursor}")
+    if cursor != NONE:
+        with Store.open(path, mode="r") as store:
+            for problem in problems(store):
+                teller.say("wrong", f"{'at the end' if last else 'as it was left'}, {problem}")
+
+
+def stands(manifest: Manifest | None) -> tuple[int, ...]:
+    """Return the cursor of a manifest."""
+    return NONE if manifest is None or manifest.cursor is None else tuple(manifest.cursor)
+
+
+def finish(path: Path, num_ranks: int, engine: str, teller: Teller) -> None:
+    """Open it for writing on all ranks, tell what is wrong with it then, and go on to the end."""
+    manifest = Manifest.read(path)
+    turn, cursor = 0 if manifest is None else turn_of(manifest), stands(manifest)
+
+    def open_all(ranks: AnyCommunicator) -> tuple[int, ...]:
+        shards, _ = opened(path, ranks, turn, engine=engine)
+        with shards:
+            commit = shards.store.commit
+            return NONE if commit is None else tuple(commit.cursor)
+
+    stand = meet(num_ranks, open_all)
+    if any(at != cursor for at in stand):
+        teller.say("wrong", f"the shards stand at {stand} and the manifest at {cursor}")
+    now = Manifest.read(path)
+    if now is None:
+        teller.say("wrong", "there is no manifest once it was opened")
+        return
+    if manifest is not None and manifest.commits != now.commits:
+        teller.say("ahead", 1)
+    wanted = {"shards.json", "ranks.lock", "writer.lock", *now.shards, *(f"{shard}.json" for shard in now.shards)}
+    if (names := {entry.name for entry in path.iterdir()} - {"shards.json.tmp"}) != wanted:
+        teller.say("wrong", f"opened, it has {sorted(names ^ wanted)} too many or too few")
+    if cursor != NONE:
+        with Store.open(path, mode="r") as store:
+            for problem in problems(store):
+                teller.say("wrong", f"opened, {problem}")
+    for error in meet(num_ranks, lambda ranks: walk(path, ranks, teller, engine)):
+        if error:
+            teller.say("wrong", f"going on, {error!r}")
+
+
+def by_turns(points: list[list[Any]], generator: random.Random) -> Iterator[int]:
+    """Yield the places of points [rank, phase, call, after], one of each phase by turns, of many kinds of calls."""
+    orders = []
+    for phase in PHASES:
+        mine = [i for i, point in enumerate(points) if point[1] == phase]
+        kinds = [(points[i][0] > 0, *points[i][2:]) for i in mine]
+        orders.append([mine[place] for place in spread(kinds, len(kinds), generator)])
+    for turn in zip_longest(*orders):
+        yield from (i for i in turn if i is not None)
+
+
+def kill_all(killer: Killer, kills: int, engine: str, phases: Counter[str]) -> None:
+    """Kill as often as was asked for."""
+    counts, generator = killer.outcome.counts, killer.random
+    for num_ranks in (2, 3):
+        killer.workload = Shards(num_ranks, engine)
+        points = killer.points()
+        share = kills * (0.4 if num_ranks == 2 else 0.85)
+        for i in by_turns(points, generator):
+            if counts["kills"] >= share:
+                break
+            rank, phase, call, after = points[i]
+            phases[phase] += 1
+            number = sum(point[0] == rank for point in points[:i])
+            killer.kill(At(number, Point(call, after), rank=rank, everyone=generator.random() < 0.4))
+    while counts["kills"] < kills and counts["instants"] < kills:
+        share = generator.random()
+        killer.kill(After(share, share * killer.run_seconds, generator.choice([None, 0, 1, 2])))
+
+
+def options_of(killer: str, *, kills: int | None, modules: Sequence[str] = ()) -> argparse.Namespace:
+    """Return the options of a killer, and import once, and not in every child, what it needs."""
+    parser = argparse.ArgumentParser(prog=f"python -m tests.dist.{killer}_killer")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--kills", type=int, default=kills)
+    parser.add_argument("--engine", default="lmdb")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    for module in (f"tiercache.store.{options.engine}_engine", "numpy.ma", *modules):
+        importlib.import_module(module)
+    return options
+
+
+def main() -> int:
+    """Kill as often as was asked for."""
+    options = options_of("shards", kills=60)
+    killer, phases = Killer(options.folder, Shards(2, options.engine), seed=options.seed), Counter[str]()
+    with suppress(EnoughError):
+        kill_all(killer, options.kills, options.engine, phases)
+    outcome = killer.outcome
+    stood = sorted(outcome.stood)
+    figures = {**outcome.counts, "phases": phases, "stood": stood, "problems": outcome.problems}
+    print(json.dumps(figures, indent=1))  # noqa: T201
+    return bool(outcome.problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""A budget that is too small is refused while the store still stands as it stood."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiercache as tc
+from tests.dist.pool import RanksPool
+from tests.dist.trainings import (
+    CASES,
+    ONE,
+    assert_as_alone,
+    assert_same_rows,
+    dense_of,
+    model_of,
+    open_sharded,
+    resident,
+    stored,
+)
+from tests.dist.trainings import trained as trained_by_step
+from tests.train.cases import Case
+from tiercache.data.pass_builder import device_bytes
+from tiercache.dist.communicator import AnyCommunicator
+from tiercache.store.shards.shard_manifest import Manifest
+from tiercache.store.table import group_tables
+
+LARGE = Case(tables=ONE.tables, specs=ONE.specs, num_samples=3000, num_keys=1 << 20, batch=250, epochs=2, shuffle=False)
+ROW_BYTES = device_bytes(group_tables(LARGE.tables)[0])
+TRAIN = "tests.dist.trainings:train"
+OPEN = "tests.dist.test_budgets:opened"
+SENTENCES = {
+    "device_budget": "but device_budget is 4 KiB",
+    "host_budget": "host_budget is 1 bytes, but the dump of one",
+    "store_budget": "store_budget is 1 MiB, but the store needs",
+    "commit_every": "commit_every is 0: it must be at least 1 pass",
+}
+TOO_SMALL = {"device_budget": 4096, "host_budget": 1, "store_budget": "1MiB", "commit_every": 0}
+
+
+def opened(ranks: AnyCommunicator, folder: str, **options: Any) -> list[int]:
+    """Open the store and leave; return where it stands."""
+    with open_sharded(ONE, folder, **options) as cache:
+        return list(cache.store.commit.cursor)
+
+
+def needed(ranks: AnyCommunicator, folder: str, **options: Any) -> int:
+    """Open the store and leave; return the bytes that it needs."""
+    with open_sharded(ONE, folder, **options) as cache:
+        return cache.store_plan(cache.store.commit.state_bytes).needed
+
+
+def trained_large(ranks: AnyCommunicator, folder: str, **options: Any) -> dict[str, Any]:
+    """Train the large case and return the dense weights."""
+    with open_sharded(LARGE, folder, **options) as cache:
+        model, optimizer = model_of(cache, LARGE)
+        for _ in trained_by_step(cache, LARGE, (model, optimizer)):
+            pass
+    return dense_of(model)
+
+
+def sharded(kind: str) -> dict[str, str]:
+    """Place all tables of the case alike."""
+    return dict.fromkeys([one.name for one in ONE.tables], kind)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of all files but the locks, which say who opened them last."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "writer.lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def trained(ranks_pool: RanksPool, folder: Path) -> None:
+    """Train the case on two ranks, with two commits kept."""
+    CASES["one"].cut(folder / "passes")
+    ranks_pool.run(2, TRAIN, case="one", folder=str(folder), sharding=sharded("row"), retention=2)
+
+
+def assert_refused(errors: list[tuple[str, str] | None], sentence: str) -> None:
+    """Every rank raises: one with an error of its own, each with the sentence."""
+    assert all(error is not None and sentence in error[1] for error in errors), errors
+    assert {"BudgetError", "ValueError"} & {error[0] for error in errors if error is not None}
+
+
+@pytest.mark.parametrize(("size", "kind"), [(1, "row"), (2, "table")])
+def test_parts_are_not_written_anew_for_a_budget_that_is_too_small(
+    ranks_pool: RanksPool, tmp_path: Path, size: int, kind: str
+) -> None:
+    """For another number of ranks or another sharding; the record and every part keep their bytes and commits."""
+    trained(ranks_pool, tmp_path)
+    rows = stored(tmp_path)
+    before = files_of(tmp_path / "model.tc")
+    options: dict[str, Any] = {"folder": str(tmp_path), "sharding": sharded(kind), "retention": 2}
+
+    for name, sentence in SENTENCES.items():
+        assert_refused(ranks_pool.errors(size, OPEN, **options | {name: TOO_SMALL[name]}), sentence)
+        assert files_of(tmp_path / "model.tc") == before
+
+    assert ranks_pool.run(size, OPEN, **options) == [[8, 0]] * size
+    assert_same_rows(stored(tmp_path), rows)
+
+
+@pytest.mark.parametrize("order_seed", [None, 5])
+def test_parts_that_were_written_anew_are_given_up_where_the_budget_is_too_small_for_them(
+    ranks_pool: RanksPool, tmp_path: Path, order_seed: int | None
+) -> None:
+    """As where they have rows of earlier passes, of which sizes alone do not tell: the store has its bytes again."""
+    CASES["one"].cut(tmp_path / "passes")
+    options: dict[str, Any] = {"folder": str(tmp_path), "sharding": sharded("row"), "order_seed": order_seed}
+    ranks_pool.run(2, TRAIN, case="one", **options)
+    (tmp_path / "passes").rename(tmp_path / "old")
+    Case(tables=ONE.tables, specs=ONE.specs, num_samples=32, data_seed=7).cut(tmp_path / "passes")
+    before = files_of(tmp_path / "model.tc")
+
+    options["reorganize"] = True
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    (needed,) = ranks_pool.run(1, "tests.dist.test_budgets:needed", **options | {"folder": str(tmp_path / "copy")})
+    errors = ranks_pool.errors(1, OPEN, **options | {"store_budget": needed - 1})
+    assert_refused(errors, f"raise store_budget to {needed} bytes")
+    assert files_of(tmp_path / "model.tc") == before
+    assert ranks_pool.run(1, OPEN, **options | {"store_budget": needed}) == [[0, 0]]
+
+
+def test_commits_are_not_dropped_for_a_training_that_is_refused(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """Opened with a smaller retention, or a larger one; one that is not refused drops them."""
+    trained(ranks_pool, tmp_path)
+    before = files_of(tmp_path / "model.tc")
+    options: dict[str, Any] = {"folder": str(tmp_path), "sharding": sharded("row")}
+
+    for name, sentence in SENTENCES.items():
+        for retention in (1, 3):
+            errors = ranks_pool.errors(2, OPEN, **options, retention=retention, **{name: TOO_SMALL[name]})
+            assert_refused(errors, sentence)
+            assert files_of(tmp_path / "model.tc") == before
+
+    for retention, kept in ((3, 2), (1, 1)):
+        assert ranks_pool.run(2, OPEN, **options, retention=retention) == [[8, 0]] * 2
+        assert Manifest.read(tmp_path / "model.tc").retention == retention  # type: ignore[union-attr]
+        with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
+            assert [commit.cursor for commit in store.commits] == [(7, 0), (8, 0)][-kept:]
+
+
+@pytest.mark.parametrize("order_seed", [None, 5])
+def test_rows_are_not_put_in_the_order_of_other_passes_for_a_budget_that_is_too_small(
+    ranks_pool: RanksPool, tmp_path: Path, order_seed: int | None
+) -> None:
+    """The commits of the passes before stay the newest ones."""
+    trained(ranks_pool, tmp_path)
+    record = (tmp_path / "model.tc" / "shards.json").read_bytes()
+    (tmp_path / "passes").rename(tmp_path / "old")
+    Case(tables=ONE.tables, specs=ONE.specs, data_seed=7).cut(tmp_path / "passes")
+    options: dict[str, Any] = {"folder": str(tmp_path), "reorganize": True, "order_seed": order_seed}
+
+    for name, sentence in SENTENCES.items():
+        assert_refused(ranks_pool.errors(2, OPEN, **options | {name: TOO_SMALL[name]}), sentence)
+        assert (tmp_path / "model.tc" / "shards.json").read_bytes() == record
+        with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
+            assert [commit.cursor for commit in store.commits] == [(7, 0), (8, 0)]
+
+    assert ranks_pool.run(2, OPEN, **options) == [[0, 0]] * 2
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_passes_cut_for_several_devices_are_trained_on_as_many(
+    ranks_pool: RanksPool, tmp_path: Path, size: int
+) -> None:
+    """They are larger than one device holds, and end as on one process; extracted so, or split so."""
+    budget = 800 * ROW_BYTES
+    whole = LARGE.extract(tmp_path / "whole", device_budget=budget, devices=size, split_by="budget")
+    passes = tc.repartition(
+        LARGE.extract(tmp_path / "one", pass_rows=3000),
+        tmp_path / "passes",
+        device_budget=budget,
+        devices=size,
+        batch_multiple=1,
+    )
+    assert passes.digest == whole.digest
+    rows = [sum(one.rows(table.name) for table in passes.tables) for one in passes]
+    assert max(rows) > 800
+    assert len(rows) > 2
+
+    found = ranks_pool.run(
+        size, "tests.dist.test_budgets:trained_large", folder=str(tmp_path), device_budget=budget,
+        sharding=sharded("row"),
+    )  # fmt: skip
+
+    assert_as_alone(stored(tmp_path), found[0], resident(LARGE, passes))
+
+
+def test_passes_cut_for_all_devices_together_are_refused_with_what_to_do(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """Hashes give one rank more than half of the rows; where tables stand whole, that is not all."""
+    budget = 800 * ROW_BYTES
+    passes = LARGE.extract(tmp_path / "all", device_budget=2 * budget, split_by="budget")
+    passes.path.rename(tmp_path / "passes")
+    advice = (
+        f"is {budget / 1024:.3g} KiB on each of 2 ranks: raise it, extract again with --device-budget {budget} "
+        "--devices 2, "
+    )
+
+    for kind, more in (("row", "devices=2"), ("table", "that counts with tables that are all sharded by row")):
+        errors = ranks_pool.errors(2, OPEN, folder=str(tmp_path), device_budget=budget, sharding=sharded(kind))
+        assert_refused(errors, advice)
+        assert all(error is not None and error[1].endswith(more) for error in errors)

@@ -1,0 +1,350 @@
+"""Commits of a sharded store that are kept: read whole, gone back to, and what changed since."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiercache as tc
+from tests.cli.command import run, told
+from tests.dist import sharded_world
+from tests.dist.meeting import meet
+from tests.dist.pool import RanksPool
+from tests.dist.sharded_world import (
+    WHOLE,
+    divide_anew,
+    expected,
+    opened,
+    problems,
+    roll_back,
+    sharding_on,
+    train_shards,
+    whole_row,
+)
+from tests.dist.trainings import CASES, stored
+from tiercache.store import CommitMissingError, Cursor, Store, StoreClosedError, StoreInUseError, info, verify
+from tiercache.store.shards.shard_manifest import Manifest
+
+
+def kept(path: Path) -> list[int]:
+    """Return the ids of the commits that a sharded store keeps, each read whole."""
+    with tc.Store.open(path, mode="r") as store:
+        commits = store.commits
+        assert (store.commit.id, store.commit.cursor) == (commits[-1].id, commits[-1].cursor)
+        for commit in commits:
+            assert list(problems(store.at(commit.id))) == []
+    for commit in commits:
+        with tc.Store.open(path, commit=commit.id, mode="r") as store:
+            assert [one.id for one in store.commits] == [store.commit.id] == [commit.id]
+            assert store.commit.cursor == commit.cursor
+            assert list(problems(store)) == []
+    return [commit.id for commit in commits]
+
+
+def kept_by_shards(path: Path) -> list[list[int]]:
+    """Return the ids of the commits that each shard keeps."""
+    manifest, found = Manifest.read(path), []
+    for rank in range(manifest.num_ranks):
+        with Store.open(manifest.folder(path, rank), mode="r") as shard:
+            found.append([commit.id for commit in shard.commits])
+    return found
+
+
+@pytest.mark.parametrize(("num_ranks", "engine"), [(1, "lmdb"), (3, "lmdb"), (2, "zarr")])
+def test_the_newest_commits_of_all_ranks_are_kept(tmp_path: Path, num_ranks: int, engine: str) -> None:
+    """As many as were asked for, and by later openings; every shard keeps exactly these and the one before them."""
+    path = tmp_path / "s"
+    assert train_shards(path, num_ranks, 5, engine=engine, retention=3) == [None] * num_ranks
+    assert kept(path) == [2, 3, 4]
+    assert kept_by_shards(path) == [[1, 2, 3, 4]] * num_ranks
+    assert train_shards(path, num_ranks, 2) == [None] * num_ranks
+    assert kept(path) == [4, 5, 6]
+    with pytest.raises(CommitMissingError, match=r"the store at .* has no commit 3: give one of 4, 5, 6"):
+        tc.Store.open(path, commit=3, mode="r")
+    with tc.Store.open(path, mode="r") as store:
+        with pytest.raises(CommitMissingError, match="has no commit 7: give one of 4, 5, 6"):
+            store.at(7)
+        before = store.at(4)
+        if engine == "zarr":  # a process opens the other engine's files once
+            assert train_shards(path, num_ranks, 3) == [None] * num_ranks
+        assert list(problems(before.at(4))) == []  # a reader keeps what it sees
+        with pytest.raises(CommitMissingError, match="has no commit 5: give one of 4"):
+            before.at(5)
+    with pytest.raises(StoreClosedError):
+        store.at(5)
+    assert train_shards(path, num_ranks, 1, retention=1) == [None] * num_ranks
+    assert kept(path) == [10 if engine == "zarr" else 7]
+
+
+def test_commits_beyond_a_lower_retention_go_when_ranks_open_the_store(tmp_path: Path) -> None:
+    """So shards take no more room than a store budget counts; the manifest names none before shards drop it."""
+    path = tmp_path / "s"
+    assert train_shards(path, 2, 6, retention=4) == [None] * 2
+    sharded_world.ahead(path, 2, 1)
+    assert train_shards(path, 2, 0, retention=2) == [None] * 2
+    assert kept(path) == [4, 5]
+    assert kept_by_shards(path) == [[4, 5], [4, 7]]
+    assert train_shards(path, 2, 2) == [None] * 2
+    assert kept_by_shards(path) == [[5, 6, 7], [7, 8, 9]]
+    replace(Manifest.read(path), retention=1).trimmed().write(path)  # as a kill leaves it before shards drop any
+    assert kept(path) == [7]
+    assert train_shards(path, 2, 0) == [None] * 2
+    assert kept_by_shards(path) == [[7], [9]]
+
+
+def test_a_part_that_steps_back_costs_no_older_commit(tmp_path: Path) -> None:
+    """The commit of all ranks has the same id, of other commits of shards; time and again."""
+    path = tmp_path / "s"
+    assert train_shards(path, 2, 4, retention=3) == [None] * 2
+    for _ in range(2):
+        sharded_world.ahead(path, 2, 1)
+        assert kept(path) == [1, 2, 3]
+        assert train_shards(path, 2, 0) == [None] * 2
+        assert kept(path) == [1, 2, 3]
+    assert kept_by_shards(path) == [[0, 1, 2, 3], [1, 2, 5, 7]]
+    assert train_shards(path, 2, 2) == [None] * 2
+    assert kept(path) == [3, 4, 5]
+    assert kept_by_shards(path) == [[2, 3, 4, 5], [2, 7, 8, 9]]
+
+
+@pytest.mark.parametrize(
+    ("to", "ahead", "engine"),
+    [
+        (2, None, "lmdb"),
+        (3, 1, "zarr"),
+        (4, 0, "lmdb"),
+        *(
+            pytest.param(*way, marks=pytest.mark.long)
+            for way in ((2, 1, "zarr"), (3, 0, "lmdb"), (3, None, "lmdb"), (4, None, "zarr"))
+        ),
+    ],
+)
+def test_ranks_go_on_from_a_commit_that_was_rolled_back_to(
+    tmp_path: Path, to: int, ahead: int | None, engine: str
+) -> None:
+    """A new commit of all ranks with the rows of the old one; those in between are gone, and what a shard was ahead."""
+    path = tmp_path / "s"
+    assert train_shards(path, 2, 5, engine=engine, retention=3) == [None] * 2
+    with tc.Store.open(path, mode="r") as store:
+        cursors = {commit.id: commit.cursor for commit in store.commits}
+    if ahead is not None:
+        sharded_world.ahead(path, 2, ahead)
+    commit = roll_back(path, to)
+    assert (commit.id, commit.cursor) == (5, cursors[to])
+    assert kept(path) == [*range(2, to + 1), 5][-3:]
+    assert kept_by_shards(path) == [list(Manifest.read(path).commits_of(rank)) for rank in range(2)]
+    assert train_shards(path, 2, 3) == [None] * 2
+    assert kept(path) == [6, 7, 8]
+    assert verify(path)["problems"] == []
+    with pytest.raises(CommitMissingError, match="has no commit 5: give one of 6, 7, 8"):
+        roll_back(path, 5)
+
+
+def test_nobody_rolls_back_what_ranks_are_training(tmp_path: Path) -> None:
+    """Nor where rank 0 is gone and others still write; the store stands where it stood."""
+    path = tmp_path / "s"
+    assert train_shards(path, 2, 4, retention=2) == [None] * 2
+
+    def body(ranks: Any) -> None:
+        shards, _ = opened(path, ranks)
+        with shards:
+            if ranks.rank == 0:
+                with pytest.raises(StoreInUseError, match=r"the store at .*/s is being written by process"):
+                    roll_back(path, 2)
+                shards.close()
+            ranks.all_gather_object(None)
+            if ranks.rank == 0:
+                with pytest.raises(StoreInUseError, match=r"the store at .*/shard-0-1 is being written by process"):
+                    roll_back(path, 2)
+            ranks.all_gather_object(None)
+
+    assert meet(2, body) == [None] * 2
+    assert kept(path) == [2, 3]
+
+
+def test_shards_that_are_divided_anew_begin_their_commits_anew(tmp_path: Path) -> None:
+    """Ids go on; older commits are refused in a sentence that says why."""
+    path = tmp_path / "s"
+    assert train_shards(path, 2, 4, retention=3) == [None] * 2
+    assert meet(3, lambda ranks: divide_anew(path, ranks, sharding_on(3, 1))) == [None] * 3
+    assert kept(path) == [4]
+    words = (
+        r"commit 3 of .* went with the shards that other ranks or another sharding had before commit 4: give one of 4"
+    )
+    for back in (lambda: tc.Store.open(path, commit=3, mode="r"), lambda: roll_back(path, 3)):
+        with pytest.raises(CommitMissingError, match=words):
+            back()
+    with tc.Store.open(path, mode="r") as store, pytest.raises(CommitMissingError, match=words + ", or take all rows"):
+        store.changed_rows("item", since=3)
+    assert train_shards(path, 3, 3, turn=1) == [None] * 3
+    assert kept(path) == [5, 6, 7]
+    assert roll_back(path, 5).id == 8
+    assert train_shards(path, 3, 1, turn=1) == [None] * 3
+    assert kept(path) == [5, 8, 9]
+
+
+def test_commands_read_and_roll_back_a_sharded_store(tmp_path: Path) -> None:
+    """As they do a store of one process, and at its commits."""
+    path = tmp_path / "s"
+    assert train_shards(path, 3, 6, retention=3) == [None] * 3
+    assert [one["id"] for one in told("info", path)["commits"]] == [3, 4, 5]
+    for shard in told("info", path)["shards"]:
+        assert shard["retention"] == 3
+        assert [(one["id"], one["pass"], one["sample"]) for one in shard["commits"]] == [
+            (3, 2, 0), (4, 3, 0), (5, 3, 5)
+        ]  # fmt: skip
+    assert "3 are kept" in run("info", path)
+    assert "3 shards that belong together at 3 commits" in run("verify", path)
+    trained = {key: (pass_index, shard) for key, (pass_index, shard) in expected(Cursor(2))["item"].items()}
+    later = expected(Cursor(3, 5))["item"]
+    key = next(key for key, at in trained.items() if later[key] != at)
+    rows = [told("lookup", path, "item", *at, "--", key)[0] for at in ([], ["--commit", 3])]
+    for row, at in zip(rows, (later[key], trained[key]), strict=True):
+        assert np.array_equal(np.float32(row["vector"]), whole_row(WHOLE["item"], key, *at)[0][0])
+
+    changed = told("changes", path, "--since", 3)
+    assert (changed["since"], changed["commit"]) == (3, 5)
+    run("export", path, tmp_path / "changed", "--since", 3, "--format", "numpy")
+    keys = np.load(tmp_path / "changed" / "item" / "keys.npy")
+    assert changed["rows"]["item"] == keys.size == len(np.unique(keys)) > 0
+    assert "item: " in run("changes", path, "--since", -1)
+    assert told("diff", path)["same"]
+    differences = told("diff", path, "--from", 3, "--to", 5, code=1)["tables"]
+    item = next(one for one in differences if one["table"] == "item")
+    assert item["different"] + item["only_second"] == keys.size
+
+    run("export", path, tmp_path / "out", "--format", "numpy", "--commit", 4)
+    run("import", tmp_path / "out", tmp_path / "one")
+    assert "only first" in run("diff", path, tmp_path / "one", "--from", 4)
+    run("diff", tmp_path / "one", path, code=1)
+
+    done = told("rollback", path, "--to", 4)
+    assert done == {"commit": 6, "pass": 3, "sample": 0}
+    run("diff", path, tmp_path / "one")
+    assert "commit 7 has the rows and the position of commit 4" in run("rollback", path, "--to", 4)
+    assert info(path)["cursor"] == {"pass": 3, "sample": 0}
+
+
+def test_verification_beside_a_training_says_what_it_checked(tmp_path: Path) -> None:
+    """The commits of the manifest that it held the shards against, when it had read them all."""
+    path = tmp_path / "s"
+    assert train_shards(path, 1, 3, retention=2) == [None]
+    told = list[list[Any]]()
+
+    def train_on(*_: int) -> None:
+        if not told:
+            told.append(train_shards(path, 1, 1))
+
+    report = verify(path, progress=train_on)
+    assert told == [[None]]
+    assert (report["commits"], report["problems"]) == ([2, 3], [])
+
+
+@pytest.mark.parametrize("format", ["numpy", "parquet", "safetensors"])
+def test_an_export_has_all_rows_of_all_shards(tmp_path: Path, format: str) -> None:  # noqa: A002 - what users call it
+    """With their optimizer state: imported into a store of one process they are the same."""
+    path = tmp_path / "s"
+    assert train_shards(path, 2, 4) == [None] * 2
+    with tc.Store.open(path, mode="r") as store:
+        listing = tc.export_store(store, tmp_path / "out", format=format)
+        assert {one.table.name: one.rows for one in listing.tables} == {
+            name: len(rows) for name, rows in expected(store.commit.cursor).items()
+        }
+        tc.import_store(tmp_path / "out", tmp_path / "one", steps=1)
+        with Store.open(tmp_path / "one", mode="r") as one:
+            for difference in tc.store.differences(store, one):
+                assert difference.only_first == difference.only_second == difference.different == 0
+                assert difference.same > 0
+
+
+def test_a_training_goes_on_from_a_rollback_to_the_same_bits(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """Rows, states and dense weights of two ranks are those that it ended with before it was rolled back."""
+    CASES["bags"].cut(tmp_path / "passes")
+    path, training = tmp_path / "model.tc", {"case": "bags", "folder": str(tmp_path)}
+    whole = ranks_pool.run(2, "tests.dist.trainings:train", **training, retention=3)
+    theirs = stored(tmp_path)
+    with tc.Store.open(path, mode="r") as store:
+        first, *_, last = store.commits
+    assert (last.id - first.id, last.cursor.pass_index - first.cursor.pass_index) == (2, 2)
+    assert roll_back(path, first.id).cursor == first.cursor
+    assert different(stored(tmp_path), theirs)
+
+    ended = ranks_pool.run(2, "tests.dist.trainings:train", **training)
+
+    with tc.Store.open(path, mode="r") as store:
+        assert store.commit.cursor == last.cursor
+        assert [commit.id for commit in store.commits] == [last.id + 1, last.id + 2, last.id + 3]
+    assert different(stored(tmp_path), theirs) == []
+    for name, value in whole[0].items():
+        np.testing.assert_array_equal(ended[0][name], value, err_msg=name)
+
+
+def different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """Return the tables whose keys or fields have other bits."""
+    return [
+        name
+        for name, (keys, fields) in ours.items()
+        if [one.tobytes() for one in (keys, *fields)] != [one.tobytes() for one in (theirs[name][0], *theirs[name][1])]
+    ]
+
+
+# -- what changed since a commit -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_what_changed_since_a_commit_is_what_was_trained_since(tmp_path: Path, num_ranks: int) -> None:
+    """Whole rows of every sharding, since every commit that is kept, at any of them; after a rollback too."""
+    path = tmp_path / "s"
+    assert train_shards(path, num_ranks, 6, retention=4) == [None] * num_ranks
+    sharded_world.ahead(path, num_ranks, 0)
+    assert train_shards(path, num_ranks, 1) == [None] * num_ranks
+    for turn in range(2):
+        with tc.Store.open(path, mode="r") as newest:
+            for at in newest.commits:
+                store = newest.at(at.id)
+                for since in newest.commits:
+                    if since.id <= at.id:
+                        check_changes(store, since.id, since.cursor)
+                check_changes(store, -1, None)
+                words = "knows no changes since" if at.id < since.id else "has no commit 99|knows no changes"
+                with pytest.raises(CommitMissingError, match=words):
+                    store.changed_rows("item", since=max(99 * (at.id == since.id), since.id))
+            gone = newest.commits[0].id - 1
+            with pytest.raises(CommitMissingError, match=rf"has no commit {gone}: give .*, or take all rows with -1"):
+                list(newest.changes("item", since=gone))
+            if not turn:
+                to = newest.commits[1].id
+        roll_back(path, to)
+        assert train_shards(path, num_ranks, 1) == [None] * num_ranks
+
+
+def test_changes_of_slices_read_the_keys_of_each_part_a_few_times(tmp_path: Path) -> None:
+    """However many chunks there are."""
+    path = tmp_path / "s"
+    assert train_shards(path, 2, 7) == [None] * 2
+    with tc.Store.open(path, mode="r") as store:
+        first, other = store.shards
+        rows = store.live_rows("word")
+        keys = np.concatenate([keys for keys, _ in store.changes("word", since=-1)])
+        assert sorted(keys.tolist()) == sorted(expected(store.commit.cursor)["word"])
+        assert keys.size == rows
+        assert 8 * rows <= first.counters.key_bytes_read == other.counters.key_bytes_read <= 4 * 8 * rows
+
+
+def check_changes(store: tc.Store, since: int, cursor: Cursor | None) -> None:
+    """Assert which rows changed, and how many."""
+    before = {name: {} for name in WHOLE} if cursor is None else expected(cursor)
+    for name, rows in expected(store.commit.cursor).items():
+        wanted = {key for key, trained in rows.items() if before[name].get(key) != trained}
+        found = dict[int, list[bytes]]()
+        for keys, fields in store.changes(name, since=since):
+            assert list(fields) == [field.name for field in WHOLE[name].fields]
+            for i, key in enumerate(keys.tolist()):
+                assert key not in found
+                found[key] = [values[i].tobytes() for values in fields.values()]
+        assert found.keys() == wanted
+        assert store.changed_rows(name, since=since) == len(wanted)
+        for key, values in found.items():
+            assert values == [one[0].tobytes() for one in whole_row(WHOLE[name], key, *rows[key])]

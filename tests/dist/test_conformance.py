@@ -1,0 +1,283 @@
+"""The conformance list: on 1 to 4 ranks, lookups, rows, states and dense weights are those of one process."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from numpy.typing import NDArray
+
+import tiercache as tc
+from tests.dist.conformance import Entry, known, looked_up, run
+from tests.dist.conformance_list import BEYOND, MERLIN
+from tests.dist.pool import RanksPool
+from tests.dist.trainings import stored
+from tests.train.cases import all_keys, tiered
+from tiercache.store import MemoryEngine
+
+BODY = "tests.dist.conformance:train"
+SIZES = (2, 3, 4)
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[str, Any], tc.InMemoryCache]]:
+    """What an entry ends with in one process, all in memory: the same for every number of ranks."""
+
+    @cache
+    def trained(name: str) -> tuple[dict[str, Any], tc.InMemoryCache]:
+        entry = known(name)
+        return train_alone(entry, entry.cut(tmp_path_factory.mktemp("alone") / "passes"))
+
+    return trained
+
+
+def train_alone(entry: Entry, passes: tc.PassDataset) -> tuple[dict[str, Any], tc.InMemoryCache]:
+    """Train an entry in memory."""
+    orders = {name: entry.options.get(name) for name in ("order", "order_seed")}
+    resident = tc.InMemoryCache(passes, **orders)
+    return run(resident, entry), resident
+
+
+def of_all_ranks(parts: list[dict[str, Any]], what: str) -> list[list[NDArray[np.float32]]]:
+    """Return by batch what was found on all ranks, put together in their order."""
+    return [
+        [np.concatenate(pieces) for pieces in zip(*(part[what][batch] for part in parts), strict=True)]
+        for batch in range(len(parts[0][what]))
+    ]
+
+
+def assert_as_alone(
+    parts: list[dict[str, Any]],
+    folder: Path,
+    alone: tuple[dict[str, Any], tc.InMemoryCache],
+    *,
+    tolerance: float = 1e-5,
+    first: float = 1e-6,
+) -> None:
+    """Compare what ranks found and left in the store with one process; the first lookups within ``first``."""
+    theirs, resident = alone
+    for what in ("outputs", "weights"):
+        for number, (mine, others) in enumerate(zip(of_all_ranks(parts, what), theirs[what], strict=True)):
+            for one, other in zip(mine, others, strict=True):
+                within = tolerance if number else first
+                np.testing.assert_allclose(one, other, rtol=within, atol=within, err_msg=f"{what} of batch {number}")
+    for part in parts:
+        for name, weight in theirs.items():
+            if name.startswith("dense."):
+                np.testing.assert_allclose(part[name], weight, rtol=tolerance, atol=tolerance, err_msg=name)
+    rows = stored(folder)
+    for table in resident.tables:
+        keys, order = resident.keys(table.name), np.argsort(resident.keys(table.name))
+        np.testing.assert_array_equal(rows[table.name][0], keys[order], err_msg=table.name)
+        for mine, other in zip(rows[table.name][1], resident.fields(table.name), strict=True):
+            np.testing.assert_allclose(mine, other[order], rtol=tolerance, atol=tolerance, err_msg=table.name)
+
+
+@pytest.mark.parametrize(
+    ("entry", "size"),
+    [
+        pytest.param(entry, size, marks=() if size in {4, 2 + turn % 2} else pytest.mark.long)
+        for turn, entry in enumerate([*MERLIN, *BEYOND]) for size in SIZES
+    ],
+)  # fmt: skip
+def test_ranks_train_as_one_process(ranks_pool: RanksPool, tmp_path: Path, alone: Any, entry: str, size: int) -> None:
+    """Five steps: the first lookup within 1e-6, all else within 1e-5. On 4 ranks, and on 2 or 3 by turns."""
+    known(entry).cut(tmp_path / "passes")
+    parts = ranks_pool.run(size, BODY, name=entry, folder=str(tmp_path))
+    assert_as_alone(parts, tmp_path, alone(entry))
+    assert all(part["fits"] for part in parts)
+    if entry == "eight tables of width 2 are one array":
+        assert [part["part_groups"] for part in parts] == [1] * size
+    if entry == "more rows than memory":
+        assert sum(part["read"] for part in parts) > 0, "no row ever left host memory"
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", ["", ", bfloat16 rows", ", float16 rows"])
+def test_where_no_sum_is_rounded_all_bits_are_those_of_one_process(
+    ranks_pool: RanksPool, tmp_path: Path, alone: Any, dtype: str, size: int
+) -> None:
+    """Gradients are whole sixteenths: the order of addition cannot matter, so any wrong sum shows, also in rows of 16
+    bits, whose rounding has the same numbers on every rank.
+    """
+    entry = f"no sum is rounded{dtype}"
+    known(entry).cut(tmp_path / "passes")
+    parts = ranks_pool.run(size, BODY, name=entry, folder=str(tmp_path))
+    assert_as_alone(parts, tmp_path, alone(entry), tolerance=0, first=0)
+
+
+@pytest.mark.parametrize(("size", "comm_dtype"), [(2, "float32"), (2, "bfloat16"), (3, "float16"), (4, "float32")])
+def test_two_runs_on_as_many_ranks_end_with_the_same_bits(
+    ranks_pool: RanksPool, tmp_path: Path, size: int, comm_dtype: str
+) -> None:
+    """Lookups, gradients of weights, dense weights, rows and states, with everything at once."""
+    runs = []
+    for name in ("one", "other"):
+        folder = tmp_path / name
+        known("everything at once").cut(folder / "passes")
+        parts = ranks_pool.run(size, BODY, name="everything at once", folder=str(folder), comm_dtype=comm_dtype)
+        dense = [value for part in parts for name, value in part.items() if name.startswith("dense.")]
+        found = [one for what in ("outputs", "weights") for batch in of_all_ranks(parts, what) for one in batch]
+        runs.append(found + dense + [field for _, fields in stored(folder).values() for field in fields])
+    for one, other in zip(*runs, strict=True):
+        np.testing.assert_array_equal(one.view(np.uint32), other.view(np.uint32))
+
+
+@pytest.mark.parametrize("comm_dtype", ["bfloat16", "float16"])
+def test_a_wire_of_16_bits_loses_no_more_than_its_bits(
+    ranks_pool: RanksPool, tmp_path: Path, alone: Any, comm_dtype: str
+) -> None:
+    """In every sharding, with shared tables; and it does lose some. Where rows travel it is half the bytes."""
+    entry = "shared tables in every sharding"
+    for folder in (tmp_path, tmp_path / "wide"):
+        known(entry).cut(folder / "passes")
+    parts = ranks_pool.run(3, BODY, name=entry, folder=str(tmp_path), comm_dtype=comm_dtype)
+    lost = 2.0 ** (-8 if comm_dtype == "bfloat16" else -11)
+    assert_as_alone(parts, tmp_path, alone(entry), tolerance=8 * lost, first=4 * lost)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        assert_as_alone(parts, tmp_path, alone(entry), tolerance=lost / 8, first=lost / 8)
+    wide = ranks_pool.run(3, BODY, name=entry, folder=str(tmp_path / "wide"))
+    for half, whole in zip(parts, wide, strict=True):
+        assert 0.5 < half["bytes"] / whole["bytes"] < 0.8, "ids and addresses stay as they are"
+
+
+def test_rows_of_replicated_tables_are_mirrored_and_do_not_travel(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """Every rank has the vectors of all rows of the pass on its device; gradients travel all the same."""
+    passes = known("all replicated").cut(tmp_path / "passes")
+    known("row slices").cut(tmp_path / "rows" / "passes")
+    parts = ranks_pool.run(2, BODY, name="all replicated", folder=str(tmp_path))
+    rows = ranks_pool.run(2, BODY, name="row slices", folder=str(tmp_path / "rows"))
+    mirrors = sum(4 * table.dim * passes.passes[-1].rows(table.name) for table in passes.tables)
+    for mirrored, divided in zip(parts, rows, strict=True):
+        assert (mirrored["mirror_bytes"], divided["mirror_bytes"]) == (mirrors, 0)
+        assert mirrored["bytes"] < divided["bytes"]
+
+
+@pytest.mark.parametrize(("size", "bad_rank", "number"), [(2, 0, -1), (3, 2, 40), (4, 1, 1 << 30)])
+def test_an_id_outside_its_table_is_said_on_every_rank_and_training_goes_on(
+    ranks_pool: RanksPool, tmp_path: Path, alone: Any, size: int, bad_rank: int, number: int
+) -> None:
+    """One sentence on each; a new loop over the passes then trains as if it had not been asked for."""
+    known("row slices").cut(tmp_path / "passes")
+    parts = ranks_pool.run(
+        size, "tests.dist.conformance:ask_wrongly", name="row slices", folder=str(tmp_path), bad_rank=bad_rank,
+        number=number,
+    )  # fmt: skip
+    for rank, part in enumerate(parts):
+        kind, sentence = part["said"]
+        assert kind == ("IndexError" if rank == bad_rank else "RankError")
+        assert f"feature 'f0' has local id {number} at entry 0 of the batch, and table 't0' has local ids" in sentence
+        assert "\n" not in sentence
+    assert_as_alone(parts, tmp_path, alone("row slices"))
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ("a table that there is not", "a sharding is asked for the unknown table 't9'"),
+        ("a kind that there is not", "table 't0' is to be sharded by 'data_parallel'"),
+        ("another number of ranks", "the sharding is for 3 ranks and there are 2"),
+        ("a wire dtype", "comm_dtype 'int8' is unknown"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_on_every_rank(
+    ranks_pool: RanksPool, tmp_path: Path, what: str, sentence: str
+) -> None:
+    """With one sentence: rows have no values to set before there is a store, so what is refused is use out of turn."""
+    known("basic").cut(tmp_path / "passes")
+    errors = ranks_pool.errors(2, "tests.dist.conformance:refused", name="basic", folder=str(tmp_path), what=what)
+    assert all(error is not None and sentence in error[1] and "\n" not in error[1] for error in errors), errors
+
+
+def test_a_loop_that_is_left_open_ends_without_a_word(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """As it does where an error left it, whose traceback outlives the cache."""
+    known("basic").cut(tmp_path / "passes")
+    told = ranks_pool.run(2, "tests.dist.conformance:leave_a_loop", name="basic", folder=str(tmp_path))
+    assert told == [[], []]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_keys_of_32_and_of_64_bits_are_the_same_rows(ranks_pool: RanksPool, tmp_path: Path, size: int) -> None:
+    """Columns of both types look into one table; ranks find its rows by the same hashes."""
+    entry, rng = known("keys of 32 and of 64 bits"), np.random.default_rng(3)
+    n = entry.num_samples
+    narrow, wide = (rng.integers(-20, 20, n).astype(dtype) for dtype in (np.int32, np.int64))
+    lists = pa.array([rng.integers(0, 30, rng.integers(0, 4)).tolist() for _ in range(n)], pa.list_(pa.int32()))
+    label, x = rng.integers(0, 2, n).astype(np.float32), rng.random(n).astype(np.float32)
+    pq.write_table(
+        pa.table({"label": label, "x": x, "narrow": narrow, "wide": wide, "list": lists}), tmp_path / "data.parquet"
+    )
+    passes = tc.extract(
+        tmp_path / "data.parquet", entry.schema, tmp_path / "passes", split_by="rows=32", batch_multiple=1,
+        device_budget="1GiB", progress=False,
+    )  # fmt: skip
+    assert {int(key) for one in passes for key in one.keys("t0")} == {*narrow.tolist(), *wide.tolist()}
+    parts = ranks_pool.run(size, BODY, name="keys of 32 and of 64 bits", folder=str(tmp_path))
+    assert_as_alone(parts, tmp_path, train_alone(entry, passes))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("entry", ["evaluated", "evaluated, with rows for unknown keys"])
+def test_evaluation_finds_the_rows_of_one_process(
+    ranks_pool: RanksPool, tmp_path: Path, alone: Any, entry: str, size: int
+) -> None:
+    """Within a pass and behind the last, in slices of the budget, with keys never trained, which share the row of
+    unknown keys where there is one; and it changes nothing of the training.
+    """
+    case = known(entry)
+    passes, tests = case.cut(tmp_path / "passes"), case.cut(tmp_path / "tests", times=3, seed=9)
+    assert len(np.setdiff1d(all_keys(tests, "t0"), all_keys(passes, "t0"))) > 10
+    told = ranks_pool.run(
+        size, "tests.dist.conformance:evaluate", name=entry, folder=str(tmp_path), at=[1, 3, -1],
+        schedule=("simple", "interleaved")[size % 2],
+    )  # fmt: skip
+    theirs: dict[str, NDArray[np.float32]] = {}
+    with tc.Store.open(None, tables=case.tables, engine=MemoryEngine()) as store, tiered(store, passes) as cache:
+
+        def look(step: int) -> None:
+            theirs[str(step)] = np.concatenate(looked_up(cache, case, tests)["vectors"])
+
+        run(cache, case, each_step=lambda step: look(step) if step in {1, 3} else None)
+        look(-1)
+    assert told[0].keys() == theirs.keys()
+    for step, vectors in theirs.items():
+        slices = [part[step]["slices"] for part in told]
+        assert slices == slices[:1] * size
+        assert slices[0] > len(tests.passes) or "eval_budget" not in case.options
+        by_batch = zip(*(part[step]["vectors"] for part in told), strict=True)
+        mine = np.concatenate([one for batch in by_batch for one in batch])
+        np.testing.assert_allclose(mine, vectors, rtol=1e-5, atol=1e-5, err_msg=f"step {step}")
+    rows, (_, resident) = stored(tmp_path), alone(entry)
+    for table in resident.tables:
+        order = np.argsort(resident.keys(table.name))
+        for one, other in zip(rows[table.name][1], resident.fields(table.name), strict=True):
+            np.testing.assert_allclose(one, other[order], rtol=1e-5, atol=1e-5, err_msg=table.name)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 3), (4, 3, 2)])
+def test_other_ranks_go_on_as_one_process(
+    ranks_pool: RanksPool, tmp_path: Path, alone: Any, sizes: tuple[int, ...]
+) -> None:
+    """Everything at once, an epoch on each number of ranks: rows, states, dense state and lookups come along."""
+    known("three epochs").cut(tmp_path / "passes")
+    theirs, resident = alone("three epochs")
+    outputs, weights = [], []
+    for epoch, size in enumerate(sizes):
+        parts = ranks_pool.run(size, BODY, name="three epochs", folder=str(tmp_path), until=epoch + 1)
+        outputs += of_all_ranks(parts, "outputs")
+        weights += of_all_ranks(parts, "weights")
+    whole = [one | {"outputs": outputs, "weights": weights} for one in parts[:1]]
+    assert_as_alone(whole, tmp_path, (theirs, resident))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", SIZES)
+def test_many_steps_stay_with_one_process(ranks_pool: RanksPool, tmp_path: Path, alone: Any, size: int) -> None:
+    """Two hundred batches: what rounding there is adds up slowly."""
+    known("many steps").cut(tmp_path / "passes")
+    parts = ranks_pool.run(size, BODY, name="many steps", folder=str(tmp_path), limit=300)
+    assert_as_alone(parts, tmp_path, alone("many steps"), tolerance=1e-3)

@@ -1,0 +1,93 @@
+"""Whatever ends the processes of several ranks: the store stands at one commit of all, and goes on to the same bits."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.resharding_killer import PHASES
+from tests.dist.shards_killer import PHASES as PHASES_OF_SHARDS
+
+ROOT = Path(__file__).parents[2]
+
+
+def killed(killer: str, folder: Path, **options: object) -> dict[str, Any]:
+    """Run a killer in a process of its own, which forks and so must have no thread; return its figures."""
+    given = [str(word) for name, value in options.items() if value is not None for word in (f"--{name}", value)]
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.dist.{killer}_killer", "--folder", str(folder), *given], cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}, capture_output=True, text=True,
+        check=False, timeout=15_000,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["problems"] == []
+    assert found["kills"] >= int(str(options.get("kills") or 0))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("engine", "kills"),
+    [
+        ("lmdb", 60),
+        ("zarr", 12),
+        pytest.param("lmdb", 1000, marks=pytest.mark.long),
+        pytest.param("zarr", 500, marks=pytest.mark.long),
+    ],
+)
+def test_parts_killed_at_any_point_stand_at_one_commit(tmp_path: Path, engine: str, kills: int) -> None:
+    """One rank or all, before and after calls that touch the disk and at random instants, and again as they go on."""
+    found = killed("shards", tmp_path, engine=engine, kills=kills)
+    if kills >= 60:
+        assert found["phases"].keys() == set(PHASES_OF_SHARDS)
+        assert min(found["phases"].values()) >= 5
+        assert min(found["behind"], found["instants"]) >= 3, "too few stores had a part that was ahead"
+        assert found["second_kills"] >= 10
+        assert len(found["stood"]) >= 5, "some commits were never the one that was found"
+
+
+@pytest.mark.parametrize(
+    ("engine", "kills"),
+    [
+        ("lmdb", 16),
+        ("zarr", 6),
+        pytest.param("lmdb", None, marks=pytest.mark.long),
+        pytest.param("zarr", 600, marks=pytest.mark.long),
+    ],
+)
+def test_a_rollback_killed_at_any_point_is_made_or_not(tmp_path: Path, engine: str, kills: int | None) -> None:
+    """Before and after calls that touch the disk, and again as it is made again; all that is kept is whole."""
+    found = killed("rollback", tmp_path, engine=engine, kills=kills)
+    assert kills or found["kills"] >= 0.9 * found["points"]
+    assert min(found["stood before"], found["stood after"], found["second_kills"]) >= 1
+
+
+@pytest.mark.parametrize("kills", [32, pytest.param(600, marks=pytest.mark.long)])
+def test_ranks_killed_while_they_write_new_parts_end_with_the_same_bits(tmp_path: Path, kills: int) -> None:
+    """One rank or all, at calls that touch the disk and at random instants, and again as they begin anew."""
+    found = killed("resharding", tmp_path, kills=kills)
+    assert found["phases"].keys() == set(PHASES)
+    assert min(*found["phases"].values(), found["instants"]) >= 1
+    assert min(found["kills_of_all"], found["second_kills"], found["old_ranks_between"]) >= 1
+    assert min(found["stood_in_old_shards"], found["stood_in_new_shards"]) >= 4
+
+
+@pytest.mark.parametrize("kills", [6, pytest.param(100, marks=pytest.mark.long)])
+def test_ranks_killed_in_the_midst_of_a_training_go_on_to_the_same_bits(tmp_path: Path, kills: int) -> None:
+    """On 2 and on 3 ranks; who was not killed says why it ended."""
+    found = killed("training", tmp_path, kills=kills)
+    assert min(found["told_why"], found["resumed_behind_a_commit"]) > 0
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(60, marks=pytest.mark.long)])
+def test_a_training_killed_while_other_ranks_take_it_up_goes_on_to_the_same_bits(tmp_path: Path, kills: int) -> None:
+    """As a whole: from the midst of a pass on 2 ranks to 3 and to 1, through the opening of the cache."""
+    found = killed("training", tmp_path, kills=kills, ranks=2)
+    assert found["trainings"] >= 1
+    assert found.get("stood_in_old_shards", 0) + found.get("stood_in_new_shards", 0) == kills
+    if kills >= 20:  # of a few, chance decides where they come
+        assert min(found["stood_in_old_shards"], found["stood_in_new_shards"]) > 0

@@ -1,0 +1,172 @@
+"""Loops of several ranks that fetch batches ahead of their training, over the ends of passes, as one rank's may."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiercache as tc
+from tests.dist.pool import RanksPool
+from tests.dist.trainings import assert_same_rows, dense_of, stored
+from tests.train.devices import shim
+from tests.train.test_fetch_ahead import CASE, STEPS, Training, evaluate_of_the_next_pass, leave_gradients
+from tiercache.dist.communicator import AnyCommunicator
+from tiercache.errors import StateError
+
+FETCH = f"{__name__}:fetch"
+
+
+class GivenUpError(Exception):
+    """A loop is left by an error."""
+
+
+def opened(folder: str, name: str, kind: str = "row", **options: Any) -> tc.TierCache:
+    """Open the store of a test."""
+    sharding, passes = dict.fromkeys(["a", "b"], kind), tc.PassDataset.open(Path(folder) / "passes")
+    budgets: dict[str, Any] = {"device_budget": "96KiB", "host_budget": "16MiB", "progress": False}
+    return tc.TierCache(Path(folder) / name, passes, sharding=sharding, **budgets | options)
+
+
+def fetch(
+    ranks: AnyCommunicator, folder: str, name: str, *, depth: int, prefetch: int | None = None, kind: str = "row",
+    queued: bool = False, steps: int | None = None, how: str = "closed",
+) -> dict[str, Any]:  # fmt: skip
+    """Train with batches fetched ahead; given up, committed inside or closed behind so many steps."""
+    device, found = {"device": shim()} if queued else {}, dict[str, Any]()
+    commit_every = 3 if how == "closed" else 1
+    errors = (StateError,) if how == "closed" and steps is not None else (GivenUpError,)
+    with suppress(*errors), opened(folder, name, kind, commit_every=commit_every, **device) as trained:
+        training = Training(trained)
+        training.run(depth, prefetch=prefetch, steps=steps)
+        found["losses"] = [training.losses[place] for place in sorted(training.losses)]
+        found |= {"passes": len(trained.reports)} | dense_of(training.net)
+        if how == "committed":
+            trained.commit()
+        if how == "given up":
+            trained.drain(staged=False)
+            raise GivenUpError
+    return found
+
+
+def go_through(ranks: AnyCommunicator, folder: str, name: str, *, what: str) -> None:
+    """Have a cache go through what one rank's tests do."""
+    with opened(folder, name) as trained:
+        {"evaluate": evaluate_of_the_next_pass, "leave": leave_gradients}[what](trained)
+
+
+def take_apart(
+    ranks: AnyCommunicator, folder: str, name: str, *, schedule: str, queued: bool = False
+) -> dict[str, Any]:  # fmt: skip
+    """Train in micro-batches, with a batch of the first pass that is yielded and left untrained."""
+    device = {"device": shim()} if queued else {}
+    with opened(folder, name, **device) as trained:
+        training = Training(trained)
+        for p in trained.passes(epochs=2):
+            if p.index == 0:
+                untrained = 2
+                for i, batch in enumerate(p.batches(CASE.batch)):
+                    if i == untrained:
+                        break
+                    training.step(p, batch.end, batch)
+                p.skip()
+                continue
+            for micro_batches in p.steps(CASE.batch, micro_batches=3, schedule=schedule):
+                for batch in micro_batches:
+                    (training.model(batch).mean() * batch.weight).backward()
+                training.optimizer.step()
+                training.optimizer.zero_grad()
+        return dense_of(training.net)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The passes of the case."""
+    folder = tmp_path_factory.mktemp("fetched")
+    CASE.cut(folder / "passes")
+    return folder
+
+
+Plain = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path, ranks_pool: RanksPool) -> Plain:
+    """What a loop without fetching ahead ends with on rank 0, in a store of that name."""
+
+    @cache
+    def trained(name: str = "plain.tc", **options: Any) -> dict[str, Any]:
+        found: dict[str, Any] = ranks_pool.run(2, FETCH, folder=str(folder), name=name, depth=0, **options)[0]
+        return found
+
+    return trained
+
+
+def assert_same(folder: Path, name: str, found: dict[str, Any], plain: dict[str, Any], theirs: str) -> None:
+    """Compare rows, state and dense weights with those of the plain loop."""
+    for key, value in plain.items():
+        if key.startswith("dense."):
+            np.testing.assert_array_equal(found[key], value, err_msg=key)
+    assert_same_rows(stored(folder, name), stored(folder, theirs))
+
+
+@pytest.mark.parametrize(
+    ("depth", "prefetch", "options"),
+    [(1, None, {}), (3, 2, {}), (3, None, {"kind": "table"}), (1, 0, {"kind": "column", "queued": True}),
+     (3, None, {"kind": "replicate"})],
+)  # fmt: skip
+def test_a_loop_that_fetches_ahead_ends_with_the_same_bits(
+    ranks_pool: RanksPool, folder: Path, plain: Plain, depth: int, prefetch: int | None, options: dict[str, Any]
+) -> None:
+    """Losses, rows, optimizer state and dense weights; the last pass is committed when the cache closes."""
+    name, theirs = f"{depth}-{prefetch}-{options}.tc", f"plain-{options}.tc" if options else "plain.tc"
+    given = {"folder": str(folder), "depth": depth, "prefetch": prefetch}
+    (found, _) = ranks_pool.run(2, FETCH, name=name, **given, **options)
+    assert len(found["losses"]) == STEPS
+    assert found["losses"] == plain(theirs, **options)["losses"]
+    assert found["passes"] == 8
+    with tc.Store.open(folder / name, mode="r") as store:
+        assert store.commit.cursor.pass_index == 8
+    assert_same(folder, name, found, plain(theirs, **options), theirs)
+
+
+@pytest.mark.parametrize(
+    ("steps", "how", "at"),
+    [(10, "given up", (1, 0)), (6, "committed", (1, 2 * CASE.batch)), (31, "closed", (7, 3 * CASE.batch))],
+)
+def test_a_loop_that_fetched_ahead_goes_on_to_the_same_bits(
+    ranks_pool: RanksPool, folder: Path, plain: Plain, steps: int, how: str, at: tuple[int, int]
+) -> None:
+    """Given up, committed inside a pass, or closed a batch before its end: what was not trained is not counted."""
+    name = f"{how}.tc"
+    ranks_pool.run(2, FETCH, folder=str(folder), name=name, depth=2, steps=steps, how=how)
+    with tc.Store.open(folder / name, mode="r") as store:
+        assert (store.commit.cursor.pass_index, store.commit.cursor.sample) == at
+    (found, _) = ranks_pool.run(2, FETCH, folder=str(folder), name=name, depth=2)
+    assert_same(folder, name, found, plain(), "plain.tc")
+
+
+@pytest.mark.parametrize("what", ["evaluate", "leave"])
+def test_what_is_refused_over_the_end_of_a_pass_is_what_one_rank_refuses(
+    ranks_pool: RanksPool, folder: Path, what: str
+) -> None:
+    """Evaluation before a pass begins, a batch of one that ended, and gradients that would be lost."""
+    ranks_pool.run(2, f"{__name__}:go_through", folder=str(folder), name=f"{what}.tc", what=what)
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_micro_batches_of_a_pass_that_was_fetched_ahead_look_up_its_rows(
+    ranks_pool: RanksPool, folder: Path, queued: bool
+) -> None:
+    """The rows of the first one come with its lookup, which ends the pass before, and not beside that pass."""
+    found = {}
+    for schedule in ("simple", "interleaved"):
+        name = f"{schedule}-{queued}.tc"
+        given = {"folder": str(folder), "name": name, "schedule": schedule, "queued": queued}
+        found[schedule] = ranks_pool.run(2, f"{__name__}:take_apart", **given)[0]
+    assert_same(
+        folder, f"interleaved-{queued}.tc", found["interleaved"], found["simple"], f"simple-{queued}.tc"
+    )  # fmt: skip

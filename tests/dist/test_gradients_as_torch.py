@@ -1,0 +1,403 @@
+"""Gradients of rows on two ranks: overflows of one, DistributedDataParallel's modes and FSDP."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import tiercache as tc
+from tests.dist.trainings import OPTIONS, stored
+from tests.train.cases import SPECS, Case, table
+from tests.train.test_plain_keys import MODELS, PASSES, STEPS, World
+from tiercache.errors import StateError
+
+if TYPE_CHECKING:
+    from tests.dist.pool import RanksPool
+    from tiercache.dist.communicator import AnyCommunicator
+
+CASE = Case(
+    tables=(table("a", 4, tc.optim.SGD(learning_rate=0.1)), table("b", 4)), specs=SPECS, num_samples=96, pass_rows=96
+)
+
+
+class Net(nn.Module):
+    """Bags and a layer, or bags alone."""
+
+    def __init__(self, schema: tc.Schema, *, dense: bool = True) -> None:
+        super().__init__()
+        self.bag = tc.EmbeddingBagCollection(schema, mode={spec.name: spec.mode for spec in SPECS})
+        self.top = nn.Linear(self.bag.out_features, 1) if dense else None
+
+    def forward(self, batch: tc.Batch) -> torch.Tensor:
+        """Return a number for each sample."""
+        bags = self.bag(batch)
+        return bags.sum(1) if self.top is None else self.top(bags).squeeze(1)
+
+
+def opened(folder: str, name: str) -> tc.TierCache:
+    """Open a cache on the passes of a test."""
+    return tc.TierCache(Path(folder) / name, tc.PassDataset.open(Path(folder) / "passes"), **OPTIONS)
+
+
+def overflow(ranks: AnyCommunicator, folder: str, *, wraps: bool, dense: bool) -> dict[str, Any]:
+    """Train under a scaler; at every third batch the gradients of one rank are not finite."""
+    with opened(folder, f"{wraps}{dense}.tc") as cache:
+        torch.manual_seed(1)
+        net: Any = Net(cache.schema, dense=dense)
+        model = DistributedDataParallel(net) if wraps else net
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+        cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        if not wraps:
+            cache.register(scaler=scaler)
+        scales = []
+        for p in cache.passes(epochs=1):
+            for i, batch in enumerate(p.batches(16)):
+                loss = model(batch).square().mean() * batch.weight
+                is_large = i % 3 == 2 and ranks.rank == i % 2
+                scaler.scale(loss * (torch.inf if is_large else 1.0)).backward()
+                scaler.step(cache.optimizer)
+                scaler.update()
+                cache.optimizer.zero_grad()
+                scales.append(scaler.get_scale())
+        return {"scales": scales, "steps": cache.optimizer.rows.steps}
+
+
+@pytest.mark.parametrize(("wraps", "dense"), [(True, True), (True, False), (False, False)])
+def test_an_overflow_on_one_rank_skips_the_step_of_all(
+    ranks_pool: RanksPool, tmp_path: Path, wraps: bool, dense: bool
+) -> None:
+    """Scales stay the same everywhere: by the gradients of anchors, or by a scaler that was registered."""
+    CASE.cut(tmp_path / "passes")
+    found = ranks_pool.run(2, f"{__name__}:overflow", folder=str(tmp_path), wraps=wraps, dense=dense)
+    expected = {"scales": [2.0**10, 2.0**10, 2.0**9, 2.0**9, 2.0**9, 2.0**8], "steps": 4}
+    assert found == [expected] * 2
+    for _, fields in stored(tmp_path, f"{wraps}{dense}.tc").values():
+        assert all(np.isfinite(field).all() for field in fields)
+
+
+def train(ranks: AnyCommunicator, folder: str, how: str, *, accumulates: bool) -> dict[str, Any]:
+    """Train with a wrapper."""
+    with opened(folder, f"{how}.tc") as cache:
+        torch.manual_seed(1)
+        model: Any = Net(cache.schema)
+        if how == "fsdp":
+            mesh = init_device_mesh("cpu", (ranks.size,))
+            fully_shard(model.bag, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        elif how in ("ddp", "static", "clipped"):
+            model = DistributedDataParallel(model, static_graph=how == "static")
+        cache.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        optimizer, losses, error = cache.optimizer, [], ""
+        try:
+            for p in cache.passes(epochs=1):
+                for i, batch in enumerate(p.batches(16)):
+                    waits = accumulates and i % 2 == 0
+                    syncs = nullcontext() if not waits or how != "ddp" else model.no_sync()
+                    with syncs:
+                        loss = model(batch).square().mean() * batch.weight
+                        loss.backward()
+                    losses.append(loss.item())
+                    if not waits:
+                        if how == "by hand":
+                            for one in model.parameters():
+                                torch.distributed.all_reduce(one.grad)
+                                one.grad /= ranks.size
+                        elif how == "clipped":
+                            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+                        optimizer.step()
+                        optimizer.zero_grad()
+        except (RuntimeError, StateError) as caught:
+            error = str(caught).splitlines()[0]
+            cache._close(failed=True)
+        return {"losses": losses, "error": error}
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("how", ["static", "fsdp", "by hand"])
+def test_other_wrappers_train_as_plain_data_parallel(
+    ranks_pool: RanksPool, tmp_path: Path, how: str, accumulates: bool
+) -> None:
+    """A static graph, FSDP, which takes anchors as any parameter, and loops that average; accumulated and not."""
+    CASE.cut(tmp_path / "passes")
+    sides = {
+        one: ranks_pool.run(2, f"{__name__}:train", folder=str(tmp_path), how=one, accumulates=accumulates)
+        for one in ("ddp", how)
+    }
+    assert [one["error"] for one in sides[how]] == ["", ""]
+    for mine, other in zip(sides[how], sides["ddp"], strict=True):
+        np.testing.assert_allclose(mine["losses"], other["losses"], rtol=1e-5)
+    for one, two in zip(stored(tmp_path, f"{how}.tc").values(), stored(tmp_path, "ddp.tc").values(), strict=True):
+        for numbers, others in zip(one[1], two[1], strict=True):
+            np.testing.assert_allclose(numbers, others, rtol=1e-4, atol=1e-6)
+
+
+def test_fsdp_on_one_rank_trains_as_the_plain_model(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """To the same losses and rows."""
+    CASE.cut(tmp_path / "passes")
+    found = [
+        ranks_pool.run(1, f"{__name__}:train", folder=str(tmp_path), how=how, accumulates=False)[0]
+        for how in ("fsdp", "plain")
+    ]
+    assert [one["error"] for one in found] == ["", ""]
+    np.testing.assert_allclose(found[0]["losses"], found[1]["losses"], rtol=1e-6)
+    for one, two in zip(stored(tmp_path, "fsdp.tc").values(), stored(tmp_path, "plain.tc").values(), strict=True):
+        for numbers, others in zip(one[1], two[1], strict=True):
+            np.testing.assert_allclose(numbers, others, rtol=1e-5, atol=1e-7)
+
+
+def test_clipping_that_leaves_rows_out_is_refused_on_ranks_too(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """Also under DistributedDataParallel. A loop that averages gradients itself leaves whole units in the anchor."""
+    CASE.cut(tmp_path / "passes")
+    found = ranks_pool.run(2, f"{__name__}:train", folder=str(tmp_path), how="clipped", accumulates=False)
+    for one in found:
+        assert "gradients were changed" in one["error"]
+        assert "cache.clip_grad_norm_" in one["error"]
+
+
+class Words(nn.Module):
+    """Two tables of plain keys."""
+
+    def __init__(self, schema: tc.Schema) -> None:
+        super().__init__()
+        self.one, self.two = tc.Embedding(schema, "one"), tc.EmbeddingBag(schema, "two", mode="mean")
+
+    def forward(self, keys: torch.Tensor) -> torch.Tensor:
+        """Return a number for each sample."""
+        return (self.one(keys[:, 0]) * self.two(keys)).sum(1)
+
+
+def plain(ranks: AnyCommunicator, folder: str, name: str, *, wrong: str) -> dict[str, Any]:
+    """Train on plain keys, of which each rank has its part."""
+    keys = torch.from_numpy(np.random.default_rng(0).integers(0, 40, (64, 3)))
+    error = ""
+    cache = tc.TierCache(Path(folder) / name, tc.PassDataset.open(Path(folder) / "keys"), **OPTIONS)
+    try:
+        torch.manual_seed(1)
+        model = Words(cache.schema)
+        cache.register(model=model)
+        for p in cache.passes(epochs=1):
+            for some in keys.view(4, 16, 3):
+                mine = some[ranks.rank :: ranks.size]
+                if wrong == "validates alone" and ranks.rank == 0:
+                    with torch.no_grad():
+                        model.two(mine)
+                if wrong == "other order" and ranks.rank == 0:
+                    model.two(mine)
+                model(mine).square().mean().backward()
+                cache.optimizer.step()
+                cache.optimizer.zero_grad()
+                with torch.no_grad():
+                    model(torch.arange(100, 106).view(2, 3) + p.index)
+    except tc.errors.RankError as caught:
+        error = str(caught)
+        cache._close(failed=True)
+    cache.close()
+    return {"error": error}
+
+
+def test_ranks_train_plain_keys_as_one_process(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """Each has its samples; gradients are averaged as DistributedDataParallel averages them."""
+    tables = [tc.Table(name=name, dim=4, optimizer=tc.optim.Adagrad(learning_rate=0.1)) for name in ("one", "two")]
+    every = np.arange(40)
+    tc.write_key_sets(tmp_path / "keys", tables, [{"one": every, "two": every}])
+    sides = []
+    for size in (1, 2):
+        found = ranks_pool.run(size, f"{__name__}:plain", folder=str(tmp_path), name=f"{size}.tc", wrong="")
+        assert [one["error"] for one in found] == [""] * size
+        sides.append(stored(tmp_path, f"{size}.tc"))
+    for one, two in zip(*(side.values() for side in sides), strict=True):
+        for numbers, others in zip(one[1], two[1], strict=True):
+            np.testing.assert_allclose(numbers, others, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", ["validates alone", "other order"])
+def test_ranks_that_look_other_keys_up_are_told_so(ranks_pool: RanksPool, tmp_path: Path, wrong: str) -> None:
+    """On all ranks, and at once: nobody is served another one's keys."""
+    tables = [tc.Table(name=name, dim=4) for name in ("one", "two")]
+    every = np.arange(40)
+    tc.write_key_sets(tmp_path / "keys", tables, [{"one": every, "two": every}])
+    found = ranks_pool.run(2, f"{__name__}:plain", folder=str(tmp_path), name="wrong.tc", wrong=wrong)
+    for one in found:
+        assert "look" in one["error"], one
+
+
+def beside_batches(ranks: AnyCommunicator, folder: str, when: str, *, evaluates: bool) -> dict[str, Any]:
+    """Train batches; rank 0 validates by itself, at some moment of a step."""
+    error = ""
+    with opened(folder, f"{when}.tc") as cache:
+        torch.manual_seed(1)
+        model, rows = Net(cache.schema), tc.Embedding(cache.schema, "g")
+        cache.register(model=model, rows=rows, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def validate(now: str) -> None:
+            if ranks.rank or now != when:
+                return
+            if evaluates:
+                next(cache.evaluate(cache.dataset))
+            with torch.no_grad():
+                rows(torch.arange(5))
+
+        try:
+            for p in cache.passes(epochs=1):
+                for batch in p.batches(16):
+                    validate("before forward")
+                    loss = model(batch).square().mean() * batch.weight
+                    validate("before backward")
+                    loss.backward()
+                    validate("before step")
+                    cache.optimizer.step()
+                    cache.optimizer.zero_grad()
+                validate("at the end of the pass")
+        except tc.errors.RankError as caught:
+            error = str(caught)
+            cache._close(failed=True)
+    return {"error": error}
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("when", ["before forward", "before backward", "before step", "at the end of the pass"])
+def test_a_validation_of_one_rank_beside_batches_is_told_at_once(
+    ranks_pool: RanksPool, tmp_path: Path, when: str, evaluates: bool
+) -> None:
+    """22: no step gets the keys of a validation, and no rank waits for a time-out."""
+    CASE.cut(tmp_path / "passes")
+    found = ranks_pool.run(2, f"{__name__}:beside_batches", folder=str(tmp_path), when=when, evaluates=evaluates)
+    for one in found:
+        assert "all ranks make the same" in one["error"], one
+
+
+def one_leaves(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
+    """Have rank 1 fail in its own code while rank 0 looks keys up."""
+    error = ""
+    cache = opened(folder, "left.tc")
+    rows = tc.Embedding(cache.schema, "g")
+    cache.register(rows=rows)
+    try:
+        if ranks.rank == 1:
+            raise ZeroDivisionError
+        with torch.no_grad():
+            rows(torch.arange(5))
+    except (tc.errors.RankError, ZeroDivisionError) as caught:
+        error = type(caught).__name__ + str(caught)
+        cache._close(failed=True)
+    return {"error": error}
+
+
+def test_a_rank_that_fails_ends_a_lookup_of_the_others(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """Immediately, without a time-out, and the error says what they were doing."""
+    CASE.cut(tmp_path / "passes")
+    found = ranks_pool.run(2, f"{__name__}:one_leaves", folder=str(tmp_path))
+    assert "RankErrora rank ended or did not answer while rank 0 was looking keys up" in found[0]["error"]
+    assert "Timed out" not in found[0]["error"]
+    assert found[1]["error"] == "ZeroDivisionError"
+
+
+class Baseline(nn.Module):
+    """A bag alone."""
+
+    def __init__(self, schema: tc.Schema) -> None:
+        super().__init__()
+        self.bag = tc.EmbeddingBag(schema, SPECS[0].name, mode="sum")
+
+    def forward(self, batch: tc.Batch) -> torch.Tensor:
+        """Return a number for each sample."""
+        return self.bag(batch).sum(1)
+
+
+def without_store(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
+    """Train all rows on each rank."""
+    passes = tc.PassDataset.open(Path(folder) / "passes")
+    with pytest.warns(UserWarning, match=f"each of the {ranks.size} ranks trains its own copy of all rows"):
+        cache = tc.TierCache(None, passes)
+    model = Baseline(cache.schema)
+    cache.register(model=model)
+    for p in cache.passes(epochs=1):
+        for batch in p.batches(16):
+            model(batch).square().mean().backward()
+            cache.optimizer.step()
+            cache.optimizer.zero_grad()
+    return {"sum": float(cache.live_rows().fields(SPECS[0].table, np.arange(30))[0].sum())}
+
+
+def test_a_cache_without_store_trains_alone_on_each_rank_and_says_so(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """A baseline may want exactly that."""
+    CASE.cut(tmp_path / "passes")
+    one, two = ranks_pool.run(2, f"{__name__}:without_store", folder=str(tmp_path))
+    assert one == two
+    assert np.isfinite(one["sum"])
+
+
+def train_model(ranks: AnyCommunicator, folder: str, name: str) -> dict[str, Any]:
+    """Train a converted model on plain keys; in each step every rank has a different batch."""
+    world = World(name, Path(folder) / f"rank{ranks.rank}", ranks=ranks.size)
+    model = DistributedDataParallel(world.ours)
+    given: dict[str, Any] = {"model": model} | ({} if world.dense is None else {"optimizer": world.dense})
+    losses = []
+    with tc.TierCache(Path(folder) / "m.tc", world.data, **given, **OPTIONS) as cache:
+        for p in cache.passes(epochs=1):
+            for one, _ in world.batches[p.sub_dataset][ranks.rank :: ranks.size]:
+                loss = model(*one)
+                loss.backward()
+                cache.optimizer.step()
+                cache.optimizer.zero_grad()
+                losses.append(loss.item())
+    return {"losses": losses}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_converted_model_trains_on_two_ranks_to_the_losses_of_torch(
+    ranks_pool: RanksPool, tmp_path: Path, name: str
+) -> None:
+    """No line of forward is changed; over 200 steps."""
+    found = ranks_pool.run(2, f"{__name__}:train_model", folder=str(tmp_path), name=name)
+    world, theirs = World(name, tmp_path / "alone", ranks=2), []
+    for some in world.batches:
+        for one, two in zip(some[::2], some[1::2], strict=True):
+            theirs.append(world.step_theirs(one[0], two[0]))
+    ours = np.mean([one["losses"] for one in found], axis=0)
+    assert ours.shape == (PASSES * STEPS,)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def validate_alone(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
+    """Look keys up on rank 0 alone, in the middle of a pass and after the loop, while rank 1 continues."""
+    keys, found = torch.arange(50), {}
+    with tc.TierCache(Path(folder) / "m.tc", tc.PassDataset.open(Path(folder) / "keys"), **OPTIONS) as cache:
+        model = Words(cache.schema)
+        cache.register(model=model)
+        for p in cache.passes(epochs=1):
+            for some in torch.arange(36).view(4, 3, 3):
+                model(some).square().mean().backward()
+                cache.optimizer.step()
+                cache.optimizer.zero_grad()
+            if ranks.rank == 0 and p.index == 2:
+                with tc.Store.open(Path(folder) / "m.tc", mode="r") as store:
+                    known = store.lookup("one", keys.numpy(), missing="initial")["vector"]
+                with cache.lookups(local=True), torch.no_grad():
+                    found["in the pass"] = np.array_equal(model.one(keys).numpy(), known)
+                with pytest.raises(tc.errors.StateError, match="no_grad"), cache.lookups(local=True):
+                    model.one(keys[:3])
+        with torch.no_grad():
+            now = model.two(keys.view(10, 5))
+            if ranks.rank == 0:
+                with cache.lookups(local=True):
+                    found["after it"] = torch.equal(model.two(keys.view(10, 5)), now)
+    return found
+
+
+def test_rank_0_validates_alone_on_the_rows_of_the_last_commit(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """Without a collective: the other rank takes no part."""
+    tables = [tc.Table(name=name, dim=4, initializer=tc.init.Uniform(low=-1, high=1)) for name in ("one", "two")]
+    every = np.arange(40)
+    tc.write_key_sets(tmp_path / "keys", tables, [{"one": every, "two": every}] * 3)
+    found = ranks_pool.run(2, f"{__name__}:validate_alone", folder=str(tmp_path))
+    assert found == [{"in the pass": True, "after it": True}, {}]

@@ -1,0 +1,308 @@
+"""Shards for other ranks or another sharding have the rows, the state, the rates and the place of the old ones."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tiercache as tc
+from tests.dist.meeting import meet
+from tests.dist.reshardings import let_through, made, on_ranks, one_case, sharded, train_to_cursor, ways
+from tests.dist.sharded_world import TABLES, WHOLE, expected, old_shards, one_store, sharding_on, whole_row
+from tests.train.cases import assert_same_bits, result_of, table
+from tiercache.dist.budget_checks import Budgets
+from tiercache.dist.communicator import communicator_of
+from tiercache.dist.resharding import copy_share
+from tiercache.dist.shard_opening import open_for_share
+from tiercache.dist.shard_view import Share
+from tiercache.dist.shard_writer import ShardWriter
+from tiercache.errors import BudgetError, DatasetError, RankError
+from tiercache.planning.schedule import Schedule
+from tiercache.store import Cursor, MemoryEngine, Store, hash_keys
+from tiercache.store.shards.shard_manifest import Manifest
+from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, hash_bounds, sliced
+
+
+@st.composite
+def shardings(draw: st.DrawFn) -> ShardingPlan:
+    """Draw any sharding of the tables."""
+    size = draw(st.integers(1, 4))
+    tables = {}
+    for one in TABLES:
+        ways = ["row", "replicate", "table"] + (["column"] if size > 1 else [])
+        match draw(st.sampled_from(ways)):
+            case "table":
+                tables[one.name] = TableSharding("table", (Slice(draw(st.integers(0, size - 1)), 0, one.dim),))
+            case "column":
+                ranks = draw(st.permutations(range(size)))[: draw(st.integers(2, min(size, one.dim)))]
+                tables[one.name] = sliced(one.dim, ranks)
+            case kind:
+                tables[one.name] = TableSharding(kind)
+    return ShardingPlan(size, tables)
+
+
+def check_rows(store: Store, sharding: ShardingPlan, rank: int, wanted: dict[str, dict[int, Any]]) -> int:
+    """Compare a shard with the rows of the oracle, key by key; returns how many numbers of vectors it has."""
+    numbers = 0
+    for shard in sharding.shard_tables(TABLES, rank):
+        whole, hashes = WHOLE[shard.name], sharding.owned_hashes(shard.name, rank)
+        keys = np.array(sorted(wanted[shard.name]), dtype=np.int64)
+        mine = keys[:0]
+        if hashes is not None:
+            of = hash_keys(keys, shard.table_id).astype(object)
+            mine = keys[(of >= hashes[0]) & (of < hashes[1])]
+        found = list(store.scan(shard.name, chunk_rows=7))
+        assert sorted(key for ks, _ in found for key in ks.tolist()) == mine.tolist()
+        columns = slice(shard.first_column, shard.first_column + shard.dim)
+        for ks, fields in found:
+            numbers += fields[0].size
+            for i, key in enumerate(ks.tolist()):
+                for mine_, one in zip(fields, whole_row(whole, key, *wanted[shard.name][key]), strict=True):
+                    assert mine_[i].tobytes() == (one[0, columns] if one.shape[1] == whole.dim else one[0]).tobytes()
+    return numbers
+
+
+@settings(max_examples=60, deadline=None)
+@given(old=shardings(), new=shardings(), commits=st.integers(0, 7))
+def test_every_key_and_column_is_in_one_new_part_with_its_state(
+    old: ShardingPlan, new: ShardingPlan, commits: int
+) -> None:
+    """From any sharding to any other, at any commit: the bits of vectors and of what belongs to them."""
+    shards = old_shards(old, commits)
+    whole = one_store(TABLES, old, shards)  # which closes the shards when it goes
+    cursor = shards[0].commit.cursor
+    wanted, numbers = expected(cursor), 0
+    for rank in range(new.num_ranks):
+        with Store.open(None, tables=new.shard_tables(TABLES, rank), engine=MemoryEngine()) as store:
+            commit = copy_share(whole, store, new, rank)
+            assert (commit.id, commit.cursor) == (0, (0, 0))
+            assert store.state() == shards[0].state()
+            assert commit.settings == shards[0].commit.settings
+            numbers += check_rows(store, new, rank, wanted)
+    assert numbers == sum(len(keys) * WHOLE[name].dim for name, keys in wanted.items())
+
+
+def test_only_shards_and_pieces_with_wanted_rows_are_read() -> None:
+    """From two ranks by row to three: the first of three reads nothing of the second of two."""
+    ways = {one.name: TableSharding("row") for one in TABLES}
+    old, new = ShardingPlan(2, ways), ShardingPlan(3, ways)
+    shards = old_shards(old, 4)
+    with Store.open(None, tables=new.shard_tables(TABLES, 0), engine=MemoryEngine()) as store:
+        whole = one_store(TABLES, old, shards)
+        copy_share(whole, store, new, 0)
+        check_rows(store, new, 0, expected(shards[0].commit.cursor))
+    assert whole.shards[0].counters.row_bytes_read > 0
+    assert whole.shards[1].counters.row_bytes_read == 0
+
+
+def test_each_rank_has_the_state_it_had_and_a_new_one_that_of_rank_0() -> None:
+    """Random generators differ between ranks."""
+    old, new = sharding_on(2), sharding_on(3)
+    shards = old_shards(old, 2)
+    for rank, shard in enumerate(shards):
+        shard.publish(shard.commit.cursor, state=b"%d" % rank, schedule_digest="", settings={}, environment={})
+    whole = one_store(TABLES, old, shards)
+    for rank, state in enumerate((b"0", b"1", b"0")):
+        with Store.open(None, tables=new.shard_tables(TABLES, rank), engine=MemoryEngine()) as store:
+            copy_share(whole, store, new, rank)
+            assert store.state() == state
+
+
+# -- with a training -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stops", "order_seed", "shuffle"),
+    [
+        ([((2, 0), 2, 0), ((3, 0), 3, 1), ((7, 16), 1, 1)], None, True),
+        ([((0, 24), 3, 0), ((6, 0), 2, 1), ((7, 0), 3, 0)], 5, True),
+        ([((9, 48), 4, 1), ((11, 0), 4, 0), ((12, 0), 2, 0)], None, False),
+    ],
+)
+def test_a_training_goes_on_with_other_ranks_to_the_same_bits(
+    tmp_path: Path, stops: list[tuple[tuple[int, int], int, int]], order_seed: int | None, shuffle: bool
+) -> None:
+    """One rank trains, others take its rows and bring them through a pass, one goes on: as if they never left it."""
+    case = one_case(order_seed=order_seed, shuffle=shuffle)
+    passes = case.cut(tmp_path / "passes")
+    path = tmp_path / "sharded"
+    skip = {cursor[0] for cursor, size, _ in stops if size > 1 and not cursor[1]}
+    with Store.open(None, tables=case.tables, engine=MemoryEngine()) as plain:
+        model = train_to_cursor(plain, passes, case, (14, 0), skip=skip, seed=1)
+        end = result_of(plain, passes, model)
+    sharded(path, case, passes, stops[0][0])
+    for (cursor, size, turn), after in zip(stops, [*(stop[0] for stop in stops[1:]), (14, 0)], strict=True):
+
+        def body(ranks: Any, cursor: Any = cursor, size: int = size, turn: int = turn) -> Any:
+            with made(path, passes, ways(size, turn), ranks, order=order_seed) as shards:
+                assert shards.cursor == cursor
+                assert shards.store.commit.cursor == cursor
+                if size > 1 and not cursor[1]:
+                    let_through(shards.store, Share(passes, ways(size, turn), ranks.rank), cursor[0] + 1, order_seed)
+                    shards.publish((cursor[0] + 1, 0))
+                return len(list(shards.store.segments))
+
+        on_ranks(size, body)
+        with tc.Store.open(path, mode="r") as opened:
+            assert opened.manifest.num_ranks == size
+        assert sorted(p.name for p in path.iterdir() if p.is_dir()) == [
+            f"shard-{opened.manifest.generation}-{rank}" for rank in range(size)
+        ]
+        with made(path, passes, ways(1, turn), communicator_of(), order=order_seed) as shards:
+            share = Share(passes, ways(1, turn), 0)
+            model = train_to_cursor(shards.store, share, case, after, shards=shards)
+            shards.publish(after)
+            assert after != (14, 0) or assert_same_bits(end, result_of(shards.store, passes, model)) is None
+
+
+@pytest.mark.parametrize("cursor", [(0, 40), (3, 16), (7, 48), (8, 0)])
+def test_fewer_devices_go_on_with_smaller_passes(tmp_path: Path, cursor: tuple[int, int]) -> None:
+    """Passes are split at aligned samples, and the new shards continue them from the midst of an old one."""
+    case = one_case(shuffle=False)
+    passes = case.cut(tmp_path / "passes")
+    sharded(tmp_path / "sharded", case, passes, cursor)
+    split = tc.repartition(passes, tmp_path / "split", rows=60, batch_multiple=8)
+    assert len(split) >= 2 * len(passes)
+    with Store.open(None, tables=case.tables, engine=MemoryEngine()) as plain:
+        end = result_of(plain, passes, train_to_cursor(plain, passes, case, (10, 0), seed=1))
+
+    def body(ranks: Any) -> Any:
+        with made(tmp_path / "sharded", split, ways(2, 1), ranks) as shards:
+            return shards.cursor
+
+    on_ranks(2, body)
+    with made(tmp_path / "sharded", split, ways(1, 1), communicator_of()) as shards:
+        model = train_to_cursor(shards.store, Share(split, ways(1, 1), 0), case, (2 * len(split), 0))
+        assert_same_bits(end, result_of(shards.store, passes, model))
+
+
+def test_what_cannot_go_on_is_refused_on_every_rank_and_nothing_has_changed(tmp_path: Path) -> None:
+    """Other passes, another order, too little room: a sentence with the numbers, and the store stands as it stood."""
+    case = one_case(shuffle=True)
+    passes, path = case.cut(tmp_path / "passes"), tmp_path / "sharded"
+    sharded(path, case, passes, (3, 16))
+    others = one_case(data_seed=5).cut(tmp_path / "others")
+    split = tc.repartition(passes, tmp_path / "split", rows=60, batch_multiple=8)
+
+    def refused(kind: type[Exception], words: str, using: tc.PassDataset = passes, **options: Any) -> None:
+        def body(ranks: Any) -> Any:
+            made(path, using, ways(2, 1), ranks, **options).close()
+
+        for error in meet(2, body):
+            assert isinstance(error, (kind, RankError))
+            with pytest.raises(type(error), match=words):
+                raise error
+        with tc.Store.open(path, mode="r") as store:
+            assert (store.manifest.num_ranks, store.commit.cursor) == (1, (3, 16))
+
+    refused(DatasetError, "is not the one that the store at .* was trained with, nor split from it", others)
+    refused(DatasetError, "is not the one that the store at .* was trained with", order=3)
+    refused(DatasetError, "stands 16 samples inside pass 3, whose samples are shuffled", split)
+    refused(BudgetError, r"store_budget is 100 bytes, but the shard of rank \d would have [\d.]+ KiB", store_budget=100)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tiercache.dist.resharding.shutil.disk_usage", lambda _: type("Disk", (), {"free": 4096}))
+        refused(BudgetError, r"the new shards on the disk of .* need [\d.]+ KiB while they are made, .* 4 KiB are free")
+
+    refused(DatasetError, "stands inside pass 3: train to the end of a pass", others, reorganized=True)
+    with ShardWriter.open(path, case.tables, ways(1, 0), communicator_of()) as shards:
+        train_to_cursor(shards.store, Share(passes, ways(1, 0), 0), case, (4, 0), shards=shards)
+
+    def begun(ranks: Any) -> Any:
+        with made(path, others, ways(2, 1), ranks, reorganized=True) as shards:
+            return shards.cursor, shards.store.commit.schedule_digest
+
+    for rank, (cursor, digest) in enumerate(on_ranks(2, begun)):
+        share = Share(others, ways(2, 1), rank)
+        assert cursor == (0, 0)
+        assert digest == Schedule(num_passes=5, dataset_digest=share.digest).digest
+
+
+def budgets_of(store: int) -> Budgets:
+    """Return budgets of which only the store's may be too small."""
+    return Budgets(device_budget=1 << 30, host_budget=1 << 30, eval_budget=None, store_budget=store)
+
+
+def test_the_same_ranks_reorganize_within_their_store_budget(tmp_path: Path) -> None:
+    """Too little is refused with the numbers, and the shards stand as they stood; enough is enough."""
+    case = one_case()
+    path = tmp_path / "sharded"
+    sharded(path, case, case.cut(tmp_path / "passes"), (3, 0))
+    share = Share(one_case(data_seed=5).cut(tmp_path / "others"), ways(1, 0), 0)
+    options: dict[str, Any] = {"engine": None, "shard_dirs": None, "reorganized": True, "order": None}
+    with pytest.raises(BudgetError, match=r"store_budget is 100 bytes, but the store needs"):
+        open_for_share(path, share, communicator_of(), **options, budgets=budgets_of(100))
+    with tc.Store.open(path, mode="r") as store:
+        assert store.commit.cursor == (3, 0)
+    with open_for_share(path, share, communicator_of(), **options, budgets=budgets_of(1 << 30)) as shards:
+        assert shards.store.commit is not None
+        assert shards.store.commit.cursor == (0, 0)
+
+
+def test_a_rank_that_fails_ends_the_work_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it was doing; the old shards stand."""
+    case = one_case()
+    passes, path = case.cut(tmp_path / "passes"), tmp_path / "sharded"
+    sharded(path, case, passes, (3, 0))
+    from tiercache.dist import resharding
+
+    copy = resharding.copy_share
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        if arguments[3] == 1:
+            raise OSError("the disk is gone")
+        return copy(*arguments, **options)
+
+    monkeypatch.setattr("tiercache.dist.resharding.copy_share", failing)
+    found = meet(3, lambda ranks: made(path, passes, ways(3, 1), ranks))
+    assert isinstance(found[1], OSError)
+    for error in (found[0], found[2]):
+        assert isinstance(error, RankError)
+        assert "rank 1 failed while writing rows for other ranks: the disk is gone" in str(error)
+    assert Manifest.read(path).num_ranks == 1
+    monkeypatch.undo()
+    on_ranks(2, lambda ranks: made(path, passes, ways(2, 0), ranks).close())
+    with tc.Store.open(path, mode="r") as store:
+        assert store.commit.cursor == (3, 0)
+        assert [shard.name for shard in sorted(path.iterdir()) if shard.is_dir()] == list(store.manifest.shards)
+
+
+# -- what new shards take over beside rows, and what is known of it before -------------------------------------
+
+
+def test_learning_rates_follow_tables_to_their_new_groups() -> None:
+    """A table cut into columns had a group of its own; where its rate differs, it cannot join the others."""
+    alike = tuple(table(name, 4, tc.optim.RowWiseAdagrad(learning_rate=0.1)) for name in ("a", "b"))
+    row = TableSharding("row")
+    old = ShardingPlan(2, {"a": row, "b": sliced(4, [0, 1])})
+    new = ShardingPlan(1, {"a": row, "b": row})
+    for rates, answer in (({"a": 0.5, "b": 0.5}, [0.5]), ({"a": 0.5, "b": 0.25}, None)):
+        shards = [Store.open(None, tables=old.shard_tables(alike, rank), engine=MemoryEngine()) for rank in range(2)]
+        for shard in shards:
+            of_groups = [rates[group.tables[0].name] for group in shard.groups]
+            kept = {"steps": 7, "learning_rates": of_groups}
+            shard.publish(Cursor(0), state=b"", schedule_digest="", settings=kept, environment={})
+        with Store.open(None, tables=alike, engine=MemoryEngine()) as store:
+            if answer is None:
+                with pytest.raises(ValueError, match=r"'b', 'a' of .* share a group, .* and had 0.25 and 0.5: set one"):
+                    copy_share(one_store(alike, old, shards), store, new, 0)
+            else:
+                commit = copy_share(one_store(alike, old, shards), store, new, 0)
+                assert commit.settings == {"steps": 7, "learning_rates": answer}
+
+
+def test_rows_of_a_rank_are_predicted_from_sizes() -> None:
+    """As many as it gets, or up to four standard deviations more."""
+    old, new = sharding_on(3), sharding_on(4, 1)
+    shards = old_shards(old, 5)
+    known = expected(shards[0].commit.cursor)
+    predicted = one_store(TABLES, old, shards)
+    for name, keys in known.items():
+        hashes = hash_keys(np.array(list(keys), np.int64), WHOLE[name].table_id).astype(object)
+        assert predicted.most_rows(name, (0, 1 << 64)) == len(keys)
+        bounds = hash_bounds(new.num_ranks)
+        for low, high in pairwise(bounds):
+            assert np.count_nonzero((hashes >= low) & (hashes < high)) <= predicted.most_rows(name, (low, high))

@@ -1,0 +1,110 @@
+"""Ranks that were given different folders, or other options that must agree, are refused before anything is made."""
+
+import os
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiercache as tc
+from tests.dist.meeting import meet
+from tests.dist.pool import RanksPool
+from tests.dist.trainings import CASES, ONE, OPTIONS, on_ranks, stored
+from tiercache.dist.communicator import AnyCommunicator
+from tiercache.dist.consistency import check_same_places
+from tiercache.errors import RankError
+
+OPEN = f"{__name__}:opened"
+END = ": give all ranks the same, then start them again"
+
+
+def opened(ranks: AnyCommunicator, folder: str, by_rank: list[dict[str, Any]]) -> None:
+    """Open a store as each rank asks, in the working directory that it has."""
+    mine = by_rank[ranks.rank]
+    passes = tc.PassDataset.open(Path(folder) / "passes")
+    with chdir(mine.pop("cwd", folder)):
+        store = mine.pop("store", "model.tc")
+        if mine.pop("held", False):
+            store = tc.Store.open(store, tables=passes.tables)
+        model = None
+        if mine.pop("model", False):
+            model = tc.EmbeddingBagCollection(passes.schema)
+        tc.TierCache(store, passes, model=model, **OPTIONS | mine).close()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [
+        ({"store": "model-0.tc"}, {"store": "model-1.tc"}, r"the store \(.*/model-0.tc on rank 0, .*/model-1.tc on"),
+        ({"cwd": "a"}, {"cwd": "b"}, r"the store \(.*/a/model.tc on rank 0, .*/b/model.tc on rank 1\)"),
+        ({"cwd": "a"}, {"store": "b/model.tc"}, r"the store \(.*/a/model.tc on rank 0, .*/b/model.tc on rank 1\)"),
+        ({"store": "link/m.tc"}, {"store": "b/m.tc"}, r"the store \(.*/link/m.tc on rank 0, .*/b/m.tc on rank 1\)"),
+        ({"shard_dirs": ["a", "b"]}, {"shard_dirs": ["a", "c"]}, r"shard_dirs\[1\] \(.*/b on rank 0, .*/c on rank 1\)"),
+        ({"shard_dirs": ["a", "b"]}, {}, r"shard_dirs\[0\] \(.*/a on rank 0, nothing on rank 1\); shard_dirs\[1\]"),
+        ({"shard_dirs": ["c", "c"], "cwd": "a", "store": "../m"}, {"shard_dirs": ["c", "c"], "store": "m"},
+         r"shard_dirs\[0\] \(.*/a/c on rank 0, .*/c on rank 1\)"),
+        ({"held": True}, {}, r"the kind of store \(a Store on rank 0, a path on rank 1\)"),
+        ({"model": True}, {}, r"the model and the optimizer \(\[\"model\"\] on rank 0, \[\] on rank 1\)"),
+    ],
+)  # fmt: skip
+def test_ranks_with_different_folders_are_refused(
+    ranks_pool: RanksPool, tmp_path: Path, one: dict[str, Any], other: dict[str, Any], words: str
+) -> None:
+    """On all ranks in the same words, and nothing is made; paths that differ are told whole."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to("a")
+    ONE.cut(tmp_path / "passes")
+    by_rank = [asked | {"cwd": str(tmp_path / asked.get("cwd", ""))} for asked in (one, other)]
+
+    errors = ranks_pool.errors(2, OPEN, folder=str(tmp_path), by_rank=by_rank)
+
+    assert errors[0] == errors[1]
+    kind, sentence = errors[0] or ("", "")
+    assert kind == "RankError"
+    assert sentence.endswith(END)
+    with pytest.raises(RankError, match=rf"^ranks differ in {words}"):
+        raise RankError(sentence)
+    made = [name for _, _, names in os.walk(tmp_path) for name in names if name.startswith(("shard", "ranks"))]
+    assert made == []
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("m.tc", "m.tc"),
+        ("m.tc", "{here}/m.tc"),
+        ("a/m.tc", "link/m.tc"),
+        ("a/new/m.tc", "link/new/m.tc"),
+        ("a/m.tc", "{here}/b/../a/m.tc"),
+        ("there.tc", "linked.tc"),
+        ("there.tc/", "./a/../linked.tc"),
+    ],
+)
+def test_paths_that_lead_to_one_folder_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one: str, other: str
+) -> None:
+    """Absolute or not, by links, whether it is there or not; another name in the same folder is another place."""
+    for name in ("a", "b", "there.tc"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to("a")
+    (tmp_path / "linked.tc").symlink_to("there.tc")
+    monkeypatch.chdir(tmp_path)
+    paths = [Path(path.format(here=tmp_path)) for path in (one, other)]
+
+    def compare(ranks: Any, *more: str) -> None:
+        check_same_places(ranks, {"the store": paths[ranks.rank].joinpath(*more[: ranks.rank])})
+
+    assert meet(2, compare) == [None, None]
+    assert all(isinstance(error, RankError) for error in meet(2, lambda ranks: compare(ranks, "below")))
+
+
+def test_ranks_train_one_store_by_different_paths(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """One of them by a link: what is left opens by both."""
+    (tmp_path / "link").symlink_to(tmp_path)
+    CASES["one"].cut(tmp_path / "passes")
+    asked = [{"store": str(tmp_path / "model.tc")}, {"store": str(tmp_path / "link" / "model.tc")}]
+    assert ranks_pool.errors(2, OPEN, folder=str(tmp_path), by_rank=asked) == [None, None]
+    on_ranks(ranks_pool, 2, tmp_path, epochs=1)
+    assert stored(tmp_path).keys() == stored(tmp_path / "link").keys()

@@ -1,0 +1,100 @@
+"""A rank whose disk is slower than the time-out of data is waited for."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from tests.dist import trainings
+from tests.dist.pool import RanksPool
+from tests.dist.trainings import ONE, assert_same_rows, dense_of, model_of, open_sharded, stored
+from tests.store.failing import HitchingEngine
+from tests.train.cases import Case
+from tiercache.dist.communicator import AnyCommunicator, communicator_of
+from tiercache.errors import RankError
+from tiercache.store.opening import Opened
+from tiercache.store.shards import open_shards
+
+TIMEOUT, HITCH = 3.0, 5.0
+"""Seconds."""
+WIDE = Case(tables=ONE.tables, specs=ONE.specs, num_samples=512, num_keys=2000, pass_rows=128, batch=64)
+"""More rows than the host holds: some are read at every switch."""
+BODIES = "tests.dist.test_slow_disks:"
+
+
+@contextmanager
+def impatient(seconds: float = TIMEOUT) -> Iterator[pytest.MonkeyPatch]:
+    """Have new process groups give a rank up soon."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "default_pg_timeout", timedelta(seconds=seconds))
+        yield patch
+
+
+def trained(ranks: AnyCommunicator, folder: str, slow: str | None) -> dict[str, Any]:
+    """Train, with a commit inside pass 3; on rank 1 something of the disk takes longer than the timeout in pass 2."""
+    case, engines = WIDE, list[HitchingEngine]()
+    open_engine = open_shards.open_engine
+
+    def opened(*arguments: Any, **options: Any) -> Opened:
+        found = open_engine(*arguments, **options)
+        found.engine = made = HitchingEngine(found.engine)
+        engines.append(made)
+        return found
+
+    with impatient(TIMEOUT if slow else 60.0) as patch:
+        patch.setattr(open_shards, "open_engine", opened)
+        with open_sharded(case, folder, host_budget="212KiB") as cache:
+            model, optimizer = model_of(cache, case)
+            for p, number in trainings.trained(cache, case, (model, optimizer)):
+                if slow and number == 0 and p.index == (3 if slow == "commit" else 2) and ranks.rank == 1:
+                    cache.drain()
+                    engines[-1].seconds[slow] = HITCH
+                if p.index == 3 and number == 0:
+                    cache.commit()
+            return dense_of(model) | {"left": len(engines[-1].seconds), "read": sum(r.rows_read for r in cache.reports)}
+
+
+def fails_late(_: AnyCommunicator) -> None:
+    """Rank 1 fails when it was at work for longer than the timeout."""
+    with impatient():
+        ranks = communicator_of()
+    with ranks.raise_on_all("reading rows"):
+        if ranks.rank == 1:
+            time.sleep(HITCH)
+            raise OSError("the disk is gone")
+
+
+@pytest.fixture(scope="module")
+def in_time(ranks_pool: RanksPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder of a training with fast disks, and what its ranks ended with."""
+    folder = tmp_path_factory.mktemp("fast")
+    WIDE.cut(folder / "passes")
+    return folder, ranks_pool.run(2, BODIES + "trained", folder=str(folder), slow=None)
+
+
+@pytest.mark.parametrize("slow", ["read", "write", "commit"])
+def test_a_slow_disk_is_not_a_dead_rank(ranks_pool: RanksPool, tmp_path: Path, in_time: Any, slow: str) -> None:
+    """At a switch, where a dump is written, and at a commit inside a pass: the rows end with the same bits."""
+    WIDE.cut(tmp_path / "passes")
+    found = ranks_pool.run(2, BODIES + "trained", folder=str(tmp_path), slow=slow)
+
+    for fast, late in zip(in_time[1], found, strict=True):
+        assert fast["read"] == late["read"] > 0
+        assert late["left"] == 0
+        for one in fast.keys() - {"left", "read"}:
+            np.testing.assert_array_equal(fast[one], late[one])
+    assert_same_rows(stored(in_time[0]), stored(tmp_path))
+
+
+def test_an_error_of_a_slow_disk_reaches_all(ranks_pool: RanksPool) -> None:
+    """With its sentence, when it comes."""
+    assert ranks_pool.errors(2, BODIES + "fails_late") == [
+        (RankError.__name__, "rank 1 failed while reading rows: OSError: the disk is gone"),
+        ("OSError", "the disk is gone"),
+    ]

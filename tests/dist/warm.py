@@ -1,0 +1,9 @@
+"""What a rank of the tests imports before its first run, so that ranks begin at once; it opens nothing."""
+
+import torch.nn.parallel
+
+import tests.dist.trainings
+import tiercache.store.shards.open_shards
+import tiercache.train.cache
+
+__all__ = ["tests", "tiercache", "torch"]

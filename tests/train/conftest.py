@@ -1,0 +1,29 @@
+"""What the tests of trainings share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.train.beside_torch import World
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import tiercache as tc
+
+
+@pytest.fixture(scope="module")
+def passes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tc.PassDataset:
+    """The passes of a module's case."""
+    return request.module.CASE.cut(tmp_path_factory.mktemp("case") / "passes")
+
+
+@pytest.fixture
+def world(passes: tc.PassDataset) -> Iterator[World]:
+    """A cache in the middle of a pass, with the same model in torch. The module's case is that of `beside_torch`."""
+    made = World(passes)
+    yield made
+    made.loop.close()
+    made.cache._close(failed=True)

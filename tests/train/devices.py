@@ -1,0 +1,33 @@
+"""Where the trainings of the tests run: TIERCACHE_TEST_DEVICE is "cpu" (as it is where not said), "shim" or "cuda"."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from tests.train.shim_gpu import ShimRuntime
+from tiercache.rows.backends.cuda import CudaBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DEVICE = os.environ.get("TIERCACHE_TEST_DEVICE", "cpu")
+
+
+def shim(order: str = "forward", **options: Any) -> CudaBackend:
+    """Return the CUDA backend on the shim; threads of a block take turns in ``order``."""
+    return CudaBackend(ShimRuntime(order, **options))
+
+
+def device_of_tests() -> Any:
+    """Return what a cache takes as its device."""
+    return shim() if DEVICE == "shim" else DEVICE
+
+
+def cuda_device(order: str = "forward") -> Any:
+    """Return a GPU where the tests have one, else the shim."""
+    return "cuda" if DEVICE == "cuda" else shim(order)
+
+
+DEVICES: dict[str, Callable[..., Any]] = {"cpu": lambda _order="forward": "cpu", "cuda": cuda_device}
+"""The devices of tests that run on both."""

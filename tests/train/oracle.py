@@ -1,0 +1,154 @@
+"""An independent oracle: torch's own embedding modules over whole tables, and row optimizers written out by hand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import tiercache as tc
+from tests.kernels.stochastic import row_words
+from tests.train.cases import all_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from tests.train.cases import Case
+
+
+def initial_row(table: tc.Table, key: int) -> NDArray[np.float32]:
+    """Return the documented initial row, number by number in NumPy; uniform, zeros or constant."""
+    match table.initializer:
+        case tc.init.Uniform(low=low, high=high):
+            low, high = np.float32(low), np.float32(high)
+            units = [
+                np.float32(word >> 8) * np.float32(2.0**-24)
+                for word in row_words(key, table.table_id, table.seed, table.dim)
+            ]
+            return np.array([low + unit * np.float32(high - low) for unit in units], np.float32)
+        case tc.init.Constant(value=value):
+            return np.full(table.dim, value, np.float32)
+        case tc.init.Zeros():
+            return np.zeros(table.dim, np.float32)
+    raise AssertionError(f"{table.initializer} has no documented bits")
+
+
+class Oracle:
+    """All rows of a case in one parameter a table, looked up by torch and stepped by torch or by hand."""
+
+    def __init__(self, case: Case, passes: tc.PassDataset, device: torch.device) -> None:
+        self.case, self.passes, self.device = case, passes, device
+        self.tables = {t.name: t for t in case.tables}
+        self.keys = {name: all_keys(passes, name) for name in self.tables}
+        self.weights = {
+            name: nn.Parameter(self._there(np.stack([initial_row(table, int(k)) for k in self.keys[name]])))
+            for name, table in self.tables.items()
+        }
+        self.touched = {name: self._there(np.zeros(keys.size, bool)) for name, keys in self.keys.items()}
+        self.sums = {
+            name: self._there(
+                np.full((keys.size, 1), getattr(self.tables[name].optimizer, "initial_accumulator", 0.0), np.float32)
+            )
+            for name, keys in self.keys.items()
+        }
+        self.rates = {name: table.optimizer.learning_rate for name, table in self.tables.items()}
+        self.optimizers = {name: self._optimizer(name) for name in self.tables}
+
+    def _there(self, array: NDArray[Any]) -> torch.Tensor:
+        """Return a copy on the device of the training."""
+        return torch.from_numpy(array.copy()).to(self.device)
+
+    def _is_sparse(self, name: str) -> bool:
+        return isinstance(self.tables[name].optimizer, tc.optim.Adam)
+
+    def _optimizer(self, name: str) -> Any:
+        """Return torch's optimizer for a table, None where it has none: decay of touched rows, row-wise Adagrad."""
+        match self.tables[name].optimizer:
+            case tc.optim.SGD(learning_rate=rate, decay=0.0):
+                return torch.optim.SGD([self.weights[name]], lr=rate)
+            case tc.optim.Adagrad(learning_rate=rate, eps=eps, initial_accumulator=first, decay=0.0):
+                return torch.optim.Adagrad([self.weights[name]], lr=rate, eps=eps, initial_accumulator_value=first)
+            case tc.optim.Adam(learning_rate=rate, beta1=one, beta2=two, eps=eps, decay=0.0):
+                return torch.optim.SparseAdam([self.weights[name]], lr=rate, betas=(one, two), eps=eps)
+        return None
+
+    def _rows(self, batch: tc.Batch, sub_dataset: int, feature: str, table: str) -> torch.Tensor:
+        keys = self.passes.passes[sub_dataset].keys(table)[batch.ids[feature].ids]
+        rows = self._there(np.searchsorted(self.keys[table], keys))
+        self.touched[table][rows] = True
+        return rows
+
+    def bags(
+        self, batch: tc.Batch, sub_dataset: int, weights: Mapping[str, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Pool every feature with nn.EmbeddingBag: (N, sum of dims)."""
+        outs = []
+        for spec in self.case.specs:
+            ids, rows = batch.ids[spec.name], self._rows(batch, sub_dataset, spec.name, spec.table)
+            ends = np.arange(batch.num_samples + 1) if ids.offsets is None else ids.offsets
+            offsets = self._there(ends)
+            given = (weights or {}).get(spec.name)
+            if given is None and ids.weights is not None:
+                given = self._there(ids.weights)
+            mode = spec.mode
+            if given is not None and mode == "mean":  # torch weights sums only
+                lengths = self._there(np.diff(ends))
+                given, mode = given / lengths.repeat_interleave(lengths), "sum"
+            module = nn.EmbeddingBag(
+                self.keys[spec.table].size, self.tables[spec.table].dim, mode=mode,
+                include_last_offset=True, sparse=self._is_sparse(spec.table),
+            )  # fmt: skip
+            module.weight = self.weights[spec.table]
+            outs.append(module(rows, offsets, per_sample_weights=given))
+        return torch.cat(outs, dim=1)
+
+    def vectors(self, batch: tc.Batch, sub_dataset: int) -> dict[str, torch.Tensor]:
+        """Look every feature up with nn.Embedding: (ids, dim)."""
+        outs = {}
+        for spec in self.case.specs:
+            module = nn.Embedding(
+                self.keys[spec.table].size, self.tables[spec.table].dim, sparse=self._is_sparse(spec.table)
+            )
+            module.weight = self.weights[spec.table]
+            outs[spec.name] = module(self._rows(batch, sub_dataset, spec.name, spec.table))
+        return outs
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Change the rate of every table."""
+        for name, optimizer in self.optimizers.items():
+            self.rates[name] = rate
+            if optimizer is not None:
+                optimizer.param_groups[0]["lr"] = rate
+
+    def step(self) -> None:
+        """Step every table and drop the gradients."""
+        for name, optimizer in self.optimizers.items():
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                self._step_by_hand(name)
+            self.touched[name][:] = False
+
+    @torch.no_grad()
+    def _step_by_hand(self, name: str) -> None:
+        spec, weight, touched = self.tables[name].optimizer, self.weights[name], self.touched[name]
+        if weight.grad is None:
+            return
+        rows = weight[touched]
+        gradient = weight.grad[touched] + spec.decay * rows
+        if isinstance(spec, tc.optim.SGD):
+            weight[touched] = rows - self.rates[name] * gradient
+        else:
+            if isinstance(spec, tc.optim.RowWiseAdagrad):
+                squares = (gradient * gradient).mean(dim=1, keepdim=True)
+            else:
+                squares, self.sums[name] = gradient * gradient, self.sums[name].expand(weight.shape).clone()
+            self.sums[name][touched] += squares
+            root = self.sums[name][touched].sqrt() + spec.eps
+            weight[touched] = rows - self.rates[name] * gradient / root
+        weight.grad = None

@@ -1,0 +1,209 @@
+"""A GPU on the CPU: whole trainings run the CUDA sources through the shim.
+
+Its memory is guarded, host memory must be pinned before kernels see it, and what is done on other streams than the
+training's is done as late as a GPU might.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tests.train.shim_streams import Event, LateKernels
+from tiercache.rows.backends.cpu import CompleteEvent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from numpy.typing import NDArray
+
+_NUMPY = {torch.float32: np.float32, torch.int32: np.int32, torch.int64: np.int64, torch.uint8: np.uint8}
+
+
+class ShimRuntime:
+    """Give it to a `CudaBackend`."""
+
+    name = "shim"
+    device = torch.device("cpu")
+
+    def __init__(self, order: str = "forward", free_bytes: int = 1 << 30) -> None:
+        self.kernels, self.free_bytes = LateKernels(order, self._reaches), free_bytes
+        self.kernels.upload = self._upload
+        self.pinned_pages: dict[int, int] = {}
+        self._pinned: dict[int, int] = {}
+        self._thread = threading.local()
+        self._uploads: list[Callable[[], object]] = []
+        self._received = self._uploading = 0
+        self._lock = threading.Lock()
+        self.threads: set[str] = set()
+        self.exchanges: list[str] = []
+
+    def prepare(self) -> None:
+        """Sources are compiled when they are launched."""
+
+    def stream(self) -> int:
+        """Return the address of no stream."""
+        return 0
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of rubbish in guarded memory."""
+        array = self.kernels.memory.empty(tuple(int(n) for n in shape), _NUMPY[dtype])
+        self.kernels.need(array)
+        return torch.from_numpy(array)
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Note where it lies."""
+        array = np.empty(tuple(shape), _NUMPY[dtype])
+        self._pinned[array.ctypes.data] = array.nbytes
+        weakref.finalize(array, self._pinned.pop, array.ctypes.data, None)
+        return torch.from_numpy(array)
+
+    def upload(self, pinned: torch.Tensor) -> torch.Tensor:
+        """Copy it."""
+        there = self.tensor(pinned.shape, pinned.dtype)
+        if not self._upload(lambda: there.copy_(pinned)):
+            there.copy_(pinned)
+        return there
+
+    def copy(self, host: torch.Tensor, there: torch.Tensor, *, lasting: bool = False) -> None:
+        """Take what the host has now; what is lasting, when it is done."""
+        taken = host if lasting else host.clone()
+        if not self._upload(lambda: there.copy_(taken)):
+            self.kernels.do(lambda: there.copy_(taken))
+
+    def _upload(self, work: Callable[[], object]) -> bool:
+        """Do it later where it is an upload."""
+        if not getattr(self._thread, "uploading", False):
+            return False
+        with self._lock:
+            self._uploads.append(work)
+        return True
+
+    @contextmanager
+    def uploading(self) -> Iterator[None]:
+        """Do copies inside only when somebody waits for them."""
+        self._thread.uploading = True
+        with self._lock:
+            self._uploading += 1
+        try:
+            yield
+        finally:
+            self._thread.uploading = False
+            with self._lock:
+                self._uploading -= 1
+
+    def uploaded(self) -> int:
+        """Return how many copies there were."""
+        with self._lock:
+            return self._received + len(self._uploads)
+
+    def receive(self, sent: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Do them."""
+        with self._lock:
+            while self._received < sent:
+                self._received += 1
+                self._uploads.pop(0)()
+            if not self._uploads and not self._uploading:  # else what a thread has made for work that it is yet to give
+                self.kernels.uploaded()
+
+    def download(self, tensor: torch.Tensor) -> NDArray[Any]:
+        """Wait for the current stream."""
+        self.kernels.finish()
+        return tensor.clone().numpy()
+
+    def address_of(self, array: NDArray[np.float32]) -> int:
+        """Refuse what a GPU could not reach."""
+        begin = array.ctypes.data
+        assert self._reaches(begin, array.nbytes), "a kernel is given host memory that is not pinned"
+        return begin
+
+    def _reaches(self, begin: int, num_bytes: int = 1) -> bool:
+        reach = {**self.pinned_pages, **self._pinned}
+        return any(address <= begin and begin + num_bytes <= address + size for address, size in reach.items())
+
+    def room(self) -> tuple[int, int]:
+        """What the test says."""
+        return self.free_bytes, 1 << 31
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Refuse to pin anything twice."""
+        assert not any(a < address + num_bytes and address < a + n for a, n in self.pinned_pages.items())
+        self.pinned_pages[address] = num_bytes
+
+    def unpin(self, address: int) -> None:
+        """Refuse what is not pinned, and what moves still use."""
+        last = address + self.pinned_pages.pop(address)
+        assert not self.kernels.still_move(address, last), "rows still move through these pages"
+
+    def dumping(self) -> AbstractContextManager[None]:
+        """Do it late."""
+        return self.kernels.on(self.kernels.dumps, behind_training=True)
+
+    def dumped(self) -> Event:
+        """Return the end of what was begun."""
+        return Event(self.kernels, self.kernels.dumps)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Do it late, and before dumps where it is not held behind them."""
+        try:
+            with self.kernels.on(self.kernels.loads, behind_training=True):
+                yield
+        finally:
+            self.kernels.hold_training(self.kernels.loads, self.kernels.dumps)
+
+    def wait_event(self, dumped: Event) -> None:
+        """Have loads wait."""
+        with self.kernels.on(self.kernels.loads, behind_training=False):
+            self.kernels.do(dumped.wait)
+
+    def loaded(self) -> Event:
+        """Return the end of what was begun."""
+        return Event(self.kernels, self.kernels.loads)
+
+    @contextmanager
+    def searching(self) -> Iterator[None]:
+        """Do it late."""
+        try:
+            with self.kernels.on(self.kernels.searches, behind_training=False):
+                yield
+        finally:
+            self.kernels.hold_training(self.kernels.searches)
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Note it; what is done inside is done at once, as it travels through the CPU."""
+        self.exchanges.append(threading.current_thread().name)
+        yield
+
+    def exchanged(self) -> int:
+        """Return nothing that is received."""
+        return 0
+
+    def hand_over(self, tensor: torch.Tensor) -> None:
+        """Nothing: memory comes back when nobody refers to it."""
+
+    def trained(self) -> CompleteEvent:
+        """Return a moment that is over: steps are done when they are launched."""
+        return CompleteEvent()
+
+    def synchronize(self) -> None:
+        """Do what was deferred."""
+        self.kernels.catch_up()
+
+    def enter_thread(self) -> None:
+        """Note the thread."""
+        self.threads.add(threading.current_thread().name.split("_")[0])
+
+    def random_state(self) -> torch.Tensor:
+        """It has no generator of its own."""
+        return torch.zeros(1, dtype=torch.uint8)
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """It has none."""

@@ -1,0 +1,246 @@
+"""Every mistake on the training side gets one sentence, and the store stays at its last commit."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tiercache as tc
+from tests.train.cases import (
+    Case,
+    Net,
+    Spec,
+    registered,
+    resident_result,
+    run,
+    smallest_host_budget,
+    table,
+    tiered,
+    train,
+)
+from tiercache.errors import BudgetError, DatasetError, StateError
+from tiercache.store.store_errors import StoreInUseError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+CASE = Case(
+    tables=(table("a", 4), table("b", 4), table("c", 6, tc.optim.SGD(learning_rate=0.1))),
+    specs=(Spec(name="f", table="a", hotness="ragged"), Spec(name="g", table="b"), Spec(name="h", table="c")),
+    num_samples=240, pass_rows=80, num_keys=100, epochs=1,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(passes: tc.PassDataset) -> Path:
+    """A closed store after one epoch."""
+    path = passes.path.with_name("model.tc")
+    with tc.Store.open(path, tables=CASE.tables) as store, tiered(store, passes) as cache:
+        train(cache, CASE)
+    return path
+
+
+@pytest.fixture
+def store(tmp_path: Path, trained: Path) -> Iterator[tc.Store]:
+    """A store after one epoch; whatever a test does wrong, it stands there still."""
+    shutil.copytree(trained, tmp_path / "model.tc")
+    with tc.Store.open(tmp_path / "model.tc") as store:
+        assert store.commit is not None
+        before = store.commit.id, store.commit.cursor
+        yield store
+        assert (store.commit.id, store.commit.cursor) == before
+    with tc.Store.open(tmp_path / "model.tc", mode="r") as again:
+        assert again.commit is not None
+        assert (again.commit.id, again.commit.cursor) == before
+
+
+@contextlib.contextmanager
+def one_sentence(kind: type[Exception] | tuple[type[Exception], ...], *words: str) -> Iterator[None]:
+    """Expect an error of one line that holds all of ``words``."""
+    with pytest.raises(kind) as caught:
+        yield
+    text = str(caught.value)
+    assert "\n" not in text
+    for word in words:
+        assert word in text, text
+
+
+# -- budgets -------------------------------------------------------------------------------------------------
+
+
+def test_a_device_budget_below_the_passes_names_the_bytes_they_need(store: tc.Store, passes: tc.PassDataset) -> None:
+    """The error names what is needed and given, to the byte, and one byte decides."""
+    with tiered(store, passes) as cache:
+        needed = cache.device_bytes
+    told = f"need {needed:,} bytes on", f"is {needed - 1:,} bytes:", f"--device-budget {needed - 1},"
+    with one_sentence(BudgetError, "device_budget", "raise it", "rows of dim 4", *told):
+        tiered(store, passes, device_budget=needed - 1)
+    tiered(store, passes, device_budget=needed).close()
+
+
+@pytest.mark.parametrize("order_seed", [None, 7])
+@pytest.mark.parametrize("eval_budget", [None, 1000])
+def test_the_host_budget_that_the_error_names_is_exactly_enough(
+    tmp_path: Path, passes: tc.PassDataset, order_seed: int | None, eval_budget: int | None
+) -> None:
+    """With the named bytes a run trains and resumes anywhere; with one byte less it is refused before training."""
+    case = replace(CASE, epochs=3, order_seed=order_seed)
+    expected = resident_result(case, passes)
+    options = {"order_seed": order_seed, "eval_budget": eval_budget}
+    with tc.Store.open(tmp_path / "tight.tc", tables=case.tables) as store:
+        needed = smallest_host_budget(store, passes, **options)
+        with one_sentence(BudgetError, "host_budget", f"{needed} bytes", "smaller passes"):
+            tiered(store, passes, host_budget=needed - 1, **options)
+        for epochs in (1, 2, 3):
+            with tiered(store, passes, host_budget=needed, **options) as cache:
+                model = train(cache, case, epochs=epochs)
+                assert cache.host_bytes_peak <= needed
+        assert all(torch.equal(value, expected.dense[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        *(({"device_budget": size}, BudgetError, [repr(size)]) for size in ("64 MiBs", "-1", 0, 1.5, True, None)),
+        ({"commit_every": 0}, ValueError, ["commit_every is 0", "at least 1"]),
+        ({"order_seed": 1}, DatasetError, ["in this order", "commit 3"]),  # it decides next uses
+    ],
+)
+def test_options_that_a_store_cannot_be_trained_with_are_refused(
+    store: tc.Store, passes: tc.PassDataset, options: dict[str, Any], kind: type[Exception], words: list[str]
+) -> None:
+    """What is no size says what one looks like; the order belongs to what was trained."""
+    with one_sentence(kind, *words):
+        tiered(store, passes, **options)
+
+
+# -- datasets and stores that do not belong together -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tables": (table("a", 8), *CASE.tables[1:])}, ["table 'a'", "dim 8", "extract again"]),
+        ({"specs": (replace(CASE.specs[0], name="renamed"), *CASE.specs[1:])}, ["is not the one", "commit 3"]),
+        ({"data_seed": 1}, ["others", "commit 3", "begin a new store"]),
+    ],
+)
+def test_a_dataset_that_the_store_was_not_trained_with_is_refused(
+    store: tc.Store, tmp_path: Path, change: dict[str, Any], words: list[str]
+) -> None:
+    """Other tables are named; equal tables under other features, and other data, are another dataset."""
+    with one_sentence(DatasetError, *words):
+        tiered(store, replace(CASE, **change).cut(tmp_path / "others"))
+
+
+def test_an_evaluation_set_with_other_features_is_refused(
+    store: tc.Store, passes: tc.PassDataset, tmp_path: Path
+) -> None:
+    """A feature that the model looks up must be there, as it was trained."""
+    specs = (CASE.specs[0], replace(CASE.specs[1], hotness="ragged"), CASE.specs[2])
+    other = replace(CASE, specs=specs).cut(tmp_path / "others")
+    with tiered(store, passes) as cache, one_sentence(DatasetError, "'g'", "hotness 'ragged'", "has hotness"):
+        next(iter(cache.evaluate(other)))
+
+
+def test_a_store_in_use_names_the_process_that_has_it(store: tc.Store) -> None:
+    """A second writer, in this process or another, is told who the first one is."""
+    with one_sentence(StoreInUseError, str(store.path)):
+        tc.Store.open(store.path)
+    script = f"import tiercache.store as s; s.Store.open({str(store.path)!r})"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    assert f"process {store._pid}" in found.stderr
+
+
+# -- register() --------------------------------------------------------------------------------------------------
+
+
+class Holder:
+    """Has a state_dict with one value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it."""
+        return {"inside": [{"value": self.value}]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it back."""
+        self.value = state["inside"][0]["value"]
+
+
+UNSTORABLE: list[Callable[[], Any]] = [
+    lambda: lambda: 0, lambda: sys.stdout, lambda: np.zeros(2), lambda: np.float64(1.0), lambda: np.int64(1), object,
+    lambda: {np.int64(1): 1}, lambda: Spec,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", UNSTORABLE, ids=lambda make: type(make()).__name__)
+def test_state_that_cannot_be_stored_is_refused_when_it_is_tracked(
+    store: tc.Store, passes: tc.PassDataset, make: Callable[[], Any]
+) -> None:
+    """Functions, files, arrays and numbers of numpy, classes: their place in a state_dict, or that they have none."""
+    with tiered(store, passes) as cache:
+        with one_sentence(StateError, "extra['inside'][0]['value']", "keep only tensors, numbers"):
+            cache.register(extra=Holder(make()))
+        with one_sentence(StateError, "register(extra=...)", "state_dict"):
+            cache.register(extra=make())
+
+
+def test_state_that_became_unstorable_stops_the_commit_and_not_a_later_resume(
+    tmp_path: Path, passes: tc.PassDataset
+) -> None:
+    """Each commit checks again, so that what a store holds can always be read back."""
+    with tc.Store.open(tmp_path / "new.tc", tables=CASE.tables) as store, tiered(store, passes) as cache:
+        holder = Holder(1)
+        model, optimizer = registered(cache, CASE, extra=holder)
+
+        def spoil(pass_index: int, _batch: int) -> None:
+            if pass_index == 1:
+                holder.value = np.float64(1.0)
+
+        with one_sentence(StateError, "extra['inside'][0]['value']", "float64"):
+            run(cache, CASE, model, optimizer, each_batch=spoil)
+        assert store.commit is not None
+        assert store.commit.cursor.pass_index <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "outputs", "words"),
+    [
+        ("network", 1, ["model, optimizer", "network", "same names"]),
+        ("model", 2, ["'model'", "top.weight", "size mismatch"]),
+    ],
+)
+def test_tracking_other_objects_than_the_last_commit_is_refused_on_resume(
+    store: tc.Store, passes: tc.PassDataset, name: str, outputs: int, words: list[str]
+) -> None:
+    """The error names both sets of names, or the object and what does not fit."""
+    with tiered(store, passes) as cache:
+        model = Net(cache, CASE)
+        model.top = nn.Linear(model.bag.out_features + 1, outputs)
+        others = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)} if name == "model" else {}
+        cache.register(**{name: model}, **others)
+        with one_sentence(StateError, *words):
+            next(cache.passes(epochs=2))
+
+
+def test_a_dataset_may_be_given_by_its_path_and_nothing_else_is_one(store: tc.Store, passes: tc.PassDataset) -> None:
+    """A path is opened; None, or a folder without a dataset, is a sentence."""
+    with tiered(store, passes.path) as cache:  # type: ignore[arg-type]
+        assert cache.dataset.digest == passes.digest
+    for data, message in ((None, "the data are NoneType: give a PassDataset"), ("nowhere", "there is no dataset in")):
+        with pytest.raises(DatasetError, match=message):
+            tiered(store, data)  # type: ignore[arg-type]

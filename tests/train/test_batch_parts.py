@@ -1,0 +1,94 @@
+"""What a batch is made of: its stretch of the order of samples, arrays joined without a copy, and memory of a pool."""
+
+from __future__ import annotations
+
+import threading
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiercache.rows.backends.row_steps import runs_of
+from tiercache.rows.backends.upload import BufferPool
+from tiercache.train.batches import sample_order
+from tiercache.train.passes import Pass
+
+MANY = 10**15
+"""Samples of a pass whose order no memory holds."""
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """Do nothing."""
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_batch_from_the_midst_of_a_pass_makes_no_order_of_all_its_samples(shuffle: bool) -> None:
+    """Of a pass of 10^15 samples, after a commit inside it: the next batches come at once, and so does the last."""
+    whole = SimpleNamespace(keys=nothing, schema=None)
+    source: Any = SimpleNamespace(index=3, samples=MANY, check_samples=nothing, whole=whole)
+    rows: Any = SimpleNamespace(check=nothing)
+    for done in (MANY // 2, MANY - 8192):
+        pass_index = Pass(
+            index=0, epoch=1, source=source, rows=rows, seed=2, raw=SimpleNamespace(), exchange=SimpleNamespace(),  # type: ignore[arg-type]
+            pipeline=SimpleNamespace(), first_sample=done,  # type: ignore[arg-type]
+        )  # fmt: skip
+        cuts = pass_index._cuts(8192, shuffle)
+        end, places = next(cuts)
+        order = sample_order(MANY, seed=2, epoch=1, sub_dataset=3, shuffle=shuffle)
+        assert places.size == 8192
+        assert np.array_equal(places, order(done, done + 8192))
+        assert end == done + 8192
+    assert next(cuts, None) is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 20), st.integers(0, 20)), max_size=8))
+def test_runs_are_the_arrays_in_their_order(places: list[tuple[int, int, int]]) -> None:
+    """Of any parts of several flat arrays, overlapping and empty ones too; neighbors with ids are one."""
+    flats = [np.arange(i * 100, i * 100 + 20, dtype=np.int32) for i in range(3)]
+    arrays = [flats[which][min(a, b) : max(a, b)] for which, a, b in places]
+    runs = runs_of(arrays)
+    assert [i for run in runs for i in range(run.first, run.last)] == list(range(len(arrays)))
+    for run in runs:
+        np.testing.assert_array_equal(run.values, np.concatenate(arrays[run.first : run.last]))
+    for run, following in pairwise(runs):
+        one, other = places[run.last - 1], places[following.first]
+        empty = not (arrays[run.last - 1].size and arrays[following.first].size)
+        assert empty or (one[0], max(one[1:])) != (other[0], min(other[1:]))
+
+
+def test_rows_of_what_was_read_are_one_run_and_strides_are_none() -> None:
+    """Rows of a matrix over a flat array; columns, and a matrix that is no part of one, are single runs."""
+    flat = np.arange(30, dtype=np.int32)
+    matrix = flat.reshape(5, 6)
+    (run,) = runs_of(list(matrix))
+    assert run.values.base is flat
+    np.testing.assert_array_equal(run.values, flat)
+    assert len(runs_of(list(matrix.T))) == 6
+    assert len(runs_of([matrix[1].copy(), matrix[2].copy()])) == 2
+
+
+def test_threads_never_hold_the_same_memory() -> None:
+    """Each writes its own number all over what it takes, and finds it there until it lets go."""
+    pool, wrong = BufferPool(), []
+
+    def take(number: int) -> None:
+        rng = np.random.default_rng(number)
+        held: list[np.ndarray] = []
+        for _ in range(3000):
+            held.append(pool.take((int(rng.integers(1, 200)),), np.int32))
+            held[-1].fill(number)
+            if len(held) > 5:
+                wrong.extend(one for one in held if (one != number).any())
+                del held[: int(rng.integers(1, 5))]
+
+    threads = [threading.Thread(target=take, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert pool.num_bytes < 100 * 1024  # what came back was given again

@@ -1,0 +1,419 @@
+"""What a cache took is given back when it is closed or gone, and what a batch brought when nobody refers to it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import threading
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+import tiercache as tc
+from tests.train.cases import SPECS, Case, Net, change_reads, gone_from, open_store, resident, table, tiered, train
+from tests.train.devices import DEVICE, DEVICES, shim
+from tests.train.raw import batch_arguments, key_sets
+from tests.train.shim_gpu import ShimRuntime
+from tests.train.test_bad_input import one_sentence
+from tiercache.data.sub_dataset import EncodedBatch, SampleBuffers
+from tiercache.errors import BudgetError, DatasetError, StateError
+from tiercache.rows.backends.cuda import CudaBackend
+from tiercache.rows.backends.upload import HostUpload, PinnedUpload
+from tiercache.train.lookup import Joined, PooledLookup, RowLookup
+from tiercache.train.missing_rows import _GatheredRows, _RawRows
+from tiercache.values.batch import Batch
+from tiercache.values.ids import FeatureIds, FoundIds
+from tiercache.values.lookups import LookedUp, LookupIds, SavedGradient
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+CASE = Case(
+    tables=(table("a", 8), table("b", 3, dtype="float16")), specs=SPECS, num_samples=96, pass_rows=32, shuffle=False
+)
+
+
+class SmallGpu(ShimRuntime):
+    """A GPU whose memory is taken by what there is on it."""
+
+    @property
+    def held(self) -> int:
+        """Bytes of all tensors."""
+        return sum(num_bytes for *_, num_bytes in self.kernels.memory._blocks)
+
+    def room(self) -> tuple[int, int]:
+        """What is left of ``free_bytes``."""
+        return self.free_bytes - self.held, self.free_bytes
+
+
+@pytest.fixture(autouse=True)
+def no_collector() -> Iterator[None]:
+    """Nothing looks for cycles but who asks for it, and what was there before is not looked at again."""
+    importlib.import_module("torch._dynamo")  # by the first optimizer of a process, and keeps the frames that asked
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    yield
+    gc.enable()
+    gc.unfreeze()
+
+
+def make(kind: str, passes: tc.PassDataset, gpu: Any, **options: Any) -> Any:
+    """Return a cache of a kind on a GPU, with a store of its own."""
+    device = gpu if isinstance(gpu, str) else CudaBackend(gpu)
+    if kind == "resident":
+        return tc.InMemoryCache(passes, device=device)
+    return tiered(open_store(passes.path, CASE, "memory"), passes, device=device, **options)
+
+
+def followed(cache: Any) -> tuple[Net, torch.optim.Optimizer]:
+    """Return a model that looks up in a cache and an optimizer whose steps the rows follow."""
+    model = Net(cache, CASE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    cache.register(model=model, optimizer=optimizer)
+    optimizer = cache.optimizer
+    return model, optimizer
+
+
+def need(kind: str, passes: tc.PassDataset) -> int:
+    """Return the bytes that a cache of a kind takes of a GPU."""
+    gpu = SmallGpu()
+    with make(kind, passes, gpu):
+        return gpu.held
+
+
+KINDS = pytest.mark.parametrize("kind", ["tiered", "resident"])
+
+
+@KINDS
+def test_a_closed_cache_leaves_nothing_on_the_device_whoever_still_refers_to_it(
+    passes: tc.PassDataset, kind: str
+) -> None:
+    """Rows, slots, the index of raw keys and scratch; held: cache, model, optimizer, pass and the loop over passes."""
+    gpu = SmallGpu()
+    cache = make(kind, passes, gpu)
+    model, optimizer = followed(cache)
+    loop = cache.passes(epochs=1)
+    for _ in range(2):
+        p = next(loop)
+        keys, others = batch_arguments(passes, p.sub_dataset, 0, 8)
+        keys["f"][0] = 10**9
+        batch = p.batch(keys, **others, missing="init")
+        model(batch).sum().backward()
+        optimizer.step()
+    rows = batch.rows
+    assert cache._raw.index_bytes > 0
+    assert cache._backend.scratch_bytes > 0
+    assert gpu.held > need(kind, passes)
+    cache.close()
+    cache.close()
+    del batch, keys, others
+    added = sum(
+        one._held[0].nbytes + one._view.vectors.values.nbytes + one.slots_R.nbytes + one._view.slot_of_local.nbytes
+        for one in rows.groups._added.values()
+    )
+    assert gpu.held == added, "beside what the batch brought itself"
+    assert not gpu.pinned_pages
+    if kind == "tiered":
+        assert (cache.device_bytes, cache._rows.memory.resident_bytes, cache.scratch_bytes) == (0, 0, 0)
+
+
+@KINDS
+def test_a_second_cache_has_the_memory_of_the_first_that_was_closed(passes: tc.PassDataset, kind: str) -> None:
+    """Where the GPU has room for one at a time; while the first is open the second is refused."""
+    gpu = SmallGpu(free_bytes=int(1.5 * need(kind, passes)))
+    first = make(kind, passes, gpu)
+    with pytest.raises(BudgetError, match="on the shim, which has"):
+        make(kind, passes, gpu)
+    first.close()
+    make(kind, passes, gpu).close()
+
+
+@KINDS
+def test_a_cache_that_nobody_refers_to_is_gone_though_it_was_not_closed(passes: tc.PassDataset, kind: str) -> None:
+    """After a training, with the dense optimizer that it stepped alive: device memory, locked pages and threads."""
+    gpu = SmallGpu()
+    cache = make(kind, passes, gpu)
+    model, optimizer = followed(cache)
+    for p in cache.passes(epochs=1):
+        for batch in p.batches(16):
+            model(batch).sum().backward()
+            optimizer.step()
+        del batch
+    gone, scratch, dense = weakref.ref(cache), cache._backend.scratch_bytes, cache.optimizer.dense
+    del cache, optimizer
+    assert gone() is None
+    assert gpu.held == scratch, "a pass keeps the scratch of its backend, and nothing else"
+    del p
+    assert gpu.held == 0
+    assert not gpu.pinned_pages
+    dense[0].step()  # and steps no rows
+
+
+@KINDS
+def test_memory_is_refused_only_when_garbage_was_looked_for(passes: tc.PassDataset, kind: str) -> None:
+    """A cache in somebody's cycle is there until a collector comes; whoever needs its memory calls one."""
+    gpu = SmallGpu(free_bytes=int(1.5 * need(kind, passes)))
+    first = make(kind, passes, gpu)
+    cycle: list[Any] = [first]
+    cycle.append(cycle)
+    del first, cycle
+    assert gpu.held
+    make(kind, passes, gpu).close()
+
+
+@KINDS
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_whatever_asks_a_closed_cache_for_rows_gets_one_sentence(
+    passes: tc.PassDataset, kind: str, device: str
+) -> None:
+    """Loops, evaluations, rows, and loops and slices that were begun before."""
+    cache: Any = make(kind, passes, "cpu" if device == "cpu" else SmallGpu())
+    model = train(cache, CASE, epochs=1)
+    loop = cache.passes(epochs=2)
+    p = next(loop)
+    batches = p.batches(8)
+    batch = next(batches)
+    asked: list[Any] = [
+        partial(next, loop), cache.live_rows, cache.optimizer.step, partial(cache.register, model=model),
+        lambda: next(cache.passes(epochs=3)),
+    ]  # fmt: skip
+    if kind == "tiered":
+        slices, now = cache.evaluate(passes), cache.live_rows()
+        next(slices)
+        keys, some = batch_arguments(passes, 0, 1, 1)[0], passes.passes[p.sub_dataset].keys("a")[:3]
+        asked += [
+            partial(next, slices), cache.commit, partial(now.fields, "a", some),
+            partial(cache.evaluate_batch, keys), lambda: next(cache.evaluate(passes)),
+        ]  # fmt: skip
+    else:
+        asked.append(partial(cache.fields, "a"))
+    cache.close()
+    for ask in asked:
+        with one_sentence(StateError, ""):
+            ask()
+    for lookup in (lambda: model(batch), lambda: next(batches)):
+        with one_sentence(RuntimeError, "has ended"):
+            lookup()
+    assert cache.plan() if kind == "tiered" else True
+    assert not [t for t in threading.enumerate() if t.name.startswith(("tiercache-reader", "tiercache-writer"))]
+
+
+def test_a_device_that_failed_still_gives_back_what_it_can(
+    passes: tc.PassDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error is raised; threads end, and rows and locked pages are let go all the same."""
+    gpu = SmallGpu()
+    with open_store(passes.path, CASE, "memory") as store:
+        cache = tiered(store, passes, device=CudaBackend(gpu))
+        next(cache.passes(epochs=1))
+
+        def failed() -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(cache._rows.transfer._backend.streams, "synchronize", failed)
+            with pytest.raises(RuntimeError, match="illegal memory access"):
+                cache.close()
+        assert cache.device_bytes == 0
+        assert not gpu.pinned_pages
+        assert not [t for t in threading.enumerate() if t.name.startswith(("tiercache-reader", "tiercache-writer"))]
+
+
+ONE_PASS = Case(
+    tables=(table("a", 8), table("b", 3, dtype="bfloat16")), specs=SPECS, num_samples=200, pass_rows=200, batch=10
+)
+OF_A_BATCH = (
+    Batch, FeatureIds, FoundIds, SampleBuffers, EncodedBatch, HostUpload, PinnedUpload, LookupIds, LookedUp,
+    SavedGradient, Joined, PooledLookup, RowLookup, _GatheredRows, _RawRows,
+)  # fmt: skip
+
+
+@pytest.fixture
+def one_pass(tmp_path: Path) -> tc.PassDataset:
+    """One pass of the case."""
+    return ONE_PASS.cut(tmp_path / "passes")
+
+
+def left() -> dict[str, int]:
+    """Count all objects that the test made and that are still there, of those that a batch makes."""
+    kinds = [type(one).__name__ for one in gc.get_objects() if type(one) in OF_A_BATCH]
+    return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+
+
+class Lookups:
+    """Modules of all kinds over one cache, each looked up and gone back through."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+        self.bag = tc.EmbeddingBagCollection(cache.schema, ["f", "g", "h"], mode={"g": "max", "h": "mean"})
+        self.weighted = tc.EmbeddingBagCollection(cache.schema, ["i"])
+        self.single = tc.EmbeddingCollection(cache.schema)
+
+    def step(self, batch: tc.Batch) -> None:
+        """Train a batch."""
+        weights = torch.ones(batch.ids["i"].num_ids, device=self.cache.device, requires_grad=True)
+        loss = self.bag(batch).sum() + self.weighted(batch, weights={"i": weights}).square().sum()
+        (loss + sum(one.sum() for one in self.single(batch).values())).backward()
+        assert weights.grad is not None
+        self.cache.optimizer.step()
+
+
+def bytes_of_batches(gpu: ShimRuntime, backend: Any) -> tuple[int, int]:
+    """Return the bytes of the device beside scratch, and those of pinned memory."""
+    gpu.receive(gpu.uploaded(), ())  # copies of what was made ahead and dropped
+    held = sum(num_bytes for *_, num_bytes in gpu.kernels.memory._blocks)
+    return held - backend.scratch_bytes, sum(gpu._pinned.values())
+
+
+def test_a_delivery_is_gone_with_the_last_that_refers_to_it() -> None:
+    """With its pinned memory, what it brought from there and what it copied to pinned memory first."""
+    backend = shim()
+    gpu = backend._runtime
+    upload = backend.upload()
+    read = upload.buffers.array("ids", (3, 4), np.int32)
+    read[...] = 1
+    there = [upload.to_device(read), upload.to_device(np.ones(5, np.float32)), upload.join([read[0], read[2]])[1]]
+    upload.send()
+    upload.receive()
+    assert [int(one.sum()) for one in there] == [12, 5, 8]
+    gone = weakref.ref(upload)
+    del upload
+    assert gone() is None
+    assert gpu._pinned, "an array still lies in pinned memory"
+    del read, there
+    assert not gpu._pinned
+    assert not gpu.kernels.memory._blocks
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_batch_that_was_trained_is_gone_when_it_is_dropped(one_pass: tc.PassDataset, device: str, ahead: int) -> None:
+    """Lookups of every kind, with weights of one's own, backward and a step: while the next batch is still to come."""
+    backend = DEVICES[device]()
+    cache = resident(one_pass, device=backend)
+    lookups, before = Lookups(cache), left()
+    loop = cache.passes(epochs=1)
+    p = next(loop)
+    held = []
+    for rest in (3, 9):
+        batches = p.batches(10, prefetch=ahead)
+        for _ in range(rest):
+            batch = next(batches)
+            lookups.step(batch)
+            label = weakref.ref(batch.label)
+            del batch
+            assert label() is None, "the iterator keeps a batch"
+        batches.close()
+        assert left() == before
+        if isinstance(getattr(backend, "_runtime", None), ShimRuntime):
+            held.append(bytes_of_batches(backend._runtime, backend))
+    assert held[1:] == held[:1]
+    loop.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_batch_of_an_evaluation_is_gone_when_it_is_dropped(one_pass: tc.PassDataset, device: str) -> None:
+    """So are the rows of its slice, though somebody keeps a batch of it."""
+    cache, before = resident(one_pass, device=DEVICES[device]()), left()
+    bag = tc.EmbeddingBagCollection(cache.schema, ["f", "g"])
+    with (
+        open_store(one_pass.path, ONE_PASS, "memory") as store,
+        tiered(store, one_pass, device=DEVICES[device](), eval_budget=4000) as tiers,
+    ):
+        slices = tiers.evaluate(one_pass)
+        part = next(slices)
+        for ahead in (0, 2):
+            batches = part.batches(1, prefetch=ahead)
+            batch = next(batches)
+            bag(batch)
+            rows = weakref.ref(batch.rows.groups[0].vectors.values)
+            label = weakref.ref(batch.label)
+            kept, batch = batch.rows, None
+            assert label() is None
+            batches.close()
+        next(slices)
+        assert rows() is None
+        assert not kept.groups
+        del part, slices, tiers
+    assert left() == before
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("missing", ["error", "zero", "load"])
+def test_a_batch_of_raw_keys_is_gone_when_it_is_dropped(
+    one_pass: tc.PassDataset, tmp_path: Path, device: str, missing: Any
+) -> None:
+    """With rows of its own for missing keys, too."""
+    cache = tc.InMemoryCache(key_sets(tmp_path / "keys", one_pass), device=DEVICES[device]())
+    lookups, before = Lookups(cache), left()
+    p = next(loop := cache.passes(epochs=1))
+    for first in range(0, 60, 10):
+        keys, others = batch_arguments(one_pass, 0, first, 10)
+        if missing != "error":
+            keys["f"] = keys["f"].clone() if isinstance(keys["f"], torch.Tensor) else keys["f"].copy()
+            keys["f"][:3] = 10**9
+        batch = p.batch(keys, **others, missing=missing)
+        lookups.step(batch)
+        del batch
+    del keys, others
+    assert left() == before
+    loop.close()
+
+
+def test_what_went_wrong_in_making_a_batch_keeps_no_memory_of_it(
+    one_pass: tc.PassDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the error is handled: what was read and brought before is gone."""
+    change_reads(monkeypatch, gone_from(20))
+    cache, before = resident(one_pass, device=shim()), left()
+    loop = cache.passes(epochs=1)
+    batches = next(loop).batches(20, prefetch=1)
+    next(batches)
+    with contextlib.suppress(DatasetError):
+        next(batches)
+        pytest.fail("a batch was read")
+    del batches
+    assert left() == before
+    loop.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_output_may_be_changed_in_place(one_pass: tc.PassDataset, device: str) -> None:
+    """As a ReLU with ``inplace=True`` does behind a module of ours; gradients are those of another output."""
+    cache = resident(one_pass, device=DEVICES[device]())
+    bag, single = tc.EmbeddingBagCollection(cache.schema, ["f", "h"]), tc.EmbeddingCollection(cache.schema, ["f"])
+    loop = cache.passes(epochs=1)
+    batch = next(next(loop).batches(20))
+    sums = []
+    for in_place in (False, True):
+        out, one = bag(batch), single(batch)["f"]
+        out, one = (out.relu_(), one.relu_()) if in_place else (out.relu(), one.relu())
+        (out.square().sum() + one.square().sum()).backward()
+        rows = cache.optimizer.rows
+        pending = rows.gradients.applied(rows.due(None), cache._backend.array)
+        sums.append([cache._backend.tensor(p.gradient).clone() for g in pending for p in g])
+        cache.optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(*sums, strict=True))
+    assert any(one.abs().sum() > 0 for one in sums[0])
+    loop.close()
+
+
+if DEVICE == "cuda":
+
+    def test_memory_of_batches_on_a_gpu_stays_what_it_is(one_pass: tc.PassDataset) -> None:
+        """As torch counts it, step after step."""
+        cache = resident(one_pass, device="cuda")
+        lookups, seen = Lookups(cache), []
+        loop = cache.passes(epochs=1)
+        for batch in (p := next(loop)).batches(10, prefetch=2):
+            lookups.step(batch)
+            seen.append(torch.cuda.memory_allocated())
+        assert max(seen[8:]) <= max(seen[:8]) + (1 << 20), p
+        loop.close()

@@ -1,0 +1,164 @@
+"""Compiled models: lookups are operators, so a whole model is one graph, and it trains to the same bits."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tiercache as tc
+from tests.train.cases import SPECS, Case, assert_same_bits, result_of_resident, table
+from tiercache.train import lookup_ops
+
+CASE = Case(tables=(table("a", 4), table("b", 6)), specs=SPECS, num_samples=70, pass_rows=35)
+"""Passes of 16, 16 and 3 samples."""
+
+
+class Model(nn.Module):
+    """Every module that looks up, one with weights of its own; of one collection a feature is not used."""
+
+    def __init__(self, schema: tc.Schema) -> None:
+        super().__init__()
+        self.bags = tc.EmbeddingBagCollection(schema, mode={"g": "max", "h": "mean"}, weighted=["f"])
+        self.rows = tc.EmbeddingCollection(schema, ["f", "h", "g"])
+        self.bag, self.one = tc.EmbeddingBag(schema, "i"), tc.Embedding(schema, "f")
+        self.scale = nn.Parameter(torch.ones(()))
+        self.top = nn.Linear(self.bags.out_features + self.bag.out_features + 1, 1)
+
+    def forward(self, batch: tc.Batch) -> torch.Tensor:
+        """Return a logit for each sample."""
+        weights = {"f": self.scale * torch.ones(batch.num_samples)}
+        rows = self.rows(batch)
+        pooled = self.bags(batch, weights)
+        found = self.top(torch.cat([pooled, self.bag(batch.features["i"]), batch.dense], dim=1)).squeeze(1)
+        found = found + self.one(batch.features["f"]).sum(dim=1) * rows["f"].sum(dim=1)
+        return found + rows["h"].sum(dim=(1, 2))
+
+
+def train(passes: tc.PassDataset, *, compiled: bool) -> Any:
+    """Return what a training ends with, and its logits without gradients."""
+    torch.manual_seed(1)
+    torch.compiler.reset()
+    with tc.InMemoryCache(passes) as cache:
+        model = Model(passes.schema)
+        run: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        cache.register(model=model, optimizer=optimizer)
+        optimizer = cache.optimizer
+        logits = []
+        for p in cache.passes(epochs=2):
+            for batch in p.batches(16):
+                with torch.no_grad():
+                    logits.append(run(batch).clone())
+                optimizer.zero_grad()
+                nn.functional.binary_cross_entropy_with_logits(run(batch), batch.label).backward()
+                optimizer.step()
+        return result_of_resident(cache, model), logits
+
+
+def test_a_compiled_model_is_one_graph_and_trains_to_the_same_bits(passes: tc.PassDataset) -> None:
+    """Rows, their optimizers' state and dense weights; a feature that is not used gets no gradient."""
+    (found, logits), (wanted, others) = train(passes, compiled=True), train(passes, compiled=False)
+    assert_same_bits(found, wanted)
+    for mine, other in zip(logits, others, strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_operators_keep_what_torch_asks_of_them(passes: tc.PassDataset, *, trained: bool) -> None:
+    """Schemas, fake results, autograd and compilation: torch.library.opcheck."""
+    with tc.InMemoryCache(passes) as cache:
+        model = Model(passes.schema)
+        cache.register(model=model, optimizer=torch.optim.SGD(model.parameters()))
+        loop = cache.passes(epochs=1)
+        batch = next(next(loop).batches(16))
+        weight = torch.rand(16, requires_grad=True)
+        of_module = model.bags.number, model.bags.out_features, trained
+        bags = torch.ops.tiercache.embedding_bags.default
+        torch.library.opcheck(bags, (model.bags.anchor, batch.number, [], "", *of_module))
+        torch.library.opcheck(bags, (model.bags.anchor, batch.number, [weight], "f", *of_module))
+        dims, lengths = model.rows.dims, [model.rows.length_of(name) for name in model.rows.features]
+        rows = (model.rows.anchor, batch.number, dims, lengths, model.rows.number, trained)
+        torch.library.opcheck(torch.ops.tiercache.embedding_rows.default, rows)
+
+
+def test_a_batch_is_looked_up_again_after_a_step(passes: tc.PassDataset) -> None:
+    """Maxima and weights are those of each lookup, and a backward comes when it likes: after another table's step."""
+    assert train_again(passes, compiled=True) == train_again(passes, compiled=False)
+
+
+def train_again(passes: tc.PassDataset, *, compiled: bool) -> list[float]:
+    """Return losses, weights and sums of rows of a training of two optimizers on one batch."""
+    torch.compiler.reset()
+    with tc.InMemoryCache(passes) as cache:
+        modules = [
+            tc.EmbeddingBagCollection(passes.schema, ["f", "g"], mode={"g": "max"}, weighted=["f"]),
+            tc.EmbeddingBag(passes.schema, "h", mode="sum"),
+        ]
+        first, second = (
+            torch.compile(one, backend="aot_eager", fullgraph=True) if compiled else one for one in modules
+        )
+        loop = cache.passes(epochs=1)
+        batch = next(next(loop).batches(16))
+        weight, losses = nn.Parameter(torch.ones(16)), []
+        of_first = torch.optim.SGD([*modules[0].parameters(), weight], lr=0.5)
+        of_second = torch.optim.SGD(modules[1].parameters(), lr=0.5)
+        cache.register(first=of_first, second=of_second)
+        of_first, of_second = map(cache.optimizer.part, (of_first, of_second))
+        for _ in range(4):
+            loss = first(batch, {"f": weight}).square().sum()
+            second(batch).square().sum().backward()
+            of_second.step()
+            loss.backward()
+            of_first.step()
+            of_first.zero_grad()
+            of_second.zero_grad()
+            losses.append(loss.item())
+        rows = [float(field.sum()) for table in cache.tables for field in cache.fields(table.name)]
+        return [*losses, *weight.tolist(), *rows]
+
+
+def test_what_backward_needs_is_gone_with_its_graph(passes: tc.PassDataset) -> None:
+    """Without a step, and without a backward: no lookup is kept."""
+    with tc.InMemoryCache(passes) as cache:
+        bag: Any = torch.compile(tc.EmbeddingBag(passes.schema, "f"), backend="aot_eager", fullgraph=True)
+        loop = cache.passes(epochs=1)
+        batch = next(next(loop).batches(16))
+        bag(batch)  # compiles it
+        kept, begun = weakref.WeakSet[Any](), lookup_ops.Context.__init__
+
+        def note(self: Any, *arguments: Any) -> None:
+            begun(self, *arguments)
+            kept.add(self)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lookup_ops.Context, "__init__", note)
+            out = bag(batch)
+            assert len(kept) == 1
+            del out
+            assert not kept
+
+
+def test_a_copied_module_looks_up_by_itself(passes: tc.PassDataset) -> None:
+    """Its gradients are those of its own anchor."""
+    with tc.InMemoryCache(passes) as cache:
+        bag = tc.EmbeddingBag(passes.schema, "f")
+        other = copy.deepcopy(bag)
+        loop = cache.passes(epochs=1)
+        batch = next(next(loop).batches(16))
+        torch.compile(other, backend="aot_eager", fullgraph=True)(batch).sum().backward()
+        assert bag.anchor.grad is None
+        assert other.anchor.grad is not None
+
+
+def test_importing_everything_leaves_the_compiler_alone() -> None:
+    """It takes as long as all the rest; the first optimizer or compiled model of a process imports it."""
+    names = ", ".join(f"tc.{name}" for name in tc.__all__)
+    code = f"import sys, tiercache as tc; {names}; print('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -1,0 +1,437 @@
+"""An existing model's embeddings become ours with its weights, and modules of torch again; models share tables."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import tiercache as tc
+from tests.train.cases import table, tiered
+from tests.train.test_adoption import (
+    BATCH,
+    DIM,
+    DLRM,
+    EPOCHS,
+    LOOPS,
+    PASSES,
+    ROWS,
+    TABLES,
+    Side,
+    compare,
+    make_optimizer,
+    numbered,
+    plain,
+    row_bytes,
+    rows_of,
+    samples,
+    schema_of,
+    torch_batch,
+    torch_optimizer,
+    train_in_memory,
+)
+from tiercache.data.key_sets import write_dataset
+from tiercache.data.raw_batch import RawBatch
+from tiercache.errors import StateError
+
+if TYPE_CHECKING:
+    from tests.dist.pool import RanksPool
+    from tiercache.dist.communicator import AnyCommunicator
+
+NAMES = [f"f{t}" for t in range(TABLES)]
+
+
+def trained_before() -> DLRM:
+    """Return a plain model whose tables do not begin as the schema says."""
+    torch.manual_seed(3)
+    tables = [nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=t == 3) for t in range(TABLES)]
+    for one in tables:
+        nn.init.uniform_(one.weight, -0.2, 0.2)
+    torch.manual_seed(1)
+    return DLRM(list(tables))
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
+def test_a_converted_model_gives_the_numbers_of_the_model_that_it_was(tmp_path: Path, optimizer: str) -> None:
+    """Four lines are changed; out of core, with its weights, given up in the middle and gone on with."""
+    data = samples()
+    passes = write_dataset(tmp_path / "passes", schema_of(optimizer), data)
+    begin = trained_before()
+    reference = theirs_from(copy.deepcopy(begin), optimizer, data)
+    losses: dict[int, float] = {}
+    for stop in (PASSES * EPOCHS // 2, None):
+        torch.manual_seed(1)
+        empty = DLRM([nn.EmbeddingBag(ROWS, DIM, mode="sum", device="meta") for _ in NAMES])
+        model = tc.convert(copy.deepcopy(begin) if stop else empty, passes, {"tables": NAMES})
+        assert isinstance(model, DLRM)
+        trainer = make_optimizer(optimizer, model.parameters())
+        budget = row_bytes(optimizer) // 4
+        with tiered(tmp_path / "model.tc", passes, model=model, optimizer=trainer, device_budget=budget) as cache:
+            assert not any(one.weights for one in model.tables)
+            side = Side(model, [cache.optimizer], cache.clip_grad_norm_, [], cache.register, losses)
+            for p in cache.passes(epochs=EPOCHS):
+                if p.index == stop:
+                    break
+                plain(side, {}, numbered(p, p.batches(BATCH)))
+    with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
+        compare(losses, model.dense_parameters(), rows_of(store), reference)
+        back = tc.to_torch(model, store)
+    part = data[0].slice(0, 20)
+    dense, bags, *_ = torch_batch(part)
+    with torch.no_grad():
+        torch.testing.assert_close(back(dense, bags), reference.model(dense, bags), atol=1e-5, rtol=1e-5)
+    assert isinstance(model.tables[0], tc.EmbeddingBag)
+
+
+def theirs_from(model: DLRM, optimizer: str, data: list[Any]) -> Side:
+    """Train the model as it is, in memory."""
+    for one in model.tables:
+        one.sparse = False
+    side = Side(model, [torch_optimizer(optimizer, model)], lambda _: None, [], lambda **_: None)
+    train_in_memory(side, LOOPS["plain"], data)
+    return side
+
+
+SCHEMA = tc.Schema(
+    features=(
+        tc.Feature(name="user"),
+        tc.Feature(name="item"),
+        tc.Feature(name="seen", table="item", hotness="ragged"),
+    ),
+    tables=tuple(table(name, 4, tc.optim.SGD(learning_rate=0.1), tc.init.Zeros()) for name in ("user", "item")),
+    label="y",
+)
+
+
+class Small(nn.Module):
+    """Two embeddings, of which one is used twice."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.user_emb = nn.Embedding(10, 4)
+        self.items = nn.EmbeddingBag(20, 4, **options)
+        self.same = self.items
+
+
+def test_modules_find_their_features_by_name_or_as_they_are_told() -> None:
+    """With words that say what a module is; one that is used for two features takes both."""
+    model = Small(mode="max")
+    weight = model.items.weight.data
+    made = tc.convert(model, SCHEMA, {"items": ["item", "seen"]})
+    assert made is model
+    assert isinstance(made.user_emb, tc.Embedding)
+    assert made.user_emb.features == ["user"]
+    assert made.items is made.same
+    assert [*made.items.lookups] == ["item", "seen"]
+    assert made.items.lookups["seen"].pooling == {"seen": "max"}
+    assert made.items.lookups["item"].weights["item"].data_ptr() == weight.data_ptr()
+    assert [name for name, _ in made.named_parameters()] == [
+        "user_emb.anchor", "items.lookups.item.anchor", "items.lookups.seen.anchor"
+    ]  # fmt: skip
+    assert isinstance(tc.convert(nn.Embedding(3, 4), SCHEMA, {"": "user"}), tc.Embedding)
+    left = tc.convert(Small(), SCHEMA, {}, filter_fn=lambda module, name: name == "user_emb")
+    assert isinstance(left.items, nn.EmbeddingBag)
+    frozen = Small()
+    frozen.user_emb.weight.requires_grad_(False)
+    assert not tc.convert(frozen, SCHEMA, {"items": "item"}).user_emb.anchor.requires_grad
+    with torch.device("meta"):
+        assert tc.convert(Small(), SCHEMA, {"items": "item"}).user_emb.weights == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "features", "words"),
+    [
+        (None, {}, "no feature is called like the module 'items': give features={'items': NAME}, where the features"),
+        (None, {"items": "thing"}, "the schema has no feature 'thing', which 'items' is to look up"),
+        (None, {"nobody": "item"}, "features= names the module 'nobody', which the model does not have"),
+        (None, {"items": ["item", "user"]}, "looks up 'item' and 'user', which are of tables 'item' and 'user': give"),
+        ({"max_norm": 1.0}, {"items": "item"}, r"items has max_norm=1.0: make it without, as rows are not renormal"),
+        ({"padding_idx": 0, "mode": "max"}, {"items": "item"}, "'item' is pooled by max and has padding: pool it by"),
+        ({"scale_grad_by_freq": True}, {"items": "item"}, "items has scale_grad_by_freq=True: make it without"),
+        ({"embedding_dim": 8}, {"items": "item"}, "items has 8 columns and table 'item' 4: make them the same"),
+    ],
+)
+def test_what_cannot_be_converted_is_a_sentence(change: Any, features: dict[str, Any], words: str) -> None:
+    """And the model is as it was."""
+    model = Small()
+    if change:
+        options = {"num_embeddings": 20, "embedding_dim": 4, **change}
+        model.items = model.same = nn.EmbeddingBag(**options)
+    with pytest.raises(ValueError, match=words):
+        tc.convert(model, SCHEMA, features)
+    assert isinstance(model.user_emb, nn.Embedding)
+
+
+def test_weights_go_to_the_cache_that_makes_the_store(tmp_path: Path) -> None:
+    """Rows of all keys, also of those that no pass has; a store that has commits keeps its own, and others refuse."""
+    keys = {"user": np.array([1, 2]), "item": np.array([3, 19]), "seen": (np.array([4]), np.array([0, 1, 1]))}
+    tc.write_key_sets(tmp_path / "passes", SCHEMA, [{"user": np.array([1, 2]), "item": np.array([3, 4, 19])}])
+    data, model = tc.PassDataset.open(tmp_path / "passes"), Small(mode="sum")
+    user, items = model.user_emb.weight.data.clone(), model.items.weight.data.clone()
+    tc.convert(model, data, {"items": ["item", "seen"]})
+    words = r"a converted model brings rows .* give it to TierCache\(model=...\)"
+    with tiered(tmp_path / "other.tc", data) as cache, pytest.raises(StateError, match=words):
+        cache.register(model=model)
+    with tiered(tmp_path / "model.tc", data, model=model) as cache:
+        for p in cache.passes(epochs=1):
+            batch = p.batch(keys)
+            assert torch.equal(model.user_emb(batch.features["user"]), user[[1, 2]])
+            assert torch.equal(model.items(batch.features["item"]), items[[3, 19]])
+            assert torch.equal(model.same(batch.features["seen"]), torch.stack([items[4], torch.zeros(4)]))
+            with pytest.raises(TypeError, match="a batch, which has several"):
+                model.items(batch)
+            assert torch.equal(model.items(torch.tensor([[3, 4]])), items[[3]] + items[[4]])  # of whatever feature
+            with pytest.raises(ValueError, match="looks up item, seen and was given 'user'"):
+                model.items(batch.features["user"])
+            p.skip()
+    with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
+        assert (store.live_rows("user"), store.live_rows("item")) == (10, 20)
+        served = tc.to_torch(model, store, keys={"item": torch.tensor([3, 7])})
+    found = served.items(torch.tensor([3, 5, 7]), torch.tensor([0, 2]))
+    assert torch.equal(found, items[[3, 7]])  # 5 was left out, and has no row there
+    assert torch.equal(served.user_emb(torch.tensor([[9, 0], [1, 99]])),
+                       torch.stack([user[[9, 0]], torch.stack([user[1], torch.zeros(4)])]))  # fmt: skip
+    assert served.same is served.items
+    again = tc.convert(Small(mode="sum"), data, {"items": ["item", "seen"]})
+    with tiered(tmp_path / "model.tc", data, model=again) as cache:
+        cache.restore()
+        assert again.user_emb.weights == {}
+        assert np.array_equal(cache.store.lookup("user", np.arange(10))["vector"], user.numpy())
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ([0, 9], None), ([], None), ([10], "1 other keys, such as 10"), ([3, 1 << 40], "such as 1099511627776"),
+        ([-1, 2], "such as -1"), ([10, 11, 12], "3 other keys"), ([9, -(1 << 62)], "1 other keys"),
+    ],
+)  # fmt: skip
+def test_keys_that_a_converted_module_had_no_row_for_are_told(
+    tmp_path: Path, keys: list[int], said: str | None
+) -> None:
+    """Torch would raise; here they are rows like others, which begin as the table says."""
+    data = tc.write_key_sets(tmp_path / "p", SCHEMA, [{"user": np.arange(10), "item": np.arange(3)}, {"user": keys}])
+    model = tc.convert(Small(mode="sum"), data, {"items": "item"})
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        tiered(tmp_path / "m.tc", data, model=model).close()
+    told = [str(one.message) for one in found if "num_embeddings" in str(one.message)]
+    assert len(told) == (said is not None)
+    if said is not None:
+        assert f"table 'user' has 10 rows (num_embeddings), and sub-dataset 1 of {data.path} has " in told[0]
+        assert said in told[0]
+
+
+class Padded(nn.Module):
+    """Lists of one length, and bags, in which id 0 stands for nothing."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.words, self.bag = nn.Embedding(30, 4, padding_idx=0), nn.EmbeddingBag(30, 4, padding_idx=0, mode=mode)
+
+    def forward(self, words: Any, *bag: Any) -> torch.Tensor:
+        """Return a number for each sample."""
+        return self.words(words).square().sum(dim=(1, 2)) + self.bag(*bag).sum(dim=1)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("by", ["samples", "raw keys", "no padding in the pass"])
+def test_padding_is_zeros_and_is_not_trained(tmp_path: Path, mode: str, by: str) -> None:
+    """As torch has it: in lists and bags, also where a bag has nothing else, and where no key of a pass is padding."""
+    schema = tc.Schema(
+        features=(tc.Feature(name="words", hotness="multi_hot", length=3), tc.Feature(name="bag", hotness="ragged")),
+        tables=tuple(table(n, 4, tc.optim.Adagrad(learning_rate=0.1), tc.init.Zeros()) for n in ("words", "bag")),
+        label="y",
+    )
+    chance, low = np.random.default_rng(1), int(by == "no padding in the pass")
+    words = chance.integers(low, 30, (12, 3))
+    words[3] = low
+    offsets = np.concatenate([[0], np.cumsum(chance.integers(0, 4, 12))])
+    bag = np.where(chance.random(offsets[-1]) < 0.4, low, chance.integers(low, 30, offsets[-1]))
+    bag = bag.astype(np.int64)
+    batch = RawBatch.of(schema, {"words": words, "bag": np.split(bag, offsets[1:-1])}, label=np.zeros(12))
+    data = write_dataset(tmp_path / "d", schema, [batch])
+    given = tuple(torch.from_numpy(one) for one in (words, bag, offsets[:-1]))
+    torch.manual_seed(0)
+    theirs = Padded(mode)
+    ours = tc.convert(copy.deepcopy(theirs), data)
+    optimizer = torch.optim.Adagrad(theirs.parameters(), lr=0.1)
+    with tiered(tmp_path / "m.tc", data, model=ours) as cache:
+        for p in cache.passes(epochs=4):
+            whole = {"words": words, "bag": (bag, offsets)}
+            for batch in [p.batch(whole)] if by == "raw keys" else p.batches(12):
+                mine = ours(batch.features["words"], batch.features["bag"])
+                other = theirs(*given)
+                torch.testing.assert_close(mine, other)
+                mine.square().sum().backward()
+                other.square().sum().backward()
+                cache.optimizer.step()
+                optimizer.step()
+                optimizer.zero_grad()
+        (batch,) = next(iter(cache.evaluate(data))).batches(12)
+        torch.testing.assert_close(ours(batch.features["words"], batch.features["bag"]), theirs(*given))
+        for name in ("words", "bag"):
+            vectors = cache.store.lookup(name, np.arange(30))["vector"]
+            torch.testing.assert_close(torch.from_numpy(vectors), getattr(theirs, name).weight.data)
+        one = cache.evaluate_batch(whole)
+        torch.testing.assert_close(ours(one.features["words"], one.features["bag"]), theirs(*given))
+        served = tc.to_torch(ours, cache.store)
+    torch.testing.assert_close(served(*given), theirs(*given))
+    for batches in ((bag, offsets[:-1]), (np.zeros((5, 2), np.int64),), (np.array([[0, 4], [4, 4], [0, 0]]),)):
+        several = [torch.from_numpy(one) for one in batches]
+        torch.testing.assert_close(served.bag(*several), theirs.bag(*several))
+        torch.testing.assert_close(served.words(several[0]), theirs.words(several[0]))
+
+
+class Published(nn.Module):
+    """The layout that facebookresearch/dlrm has: a list of sparse bags, each given its ids and offsets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb_l = nn.ModuleList(nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=True) for _ in NAMES)
+        self.bot_l = nn.Sequential(nn.Linear(4, DIM), nn.ReLU())
+        self.top_l = nn.Sequential(nn.Linear(DIM + TABLES * (TABLES + 1) // 2, 1), nn.Sigmoid())
+
+    def apply_emb(self, offsets: Any, ids: Any) -> list[torch.Tensor]:
+        """Look every table up."""
+        return [self.emb_l[k](of_table, offsets[k], per_sample_weights=None) for k, of_table in enumerate(ids)]
+
+    def forward(self, dense: torch.Tensor, offsets: Any, ids: Any) -> torch.Tensor:
+        """Return chances (N, 1)."""
+        x = self.bot_l(dense)
+        vectors = torch.stack([x, *self.apply_emb(offsets, ids)], dim=1)
+        products = torch.bmm(vectors, vectors.transpose(1, 2))
+        rows, columns = torch.tril_indices(TABLES + 1, TABLES + 1, offset=-1)
+        return self.top_l(torch.cat([x, products[:, rows, columns]], dim=1))
+
+
+def test_the_layout_of_the_published_dlrm_is_converted_as_it_is(tmp_path: Path) -> None:
+    """Features take the place of ids; where offsets were there is None. Gradients and rows are those of the bags."""
+    data = samples()
+    passes = write_dataset(tmp_path / "passes", schema_of("SGD"), data)
+    torch.manual_seed(2)
+    theirs = Published()
+    ours = tc.convert(copy.deepcopy(theirs), passes, {"emb_l": NAMES})
+    optimizers = [
+        torch.optim.SGD([*one.bot_l.parameters(), *one.top_l.parameters()], lr=0.05) for one in (ours, theirs)
+    ]
+    rows = torch.optim.SGD(theirs.emb_l.parameters(), lr=0.2)
+    with tiered(tmp_path / "m.tc", passes, model=ours, optimizer=optimizers[0]) as cache:
+        for p in cache.passes(epochs=1):
+            for b, batch in enumerate(p.batches(BATCH)):
+                part = data[p.index].slice(b * BATCH, min(data[0].num_samples, (b + 1) * BATCH))
+                dense, bags, label, _ = torch_batch(part)
+                mine = ours(batch.dense, [None] * TABLES, [*batch.features.values()])
+                other = theirs(dense, [bag[1] for bag in bags], [bag[0] for bag in bags])
+                torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5)
+                nn.functional.binary_cross_entropy(mine.squeeze(1), batch.label).backward()
+                nn.functional.binary_cross_entropy(other.squeeze(1), label).backward()
+                for optimizer in (cache.optimizer, optimizers[1], rows):
+                    optimizer.step()
+                    optimizer.zero_grad()
+        for name, bag in zip(NAMES, theirs.emb_l, strict=True):
+            found = torch.from_numpy(cache.store.lookup(name, np.arange(ROWS))["vector"])
+            torch.testing.assert_close(found, bag.weight.data, atol=1e-5, rtol=0)
+
+
+def opened_on_ranks(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
+    """Convert a model on each rank, open the store and look all rows up."""
+    data = tc.PassDataset.open(Path(folder) / "passes")
+    torch.manual_seed(7)
+    model = Small(mode="sum")
+    weights = {"user": model.user_emb.weight.data.clone().numpy(), "item": model.items.weight.data.clone().numpy()}
+    tc.convert(model, data, {"items": ["item", "seen"]})
+    with tiered(Path(folder) / "model.tc", data, model=model) as cache:
+        cache.restore()
+        assert cache.sharding is not None
+    return weights
+
+
+def test_ranks_shard_the_weights_of_a_converted_model(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """Rank 0 makes a plain store of them, which all then shard; opened again nothing is imported."""
+    tc.write_key_sets(tmp_path / "passes", SCHEMA, [{"user": np.array([1, 2]), "item": np.array([3, 4, 19])}])
+    for _ in range(2):
+        weights, _ = ranks_pool.run(2, "tests.train.test_convert:opened_on_ranks", folder=str(tmp_path))
+        with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
+            assert tc.store.info(tmp_path / "model.tc")["ranks"] == 2
+            for name, rows in weights.items():
+                assert np.array_equal(store.lookup(name, np.arange(rows.shape[0]))["vector"], rows)
+                assert store.live_rows(name) == rows.shape[0]
+
+
+class Student(nn.Module):
+    """Two embeddings and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors, self.top = Small(mode="sum"), nn.Linear(8, 1)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        """Return numbers (N,)."""
+        user, item = self.vectors.user_emb(batch.features["user"]), self.vectors.items(batch.features["item"])
+        return self.top(torch.cat([user, item], dim=1)).squeeze(1)
+
+
+def trained_beside(folder: Path, data: tc.PassDataset, *, others: bool) -> dict[str, Any]:
+    """Train with a teacher and an average beside, or alone; what these return must not matter."""
+    torch.manual_seed(0)
+    model = tc.convert(Student(), data, {"vectors.items": "item", "vectors.user_emb": "user"})
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    average: Any = AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tiered(folder, data, model=[model, teacher] if others else model, optimizer=optimizer) as cache:
+        optimizer = cache.optimizer
+        for p in cache.passes(epochs=2):
+            for _ in range(2):
+                batch = p.batch({"user": np.array([1, 2, 2]), "item": np.array([3, 4, 3]), "seen": ([5], [0, 1, 1, 1])})
+                found = model(batch)
+                loss = found.square().sum()
+                if others:
+                    rows = [one.vectors.user_emb(batch) for one in (model, teacher, average.module)]
+                    assert torch.equal(rows[0], rows[1])
+                    assert torch.equal(rows[0], rows[2])
+                    assert not teacher(batch).requires_grad
+                    loss = loss + 0 * (average(batch).detach() + teacher(batch)).sum()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                average.update_parameters(model)
+        cache.drain()
+        rows = {name: cache.store.lookup(name, np.arange(6), missing="initial")["vector"] for name in ("user", "item")}
+    return rows | {name: value.numpy() for name, value in model.state_dict().items()}
+
+
+def test_a_teacher_and_an_average_read_the_rows_that_a_model_trains(tmp_path: Path) -> None:
+    """As they are at the moment; and training is what it is without them."""
+    tc.write_key_sets(tmp_path / "p", SCHEMA, [{"user": np.arange(1, 3), "item": np.arange(3, 6)}] * 2)
+    data = tc.PassDataset.open(tmp_path / "p")
+    alone, beside = (trained_beside(tmp_path / f"{others}.tc", data, others=others) for others in (False, True))
+    assert alone.keys() == beside.keys()
+    for name, values in alone.items():
+        np.testing.assert_array_equal(values, beside[name])
+    assert np.any(alone["user"][1])
+
+
+def test_keys_that_were_wrapped_and_weights_that_are_rows_now_get_a_sentence(tmp_path: Path) -> None:
+    """Ids of 32 bits, and the state of the model that was converted."""
+    tc.write_key_sets(tmp_path / "p", SCHEMA, [{"user": np.arange(1, 3), "item": np.arange(3, 6)}])
+    data, model = tc.PassDataset.open(tmp_path / "p"), tc.convert(Small(mode="sum"), SCHEMA, {"items": "item"})
+    with pytest.raises(
+        RuntimeError, match=r"user_emb.weight is a whole table, whose rows are in the store now: load it"
+    ):
+        model.load_state_dict(Small().state_dict())
+    with tiered(tmp_path / "m.tc", data, model=model) as cache:
+        for p in cache.passes(epochs=1):
+            wrapped = np.array([3_000_000_000], np.int64).astype(np.int32)
+            with pytest.raises(
+                tc.errors.KeyNotInPassError, match=r"; ids from 2\*\*31 on are negative where they were"
+            ):
+                p.batch({"user": wrapped, "item": np.array([3]), "seen": ([], [0, 0])})
+            p.skip()

@@ -1,0 +1,303 @@
+"""Whatever ends a training, the store stands at a commit, and the run that goes on ends with the same bits."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import tiercache as tc
+from tests.crash.told import finish, start
+from tests.files import flip
+from tests.store.big import file_of
+from tests.store.failing import FailingEngine
+from tests.store.reader import digest, read_on
+from tests.train.cases import (
+    SPECS,
+    Case,
+    Result,
+    Spec,
+    assert_bits_of_memory,
+    assert_same_bits,
+    resident_result,
+    result_of,
+    smallest_host_budget,
+    table,
+    tiered,
+    train,
+)
+from tiercache.store import MemoryEngine, Store, verify
+from tiercache.store.layout import ROWS
+from tiercache.store.store_errors import CorruptBlockError, CorruptStoreError, StoreFullError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CASE = Case(
+    tables=(table("a", 128), table("b", 5, tc.optim.Adam(learning_rate=0.01))),
+    specs=(Spec(name="f", table="a", hotness="ragged"), Spec(name="g", table="b")),
+    num_samples=4000,
+    pass_rows=1000,
+    num_keys=100_000,
+    batch=200,
+    epochs=3,
+)
+NUM_PASSES = 12
+
+
+@pytest.fixture(scope="module")
+def expected(passes: tc.PassDataset) -> Result:
+    """What the case ends with in memory."""
+    return resident_result(CASE, passes)
+
+
+@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.long)])
+def test_trainings_killed_at_random_moments_end_with_the_bits_of_one_never_killed(tmp_path: Path, kills: int) -> None:
+    """After each SIGKILL the store verifies and no durable commit is lost; rows, state and weights end equal."""
+    options = ["--quick"] if kills == 20 else ["--kills", str(kills)]
+    options += ["--json", str(tmp_path / "figures.json"), "--folder", str(tmp_path), "--seed", str(kills)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.crash", "training", *options]  # its fork server is its own
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "figures.json").read_text())
+    assert found["problems"] == found["commits_lost"] == found["stores_failing_verification"] == 0
+    assert found["bits_equal"] is True
+    assert found["kills"] == kills
+    assert found["trainings"] >= 1
+    phases = {name: n for name, n in found.items() if name.startswith("kills_in_")}
+    assert sum(phases.values()) == kills
+    assert sum(n > 0 for n in phases.values()) > 3, f"the kills hit few moments: {phases}"
+    assert {"command", "date", "cpu", "cores", "version_torch", "seconds_per_kill"} <= found.keys()
+
+
+def place(store: tc.Store) -> tuple[int, int, int]:
+    """Where a store stands: commit, pass and sample."""
+    assert store.commit is not None
+    return store.commit.id, store.commit.cursor.pass_index, store.commit.cursor.sample
+
+
+def fill_the_disk(path: Path, passes: tc.PassDataset, **options: int | None) -> StoreFullError:
+    """Train until the disk is full; returns the error that the loop got, after checking what it left."""
+    seen: list[int] = []
+    with tc.Store.open(path, tables=CASE.tables, **options) as store:
+        with pytest.raises(StoreFullError) as caught, tiered(store, passes) as cache:
+            train(cache, CASE, each_batch=lambda pass_index, _: seen.append(pass_index))
+        stands = place(store)
+    assert 0 < stands[1] < NUM_PASSES, "the disk filled too early or too late to show anything"
+    assert seen[-1] <= stands[1] + 1, "training went on although nothing could be written any more"
+    with tc.Store.open(path, mode="r") as store:
+        assert place(store) == stands
+    assert verify(path)["problems"] == []
+    return caught.value
+
+
+def assert_one_sentence(error: Exception) -> None:
+    """A message has one line and says what to do after a colon."""
+    text = str(error)
+    assert "\n" not in text
+    assert ": " in text
+
+
+def resume(path: Path, passes: tc.PassDataset) -> Result:
+    """Go on where there is space, and read back what it ends with."""
+    with tc.Store.open(path, tables=CASE.tables) as store:
+        with tiered(store, passes) as cache:
+            model = train(cache, CASE, seed=4)
+        return result_of(store, passes, model)
+
+
+def test_a_full_store_stops_training_with_its_cause_and_training_goes_on_where_there_is_more(
+    tmp_path: Path, passes: tc.PassDataset, expected: Result
+) -> None:
+    """A store at its store_budget raises in the loop, commits nothing later, and ends with the same bits with more."""
+    error = fill_the_disk(tmp_path / "model.tc", passes, store_budget=6_000_000)
+    assert_one_sentence(error)
+    assert "blocks.bin may hold 6,000,000" in str(error)
+    assert "raise store_budget" in str(error)
+    assert error.needed_bytes > 0
+    assert_same_bits(resume(tmp_path / "model.tc", passes), expected)
+
+
+def test_a_full_disk_stops_training_with_its_cause_and_training_goes_on_once_there_is_space(
+    disk: Path, passes: tc.PassDataset, expected: Result
+) -> None:
+    """A file system without space raises in the loop, commits nothing later, and space brings the same bits."""
+    subprocess.run(["mount", "-o", "remount,size=9m", str(disk)], check=True)
+    error = fill_the_disk(disk / "model.tc", passes)
+    assert_one_sentence(error)
+    assert str(disk) in str(error)
+    assert "free" in str(error)
+    subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+    assert_same_bits(resume(disk / "model.tc", passes), expected)
+
+
+SMALL = replace(CASE, num_samples=320, pass_rows=80, batch=20, num_keys=300, epochs=2)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[tc.PassDataset, Result]:
+    """The passes of the small case, and what it ends with in memory."""
+    passes = SMALL.cut(tmp_path_factory.mktemp("small") / "passes")
+    return passes, resident_result(SMALL, passes)
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 5, 9, 14, 20, 27, 35, 44])
+def test_an_error_of_any_call_to_the_engine_leaves_a_commit_to_go_on_from(
+    small: tuple[tc.PassDataset, Result], call: int
+) -> None:
+    """Whichever write, read or commit fails, the loop gets that error, and the next run ends with the same bits."""
+    (passes, ended), memory = small, MemoryEngine()
+    engine = FailingEngine(memory, lasting=True)
+    with tc.Store.open(None, tables=SMALL.tables, engine=engine) as store:
+        options = {"device_budget": "1MiB"}
+        options["host_budget"] = smallest_host_budget(store, passes, **options)
+        engine.fail_in(call)
+        with pytest.raises(StoreFullError, match="the disk of a test"), tiered(store, passes, **options) as cache:
+            train(cache, SMALL)
+        before = None if store.commit is None else place(store)
+    with tc.Store.open(None, tables=SMALL.tables, engine=memory) as store:
+        assert (None if store.commit is None else place(store)) == before
+        with tiered(store, passes, **options) as cache:
+            model = train(cache, SMALL, seed=1 if before is None else 5)
+        assert_same_bits(result_of(store, passes, model), ended)
+
+
+def flip_in_the_middle(path: Path, name: tuple[bytes, int, int, int]) -> int:
+    """Change one bit in the middle of a block; returns the place in the block."""
+    file, at, size = file_of(path, name)
+    flip(file, at + size // 2, 0x10)
+    return size // 2
+
+
+def flip_in_rows(path: Path) -> int:
+    """Change one bit of the rows of the newest block of table a; returns the pass that they wait for."""
+    with tc.Store.open(path, mode="r") as store:
+        group = next(g.index for g in store.groups if g.tables[0].name == "a")
+        segment = store.segments[-1]
+        layout = segment.layouts[group]
+    block = layout.num_blocks - 1
+    at = flip_in_the_middle(path, (ROWS, segment.id, group, block))
+    first = layout.pages_of_block(block)[0]
+    base = layout.byte_of_page(first)
+    page = layout.page_of_row((base + at) // layout.row_bytes)
+    return int(layout.next_use_R[layout.range_of_page(page)])
+
+
+@pytest.fixture
+def trained(tmp_path: Path, passes: tc.PassDataset) -> Path:
+    """A store after one epoch."""
+    path = tmp_path / "model.tc"
+    with tc.Store.open(path, tables=CASE.tables) as store, tiered(store, passes) as cache:
+        train(cache, CASE, epochs=1)
+    assert verify(path)["problems"] == []
+    return path
+
+
+def test_a_flipped_byte_in_a_block_is_refused_on_load_and_never_trained(trained: Path, passes: tc.PassDataset) -> None:
+    """The loop gets a sentence before the pass that needs the block, and the store stays at its last commit."""
+    waiting = flip_in_rows(trained)
+    seen: list[int] = []
+    with tc.Store.open(trained, tables=CASE.tables) as store:
+        with pytest.raises(CorruptBlockError) as caught, tiered(store, passes) as cache:
+            train(cache, CASE, each_batch=lambda pass_index, _: seen.append(pass_index))
+        stands = place(store)
+    assert_one_sentence(caught.value)
+    assert caught.value.tables == ("a",)
+    assert all(pass_index < waiting for pass_index in seen)
+    assert 4 <= stands[1] <= waiting
+    with tc.Store.open(trained, mode="r") as store:
+        assert place(store) == stands
+
+
+def test_a_flipped_byte_in_the_dense_state_is_found_and_refused(trained: Path, passes: tc.PassDataset) -> None:
+    """A damaged dense state is found by verify and never loaded into a model."""
+    with tc.Store.open(trained, mode="r") as store:
+        assert store.commit is not None
+        name = store.commit.state_blocks()[0][:4]
+    flip_in_the_middle(trained, name)
+    assert "dense state" in verify(trained)["problems"][0]
+    with tc.Store.open(trained, tables=CASE.tables) as store, tiered(store, passes) as cache:
+        with pytest.raises(CorruptStoreError, match="dense state") as caught:
+            train(cache, CASE)
+        assert cache.reports == []
+    assert_one_sentence(caught.value)
+
+
+USED = Case(tables=(table("a", 3), table("b", 5)), specs=SPECS)
+
+
+@pytest.mark.parametrize("damage", ["a number", "two swapped", "all zeros", "a checksum", "cut short", "none"])
+def test_a_damaged_file_of_next_uses_is_found_anew(tmp_path: Path, damage: str) -> None:
+    """A run that goes on ends with the same bits, and its file is what was written first."""
+    passes, path = USED.cut(tmp_path / "passes"), tmp_path / "s"
+
+    def stop(pass_index: int, _: int) -> None:
+        if pass_index == 3:
+            raise InterruptedError
+
+    with Store.open(path, tables=USED.tables) as store, tiered(store, passes) as cache, pytest.raises(InterruptedError):
+        train(cache, USED, each_batch=stop)
+    (file,) = (path / "schedule").glob("*.gaps")
+    written = file.read_bytes()
+    numbers = np.frombuffer(bytearray(written), np.int32).copy()
+    i = int(np.nonzero(np.diff(numbers[: numbers.size // 2]))[0][50])
+    match damage:
+        case "a number":
+            numbers[i] += 1
+        case "two swapped":
+            numbers[[i, i + 1]] = numbers[[i + 1, i]]
+        case "all zeros":
+            numbers[:] = 0
+        case "a checksum":
+            numbers[-1] ^= 1
+    file.write_bytes(numbers.tobytes()[: -4 if damage == "cut short" else None])
+    before = file.stat().st_mtime_ns
+    with Store.open(path, tables=USED.tables) as store, tiered(store, passes) as cache:
+        model = train(cache, USED)
+        assert_bits_of_memory(store, passes, model, USED)
+    assert verify(path)["problems"] == []
+    assert file.read_bytes() == written
+    assert (file.stat().st_mtime_ns == before) == (damage == "none")
+
+
+READ = replace(CASE, tables=(table("a", 16), CASE.tables[1]), num_samples=600, pass_rows=100, num_keys=5000, batch=50)
+READ_PASSES = 18
+READERS = 2
+
+
+def train_into(store: Store, passes: tc.PassDataset, each_pass: Callable[[], None] = lambda: None) -> None:
+    """Train the case, one commit a pass; ``each_pass`` is called within some of them."""
+    with tiered(store, passes, host_budget="2MiB", eval_budget="128KiB") as cache:
+        train(cache, READ, each_batch=lambda number, batch: each_pass() if 0 < number < 7 and not batch else None)
+
+
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+def test_readers_in_other_processes_see_whole_commits_while_a_training_goes_on(tmp_path: Path, engine: str) -> None:
+    """Whatever a reader sees, rows, states and dense state, are those of its one commit, and stay so."""
+    passes = READ.cut(tmp_path / "passes")
+    with Store.open(tmp_path / "kept.tc", tables=READ.tables, engine=engine, retention=READ_PASSES + 1) as store:
+        train_into(store, passes)
+        expected = {commit.id: digest(store.at(commit.id)) for commit in store.commits}
+    assert len(set(expected.values())) == READ_PASSES + 1, "one before the first pass and one after each"
+
+    path, ends, seen = tmp_path / "read.tc", [], list[tuple[int, str, str]]()
+    with Store.open(path, tables=READ.tables, engine=engine) as store:
+        for _ in range(READERS):
+            mine, other = multiprocessing.Pipe()
+            ends.append((start(read_on, path, other), mine))
+        for process, mine in ends:
+            assert mine.recv() == "ready", process
+        train_into(store, passes, lambda: seen.extend(mine.recv() for _, mine in ends))
+        for process, mine in ends:
+            mine.send("stop")
+            seen += iter(mine.recv, None)
+            assert finish(process) == 0
+    assert all(first == again == expected[commit] for commit, first, again in seen)
+    assert len({commit for commit, *_ in seen}) > 3, "the readers saw hardly any of the training"

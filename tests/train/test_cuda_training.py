@@ -1,0 +1,268 @@
+"""What a training asks of a GPU, on the shim or on the GPU of `make test-gpu`: bytes, memory and the order of moves."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tiercache as tc
+from tests.train.cases import (  # fmt: skip
+    SPECS,
+    Case,
+    Spec,
+    assert_same_bits,
+    open_store,
+    result_of,
+    table,
+    tiered,
+    train,
+)
+from tests.train.devices import DEVICES, cuda_device
+from tests.train.shim_gpu import ShimRuntime
+from tiercache.data.pass_builder import RowBudget
+from tiercache.errors import BudgetError, CudaError
+from tiercache.planning.budgets import PAGE_BYTES, HostBudget, paged
+from tiercache.rows.backends.base import Backend, Layout
+from tiercache.rows.backends.cpu import CpuBackend
+from tiercache.rows.backends.cuda import CudaBackend
+from tiercache.rows.backends.open_backend import open_backend
+from tiercache.rows.pinned import PinnedRegion, moves_pages
+from tiercache.store.layout import Range, SegmentLayout
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cuda", "float16"), ("cpu", "bfloat16"), ("cpu", "float16")])
+def test_the_device_tier_is_one_allocation_of_the_bytes_that_are_planned(
+    tmp_path: Path, device: str, dtype: str
+) -> None:
+    """Fields, slots, orders and keys of all groups, each from a cache line on; a budget of a byte less is refused.
+
+    Of each row vector, state and slot maps; of 16-bit ones, two bytes a number and eight of key, which float32 rows do
+    without: the tier's arrays, and what extraction plans.
+    """
+    case = Case(tables=(table("a", 7, dtype=dtype), table("b", 3)), specs=SPECS, num_keys=500)
+    passes = case.cut(tmp_path / "passes")
+    rows = {name: max(p.rows(name) for p in passes) for name in "ab"}
+    with open_store(tmp_path / "x", case, "memory") as store:
+        with tiered(store, passes, device=DEVICES[device]()) as cache:
+            need, arrays_G = cache.device_bytes, cache._rows.device.arrays_G
+            by_name = {group.tables[0].name: arrays for group, arrays in zip(store.groups, arrays_G, strict=True)}
+            for name, row_bytes, key_bytes in (("a", 4 * 4 + 4 * 7, 8), ("b", 4 * 3 + 4 * 3, 0)):
+                assert sum(field.nbytes for field in by_name[name].fields) == rows[name] * row_bytes
+                assert by_name[name].streams.nbytes == rows[name] * key_bytes
+            parts = [part for arrays in arrays_G for part in (*arrays.fields, *arrays[1:])]
+        assert need == rows["a"] * (4 * 4 + 4 * 7 + 28 + 8) + rows["b"] * (4 * 3 + 4 * 3 + 28)
+        budget = RowBudget(case.tables, 1)
+        assert budget.needed([rows[one.name] for one in passes.tables]) == need
+        if device == "cuda":
+            assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+            assert parts[0].untyped_storage().nbytes() <= need
+            assert all(part.data_ptr() % 128 == 0 for part in parts)
+        tiered(store, passes, device=DEVICES[device](), device_budget=need).close()
+        with pytest.raises(BudgetError, match="the passes need"):
+            tiered(store, passes, device=DEVICES[device](), device_budget=need - 1)
+
+
+def test_what_cannot_be_trained_on_is_said_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too little memory, with needed and free bytes and the budget that fits; an unknown device; CuPy missing."""
+    case = Case(tables=(table("a", 64),), specs=SPECS[:1])
+    passes = case.cut(tmp_path / "passes")
+    device = CudaBackend(ShimRuntime(free_bytes=5000))
+    with open_store(tmp_path / "model.tc", case, "lmdb") as store:
+        words = r"need .* on the shim, which has 4.88 KiB .* budget of at most 5000 bytes"
+        with pytest.raises(BudgetError, match=words):
+            tiered(store, passes, device=device)
+        with pytest.raises(ValueError, match="device is 'gpu': it must be 'cpu', 'cuda'"):
+            tiered(store, passes, device="gpu")
+        monkeypatch.setitem(sys.modules, "cupy", None)
+        with pytest.raises(CudaError, match=r"CuPy cannot be imported .*install tiercache\[cuda13\]"):
+            tiered(store, passes, device="cuda")
+        assert store.commit is None
+    with pytest.raises(BudgetError, match=r"InMemoryCache holds all rows .* need"):
+        tc.InMemoryCache(passes, device=device)
+    with pytest.raises(CudaError, match="CuPy cannot be imported"):
+        tc.InMemoryCache(passes, device="cuda:1")
+
+
+MOVED = Case(
+    tables=(table("a", 32), table("b", 32)), specs=(Spec(name="f", table="a"), Spec(name="g", table="b")),
+    num_samples=400, pass_rows=200, num_keys=400, batch=100, epochs=1,
+)  # fmt: skip
+
+
+class CountingGpu(ShimRuntime):
+    """Counts bytes that are copied to the device, and the bytes of each page range that is pinned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copied, self.locks = 0, list[int]()
+
+    def copy(self, host: torch.Tensor, there: torch.Tensor, *, lasting: bool = False) -> None:
+        """Count and copy."""
+        self.copied += host.nbytes
+        super().copy(host, there, lasting=lasting)
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Count and pin."""
+        self.locks.append(num_bytes)
+        super().pin(address, num_bytes)
+
+
+def test_a_commit_inside_a_pass_brings_nothing_to_the_device(tmp_path: Path) -> None:
+    """Its rows stand in the order of their positions: no order has to be there. It ends with the bits of a CPU."""
+    passes, results = MOVED.cut(tmp_path / "passes"), []
+    for gpu in (None, CountingGpu()):
+        seen: list[int] = []
+
+        def commit(pass_index: int, batch: int, gpu: Any = gpu, seen: list[int] = seen) -> None:
+            cache.drain()  # the reader copies keys of new rows
+            before = 0 if gpu is None else gpu.copied
+            cache.commit()
+            blocks = next(s for s in store.segments if s.within).layouts[0].num_blocks
+            assert blocks > 10
+            seen.append(0 if gpu is None else gpu.copied - before)
+
+        device = CpuBackend() if gpu is None else CudaBackend(gpu)
+        with open_store(tmp_path / str(gpu is None), MOVED, "lmdb") as store:
+            with tiered(store, passes, device=device) as cache:
+                model = train(cache, MOVED, each_batch=commit)
+            results.append(result_of(store, passes, model))
+        assert seen
+        assert set(seen) == {0}
+    assert_same_bits(*results)
+
+
+def test_of_16_bit_rows_a_switch_brings_the_keys_of_those_that_are_loaded(tmp_path: Path) -> None:
+    """Kept rows have their random bits already: beside slots, a key and a slot for each other row, or all keys."""
+    case = replace(MOVED, tables=(table("a", 32, dtype="bfloat16"), table("b", 32, dtype="bfloat16")), num_keys=250)
+    passes, gpu = case.cut(tmp_path / "passes"), CountingGpu()
+    with open_store(tmp_path / "x", case, "memory") as store, tiered(store, passes, device=CudaBackend(gpu)) as cache:
+        kept, noted = [], list[int]()
+        note, tier = cache._rows.transfer.device.note_keys, cache._rows.transfer.device
+
+        def count(*arguments: Any) -> None:
+            copied = gpu.copied
+            note(*arguments)
+            noted.append(gpu.copied - copied)
+
+        tier.note_keys = count  # type: ignore[method-assign]
+        for p in cache.passes(epochs=2):
+            plan = cache._rows.transfer.plan
+            assert plan is not None
+            assert plan.pass_index == p.index
+            kept.append((plan.kept_G[0], plan.rows_G[0]))
+            p.skip()
+    assert any(kept_rows > rows // 2 for kept_rows, rows in kept), kept
+    for num_bytes, (kept_rows, rows) in zip(noted, kept, strict=True):
+        assert num_bytes <= 12 * (rows - kept_rows)
+        assert num_bytes <= 8 * rows
+
+
+def test_single_vectors_of_tables_of_several_dims_are_gathered_in_one_launch(tmp_path: Path) -> None:
+    """Ids become slots group by group; vectors, and rows stepped by either table's gradient, are a CPU's."""
+    case = replace(MOVED, tables=(table("a", 32), table("b", 5)))
+    passes, gpu, seen = case.cut(tmp_path / "passes"), ShimRuntime(), []
+    for device in (CpuBackend(), CudaBackend(gpu)):
+        cache = tc.InMemoryCache(passes, device=device)
+        loop = cache.passes(epochs=1)
+        batch = next(next(loop).batches(100))
+        gpu.kernels.launches.clear()
+        vectors = tc.EmbeddingCollection(cache.schema)(batch)
+        launches = [kernel for kernel in gpu.kernels.launches if kernel.startswith("gathering.")]
+        for name in ("f", "g"):
+            (vectors[name] ** 2).sum().backward()
+        cache.optimizer.step()
+        seen.append([found.detach() for found in vectors.values()] + [cache.fields(name)[0] for name in ("a", "b")])
+    assert launches == ["gathering.map_slots", "gathering.gather"]
+    assert [found.shape[1] for found in seen[0]] == [32, 5, 32, 5]
+    assert all(np.array_equal(*pair) for pair in zip(*seen, strict=True))
+
+
+def test_of_an_order_a_block_brings_what_it_has(tmp_path: Path) -> None:
+    """Four bytes for each of its rows, whichever blocks are packed together; the same bytes come out."""
+    passes, gpu = MOVED.cut(tmp_path / "passes"), CountingGpu()
+    with open_store(tmp_path / "x", MOVED, "memory") as store, tiered(store, passes, device=CudaBackend(gpu)) as cache:
+        next(loop := cache.passes(epochs=1))
+        packer, plan = cache._rows.transfer._packer, cache._rows.transfer.plan
+        assert plan is not None
+        layout, order = plan.dumps[0], cache._rows.transfer.assignments[0].dump_order_K
+        num = layout.num_blocks
+        assert num > 10
+        found = []
+        for together in ([range(num)], [range(3), range(3, num)], [range(b, b + 1) for b in range(num)]):
+            before = gpu.copied
+            data = [cache._backend.scratch(layout.bytes_of_block(b)) for b in range(layout.num_blocks)]
+            for blocks in together:
+                packer.pack(0, order, packer.target(layout, blocks[0], [data[b] for b in blocks]))
+                cache._backend.streams.dumped().wait()
+            assert gpu.copied - before == 4 * layout.rows
+            found.append(np.concatenate(data))
+        assert np.array_equal(found[0], found[1])
+        assert np.array_equal(found[0], found[2])
+        loop.close()
+
+
+@given(st.integers(1, PAGE_BYTES // 4), st.integers(1, 1 << 30), st.integers(1 << 20, 1 << 33))
+def test_a_full_block_of_rows_of_a_page_at_most_has_the_pages_of_a_region(words: int, largest: int, total: int) -> None:
+    """So staging and dumps take each other's regions as they are; and the plan counts as many bytes as before."""
+    row_bytes = 4 * words
+    budget = HostBudget.plan(total, evaluation=None, largest_row=row_bytes, largest_pass=largest)
+    rows = budget.block // row_bytes
+    layout = SegmentLayout.of(
+        row_bytes=row_bytes, page_rows=max(1, budget.page // row_bytes), block_bytes=budget.block,
+        ranges=(Range(next_use=1, table_rows=(rows,)),),
+    )  # fmt: skip
+    assert layout.num_blocks == 1
+    assert paged(layout.bytes_of_block(0)) == budget.region == paged(budget.block)
+    unrounded = max(min(largest // 32, 16 << 20), row_bytes, PAGE_BYTES)
+    assert budget.region == paged(unrounded)
+
+
+LOCKED = 64
+"""Pages."""
+LOCKED_ROWS = LOCKED * PAGE_BYTES // (4 * 16)
+
+
+def on_the_device(backend: Backend, region: PinnedRegion) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    """Have the device read the first pages of a region as rows, and return what it read."""
+    (there,) = backend.reserve([Layout(LOCKED_ROWS, (16,), LOCKED_ROWS, rounded=False)], "rows of a test")
+    slots, pieces = backend.indices(LOCKED_ROWS), backend.pieces(16)
+    slots[:] = np.arange(LOCKED_ROWS)
+    pieces.add(0, np.array([LOCKED_ROWS]), np.array([0]), region.data.view(np.float32))
+    with backend.streams.loading():
+        backend.unpack(there.fields, backend.place(slots, there.slots), pieces)
+        backend.streams.loaded().wait()
+        return backend.read(there.fields[0], slice(None)).copy()
+
+
+def test_pages_that_were_locked_move_with_what_they_have() -> None:
+    """Locked, read, unlocked and moved, there and back: no byte is another."""
+    if not moves_pages():
+        pytest.skip("this system does not move pages and leave the map they were in: Linux does since 5.7")
+    backend = open_backend(cuda_device(), ())
+    source, target = (PinnedRegion(2 * LOCKED * PAGE_BYTES, backend) for _ in range(2))
+    source.hold(0, LOCKED)
+    source.hand_out(LOCKED * PAGE_BYTES)
+    rows = np.random.default_rng(0).standard_normal((LOCKED_ROWS, 16)).astype(np.float32)
+    source.data.view(np.float32)[:] = rows.reshape(-1)
+    for _ in range(4):
+        assert np.array_equal(on_the_device(backend, source), rows)
+        source.hold(0, 0)
+        assert target.bring(0, LOCKED, source, 0)
+        target.hold(0, LOCKED)
+        target.hand_out(LOCKED * PAGE_BYTES)
+        assert np.array_equal(target.data.view(np.float32), rows.reshape(-1))
+        source, target = target, source
+    source.unpin()

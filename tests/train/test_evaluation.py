@@ -1,0 +1,229 @@
+"""Evaluation sees every row as of now, writes nothing, stays within its budget and changes no bit of the run."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+import tiercache as tc
+from tests.train.cases import (
+    Case,
+    Net,
+    Spec,
+    assert_bits_of_memory,
+    open_store,
+    registered,
+    resident,
+    result_of,
+    run,
+    smallest_host_budget,
+    table,
+    tiered,
+    train,
+)
+from tests.train.devices import DEVICES
+from tiercache.data.raw_batch import OOV_KEY
+from tiercache.store.initial_rows import initial_rows
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from tiercache.train.cache import TierCache
+
+CASE = Case(
+    tables=(table("a", 8), table("b", 5, tc.optim.Adam(learning_rate=0.05)), table("c", 8, dtype="bfloat16")),
+    specs=(
+        Spec(name="f", table="a", hotness="ragged"), Spec(name="g", table="b"),
+        Spec(name="h", table="c", hotness="multi_hot"),
+    ),
+    num_keys=300,
+)  # fmt: skip
+MOMENTS = [(0, 0), (1, 3), (3, 1), (4, 0), (6, 2), (7, 3)]
+Rows = dict[str, dict[int, "NDArray[np.float32]"]]
+
+
+@pytest.fixture
+def others(tmp_path: Path) -> tc.PassDataset:
+    """Passes to evaluate: keys of the training and as many that it never sees."""
+    return replace(CASE, num_keys=700, data_seed=5, num_samples=96, pass_rows=48).cut(tmp_path / "others")
+
+
+def initial(spec: tc.Table, key: int) -> NDArray[np.float32]:
+    """Return the row that a key begins with."""
+    return initial_rows(spec, np.array([key]))[0][0]
+
+
+def resident_rows(passes: tc.PassDataset, moments: list[tuple[int, int]], device: Any) -> dict[tuple[int, int], Rows]:
+    """Train in memory and copy all rows at some moments, and under (-1, -1) as they end."""
+    cache, found = resident(passes, device=device), {}
+
+    def copy(pass_index: int, batch: int) -> None:
+        if (pass_index, batch) in moments or pass_index < 0:
+            found[pass_index, batch] = {
+                t.name: dict(zip(cache.keys(t.name).tolist(), cache.fields(t.name)[0].copy(), strict=True))
+                for t in cache.tables
+            }
+
+    train(cache, CASE, each_batch=copy)
+    copy(-1, -1)
+    return found
+
+
+def assert_rows_as_of(cache: TierCache, others: tc.PassDataset, now: Rows) -> None:
+    """Every vector that an evaluation looks up is the one of ``now``, or the initial one; pooling sums them."""
+    vectors, bag, samples = tc.EmbeddingCollection(cache.schema), tc.EmbeddingBagCollection(cache.schema), 0
+    tables = {t.name: t for t in others.tables}
+    for piece in cache.evaluate(others):
+        source = others.passes[piece.sub_dataset]
+        for batch in piece.batches(20):
+            with torch.no_grad():
+                found, pooled = vectors(batch), dict(zip(bag.features, bag.split(bag(batch)), strict=True))
+            for feature in others.schema.features:
+                keys = source.keys(feature.table)[batch.ids[feature.name].ids].tolist()
+                wanted = [now[feature.table].get(key, initial(tables[feature.table], key)) for key in keys]
+                rows = found[feature.name].reshape(-1, tables[feature.table].dim).cpu().numpy()
+                np.testing.assert_array_equal(rows, np.array(wanted, np.float32).reshape(rows.shape))
+                if feature.hotness == "one_hot":
+                    np.testing.assert_array_equal(pooled[feature.name].cpu().numpy(), rows)
+            samples += batch.num_samples
+    assert samples == others.samples
+
+
+@pytest.mark.parametrize(
+    ("engine", "commit_every", "device"), [("memory", 1, "cpu"), ("lmdb", 3, "cpu"), ("lmdb", 1, "cuda")]
+)
+def test_evaluation_sees_rows_as_of_now_and_changes_no_bit(
+    tmp_path: Path, passes: tc.PassDataset, others: tc.PassDataset, engine: str, commit_every: int, device: str
+) -> None:
+    """At any moment of a run with a tight host: rows of this pass, of earlier ones and of none; the run ends equal.
+
+    Before the first commit any key has its initial row; a store opened again has the rows that the run ended with.
+    """
+    expected = resident_rows(passes, MOMENTS, DEVICES[device]())
+    with open_store(tmp_path / "model.tc", CASE, engine) as store:
+        options: dict[str, Any] = {"device_budget": "1MiB", "commit_every": commit_every, "eval_budget": 4000}
+        options["device"] = DEVICES[device]()
+        options["host_budget"] = smallest_host_budget(store, passes, **options)
+        with tiered(store, passes, **options) as cache:
+            asked = []
+            assert_rows_as_of(cache, others, {t.name: {} for t in CASE.tables})
+            assert store.commit is None
+
+            def evaluate(pass_index: int, batch: int) -> None:
+                if (pass_index, batch) in MOMENTS:
+                    assert_rows_as_of(cache, others, expected[pass_index, batch])
+                    asked.append((pass_index, batch))
+
+            model = train(cache, CASE, each_batch=evaluate)
+            assert asked == MOMENTS
+            assert any(report.rows_read for report in cache.reports), "no row ever left host memory"
+            assert_rows_as_of(cache, others, expected[-1, -1])
+        assert_bits_of_memory(store, passes, model, CASE, device=DEVICES[device]())
+    if engine == "memory":
+        return
+    with tc.Store.open(tmp_path / "model.tc") as store, tiered(store, passes, device=DEVICES[device]()) as cache:
+        assert_rows_as_of(cache, others, expected[-1, -1])
+
+
+def test_the_same_script_evaluates_in_memory(tmp_path: Path, passes: tc.PassDataset) -> None:
+    """Amid a pass and behind the last one, for keys that were trained, that are to come and that are in no pass."""
+    others, found = replace(CASE, data_seed=9, num_keys=400).cut(tmp_path / "others"), []
+    with open_store(tmp_path / "model.tc", CASE, "lmdb") as store:
+        for cache in (tiered(store, passes), resident(passes)):
+            seen: list[torch.Tensor] = []
+            model, optimizer = registered(cache, CASE)
+
+            def evaluate(
+                pass_index: int = 1, batch: int = 2, *, seen: Any = seen, model: Any = model, cache: Any = cache
+            ) -> None:
+                if pass_index % 2 and batch == 2:
+                    parts = cache.evaluate(others)
+                    seen += [model(batch).detach() for part in parts for batch in part.batches(64)]
+
+            run(cache, CASE, model, optimizer, epochs=1, each_batch=evaluate)
+            evaluate()
+            found.append(torch.cat(seen))
+            cache.close()
+    assert found[0].numel() > others.passes[0].samples
+    assert torch.equal(*found)
+
+
+def written(store: tc.Store) -> tuple[object, ...]:
+    """Return all that says what a store wrote: its counters and its files."""
+    assert store.path is not None
+    counts = {name: n for name in dir(store.counters) if "writ" in name or name in {"transactions", "commits"}
+              if isinstance(n := getattr(store.counters, name), int)}  # fmt: skip
+    assert len(counts) > 2
+    files = [hashlib.sha256((store.path / name).read_bytes()).hexdigest() for name in ("data.mdb", "blocks.bin")]
+    return counts, files, store.commit
+
+
+def test_evaluation_writes_nothing_and_leaves_no_gradient(
+    tmp_path: Path, passes: tc.PassDataset, others: tc.PassDataset
+) -> None:
+    """Counters and bytes of the store stay, and a backward through an evaluation batch steps no row."""
+    with tc.Store.open(tmp_path / "model.tc", tables=CASE.tables) as store, tiered(store, passes) as cache:
+
+        def evaluate(pass_index: int, batch: int) -> None:
+            if (pass_index, batch) == (2, 1):
+                cache._rows.transfer.drain()
+                before, state = written(store), torch.get_rng_state()
+                for piece in cache.evaluate(others):
+                    for samples in piece.batches(16):
+                        model(samples).sum().backward()
+                assert not cache.optimizer.rows.pending
+                assert written(store) == before
+                assert torch.equal(torch.get_rng_state(), state)
+
+        model = Net(cache, CASE).to(cache.device)
+        for p in cache.passes(epochs=1):
+            for number, _ in enumerate(p.batches(16)):
+                evaluate(p.index, number)
+            p.skip()
+
+
+def test_evaluation_is_cut_into_slices_within_its_budget(
+    tmp_path: Path, passes: tc.PassDataset, others: tc.PassDataset
+) -> None:
+    """Rows of a slice take at most eval_budget, and a larger budget makes fewer slices."""
+    counts = {}
+    for budget in (1500, 6000, 1 << 20):
+        store = tc.Store.open(tmp_path / f"{budget}.tc", tables=CASE.tables)
+        with store, tiered(store, passes, eval_budget=budget) as cache:
+            pieces = [
+                (piece.num_samples, sum(rows.vectors.values.nbytes for rows in piece._rows.groups))
+                for piece in cache.evaluate(others)
+            ]
+        counts[budget] = len(pieces)
+        assert sum(samples for samples, _ in pieces) == others.samples
+        assert max(num_bytes for _, num_bytes in pieces) <= budget
+    assert counts[1500] > counts[6000] > counts[1 << 20] == len(others.passes)
+
+
+def test_keys_never_trained_share_the_out_of_vocabulary_row_where_one_was_trained(tmp_path: Path) -> None:
+    """With rare keys in the training, an unknown key has the row that the rare ones trained."""
+    case = replace(CASE, tables=(table("a", 8),), specs=(Spec(name="f", table="a"),), num_keys=120)
+    passes = case.extract(tmp_path / "train", min_count=3)
+    assert any(OOV_KEY in p.keys("a") for p in passes)
+    others = replace(case, num_keys=5000, data_seed=9, num_samples=64).extract(tmp_path / "test")
+    with tc.Store.open(tmp_path / "model.tc", tables=case.tables) as store, tiered(store, passes) as cache:
+        train(cache, case)
+        keys, fields = result_of(store, passes, None).rows["a"]
+        rows = dict(zip(keys.tolist(), fields[0], strict=True))
+        unknown = 0
+        for piece in cache.evaluate(others):
+            for batch in piece.batches(64):
+                found = tc.EmbeddingCollection(cache.schema)(batch)["f"].detach().cpu().numpy()
+                for row, local in zip(found, batch.ids["f"].ids.tolist(), strict=True):
+                    key = int(others.passes[piece.sub_dataset].keys("a")[local])
+                    unknown += key not in rows
+                    np.testing.assert_array_equal(row, rows.get(key, rows[OOV_KEY]))
+        assert unknown > 5
+        assert not np.array_equal(rows[OOV_KEY], initial(case.tables[0], OOV_KEY))

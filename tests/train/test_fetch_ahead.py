@@ -1,0 +1,247 @@
+"""Loops that fetch batches ahead of their training, over the ends of passes: the same bits, and the same commits."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import tiercache as tc
+from tests.train.cases import SPECS, Case, Net, Result, assert_same_bits, result_of, result_of_resident, table
+from tests.train.devices import DEVICE, DEVICES
+from tiercache.errors import StateError
+from tiercache.store import MemoryEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+CASE = Case(
+    tables=(table("a", 4, tc.optim.Adagrad(learning_rate=0.1)), table("b", 6, tc.optim.SGD(learning_rate=0.1))),
+    specs=SPECS,
+)  # 4 passes of 4 batches, 2 epochs
+STEPS = 32
+
+
+class Training:
+    """New objects of one training, and its loop."""
+
+    def __init__(self, cache: Any) -> None:
+        torch.manual_seed(1)
+        self.cache = cache
+        self.net = Net(cache, CASE).to(cache.device)
+        self.model = nn.parallel.DistributedDataParallel(self.net) if dist.is_initialized() else self.net
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.5)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=5, gamma=0.9)
+        cache.register(model=self.model, optimizer=self.optimizer, scheduler=self.scheduler)
+        self.optimizer = cache.optimizer
+        self.losses: dict[tuple[int, int], float] = {}
+
+    def fetched(self, **options: Any) -> Iterator[tuple[tc.Pass, int, tc.Batch]]:
+        """Yield all batches: as a loader that knows nothing of passes."""
+        for p in self.cache.passes(epochs=2):
+            for batch in p.batches(CASE.batch, shuffle=True, **options):
+                yield p, batch.end, batch
+
+    def step(self, p: tc.Pass, end: int, batch: tc.Batch) -> None:
+        """Train a batch, with random numbers of torch."""
+        self.optimizer.zero_grad()
+        logits = self.model(batch)
+        kept = (torch.rand(logits.shape) < 0.8).to(logits.device)
+        loss = (nn.functional.binary_cross_entropy_with_logits(logits, batch.label, reduction="none") * kept).mean()
+        (loss * batch.weight).backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.losses[p.index, end] = loss.item()
+
+    def run(self, depth: int, *, steps: int | None = None, **options: Any) -> None:
+        """Train with so many batches fetched before the one that is trained, up to so many steps."""
+        self.loader = ahead(self.fetched(**options), depth)
+        for fetched in islice(self.loader, steps):
+            self.step(*fetched)
+
+
+def ahead(iterator: Iterator[Any], depth: int) -> Iterator[Any]:
+    """Yield what an iterator gives after it was asked for ``depth`` more, as loaders that prefetch do."""
+    held: deque[Any] = deque()
+    for one in iterator:
+        held.append(one)
+        if len(held) > depth:
+            yield held.popleft()
+    yield from held
+
+
+def opened(passes: tc.PassDataset, store: tc.Store, **options: Any) -> tc.TierCache:
+    """Return a cache whose device holds one pass."""
+    return tc.TierCache(store, passes, device_budget="48KiB", host_budget="16MiB", progress=False, **options)
+
+
+def store_of(passes: tc.PassDataset) -> tc.Store:
+    """Return a new store."""
+    return tc.Store.open(None, engine=MemoryEngine(), tables=passes.tables)
+
+
+Plain = tuple[Result, dict[tuple[int, int], float]]
+
+
+def go_on(
+    store: tc.Store, passes: tc.PassDataset, losses: dict[tuple[int, int], float], plain: Plain, *, at: tuple[int, int]
+) -> None:
+    """Train to the end from the last commit, which is ``at`` a pass and a sample, and compare with the plain loop."""
+    assert store.commit is not None
+    assert (store.commit.cursor.pass_index, store.commit.cursor.sample) == at
+    with opened(passes, store) as cache:
+        training = Training(cache)
+        training.run(2)
+    assert losses | training.losses == plain[1]
+    assert_same_bits(result_of(store, passes, training.net), plain[0])
+
+
+@pytest.fixture(scope="module")
+def plain(passes: tc.PassDataset) -> Plain:
+    """What the loop without fetching ahead ends with."""
+    return plain_on(passes, "cpu")
+
+
+def plain_on(passes: tc.PassDataset, device: Any) -> Plain:
+    """Train without fetching ahead, and return rows and losses."""
+    with store_of(passes) as store:
+        with opened(passes, store, device=device) as cache:
+            training = Training(cache)
+            training.run(0)
+        assert len(training.losses) == STEPS
+        return result_of(store, passes, training.net), training.losses
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_loop_that_fetches_ahead_ends_with_the_same_bits(
+    passes: tc.PassDataset, plain: Plain, depth: int, prefetch: int, device: str
+) -> None:
+    """Losses, rows, optimizer state and dense weights; the last pass is committed when the cache closes."""
+    if device == DEVICE == "cuda":  # whose dense part has bits of its own
+        plain = plain_on(passes, device)
+    with store_of(passes) as store:
+        with opened(passes, store, commit_every=3, device=DEVICES[device]()) as cache:
+            training = Training(cache)
+            training.run(depth, prefetch=prefetch)
+            assert len(cache.reports) == 8
+            cache.drain(staged=False)
+            assert store.commit is not None
+            assert store.commit.cursor.pass_index == 6
+        assert training.losses == plain[1]
+        assert_same_bits(result_of(store, passes, training.net), plain[0])
+        assert store.commit.cursor.pass_index == 8
+
+
+def test_a_cache_in_memory_ends_with_the_same_bits(passes: tc.PassDataset, plain: Plain) -> None:
+    """Its loop may fetch ahead too."""
+    with tc.InMemoryCache(passes) as cache:
+        training = Training(cache)
+        training.run(2)
+        assert training.losses == plain[1]
+        assert_same_bits(result_of_resident(cache, training.net), plain[0])
+
+
+@pytest.mark.parametrize("steps", range(1, STEPS, 3))
+def test_a_loop_given_up_at_any_step_goes_on_to_the_same_bits(passes: tc.PassDataset, plain: Plain, steps: int) -> None:
+    """With random numbers in every step and a rate that changes: what was fetched and not trained is fetched again."""
+    with store_of(passes) as store:
+        with pytest.raises(InterruptedError), opened(passes, store) as cache:  # noqa: PT012 - a with of two
+            training = Training(cache)
+            training.run(2, steps=steps)
+            cache.drain(staged=False)
+            raise InterruptedError
+        go_on(store, passes, training.losses, plain, at=(max(0, (steps - 1) // 4), 0))
+
+
+def test_a_commit_inside_counts_what_was_trained(passes: tc.PassDataset, plain: Plain) -> None:
+    """Not what was fetched: a training goes on behind the last batch that it stepped."""
+    with store_of(passes) as store:
+        with opened(passes, store) as cache:
+            training = Training(cache)
+            training.run(1, steps=6)
+            cache.commit()
+        go_on(store, passes, training.losses, plain, at=(1, 2 * CASE.batch))
+
+
+def test_a_last_batch_that_was_not_trained_is_not_counted(passes: tc.PassDataset, plain: Plain) -> None:
+    """A loop that stops a batch before its loader: close commits behind the batches trained, and says so."""
+    with store_of(passes) as store:
+        cache = opened(passes, store)
+        training = Training(cache)
+        fetched = training.fetched()
+        held = next(fetched)
+        while (following := next(fetched, None)) is not None:
+            training.step(*held)
+            held = following
+        with pytest.raises(StateError, match="pass 7 ended with 3 of its 4 batches"):
+            cache.close()
+        go_on(store, passes, training.losses, plain, at=(7, 3 * CASE.batch))
+
+
+@pytest.mark.parametrize("by", [lambda cache: [*cache.passes(epochs=2)], lambda cache: cache.commit()])
+def test_a_loop_or_a_commit_behind_one_that_fetched_ahead_commits_its_last_pass(
+    passes: tc.PassDataset, by: Callable[[Any], object]
+) -> None:
+    """A failure later changes nothing; without them a training that fails commits it not."""
+    with store_of(passes) as store:
+        with pytest.raises(ZeroDivisionError), opened(passes, store) as cache:  # noqa: PT012 - as above
+            Training(cache).run(1)
+            cache.drain(staged=False)
+            assert store.commit is not None
+            assert store.commit.cursor.pass_index == 7
+            assert not by(cache)
+            raise ZeroDivisionError
+        assert store.commit.cursor.pass_index == 8
+
+
+def evaluate_of_the_next_pass(cache: Any) -> None:
+    """Look batches up without training them, over the end of a pass."""
+    training = Training(cache)
+    fetched = training.fetched()
+    held = [next(fetched) for _ in range(5)]
+    for one in held[:3]:
+        training.step(*one)
+    with torch.no_grad():
+        training.net(held[3][2])
+        with pytest.raises(StateError, match="a batch of pass 1 was looked up without gradients before one"):
+            training.net(held[4][2])
+    training.step(*held[3])
+    training.step(*held[4])
+    with torch.no_grad():
+        training.net(held[4][2])
+    with pytest.raises(RuntimeError, match="belongs to pass 0, which has ended"):
+        training.net(held[3][2])
+
+
+def leave_gradients(cache: Any) -> None:
+    """Look a batch of the next pass up between backward and step, and go on."""
+    training = Training(cache)
+    fetched = training.fetched()
+    held = [next(fetched) for _ in range(5)]
+    for one in held[:2]:
+        training.step(*one)
+    for _, _, batch in held[2:4]:
+        training.model(batch).sum().backward()
+    with pytest.raises(StateError, match=r"pass 0 ended between backward and step, and .* its last 2 batches would"):
+        training.net(held[4][2])
+    training.optimizer.step()
+    training.step(*held[4])
+
+
+def test_a_batch_of_the_next_pass_is_not_evaluated_before_one_is_trained(passes: tc.PassDataset) -> None:
+    """Its rows are not there; those of the pass that is trained are."""
+    with store_of(passes) as store, opened(passes, store) as cache:
+        evaluate_of_the_next_pass(cache)
+
+
+def test_gradients_left_at_the_end_of_a_pass_are_refused_at_the_next_lookup(passes: tc.PassDataset) -> None:
+    """A remainder of accumulation would be lost; stepped or dropped, the loop goes on."""
+    with store_of(passes) as store, opened(passes, store) as cache:
+        leave_gradients(cache)

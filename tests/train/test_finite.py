@@ -1,0 +1,206 @@
+"""A training whose rows or dense weights are no longer finite stops before they are committed."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import tiercache as tc
+from tests.train.cases import Case, Net, Spec, table, tiered
+from tests.train.devices import DEVICES
+from tests.train.test_bad_input import one_sentence
+from tiercache.errors import StateError
+from tiercache.store import MemoryEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+OPTIMIZERS = {
+    "sgd": tc.optim.SGD(learning_rate=0.1),
+    "adagrad": tc.optim.Adagrad(learning_rate=0.1),
+    "rowwise": tc.optim.RowWiseAdagrad(learning_rate=0.1),
+    "adam": tc.optim.Adam(learning_rate=0.1),
+}
+
+
+def case_of(optimizer: Any, dtype: str = "float32") -> Case:
+    """Return a case of 3 passes of 4 batches."""
+    tables = (table("a", 4, optimizer, dtype=dtype), table("b", 10, optimizer, dtype=dtype), table("c", 4, optimizer))
+    specs = (Spec(name="f", table="a", hotness="ragged"), Spec(name="g", table="b"), Spec(name="h", table="c"))
+    return Case(tables=tables, specs=specs, num_samples=192, pass_rows=64, num_keys=60)
+
+
+CASE = case_of(OPTIMIZERS["adagrad"])
+
+
+class Training:
+    """A training that goes wrong at one batch."""
+
+    def __init__(self, case: Case, passes: tc.PassDataset, device: str = "cpu", **options: Any) -> None:
+        torch.manual_seed(1)
+        self.case, self.passes = case, passes
+        self.store = tc.Store.open(None, tables=case.tables, engine=MemoryEngine())
+        self.cache = tiered(self.store, passes, device=DEVICES[device](), **options)
+        self.model = Net(self.cache, case)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        self.cache.register(model=self.model, optimizer=self.optimizer)
+        self.optimizer = self.cache.optimizer
+
+    def run(self, wrong: Callable[[Training, tc.Batch], object], at: tuple[int, int] = (1, 2)) -> int:
+        """Train one epoch; returns the batches that were stepped."""
+        steps = 0
+        for p in self.cache.passes(epochs=1):
+            for i, batch in enumerate(p.batches(16)):
+                if (p.index, i) == at:
+                    wrong(self, batch)
+                else:
+                    self.model(batch).square().mean().backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                steps += 1
+        return steps
+
+    @property
+    def committed(self) -> int:
+        """The pass that the store stands at."""
+        assert self.store.commit is not None
+        return self.store.commit.cursor.pass_index
+
+
+def multiply_loss(by: float) -> Callable[[Training, tc.Batch], None]:
+    """Return a step whose loss is multiplied."""
+    return lambda t, batch: (t.model(batch).square().mean() * by).backward()
+
+
+def one_table(name: str, value: float) -> Callable[[Training, tc.Batch], None]:
+    """Return a step in which the gradient of one sample of one table is ``value``."""
+
+    def run(t: Training, batch: tc.Batch) -> None:
+        bag = t.model.bag
+        out = bag(batch)
+        weights = torch.zeros_like(out)
+        first = sum(dim for feature, dim in zip(bag.features, bag.dims, strict=True) if feature < name)
+        ids = batch.ids[name]
+        sample = 3 if ids.offsets is None else int((ids.offsets[1:] > ids.offsets[:-1]).argmax())
+        weights[sample, first] = value
+        out.backward(weights)
+
+    return run
+
+
+WRONG: dict[str, tuple[Callable[[Training, tc.Batch], Any], str]] = {
+    "NaN": (multiply_loss(math.nan), "'a', 'b', 'c'"),
+    "infinity": (multiply_loss(math.inf), "'a', 'b', 'c'"),
+    "a NaN of one sample": (one_table("g", math.nan), "'b'"),
+    "an infinity of one sample": (one_table("f", math.inf), "'a'"),
+    "minus infinity": (one_table("h", -math.inf), "'c'"),
+}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "at"), [*((name, (1, 2)) for name in OPTIMIZERS), ("adagrad", (0, 0)), ("adagrad", (2, 3))]
+)
+@pytest.mark.parametrize("what", WRONG)
+def test_rows_that_are_not_finite_stop_a_training_at_their_batch(
+    tmp_path: Any, optimizer: str, what: str, at: tuple[int, int]
+) -> None:
+    """Pass, batch and tables are named; the passes before are committed and nothing of this one."""
+    wrong, tables = WRONG[what]
+    case = case_of(OPTIMIZERS[optimizer])
+    training = Training(case, case.cut(tmp_path / "passes"))
+    batch = f"batch {at[1]} of pass {at[0]} (up to sample {16 * (at[1] + 1)})"
+    with one_sentence(StateError, f"rows of {tables} are not finite after the step of {batch}", "on_nonfinite"):
+        training.run(wrong, at)
+    training.cache.close()
+    assert training.committed == at[0]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("what", ["NaN", "a NaN of one sample", "minus infinity"])
+def test_rows_of_16_bits_are_looked_at_as_they_are_stored(tmp_path: Any, dtype: str, what: str) -> None:
+    """With their padding, which means nothing."""
+    case = case_of(tc.optim.SGD(learning_rate=0.1), dtype)
+    training = Training(case, case.cut(tmp_path / "passes"))
+    with one_sentence(StateError, "not finite after the step of batch 2 of pass 1"):
+        training.run(WRONG[what][0])
+
+
+def test_a_number_that_16_bits_do_not_hold_is_infinite(tmp_path: Any) -> None:
+    """Although it is finite in the gradient."""
+    case = case_of(tc.optim.SGD(learning_rate=0.1), "float16")
+    training = Training(case, case.cut(tmp_path / "passes"))
+    with one_sentence(StateError, "rows of 'b' are not finite after the step of batch 2 of pass 1"):
+        training.run(one_table("g", 1e7))
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_on_a_gpu_the_pass_and_its_tables_are_named_when_it_ends(passes: tc.PassDataset, what: str) -> None:
+    """No step waits for the GPU."""
+    training = Training(CASE, passes, "cuda")
+    wrong, tables = WRONG[what]
+    tables = tables if "sample" in what or what == "minus infinity" else "'a', 'b', 'c'"
+    with one_sentence(StateError, f"rows of {tables}", "pass 1"):
+        training.run(wrong, (1, 3))
+    training.cache.close()
+    assert training.committed == 1
+
+
+def spoil_weight(t: Training, batch: tc.Batch) -> None:
+    """Make a dense weight NaN, and leave rows alone."""
+    t.model(batch).square().mean().backward()
+    with torch.no_grad():
+        t.model.top.bias.fill_(math.nan)
+
+
+def test_dense_weights_that_are_not_finite_are_not_committed(passes: tc.PassDataset) -> None:
+    """At the last batch of a pass no row has seen them; the parameter is named."""
+    training = Training(CASE, passes)
+    with one_sentence(StateError, "1 parameters (model.top.bias) are not finite", "batch 3 of pass 1"):
+        training.run(spoil_weight, (1, 3))
+    training.cache.close()
+    assert training.committed == 1
+
+
+def test_parameters_that_were_not_finite_before_the_loop_are_nobodys_fault(passes: tc.PassDataset) -> None:
+    """Such as a mask that is a parameter."""
+    training = Training(CASE, passes)
+    training.model.mask = torch.nn.Parameter(torch.full((2,), -math.inf))
+    assert training.run(multiply_loss(1.0)) == 12
+    assert training.committed == 3
+
+
+@pytest.mark.parametrize(("mode", "count"), [("warn", 2), ("ignore", 0)])
+def test_a_training_goes_on_where_it_was_told_to(passes: tc.PassDataset, mode: str, count: int) -> None:
+    """With one warning for each pass that has such rows, or with none."""
+    training = Training(CASE, passes, on_nonfinite=mode)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert training.run(multiply_loss(math.nan)) == 12
+    assert sum("not finite" in str(one.message) for one in caught) == count
+    assert training.committed == 3
+
+
+def test_gradients_that_a_scaler_drops_stop_nothing(passes: tc.PassDataset) -> None:
+    """An overflow of the loss scale is no row's."""
+    training, scaler = Training(CASE, passes), torch.amp.GradScaler("cpu")
+    for p in training.cache.passes(epochs=1):
+        for i, batch in enumerate(p.batches(16)):
+            loss = training.model(batch).square().mean()
+            scaler.scale(loss * (math.inf if i == 1 else 1.0)).backward()
+            if p.index == 1:
+                scaler.unscale_(training.optimizer)
+                training.cache.clip_grad_norm_(1.0)
+            scaler.step(training.optimizer)
+            scaler.update()
+            training.optimizer.zero_grad()
+    assert training.committed == 3
+
+
+def test_an_unknown_mode_is_refused(passes: tc.PassDataset) -> None:
+    """Before anything is opened."""
+    with one_sentence(ValueError, "on_nonfinite 'raise'", "'stop', 'warn', 'ignore'"):
+        Training(CASE, passes, on_nonfinite="raise")

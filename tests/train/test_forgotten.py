@@ -1,0 +1,272 @@
+"""What a cache was not given is named before it is lost: models, parameters, restored state, rates of rows."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, SequentialLR, StepLR
+from torch.optim.swa_utils import AveragedModel
+
+import tiercache as tc
+from tests.train.cases import Case, Kept, Net, Spec, table, tiered
+from tests.train.test_bad_input import one_sentence
+from tiercache.errors import StateError
+from tiercache.store import MemoryEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+CASE = Case(
+    tables=(table("a", 4, tc.optim.SGD(learning_rate=0.1)), table("b", 6)),
+    specs=(Spec(name="f", table="a", hotness="ragged"), Spec(name="g", table="b")),
+    num_samples=64, pass_rows=32, num_keys=60,
+)  # fmt: skip
+
+
+@pytest.fixture
+def store() -> Iterator[tc.Store]:
+    """A store in memory."""
+    with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as made:
+        yield made
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tc.Batch) -> None:
+    """Train a batch."""
+    model(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train(cache: Any, model: nn.Module, optimizer: torch.optim.Optimizer, epochs: int = 1) -> None:
+    """Train all passes."""
+    for p in cache.passes(epochs=epochs):
+        for batch in p.batches(16):
+            step(model, optimizer, batch)
+
+
+def sgd(*modules: nn.Module, more: list[torch.Tensor] | None = None) -> torch.optim.Optimizer:
+    """Return an optimizer of all parameters of modules, and of others."""
+    return torch.optim.SGD([p for module in modules for p in module.parameters()] + (more or []), lr=0.1)
+
+
+class Single(nn.Module):
+    """One vector for each id."""
+
+    def __init__(self, schema: tc.Schema) -> None:
+        super().__init__()
+        self.g = tc.Embedding(schema, "g")
+
+    def forward(self, batch: tc.Batch) -> torch.Tensor:
+        """Look it up."""
+        return self.g(batch)
+
+
+OTHERS: dict[str, Callable[[Any, Net], nn.Module]] = {
+    "another model": lambda cache, model: Net(cache, CASE),
+    "a model that was trained by another cache": lambda cache, model: given_elsewhere(Net(cache, CASE), cache),
+    "a module of another kind": lambda cache, model: Single(cache.schema),
+    "a module without a model": lambda cache, model: tc.EmbeddingBagCollection(cache.schema),
+    "a compiled model": lambda cache, model: torch.compile(Net(cache, CASE), backend="eager"),
+}
+
+
+def given_elsewhere(model: Net, cache: Any) -> Net:
+    """Register a model with a cache in memory."""
+    tc.InMemoryCache(cache.dataset, model=model).close()
+    return model
+
+
+@pytest.mark.parametrize("what", OTHERS)
+@pytest.mark.parametrize("given", [True, False])
+def test_a_model_that_the_cache_was_not_given_trains_no_rows(
+    store: tc.Store, passes: tc.PassDataset, what: str, given: bool
+) -> None:
+    """Its first lookup with gradients is refused, before a row moves; frozen, or without gradients, it may look up."""
+    with tiered(store, passes) as cache:
+        model = Net(cache, CASE)
+        cache.register(**({"model": model} if given else {}))
+        other = OTHERS[what](cache, model)
+        loop = cache.passes(epochs=1)
+        batch = next(next(loop).batches(16))
+        with one_sentence(StateError, "belongs to no model of this cache", "model=...", "requires_grad_(False)"):
+            other(batch)
+        with torch.no_grad():
+            other(batch)
+        other.requires_grad_(False)
+        other(batch)
+        cache.register(other=other.requires_grad_(True))
+        other(batch).sum().backward()
+        cache.optimizer.step()
+        loop.close()
+        assert cache.optimizer.rows.steps == 1
+
+
+@pytest.mark.parametrize("how", ["copy", "average", "copy of a copy"])
+def test_a_copy_of_a_model_reads_rows_and_trains_none(store: tc.Store, passes: tc.PassDataset, how: str) -> None:
+    """As an average of its weights does; a gradient of its lookups is refused."""
+    with tiered(store, passes) as cache:
+        model = Net(cache, CASE)
+        cache.register(model=model)
+        other: Any = AveragedModel(model) if how == "average" else copy.deepcopy(model)
+        loop = cache.passes(epochs=1)
+        batch = next(next(loop).batches(16))
+        assert torch.equal(other(batch).detach(), model(batch).detach())
+        with one_sentence(StateError, "belongs to no model of this cache", "register()"):
+            (copy.deepcopy(other) if "of" in how else other)(batch).sum().backward()
+        loop.close()
+        assert cache.optimizer.rows.steps == 0
+
+
+HIDDEN: dict[str, Callable[[Net], tuple[dict[str, Any], int]]] = {
+    "no model": lambda model: ({"optimizer": sgd(model)}, 3),
+    "the embedding modules alone": lambda model: ({"model": model.bag, "optimizer": sgd(model)}, 2),
+    "the dense part alone": lambda model: ({"model": model.top, "optimizer": sgd(model)}, 1),
+    "a loss with weights": lambda model: ({"model": model, "optimizer": sgd(model, nn.Linear(2, 2))}, 2),
+    "a parameter alone": lambda model: (
+        {"model": model, "optimizer": sgd(model, more=[nn.Parameter(torch.ones(()))])}, 1),
+    "in the second optimizer": lambda model: (
+        {"model": model, "optimizer": sgd(model), "other": sgd(nn.Linear(1, 1))}, 2),
+    "in the second group": lambda model: (
+        {"model": model, "optimizer": torch.optim.SGD(
+            [{"params": [*model.parameters()]}, {"params": [nn.Parameter(torch.ones(5))], "lr": 1.0}], lr=0.1)}, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HIDDEN)
+def test_parameters_that_no_commit_would_keep_are_refused_before_training(
+    store: tc.Store, passes: tc.PassDataset, what: str
+) -> None:
+    """Their number and the optimizer that steps them are named; nothing was committed."""
+    with tiered(store, passes) as cache:
+        objects, count = HIDDEN[what](Net(cache, CASE))
+        cache.register(**objects)
+        name = "other" if "other" in objects else "optimizer"
+        with one_sentence(StateError, f"{name} steps {count} parameters that no registered module has", "model=..."):
+            next(cache.passes(epochs=1))
+        assert store.commit is None
+
+
+def test_parameters_that_an_object_of_ones_own_keeps_are_committed(store: tc.Store, passes: tc.PassDataset) -> None:
+    """What has a state_dict with them counts as a module."""
+    temperature = nn.Parameter(torch.ones(()))
+    kept = Kept()
+    kept.state = {"inside": [temperature.detach()]}
+    with tiered(store, passes) as cache:
+        model = Net(cache, CASE)
+        cache.register(model=model, kept=kept, optimizer=sgd(model, more=[temperature]))
+        assert next(cache.passes(epochs=1)).index == 0
+
+
+EVALUATIONS: dict[str, Callable[[tc.TierCache], object]] = {
+    "evaluate": lambda cache: next(cache.evaluate(cache.dataset)),
+    "evaluate_batch": lambda cache: cache.evaluate_batch(
+        {"f": (np.zeros(2, np.int64), np.arange(3)), "g": np.zeros(2, np.int64)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", EVALUATIONS)
+def test_trained_rows_are_not_evaluated_under_a_model_that_was_not_restored(
+    store: tc.Store, passes: tc.PassDataset, how: str
+) -> None:
+    """Once it was, by ``restore`` or by a loop, they are; so are rows of a store that was never trained."""
+    evaluate, refused = EVALUATIONS[how], ("model was not restored from commit", "cache.restore()")
+    with tiered(store, passes) as cache:
+        model = Net(cache, CASE)
+        optimizer = sgd(model)
+        cache.register(model=model, optimizer=optimizer)
+        optimizer = cache.optimizer
+        evaluate(cache)
+        train(cache, model, optimizer)
+        evaluate(cache)
+    with tiered(store, passes) as cache:
+        evaluate(cache)  # no model is the cache's
+        other = Net(cache, CASE)
+        cache.register(model=other, optimizer=sgd(other))
+        with one_sentence(StateError, *refused):
+            evaluate(cache)
+        cache.restore()
+        assert torch.equal(other.top.weight, model.top.weight)
+        evaluate(cache)
+        cache.register(model=Net(cache, CASE))
+        with one_sentence(StateError, *refused):
+            evaluate(cache)
+    with tiered(store, passes) as cache:
+        other = Net(cache, CASE)
+        cache.register(model=other, optimizer=sgd(other))
+        assert list(cache.passes(epochs=1)) == []
+        evaluate(cache)
+
+
+def by_hand(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return a schedule that no class has."""
+
+    def decay() -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+
+    return decay
+
+
+def sequence(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return the step of a sequence of schedulers."""
+    parts = [StepLR(optimizer, 1), StepLR(optimizer, 2)]
+    return SequentialLR(optimizer, parts, milestones=[2]).step
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Callable[[], None]]] = {
+    "StepLR": lambda optimizer: StepLR(optimizer, 1).step,
+    "LambdaLR": lambda optimizer: LambdaLR(optimizer, lambda _: 0.0).step,
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, 9).step,
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, 1.0, total_steps=99, cycle_momentum=False).step,
+    "a sequence": sequence,
+    "by hand": by_hand,
+}
+
+
+def rates_warnings(cache: Any, schedule: Callable[[], Callable[[], None]], *, late: bool) -> int:
+    """Train with a schedule, made before the loop or in it, and return how often the cache warned of rates."""
+    model = Net(cache, CASE)
+    optimizer = sgd(model)
+    cache.register(model=model, optimizer=optimizer)
+    change = None if late else schedule(optimizer)  # type: ignore[call-arg]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for p in cache.passes(epochs=2):
+            for batch in p.batches(16):
+                change = change or schedule(optimizer)  # type: ignore[call-arg]
+                step(model, cache.optimizer, batch)
+                change()
+    return sum("make the scheduler of cache.optimizer" in str(one.message) for one in caught)
+
+
+@pytest.mark.parametrize("what", SCHEDULES)
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("resident", [False, True])
+def test_a_schedule_that_rows_do_not_follow_is_named_once(
+    store: tc.Store, passes: tc.PassDataset, what: str, late: bool, resident: bool
+) -> None:
+    """Whoever changes the rates, and whenever it begins."""
+    with tc.InMemoryCache(passes) if resident else tiered(store, passes) as cache:
+        assert rates_warnings(cache, SCHEDULES[what], late=late) == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("what", ["none", "of both", "rows by hand"])
+def test_rates_that_rows_follow_are_not_named(store: tc.Store, passes: tc.PassDataset, what: str) -> None:
+    """Nor those of a training without a schedule."""
+    with tiered(store, passes) as cache:
+
+        def schedule(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+            changes = {
+                "none": [],
+                "of both": [StepLR(cache.optimizer, 1).step],
+                "rows by hand": [by_hand(cache.optimizer)],
+            }[what]
+            return lambda: [change() for change in changes] and None
+
+        assert rates_warnings(cache, schedule, late=False) == 0  # type: ignore[arg-type]

@@ -1,0 +1,132 @@
+"""Caches in forks of their process, and caches that nobody closed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import warnings
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import tiercache as tc
+from tests.train.cases import Case, Spec, assert_same_bits, resident_result, result_of, table, tiered, train
+from tiercache.errors import StateError
+from tiercache.store import verify
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+CASE = Case(
+    tables=(table("a", 4), table("b", 6, tc.optim.SGD(learning_rate=0.1))),
+    specs=(Spec(name="f", table="a", hotness="ragged"), Spec(name="g", table="b")),
+    num_samples=240, pass_rows=60, num_keys=100, epochs=1,
+)  # fmt: skip
+
+
+def in_a_fork(call: Callable[[], object]) -> str:
+    """Return what became of a call in a fork of this process: "returned", an error, or "hangs"."""
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid == 0:  # pragma: no cover - in the child
+        signal.alarm(30)
+        said = "returned"
+        try:
+            call()
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writes, said.encode())
+        os._exit(0)
+    os.close(writes)
+    with os.fdopen(reads, "rb") as file:
+        said = file.read().decode()
+    os.waitpid(pid, 0)
+    return said or "hangs"
+
+
+def left_by_an_error(cache: Any) -> None:
+    """Leave a with statement in the child, as an error does there."""
+    with cache:
+        raise RuntimeError("mine")
+
+
+CALLS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "close": (lambda cache: cache.close(), "returned"),
+    "close twice": (lambda cache: (cache.close(), cache.close()), "returned"),
+    "leaving a with statement": (left_by_an_error, "RuntimeError: mine"),
+    "commit": (lambda cache: cache.commit(), "StateError"),
+    "restore": (lambda cache: cache.restore(), "StateError"),
+    "passes": (lambda cache: next(cache.passes(epochs=2)), "StateError"),
+    "drain": (lambda cache: cache.drain(), "StateError"),
+    "a report": (lambda cache: cache.write_report("report.jsonl"), "StateError"),
+    "rows": (lambda cache: cache.live_rows(), "StateError"),
+    "evaluation": (lambda cache: next(cache.evaluate(cache.dataset)), "StateError"),
+    "registering": (lambda cache: cache.register(), "StateError"),
+    "garbage": (lambda cache: gc.collect(), "returned"),
+}
+
+
+@pytest.mark.parametrize("engine", ["lmdb", "zarr"])
+def test_a_fork_of_a_training_ends_at_once_and_takes_nothing(
+    tmp_path: Path, passes: tc.PassDataset, engine: str
+) -> None:
+    """Whatever it calls: an error says whose the cache is, or nothing happens; the parent's training goes on."""
+    said: dict[str, str] = {}
+    with tiered(tmp_path / "model.tc", passes, engine=engine) as cache:
+
+        def fork(pass_index: int, batch: int) -> None:
+            if (pass_index, batch) == (2, 1):
+                for name, (call, _) in CALLS.items():
+                    said[name] = in_a_fork(partial(call, cache))
+
+        model = train(cache, CASE, each_batch=fork)
+    for name, (_, expected) in CALLS.items():
+        assert said[name].startswith(expected), (name, said[name])
+        assert "StateError" not in said[name] or "is used in its fork" in said[name]
+    assert verify(tmp_path / "model.tc")["problems"] == []
+    with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
+        assert_same_bits(result_of(store, passes, model), resident_result(CASE, passes))
+
+
+def test_a_loop_that_a_fork_goes_on_with_ends_with_an_error(tmp_path: Path, passes: tc.PassDataset) -> None:
+    """At the next pass, which it has no threads to bring; and a loop that it drops is dropped."""
+    with tiered(tmp_path / "model.tc", passes) as cache:
+        loop = cache.passes(epochs=1)
+        next(loop).skip()
+        assert in_a_fork(lambda: next(loop)).startswith("StateError: this cache was opened by process")
+        assert in_a_fork(loop.close) == "returned"
+        for p in loop:
+            p.skip()
+
+
+def test_a_cache_that_is_garbage_lets_others_train(tmp_path: Path, passes: tc.PassDataset) -> None:
+    """Its store closes itself, with all locks: here that of one process, and the lock of the ranks beside it."""
+    for options in ({}, {"shard_dirs": [tmp_path / "shards"]}):
+        path = tmp_path / f"model-{len(options)}.tc"
+        cache = tiered(path, passes, **options)
+        train(cache, CASE)
+        with pytest.warns(ResourceWarning, match=r"the cache of the store at .* was never closed: close it, or open"):
+            del cache
+        gc.collect()
+        with tiered(path, passes, **options) as again:
+            train(again, CASE, epochs=2)
+        assert not [*path.glob("leases/*")]
+
+
+def test_a_cache_that_was_refused_or_closed_warns_of_nothing(tmp_path: Path, passes: tc.PassDataset) -> None:
+    """It holds nothing that could be closed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        with pytest.raises(tc.TierCacheError):
+            tiered(tmp_path / "model.tc", passes, host_budget=1)
+        with pytest.raises(StateError):
+            tiered(tmp_path / "model.tc", passes, model=object())
+        with pytest.raises(TypeError):
+            tc.TierCache()  # type: ignore[call-arg]
+        tiered(tmp_path / "model.tc", passes).close()
+        gc.collect()
+    with tiered(tmp_path / "model.tc", passes) as cache:
+        train(cache, CASE)

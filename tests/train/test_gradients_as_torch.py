@@ -1,0 +1,312 @@
+"""Gradients of rows are gradients as torch has them: the cases in which naive forms of placeholders break.
+
+Each test has the number of its row in the list of cases that the design was tried with.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
+from torch.utils.checkpoint import checkpoint
+
+import tiercache as tc
+from tests.train.beside_torch import CASE as LOOPS_CASE
+from tests.train.beside_torch import DENSE_RATE, DIM, RATE, Ours, World, plain
+from tests.train.cases import Case
+from tests.train.test_bad_input import one_sentence
+from tiercache.errors import StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CASE = LOOPS_CASE
+
+
+def zero_grad_late(model: nn.Module, optimizer: Any, given: Any) -> None:
+    """1: drops the gradients between forward and backward, as Lightning does."""
+    loss = model(given).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def accumulated(model: nn.Module, optimizer: Any, given: Any) -> None:
+    """Two backward passes, of which the second is through other outputs."""
+    optimizer.zero_grad()
+    model(given).square().mean().backward()
+    (model(given) * 0.5).sum().backward()
+    optimizer.step()
+
+
+def in_place(model: Any, optimizer: Any, given: Any) -> None:
+    """12: outputs that are written in place."""
+    optimizer.zero_grad()
+    parts = given if isinstance(given, tuple) else (given, given)
+    bag, rows = model.bag(parts[0]), model.rows(parts[1])
+    bag *= 0.5
+    rows[:, 1] = 0.0
+    rows.mul_(DIM**0.5)
+    torch.cat([bag, rows], dim=1).square().sum().backward()
+    model.top(torch.ones(1, 2 * DIM)).sum().backward()
+    optimizer.step()
+
+
+def hooked(model: Any, optimizer: Any, given: Any) -> None:
+    """Hooks of outputs change gradients."""
+    optimizer.zero_grad()
+    parts = given if isinstance(given, tuple) else (given, given)
+    bag, rows = model.bag(parts[0]), model.rows(parts[1])
+    bag.register_hook(lambda gradient: gradient * 0.25)
+    rows.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    model.top(torch.cat([bag, rows], dim=1)).square().mean().backward()
+    optimizer.step()
+
+
+def checkpointed(model: nn.Module, optimizer: Any, given: Any) -> None:
+    """20: lookups that are computed anew in backward."""
+    optimizer.zero_grad()
+    checkpoint(lambda: model(given), use_reentrant=False).square().mean().backward()
+    optimizer.step()
+
+
+def nested(model: nn.Module, optimizer: Any, given: Any) -> None:
+    """20: one within another."""
+    optimizer.zero_grad()
+    inner: Callable[[], Any] = lambda: checkpoint(lambda: model(given), use_reentrant=False).tanh()  # noqa: E731
+    checkpoint(inner, use_reentrant=False).square().mean().backward()
+    optimizer.step()
+
+
+def penalty(model: nn.Module, optimizer: Any, given: Any) -> None:
+    """13: a penalty of the gradient by dense weights, with a graph of it."""
+    optimizer.zero_grad()
+    out = model(given)
+    (slope,) = torch.autograd.grad(out.sum(), [model.top.bias], create_graph=True)  # type: ignore[union-attr,list-item]
+    (out.square().mean() + slope.square().sum()).backward()
+    optimizer.step()
+
+
+LOOPS = [plain, zero_grad_late, accumulated, in_place, hooked, checkpointed, nested, penalty]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_moves_rows_as_torch_moves_weights(world: World, loop: Callable[[Any, Any, Any], None]) -> None:
+    """Over four batches."""
+    before = world.rows("a"), world.rows("b")
+    for number in range(4):
+        for side in world.sides(number):
+            loop(*side)
+    world.assert_same()
+    assert not any(torch.equal(old, world.rows(name)) for old, name in zip(before, "ab", strict=True))
+
+
+def test_a_gradient_that_comes_after_a_step_waits_for_the_next(world: World) -> None:
+    """4: a retained graph may be gone through again."""
+    loss = world.model.bag(world.batches[0]).square().sum()
+    loss.backward(retain_graph=True)
+    world.optimizer.step()
+    once = world.rows("a")
+    loss.backward()
+    world.optimizer.step()
+    assert not torch.equal(world.rows("a"), once)
+
+
+def test_a_gradient_that_comes_after_its_pass_is_refused(tmp_path: Any) -> None:
+    """4: its rows are gone."""
+    passes = Case(tables=CASE.tables, specs=CASE.specs, num_samples=64, pass_rows=32, num_keys=20).cut(tmp_path / "p")
+    model = Ours()
+    with tc.InMemoryCache(passes, model=model) as cache:
+        loop = cache.passes(epochs=1)
+        p = next(loop)
+        loss = model(next(p.batches(16))).sum()
+        p.skip()
+        model(next(next(loop).batches(16)))
+        with one_sentence(RuntimeError, "pass 0", "has ended"):
+            loss.backward()
+        loop.close()
+
+
+def test_evaluations_with_gradients_enabled_leave_nothing(world: World) -> None:
+    """11: a gradient waits once it has arrived, not when something is looked up."""
+    for _ in range(20):
+        world.model(world.batches[0])
+    assert world.waiting == 0
+    assert not world.optimizer.rows.pending
+
+
+def test_a_gradient_of_dense_parameters_alone_trains_no_rows(world: World) -> None:
+    """8: at the end of the pass it is an error."""
+    before = world.rows("a")
+    for batch in world.batches:
+        found = torch.autograd.grad(world.model(batch).sum(), [*world.model.top.parameters()])
+        for parameter, gradient in zip(world.model.top.parameters(), found, strict=True):
+            parameter.grad = gradient
+        world.optimizer.step()
+    assert torch.equal(world.rows("a"), before)
+    assert world.waiting == 0
+
+
+def test_an_output_that_is_not_used_moves_no_row(passes: tc.PassDataset) -> None:
+    """12: a gradient of zeros would move rows of Adam that torch leaves where they are."""
+    rows = tc.EmbeddingCollection(CASE.schema, ["f", "g", "h"])
+    with tc.InMemoryCache(passes, model=rows) as cache:
+        loop = cache.passes(epochs=1)
+        batches = next(loop).batches(16)
+        before = cache.fields("b")[0].copy()
+        for _ in range(2):
+            rows(next(batches))["f"].square().sum().backward()
+            cache.optimizer.step()
+        assert np.array_equal(cache.fields("b")[0], before)
+        loop.close()
+
+
+def test_outputs_are_no_views_of_one_another(world: World) -> None:
+    """12: so each may be written in place."""
+    rows = tc.EmbeddingCollection(CASE.schema, ["f", "g", "h"]).requires_grad_(False)
+    found = rows(world.batches[0])
+    kept = found["h"].clone()
+    found["g"].zero_()
+    assert torch.equal(found["h"], kept)
+
+
+def test_a_graph_of_gradients_is_let_go(world: World) -> None:
+    """13: also before a garbage collection."""
+    gc.collect()
+    gc.disable()
+    try:
+        out = world.model(world.batches[0])
+        kept = weakref.ref(out)
+        (slope,) = torch.autograd.grad(out.square().sum(), [world.model.top.bias], create_graph=True)
+        slope.sum().backward()
+        del out, slope
+        world.optimizer.zero_grad()
+        assert world.waiting == 0
+    finally:
+        gc.enable()
+    gc.collect()
+    assert kept() is None
+
+
+def test_the_gradients_of_what_was_put_side_by_side_are_not_copied(world: World) -> None:
+    """15: the parts of one tensor wait as they are."""
+    seen: list[int] = []
+    outs = [world.model.bag(world.batches[0]), world.model.rows(world.batches[0])]
+    for out in outs:
+        out.register_hook(lambda gradient: seen.append(gradient.data_ptr()))
+    torch.cat(outs, dim=1).square().sum().backward()
+    held = [one.gradient.data_ptr() for anchor in world.optimizer.rows.anchors for one in anchor.waiting]
+    assert sorted(held) == sorted(seen)
+
+
+def test_what_is_loaded_into_a_dense_optimizer_counts(world: World) -> None:
+    """6: it replaces the groups, of which the joint optimizer keeps no copy."""
+    state = copy.deepcopy(world.dense.state_dict())
+    state["param_groups"][0]["lr"] = 0.0
+    world.dense.load_state_dict(state)
+    assert world.optimizer.param_groups[0] is world.dense.param_groups[0]
+    before = world.model.top.weight.clone()
+    world.model(world.batches[0]).sum().backward()
+    world.optimizer.step()
+    assert torch.equal(world.model.top.weight, before)
+    world.optimizer.load_state_dict(world.optimizer.state_dict())  # as Accelerate does
+    assert world.optimizer.param_groups[0]["lr"] == 0.0
+
+
+SCHEDULES: dict[str, tuple[Callable[[Any], Any], list[float]]] = {
+    "a lambda for all": (lambda o: LambdaLR(o, lambda step: 0.5**step), [DENSE_RATE / 2, RATE / 2, 0.05]),
+    "a lambda for each": (
+        lambda o: LambdaLR(o, [lambda _: 1.0, *([lambda step: 0.5**step] * 2)]), [DENSE_RATE, RATE / 2, 0.05]),
+    "cosine": (lambda o: CosineAnnealingLR(o, T_max=2), [DENSE_RATE / 2, RATE / 2, 0.05]),
+    "one cycle with a rate for each": (
+        lambda o: OneCycleLR(o, [2 * group["lr"] for group in o.param_groups], total_steps=10, pct_start=0.2,
+                             cycle_momentum=False, div_factor=2.0), [2 * DENSE_RATE, 2 * RATE, 0.2]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SCHEDULES)
+def test_a_schedule_of_the_joint_optimizer_changes_the_rates_of_rows(world: World, what: str) -> None:
+    """7: in proportion, or as it is told for each group."""
+    make, rates = SCHEDULES[what]
+    scheduler = make(world.optimizer)
+    world.model(world.batches[0]).sum().backward()
+    world.optimizer.step()
+    scheduler.step()
+    found = {group.get("table", "dense"): group["lr"] for group in world.optimizer.param_groups}
+    assert [found[name] for name in ("dense", "a", "b")] == pytest.approx(rates)
+
+
+def test_a_schedule_of_momentum_says_that_not_all_groups_have_one(world: World) -> None:
+    """7: and leaves rates as they are where it is told so."""
+    with pytest.raises(ValueError, match="must support momentum"):
+        OneCycleLR(world.optimizer, 0.1, total_steps=10)
+
+
+def test_clipping_the_parameters_of_all_groups_clips_rows(world: World) -> None:
+    """10: by the norm of the gradients of outputs, as trainers do it."""
+    before = world.rows("a")
+    world.model(world.batches[0]).sum().backward()
+    parameters = [one for group in world.optimizer.param_groups for one in group["params"]]
+    norm = nn.utils.clip_grad_norm_(parameters, 1e-3)
+    assert norm > 1e-3
+    world.optimizer.step()
+    moved = (world.rows("a") - before).norm()
+    assert 0 < moved < RATE * 0.05
+
+
+def test_a_model_of_tables_alone_has_parameters(passes: tc.PassDataset) -> None:
+    """19: of one element, that an optimizer and DistributedDataParallel take."""
+    bag = tc.EmbeddingBag(CASE.schema, "f")
+    assert next(bag.parameters()).shape == (1,)
+    with tc.InMemoryCache(passes, model=bag, optimizer=torch.optim.SGD(bag.parameters(), lr=0.1)) as cache:
+        loop = cache.passes(epochs=1)
+        batch = next(next(loop).batches(16))
+        before = cache.fields("a")[0].copy()
+        bag.to(torch.bfloat16)
+        out = bag(batch)
+        assert out.dtype == torch.bfloat16
+        out.sum().backward()
+        cache.optimizer.step()
+        assert not np.array_equal(cache.fields("a")[0], before)
+        loop.close()
+
+
+def test_a_reentrant_checkpoint_of_ids_alone_trains_nothing(world: World) -> None:
+    """20: as torch warns, where no input of it requires a gradient."""
+    with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True"):
+        out = checkpoint(world.model, world.batches[0], use_reentrant=True)
+    assert not out.requires_grad
+
+
+def test_a_reentrant_checkpoint_behind_a_lookup_trains_rows(world: World) -> None:
+    """20: the gradient of its input comes out of a backward within a backward."""
+    before = world.rows("a")
+    bag = world.model.bag(world.batches[0])
+    checkpoint(lambda x: x.tanh() + world.model.bag(world.batches[0]), bag, use_reentrant=True).sum().backward()
+    assert world.waiting == 2
+    world.optimizer.step()
+    assert not torch.equal(world.rows("a"), before)
+
+
+def test_a_function_of_dense_parameters_may_be_transformed(world: World) -> None:
+    """21: over vectors that were looked up outside; inside, torch says what is missing."""
+    vectors = torch.cat([world.model.bag(world.batches[0]), world.model.rows(world.batches[0])], dim=1).detach()
+    weights = dict(world.model.top.named_parameters())
+    call: Any = torch.func.functional_call
+    found = torch.func.grad(lambda w: call(world.model.top, w, (vectors,)).sum())(weights)
+    assert found["weight"].shape == world.model.top.weight.shape
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda w: call(world.model, w, (world.batches[0],)).sum())(dict(world.model.named_parameters()))
+
+
+def test_stepping_an_optimizer_that_the_cache_was_not_given_is_named(world: World) -> None:
+    """18: as a part."""
+    with one_sentence(StateError, "the cache was not given this Adam", "optimizer=[...]"):
+        world.optimizer.part(torch.optim.Adam(world.model.parameters()))

@@ -1,0 +1,267 @@
+"""What stands in a model where a tensor of keys stood: it is compared as that tensor, and anything else is an error."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tiercache as tc
+from tests.train.cases import Case, Spec, resident, table, tiered
+from tests.train.test_bad_input import one_sentence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.dist.pool import RanksPool
+    from tiercache.dist.communicator import AnyCommunicator
+
+CASE = Case(
+    tables=(table("a", 4), table("b", 4)),
+    specs=(
+        Spec(name="one", table="a"), Spec(name="three", table="b", hotness="multi_hot"),
+        Spec(name="some", table="b", hotness="ragged"),
+    ),
+    num_samples=64,
+    pass_rows=32,
+    num_keys=12,
+)  # fmt: skip
+ABSENT = 1 << 50
+KEYS = {
+    "one": np.array([3, -4, 0, 3]), "three": np.array([[0, 0, 1], [1, 2, 0], [5, 5, 5], [0, -4, 1]]),
+    "some": (np.array([0, 7, 0, 0, -4]), np.array([0, 0, 3, 3, 5])),
+}  # fmt: skip
+
+
+@pytest.fixture
+def batch(passes: tc.PassDataset) -> Iterator[tc.Batch]:
+    """The first batch of a training in memory."""
+    loop = resident(passes).passes(epochs=1)
+    yield next(next(loop).batches(16))
+    loop.close()
+
+
+def keys_as_tensors(source: Any, batch: tc.Batch) -> dict[str, torch.Tensor]:
+    """Return the keys of a batch in the forms in which a plain model has them."""
+    found = {}
+    for spec in CASE.specs:
+        keys = torch.from_numpy(source.keys(spec.table)[batch.ids[spec.name].ids].copy())
+        found[spec.name] = keys.view(-1, 3) if spec.hotness == "multi_hot" else keys
+    return found
+
+
+@pytest.mark.parametrize("name", ["one", "three", "some"])
+def test_features_are_compared_with_a_key_as_a_tensor_of_keys_is(passes: tc.PassDataset, name: str) -> None:
+    """Element by element, in the tensor's shape: for keys that are there, that are not, of numpy's types too."""
+    seen = set()
+    for p in resident(passes).passes(epochs=1):
+        batches = list(p.batches(16))
+        p.skip()
+        for batch in batches:
+            keys = keys_as_tensors(p.source.whole, batch)[name]
+            for key in (0, 1, 3, -4, np.int64(2), np.int32(0), ABSENT, -(1 << 62), *np.unique(keys.numpy())[:4]):
+                for compare in (operator.eq, operator.ne):
+                    found = compare(batch.features[name], key)
+                    assert found.dtype == torch.bool
+                    assert torch.equal(found, compare(keys, int(key)))
+                    seen |= {*found.flatten().tolist()}
+    assert seen == {False, True}
+
+
+@pytest.mark.parametrize("by", ["raw keys", "keys beside the pass", "evaluated keys", "evaluation"])
+def test_features_of_every_batch_are_compared_by_keys(tmp_path: Path, passes: tc.PassDataset, by: str) -> None:
+    """Whatever the local ids of such a batch mean."""
+    with tiered(tmp_path / "m.tc", passes) as cache:
+        loop = cache.passes(epochs=1)
+        p = next(loop)
+        if by == "raw keys":
+            held = [p.source.whole.keys(name)[:4] for name in ("a", "b")]
+            keys = {"one": held[0], "three": np.stack([held[1]] * 3, 1), "some": (held[1], np.array([0, 0, 3, 3, 4]))}
+            batch = p.batch(keys)
+        elif by == "evaluation":
+            slices = cache.evaluate(passes)
+            part = next(slices)
+            batch = next(part.batches(16))
+            expected = keys_as_tensors(passes.passes[0], batch)
+        else:
+            keys = KEYS | {"one": np.array([3, -4, 0, ABSENT])}
+            batch = p.batch(keys, missing="init") if by == "keys beside the pass" else cache.evaluate_batch(keys)
+        if by != "evaluation":
+            expected = {n: torch.from_numpy(v[0] if isinstance(v, tuple) else v) for n, v in keys.items()}
+        for name, tensor in expected.items():
+            for key in (0, -4, 5, ABSENT, int(tensor.flatten()[0])):
+                assert torch.equal(batch.features[name] == key, tensor == key)
+                assert torch.equal(batch.features[name] != key, tensor != key)
+
+
+def masks_on_ranks(ranks: AnyCommunicator, folder: str, raw: str) -> list[list[Any]]:
+    """Return masks of this rank's samples, and what they should be."""
+    passes = tc.PassDataset.open(f"{folder}/passes")
+    with tc.TierCache(f"{folder}/m.tc", passes, device_budget="4MiB", host_budget="32MiB") as cache:
+        bag = tc.EmbeddingBag(cache.schema, "some", mode="mean", padding_idx=0)
+        rows = tc.Embedding(cache.schema, "three", padding_idx=0)
+        cache.register(model=nn.ModuleList([bag, rows]))
+        found = []
+        for p in cache.passes(epochs=1):
+            if raw:
+                keys = KEYS | {"one": np.array([0, 0, 0, 0])}
+                made = p.batch(keys, missing="init") if raw == "missing" else cache.evaluate_batch(keys)
+                assert made is not None
+                batches = [made]
+                expected = torch.from_numpy(KEYS["three"])  # type: ignore[arg-type]
+            else:
+                batches = [*p.batches(16)][:1]
+                expected = torch.from_numpy(
+                    passes.passes[p.sub_dataset].read(np.arange(ranks.rank * 8, ranks.rank * 8 + 8)).ids["three"].ids
+                ).view(-1, 3)
+                expected = torch.from_numpy(passes.passes[p.sub_dataset].keys("b"))[expected]
+            for batch in batches:
+                mask = batch.features["three"] == 0
+                zeros = (rows(batch) == 0).all(dim=2)
+                found.append(
+                    [mask.tolist(), (expected == 0).tolist(), (zeros & ~mask).any().item(), bag(batch).shape[0]]
+                )
+            break
+    return found
+
+
+@pytest.mark.parametrize("raw", ["", "missing", "evaluated"])
+def test_ranks_mask_their_own_samples(ranks_pool: RanksPool, tmp_path: Path, raw: str) -> None:
+    """A rank's batch has ids of its own, and padding is found among them too."""
+    CASE.cut(tmp_path / "passes")
+    for found in ranks_pool.run(2, f"{__name__}:masks_on_ranks", folder=str(tmp_path), raw=raw):
+        for mask, expected, unmasked_zeros, _ in found:
+            assert mask == expected
+            assert any(map(any, mask))
+            assert not unmasked_zeros
+
+
+OTHERS = [
+    operator.invert, operator.neg, operator.abs, bool, len, iter, list, int, float, np.asarray, torch.as_tensor, round,
+    *(
+        lambda ids, by=by, other=other: by(ids, other)
+        for by in (operator.lt, operator.le, operator.gt, operator.ge, operator.add, operator.mod, operator.floordiv,
+                   operator.and_, operator.getitem, operator.contains, operator.pow)
+        for other in (0, torch.zeros(2))
+    ),
+    lambda ids: 1 + ids, lambda ids: 2 * ids, lambda ids: torch.zeros(3) * ids, lambda ids: np.int64(3) - ids,
+    lambda ids: np.arange(3) - ids, lambda ids: ids[:, None], lambda ids: 5 in ids,
+    lambda ids: ids == ids, lambda ids: ids == None, lambda ids: ids != "0", lambda ids: ids == 0.0,  # noqa: E711, PLR0124
+    lambda ids: ids == True, lambda ids: ids == torch.tensor(0), lambda ids: ids != [0],  # noqa: E712
+    lambda ids: torch.where(ids, 1, 0), lambda ids: [*ids], lambda ids: 0 if ids else 1,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("which", range(len(OTHERS)))
+def test_any_other_operation_of_a_tensor_raises(batch: tc.Batch, which: int) -> None:
+    """Python would compare objects and take any of them for true: a mask that masks nothing."""
+    for ids in (batch.features["one"], batch.features["three"], batch.ids["some"]):
+        with pytest.raises(TypeError):
+            OTHERS[which](ids)
+
+
+@pytest.mark.parametrize(
+    "name", ["shape", "dtype", "device", "ndim", "long", "unsqueeze", "view", "size", "clamp", "T"]
+)
+def test_what_only_a_tensor_has_says_what_there_is(batch: tc.Batch, name: str) -> None:
+    """As an AttributeError, so that hasattr() tells what a feature is."""
+    for ids in (batch.features["three"], batch.ids["one"]):
+        assert not hasattr(ids, name)
+        with one_sentence(AttributeError, f".{name}", "not a tensor of keys", "==", ".offsets"):
+            getattr(ids, name)
+
+
+def test_ids_that_are_compared_with_nothing_say_so(batch: tc.Batch) -> None:
+    """Those of a batch have no keys: only its features do."""
+    for ids in (batch.ids["one"], batch.ids["some"]):
+        for compare in (operator.eq, operator.ne):
+            with one_sentence(TypeError, "comparison", "a FeatureIds", "batch.features[name] == 0"):
+                compare(ids, 0)
+
+
+def test_ids_are_copied_hashed_and_moved_as_before(batch: tc.Batch) -> None:
+    """What loaders and trainers do with a batch's parts."""
+    ids, one = batch.ids["three"], batch.features["three"]
+    for made in (copy.copy(ids), copy.deepcopy(ids), pickle.loads(pickle.dumps(ids))):
+        assert np.array_equal(made.ids, ids.ids)
+    assert len({ids, ids, batch.ids["one"]}) == 2
+    assert one.to("cpu") is one
+    assert len({one}) == 1
+    assert ids in [ids]  # the same object is found before anything is compared
+
+
+def test_a_mask_of_a_model_for_tensors_works_as_it_is(batch: tc.Batch) -> None:
+    """As in SASRec: vectors of padding are multiplied by zero."""
+    vectors = tc.Embedding(CASE.schema, "three")(batch.features["three"])
+    seq = batch.features["three"]
+    masked = vectors * (seq != 0).unsqueeze(-1)
+    assert torch.equal((masked == 0).all(dim=2), seq == 0)
+
+
+WRONG: dict[str, tuple[Callable[[tc.Batch], Any], type[Exception], list[str]]] = {
+    **{
+        f"{kind.__name__}{given}": (
+            lambda _, kind=kind, given=given: kind(*given), TypeError,
+            [kind.__name__, "as its schema", "num_embeddings and embedding_dim", f"tc.{kind.__name__}(PassDataset"],
+        )
+        for kind in (tc.EmbeddingBag, tc.Embedding) for given in ((1000, 16), (5, 4), ("clicks.toml", "user"))
+    },
+    "EmbeddingBagCollection(dict)": (
+        lambda _: tc.EmbeddingBagCollection({}), TypeError, ["given dict as its schema"]  # type: ignore[arg-type]
+    ),
+    "EmbeddingCollection(None)": (
+        lambda _: tc.EmbeddingCollection(None), TypeError, ["given NoneType as its schema"]  # type: ignore[arg-type]
+    ),
+    **{
+        f"{kind.__name__}()({words})": (
+            lambda batch, kind=kind, given=given: kind(CASE.schema)(given(batch)), TypeError,
+            [kind.__name__, "whole batches", words, "Pass.batch"],
+        )
+        for kind in (tc.EmbeddingBagCollection, tc.EmbeddingCollection)
+        for given, words in (
+            (lambda _: torch.arange(4), "given a Tensor"), (lambda batch: batch.features["one"], "given a JaggedIds"),
+            (lambda batch: batch.features, "given a _Features"), (lambda _: {"one": 1}, "given a dict"),
+        )
+    },
+    **{
+        f"{kind.__name__}.{name}": (
+            lambda _, kind=kind, name=name: getattr(kind(CASE.schema, "one"), name), AttributeError,
+            [kind.__name__, f"no {name}", words],
+        )
+        for kind in (tc.EmbeddingBag, tc.Embedding)
+        for name, words in (
+            ("max_norm", "not renormalized"), ("sparse", "no gradient of a whole table"),
+        )
+    },
+    "nn.init": (
+        lambda _: nn.init.normal_(tc.Embedding(CASE.schema, "one").weight), AttributeError, ["initializer of the table"]
+    ),
+    "converted.max_norm": (
+        lambda _: tc.convert(nn.Embedding(5, 4), CASE.schema, {"": ["three", "some"]}).max_norm, AttributeError,
+        ["SharedLookup", "no max_norm"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_call_that_torchs_modules_take_is_one_error(batch: tc.Batch, what: str) -> None:
+    """Which says what to give in its place."""
+    call, kind, words = WRONG[what]
+    with one_sentence(kind, *words):
+        call(batch)
+
+
+def test_other_unknown_attributes_are_nn_modules_matter() -> None:
+    """And hasattr() goes on as before."""
+    module = tc.Embedding(CASE.schema, "one")
+    with pytest.raises(AttributeError, match="'Embedding' object has no attribute 'wieght'"):
+        _ = module.wieght
+    assert not hasattr(module, "max_norm")
+    assert hasattr(module, "anchor")

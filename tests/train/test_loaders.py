@@ -1,0 +1,305 @@
+"""Loaders of one's own: wrapped, they go on from a commit; keys in all forms that people have are the same batch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import tiercache as tc
+from tests.data.cases import Jagged, KeyedJagged
+from tests.train.cases import table, tiered
+from tiercache.train.raw_samples import feature_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PASSES, SAMPLES, BATCH = 3, 40, 8
+SCHEMA = tc.Schema(
+    features=(tc.Feature(name="a", table="t"), tc.Feature(name="b", table="t")),
+    tables=(table("t", 4, tc.optim.Adagrad(learning_rate=0.1), tc.init.Uniform(low=-0.5, high=0.5)),),
+    label="y",
+    dense=(tc.DenseFeature(column="d"),),
+)
+
+
+class Samples(Dataset[Any]):
+    """The samples of a pass."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, at: int) -> tuple[Any, ...]:
+        chance = np.random.default_rng((self._index, at))
+        ids = chance.integers(0, 50, 2) + 20 * self._index
+        return ids, np.float32(chance.random((1,))), np.float32(ids[0] % 2)
+
+
+class Stateful:
+    """A loader that knows where it stands."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        items = list(loader(0))
+        while self.at < len(items):
+            self.at += 1
+            yield items[self.at - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        """Return where it stands."""
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go there."""
+        self.at = state["at"]
+
+
+def loader(index: int, workers: int = 0) -> DataLoader[Any]:
+    """Return a DataLoader of (keys (N, 2), dense (N, 1), label (N,))."""
+    return DataLoader(
+        Samples(index), batch_size=BATCH, num_workers=workers,
+        multiprocessing_context="forkserver" if workers else None,
+    )  # fmt: skip
+
+
+def train(folder: Path, name: str, *, stop: tuple[int, int] | None = None, workers: int = 0, by: str = "wrap") -> Any:
+    """Train all passes, or to a commit inside one; returns all rows."""
+    data = tc.PassDataset.open(folder / "passes")
+    torch.manual_seed(0)
+    bags, top = tc.EmbeddingBagCollection(SCHEMA), nn.Linear(9, 1)
+    model = nn.ModuleList([bags, top])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tiered(folder / name, data, model=model, optimizer=optimizer) as cache:
+        optimizer = cache.optimizer
+        for p in cache.passes(epochs=2):
+            if by == "wrap":
+                batches: Any = p.wrap(loader(p.sub_dataset, workers))
+            else:
+                batches = (p.batch(keys, dense=dense, label=label) for keys, dense, label in loader(p.sub_dataset))
+            for number, batch in enumerate(batches):
+                logits = top(torch.cat([bags(batch), batch.dense], dim=1)).squeeze(1)
+                nn.functional.binary_cross_entropy_with_logits(logits, batch.label).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if (p.index, number) == stop:
+                    cache.commit()
+                    return None
+    with tc.Store.open(folder / name, mode="r") as store:
+        return [(keys.tolist(), fields[0].tobytes()) for keys, fields in store.scan("t")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Key sets of the samples."""
+    keys = ({"t": np.concatenate([Samples(p)[i][0] for i in range(SAMPLES)])} for p in range(PASSES))
+    tc.write_key_sets(tmp_path / "passes", SCHEMA, keys)
+    return tmp_path
+
+
+def test_a_wrapped_loader_trains_as_its_batches_do(folder: Path) -> None:
+    """With workers too, and from a commit in the midst of a pass, where its first items are left out."""
+    expected = train(folder, "plain.tc", by="batch")
+    assert train(folder, "wrapped.tc", workers=2) == expected
+    assert train(folder, "resumed.tc", stop=(4, 2)) is None
+    assert train(folder, "resumed.tc") == expected
+
+
+def test_a_loader_with_a_state_goes_on_by_itself(folder: Path) -> None:
+    """Registered, its state is part of the commit."""
+    data, seen = tc.PassDataset.open(folder / "passes"), list[int]()
+    for stop in (2, None):
+        mine = Stateful()
+        bags = tc.EmbeddingBagCollection(SCHEMA)
+        with tiered(folder / "m.tc", data, model=bags) as cache:
+            cache.register(loader=mine)
+            passes = cache.passes(epochs=1)
+            p = next(passes)
+            for batch in p.wrap(mine):
+                bags(batch).sum().backward()
+                cache.optimizer.step()
+                seen.append(mine.at)
+                if mine.at == stop:
+                    cache.commit()
+                    break
+    assert seen == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        (torch.zeros(3), r"the loader gave a Tensor: it must give \(keys, label\), \(keys, dense, label\) or a map"),
+        ((1,), "the loader gave a tuple of 1: it must"),
+        ({"a": 1, "b": 2}, "the loader gave a mapping of 'a', 'b': it must"),
+    ],
+)
+def test_an_item_that_is_none_is_a_sentence(folder: Path, item: Any, words: str) -> None:
+    """It says what to give; a function may make it of an item."""
+    data = tc.PassDataset.open(folder / "passes")
+    passes = tc.InMemoryCache(data).passes(epochs=1)
+    p = next(passes)
+    with pytest.raises(TypeError, match=words):
+        next(p.wrap([item]))
+    keys, dense, label = next(iter(loader(0)))
+    (batch,) = p.wrap([item], lambda _: {"keys": keys, "dense": dense, "label": label})
+    assert len(batch) == BATCH
+
+
+FORMS = tc.Schema(
+    features=(
+        tc.Feature(name="user", table="t"),
+        tc.Feature(name="seen", table="t", hotness="ragged"),
+        tc.Feature(name="words", table="t", hotness="multi_hot", length=2),
+    ),
+    tables=(table("t", 4),),
+    label="y",
+)
+USER, WORDS = [7, 8, 9], [[1, 2], [3, 4], [5, 6]]
+VALUES, OFFSETS = [10, 11, 12], [0, 2, 2, 3]
+LISTS = [torch.tensor(VALUES[low:high], dtype=torch.int64) for low, high in pairwise(OFFSETS)]
+
+
+def sparse() -> torch.Tensor:
+    """Return the lists as a matrix."""
+    rows = [i for i, one in enumerate(LISTS) for _ in one]
+    return torch.sparse_coo_tensor(torch.tensor([rows, VALUES]), torch.tensor([1.0, 2.0, 3.0]), (3, 20))
+
+
+WHOLE = {"user": USER, "seen": (VALUES, OFFSETS), "words": WORDS}
+
+
+@pytest.mark.parametrize(
+    ("seen", "weights"),
+    [
+        ((VALUES, OFFSETS), None),
+        ((torch.tensor(VALUES), torch.tensor(OFFSETS[:-1])), None),
+        ((np.array(VALUES), np.array(OFFSETS[:-1], np.int32)), None),
+        (torch.nested.nested_tensor(LISTS), None),
+        (torch.nested.nested_tensor(LISTS, layout=torch.jagged), None),
+        (Jagged(VALUES, OFFSETS, [1.0, 2.0, 3.0]), [1.0, 2.0, 3.0]),
+        (sparse(), [1.0, 2.0, 3.0]),
+        (sparse().to_sparse_csr(), [1.0, 2.0, 3.0]),
+    ],
+)
+def test_lists_of_any_length_come_in_many_forms(seen: Any, weights: Any) -> None:
+    """Offsets with the last or without it, nested and sparse tensors, and what torchrec has."""
+    samples, found = feature_keys(FORMS, WHOLE | {"seen": seen}, None)
+    assert samples == 3
+    assert found["seen"].keys.tolist() == VALUES
+    assert found["seen"].offsets.tolist() == OFFSETS
+    assert (None if found["seen"].weights is None else found["seen"].weights.tolist()) == weights
+
+
+def test_a_whole_keyed_jagged_tensor_is_taken() -> None:
+    """Features with one key a sample, or a few, stand in it as lists do."""
+    lists = Jagged(USER, [0, 1, 2, 3]), Jagged(VALUES, OFFSETS), Jagged([1, 2, 3, 4, 5, 6], [0, 2, 4, 6])
+    given = KeyedJagged(**dict(zip(("user", "seen", "words"), lists, strict=True)))
+    samples, found = feature_keys(FORMS, given, None)
+    expected = feature_keys(FORMS, WHOLE, None)
+    assert samples == expected[0] == 3
+    for name, one in found.items():
+        assert one.keys.tolist() == expected[1][name].keys.tolist()
+        np.testing.assert_equal((one.offsets, one.weights), (expected[1][name].offsets, expected[1][name].weights))
+
+
+def test_offsets_without_the_last_are_known_by_other_features() -> None:
+    """Also where the last list is empty, and they could be whole."""
+    given = WHOLE | {"seen": (torch.tensor(VALUES), torch.tensor([0, 2, 3]))}
+    assert feature_keys(FORMS, given, None)[1]["seen"].offsets.tolist() == [0, 2, 3, 3]
+
+
+ONE = tc.Schema(features=(tc.Feature(name="seen", table="t", hotness="ragged"),), tables=FORMS.tables)
+TWO = tc.Schema(features=(*ONE.features, tc.Feature(name="more", table="t", hotness="ragged")), tables=FORMS.tables)
+ENDED = torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("schema", "keys", "columns", "ends"),
+    [
+        (ONE, {"seen": ENDED}, (torch.zeros(2), None), [0, 2, 3]),
+        (ONE, {"seen": ENDED}, (torch.zeros(3), None), [0, 2, 3, 3]),
+        (ONE, {"seen": ENDED}, (None, np.zeros((3, 4))), [0, 2, 3, 3]),
+        (ONE, {"seen": ([1, 2, 3], [0, 2])}, (), [0, 2, 3]),
+        (ONE, {"seen": ([1, 2, 3], [0, 2, 2])}, (), [0, 2, 2, 3]),
+        (ONE, {"seen": torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])])}, (), [0, 2, 3]),
+        (ONE, {"seen": Jagged([1, 2, 3], [0, 2, 3])}, (), [0, 2, 3]),
+        (TWO, {"seen": ENDED, "more": ([4, 5], [0, 1])}, (), [0, 2, 3]),
+        (TWO, {"seen": ENDED, "more": ([4, 5], [0, 1, 1])}, (), [0, 2, 3, 3]),
+        (TWO, {"seen": ENDED, "more": ([4, 5], [0, 1, 2, 2])}, (), [0, 2, 3, 3]),
+        (TWO, {"seen": ENDED, "more": Jagged([4], [0, 1, 1])}, (), [0, 2, 3]),
+    ],
+)
+def test_what_says_the_number_of_samples_decides_on_the_last_offset(
+    schema: tc.Schema, keys: Any, columns: Any, ends: list[int]
+) -> None:
+    """A label, dense features, another feature, or a form that has the last."""
+    samples, found = feature_keys(schema, keys, None, columns)
+    assert samples == len(ends) - 1
+    assert found["seen"].offsets.tolist() == ends
+
+
+@pytest.mark.parametrize(
+    ("schema", "keys", "ends"),
+    [
+        (ONE, {"seen": ENDED}, [0, 2, 3, 3]),
+        (ONE, {"seen": (np.array([1, 2, 3]), np.array([0, 3, 3, 3]))}, [0, 3, 3, 3, 3]),
+        (ONE, {"seen": ([1], [0, 1])}, [0, 1, 1]),
+        (ONE, {"seen": ([], [0])}, [0, 0]),
+        (TWO, {"seen": ENDED, "more": ([4, 5], [0, 1, 2])}, [0, 2, 3, 3]),
+    ],
+)
+def test_offsets_that_fit_two_numbers_of_samples_are_those_of_bags(
+    schema: tc.Schema, keys: Any, ends: list[int]
+) -> None:
+    """EmbeddingBag sees a last list that is empty: no sample that it has is lost or shifted."""
+    samples, found = feature_keys(schema, keys, None)
+    values, offsets = (torch.as_tensor(part, dtype=torch.int64) for part in keys["seen"])
+    pooled = torch.nn.EmbeddingBag(9, 1, mode="sum")(values, offsets)
+    assert samples == len(pooled) == len(ends) - 1
+    assert found["seen"].offsets.tolist() == ends
+
+
+def test_values_between_the_rows_of_a_nested_tensor_are_no_keys() -> None:
+    """One made with lengths may have such gaps."""
+    values, offsets = torch.tensor([1, 99, 2, 3]), torch.tensor([0, 2, 4])
+    nested = torch.nested.nested_tensor_from_jagged(values, offsets, torch.tensor([1, 2]))
+    found = feature_keys(ONE, {"seen": nested}, None)[1]["seen"]
+    assert (found.keys.tolist(), found.offsets.tolist()) == ([1, 2, 3], [0, 1, 3])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.ma.array([1, 99], mask=[0, 1]),
+        np.ma.array([[1, 99]], mask=[[0, 1]]),
+        (np.ma.array([1, 99], mask=[0, 1]), [0, 1]),
+    ],
+)
+def test_masked_keys_are_refused(value: Any) -> None:
+    """Their fill values are no keys, and a raw key cannot be null."""
+    with pytest.raises(ValueError, match="the keys of feature 'seen' have masked values"):
+        feature_keys(ONE, {"seen": value}, None)
+
+
+def test_one_tensor_has_a_column_for_each_feature() -> None:
+    """As loaders of categorical columns give them."""
+    schema = tc.Schema(features=tuple(tc.Feature(name=n, table="t") for n in "abc"), tables=FORMS.tables, label="y")
+    for keys in (torch.arange(12).view(4, 3), np.arange(12).reshape(4, 3)):
+        samples, found = feature_keys(schema, keys, None)
+        assert samples == 4
+        assert [found[n].keys.tolist() for n in "abc"] == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
+    words = r"one array of shape \(4, 2\) and there are 3 features \(a, b, c\): give a map"
+    with pytest.raises(ValueError, match=words):
+        feature_keys(schema, torch.zeros(4, 2, dtype=torch.int64), None)
+    with pytest.raises(ValueError, match="the keys are a list: give a mapping from features to their keys"):
+        feature_keys(schema, [1, 2, 3], None)

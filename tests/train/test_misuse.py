@@ -1,0 +1,273 @@
+"""Calls at the wrong moment and lookups of what is not there get one sentence, and the store keeps its commit."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import tiercache as tc
+from tests.train.cases import Net, open_store, registered, tiered
+from tests.train.test_bad_input import CASE, one_sentence, store, trained
+from tiercache.errors import BudgetError, StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tiercache.train.cache import TierCache
+
+__all__ = ["store", "trained"]  # fixtures
+
+
+@pytest.fixture
+def cache(store: tc.Store, passes: tc.PassDataset) -> Iterator[TierCache]:
+    """A cache on a store after one epoch of three passes."""
+    with tiered(store, passes) as cache:
+        yield cache
+
+
+class Loop:
+    """A training of a cache: nothing of it has begun before it is asked for."""
+
+    def __init__(self, cache: TierCache) -> None:
+        self.cache, self.schema, self.passes = cache, cache.schema, cache.passes(epochs=2)
+        self.model, self.optimizer = registered(cache, CASE)
+
+    def begin(self) -> tc.Pass:
+        """Begin the next pass."""
+        return next(self.passes)
+
+    def batch(self) -> tc.Batch:
+        """Begin the next pass and return its first batch."""
+        return next(self.begin().batches(16))
+
+    def bag(self, weights: dict[str, torch.Tensor], **mode: str) -> None:
+        """Look feature f up with weights."""
+        bag = tc.EmbeddingBagCollection(self.schema, ["f"], **mode).requires_grad_(False)
+        bag(self.batch(), weights=weights)
+
+    def step(self, **rates: float) -> None:
+        """Train a batch with these rates of tables."""
+        batch = self.batch()
+        for table in self.cache.optimizer.rows.param_groups:
+            table["lr"] = rates.get(table["table"], table["lr"])
+        self.model(batch).sum().backward()
+        self.optimizer.step()
+
+    def after_its_pass(self) -> None:
+        """Look a batch up when the loop was left, which ends the pass and drops what was trained in it."""
+        batch = self.batch()
+        self.passes.close()
+        self.model(batch)
+
+    def twice(self) -> None:
+        """Begin a second loop over the passes, and go on with the first."""
+        self.begin()
+        next(self.cache.passes(epochs=2))
+        self.begin()
+
+
+MODULES = (tc.EmbeddingBagCollection, tc.EmbeddingCollection)
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "words"),
+    [
+        (lambda w: w.cache.commit(), StateError, ["commit() was called outside a pass"]),
+        (lambda w: (w.begin(), w.cache.commit()), StateError, ["nothing to commit", "no batch of this pass"]),
+        (
+            lambda w: (w.model(w.batch()).sum().backward(), w.cache.commit()),
+            StateError, ["between backward and step", "zero_grad()"],
+        ),
+        (lambda w: w.after_its_pass(), RuntimeError, ["has ended"]),
+        (lambda w: w.twice(), StateError, ["replaced by a newer one", "one loop at a time"]),
+        *((lambda w, m=m: m(w.schema, ["f", "typo"]), ValueError, ["no feature 'typo'", "f, g, h"]) for m in MODULES),
+        *((lambda w, m=m: m(w.schema, ["f", "f"]), ValueError, ["'f' was given twice"]) for m in MODULES),
+        (
+            lambda w: tc.EmbeddingBagCollection(w.schema, mode={"f": "median"}),
+            ValueError, ["'f'", "'median'", "sum, mean, max"],
+        ),
+        (
+            lambda w: tc.EmbeddingBagCollection(w.schema, mode={"typo": "mean"}),
+            ValueError, ["mode was given for 'typo'", "f, g, h"],
+        ),
+        (lambda w: w.bag({"f": torch.ones(3)}), ValueError, ["weights of feature 'f'", " ids"]),
+        (lambda w: w.bag({"f": torch.ones(3, 1)}), ValueError, ["weights of feature 'f'", " ids"]),
+        (lambda w: w.bag({"f": torch.ones(3, dtype=torch.float64)}), ValueError, ["'f'", "float64", "float32"]),
+        (lambda w: w.bag({"g": torch.ones(16)}), ValueError, ["weights were given for 'g'", "looks up f"]),
+        (
+            lambda w: w.bag({"f": torch.ones(16)}, mode="max"),
+            ValueError, ["'f' has weights and is pooled by max", "sum or mean"],
+        ),
+        *(
+            (lambda w, r=r: w.step(a=r, b=r, c=r), ValueError, [f"learning rate {r}", "at least 0"])
+            for r in (-0.1, float("nan"), float("inf"))
+        ),
+        (lambda w: w.step(a=0.1), ValueError, ["'a'", "'b'", "one row layout", "lr 0.05 and 0.1", "set both"]),
+    ],
+)  # fmt: skip
+def test_a_call_at_the_wrong_moment_or_of_what_is_not_there_is_refused(
+    cache: TierCache, how: Callable[[Loop], object], kind: type[Exception], words: list[str]
+) -> None:
+    """With what there is, and what to do instead."""
+    with one_sentence(kind, *words):
+        how(Loop(cache))
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_a_step_outside_a_pass_does_nothing(cache: TierCache, passes: tc.PassDataset, resident: bool) -> None:
+    """Dense parameters may be trained before the loop, between two loops and after them, by either optimizer."""
+    trained: Any = tc.InMemoryCache(passes) if resident else cache
+    model, optimizer = registered(trained, CASE)
+    for _ in range(2):
+        before, steps = model.top.weight.clone(), trained.optimizer.rows.steps
+        model.top(torch.ones(2, model.top.in_features)).sum().backward()
+        optimizer.step()
+        trained.optimizer.step()
+        assert not torch.equal(model.top.weight, before)
+        assert trained.optimizer.rows.steps == steps
+        loop = trained.passes(epochs=2)
+        next(loop)
+        loop.close()
+
+
+def test_rates_of_a_whole_group_are_taken(cache: TierCache) -> None:
+    """Tables of one row layout step together."""
+    Loop(cache).step(a=0.2, b=0.2)
+    assert 0.2 in cache.optimizer.rows.learning_rates
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_gradients_left_at_the_end_of_a_pass_are_refused(
+    cache: TierCache, passes: tc.PassDataset, resident: bool
+) -> None:
+    """Dense gradients would go on into the next pass, and those of rows would not."""
+    trained: Any = tc.InMemoryCache(passes) if resident else cache
+    model, _ = registered(trained, CASE)
+    loop = trained.passes(epochs=2)
+    batch = next(next(loop).batches(16))
+    model(batch).sum().backward()
+    with one_sentence(StateError, "between backward and step", "step the optimizer", "zero_grad()"):
+        next(loop)
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_a_forgotten_track_is_refused_at_the_second_lookup(passes: tc.PassDataset, resident: bool) -> None:
+    """Not when the pass has ended: the optimizer steps, and rows would not."""
+    trained: Any = tc.InMemoryCache(passes) if resident else tiered(open_store(passes.path, CASE, "memory"), passes)
+    model = Net(trained, CASE)
+    trained.register(model=model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = trained.passes(epochs=2)
+    batches = next(loop).batches(16)
+    model(next(batches)).sum().backward()
+    optimizer.step()
+    batch = next(batches)
+    with one_sentence(StateError, "cache.optimizer was never stepped", "optimizer=..."):
+        model(batch)
+    with torch.no_grad():
+        model(batch)  # leaves no gradients
+    trained.optimizer.step()
+    for batch in batches:  # rows are stepped by hand, also every other batch
+        model(batch).sum().backward()
+        model(batch).sum().backward()
+        trained.optimizer.step()
+    loop.close()
+    trained.close()
+
+
+def test_a_second_cache_on_a_store_in_training_is_refused(
+    cache: TierCache, store: tc.Store, passes: tc.PassDataset
+) -> None:
+    """Both would commit to it; when the first has ended, or is closed, the store is free."""
+    registered(cache, CASE)
+    with tiered(store, passes) as other:
+        registered(other, CASE)
+        loop = cache.passes(epochs=2)
+        next(loop)
+        with one_sentence(StateError, "is being trained by another TierCache", "end its loop", "close it"):
+            next(other.passes(epochs=2))
+        with one_sentence(StateError, "is being trained by another TierCache"):
+            tiered(store, passes)
+        loop.close()
+        loop = other.passes(epochs=2)
+        next(loop)
+        other.close()
+    loop = cache.passes(epochs=2)
+    next(loop)
+    loop.close()
+
+
+def test_a_batch_is_refused_after_its_pass_ended(store: tc.Store, passes: tc.PassDataset) -> None:
+    """Its local ids mean other rows in the next pass: neither lookup nor backward goes on."""
+    with tiered(store, passes, commit_every=100) as cache:
+        loop = Loop(cache)
+        p = loop.begin()
+        batch = next(p.batches(16))
+        loss = loop.model(batch).sum()
+        p.skip()
+        loop.model(loop.batch())
+        with one_sentence(RuntimeError, "pass 3", "has ended", "inside their own loop"):
+            loop.model(batch)
+        with one_sentence(RuntimeError, "pass 3", "has ended"):
+            loss.backward()
+        assert not cache.optimizer.rows.pending
+        loop.passes.close()
+
+
+def test_a_loop_left_open_is_silent_when_the_store_is_closed(passes: tc.PassDataset) -> None:
+    """An error in the loop's body keeps the loop alive until store and cache are closed: nothing is said about that."""
+    with open_store(passes.path, CASE, "memory") as memory, tiered(memory, passes) as cache:
+        loop = Loop(cache)
+        loop.batch()
+    loop.passes.close()
+
+
+def test_a_cache_closes_after_its_store(tmp_path: Path, passes: tc.PassDataset) -> None:
+    """In whatever order two things are closed, threads end and nothing is raised."""
+    before = set(threading.enumerate())
+    store = tc.Store.open(tmp_path / "other.tc", tables=CASE.tables)
+    cache = tiered(store, passes)
+    next(cache.passes(epochs=1))
+    assert set(threading.enumerate()) - before
+    store.close()
+    cache.close()
+    assert not [t for t in threading.enumerate() if t not in before and t.is_alive()]
+
+
+def test_a_dropped_loop_that_the_reader_collects_holds_nobody_up(cache: TierCache) -> None:
+    """Garbage is collected on whatever thread is running: the reader would wait for itself."""
+    registered(cache, CASE)
+    loop = cache.passes(epochs=2)
+    first = next(loop)
+    cache._rows.transfer._reader.submit(loop.close).result(timeout=20)
+    assert next(cache.passes(epochs=2)).index == first.index
+
+
+def test_a_slice_of_evaluation_is_refused_after_it_ended(cache: TierCache, passes: tc.PassDataset) -> None:
+    """Its rows are gone when the next slice is asked for."""
+    model, _ = registered(cache, CASE)
+    cache.restore()
+    slices = cache.evaluate(passes)
+    batch = next(next(slices).batches(16))
+    next(slices)
+    with one_sentence(RuntimeError, "evaluation sub-dataset 0", "has ended"):
+        model(batch)
+
+
+def test_an_evaluation_budget_below_the_rows_of_one_sample_is_refused(store: tc.Store, passes: tc.PassDataset) -> None:
+    """The error names the sample, what its rows take, and the budget."""
+    with tiered(store, passes, eval_budget=30) as cache, one_sentence(BudgetError, "sample", "eval_budget", "raise"):
+        list(cache.evaluate(passes))
+
+
+@pytest.mark.parametrize("epochs", [-1, 1.0, "1", None])
+def test_what_is_no_number_of_epochs_is_refused(cache: TierCache, passes: tc.PassDataset, epochs: Any) -> None:
+    """With rows in tiers or in memory; none at all is a number."""
+    for one in (cache, tc.InMemoryCache(passes)):
+        with one_sentence(ValueError, f"epochs is {epochs!r}"):
+            next(one.passes(epochs))
+    assert list(tc.InMemoryCache(passes).passes(0)) == []

@@ -1,0 +1,391 @@
+"""Days of data into one store: the store follows each new schedule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import tiercache as tc
+from tests.train.cases import (
+    Case,
+    Net,
+    Spec,
+    assert_bits_of_memory,
+    assert_same_bits,
+    open_store,
+    result_of,
+    result_of_resident,
+    smallest_host_budget,
+    table,
+    tiered,
+    train,
+)
+from tiercache.data.key_sets import write_dataset
+from tiercache.data.raw_batch import FeatureKeys, RawBatch
+from tiercache.data.repartition import split_cursor
+from tiercache.planning.pass_plan import segments_by_pass
+from tiercache.store import Cursor, MemoryEngine, load_rows, verify
+from tiercache.store.segment import BASE_PASS, base_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+def one_case(optimizer: Any = None, **options: Any) -> Case:
+    """Two tables of one group and one of another."""
+    rule = optimizer or tc.optim.Adagrad(learning_rate=0.05)
+    return Case(
+        tables=(table("item", 5, rule), table("user", 5, rule), table("place", 3, rule)),
+        specs=(Spec(name="a", table="item"), Spec(name="b", table="user"), Spec(name="c", table="place")),
+        **{"shuffle": False, "epochs": 1, **options},
+    )
+
+
+def cuts_of(case: Case, drift: int) -> list[RawBatch]:
+    """Return the samples of a case in passes; keys drift, so that each brings new ones and leaves old ones behind."""
+    rng, n, cuts = np.random.default_rng(case.data_seed), case.pass_rows, []
+    for number in range(case.num_samples // n):
+        features = {
+            spec.name: FeatureKeys(rng.integers(0, case.num_keys, n) + drift * number, None, None)
+            for spec in case.specs
+        }
+        label, dense = rng.integers(0, 2, n).astype(np.float32), rng.standard_normal(n).astype(np.float32)[:, None]
+        cuts.append(RawBatch(label, dense, features))
+    return cuts
+
+
+def two_days(folder: Path, **options: Any) -> tuple[Case, tc.PassDataset, tc.PassDataset]:
+    """Return a case, and datasets of the first and of the last two of its passes."""
+    case = one_case(**options)
+    cuts = cuts_of(case, drift=3)
+    return case, *(write_dataset(folder / f"d{i}", case.schema, cuts[2 * i : 2 * i + 2]) for i in range(2))
+
+
+def day_by_day(
+    case: Case, cuts: list[RawBatch], days: int, path: Path, store: tc.Store, **options: Any
+) -> Iterator[tuple[int, Net, tc.PassDataset]]:
+    """Train one dataset after another into one store, each with a model of its own that the commit restores."""
+    each = len(cuts) // days
+    for day in range(days):
+        passes = write_dataset(path / f"day{day}", case.schema, cuts[day * each : (day + 1) * each])
+        tc.reorganize(store, passes, order_seed=case.order_seed, progress=False)
+        with tiered(store, passes, order_seed=case.order_seed, **options) as cache:
+            yield day, train(cache, case, seed=1 if day == 0 else 1000 + day), passes
+
+
+@pytest.mark.parametrize("engine", ["memory", "lmdb", "zarr"])
+def test_ten_days_into_one_store_equal_one_training_in_memory(tmp_path: Path, engine: str) -> None:
+    """Rows, optimizer state and dense weights have the bits of one run over all days, with new keys on each day.
+
+    The count of steps goes on, and with it the rounding of rows of 16 bits.
+    And each row is known to have changed when it was last trained, however often it was moved.
+    """
+    case = one_case(tc.optim.Adam(learning_rate=0.01), num_samples=20 * 32, pass_rows=32, num_keys=60)
+    tables = *case.tables[:2], replace(case.tables[2], dtype="bfloat16"), table("city", 3, dtype="float16")
+    case = replace(case, tables=tables, specs=(*case.specs, Spec(name="d", table="city")))
+    cuts = cuts_of(case, drift=7)
+    whole = write_dataset(tmp_path / "whole", case.schema, cuts)
+    with open_store(tmp_path / "s.tc", case, engine) as store:
+        retained = 0
+        for _, model, _ in day_by_day(case, cuts, 10, tmp_path, store):
+            last = model
+            retained += len(store.commit.retained)
+        assert retained > 0
+        assert_bits_of_memory(store, whole, last, case)
+        assert store.commit.id == 10 * 2 + 9
+        assert store.commit.settings["steps"] == sum(-(-cut.num_samples // case.batch) for cut in cuts)
+        trained = {
+            (spec.table, key): 3 * (number // 2) + 1 + number % 2  # a day is a new schedule and two passes
+            for number, cut in enumerate(cuts)
+            for spec in case.specs
+            for key in cut.features[spec.name].keys.tolist()
+        }
+        for since in (-1, 0, 1, 4, 14, 26, 28):
+            given = [
+                (t.name, k) for t in store.tables for ks, _ in store.changes(t.name, since=since) for k in ks.tolist()
+            ]
+            assert sorted(given) == sorted(key for key, commit in trained.items() if commit > since)
+    if engine != "memory":
+        assert verify(tmp_path / "s.tc")["problems"] == []
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 99),
+    days=st.integers(2, 4),
+    each=st.integers(1, 4),
+    drift=st.integers(0, 40),
+    commit_every=st.integers(1, 3),
+    small=st.booleans(),
+)
+def test_days_equal_memory_for_any_cut_and_budget(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, days: int, each: int, drift: int, commit_every: int,
+    small: bool,
+) -> None:  # fmt: skip
+    """Whatever the passes of a day, the keys they share, the commits and the host budget."""
+    path = tmp_path_factory.mktemp("days")
+    case = one_case(num_samples=days * each * 16, pass_rows=16, num_keys=40, data_seed=seed, batch=8)
+    cuts = cuts_of(case, drift)
+    whole = write_dataset(path / "whole", case.schema, cuts)
+    with open_store(path / "s.tc", case, "memory") as store:
+        options: dict[str, Any] = {"commit_every": commit_every}
+        if small:
+            empty = tc.Store.open(None, tables=case.tables, engine=MemoryEngine())
+            options["host_budget"] = smallest_host_budget(empty, whole, device_budget="64MiB")
+        for _, model, _ in day_by_day(case, cuts, days, path, store, **options):
+            last = model
+        assert_bits_of_memory(store, whole, last, case)
+
+
+@pytest.mark.parametrize("engine", ["memory", "lmdb"])
+def test_a_day_of_few_keys_leaves_the_rows_of_others_where_they_are(tmp_path: Path, engine: str) -> None:
+    """Segments settle and stay through days that use few, many and then few of their keys; the bits are memory's."""
+    case = one_case(tc.optim.Adam(learning_rate=0.01), num_samples=8 * 32, pass_rows=32, num_keys=120)
+    cuts = cuts_of(case, drift=0)
+    for few in (*cuts[2:4], *cuts[6:]):
+        for part in few.features.values():
+            part.keys[:] %= 7
+    whole = write_dataset(tmp_path / "whole", case.schema, cuts)
+    with open_store(tmp_path / "s.tc", case, engine) as store:
+        retained, written = [], []
+        for _, model, _ in day_by_day(case, cuts, 4, tmp_path, store):
+            last = model
+            retained.append(len(store.commit.retained))
+            written.append(store.counters.rows_written)
+        assert retained[0] == 0
+        assert retained[1] > 0
+        assert retained[3] > 0
+        assert written[1] - written[0] < written[0] / 2
+        assert_bits_of_memory(store, whole, last, case)
+    if engine != "memory":
+        assert verify(tmp_path / "s.tc")["problems"] == []
+
+
+def test_retained_segments_are_of_no_pass_of_the_new_schedule(tmp_path: Path) -> None:
+    """Their passes were those of another: a load of the same number is not from them."""
+    case = one_case(num_samples=4 * 32, pass_rows=32, num_keys=300)
+    cuts = cuts_of(case, drift=0)
+    one, two = (write_dataset(tmp_path / f"d{i}", case.schema, part) for i, part in enumerate((cuts[:3], cuts[3:])))
+    with open_store(tmp_path / "s.tc", case, "memory") as store:
+        with tiered(store, one) as cache:
+            train(cache, case)
+        tc.reorganize(store, two, progress=False)
+        retained = [segment for segment in store.segments if segment.id in store.commit.retained_ids]
+        assert {segment.pass_index for segment in retained} == {0, 1, 2}
+        assert segments_by_pass(store).keys() == {BASE_PASS}
+        with tiered(store, two) as cache:
+            train(cache, case)
+        assert segments_by_pass(store).keys() == {0}
+
+
+def test_a_day_can_be_taken_back_to_before_the_store_was_reorganized(tmp_path: Path) -> None:
+    """Rolled back to the end of the day before and trained again: the bits of a training that never left."""
+    case = one_case(num_samples=6 * 32, pass_rows=32, num_keys=90)
+    cuts = cuts_of(case, drift=25)
+    whole = write_dataset(tmp_path / "whole", case.schema, cuts)
+    with tc.Store.open(tmp_path / "s.tc", tables=case.tables, retention=9) as store:
+        for day, model, _ in day_by_day(case, cuts, 3, tmp_path / "first", store):
+            last = model
+            if day == 1:
+                end = store.commit.id
+        assert store.commit.retained
+        store.rollback(end)
+        passes = tc.PassDataset.open(tmp_path / "first" / "day2")
+        tc.reorganize(store, passes, progress=False)
+        with tiered(store, passes) as cache:
+            last = train(cache, case, seed=77)
+        assert store.commit.retained
+        assert_bits_of_memory(store, whole, last, case)
+    assert verify(tmp_path / "s.tc")["problems"] == []
+
+
+def test_more_epochs_of_the_same_days_go_on_as_if_never_reorganized(tmp_path: Path) -> None:
+    """Two epochs of one day, then the day before again: rows equal a training in memory of that order of batches."""
+    case = one_case(num_samples=6 * 32, pass_rows=32, num_keys=50)
+    cuts = cuts_of(case, drift=9)
+    order = [*cuts[:3], *cuts[:3], *cuts[3:], *cuts[:3]]
+    whole = write_dataset(tmp_path / "whole", case.schema, order)
+    days = [write_dataset(tmp_path / f"d{i}", case.schema, part) for i, part in enumerate((cuts[:3], cuts[3:]))]
+    with open_store(tmp_path / "s.tc", case, "memory") as store:
+        for passes, epochs in ((days[0], 2), (days[1], 1), (days[0], 1)):
+            tc.reorganize(store, passes, progress=False)
+            with tiered(store, passes) as cache:
+                model = train(cache, case, epochs=epochs)
+        assert_bits_of_memory(store, whole, model, case)
+
+
+def test_a_store_that_follows_the_schedule_is_left_as_it_is(tmp_path: Path) -> None:
+    """So a loop over days that was killed may begin its day again; a store without a commit follows any schedule."""
+    case, one, two = two_days(tmp_path, num_samples=4 * 32, pass_rows=32)
+    with open_store(tmp_path / "s.tc", case, "memory") as store:
+        assert tc.reorganize(store, one, progress=False) is None
+        with tiered(store, one) as cache:
+            train(cache, case)
+        commit = store.commit
+        assert tc.reorganize(store, one, progress=False) is commit
+        moved = tc.reorganize(store, two, progress=False)
+        assert (moved.id, moved.cursor) == (commit.id + 1, (0, 0))
+        assert tc.reorganize(store, two, progress=False) is moved
+        assert store.state() != b""
+
+
+def test_training_in_another_order_is_refused_until_the_store_was_reorganized(tmp_path: Path) -> None:
+    """The sentence says what to call: for another dataset, another order, and a compacted store."""
+    case, one, two = two_days(tmp_path, num_samples=4 * 32, pass_rows=32)
+    with open_store(tmp_path / "s.tc", case, "memory") as store:
+        with tiered(store, one) as cache:
+            train(cache, case)
+        for passes, seed in ((two, None), (one, 5)):
+            with pytest.raises(tc.TierCacheError, match=r"tiercache\.reorganize\(store, passes\) to go on"):
+                tiered(store, passes, order_seed=seed)
+        before = result_of(store, one, None)
+        store.compact()
+        with pytest.raises(tc.TierCacheError, match=r"has no training schedule .*\.reorganize\(store, passes\) first"):
+            tiered(store, one)
+        assert_same_bits(before, result_of(store, one, None))
+        tc.reorganize(store, one, order_seed=5, progress=False)
+        with tiered(store, one, order_seed=5) as cache:
+            train(cache, case)
+
+
+def test_a_store_inside_a_pass_is_not_reorganized(tmp_path: Path) -> None:
+    """The rest of the pass would never be trained."""
+    case, one, two = two_days(tmp_path, num_samples=4 * 32, pass_rows=32)
+    with open_store(tmp_path / "s.tc", case, "memory") as store:
+        with tiered(store, one) as cache:
+            torch.manual_seed(1)
+            model = Net(cache, case).to(cache.device)
+            cache.register(model=model)
+            for p in cache.passes(epochs=1):
+                batch = next(iter(p.batches(8)))
+                nn.BCEWithLogitsLoss()(model(batch), batch.label).backward()
+                cache.optimizer.step()
+                cache.commit()
+                break
+        with pytest.raises(ValueError, match="stands inside pass 0: train to the end of a pass"):
+            tc.reorganize(store, two, progress=False)
+
+
+@pytest.mark.parametrize("engine", ["memory", "zarr"])
+def test_rows_from_outside_are_what_training_goes_on_from(tmp_path: Path, engine: str) -> None:
+    """A filled store, put in order for a dataset, trains to the bits of a training in memory with the same rows."""
+    case = one_case(num_samples=4 * 32, pass_rows=32, num_keys=40)
+    passes = write_dataset(tmp_path / "passes", case.schema, cuts_of(case, drift=5))
+    cache = tc.InMemoryCache(passes)
+    given: dict[str, dict[int, list[np.ndarray]]] = {}
+    rng = np.random.default_rng(4)
+    chunks = []
+    for one in case.tables:
+        keys = np.arange(-3, 35)  # some that are trained, some that are not
+        fields = tuple(rng.random((keys.size, field.width), dtype=np.float32) for field in one.fields)
+        chunks.append((one.name, (keys, fields)))
+        given[one.name] = {key: [values[i] for values in fields] for i, key in enumerate(keys.tolist())}
+        for i, key in enumerate(cache.keys(one.name).tolist()):
+            for values, row in zip(cache.fields(one.name), given[one.name].get(key, []), strict=False):
+                values[i] = row
+    with open_store(tmp_path / "s.tc", case, engine) as store:
+        load_rows(store, chunks)
+        with pytest.raises(tc.TierCacheError, match="has no training schedule at commit 0"):
+            tiered(store, passes)
+        tc.reorganize(store, passes, progress=False)
+        with tiered(store, passes) as tiers:
+            model = train(tiers, case)
+        assert_same_bits(result_of_resident(cache, train(cache, case)), result_of(store, passes, model))
+        untouched = store.lookup("item", np.array([-3]))
+        assert [values[0].tolist() for values in untouched.values()] == [row.tolist() for row in given["item"][-3]]
+
+
+@pytest.mark.parametrize("engine", ["memory", "lmdb", "zarr"])
+def test_rows_imported_in_the_midst_of_a_schedule_are_what_it_goes_on_with(tmp_path: Path, engine: str) -> None:
+    """Some rows of one table, between two passes of the second epoch: the bits of memory whose rows were set then."""
+    case = one_case(num_samples=4 * 32, pass_rows=32, num_keys=40, epochs=3, batch=32)
+    passes = write_dataset(tmp_path / "passes", case.schema, cuts_of(case, drift=5))
+    keys = np.arange(-3, 35)  # some that are trained, some that are not
+    rng = np.random.default_rng(4)
+    fields = tuple(rng.random((keys.size, field.width), dtype=np.float32) for field in case.tables[0].fields)
+    memory = tc.InMemoryCache(passes)
+
+    def replace_rows(pass_index: int, _batch: int) -> None:
+        if pass_index == 5:
+            theirs = memory.keys("item")
+            for mine, values in zip(fields, memory.fields("item"), strict=True):
+                values[np.isin(theirs, keys)] = mine[[keys.tolist().index(k) for k in theirs if k in keys]]
+
+    def stop(pass_index: int, _batch: int) -> None:
+        if pass_index == 6:
+            raise InterruptedError
+
+    with open_store(tmp_path / "s.tc", case, engine, retention=2) as store:
+        with pytest.raises(InterruptedError), tiered(store, passes) as tiers:
+            train(tiers, case, each_batch=stop)
+        assert store.commit.cursor == (6, 0)
+        tc.import_store({"item": (keys, fields[0])}, store, tables=[case.tables[0]], initial_state=True)
+        load_rows(store, [("item", (keys, fields))])
+        with pytest.raises(tc.TierCacheError, match="has no training schedule at commit"):
+            tiered(store, passes)
+        imported = store.commit.id
+        split = tc.repartition(passes, tmp_path / "split", rows=48, batch_multiple=8)
+        assert tc.reorganize(store, split, progress=False).cursor == split_cursor(split, Cursor(6, 0))
+        store.rollback(imported)
+        with tiered(store, passes, reorganize=True) as tiers:
+            assert store.commit.cursor == (6, 0)
+            model = train(tiers, case, seed=9)
+        assert_same_bits(
+            result_of_resident(memory, train(memory, case, each_batch=replace_rows)), result_of(store, passes, model)
+        )
+        untouched = store.lookup("item", np.array([-3]))
+        assert [values[0].tolist() for values in untouched.values()] == [values[0].tolist() for values in fields]
+
+
+@pytest.mark.parametrize("pass_rows", [256, 2048])
+@pytest.mark.parametrize("large_pages", [False, True])
+def test_a_reorganized_store_trains_at_the_smallest_host_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pass_rows: int, large_pages: bool
+) -> None:
+    """Ranges of first uses are longer than a region of host memory, whose peak stays within the plan.
+
+    So it is also where the store was put in order with pages of 40 KiB, whatever the passes.
+    """
+    tables = (table("user", 24), table("item", 24))
+    specs = (Spec(name="u", table="user"), Spec(name="i", table="item", hotness="multi_hot"))
+    case = Case(
+        tables=tables, specs=specs, num_samples=4 * pass_rows, pass_rows=pass_rows, num_keys=9 * pass_rows, batch=256,
+        epochs=1, order_seed=5,
+    )  # fmt: skip
+    passes = case.cut(tmp_path / "p")
+    with open_store(tmp_path / "s", case, "memory") as store:
+        with tiered(store, passes) as cache:
+            train(cache, case)
+        if large_pages:
+            monkeypatch.setattr("tiercache.dist.reorganize.partial", lambda *_, **__: base_layout)
+        tc.reorganize(store, passes, order_seed=5, progress=False)
+        (base,) = segments_by_pass(store).values()
+        smallest = smallest_host_budget(store, passes, device_budget="64MiB", order_seed=5)
+        with tiered(store, passes, order_seed=5, host_budget=smallest) as cache:
+            first = base.layouts[0].pages_of_range(0)
+            low, high = map(base.layouts[0].byte_of_page, first)
+            assert high - low > max(64 << 10, cache._rows.budget.block)
+            assert (base.layouts[0].page_rows * base.layouts[0].row_bytes > cache._rows.budget.page) == large_pages
+            train(cache, case)
+            assert 0 < cache.host_bytes_peak <= cache._rows.budget.rows
+
+
+def test_a_page_that_no_region_holds_is_said(tmp_path: Path) -> None:
+    """A plan that does not know of the store's pages ends in a sentence, not in a loop."""
+    case, one, two = two_days(tmp_path, num_samples=4 * 4096, pass_rows=4096, num_keys=9000)
+    with open_store(tmp_path / "s", case, "memory") as store:
+        with tiered(store, one) as cache:
+            train(cache, case)
+        tc.reorganize(store, two, progress=False)
+        with tiered(store, two) as cache:
+            cache._rows.memory.region_bytes = 1024
+            with pytest.raises(tc.TierCacheError, match=r"reads a page of [\d,]+ bytes into regions of 1,024"):
+                train(cache, case)

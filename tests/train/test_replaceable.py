@@ -1,0 +1,164 @@
+"""Modules that do more than look up are not replaced by tc.convert."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tiercache as tc
+from tests.train.cases import table, tiered
+from tests.train.test_convert import SCHEMA, Small
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+class Scaled(nn.Embedding):
+    """Has a forward of its own."""
+
+    def forward(self, keys: torch.Tensor) -> torch.Tensor:
+        """Scale what is looked up."""
+        return super().forward(keys) * 100.0
+
+
+class Named(nn.Embedding):
+    """Looks up as its base does."""
+
+
+def tied(model: Any) -> None:
+    """Use a weight in a linear layer, as language models do."""
+    model.out = nn.Linear(4, 20, bias=False)
+    model.out.weight = model.user_emb.weight
+
+
+def captured(model: Any) -> None:
+    """Keep a weight for a regularizer."""
+    model.penalized = {"all": [model.user_emb.weight]}
+
+
+def closed_over(model: Any) -> None:
+    """Capture a weight in a function."""
+    weight = model.user_emb.weight
+    model.penalty = lambda: weight.square().sum()
+
+
+def viewed(model: Any) -> None:
+    """Keep a view of a weight."""
+    model.register_buffer("first", model.user_emb.weight.detach()[:3])
+
+
+def shared(model: Any) -> None:
+    """Give modules of two tables one weight."""
+    model.items.weight = model.user_emb.weight
+
+
+def patched(model: Any) -> None:
+    """Replace the forward of one module."""
+    model.user_emb.forward = lambda keys: keys
+
+
+TRAPS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "own forward": (
+        lambda model: setattr(model, "user_emb", Scaled(20, 4)),
+        r"user_emb \(Scaled\) has its own forward",
+    ),
+    "patched": (patched, r"user_emb \(Embedding\) has its own forward"),
+    "forward hook": (
+        lambda model: model.user_emb.register_forward_hook(lambda _, __, out: out * 100),
+        "user_emb has forward hooks",
+    ),
+    "pre-hook": (
+        lambda model: model.user_emb.register_forward_pre_hook(lambda _, given: given),
+        "user_emb has forward pre hooks",
+    ),
+    "backward hook": (
+        lambda model: model.user_emb.register_full_backward_hook(lambda *_: None),
+        "user_emb has backward hooks",
+    ),
+    "hook on a weight": (
+        lambda model: model.user_emb.weight.register_hook(lambda grad: grad),
+        "the weight of user_emb has hooks",
+    ),
+    "weight_norm": (
+        lambda model: torch.nn.utils.parametrizations.weight_norm(model.user_emb),
+        "user_emb is parametrized",
+    ),
+    "tied": (tied, "the weight of user_emb is also out.weight"),
+    "captured": (captured, r"the weight of user_emb is also penalized\['all'\]\[0\]"),
+    "closed over": (closed_over, "the weight of user_emb is also a variable of penalty"),
+    "viewed": (viewed, "the weight of user_emb is also first"),
+    "shared": (shared, "shares its weight with a module of table '(item|user)'"),
+}
+
+
+@pytest.mark.parametrize("what", TRAPS)
+def test_a_module_that_does_more_than_look_up_is_not_replaced(what: str) -> None:
+    """The error names the module and what to change, and the model is as it was."""
+    model = Small()
+    change, words = TRAPS[what]
+    change(model)
+    before = [type(one) for one in model.modules()]
+    with pytest.raises(ValueError, match=words):
+        tc.convert(model, SCHEMA, {"items": "item"})
+    assert [type(one) for one in model.modules()] == before
+
+
+def test_an_optimizer_that_was_made_before_is_named(tmp_path: Path) -> None:
+    """It holds weights that were replaced, and would step them for nothing."""
+    model: Any = nn.ModuleDict({"user": nn.Embedding(20, 4)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tables = [table("user", 4, tc.optim.SGD(learning_rate=0.1), tc.init.Zeros())]
+    data = tc.write_key_sets(tmp_path / "keys", tables, [{"user": np.arange(20)}])
+    tc.convert(model, data)
+    with tiered(tmp_path / "m.tc", data, model=model, optimizer=optimizer) as cache:
+        loop = cache.passes(epochs=1)
+        with pytest.raises(
+            tc.errors.StateError, match=r"first has shape \(20, 4\).*make an optimizer after tc.convert"
+        ):
+            next(loop)
+
+
+def test_a_padding_row_that_is_not_zeros_is_not_replaced() -> None:
+    """Initializing all weights overwrites it. Bags never read that row, and a renamed subclass is fine."""
+    model = nn.ModuleDict({"user": nn.Embedding(20, 4, padding_idx=2), "item": nn.EmbeddingBag(20, 4, padding_idx=2)})
+    for one in model.values():
+        nn.init.constant_(one.weight, 7.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"row 2 of user is padding and is not zero.*user.weight\[2\] = 0"):
+        tc.convert(model, SCHEMA)
+    with torch.no_grad():
+        model["user"].weight[2] = 0  # type: ignore[index,operator]
+    tc.convert(model, SCHEMA)
+    assert isinstance(tc.convert(nn.ModuleDict({"user": Named(20, 4)}), SCHEMA)["user"], tc.Embedding)  # type: ignore[index]
+
+
+def test_weights_that_share_a_storage_and_no_memory_are_replaced() -> None:
+    """As cut from one buffer; an overlap is refused."""
+    for first, fits in ((80, True), (60, False)):
+        flat = torch.zeros(100)
+        model = nn.ModuleDict({"user": nn.Embedding(20, 4), "top": nn.Linear(4, 2, bias=False)})
+        views = {"user.weight": flat[:80].view(20, 4), "top.weight": flat[first : first + 8].view(2, 4)}
+        model.load_state_dict(views, assign=True)
+        if fits:
+            assert isinstance(tc.convert(model, SCHEMA)["user"], tc.Embedding)  # type: ignore[index]
+        else:
+            with pytest.raises(ValueError, match=r"the weight of user is also top\.weight"):
+                tc.convert(model, SCHEMA)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_outputs_have_the_dtype_of_the_weight_that_was_replaced(tmp_path: Path, dtype: torch.dtype) -> None:
+    """The model may have been cast before tc.convert."""
+    data = tc.write_key_sets(tmp_path / "keys", [tc.Table(name="user", dim=4)], [{"user": np.arange(20)}])
+    plain: Any = nn.ModuleDict({"user": nn.Embedding(20, 4, dtype=dtype)})
+    keys = torch.arange(20)
+    expected = plain["user"](keys).detach()
+    model: Any = tc.convert(plain, data)
+    with tiered(tmp_path / "m.tc", data, model=model), torch.no_grad():
+        found = model["user"](keys)
+    assert found.dtype == model["user"].weight.dtype == dtype
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)

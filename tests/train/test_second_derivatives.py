@@ -1,0 +1,127 @@
+"""Lookups have first derivatives: what would differentiate twice through them raises, and all else is as in torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tiercache as tc
+from tests.train.cases import Case, Spec, resident, table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CASE = Case(
+    tables=(table("a", 4, tc.optim.SGD(learning_rate=0.1)), table("b", 4, tc.optim.SGD(learning_rate=0.1))),
+    specs=(Spec(name="f", table="a", hotness="multi_hot"), Spec(name="g", table="b", hotness="ragged", weighted=True)),
+    num_samples=32,
+    pass_rows=32,
+)
+
+
+def weights_for(batch: tc.Batch, name: str) -> torch.Tensor:
+    """Return a weight for each id, with a gradient."""
+    return torch.full((batch.ids[name].num_ids,), 0.5, requires_grad=True)
+
+
+def by_bag(batch: tc.Batch, name: str, mode: str) -> tuple[torch.Tensor, Any]:
+    """Return a bag's output, and its weights."""
+    weights = weights_for(batch, name)
+    return tc.EmbeddingBag(CASE.schema, name, mode=mode)(batch, per_sample_weights=weights), weights
+
+
+def by_collection(batch: tc.Batch) -> tuple[torch.Tensor, Any]:
+    """Return the output of a collection, of which one feature has weights that are given."""
+    weights = weights_for(batch, "g")
+    return tc.EmbeddingBagCollection(CASE.schema)(batch, {"g": weights}), weights
+
+
+def by_padded_bag(batch: tc.Batch) -> tuple[torch.Tensor, Any]:
+    """Return the output of a bag with padding, whose weights are multiplied by what is kept."""
+    weights = weights_for(batch, "f")
+    return tc.EmbeddingBag(CASE.schema, "f", mode="sum", padding_idx=1)(batch, per_sample_weights=weights), weights
+
+
+def by_parameters(batch: tc.Batch, make: Callable[[], nn.Module]) -> tuple[torch.Tensor, Any]:
+    """Return an output, and the parameter of the module that looked it up."""
+    module = make()
+    out = module(batch)
+    return out["f"] if isinstance(out, dict) else out, next(module.parameters())
+
+
+TWICE: dict[str, Callable[[tc.Batch], tuple[torch.Tensor, Any]]] = {
+    "weights of a sum": lambda batch: by_bag(batch, "f", "sum"),
+    "weights of a mean": lambda batch: by_bag(batch, "f", "mean"),
+    "weights of ragged bags": lambda batch: by_bag(batch, "g", "sum"),
+    "weights of a collection": by_collection,
+    "weights beside padding": by_padded_bag,
+    "rows of a bag": lambda batch: by_parameters(batch, lambda: tc.EmbeddingBag(CASE.schema, "f")),
+    "rows of an embedding": lambda batch: by_parameters(batch, lambda: tc.Embedding(CASE.schema, "f")),
+    "rows of a collection": lambda batch: by_parameters(batch, lambda: tc.EmbeddingCollection(CASE.schema)),
+}
+
+
+@pytest.mark.parametrize("how", ["backward", "autograd.grad"])
+@pytest.mark.parametrize("what", TWICE)
+def test_a_second_derivative_through_a_lookup_raises(passes: tc.PassDataset, what: str, how: str) -> None:
+    """It was 0 in silence; torch.nn.EmbeddingBag raises too."""
+    cache = resident(passes)
+    loop = cache.passes(epochs=1)
+    batch = next(next(loop).batches(8))
+    out, leaf = TWICE[what](batch)
+    (gradient,) = torch.autograd.grad((out**3).sum(), leaf, create_graph=True)
+    assert gradient.requires_grad
+    penalty = gradient.square().sum() + 0 * leaf.sum()
+    with pytest.raises(RuntimeError, match="lookups have first derivatives only: leave the gradients of embedding"):
+        penalty.backward() if how == "backward" else torch.autograd.grad(penalty, leaf)
+
+
+def test_first_derivatives_keep_a_graph_where_nothing_is_differentiated_twice(passes: tc.PassDataset) -> None:
+    """``create_graph=True`` alone changes no row, and gradients of weights are those without it."""
+    rows, gradients = [], []
+    for keeps in (False, True):
+        cache = resident(passes)
+        bag = tc.EmbeddingBag(CASE.schema, "f", mode="sum")
+        optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)
+        cache.register(model=bag, optimizer=optimizer)
+        optimizer = cache.optimizer
+        for p in cache.passes(epochs=2):
+            for batch in p.batches(8):
+                weights = weights_for(batch, "f")
+                (bag(batch, per_sample_weights=weights) ** 3).sum().backward(create_graph=keeps)
+                assert weights.grad is not None
+                gradients.append(weights.grad.detach())
+                optimizer.step()
+                optimizer.zero_grad()
+        rows.append(cache.fields("a")[0])
+    assert np.array_equal(*rows)
+    assert all(torch.equal(*pair) for pair in zip(gradients[:8], gradients[8:], strict=True))
+
+
+def test_a_gradient_penalty_of_a_dense_input_trains_rows_as_in_torch(passes: tc.PassDataset) -> None:
+    """The gradient by a dense input depends on the looked up vectors once."""
+    cache = resident(passes)
+    bag = tc.EmbeddingBag(CASE.schema, "f", mode="sum")
+    optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)
+    cache.register(model=bag, optimizer=optimizer)
+    optimizer = cache.optimizer
+    keys = cache.keys("a")
+    weight = nn.Parameter(torch.from_numpy(cache.fields("a")[0].copy()))
+    theirs = torch.optim.SGD([weight], lr=0.1)
+    for p in cache.passes(epochs=1):
+        for batch in p.batches(8):
+            found = p.source.whole.keys("a")[batch.ids["f"].ids].reshape(8, 3)
+            rows = torch.from_numpy(np.argsort(keys)[np.searchsorted(keys, found, sorter=np.argsort(keys))])
+            for out in (bag(batch), nn.functional.embedding_bag(rows, weight, mode="sum")):
+                x = batch.dense.clone().requires_grad_()
+                y = (out * x).square().sum()
+                (slope,) = torch.autograd.grad(y, x, create_graph=True)
+                (y + slope.square().sum()).backward()
+            for one in (optimizer, theirs):
+                one.step()
+                one.zero_grad()
+    np.testing.assert_allclose(cache.fields("a")[0], weight.detach().numpy(), rtol=1e-5, atol=1e-6)

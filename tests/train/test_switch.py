@@ -1,0 +1,349 @@
+"""What is done beside the training so that a switch has but rows to move, and what happens where it fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from tests.train.cases import (
+    Case,
+    Spec,
+    assert_bits_of_memory,
+    open_store,
+    registered,
+    run,
+    smallest_host_budget,
+    table,
+    tiered,
+    train,
+)
+from tiercache.planning.pass_plan import PassPlan, Planner
+from tiercache.reporting import report
+from tiercache.rows import switch
+from tiercache.rows.backends.cpu import CpuBackend, CpuStreams
+from tiercache.rows.host import HostTier
+from tiercache.rows.packing import Unpacker
+from tiercache.rows.pinned import PinnedArena
+from tiercache.rows.prefetch import RowPrefetcher
+from tiercache.rows.switch import PassSwitcher
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tiercache.train.cache import TierCache
+
+CASE = Case(
+    tables=(table("a", 8), table("b", 3)), specs=(Spec(name="f", table="a"), Spec(name="g", table="b")),
+    num_samples=400, pass_rows=120, num_keys=300, batch=50, epochs=2,
+)  # fmt: skip
+NUM_PASSES = CASE.epochs * -(-CASE.num_samples // CASE.pass_rows)
+SLOW = 0.01
+"""Seconds that each call of the host tier takes, where it is slow."""
+STEPS = 1000.0
+"""Seconds that the steps of a pass take, where a device has still to do them."""
+
+
+@contextmanager
+def goes_on(folder: Path, stands: int | None = None) -> Iterator[tuple[TierCache, pytest.MonkeyPatch]]:
+    """Give a cache to train; afterward its store stands at the beginning of a pass, and another goes on from there.
+
+    It ends with the bits of a training in memory.
+    """
+    passes = CASE.cut(folder / "passes")
+    with open_store(folder / "x", CASE, "lmdb") as store:
+        with pytest.MonkeyPatch.context() as patch, tiered(store, passes) as cache:
+            yield cache, patch
+        assert store.commit is not None
+        assert store.commit.cursor.pass_index == (CASE.epochs * len(passes.passes) if stands is None else stands)
+        with tiered(store, passes) as cache:
+            model = train(cache, CASE)
+        assert_bits_of_memory(store, passes, model, CASE)
+
+
+def precede(patch: pytest.MonkeyPatch, owner: Any, name: str, first: Callable[..., object]) -> None:
+    """Have something done before each call of a function or method, with its arguments."""
+    right = getattr(owner, name)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        first(*arguments, **options)
+        return right(*arguments, **options)
+
+    patch.setattr(owner, name, call)
+
+
+def test_a_pass_that_cannot_be_planned_does_not_end_those_before_it(tmp_path: Path) -> None:
+    """It is planned while the pass before the last one is trained, and it is missed when its rows are to be staged."""
+    plan_next, begun, planned = Planner.plan_next, list[int](), list[int]()
+
+    def plan(planner: Planner) -> PassPlan:
+        plan = plan_next(planner)
+        planned.append(plan.pass_index)
+        if plan.pass_index == 3 and begun:
+            raise RuntimeError("pass 3 cannot be planned")
+        return plan
+
+    with goes_on(tmp_path, stands=2) as (cache, patch):
+        patch.setattr(Planner, "plan_next", plan)
+        with pytest.raises(RuntimeError, match="pass 3 cannot be planned"):
+            train(cache, CASE, each_batch=lambda pass_index, _: begun.append(pass_index))
+        assert planned[-1] == 3, "a pass behind one that failed was planned"
+        assert max(begun) in {1, 2}  # pass 2 begins, and ends with its first batch at the earliest
+
+
+def test_room_that_cannot_be_made_ends_the_training_and_loses_no_commit(tmp_path: Path) -> None:
+    """The words of what went wrong reach the training loop; a new run goes on from the last commit to the same bits."""
+
+    def refuse(_host: Any, _packer: Any, _unpacker: Any, plan: PassPlan, *_: Any) -> None:
+        if plan.pass_index == 2:
+            raise MemoryError("no room for pass 2")
+
+    with goes_on(tmp_path, stands=2) as (cache, patch):
+        precede(patch, switch, "make_room", refuse)
+        with pytest.raises(MemoryError, match="no room for pass 2"):
+            train(cache, CASE)
+
+
+@pytest.mark.parametrize("engine", ["memory", "lmdb"])
+def test_room_that_comes_late_changes_no_bit_within_the_smallest_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """A commit inside a pass needs none; what rows are now is read behind it, and the switch waits for it."""
+    passes, make_room = CASE.cut(tmp_path / "passes"), switch.make_room
+    wanted = [threading.Event() for _ in range(CASE.epochs * len(passes.passes))]
+    made, keys = list[int](), passes.passes[0].keys("a")
+
+    def make(host: Any, packer: Any, unpacker: Any, plan: PassPlan, *others: Any) -> Any:
+        assert wanted[plan.pass_index].wait(timeout=60), f"nobody trained a batch of pass {plan.pass_index}"
+        room = make_room(host, packer, unpacker, plan, *others)
+        made.append(plan.pass_index)
+        return room
+
+    def look(pass_index: int, batch: int) -> None:
+        if batch == 0:
+            if pass_index % 2:
+                cache.commit()
+            assert pass_index not in made
+            wanted[pass_index].set()
+            if not pass_index % 2:
+                cache.live_rows().fields("a", np.asarray(keys))
+                assert pass_index in made
+
+    monkeypatch.setattr(switch, "make_room", make)
+    with open_store(tmp_path / "x", CASE, engine) as store:
+        smallest = smallest_host_budget(store, passes)
+        with tiered(store, passes, host_budget=smallest) as cache:
+            model = train(cache, CASE, each_batch=look)
+            assert cache.host_bytes_peak <= smallest
+        assert_bits_of_memory(store, passes, model, CASE)
+    assert len(made) == len(wanted)
+
+
+def test_a_dump_is_written_behind_the_load_of_rows_that_are_there(tmp_path: Path) -> None:
+    """Both want the memory; and a dump behind which a load fails is written all the same."""
+    unpack, loading, seen = Unpacker.unpack, threading.Event(), list[bool]()
+
+    def slow(self: Unpacker, layout: Any, held_G: Any, departed_G: Any) -> Any:
+        loading.set()
+        try:
+            time.sleep(SLOW)  # long enough for the writer to begin
+            if layout.staged.plan.pass_index == 3:
+                raise MemoryError("no memory to load pass 3")
+            return unpack(self, layout, held_G, departed_G)
+        finally:
+            loading.clear()
+
+    def writing(*_: Any) -> None:
+        time.sleep(SLOW / 2)  # a load that would be beside it has begun
+        seen.append(loading.is_set())
+
+    with goes_on(tmp_path, stands=3) as (cache, patch):
+        patch.setattr(Unpacker, "unpack", slow)
+        precede(patch, PassSwitcher, "_write", writing)
+        with pytest.raises(MemoryError, match="no memory to load pass 3"):
+            train(cache, CASE, each_batch=lambda _, __: cache.drain())
+        cache.close()
+        assert seen == [False] * 3
+
+
+def test_a_dump_is_written_at_once_where_the_rows_of_the_next_pass_are_not_there(tmp_path: Path) -> None:
+    """Then the training waits for the disk."""
+    begun = [threading.Event() for _ in range(NUM_PASSES)]
+
+    def late(_: RowPrefetcher, plan: PassPlan, *_others: Any) -> None:
+        if plan.pass_index:
+            assert begun[plan.pass_index - 1].wait(timeout=60), f"nobody wrote pass {plan.pass_index - 1}"
+
+    with goes_on(tmp_path) as (cache, patch):
+        precede(patch, RowPrefetcher, "stage", late)
+        precede(patch, PassSwitcher, "_write", lambda _, plan, *_others: begun[plan.pass_index].set())
+        train(cache, CASE)
+
+
+class QueueingBackend(CpuStreams, CpuBackend):
+    """As a GPU with steps to do, on a clock of its own: they take long, and each thing moved behind them a second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams = self
+        self.now, self.queued, self.pass_index = 0.0, False, 0
+        self.over = [threading.Event() for _ in range(NUM_PASSES)]
+        self.log: list[str] = []
+        self._lock = threading.Lock()
+
+    def queue(self, pass_index: int, _batch: int) -> None:
+        """Have steps of a pass to do."""
+        self.pass_index, self.queued = pass_index, True
+
+    def reach(self, name: str, seconds: float) -> Any:
+        """Return an event behind the steps; to wait for it takes so much more."""
+
+        def wait() -> None:
+            with self._lock:
+                if threading.current_thread() is threading.main_thread():
+                    self.log.append(name)
+                self.now += (STEPS if self.queued else 0.0) + seconds
+                self.queued = False
+                self.over[self.pass_index].set()
+
+        return SimpleNamespace(wait=wait)
+
+    def dumped(self) -> Any:
+        """Return what is reached behind all steps."""
+        return self.reach("dumped", 1.0)
+
+    def loaded(self) -> Any:
+        """Return what is reached behind all steps."""
+        return self.reach("loaded", 1.0)
+
+    def trained(self) -> Any:
+        """Return what is reached with the last step."""
+        return self.reach("trained", 0.0)
+
+    def pack(self, *arguments: Any) -> None:
+        """Note it."""
+        self.log.append("pack")
+        super().pack(*arguments)
+
+    def unpack(self, *arguments: Any) -> None:
+        """Note it."""
+        self.log.append("unpack")
+        super().unpack(*arguments)
+
+
+@pytest.mark.parametrize("disk", ["quick", "late"])
+def test_seconds_in_which_steps_still_run_on_the_device_are_no_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: str
+) -> None:
+    """Neither behind moved rows nor behind a late disk. Where all is there, rows are on their way before the wait."""
+    passes, backend = CASE.cut(tmp_path / "passes"), QueueingBackend()
+
+    def late(_: RowPrefetcher, plan: PassPlan, *_others: Any) -> None:
+        before = plan.pass_index - 1
+        assert before < 0 or backend.over[before].wait(timeout=60), f"nobody waited for the steps of pass {before}"
+
+    def each_batch(pass_index: int, batch: int) -> None:
+        backend.queue(pass_index, batch)
+        if disk == "quick":
+            cache.drain()
+
+    monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: backend.now))
+    if disk == "late":
+        precede(monkeypatch, RowPrefetcher, "stage", late)
+    with open_store(tmp_path / "x", CASE, "lmdb") as store, tiered(store, passes, device=backend) as cache:
+        train(cache, CASE, each_batch=each_batch)
+        reports = cache.reports
+    assert len(reports) == len(backend.over)
+    assert all(r.waited + r.switched < STEPS for r in reports)
+    assert backend.now >= STEPS * len(reports)
+    if disk == "quick":
+        assert [r.switched for r in reports] == [1.0] * len(reports)
+        assert " ".join(backend.log).count(" pack trained") == 1, "only behind the last pass nothing is moved"
+
+
+def test_no_two_threads_are_in_the_host_tier_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither while rows are evaluated in the middle of passes, nor when a loop is left early and begun anew."""
+    passes, held, met = CASE.cut(tmp_path / "passes"), threading.Lock(), set[str]()
+    clashes = list[str]()
+
+    def alone(name: str) -> Callable[..., Any]:
+        method = getattr(HostTier, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            mine = held.acquire(blocking=False)
+            if not mine:
+                clashes.append(f"{threading.current_thread().name} in {name}")
+            try:
+                time.sleep(SLOW)  # long enough for others to come
+                return method(*arguments, **options)
+            finally:
+                if mine:
+                    held.release()
+                met.add(threading.current_thread().name.split("_")[0])
+
+        return call
+
+    for name in ("enter", "keep", "clear", "page"):
+        monkeypatch.setattr(HostTier, name, alone(name))
+    keys = np.asarray(passes.passes[-1].keys("a"))
+    with open_store(tmp_path / "x", CASE, "lmdb") as store, tiered(store, passes) as cache:
+        train(cache, CASE, epochs=1, each_batch=lambda _, __: cache.live_rows().fields("a", keys))
+        for _ in range(2):
+            for p in cache.passes(epochs=2):
+                next(p.batches(CASE.batch))
+                break
+        for p in cache.passes(epochs=2):
+            assert p.epoch == 1
+            p.skip()
+    assert not clashes
+    assert {"MainThread", "tiercache-reader", "tiercache-writer"} <= met
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [
+        (Unpacker, "unpack"),
+        (Unpacker, "activate"),
+        (Unpacker, "lay_out_staged"),
+        (HostTier, "keep"),
+        (HostTier, "enter"),
+    ],
+)
+def test_a_failure_leaves_no_memory_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
+) -> None:
+    """Its words reach the training loop, all regions are given back, and the same cache goes on."""
+    passes, calls = CASE.cut(tmp_path / "passes"), list[int]()
+    take, out = PinnedArena.take, list[int]()
+
+    def taking(memory: PinnedArena, num_bytes: int) -> Any:
+        region = take(memory, num_bytes)
+        out.append(id(region))
+        return region
+
+    def fail(*_: Any, **__: Any) -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            raise OSError(f"no {method} today")
+
+    with open_store(tmp_path / "x", CASE, "lmdb") as store:
+        smallest = smallest_host_budget(store, passes)
+        with tiered(store, passes, host_budget=smallest) as cache:
+            model, optimizer = registered(cache, CASE)
+            monkeypatch.setattr(PinnedArena, "take", taking)
+            precede(monkeypatch, PinnedArena, "give_back", lambda _, region: out.remove(id(region)))
+            precede(monkeypatch, owner, method, fail)
+            with pytest.raises(OSError, match=f"no {method} today"):
+                run(cache, CASE, model, optimizer)
+            assert not out
+            monkeypatch.undo()
+            optimizer.zero_grad()
+            run(cache, CASE, model, optimizer)
+            assert cache.host_bytes_peak <= smallest
+        assert_bits_of_memory(store, passes, model, CASE)

@@ -1,0 +1,319 @@
+"""Adam counts the steps of each table as SparseAdam counts those of a parameter, also of tables that share a group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tiercache as tc
+from tests.train.cases import Case, Spec, open_store, resident, table, tiered
+from tiercache.values.lookups import Span, feature_spans, position_spans
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+RATE = 0.1
+NAMES = ("a", "b", "c")
+CASE = Case(
+    tables=tuple(table(name, 4, tc.optim.Adam(learning_rate=RATE)) for name in NAMES),
+    specs=(
+        Spec(name="f", table="a"),
+        Spec(name="g", table="b", hotness="multi_hot", mode="mean"),
+        Spec(name="h", table="c", hotness="ragged", mode="max"),
+        Spec(name="i", table="a", hotness="ragged", weighted=True),
+        Spec(name="j", table="c"),
+    ),
+    num_samples=256,
+    pass_rows=128,
+    num_keys=30,
+)
+"""Three tables of one layout, hence one group, in which rows are looked up in every way."""
+
+
+MODES = {spec.name: spec.mode for spec in CASE.specs}
+FEATURES = {name: [spec.name for spec in CASE.specs if spec.table == name] for name in NAMES}
+
+
+def bags_of(schema: tc.Schema, features: list[str]) -> tc.EmbeddingBagCollection:
+    """Return a module that pools features as the case does."""
+    return tc.EmbeddingBagCollection(schema, features, mode={name: MODES[name] for name in features})
+
+
+class Reference:
+    """The same tables as parameters of torch with a SparseAdam each."""
+
+    def __init__(self, cache: Any) -> None:
+        self.keys = {name: np.sort(cache.keys(name)) for name in NAMES}
+        self.weights = {}
+        for name in NAMES:
+            order = np.argsort(cache.keys(name))
+            self.weights[name] = nn.Parameter(torch.from_numpy(cache.fields(name)[0][order].copy()))
+        self.optimizers = {name: torch.optim.SparseAdam([w], lr=RATE) for name, w in self.weights.items()}
+
+    def begin(self) -> None:
+        """Begin a batch."""
+        self.touched = {name: torch.zeros(len(weight), dtype=torch.bool) for name, weight in self.weights.items()}
+
+    def bags(self, batch: tc.Batch, source: Any, features: list[str]) -> torch.Tensor:
+        """Return the bags of features, side by side."""
+        found = []
+        for spec in (spec for spec in CASE.specs if spec.name in features):
+            ids = batch.ids[spec.name]
+            rows = np.searchsorted(self.keys[spec.table], source.keys(spec.table)[ids.ids])
+            self.touched[spec.table][rows] = True
+            ends = np.arange(batch.num_samples + 1) if ids.offsets is None else ids.offsets
+            weights = None if ids.weights is None else torch.from_numpy(np.array(ids.weights))
+            found.append(
+                nn.functional.embedding_bag(
+                    torch.from_numpy(rows), self.weights[spec.table], torch.from_numpy(ends[:-1].copy()),
+                    mode=spec.mode, per_sample_weights=weights,
+                )
+            )  # fmt: skip
+        return torch.cat(found, dim=1)
+
+    def difference(self, cache: Any) -> float:
+        """Return the largest difference of a number of any row."""
+        found = []
+        for name, weight in self.weights.items():
+            rows = cache.fields(name)[0][np.argsort(cache.keys(name))].copy()
+            found.append(float((torch.from_numpy(rows) - weight.detach()).abs().max()))
+        return max(found)
+
+    def step(self, tables: set[str]) -> None:
+        """Step some tables, as lazily as SparseAdam."""
+        for name in tables:
+            grad = self.weights[name].grad
+            assert grad is not None
+            rows = torch.nonzero(self.touched[name])[:, 0]
+            self.weights[name].grad = torch.sparse_coo_tensor(rows[None], grad[rows], grad.shape, check_invariants=True)
+            self.optimizers[name].step()
+            self.optimizers[name].zero_grad()
+
+
+WHEN: dict[str, Callable[[int], set[str]]] = {
+    "all, always": lambda _: {*NAMES},
+    "one of them every fifth batch": lambda i: {"a", "b"} | ({"c"} if i % 5 == 4 else set()),
+    "in turns": lambda i: {NAMES[i % 3]},
+    "two in turns, one always": lambda i: {"b", NAMES[2 * (i % 2)]},
+    "one late": lambda i: {"a", "c"} | ({"b"} if i >= 9 else set()),
+    "one that ends early": lambda i: {"b", "c"} | ({"a"} if i < 4 else set()),
+    "two late, at different times": lambda i: {"c"} | ({"a"} if i >= 3 else set()) | ({"b"} if i >= 7 else set()),
+}
+"""Which tables step after batch i."""
+
+
+def follow(cache: Any, when: Callable[[int], set[str]], how: str) -> float:
+    """Train by a plan, beside SparseAdam; return the largest difference of a number of any row."""
+    model = nn.ModuleList(bags_of(cache.schema, FEATURES[name]) for name in NAMES)
+    reference = Reference(cache)
+    optimizers = [torch.optim.SGD(bag.parameters(), lr=0.1) for bag in model]
+    if how == "frozen":
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)] * len(NAMES)
+    cache.register(model=model, **{f"o{i}": one for i, one in enumerate(dict.fromkeys(optimizers))})
+    stepped = [cache.optimizer.part(one) for one in optimizers]
+    steps = dict.fromkeys(NAMES, 0)
+    i = 0
+    for p in cache.passes(epochs=1):
+        source = p.source.whole
+        for batch in p.batches(16):
+            due = when(i)
+            loss, other = torch.zeros(()), torch.zeros(())
+            reference.begin()
+            for t, (name, bag) in enumerate(zip(NAMES, model, strict=True)):
+                if how == "frozen":
+                    bag.requires_grad_(name in due)
+                if how == "left out" and name not in due:
+                    continue
+                out = bag(batch)
+                loss = loss + (t + 1) * out.square().mean().cpu()
+                other = other + (t + 1) * reference.bags(batch, source, FEATURES[name]).square().mean()
+            loss.backward()
+            other.backward()
+            reference.step(due)
+            for name in set(NAMES) - due:
+                reference.optimizers[name].zero_grad()
+            for name, optimizer in zip(NAMES, stepped, strict=True):
+                if how == "frozen" or name in due or how == "left out":
+                    optimizer.step()
+                optimizer.zero_grad()
+            for name in due:
+                steps[name] += 1
+            i += 1
+    assert {g["table"]: g["step"] for g in cache.optimizer.rows.param_groups} == steps
+    return reference.difference(cache)
+
+
+@pytest.mark.parametrize("how", ["dropped", "frozen", "left out"])
+@pytest.mark.parametrize("when", WHEN)
+def test_a_table_counts_the_steps_that_it_took(passes: tc.PassDataset, when: str, how: str) -> None:
+    """Gradients that are dropped, of a frozen module and of a lookup that did not happen count no step."""
+    assert follow(resident(passes), WHEN[when], how) < 2e-6
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_tables_of_one_module_step_by_their_own_numbers(passes: tc.PassDataset, seed: int) -> None:
+    """Where a module of one table, or an output of one feature, stepped in between, in any order of both."""
+    cache = resident(passes)
+    every, own = bags_of(cache.schema, [*MODES]), bags_of(cache.schema, FEATURES["c"])
+    rows = tc.EmbeddingCollection(cache.schema, ["f", "j", "g"])
+    optimizer = torch.optim.SGD([*every.parameters(), *own.parameters(), *rows.parameters()], lr=0.1)
+    cache.register(model=nn.ModuleList([every, own, rows]), optimizer=optimizer)
+    optimizer = cache.optimizer
+    reference, chance, steps = Reference(cache), np.random.default_rng(seed), dict.fromkeys(NAMES, 0)
+    for p in cache.passes(epochs=2):
+        for batch in p.batches(16):
+            reference.begin()
+            uses = chance.permutation(3)[: chance.integers(1, 4)]
+            loss, other = torch.zeros(()), torch.zeros(())
+            for use in uses:
+                if use == 2:  # the vectors of one feature, of which there are others in the output
+                    loss = loss + rows(batch)["j"].square().mean().cpu()
+                    other = other + reference.bags(batch, p.source.whole, ["j"]).square().mean()
+                else:
+                    names = [*MODES] if use == 0 else FEATURES["c"]
+                    loss = loss + (every if use == 0 else own)(batch).square().mean().cpu()
+                    other = other + reference.bags(batch, p.source.whole, names).square().mean()
+            due = {*NAMES} if 0 in uses else {"c"}
+            loss.backward()
+            other.backward()
+            reference.step(due)
+            optimizer.step()
+            optimizer.zero_grad()
+            for name in due:
+                steps[name] += 1
+    assert {g["table"]: g["step"] for g in cache.optimizer.rows.param_groups} == steps
+    assert len({*steps.values()}) > 1
+    assert reference.difference(cache) < 5e-6
+
+
+def test_an_embedding_without_any_id_in_the_batch_counts_as_it_does_in_torch(tmp_path: Path) -> None:
+    """SparseAdam counts a gradient of no row; so do rows, on one rank as on several, where another has some."""
+    schema = tc.Schema(
+        features=(tc.Feature(name="f", table="a"), tc.Feature(name="g", table="b", hotness="ragged")),
+        tables=CASE.tables[:2],
+    )
+    keys = np.arange(4)
+    passes = tc.write_key_sets(tmp_path / "keys", schema, [{"a": keys, "b": keys}])
+    cache = resident(passes)
+    bag = tc.EmbeddingBagCollection(schema)
+    cache.register(model=bag, optimizer=torch.optim.SGD(bag.parameters(), lr=0.1))
+    weight = nn.Parameter(torch.zeros(4, 4))
+    optimizer = torch.optim.SparseAdam([weight], lr=RATE)
+    for p in cache.passes(epochs=1):
+        for number in (4, 0, 0, 4):
+            offsets = np.minimum(np.arange(5), number)
+            bag(p.batch({"f": keys, "g": (keys[:number], offsets)})).sum().backward()
+            cache.optimizer.step()
+            ends = torch.from_numpy(offsets[:-1].copy())
+            nn.functional.embedding_bag(
+                torch.from_numpy(keys[:number]), weight, ends, mode="sum", sparse=True
+            ).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [g["step"] for g in cache.optimizer.rows.param_groups] == [4, 4]
+    assert optimizer.state[weight]["step"] == 4
+
+
+@pytest.mark.parametrize("missing", ["init", "zero"])
+def test_gradients_beside_missing_keys_step_by_their_tables_numbers(tmp_path: Path, missing: Any) -> None:
+    """Entries of missing keys are left out, which shifts those of the tables behind them."""
+    held, few = np.arange(20), np.arange(14)
+    rows = {}
+    for lacking in (False, True):
+        passes = tc.write_key_sets(
+            tmp_path / f"{lacking}", CASE.schema, [dict.fromkeys(NAMES, few if lacking else held)]
+        )
+        cache = resident(passes)
+        every, own = bags_of(cache.schema, [*MODES]), bags_of(cache.schema, FEATURES["b"])
+        cache.register(model=nn.ModuleList([every, own]), optimizer=torch.optim.SGD(every.parameters(), lr=0.1))
+        chance = np.random.default_rng(3)
+        for p in cache.passes(epochs=1):
+            for i in range(6):
+                drawn = chance.integers(0, 20, (5, 8))
+                keys = {
+                    "f": drawn[0], "j": drawn[1], "g": np.stack([drawn[2]] * 3, axis=1),
+                    "h": (drawn[3], np.arange(9)), "i": (drawn[4], np.arange(9)),
+                }  # fmt: skip
+                weights = {"i": np.ones(8, np.float32)}
+                batch = p.batch(keys, weights=weights, missing=missing)
+                out = (own if i % 2 else every)(batch)
+                out.backward(torch.ones_like(out))
+                cache.optimizer.step()
+        for name in NAMES:
+            order = np.argsort(cache.keys(name))
+            rows[lacking, name] = cache.fields(name)[0][order][: few.size]
+    for name in NAMES:
+        assert np.array_equal(rows[False, name], rows[True, name])
+
+
+@pytest.mark.parametrize("optimizer", [tc.optim.SGD(learning_rate=RATE), tc.optim.Adam(learning_rate=RATE)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounding_goes_by_the_steps_of_the_table(tmp_path: Path, dtype: str, optimizer: Any) -> None:
+    """Rows of 16 bits end with the bits that they have alone, whatever another table of their layout does."""
+    tables = tuple(table(name, 8, optimizer, dtype=dtype) for name in ("a", "b"))
+    specs = tuple(Spec(name=f"of_{one.name}", table=one.name) for one in tables)
+    ends = []
+    for others in (True, False):
+        case = Case(tables=tables, specs=specs, num_keys=20)
+        passes = case.cut(tmp_path / str(others))
+        cache = resident(passes)
+        bag, other = (tc.EmbeddingBag(cache.schema, spec.name) for spec in specs)
+        cache.register(model=nn.ModuleList([bag, other]), optimizer=torch.optim.SGD(bag.parameters(), lr=1.0))
+        for p in cache.passes(epochs=1):
+            for i, batch in enumerate(p.batches(16)):
+                bag(batch).square().mean().backward()
+                if others and i % 3:
+                    other(batch).square().mean().backward()
+                cache.optimizer.step()
+        ends.append(cache.fields("a")[0])
+    assert np.array_equal(*ends)
+
+
+def test_a_resumed_training_goes_on_with_the_steps_of_each_table(tmp_path: Path, passes: tc.PassDataset) -> None:
+    """Killed between two passes or in the midst of one, by a store whose commits keep the steps of tables."""
+
+    def train(path: Path, stops: tuple[int, ...]) -> tuple[dict[str, int], list[Any]]:
+        done = 0
+        for stop in (*stops, 1000):
+            with open_store(path, CASE, "lmdb") as store, tiered(store, passes) as cache:
+                modules = [bags_of(cache.schema, FEATURES[name]) for name in NAMES]
+                model = nn.ModuleList(modules)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                cache.register(model=model, optimizer=optimizer)
+                optimizer = cache.optimizer
+                for p in cache.passes(epochs=1):
+                    for batch in p.batches(16):
+                        for t in {0, done % 3}:
+                            modules[t](batch).square().mean().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        done += 1
+                        if done == stop:
+                            break
+                    if done == stop:
+                        cache.commit()
+                        break
+                steps = {g["table"]: g["step"] for g in cache.optimizer.rows.param_groups}
+        with tc.Store.open(path, mode="r") as store:
+            return steps, [np.sort(fields["vector"], axis=0) for _, fields in sorted_rows(store)]
+
+    def sorted_rows(store: tc.Store) -> list[tuple[str, Any]]:
+        return [(name, store.lookup(name, np.sort(np.concatenate([k for k, _ in store.scan(name)])))) for name in NAMES]
+
+    once, often = train(tmp_path / "once.tc", ()), train(tmp_path / "often.tc", (3, 8, 13))
+    assert once[0] == often[0] == {"a": 16, "b": 5, "c": 5}
+    assert all(np.array_equal(*pair) for pair in zip(once[1], often[1], strict=True))
+
+
+def test_spans_are_those_of_features_and_of_positions() -> None:
+    """A table without a row has none; neighbors of one table are one stretch, whoever asked for them."""
+    assert feature_spans(["a", "b"], np.array([0, 2, 2])) == [Span("a", 0, 2), Span("b", 2, 2)]
+    positions = np.array([0, 3, 4, 9, 2, 5], np.int32)
+    found = position_spans({"a": 0, "none": 4, "b": 4, "c": 9, "last": 10}, positions)
+    assert found == [Span("a", 0, 2), Span("b", 2, 3), Span("c", 3, 4), Span("a", 4, 5), Span("b", 5, 6)]
+    assert position_spans({"a": 0}, np.empty(0, np.int32)) == []

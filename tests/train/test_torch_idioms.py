@@ -1,0 +1,409 @@
+"""Idioms of training loops: each gives torch's numbers, or an error that says what to write instead."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import inspect
+import itertools
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tiercache as tc
+from tests.train.beside_torch import CASE as LOOPS_CASE
+from tests.train.beside_torch import Ours, World, plain
+from tests.train.cases import tiered
+from tests.train.test_bad_input import one_sentence
+from tiercache.errors import StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+CASE = LOOPS_CASE
+
+
+def optimizers() -> list[str]:
+    """The names of torch's optimizers that step dense gradients of any shape without a closure."""
+    found = [
+        name
+        for name, kind in vars(torch.optim).items()
+        if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    ]
+    assert {"SGD", "Adam", "Muon", "LBFGS", "SparseAdam"} <= {*found}
+    return sorted({*found} - {"LBFGS", "Muon", "SparseAdam"})
+
+
+@pytest.mark.parametrize("name", optimizers())
+def test_rows_move_alike_beside_every_optimizer_of_torch(passes: tc.PassDataset, name: str) -> None:
+    """No matter what the optimizer does to anchors, one step gives rows the bits they get with SGD."""
+    found = []
+    for kind in (torch.optim.SGD, getattr(torch.optim, name)):
+        made = World(passes, kind)
+        before = made.rows("a")
+        made.model(made.batches[0]).square().mean().backward()
+        made.optimizer.step()
+        assert not torch.equal(made.rows("a"), before)
+        found.append([made.rows("a"), made.rows("b")])
+        made.loop.close()
+        made.cache._close(failed=True)
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def test_an_optimizer_that_needs_its_closure_is_refused(world: World) -> None:
+    """Its line search moves parameters back and forth, which rows cannot. No row moves."""
+    before, calls = world.rows("a"), list[int]()
+    world.optimizer.rows.dense[:] = [torch.optim.LBFGS(world.model.parameters())]
+
+    def closure() -> torch.Tensor:
+        calls.append(1)
+        loss = world.model(world.batches[0]).square().mean()
+        loss.backward()
+        return loss
+
+    with one_sentence(StateError, "LBFGS evaluates the loss several times", "another optimizer"):
+        world.optimizer.step(closure)
+    assert not calls
+    assert torch.equal(world.rows("a"), before)
+
+
+def with_closure(model: nn.Module, optimizer: Any, given: Any) -> None:
+    """An optimizer that calls what computes the gradients."""
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(given).square().mean()
+        loss.backward()
+        return loss
+
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer.step(closure)
+    else:
+        closure()
+        optimizer.step()
+
+
+def test_a_step_with_a_closure_moves_rows_as_torch_moves_weights(world: World) -> None:
+    """Over four batches."""
+    for number in range(4):
+        for side in world.sides(number):
+            with_closure(*side)
+    world.assert_same()
+
+
+def by_hand(model: nn.Module, batch: tc.Batch) -> None:
+    """Gradients that autograd.grad returns become those of parameters."""
+    parameters = [*model.parameters()]
+    gradients = torch.autograd.grad(model(batch).square().mean(), parameters)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+def combined(model: nn.Module, batch: tc.Batch) -> None:
+    """Two losses, whose gradients are combined by hand."""
+    parameters = [*model.parameters()]
+    one = torch.autograd.grad(model(batch).square().mean(), parameters)
+    two = torch.autograd.grad(model(batch).mean(), parameters)
+    for parameter, a, b in zip(parameters, one, two, strict=True):
+        parameter.grad = (a + b) / 2
+
+
+def scaled_by_hooks(model: nn.Module, batch: tc.Batch) -> None:
+    """Hooks on parameters change what arrives."""
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient * 0.1)
+    model(batch).square().mean().backward()
+
+
+def noise(model: nn.Module, batch: tc.Batch) -> None:
+    """Noise for privacy."""
+    model(batch).square().mean().backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad += 1e-3 * torch.randn_like(parameter.grad)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (by_hand, ("set by hand", "backward()")),
+        (combined, ("set by hand", "sum of losses")),
+        (scaled_by_hooks, ("gradients were changed", "scale the loss")),
+        (noise, ("gradients were changed", "cache.clip_grad_norm_")),
+    ],
+)
+def test_gradients_that_leave_rows_out_are_refused(
+    world: World, change: Callable[..., None], words: tuple[str, ...]
+) -> None:
+    """No row moves."""
+    before = world.rows("a"), world.rows("b")
+    change(world.model, world.batches[0])
+    with one_sentence(StateError, *words):
+        world.optimizer.step()
+    assert all(torch.equal(old, world.rows(name)) for old, name in zip(before, "ab", strict=True))
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_hooks_that_only_look_on_change_nothing(world: World, to_none: bool) -> None:
+    """Gradients accumulated and dropped in both ways, as torch moves weights."""
+    seen = list[float]()
+    for parameter in world.model.parameters():
+        parameter.register_hook(lambda gradient: seen.append(float(gradient.sum())))
+    for number in range(3):
+        for model, optimizer, given in world.sides(number):
+            model(given).mean().backward()
+            model.zero_grad(set_to_none=to_none)
+            for part in (0.5, 0.25):
+                (model(given) * part).square().mean().backward()
+            optimizer.step()
+            model.zero_grad(set_to_none=to_none)
+            optimizer.zero_grad()
+    assert seen
+    world.assert_same()
+
+
+def test_hooks_that_look_on_count_the_lookups_of_nested_backwards(world: World) -> None:
+    """A reentrant checkpoint runs a backward within the backward."""
+    for parameter in world.model.parameters():
+        parameter.register_hook(lambda gradient: None)
+    for model, optimizer, given in world.sides(0):
+        parts = given if isinstance(given, tuple) else (given, given)
+        vectors = torch.cat([model.bag(parts[0]), model.rows(parts[1])], dim=1)
+        inner = torch.utils.checkpoint.checkpoint(
+            lambda x, model=model: model.top(x).tanh(), vectors, use_reentrant=True
+        )
+        (inner.square().mean() + model.bag(parts[0]).sum() * 0.01).backward()
+        optimizer.step()
+    world.assert_same()
+
+
+def test_gradients_that_are_only_asked_for_leave_nothing(world: World) -> None:
+    """As saliencies of an evaluation are, a thousand times and without a step."""
+    parameters = [*world.model.parameters()]
+    for _ in range(5):
+        torch.autograd.grad(world.model(world.batches[0]).square().mean(), parameters)
+    assert sum(len(anchor._arrived) for anchor in world.optimizer.rows.anchors) == 2
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(parameter.clone())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plain(*world.sides(0)[0])
+
+
+def test_hooks_that_give_zeros_drop_the_gradients_of_rows(world: World) -> None:
+    """The step moves no row, just as it would leave a weight."""
+    before = world.rows("a"), world.rows("b")
+    for parameter in world.model.parameters():
+        parameter.register_hook(lambda gradient: gradient * 0.0)
+    world.model(world.batches[0]).square().mean().backward()
+    world.optimizer.step()
+    assert all(torch.equal(old, world.rows(name)) for old, name in zip(before, "ab", strict=True))
+
+
+def test_parameters_that_climb_before_a_second_backward_are_refused(world: World) -> None:
+    """Sharpness-aware steps would not move rows. After the step a loop may write to parameters."""
+    model, optimizer, batch = world.sides(0)[0]
+    model(batch).square().mean().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.add_(parameter.grad * 0.05)
+    optimizer.zero_grad()
+    with one_sentence(StateError, "rows of 'a'", "sharpness-aware", "after optimizer.step()"):
+        model(batch)
+    optimizer.step()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-1, 1)
+    model(batch).square().mean().backward()
+    model.load_state_dict(model.state_dict())
+    model(batch).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("by", ["cache.optimizer", "model"])
+def test_parameters_may_be_written_after_a_batch_that_was_dropped(world: World, by: str) -> None:
+    """A backup, or an average, is copied back. A warning says what might be if only the model dropped the gradients."""
+    model, optimizer, batch = world.sides(0)[0]
+    model(batch).square().mean().backward()
+    (optimizer if by == "cache.optimizer" else model).zero_grad()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.clone())
+    expected = warnings.catch_warnings() if by == "cache.optimizer" else pytest.warns(UserWarning, match="sharpness")
+    with expected:
+        warnings.simplefilter("error" if by == "cache.optimizer" else "always")
+        model(batch).square().mean().backward()
+    model.to(torch.float32)
+    model(batch).square().mean().backward()  # accumulated
+    optimizer.step()
+    assert not world.waiting
+
+
+def test_a_frozen_module_and_an_average_are_in_no_part_and_raise_nothing(passes: tc.PassDataset) -> None:
+    """With optimizers that have the other modules, and schedulers on a part."""
+    model = Ours()
+    model.rows.requires_grad_(False)
+    one, two = torch.optim.SGD(model.bag.parameters(), lr=0.1), torch.optim.SGD(model.top.parameters(), lr=0.1)
+    cache = tc.InMemoryCache(passes, model=model, optimizer=[one, two])
+    average = torch.optim.swa_utils.AveragedModel(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache.register(average=average)
+        for p in cache.passes(epochs=1):
+            for batch in p.batches(16):
+                model(batch).square().mean().backward()
+                cache.optimizer.step()
+                average.update_parameters(model)
+                cache.optimizer.zero_grad()
+        tables = [group["table"] for group in cache.optimizer.part(one).param_groups if "table" in group]
+        torch.optim.lr_scheduler.StepLR(cache.optimizer.part(two), 1)
+    assert tables == ["a"]
+
+
+def test_rows_of_a_pass_that_was_left_are_read_as_they_are(passes: tc.PassDataset) -> None:
+    """A cache without a store cannot go back: it has no commit."""
+    model = Ours()
+    cache = tc.InMemoryCache(passes, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    for p in cache.passes(epochs=1):
+        for batch in itertools.islice(p.batches(16), 2):
+            model(batch).square().mean().backward()
+            cache.optimizer.step()
+            cache.optimizer.zero_grad()
+        p.stop()
+    keys = cache.keys("b")
+    found = cache.live_rows().fields("b", keys)
+    assert all(np.array_equal(one, two) for one, two in zip(found, cache.fields("b"), strict=True))
+
+
+def test_a_copy_of_a_batch_with_other_ids_leaves_the_batch_as_it_is(world: World) -> None:
+    """Also in a compiled model, which finds batches by number."""
+    compiled = torch.compile(world.model, backend="eager", fullgraph=True)
+    first, second = world.batches[:2]
+    with torch.no_grad():
+        wanted = world.model(first), world.model(second)
+        other = dataclasses.replace(first, ids=second.ids, joins=None)
+        assert torch.equal(compiled(first), wanted[0])
+        assert torch.equal(compiled(other), wanted[1])
+        del other
+        gc.collect()
+        assert torch.equal(compiled(first), wanted[0])
+
+
+def test_an_optimizer_that_climbs_is_refused(passes: tc.PassDataset) -> None:
+    """Rows would descend while it climbs. It may climb if it has dense parameters only."""
+    for climbs in ("all", "top"):
+        model = Ours()
+        parameters = model.parameters() if climbs == "all" else model.top.parameters()
+        cache = tc.InMemoryCache(passes, model=model, optimizer=torch.optim.SGD(parameters, lr=0.1, maximize=True))
+        loop = cache.passes(epochs=1)
+        if climbs == "top":
+            assert next(loop).num_samples
+        else:
+            with one_sentence(StateError, "optimizer has maximize=True", "negate the loss"):
+                next(loop)
+
+
+def test_parameters_that_no_optimizer_steps_are_named_once(passes: tc.PassDataset) -> None:
+    """An optimizer that the cache was not given."""
+    model = Ours()
+    cache = tc.InMemoryCache(passes, model=model)
+    with pytest.warns(UserWarning, match=r"model.top.weight and 1 more parameters? .* no optimizer.*optimizer=\.\.\."):
+        list(map(tc.Pass.stop, cache.passes(epochs=1)))
+    model.top.requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(map(tc.Pass.stop, cache.passes(epochs=1)))
+
+
+def test_weights_that_climb_before_a_second_backward_take_the_gradients_of_that_one(world: World) -> None:
+    """Sharpness-aware steps: the first backward is dropped for rows, and is none of the step's."""
+    for side in world.sides(0):
+        model, optimizer, given = side
+        model(given).square().mean().backward()
+        with torch.no_grad():
+            model.top.weight.add_(model.top.weight.grad * 0.05)
+        optimizer.zero_grad()
+        model(given).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    world.assert_same()
+
+
+def test_compiled_autograd_moves_rows_as_torch_moves_weights(world: World) -> None:
+    """A backward that torch compiles, of a model that it compiles."""
+    with torch._dynamo.config.patch(compiled_autograd=True):  # type: ignore[attr-defined]
+        compiled = torch.compile(world.model, backend="aot_eager")
+        for number in range(2):
+            ours, theirs = world.sides(number)
+            for model, optimizer, given in ((compiled, *ours[1:]), theirs):
+                model(given).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    world.assert_same()
+
+
+def test_nothing_of_ours_is_on_the_default_device(tmp_path: Path, passes: tc.PassDataset) -> None:
+    """Batches are where rows are trained: a training with commits, evaluations and keys of all kinds has the bits."""
+    found = []
+    for default in (None, "meta"):
+        torch.manual_seed(0)
+        model = Ours()
+        keys = torch.arange(20)
+        torch.set_default_device(default)
+        try:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with tiered(tmp_path / f"{default}.tc", passes, model=model, optimizer=optimizer) as cache:
+                for p in cache.passes(epochs=1):
+                    for batch in p.batches(16, shuffle=True, prefetch=1):
+                        model(batch).square().mean().backward()
+                        cache.clip_grad_norm_(1.0)
+                        cache.optimizer.step()
+                        cache.optimizer.zero_grad()
+                    if not p.index:
+                        cache.commit()
+                with torch.no_grad():
+                    found.append([model.bag(keys.view(5, 4)), model.rows(keys)])
+                    evaluated = [model(batch) for part in cache.evaluate(passes) for batch in part.batches(16)]
+                found[-1] += [*evaluated, *(one.detach() for one in model.parameters())]
+            again = tiered(tmp_path / f"{default}.tc", passes, model=model, optimizer=optimizer)
+            again.restore()
+            again.close()
+        finally:
+            torch.set_default_device(None)
+    assert len(found[0]) > 6
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def test_raw_keys_are_not_on_the_default_device(tmp_path: Path) -> None:
+    """Labels, dense columns and offsets without the last, given as arrays of NumPy and as lists."""
+    schema = tc.Schema(
+        features=(tc.Feature(name="a"), tc.Feature(name="b", hotness="ragged")),
+        tables=tuple(tc.Table(name=name, dim=4) for name in "ab"),
+        dense=(tc.DenseFeature(column="x"), tc.DenseFeature(column="y")),
+        label="z",
+    )
+    data = tc.write_key_sets(tmp_path / "keys", schema, [{"a": np.arange(20), "b": np.arange(20)}])
+    found = []
+    for default in (None, "meta"):
+        torch.set_default_device(default)
+        try:
+            cache = tc.InMemoryCache(data)
+            bags = tc.EmbeddingBagCollection(cache.schema)
+            for p in cache.passes(epochs=1):
+                batch = p.batch(
+                    {"a": np.arange(3), "b": (np.arange(5), [0, 2, 2])},
+                    label=np.arange(3), dense=np.ones((3, 2)),
+                )  # fmt: skip
+                found.append([batch.label, batch.dense, bags(batch).detach()])
+                p.stop()
+        finally:
+            torch.set_default_device(None)
+    assert [one.device.type for one in found[1]] == ["cpu"] * 3
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))

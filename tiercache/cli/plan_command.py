@@ -1,0 +1,135 @@
+"""``tiercache plan``: budgets that fit this machine, and what each pass will take, before anything is trained."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from typing import TYPE_CHECKING, Annotated, Literal, cast
+
+import typer
+
+from tiercache.cli.output import Json, Output, Quiet
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tiercache.data.dataset import PassDataset
+
+_MEMORY_SHARE = 0.7
+"""Of the machine's memory that is free, what a plan takes at most."""
+
+
+def plan(
+    dataset: Annotated[Path, typer.Argument(help="The dataset that will be trained.")],
+    store: Annotated[Path | None, typer.Option(help="Where the store will be: its disk is measured.")] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="The plan: a TOML file for TierCache(plan=).")] = None,
+    optimize: Annotated[str, typer.Option(help="speed, or memory: the least host memory that trains.")] = "speed",
+    order: Annotated[str | None, typer.Option(help="overlap: sub-datasets that share rows become neighbors.")] = None,
+    device: Annotated[str, typer.Option(help="Where rows are trained: cpu, cuda or cuda:1.")] = "cpu",
+    device_budget: Annotated[str | None, typer.Option(help="Device memory; what the passes need if not given.")] = None,
+    plain_keys: Annotated[bool, typer.Option("--plain-keys", help="Count the index of plain and raw keys.")] = False,
+    host_budget: Annotated[str | None, typer.Option(help="The most host memory; 70 % of the free memory.")] = None,
+    eval_budget: Annotated[str | None, typer.Option(help="Host memory for evaluation; a sixteenth.")] = None,
+    store_budget: Annotated[str | None, typer.Option(help="The most bytes of the store; no limit.")] = None,
+    commit_every: Annotated[
+        int | None, typer.Option(min=1, help="Passes between commits; chosen if not given.")
+    ] = None,
+    samples_per_second: Annotated[float | None, typer.Option(min=1e-3, help="How fast your model trains.")] = None,
+    trial: Annotated[bool, typer.Option("--trial", help="Train a small model on one pass to find this out.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure the machine again.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure the machine, read the key sets, and write a plan: budgets, and predicted rows, bytes and seconds.
+
+    Rows and bytes are exact, as the schedule is known. Without --samples-per-second or --trial the predicted seconds
+    are those of moving rows alone.
+    """
+    from psutil import virtual_memory
+
+    from tiercache.cli.dataset_info import curve_record, curve_table, reuse_of
+    from tiercache.data.dataset import PassDataset
+    from tiercache.planning.capacity import Capacity
+    from tiercache.planning.schedule import order_rule
+    from tiercache.rows.machine_rates import existing_folder, measured_rates
+    from tiercache.sizes import format_bytes, parse_bytes
+    from tiercache.store.opening import local_path
+
+    if trial:
+        from tiercache.train.trial import samples_per_second as tried
+
+    if optimize not in ("speed", "memory"):
+        raise ValueError(f"--optimize is {optimize!r}: it must be speed or memory")
+    data = PassDataset.open(dataset)
+    reuse = reuse_of(data, order_rule(data, order))
+    given = None if device_budget is None else parse_bytes(device_budget)
+    need = _device_bytes(data, device, given, plain_keys=plain_keys)
+    rates = measured_rates(store or dataset, device=device, again=measure)
+    eval_bytes = None if eval_budget is None else parse_bytes(eval_budget)
+    samples_P = [p.samples for p in data]
+    capacity = Capacity(reuse, samples_P, rates, eval_bytes=eval_bytes)
+    if trial:
+        folder, least = existing_folder(store or dataset), capacity.least()
+        samples_per_second = tried(data, folder, device=device, device_bytes=need, host_bytes=2 * least)
+    rates = rates.model_copy(update={"samples": samples_per_second})
+    capacity = Capacity(reuse, samples_P, rates, eval_bytes=eval_bytes)
+    free = int(_MEMORY_SHARE * virtual_memory().available)
+    points = capacity.curve(free if host_budget is None else parse_bytes(host_budget))
+    goal = cast("Literal['speed', 'memory']", optimize)
+    point = capacity.choose(goal, points, commit_every)
+    made = capacity.plan(
+        point, optimize=goal, device_bytes=need,
+        store_bytes=None if store_budget is None else parse_bytes(store_budget),
+    )  # fmt: skip
+    if out is not None:
+        local_path(out, "a plan").write_text(made.to_toml(), encoding="utf-8")
+    own = reuse if order is None else reuse_of(data, None)
+    kept = {"kept_bytes": reuse.kept_bytes, "kept_bytes_own_order": own.kept_bytes}
+    record = {"plan": made.model_dump(mode="json", by_alias=True), "curve": list(map(curve_record, points)), **kept}
+
+    def show(console: Console) -> None:
+        console.print(curve_table(points, seconds=True))
+        if order is not None:
+            saved = format_bytes(reuse.kept_bytes - own.kept_bytes)
+            console.print(f"order {order}: each epoch loads {saved} less than in the sub-datasets' own order")
+        bounds = Counter(one.bound for one in made.passes[len(data) :])
+        console.print(
+            f"device {format_bytes(made.budgets.device)}, host {format_bytes(point.host_bytes)}, a commit every "
+            f"{'pass' if point.commit_every == 1 else f'{point.commit_every} passes'}: {point.epoch_seconds:,.3g} s "
+            "predicted for an epoch; passes are bound "
+            + ", ".join(f"{count} by {name}" for name, count in bounds.most_common())
+            + ("" if rates.samples else "; compute is not known: give --samples-per-second or --trial")
+        )
+        if out is not None:
+            console.print(f"{out} is the plan: TierCache(..., plan={str(out)!r})")
+
+    Output(as_json, quiet).result(record, show)
+
+
+def _device_bytes(data: PassDataset, device: str, budget: int | None, *, plain_keys: bool) -> int:
+    """Return the device memory that was given, or of the largest pass, with its index of keys if these are plain.
+
+    Raises BudgetError if that needs more.
+    """
+    from tiercache.errors import BudgetError
+    from tiercache.planning.positions import Positions
+    from tiercache.rows.backends.open_backend import open_backend
+    from tiercache.rows.device import DeviceMemoryPlan
+    from tiercache.sizes import format_bytes, option_bytes
+    from tiercache.store.table import group_tables
+    from tiercache.train.key_finder import IndexPlan
+
+    backend = open_backend(device, data.tables)
+    need = DeviceMemoryPlan.of(Positions.of(data, group_tables(data.tables)), backend)
+    index = IndexPlan.of(data, backend).num_bytes if plain_keys else 0
+    if budget is None:
+        need.check(need.num_bytes)
+        return need.num_bytes + index
+    need.check(budget)
+    if index > budget - need.num_bytes:
+        raise BudgetError(
+            f"the index of keys takes {format_bytes(index)}, and the rows of a pass leave "
+            f"{format_bytes(budget - need.num_bytes)} of a device_budget of {format_bytes(budget)}: raise it to "
+            f"{option_bytes(need.num_bytes + index)}, or leave out --plain-keys, and keys are searched on the CPU"
+        )
+    return budget

@@ -1,0 +1,254 @@
+"""``tiercache compact``, ``rollback`` and ``reorganize`` a store, and ``repartition`` a dataset."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+
+from tiercache.cli.output import Json, Output, Quiet, StorePath, new_table, open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from rich.console import Console
+
+
+_Dataset = Annotated[Path, typer.Argument(help="The directory of the dataset.")]
+
+
+def compact(path: StorePath, as_json: Json = False, quiet: Quiet = False) -> None:
+    """Leave one range for each table, in hash order, for serving; training goes on after a reorganization."""
+    from tiercache.reporting.progress import rewrite_bars
+
+    output = Output(as_json, quiet)
+    with open_store(path, mode="a") as store:
+        rows = 0 if store.commit is None else sum(store.live_rows(table.name) for table in store.tables)
+        with rewrite_bars(rows, shown=output.is_text) as advance:
+            commit = store.compact(progress=advance)
+    output.result({"commit": commit.id, "rows": rows}, f"commit {commit.id} has {rows:,} rows in hash order")
+
+
+def rollback(
+    path: StorePath,
+    to: Annotated[int, typer.Option(help="A commit that is kept.")],
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Go back to the rows, the dense state and the position of an older commit, as a new commit."""
+    with open_store(path, mode="a") as store:
+        commit = store.rollback(to)
+    done = {"commit": commit.id, "pass": commit.cursor.pass_index, "sample": commit.cursor.sample}
+    Output(as_json, quiet).result(done, f"commit {commit.id} has the rows and the position of commit {to}")
+
+
+def reorganize(
+    path: StorePath,
+    dataset: _Dataset,
+    order: Annotated[str | None, typer.Option(help="overlap, where the training has that order.")] = None,
+    order_seed: Annotated[int | None, typer.Option(help="The seed of the training's order of passes.")] = None,
+    store_budget: Annotated[str | None, typer.Option(help="What the store may take meanwhile, such as 200GiB.")] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Put the rows of a store in the order in which a dataset will use them; training does it by itself."""
+    from tiercache.data.dataset import PassDataset
+    from tiercache.dist.reorganize import reorganize as run
+
+    output = Output(as_json, quiet)
+    with open_store(path, mode="a") as store:
+        before = store.commit
+        commit = run(
+            store, PassDataset.open(dataset), order=order, order_seed=order_seed, store_budget=store_budget,
+            progress=None if output.is_text else False,
+        )  # fmt: skip
+    done = {"commit": None if commit is None else commit.id, "rewritten": commit != before}
+    text = f"{path} follows {dataset} already"
+    if commit is None:
+        text = f"{path} has no commit, so it may follow any dataset"
+    elif commit != before:
+        text = f"commit {commit.id} has the rows in the order of {dataset}"
+    output.result(done, text)
+
+
+def repartition(
+    dataset: _Dataset,
+    out: Annotated[Path, typer.Argument(help="The directory of the new dataset.")],
+    device_budget: Annotated[str | None, typer.Option(help="What the rows of a pass may take, such as 8GiB.")] = None,
+    devices: Annotated[int, typer.Option(help="How many devices of that budget hold a pass together.")] = 1,
+    rows: Annotated[int | None, typer.Option(help="Instead of a budget: the most keys of a pass.")] = None,
+    batch_multiple: Annotated[
+        int | None, typer.Option(help="Passes end at multiples of so many samples; as extracted where not given.")
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Cut the passes of a dataset into smaller ones: for fewer devices, or devices that hold less."""
+    from tiercache.data.repartition import repartition as run
+
+    made = run(
+        dataset, out, device_budget=device_budget, devices=devices, rows=rows, batch_multiple=batch_multiple
+    )  # fmt: skip
+    done = {"path": str(out), "passes": len(made), "samples": made.samples}
+    Output(as_json, quiet).result(done, f"{out} has {len(made):,} passes with {made.samples:,} samples")
+
+
+def lookup(
+    path: StorePath,
+    table: Annotated[str, typer.Argument(help="The name of the table.")],
+    keys: Annotated[
+        list[str] | None, typer.Argument(help="Integer keys; put -- before them where one is negative.")
+    ] = None,
+    string: Annotated[bool, typer.Option("--string", help="Look texts up: KEYS are texts, not integers.")] = False,
+    cross: Annotated[
+        bool,
+        typer.Option(
+            "--cross",
+            help="Look one cross up: KEYS are its values, in the order of the schema's columns. Whole numbers are "
+            'values of integer columns; put "..." around a text of digits.',
+        ),
+    ] = False,
+    num_buckets: Annotated[int | None, typer.Option(min=1, help="Those of the feature in the schema.")] = None,
+    keys_file: Annotated[Path | None, typer.Option("--keys", help="A .npy file of keys (int64).")] = None,
+    missing: Annotated[str, typer.Option(help="Rows of missing keys: error, initial or zeros.")] = "error",
+    commit: Annotated[int | None, typer.Option(help="The commit to read; the newest where not given.")] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show the rows of keys: the vector and every optimizer state."""
+    from tiercache.store import KeyMissingError
+
+    if string and cross:
+        raise ValueError("give either --string or --cross: a cross may have texts among its values")
+    texts, wanted = _keys(keys or [], num_buckets, string=string, cross=cross)
+    if keys_file is not None:
+        stored = _read_keys(keys_file)
+        wanted, texts = np.concatenate([wanted, stored]), [*texts, *map(str, stored.tolist())]
+    if not wanted.size:
+        raise ValueError("there is no key to look up: give keys, or a file of them with --keys")
+    output = Output(as_json, quiet)
+    with open_store(path, commit) as store, output.working() as tell:
+        try:
+            fields = store.lookup(table, wanted, missing=missing, progress=tell)
+        except KeyMissingError as error:
+            gone = [text for text, key in zip(texts, wanted.tolist(), strict=True) if key in error.keys]
+            shown = ", ".join(gone[:3]) + (", ..." if len(gone) > 3 else "")
+            seen = str(error).rpartition(" (")[0]  # the keys follow, hashes of the texts
+            raise ValueError(f"{seen} ({shown}): leave them out, or give --missing initial or zeros") from error
+    found = [
+        {"key": key, **({"text": text} if string or cross else {})}
+        | {name: values[i].tolist() for name, values in fields.items()}
+        for i, (key, text) in enumerate(zip(wanted.tolist(), texts, strict=True))
+    ]
+
+    def show(console: Console) -> None:
+        shown = new_table(f"table {table}", "key", *fields)
+        for i, text in enumerate(texts):
+            shown.add_row(text, *(_numbers(values[i]) for values in fields.values()))
+        console.print(shown)
+
+    output.result(found, show)
+
+
+def changes(
+    path: StorePath,
+    since: Annotated[int, typer.Option(help="A commit; -1 for all rows.")],
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Count the rows of each table that changed after a commit; `export --since` writes them."""
+    output = Output(as_json, quiet)
+    with open_store(path) as store, output.working():
+        newest = -1 if store.commit is None else store.commit.id
+        counts = {table.name: store.changed_rows(table.name, since=since) for table in store.tables}
+    lines = (
+        f"{name}: {rows:,} rows changed between commit {since} and commit {newest}" for name, rows in counts.items()
+    )
+    output.result({"since": since, "commit": newest, "rows": counts}, "\n".join(lines))
+
+
+def diff(
+    path: StorePath,
+    other: Annotated[Path | None, typer.Argument(help="Another store; not given: the same one.")] = None,
+    commit: Annotated[int | None, typer.Option("--from", help="A commit of the first store.")] = None,
+    other_commit: Annotated[int | None, typer.Option("--to", help="A commit of the second store.")] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compare two stores, or two commits of one, row by row and bit by bit; exit code 1 where they differ."""
+    from tiercache.store import differences
+
+    output = Output(as_json, quiet)
+    with ExitStack() as stack:
+        first = open_store(path)
+        stack.callback(first.close)
+        second = first if other is None else open_store(other)
+        stack.callback(second.close)
+        first = first if commit is None else first.at(commit)
+        second = second if other_commit is None else second.at(other_commit)
+        tell = stack.enter_context(output.working())
+        found = differences(first, second, progress=lambda done, total: tell("diff", done, total))
+    same = not any(one.only_first or one.only_second or one.different for one in found)
+
+    def show(console: Console) -> None:
+        names = "only first", "only second", "different", "same"
+        shown = new_table("differences", "table", *names, "for example keys")
+        for one in found:
+            counts = (one.only_first, one.only_second, one.different, one.same)
+            shown.add_row(one.table, *(f"{count:,}" for count in counts), ", ".join(map(str, one.examples)))
+        console.print(shown)
+
+    output.result({"same": same, "tables": [asdict(one) for one in found]}, show)
+    if not same:
+        raise typer.Exit(1)
+
+
+def _keys(
+    given: Sequence[str], num_buckets: int | None, *, string: bool, cross: bool
+) -> tuple[list[str], NDArray[np.int64]]:
+    """Return how the rows are called, and the keys."""
+    from tiercache.data.encode import key_of
+
+    if cross:
+        keys = [key_of(*map(_cross_value, given), num_buckets=num_buckets)]
+        return [" x ".join(given)], np.array(keys, dtype=np.int64)
+    if string:
+        return list(given), np.array([key_of(text, num_buckets=num_buckets) for text in given], dtype=np.int64)
+    keys = []
+    for text in given:
+        try:
+            key = int(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is no integer key: give --string to look a text up") from None
+        if not -(1 << 63) <= key < 1 << 63:
+            raise ValueError(f"key {key} is beyond int64, which keys are: give keys of -2**63 to 2**63 - 1")
+        keys.append(key_of(key, num_buckets=num_buckets) if num_buckets else key)
+    return list(given), np.array(keys, dtype=np.int64)
+
+
+def _cross_value(text: str) -> str | int:
+    if len(text) > 1 and text[0] == text[-1] == '"':
+        return text[1:-1]
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def _read_keys(path: Path) -> NDArray[np.int64]:
+    from tiercache.io.numpy_format import map_array
+
+    keys: Any = map_array(path)
+    if keys.dtype != np.int64 or keys.ndim != 1:
+        raise ValueError(f"{path} has {keys.shape} of {keys.dtype}: it must have (n,) of int64")
+    return np.asarray(keys)
+
+
+def _numbers(values: NDArray[np.float32]) -> str:
+    shown = " ".join(f"{value:.6g}" for value in values[:6].tolist())
+    return f"{shown} ... ({values.size})" if values.size > 6 else shown

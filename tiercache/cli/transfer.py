@@ -1,0 +1,139 @@
+"""``tiercache export`` and ``import``: rows to and from the formats of other programs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tiercache.cli.output import Json, Output, Quiet, StorePath, kind_of, open_store
+
+if TYPE_CHECKING:
+    from tiercache.io.exporting import ExportManifest
+
+
+def export(
+    path: StorePath,
+    out: Annotated[Path, typer.Argument(help="The folder for the files; it must not exist yet.")],
+    format: Annotated[  # noqa: A002 - what users call it
+        str, typer.Option(help="numpy, parquet, safetensors, hugectr or torch.")
+    ],
+    table: Annotated[list[str] | None, typer.Option(help="A table; may be given several times.")] = None,
+    since: Annotated[int | None, typer.Option(help="Only rows that changed after this commit.")] = None,
+    state: Annotated[bool, typer.Option("--state/--no-state", help="With the optimizer state.")] = True,
+    commit: Annotated[int | None, typer.Option(help="The commit to export; the newest where not given.")] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write the rows of a store's commit to files, all or those changed since another one, or a dataset's key sets."""
+    from tiercache.io.exporting import export_store
+
+    output, began = Output(as_json, quiet), time.perf_counter()
+    if kind_of(path) == "dataset":
+        if table or since is not None or commit is not None or not state:
+            raise ValueError(f"{path} is a dataset: its key sets are exported whole, so give --format alone")
+        _export_keys(path, out, format, output)
+        return
+    with open_store(path, commit) as store, output.working() as tell:
+        manifest = export_store(
+            store, out, format=format, tables=table, since=since, with_state=state,
+            progress=lambda done, total: tell("export", done, total),
+        )  # fmt: skip
+    _report(manifest, out, time.perf_counter() - began, output)
+
+
+def _export_keys(path: Path, out: Path, format: str, output: Output) -> None:  # noqa: A002 - what users call it
+    """Write the key sets of a dataset as HugeCTR's key-set files of int64."""
+    from tiercache.data.dataset import PassDataset
+    from tiercache.errors import ImportExportError
+    from tiercache.io.key_set_file import export_key_sets
+
+    if format != "hugectr":
+        raise ImportExportError(f"{path} is a dataset, of which key sets are exported: give --format hugectr")
+    dataset = PassDataset.open(path)
+    export_key_sets(dataset, out)
+    names = [table.name for table in dataset.tables]
+    keys = sum(one.rows(name) for one in dataset for name in names)
+    output.result(
+        {"format": format, "sub_datasets": len(dataset), "keys": keys, "tables": names},
+        f"{out} holds the key sets of {len(dataset)} sub-datasets: {keys:,} keys of {', '.join(names)}",
+    )
+
+
+def import_(
+    source: Annotated[Path, typer.Argument(help="The folder with the files of the tables, or a state dict (.pt).")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="The directory of the store: a new one, or one whose rows are replaced where keys are equal."
+        ),
+    ],
+    format: Annotated[  # noqa: A002 - what users call it
+        str | None, typer.Option(help="numpy, parquet, safetensors, hugectr or torch; as tables.json says.")
+    ] = None,
+    schema: Annotated[Path | None, typer.Option(help="The tables: a TOML file; as tables.json says.")] = None,
+    table: Annotated[
+        list[str] | None, typer.Option(help="A table of the schema or the store; several may be given.")
+    ] = None,
+    map_: Annotated[
+        list[str] | None, typer.Option("--map", help="TABLE=TENSOR of a state dict; may be given several times.")
+    ] = None,
+    initial_state: Annotated[
+        bool, typer.Option("--initial-state", help="Begin with initial optimizer state where the source has none.")
+    ] = False,
+    reserved_keys: Annotated[
+        bool, typer.Option("--reserved-keys", help="INT64_MIN and the key above it are the shared rows of a table.")
+    ] = False,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps trained so far, for Adam and 16-bit dtypes; as tables.json says.")
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Make a commit of rows from files, or from the state dict of a model."""
+    from tiercache.io.importing import import_store
+    from tiercache.schema import Schema
+    from tiercache.store import Store
+
+    output, began = Output(as_json, quiet), time.perf_counter()
+    names = dict(_pair(one) for one in map_ or [])
+    tables = None if schema is None else Schema.load(schema).tables
+    if table:
+        if tables is None:
+            with Store.open(path, mode="r") as store:
+                tables = store.tables
+        known = {one.name: one for one in tables}
+        if unknown := set(table) - known.keys():
+            raise ValueError(
+                f"the {'store' if schema is None else 'schema'} has no table {min(unknown)!r}: it has "
+                f"{', '.join(map(repr, known))}"
+            )
+        tables = tuple(known[name] for name in table)
+    with output.working() as tell:
+        manifest = import_store(
+            source, path, format=format, tables=tables, names=names, initial_state=initial_state,
+            reserved_keys=reserved_keys, steps=steps, progress=tell,
+        )  # fmt: skip
+    _report(manifest, path, time.perf_counter() - began, output)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    table, equals, name = text.partition("=")
+    if not (table and equals and name):
+        raise ValueError(f"--map is {text!r}: it must be TABLE=TENSOR, such as user=emb.weight")
+    return table, name
+
+
+def _report(manifest: ExportManifest, place: Path, seconds: float, output: Output) -> None:
+    tables = [
+        {"name": one.table.name, "rows": one.rows, "dim": one.table.dim, "has_state": one.has_state}
+        for one in manifest.tables
+    ]
+    rows = sum(one.rows for one in manifest.tables)
+    names = ", ".join(f"{one.table.name} ({one.rows:,} rows)" for one in manifest.tables)
+    output.result(
+        {"format": manifest.format, "since": manifest.since, "rows": rows, "seconds": seconds, "tables": tables},
+        f"{place} holds {names}: {rows:,} rows in {seconds:.1f} s, {rows / max(seconds, 1e-9):,.0f} rows/s",
+    )

@@ -1,0 +1,263 @@
+"""The bytes of a text file on their way to the CSV parser: its encoding, its delimiter and its quotes are checked."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tiercache.errors import SourceError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+
+UNIT_SEPARATOR = b"\x1f"
+"""What a delimiter of several characters becomes: the parser knows single ones."""
+_LINE_ENDS = (0x0A, 0x0D)
+_BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+
+
+class TextStream(io.RawIOBase):
+    """A readable stream of the same text. Reading it raises SourceError for text that the parser would misread.
+
+    delimiter: as the file has it. quote: one byte, or empty if quotes are plain characters.
+    """
+
+    def __init__(self, path: Path | str, source: Any, delimiter: bytes, quote: bytes) -> None:
+        self._path, self._source, self._delimiter = path, source, delimiter
+        self._quotes = _Quotes(path, delimiter, quote) if quote else None
+        self._is_first, self._held = True, b""
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def close(self) -> None:
+        """Close the file too."""
+        self._source.close()
+        super().close()
+
+    def read(self, size: int = -1) -> bytes:
+        """Return the next bytes; none at the end."""
+        data: bytes = self._source.read(size)
+        if self._is_first:
+            self._is_first = False
+            self._check_encoding(data[:64])
+        if self._quotes is not None:
+            self._quotes.take(data)
+        return self._single(data, size) if len(self._delimiter) > 1 else data
+
+    def _check_encoding(self, head: bytes) -> None:
+        found = _BOMS.get(head[:2]) or ("UTF-16 or UTF-32" if b"\0" in head else None)
+        if found is not None:
+            raise SourceError(
+                f"{self._path} is text in {found}, expected UTF-8: convert it, for example with "
+                f"iconv -f {found.split()[0]} -t UTF-8"
+            )
+
+    def _single(self, data: bytes, size: int) -> bytes:
+        """Replace the delimiter; the start of one at the end of the data waits for the rest."""
+        if UNIT_SEPARATOR in data:
+            raise SourceError(
+                f"{self._path} contains the character 0x1f, which a delimiter of several characters cannot be read "
+                "with: give it a delimiter of one character"
+            )
+        is_end = not data
+        data = (self._held + data).replace(self._delimiter, UNIT_SEPARATOR)
+        keep = next((n for n in range(len(self._delimiter) - 1, 0, -1) if data.endswith(self._delimiter[:n])), 0)
+        keep = 0 if is_end else keep
+        data, self._held = data[: len(data) - keep], data[len(data) - keep :]
+        return data or (b"" if is_end else self.read(size))
+
+
+class _Quotes:
+    """The quoted fields of a text, block by block. One that ends in the middle of a field of a later line is an error:
+    its quote was a plain character, and the lines after it would be part of the field.
+    """
+
+    def __init__(self, path: Path | str, delimiter: bytes, quote: bytes) -> None:
+        self._path, self._quote = path, quote[0]
+        self._ends = np.zeros(256, bool)
+        self._ends[[*_LINE_ENDS, delimiter[0]]] = True
+        self._tail, self._before = b"", 0x0A
+        self._inside, self._spans_lines = False, False
+        self._lines, self._began = 1, 1
+
+    def take(self, data: bytes) -> None:
+        """Check the next block; an empty one is the end. The last byte waits, as what follows it decides."""
+        block, self._tail = self._tail + data[:-1] if data else self._tail, data[-1:]
+        if not block:
+            return
+        if self._quote in block:
+            self._check(np.frombuffer(block, np.uint8), self._tail[0] if self._tail else 0x0A)
+        elif self._inside and b"\n" in block:
+            self._spans_lines = True
+        self._lines += block.count(b"\n")
+        self._before = block[-1]
+
+    def _check(self, block: NDArray[np.uint8], after: int) -> None:
+        at = np.flatnonzero(block == self._quote)
+        before = np.where(at > 0, block[at - 1], self._before)
+        behind = np.where(at < block.size - 1, block[np.minimum(at + 1, block.size - 1)], after)
+        opens = self._ends[before] | (before == self._quote)
+        closes = self._ends[behind] | (behind == self._quote)
+        first = int(self._inside)  # quotes that open a field or end an escaped pair have this parity
+        if not (opens[first::2].all() and closes[1 - first :: 2].all()):
+            self._walk(block, at, before, behind)
+        elif (at.size + first) % 2 == 0:
+            self._inside = False
+        else:
+            last = at.size - 1  # or the opening quote before the escaped pairs that end here
+            while last >= 0 and before[last] == self._quote:
+                last -= 2
+            start = 0 if last < 0 else int(at[last])
+            if last >= 0:
+                self._began, self._spans_lines = self._line_of(block, start), False
+            self._inside = True
+            self._spans_lines |= bool((block[start:] == 0x0A).any())
+
+    def _line_of(self, block: NDArray[np.uint8], place: int) -> int:
+        return self._lines + int(np.count_nonzero(block[:place] == 0x0A))
+
+    def _walk(self, block: NDArray[np.uint8], at: NDArray[np.int64], before: Any, behind: Any) -> None:
+        """Do the same quote by quote, where some are plain characters."""
+        number, start = 0, 0
+        while number < at.size:
+            place = int(at[number])
+            if not self._inside:
+                if self._ends[before[number]]:
+                    self._inside, self._spans_lines, start = True, False, place
+                    self._began = self._line_of(block, place)
+            elif behind[number] == self._quote:
+                number += 1
+            else:
+                spans = self._spans_lines or bool((block[start:place] == 0x0A).any())
+                if spans and not self._ends[behind[number]]:
+                    raise SourceError(
+                        f"{self._path}, line {self._began}: a quoted field goes on to line "
+                        f"{self._line_of(block, place)} and ends in the middle of a "
+                        'field there: double the quotes within a field, or say quote = "" in [csv] if quotes are '
+                        "plain characters"
+                    )
+                self._inside = False
+            number += 1
+        if self._inside:
+            self._spans_lines |= bool((block[start:] == 0x0A).any())
+
+
+_INTEGER = r"^[+-]?[0-9]+$"
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|nan|[+-]?inf(inity)?", re.IGNORECASE)
+_PYTHON_LIST = r"""^\[\s*(['"].*['"]|)\s*\]$"""
+_PYTHON_NUMBERS = r"^\[\s*-?[0-9][-0-9.,\s]*\]$"
+_WHOLE = 1 << 53
+"""Floats hold all whole numbers below it."""
+
+
+class InvalidTextError(ValueError):
+    """A field that is no value of its column's type."""
+
+    def __init__(self, at: int, value: str, expected: str) -> None:
+        super().__init__(f"invalid value {value!r}, expected {expected}")
+        self.at = at
+
+
+def without_nulls(texts: Any, null_words: Sequence[str]) -> Any:
+    """Return trimmed texts, with null in place of the words that say it."""
+    texts = pc.utf8_trim_whitespace(texts)
+    return pc.if_else(pc.is_in(texts, value_set=pa.array(list(null_words), pa.string())), None, texts)
+
+
+def integers(texts: Any, null_words: Sequence[str]) -> Any:
+    """Return texts as int64, or as uint64 if a number is above 2^63 - 1; as float64 if one has a fraction.
+
+    A whole number may be written as a float below 2^53, such as 5.0. Raises InvalidTextError.
+    """
+    texts = without_nulls(texts, null_words)
+    for kind in (pa.int64(), pa.uint64()):
+        try:
+            return texts.cast(kind)
+        except pa.ArrowInvalid:
+            continue
+    is_integer = pc.fill_null(pc.match_substring_regex(texts, _INTEGER), fill_value=False)
+    floats = _floats(pc.if_else(is_integer, None, texts))
+    numbers = floats.to_numpy(zero_copy_only=False)
+    is_float = ~np.isnan(numbers)
+    digits = pc.replace_substring(pc.if_else(is_integer, texts, None), "+", "")
+    if not np.array_equal(np.floor(numbers[is_float]), numbers[is_float]):
+        return _floats(texts)
+    exact = _exact(digits)
+    too_large = is_float & ((np.abs(numbers) >= _WHOLE) | ((numbers < 0) & (exact.type == pa.uint64())))
+    if too_large.any():
+        at = int(too_large.argmax())
+        raise InvalidTextError(at, texts[at].as_py(), "whole numbers written as floats only below 2^53")
+    values = np.array(exact.fill_null(0))
+    values[is_float] = numbers[is_float].astype(values.dtype)
+    return pa.array(values, mask=np.asarray(texts.is_null()) | np.isnan(numbers) & ~np.asarray(is_integer))
+
+
+def _exact(digits: Any) -> Any:
+    """Return integers, all of them signed or all unsigned."""
+    for kind in (pa.int64(), pa.uint64()):
+        try:
+            return digits.cast(kind)
+        except pa.ArrowInvalid:
+            continue
+    known = [None if text is None else int(text) for text in digits.to_pylist()]
+    least = next((n for n, value in enumerate(known) if value is not None and value < 0), None)
+    for at, value in enumerate(known):
+        if value is not None and not -(1 << 63) <= value < 1 << 64:
+            raise InvalidTextError(at, str(value), "an integer of 64 bits")
+        if value is not None and value >= 1 << 63 and least is not None:
+            raise InvalidTextError(at, str(value), "no integer above 2^63 in a column that has negative ones too")
+    raise AssertionError("integers of 64 bits are signed or unsigned")
+
+
+def reals(texts: Any, null_words: Sequence[str]) -> Any:
+    """Return texts as float64; true and false are 1 and 0. Raises InvalidTextError."""
+    texts = without_nulls(texts, null_words)
+    lower = pc.utf8_lower(texts)
+    words = pc.if_else(pc.equal(lower, "true"), "1", pc.if_else(pc.equal(lower, "false"), "0", texts))
+    return _floats(words)
+
+
+def _floats(texts: Any) -> Any:
+    try:
+        return texts.cast(pa.float64())
+    except pa.ArrowInvalid:
+        known = texts.to_pylist()
+        at = next(n for n, text in enumerate(known) if text is not None and not _NUMBER.fullmatch(text))
+        raise InvalidTextError(at, known[at], "a number") from None
+
+
+def split(texts: Any, separator: str, null_words: Sequence[str], *, numbers: bool) -> tuple[Any, Any]:
+    """Return the list lengths (n,) of fields, and the trimmed texts of their elements.
+
+    A null field has no elements. An empty field is an empty list, and a separator at the end of a field ends its last
+    element. An element that is empty or a null word is null. Raises InvalidTextError for a list that Python printed,
+    except for one of ``numbers``, whose elements are refused when they are converted.
+    """
+    texts = pc.utf8_trim_whitespace(texts)
+    pattern = _PYTHON_LIST if numbers else f"{_PYTHON_LIST}|{_PYTHON_NUMBERS}"
+    printed = pc.fill_null(pc.match_substring_regex(texts, pattern), fill_value=False)
+    if pc.any(printed).as_py():
+        at = printed.index(True).as_py()
+        raise InvalidTextError(
+            at, texts[at].as_py(), f"values with {separator!r} between them, not a list as Python prints it"
+        )
+    lists = pc.split_pattern(texts, separator)
+    lengths = np.array(pc.fill_null(pc.list_value_length(lists), 0), np.int64)
+    values = pc.utf8_trim_whitespace(lists.flatten())
+    is_last = np.asarray(pc.fill_null(pc.or_(pc.equal(texts, ""), pc.ends_with(texts, separator)), fill_value=False))
+    if is_last.any():
+        stays = np.ones(len(values), bool)
+        stays[np.cumsum(lengths)[is_last] - 1] = False
+        values, lengths = values.filter(pa.array(stays)), lengths - is_last
+    return lengths, without_nulls(values, ("", *null_words))

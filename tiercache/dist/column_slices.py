@@ -1,0 +1,161 @@
+"""Row-wise Adagrad of tables whose columns are on several ranks: their squares add up to those of whole rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tiercache.kernels.arrays import NONE_F4, NONE_I4
+from tiercache.rows.backends.row_steps import OptimizerStep
+from tiercache.store.table import SGD, Group, RowWiseAdagrad
+from tiercache.values.lookups import RowRequest, SavedGradient
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.dist.communicator import AnyCommunicator
+    from tiercache.dist.exchange import Received
+    from tiercache.dist.shard_layout import Owners
+    from tiercache.rows.backends.base import Backend
+    from tiercache.train.row_gradients import RowGradients
+    from tiercache.train.row_optimizer import RowOptimizer
+    from tiercache.values.lookups import GroupRows
+
+_FIRST_COLUMN = np.zeros(1, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mine:
+    """A slice that this rank owns."""
+
+    table: int
+    group: int
+    """Of this rank's part; no other table is in it."""
+    ranks: tuple[int, ...]
+    """Who owns the slices of the table, in the order of columns."""
+    whole_dim: int
+
+
+class SliceSteps:
+    """Steps the column slices that this rank owns of tables with row-wise Adagrad.
+
+    The owners of a table's slices receive gradients of the same rows: every rank asks all of them for all of its rows.
+    So each sums the squares of its columns for the rows in the order of their positions, they add these up in the order
+    of columns, and each updates its columns with the sum; all have the same state.
+    """
+
+    def __init__(
+        self, ranks: AnyCommunicator, backend: Backend, owners: Owners, part_groups: tuple[Group, ...]
+    ) -> None:
+        self._ranks, self._backend, self._part_groups = ranks, backend, part_groups
+        self._mine: list[_Mine] = []
+        self._any = False
+        for t, table in enumerate(owners.tables):
+            if owners.kinds[t] != "column" or not isinstance(table.optimizer, RowWiseAdagrad):
+                continue
+            self._any = True
+            found = owners.destinations[t]
+            for d in found:
+                if d.rank == ranks.rank:
+                    assert len(part_groups[d.group].tables) == 1, f"slices of {table.name} share a group"
+                    self._mine.append(_Mine(t, d.group, tuple(other.rank for other in found), table.dim))
+        self._positions: dict[int, list[NDArray[np.int32]]] = {one.group: [] for one in self._mine}
+
+    def note(self, received: Received, into: RowGradients) -> None:
+        """Note which rows the gradients are of that were added last."""
+        for group, noted in self._positions.items():
+            if group in received.positions:
+                noted.append(np.concatenate(received.positions[group]))
+            assert len(noted) == len(into.pending[group])
+
+    def note_rows(self, group: int, positions: NDArray[np.int32], into: RowGradients) -> None:
+        """Note the position of each entry of the one gradient that was added last."""
+        if group in self._positions:
+            self._positions[group].append(positions)
+            assert len(self._positions[group]) == len(into.pending[group])
+
+    def forget(self) -> None:
+        """Forget what was noted."""
+        for noted in self._positions.values():
+            noted.clear()
+
+    def step(self, optimizer: RowOptimizer, rows: Sequence[GroupRows]) -> None:
+        """Step the slices and drop their gradients; all other groups are left for ``optimizer.step``. Collective."""
+        if not self._any:
+            return
+        found = [self._merge(one, optimizer, rows[one.group]) for one in self._mine]
+        squares = self._add_up([(gradient * gradient).sum(dim=1) for _, gradient in found])
+        for one, (slots, gradient), total in zip(self._mine, found, squares, strict=True):
+            if slots.numel():
+                self._update(one, optimizer, rows[one.group], slots, gradient, total)
+            optimizer.gradients.pending[one.group].clear()
+        self.forget()
+
+    def _merge(self, one: _Mine, optimizer: RowOptimizer, rows: GroupRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the slots (K,) of the rows that have gradients, by position, and their sums (K, dim) with decay."""
+        p, group = self._backend, optimizer.group(one.group)
+        pending = optimizer.gradients.pending[one.group]
+        noted = self._positions[one.group]
+        positions, number = np.unique(np.concatenate([NONE_I4, *noted]), return_inverse=True)
+        slots = p.tensor(p.empty((positions.size,), np.int32))
+        gradient, held = (p.tensor(p.empty((positions.size, group.dim), np.float32)) for _ in range(2))
+        if not positions.size:
+            return slots, gradient
+        numbers = torch.split(p.tensor(p.to_device(number.astype(np.int32))), [some.size for some in noted])
+        renamed = [replace(old, slots=p.array(new)) for old, new in zip(pending, numbers, strict=True)]
+        p.sum(renamed, 1.0, p.array(gradient))
+        p.find([RowRequest(rows, p.to_device(positions), p.array(slots), p.array(held))])
+        if group.optimizer.decay:
+            gradient.add_(held, alpha=group.optimizer.decay)
+        return slots, gradient
+
+    def _add_up(self, mine: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the squares of whole rows; all owners of a table bring equally many rows. Collective."""
+        here, W = self._ranks.rank, self._ranks.size
+        shared = [[i for i, one in enumerate(self._mine) if r in one.ranks and r != here] for r in range(W)]
+        sizes = [sum(mine[i].numel() for i in some) for some in shared]
+        send = [mine[i] for some in shared for i in some]
+        flat = (
+            torch.cat(send)
+            if send
+            else torch.empty(0, dtype=mine[0].dtype if mine else torch.float32, device=self._backend.device)
+        )
+        came = self._ranks.all_to_all(flat, sizes, sizes, what="adding up the squares of column slices")
+        owners = [(r, i) for r, some in enumerate(shared) for i in some]
+        pieces = dict(zip(owners, torch.split(came, [mine[i].numel() for _, i in owners]), strict=True))
+        totals = []
+        for i, one in enumerate(self._mine):
+            total = torch.zeros_like(mine[i])
+            for r in one.ranks:
+                total += mine[i] if r == here else pieces[r, i]
+            totals.append(total)
+        return totals
+
+    def _update(
+        self, one: _Mine, optimizer: RowOptimizer, rows: GroupRows, slots: torch.Tensor, gradient: torch.Tensor,
+        total: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Add to the state, and step the vectors by rate / (sqrt(state) + eps) times the gradient."""
+        p, group = self._backend, optimizer.group(one.group)
+        assert isinstance(group.optimizer, RowWiseAdagrad)
+        state, where = p.tensor(rows.states[0]).view(-1), slots.long()
+        sums = state[where] + total / one.whole_dim
+        state[where] = sums
+        gradient /= (sums.sqrt() + group.optimizer.eps)[:, None]
+        pending = SavedGradient(
+            slots=p.array(slots), gradient=p.array(gradient.view(-1)), width=group.dim, cols=_FIRST_COLUMN,
+            places=None, scales=NONE_F4, argmax=NONE_I4,
+        )  # fmt: skip
+        rate, number = optimizer.learning_rate(one.group), optimizer.number(group.tables[0].name)
+        p.step([OptimizerStep(_plain(group, group.dtype), rows, [pending], rate, number)])
+
+
+def _plain(group: Group, dtype: str) -> Group:
+    """Return a group whose rows are changed by their gradients alone."""
+    table = replace(group.tables[0], optimizer=SGD(learning_rate=1.0), dtype=dtype)
+    return Group(index=group.index, tables=(table,))

@@ -1,0 +1,380 @@
+"""The exchange of rows: of each batch, unique rows come from their owners, and their gradients go back.
+
+Legend as in `stretches`. On the wire travel, for each batch that was asked for: two numbers that say which one it is,
+and each unique row; at the step counts and each row's gradient. What a rank owns itself does not travel.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tiercache.dist.column_slices import SliceSteps
+from tiercache.dist.replicas import Mirrors
+from tiercache.dist.requests import check_tokens
+from tiercache.dist.shard_layout import exclusive, out_of_bounds
+from tiercache.dist.wire import Wire
+from tiercache.kernels.arrays import NONE_F4, NONE_I4, NONE_I8, NONE_U8
+from tiercache.kernels.step import Vectors
+from tiercache.values.lookups import GroupRows, RowRequest, SavedGradient, Span, position_spans
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.dist.communicator import AnyCommunicator
+    from tiercache.dist.requests import Asked, Request
+    from tiercache.dist.shard_layout import Stretches
+    from tiercache.rows.backends.base import Backend
+    from tiercache.store.table import Group
+    from tiercache.train.row_gradients import RowGradients
+    from tiercache.train.row_optimizer import RowOptimizer
+
+
+class Received:
+    """Gradients of one batch, from every rank, this one too."""
+
+    def __init__(
+        self, rank: int, asked_WS: NDArray[np.int64], came_WS: NDArray[np.int64], dims_H: NDArray[np.int64]
+    ) -> None:
+        """asked_WS: rows that each rank asked for. came_WS: gradients that come. dims_H: of this rank's groups."""
+        self._rank, self._asked_WS, self._came_WS = rank, asked_WS, came_WS
+        self._dims_S = np.concatenate([dims_H, dims_H])
+        self.numbers_W = (came_WS * self._dims_S).sum(axis=1)
+        """Numbers that come from each rank."""
+        self._chosen: Mapping[int, NDArray[np.int32]] = {}
+        self.positions: dict[int, list[NDArray[np.int32]]] = {}
+        """By group: where the rows of the gradients stand in the pass, once they are added."""
+        self.mirrored: dict[int, list[NDArray[np.int32]]] = {}
+        """By group: the same of rows that have mirrors."""
+
+    def choose(self, chosen: Mapping[int, NDArray[np.int32]]) -> None:
+        """Say by rank which of the rows it asked for have a gradient, where not all have."""
+        self._chosen = chosen
+
+    def add(
+        self, backend: Backend, positions: NDArray[np.int32], slots: torch.Tensor, flat: torch.Tensor,
+        rows: Sequence[GroupRows], into: RowGradients,
+    ) -> None:  # fmt: skip
+        """Add the gradients of ``rows``, this rank's, to ``into``, one entry for each rank and row, in rank order.
+
+        positions, slots: of all rows asked for, by rank, this rank's own last. flat: the gradients by rank, this rank's
+        own first.
+        """
+        num_groups = self._dims_S.size // 2
+        asked_W = self._asked_WS.sum(axis=1)
+        own_last = [rank for rank in range(asked_W.size) if rank != self._rank] + [self._rank]
+        own_first = own_last[-1:] + own_last[:-1]
+        begin_W, at_W = np.empty_like(asked_W), np.empty_like(asked_W)
+        begin_W[own_last] = exclusive(asked_W[own_last])
+        at_W[own_first] = exclusive(self.numbers_W[own_first])
+        found: dict[int, list[tuple[torch.Tensor, NDArray[np.int64]]]] = {}
+        for rank, counts_S in enumerate(self._came_WS):
+            mine, at = slice(int(begin_W[rank]), int(begin_W[rank] + asked_W[rank])), int(at_W[rank])
+            places, named = positions[mine], slots[mine]
+            if rank in self._chosen:
+                places = places[self._chosen[rank]]
+                named = named.index_select(0, backend.tensor(backend.to_device(self._chosen[rank])))
+            first = 0
+            for section in np.nonzero(counts_S)[0].tolist():
+                h, count, dim = section % num_groups, int(counts_S[section]), int(self._dims_S[section])
+                here = slice(first, first + count)
+                found.setdefault(h, []).append((named[here], np.arange(at, at + count * dim, dim, dtype=np.int64)))
+                self.positions.setdefault(h, []).append(places[here])
+                if section >= num_groups:
+                    self.mirrored.setdefault(h, []).append(places[here])
+                first, at = first + count, at + count * dim
+        for h, pieces in found.items():
+            into.add(
+                h,
+                SavedGradient(
+                    slots=backend.array(torch.cat([some for some, _ in pieces])),
+                    gradient=backend.array(flat), width=1, cols=NONE_I8,
+                    places=backend.to_device(np.concatenate([where for _, where in pieces])),
+                    scales=NONE_F4, argmax=NONE_I4, spans=partial(self._spans, h, rows[h].first),
+                ),
+            )  # fmt: skip
+
+    def _spans(self, group: int, first: Mapping[str, int]) -> list[Span]:
+        """Return the spans of the gradient of a group."""
+        return position_spans(first, np.concatenate(self.positions[group]))
+
+
+class RowExchange:
+    """Exchanges the rows of batches among the ranks, for one cache. Every call is collective but ``close`` and
+    ``discard``.
+
+    All ranks make the same calls in the same order, one thread at a time: where the backend queues its work the
+    training thread, so that all ranks queue it in one order, between the same calls of the user's. On a CPU only
+    ``step`` and ``gradients_of`` are there: they use the backend's scratch.
+    """
+
+    def __init__(
+        self,
+        ranks: AnyCommunicator,
+        backend: Backend,
+        groups: tuple[Group, ...],
+        part_groups: tuple[Group, ...],
+        *,
+        wire_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Raises ValueError for a wire dtype that is none of `WIRE_DTYPES`.
+
+        groups: of whole tables, which modules look up. part_groups: of this rank's part of the store.
+        """
+        self.ranks, self._backend, self.wire = ranks, backend, Wire(ranks, wire_dtype)
+        self._send, self._remote, self._count = self.wire.send, self.wire.remote, self.wire.count
+        self._groups, self._part_groups = groups, part_groups
+        self._order = np.array([r for r in range(ranks.size) if r != ranks.rank] + [ranks.rank])
+        self._mirrors = Mirrors(ranks, backend, wire_dtype)
+        self._slices: SliceSteps | None = None
+        self._rows: Sequence[GroupRows] = ()
+
+    @property
+    def slices(self) -> SliceSteps:
+        """What steps the column slices of the pass that is open."""
+        assert self._slices is not None
+        return self._slices
+
+    @property
+    def mirror_bytes(self) -> int:
+        """Bytes of the mirrors of replicated tables on the device."""
+        return self._mirrors.num_bytes
+
+    def open_pass(self, stretches: Stretches, rows: Sequence[GroupRows]) -> None:
+        """Begin to exchange rows of a pass: those of ``rows``, the groups of this rank's part, on this rank."""
+        owners = stretches.owners
+        self._rows = rows
+        self._slices = SliceSteps(self.ranks, self._backend, owners, self._part_groups)
+        self._mirrors.open(owners if stretches.mirrored else None, rows)
+
+    def close(self) -> None:
+        """Let go of the rows of the pass that is open."""
+        self._rows, self._slices = (), None
+        self._mirrors.open(None, ())
+
+    def answer(self, asked: Asked, error: Exception | None = None) -> tuple[list[GroupRows], torch.Tensor]:
+        """Bring the rows of a batch: its own rows of each group of whole tables, and the slots of ``positions``.
+
+        Every batch has rows of its own, which lookups read and nobody changes. Where the backend queues, nothing on the
+        device is waited for. error: what went wrong on this rank since it asked. Where a rank has one, or was asked for
+        rows that it has not, every rank raises; and all where they bring different batches.
+        """
+        what = f"exchanging rows of {asked.where}"
+        error = error or asked.error
+        told = self._count(np.tile(np.array([asked.token, error is not None], np.int64), (self.ranks.size, 1)), what)
+        if told[:, 1].any():
+            self.ranks.agree(f"bringing a batch of {asked.where}", error)
+        words = f"looks up another batch than rank {self.ranks.rank} in {asked.where}"
+        check_tokens(told[:, 0], asked.token, words)
+        slots, flat = self._answer(asked, what)
+        return self._groups_of(asked.request, self._unpack(asked.stretches, asked.request, flat)), slots
+
+    def _answer(self, asked: Asked, what: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send every rank the rows that it asked for; return the slots, and rows that came, then this rank's own."""
+        p, H = self._backend, asked.stretches.num_groups
+        positions = p.tensor(p.to_device(asked.positions))
+        slots = p.tensor(p.empty((asked.positions.size,), np.int32))
+        dims_H = self._part_dims(H)
+        out_W = (asked.counts_WS[:, :H] * dims_H).sum(axis=1)
+        in_W = (asked.request.counts_WS * asked.stretches.width_WS)[:, :H].sum(axis=1)
+        send, receive = self._remote(out_W), self._remote(in_W)
+        flat, sent = (p.tensor(p.empty((int(n),), np.float32)) for n in (in_W.sum(), sum(send)))
+        wanted: list[tuple[int, int, int, torch.Tensor | None, int]] = []
+        counts = asked.counts_WS[self._order]
+        ends = (counts.cumsum() - counts.reshape(-1)).reshape(counts.shape)
+        at = {True: sum(receive), False: 0}
+        for turn, rank in enumerate(self._order.tolist()):
+            own = rank == self.ranks.rank
+            for section in np.nonzero(counts[turn])[0].tolist():
+                h, first, count = section % H, int(ends[turn, section]), int(counts[turn, section])
+                target = None if section >= H else flat if own else sent
+                if wanted and wanted[-1][0] == h and wanted[-1][3] is target and sum(wanted[-1][1:3]) == first:
+                    wanted[-1] = (h, wanted[-1][1], wanted[-1][2] + count, target, wanted[-1][4])
+                else:
+                    wanted.append((h, first, count, target, at[own]))
+                at[own] += 0 if target is None else count * int(dims_H[h])
+        requests = []
+        for h, first, count, target, begin in wanted:
+            rows, mine = self._rows[h], slice(first, first + count)
+            dim = rows.vectors.dim
+            out = None if target is None else p.array(target[begin : begin + count * dim].view(count, dim))
+            requests.append(RowRequest(rows, p.array(positions[mine]), p.array(slots[mine]), out))
+        p.find(requests)
+        self._send(sent, send, receive, flat[: sum(receive)], what)
+        return slots, flat
+
+    def _part_dims(self, num_groups: int) -> NDArray[np.int64]:
+        dims = [group.dim for group in self._part_groups[:num_groups]]
+        return np.array(dims + [0] * (num_groups - len(dims)), dtype=np.int64)
+
+    def _unpack(self, s: Stretches, request: Request, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the rows of each group, (U, dim): ``flat`` itself where there is one group of whole rows."""
+        p = self._backend
+        if s.is_plain:
+            return [flat.view(request.num_unique, self._groups[0].dim)]
+        found = [
+            p.tensor(p.empty((int(rows), group.dim), np.float32))
+            for rows, group in zip(request.num_rows_G, self._groups, strict=True)
+        ]
+        at = 0
+        for r in np.nonzero((request.rows_R > 0) & ~s.runs.mirrored_R)[0].tolist():
+            rows, columns = request.span(r), s.runs.columns(r)
+            size = (rows.stop - rows.start) * (columns.stop - columns.start)
+            found[s.runs.group_R[r]][rows, columns] = flat[at : at + size].view(rows.stop - rows.start, -1)
+            at += size
+        for table, first, local in request.mirrored:
+            self._mirrors.read(table, local, found[s.group_T[table]][first : first + local.size])
+        return found
+
+    def _groups_of(self, request: Request, found: list[torch.Tensor]) -> list[GroupRows]:
+        p = self._backend
+        slots = p.to_device(request.slots_U)
+        return [
+            GroupRows(
+                Vectors.of(p.array(rows), group.dim, "float32"), (), slots, {t.name: 0 for t in group.tables},
+                {t.name: request.num_unique for t in group.tables}, NONE_U8,
+            )
+            for rows, group in zip(found, self._groups, strict=True)
+        ]  # fmt: skip
+
+    # -- the way back -------------------------------------------------------------------------------------
+
+    def gradients_of(
+        self, asked: Asked, slots: torch.Tensor, gradients: RowGradients, into: RowGradients,
+        says: Sequence[bool] = (),
+    ) -> list[bool]:  # fmt: skip
+        """Send the gradients of a batch to the owners of its rows, which add them to ``into``, by group of their part.
+
+        slots: as of ``answer``. gradients: of lookups in the batch's rows, by group of whole tables; summed for each
+        row, and over all ranks averaged. Rows without a gradient take no part. What comes is in rank order. Where the
+        backend queues, nothing on the device is waited for, but for gradients of which only it knows the rows.
+
+        says: flags that ranks tell one another with it; returns which of them any rank has set.
+        """
+        p, s, request, what = self._backend, asked.stretches, asked.request, "exchanging gradients"
+        S = 2 * s.num_groups
+        marks_G = [self._rows_with_gradients(asked, g, pending) for g, pending in enumerate(gradients.pending)]
+        named = [None if mark is None else np.concatenate([[0], np.cumsum(mark)]) for mark in marks_G]
+        sent_R = request.rows_R.copy()
+        for g, so_far in enumerate(named):
+            if so_far is not None:
+                mine = s.runs.group_R == g
+                first = request.slot_R[mine]
+                sent_R[mine] = so_far[first + request.rows_R[mine]] - so_far[first]
+        words = np.packbits(np.pad(np.array(says, np.bool_), (0, -len(says) % 64))).view(np.int64)
+        to = np.zeros((self.ranks.size, S + 1 + words.size), dtype=np.int64)
+        runs_to = s.runs.rank_R * S + s.runs.section_R
+        to[:, :S] = np.bincount(runs_to, sent_R, self.ranks.size * S).reshape(-1, S)
+        to[:, S] = any(mark is not None for mark in marks_G)
+        to[:, S + 1 :] = words
+        told = self._count(to, what)
+        came = Received(self.ranks.rank, asked.counts_WS, told[:, :S], self._part_dims(s.num_groups))
+        if told[:, S].any():
+            came.choose(self._indices(asked, marks_G, to[:, :S], told[:, :S], what))
+        out_W = (to[:, :S] * s.width_WS).sum(axis=1)
+        send, receive = self._remote(out_W), self._remote(came.numbers_W)
+        begin, end = sum(send), int(out_W.sum())
+        buffer = p.tensor(p.empty((end + sum(receive),), np.float32))
+        whole = s.is_plain and marks_G[0] is None
+        sums = self._sum(request, gradients, buffer[:end] if whole else None)
+        if not whole:
+            self._pack(s, request, marks_G, sums, buffer)
+        self._send(buffer[:begin], send, receive, buffer[end:], what)
+        came.add(p, asked.positions, slots, buffer[begin:], self._rows, into)
+        self.slices.note(came, into)
+        self._mirrors.note(came)
+        said = np.bitwise_or.reduce(told[:, S + 1 :], axis=0).view(np.uint8)
+        return np.unpackbits(said, count=len(says)).astype(np.bool_).tolist()
+
+    def _rows_with_gradients(self, asked: Asked, g: int, pending: Sequence[SavedGradient]) -> NDArray[np.bool_] | None:
+        """Return which rows of a group have a gradient; None where all have."""
+        request, num_rows = asked.request, int(asked.request.num_rows_G[g])
+        if not num_rows:
+            return None
+        known = [one.looked_up for one in pending if one.looked_up is not None]
+        if len(known) < len(pending):
+            return self._backend.named([one.slots for one in pending], num_rows)
+        found = {id(ids): ids for some in known for ids in some}
+        if all(id(ids) in found for ids in asked.features_G[g]):
+            return None
+        marks = np.zeros(num_rows, dtype=np.bool_)
+        for ids in found.values():
+            marks[request.slots_U[ids.ids]] = True
+        return None if marks.all() else marks
+
+    def _indices(
+        self,
+        asked: Asked,
+        marks_G: list[NDArray[np.bool_] | None],
+        to_WS: NDArray[np.int64],
+        told_WS: NDArray[np.int64],
+        what: str,
+    ) -> dict[int, NDArray[np.int32]]:
+        """Tell owners which of their rows have a gradient; return that of rows asked for here, by rank.
+
+        Nothing is said where all have one. By way of the host, whose numbers are looked at.
+        """
+        s, request = asked.stretches, asked.request
+        wire_R = exclusive(request.rows_R)
+        asked_W, told_W = request.counts_WS.sum(axis=1), asked.counts_WS.sum(axis=1)
+        send_W, receive_W = to_WS.sum(axis=1), told_WS.sum(axis=1)
+        send_W[send_W == asked_W], receive_W[receive_W == told_W] = 0, 0
+        first_W = exclusive(asked_W[self._order])[np.argsort(self._order)]
+        found = [np.empty(0, np.int32)]
+        for r in np.nonzero((request.rows_R > 0) & (send_W > 0)[s.runs.rank_R])[0].tolist():
+            mark, rows = marks_G[s.runs.group_R[r]], request.span(r)
+            there = np.arange(rows.stop - rows.start) if mark is None else np.nonzero(mark[rows])[0]
+            found.append((there + (wire_R[r] - first_W[s.runs.rank_R[r]])).astype(np.int32))
+        mine = np.concatenate(found)
+        send, receive = self._remote(send_W), self._remote(receive_W)
+        came = np.empty(sum(receive), np.int32)
+        self._send(torch.from_numpy(mine[: sum(send)]), send, receive, torch.from_numpy(came), what)
+        pieces = dict(enumerate(np.split(came, np.cumsum(receive)[:-1])))
+        pieces[self.ranks.rank] = mine[sum(send) :]
+        for rank, piece in pieces.items():
+            if error := out_of_bounds(self.ranks.rank, piece, int(told_W[rank]), f"of those rank {rank} asked for"):
+                raise error
+        return {rank: piece for rank, piece in pieces.items() if receive_W[rank]}
+
+    def _sum(self, request: Request, gradients: RowGradients, into: torch.Tensor | None) -> list[torch.Tensor]:
+        """Return the sum of each row's gradients over W, of each group (U, dim); of the only one ``into`` memory."""
+        p, sums = self._backend, []
+        for group, rows, pending in zip(self._groups, request.num_rows_G.tolist(), gradients.pending, strict=True):
+            flat = p.tensor(p.empty((rows * group.dim,), np.float32)) if into is None else into
+            sums.append(flat.view(rows, group.dim))
+            if pending:
+                p.sum(pending, 1.0 / self.ranks.size, p.array(sums[-1]))
+        return sums
+
+    def _pack(self, stretches: Stretches, request: Request, marks_G: list[NDArray[np.bool_] | None],
+              sums: list[torch.Tensor], buffer: torch.Tensor) -> None:  # fmt: skip
+        """Write the rows that have a gradient in wire order."""
+        p, runs, at = self._backend, stretches.runs, 0
+        for r in np.nonzero(request.rows_R)[0].tolist():
+            g, rows, columns = int(runs.group_R[r]), request.span(r), runs.columns(r)
+            mark = marks_G[g]
+            part = sums[g][rows, columns]
+            if mark is not None:
+                part = part[p.tensor(p.to_device(np.nonzero(mark[rows])[0]))]
+            buffer[at : at + part.numel()].view(part.shape).copy_(part)
+            at += part.numel()
+
+    def step(self, optimizer: RowOptimizer, rows: Sequence[GroupRows]) -> None:
+        """Step the rows that this rank owns, in place of ``optimizer.apply(rows)``; mirrors follow.
+
+        Column slices of a table with row-wise Adagrad add up their squares first.
+        """
+        self.slices.step(optimizer, rows)
+        optimizer.apply(rows)
+        self._mirrors.follow(rows)
+
+    def discard(self) -> None:
+        """Forget what `gradients_of` noted, where its gradients are dropped in place of a step. Not collective."""
+        if self._slices is not None:
+            self._slices.forget()
+        self._mirrors.forget()

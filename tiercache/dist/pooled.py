@@ -1,0 +1,436 @@
+"""Bags: which features of a batch are pooled where their table's rows are, and how that is asked for. On the host.
+
+Legend: W ranks, P features that may be pooled there, n samples of a rank's batch, E ids of one feature of it.
+
+A *block* is what one rank asks of one owner: some features, by the group of the owner's part that their table is in.
+Its vectors are (n, width), the features' columns side by side. Its *message* has, feature after feature, the lengths of
+the bags where these may have any number of ids, the ids, and their weights where the data have some: int32 words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from tiercache.dist.shard_layout import out_of_bounds
+from tiercache.errors import RankError
+from tiercache.kernels.arrays import NONE_F4, NONE_I4
+from tiercache.kernels.cpu.gathering import check_ids
+from tiercache.kernels.cpu.pooling import MEAN, SUM
+from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
+from tiercache.kernels.cpu.unique import unique_slots
+from tiercache.values.ids import FeatureIds
+from tiercache.values.lookups import LookupIds, SavedGradient, position_spans
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.dist.exchange import RowExchange
+    from tiercache.dist.shard_layout import Destination, Owners
+    from tiercache.rows.backends.base import Backend
+    from tiercache.schema import Feature
+    from tiercache.train.batches import Pooled
+    from tiercache.train.row_gradients import RowGradients
+    from tiercache.values.lookups import GroupRows, LookedUp
+
+
+MODES = {"sum": SUM, "mean": MEAN}
+"""How owners pool. For a maximum they would have to say, number by number, which entry it came from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A feature that may be pooled where its table's rows are: one rank has all rows, whole or in columns."""
+
+    name: str
+    table: str
+    length: int | None
+    """Ids of each sample; None: any number."""
+    weighted: bool
+    """Whether the data have weights for it."""
+    dim: int
+    rows: int
+    """Of the table, in the pass."""
+    owners: tuple[Destination, ...]
+    """In the order of columns."""
+
+    def words(self, num_samples: int, num_ids: int) -> int:
+        """Return the words of its part of a message."""
+        return (num_samples if self.length is None else 0) + num_ids * (2 if self.weighted else 1)
+
+
+def candidates_of(owners: Owners, features: Sequence[Feature]) -> tuple[Candidate, ...]:
+    """Return the features whose tables stand whole on one rank, or in columns on several; in the schema's order."""
+    found = []
+    for feature in features:
+        t = owners.index(feature.table)
+        if owners.kinds[t] in ("table", "column"):
+            length = 1 if feature.hotness == "one_hot" else feature.length
+            found.append(
+                Candidate(
+                    feature.name, feature.table, length, feature.weights is not None, owners.tables[t].dim,
+                    int(owners.rows_T[t]), owners.destinations[t],
+                )
+            )  # fmt: skip
+    return tuple(found)
+
+
+def by_model(candidates: Sequence[Candidate], modes: Mapping[str, str | None]) -> list[Candidate]:
+    """Return the features that are read on the ranks that own their tables, where these read by owner."""
+    return [one for one in candidates if modes.get(one.name) in MODES]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What one rank asks of one owner."""
+
+    features: tuple[int, ...]
+    """Which of the P, in order."""
+    owners: tuple[Destination, ...]
+    """Of each: what of its table the owner has."""
+    cols: tuple[int, ...]
+    """Of each: its first column in the block."""
+    width: int
+    """Columns."""
+
+    @classmethod
+    def of(cls, candidates: Sequence[Candidate], asked_P: NDArray[np.int64], rank: int) -> Block:
+        """Return what is asked of ``rank``, where ``asked_P`` is not 0."""
+        found = [
+            (d.group, p, d) for p in np.nonzero(asked_P)[0].tolist() for d in candidates[p].owners if d.rank == rank
+        ]
+        found.sort(key=lambda one: one[:2])
+        cols = [0]
+        for _, _, d in found:
+            cols.append(cols[-1] + d.last_column - d.first_column)
+        return cls(tuple(p for _, p, _ in found), tuple(d for _, _, d in found), tuple(cols[:-1]), cols[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The bags of some features of one group, as one rank asks this one for them. In host memory."""
+
+    group: int
+    features: tuple[int, ...]
+    entries: LookupIds
+    offsets: NDArray[np.int64]
+    """Those of the bags."""
+    weights: list[tuple[int, int, NDArray[np.float32]]]
+    """Of entries from a first up to a last."""
+
+    def on(self, backend: Backend) -> LookupIds:
+        """Return the entries on the device."""
+        e, size = self.entries, int(self.entries.starts[-1])
+        weights = backend.weights(size, self.weights) if self.weights else NONE_F4
+        return replace(e, ids=backend.to_device(e.ids), offsets=backend.to_device(self.offsets), weights=weights)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AskedBags:
+    """What ranks want one another to pool for one batch, all in host memory: nothing was pooled yet."""
+
+    candidates: tuple[Candidate, ...]
+    modes: dict[str, str]
+    """By name, of the features of this rank's batch that are pooled elsewhere."""
+    num_samples_W: NDArray[np.int64]
+    asked_W: tuple[Block, ...]
+    """What this rank asks of each."""
+    blocks_W: tuple[Block, ...]
+    """What each asks of this rank."""
+    parts_W: list[list[Part]]
+    """The same, bag by bag."""
+
+
+class Chooser:
+    """Decides by bytes which features of a batch are pooled by their owners. On one thread at a time.
+
+    Rows: an address and a row for each unique row of the feature. Pooled: its bags, and a vector for each sample. In
+    training the gradient of each row, or vector, comes on top. What other features of the table bring is not looked
+    at, and neither is what of it stays on this rank: so the answer is the same wherever the table is.
+    """
+
+    def __init__(self) -> None:
+        self._sorting = SortBuffers()
+
+    def choose(
+        self,
+        candidates: Sequence[Candidate],
+        ids: Mapping[str, FeatureIds],
+        modes: Mapping[str, str | None],
+        num_samples: int,
+        *,
+        item_bytes: int,
+        trained: bool,
+        where: str,
+    ) -> list[int]:
+        """Return which of the candidates are pooled. item_bytes: of a number on the wire.
+
+        Raises IndexError for a local id that its table does not have in the pass, which ``where`` names.
+        """
+        found, times = [], 2 if trained else 1
+        for p, one in enumerate(candidates):
+            if modes.get(one.name) not in MODES or one.length == 1:
+                continue
+            some, pieces, number = ids[one.name], len(one.owners), times * one.dim * item_bytes
+            check_bags(one, some.ids, where)
+            pooled = 4 * pieces * one.words(num_samples, some.num_ids) + num_samples * number
+            row = 4 * pieces + number
+            if pooled < min(some.num_ids, one.rows) * row and pooled < self._num_unique(some.ids, one.rows) * row:
+                found.append(p)
+        return found
+
+    def _num_unique(self, ids: NDArray[np.int32], rows: int) -> int:
+        unique, inverse = np.empty_like(ids), np.empty_like(ids)
+        return unique_slots(sort_slots(ids, rows, self._sorting), unique, inverse)
+
+
+def check_bags(one: Candidate, ids: NDArray[np.int32], where: str) -> None:
+    """Raise IndexError for a local id that the table does not have, as a lookup does."""
+    bad = check_ids(ids, np.array([0, ids.size]), np.array([one.rows]))
+    if bad >= 0:
+        raise IndexError(
+            f"feature {one.name!r} has local id {int(ids[bad])} at entry {bad} of the batch, and table {one.table!r} "
+            f"has local ids 0 to {one.rows - 1} in {where}: use batches of the pass that is being trained"
+        )
+
+
+def cut_bags(ids: Mapping[str, FeatureIds], num_samples_W: Sequence[int]) -> list[dict[str, FeatureIds]]:
+    """Divide the ids of all ranks' samples, which stand in rank order, by rank."""
+    found, first = [], 0
+    for last in np.cumsum(num_samples_W).tolist():
+        mine = {}
+        for name, some in ids.items():
+            bounds = None if some.offsets is None else some.offsets[first : last + 1]
+            cut = slice(first, last) if bounds is None else slice(int(bounds[0]), int(bounds[-1]))
+            mine[name] = FeatureIds(
+                some.ids[cut],
+                None if bounds is None else bounds - bounds[0],
+                None if some.weights is None else some.weights[cut],
+            )
+        found.append(mine)
+        first = last
+    return found
+
+
+def message_of(block: Block, candidates: Sequence[Candidate], ids: Mapping[str, FeatureIds]) -> list[NDArray[np.int32]]:
+    """Return the pieces of the message that asks for a block."""
+    pieces: list[NDArray[np.int32]] = []
+    for p in block.features:
+        one = candidates[p]
+        some = ids[one.name]
+        if one.length is None:
+            assert some.offsets is not None
+            pieces.append(np.diff(some.offsets).astype(np.int32))
+        pieces.append(some.ids)
+        if one.weighted:
+            assert some.weights is not None
+            pieces.append(some.weights.view(np.int32))
+    return pieces
+
+
+def read_message(
+    rank: int, candidates: Sequence[Candidate], block: Block, message: NDArray[np.int32], counts_P: NDArray[np.int64],
+    modes_P: NDArray[np.int8], n: int,
+) -> list[Part]:  # fmt: skip
+    """Return the bags of a message that came to ``rank``, feature after feature, by group.
+
+    Raises RankError where another rank asks for what this one has not.
+    """
+    at, parts = 0, []
+    every = zip(block.features, block.owners, block.cols, strict=True)
+    for group, members in groupby(every, key=lambda one: one[1].group):
+        some = list(members)
+        ids, lengths, weights, starts = [], [], [], [0]
+        for f, _, _ in some:
+            one, count = candidates[f], int(counts_P[f])
+            if one.length is None:
+                lengths.append(message[at : at + n])
+                at += n
+            else:
+                lengths.append(np.full(n, one.length, np.int32))
+            ids.append(message[at : at + count])
+            at += count
+            what = f"of table {one.table!r}, of which the pass has {one.rows:,}"
+            if error := out_of_bounds(rank, ids[-1], one.rows, what):
+                raise error
+            if int(lengths[-1].sum(dtype=np.int64)) != count or (n and int(lengths[-1].min()) < 0):
+                raise RankError(f"rank {rank} was asked to pool {count} ids of {one.name!r} in bags "
+                                "of another number: start all ranks again with one dataset")  # fmt: skip
+            if one.weighted:
+                weights.append((starts[-1], starts[-1] + count, message[at : at + count].view(np.float32)))
+                at += count
+            starts.append(starts[-1] + count)
+        features = [f for f, _, _ in some]
+        offsets = np.concatenate([[0], *lengths]).cumsum(dtype=np.int64)
+        entries = LookupIds(
+            ids=np.concatenate(ids),
+            starts=np.array(starts, dtype=np.int64),
+            bases=np.array([owner.first for _, owner, _ in some], dtype=np.int64),
+            modes=modes_P[features],
+            cols=np.array([col for _, _, col in some], dtype=np.int64),
+            weights=NONE_F4,
+        )
+        parts.append(Part(group, tuple(features), entries, offsets, weights))
+    return parts
+
+
+class Served(NamedTuple):
+    """Bags that a rank had pooled here."""
+
+    part: Part
+    entries: LookupIds
+    found: LookedUp
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PooledBatch:
+    """What the way back of one batch's pooled features needs. It holds their vectors too, which modules look up."""
+
+    features: Mapping[str, Pooled]
+    """By name."""
+    asked: AskedBags
+    served_W: tuple[tuple[Served, ...], ...]
+    """What each rank had pooled here."""
+
+
+class Pooling:
+    """Has features pooled by the ranks that own their tables. ``answer`` and ``gradients_of`` are collective.
+
+    Beside a `RowExchange`, with its ranks and its wire, and on the same threads.
+    """
+
+    def __init__(self, exchange: RowExchange, backend: Backend) -> None:
+        self._exchange, self._backend = exchange, backend
+        self._ranks, self._wire = exchange.ranks, exchange.wire
+        self._rows: Sequence[GroupRows] = ()
+
+    def open(self, rows: Sequence[GroupRows]) -> None:
+        """Begin with a pass: ``rows`` are the groups of this rank's part; none: with no pass."""
+        self._rows = rows
+
+    def answer(self, asked: AskedBags, features: Mapping[str, Pooled]) -> PooledBatch:
+        """Have ``features`` pooled, by name: they get their vectors. Behind ``RowExchange.answer`` of the same batch.
+
+        Where the backend queues its work, nothing is waited for.
+        """
+        entries_W = [[(part, part.on(self._backend)) for part in parts] for parts in asked.parts_W]
+        vectors_W, served_W = self._answer(asked, entries_W)
+        every = {one.name: p for p, one in enumerate(asked.candidates)}
+        for name, found in features.items():
+            found.vectors = self._vectors(asked, every[name], vectors_W)
+        return PooledBatch(features, asked, served_W)
+
+    def _answer(
+        self, asked: AskedBags, entries_W: Sequence[Sequence[tuple[Part, LookupIds]]]
+    ) -> tuple[list[torch.Tensor], tuple[tuple[Served, ...], ...]]:
+        """Pool what each rank asked for; return the vectors of each of this rank's blocks, and what was served."""
+        served_W: list[tuple[Served, ...]] = [()] * self._ranks.size
+        blocks_W, asked_W, num_samples = asked.blocks_W, asked.asked_W, int(asked.num_samples_W[self._ranks.rank])
+        sizes_W = [block.width * int(n) for block, n in zip(blocks_W, asked.num_samples_W, strict=True)]
+        send, receive = self._wire.remote(sizes_W), self._wire.remote(b.width * num_samples for b in asked_W)
+        sent, came = self._flat(sum(send)), self._flat(sum(receive))
+        here = self._flat(sizes_W[self._ranks.rank])
+        for rank, (block, out) in enumerate(zip(blocks_W, torch.split(sent, send), strict=True)):
+            out = here if rank == self._ranks.rank else out  # noqa: PLW2901 - the same, elsewhere
+            if out.numel():
+                found = self._backend.pool(
+                    [(self._rows[part.group], entries) for part, entries in entries_W[rank]],
+                    self._backend.array(out.view(-1, block.width)),
+                )
+                served_W[rank] = tuple(Served(*of, one) for of, one in zip(entries_W[rank], found, strict=True))
+        self._wire.send(sent, send, receive, came, "pooling features")
+        vectors = list(torch.split(came, receive))
+        vectors[self._ranks.rank] = here
+        views = [flat.view(num_samples, block.width) for flat, block in zip(vectors, asked_W, strict=True)]
+        return views, tuple(served_W)
+
+    def _flat(self, size: int) -> torch.Tensor:
+        return self._backend.tensor(self._backend.empty((size,), np.float32))
+
+    @staticmethod
+    def _vectors(asked: AskedBags, p: int, vectors_W: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Put the columns of a feature side by side."""
+        found = []
+        for owner in asked.candidates[p].owners:
+            block = asked.asked_W[owner.rank]
+            col = block.cols[block.features.index(p)]
+            found.append(vectors_W[owner.rank][:, col : col + owner.last_column - owner.first_column])
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+    # -- the way back -------------------------------------------------------------------------------------
+
+    def gradients_of(self, batch: PooledBatch, into: RowGradients) -> None:
+        """Send the gradients of a batch's vectors to the owners, which add them to ``into``, averaged over the ranks.
+
+        In rank order, in each by feature. Features that no backward came to take no part. Call it behind
+        ``RowExchange.gradients_of`` of the same batch.
+        """
+        asked, P, what = batch.asked, len(batch.asked.candidates), "exchanging gradients of pooled vectors"
+        sums = {name: torch.stack(one.gradients).sum(0) if len(one.gradients) > 1 else one.gradients[0]
+                for name, one in batch.features.items() if one.gradients}  # fmt: skip
+        to = np.zeros((self._ranks.size, P + 1), dtype=np.int64)
+        for rank, block in enumerate(asked.asked_W):
+            for p in block.features:
+                to[rank, p] = asked.candidates[p].name in sums
+        to[:, P] = bool(sums)
+        told = self._wire.count(to, what)
+        if not told[:, P].any():
+            return
+        widths = [block.width if to[rank, :P].any() else 0 for rank, block in enumerate(asked.asked_W)]
+        n_W, here = asked.num_samples_W.tolist(), self._ranks.rank
+        send = self._wire.remote(width * n_W[here] for width in widths)
+        receive = self._wire.remote(
+            block.width * n if told[rank, :P].any() else 0
+            for rank, (block, n) in enumerate(zip(asked.blocks_W, n_W, strict=True))
+        )
+        sent, came, mine = self._flat(sum(send)), self._flat(sum(receive)), self._flat(widths[here] * n_W[here])
+        for rank, out in enumerate(torch.split(sent, send)):
+            self._write(asked, sums, rank, mine if rank == here else out)
+        self._wire.send(sent, send, receive, came, what)
+        gradients = list(torch.split(came, receive))
+        gradients[here] = mine
+        for rank, gradient in enumerate(gradients):
+            self._add(batch, rank, told[rank, :P], gradient, into)
+
+    def _write(self, asked: AskedBags, sums: Mapping[str, torch.Tensor], rank: int, out: torch.Tensor) -> None:
+        """Write the gradient of a block; zeros for features without one, which are not added there."""
+        block = asked.asked_W[rank]
+        if not out.numel():
+            return
+        gradient = out.view(-1, block.width)
+        for p, owner, col in zip(block.features, block.owners, block.cols, strict=True):
+            found = sums.get(asked.candidates[p].name)
+            columns = gradient[:, col : col + owner.last_column - owner.first_column]
+            if found is None:
+                columns.zero_()
+            else:
+                torch.div(found[:, owner.first_column : owner.last_column], self._ranks.size, out=columns)
+
+    def _add(self, batch: PooledBatch, rank: int, has_P: NDArray[np.int64], gradient: torch.Tensor,
+             into: RowGradients) -> None:  # fmt: skip
+        """Add what came from a rank."""
+        width = batch.asked.blocks_W[rank].width
+        for part, e, found in batch.served_W[rank]:
+            starts = e.starts.tolist()
+            for i, f in enumerate(part.features):
+                some = slice(starts[i], starts[i + 1])
+                if not has_P[f] or some.start == some.stop:
+                    continue
+                assert found.places is not None
+                positions = part.entries.ids[some] + np.int32(part.entries.bases[i])
+                into.add(
+                    part.group,
+                    SavedGradient(
+                        slots=found.slots[some], gradient=self._backend.array(gradient), width=width, cols=e.cols,
+                        places=found.places[some], scales=found.scales[some], argmax=NONE_I4,
+                        spans=partial(position_spans, self._rows[part.group].first, positions),
+                    ),
+                )  # fmt: skip
+                self._exchange.slices.note_rows(part.group, positions, into)

@@ -1,0 +1,125 @@
+"""Mirrors: every rank's copy of the rows that a pass has of replicated tables, as of the last step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tiercache.dist.shard_layout import out_of_bounds
+from tiercache.kernels.arrays import NONE_I4
+from tiercache.values.lookups import RowRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.dist.communicator import AnyCommunicator
+    from tiercache.dist.exchange import Received
+    from tiercache.dist.shard_layout import Owners
+    from tiercache.rows.backends.base import Backend
+    from tiercache.values.lookups import GroupRows
+
+PIECE_BYTES = 8 << 20
+"""Of rows that a rank sends at once while mirrors are filled."""
+
+
+class Mirrors:
+    """Vectors of replicated tables on this rank, float32, by local id. Owners keep the rows themselves.
+
+    What is in a mirror has traveled: it has the wire's dtype, on the owner's rank too.
+    """
+
+    def __init__(self, ranks: AnyCommunicator, backend: Backend, wire_dtype: torch.dtype) -> None:
+        self._ranks, self._backend, self._wire_dtype = ranks, backend, wire_dtype
+        self._mirrors: dict[int, torch.Tensor] = {}
+        self._owners: Owners | None = None
+        self._changed: dict[int, list[NDArray[np.int32]]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all mirrors."""
+        return sum(mirror.numel() * mirror.element_size() for mirror in self._mirrors.values())
+
+    def open(self, owners: Owners | None, rows: Sequence[GroupRows]) -> None:
+        """Fill mirrors with the rows of a pass, of which ``rows`` are this rank's; None: there are none. Collective."""
+        p, rank = self._backend, self._ranks.rank
+        self._owners, self._mirrors, self._changed = owners, {}, {}
+        for t, kind in enumerate(() if owners is None else owners.kinds):
+            assert owners is not None
+            if kind != "replicate":
+                continue
+            dim, low_W, rows_W = owners.tables[t].dim, owners.low_TW[t], owners.high_TW[t] - owners.low_TW[t]
+            mirror = torch.empty((int(owners.rows_T[t]), dim), dtype=torch.float32, device=p.device)
+            piece = max(1, PIECE_BYTES // (4 * dim))
+            for first in range(0, int(rows_W.max()), piece):
+                count_W = np.clip(rows_W - first, 0, piece)
+                begin = int(owners.first_TW[t, rank]) + first
+                mine = np.arange(begin, begin + int(count_W[rank]), dtype=np.int32)
+                found = self._find(rows, int(owners.group_TW[t, rank]), p.tensor(p.to_device(mine)), dim)
+                came = self._ranks.all_gather(found.view(-1), (count_W * dim).tolist(), "filling mirrors")
+                at = 0
+                for low, count in zip((low_W + first).tolist(), count_W.tolist(), strict=True):
+                    mirror[low : low + count] = came[at : at + count * dim].view(count, dim)
+                    at += count * dim
+            self._mirrors[t] = mirror
+
+    def _find(self, rows: Sequence[GroupRows], group: int, positions: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return vectors by position, in the wire's dtype."""
+        p, count = self._backend, positions.numel()
+        found, slots = p.tensor(p.empty((count, dim), np.float32)), p.empty((count,), np.int32)
+        if count:
+            p.find([RowRequest(rows[group], p.array(positions), slots, p.array(found))])
+        return found.to(self._wire_dtype)
+
+    def read(self, table: int, local: NDArray[np.int32], out: torch.Tensor) -> None:
+        """Write the vectors of local ids (n,) of a table to ``out`` (n, dim)."""
+        p = self._backend
+        torch.index_select(self._mirrors[table], 0, p.tensor(p.to_device(local)), out=out)
+
+    def note(self, received: Received) -> None:
+        """Note the rows whose gradients came: the next step changes them."""
+        for group, positions in received.mirrored.items():
+            self._changed.setdefault(group, []).extend(positions)
+
+    def forget(self) -> None:
+        """Forget what was noted."""
+        self._changed = {}
+
+    def follow(self, rows: Sequence[GroupRows]) -> None:
+        """Bring every rank's mirrors up to the step that was made. Collective."""
+        if not self._mirrors:
+            return
+        ranks, owners = self._ranks, self._owners
+        assert owners is not None
+        p = self._backend
+        changed = {group: np.unique(np.concatenate(some)) for group, some in self._changed.items()}
+        self._changed = {}
+        ids, vectors = [], []
+        for t in self._mirrors:
+            group, first = int(owners.group_TW[t, ranks.rank]), int(owners.first_TW[t, ranks.rank])
+            owned = int(owners.high_TW[t, ranks.rank] - owners.low_TW[t, ranks.rank])
+            found = changed.get(group, NONE_I4)
+            mine = found[(found >= first) & (found < first + owned)]
+            ids.append(mine + np.int32(int(owners.low_TW[t, ranks.rank]) - first))
+            vectors.append(self._find(rows, group, p.tensor(p.to_device(mine)), owners.tables[t].dim).view(-1))
+        numbers = np.array([one.size for one in ids], dtype=np.int64)
+        count_WM = ranks.exchange_splits(np.tile(numbers, (ranks.size, 1)), "counting what mirrors follow")
+        if not count_WM.any():
+            return
+        dims = np.array([owners.tables[t].dim for t in self._mirrors], dtype=np.int64)
+        changed_ids = torch.from_numpy(np.concatenate(ids))
+        all_ids = ranks.all_gather(changed_ids, count_WM.sum(axis=1).tolist(), "telling which rows changed").numpy()
+        came = ranks.all_gather(torch.cat(vectors), (count_WM * dims).sum(axis=1).tolist(), "having mirrors follow")
+        at_id = at = 0
+        for counts in count_WM.tolist():
+            for mirror, count in zip(self._mirrors.values(), counts, strict=True):
+                dim = mirror.shape[1]
+                new = came[at : at + count * dim].view(count, dim)
+                there = all_ids[at_id : at_id + count]
+                if error := out_of_bounds(ranks.rank, there, mirror.shape[0], "of a mirror, by what changed"):
+                    raise error
+                mirror[p.tensor(p.to_device(there)).long()] = new.to(mirror.dtype)
+                at_id, at = at_id + count, at + count * dim

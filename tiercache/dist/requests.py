@@ -1,0 +1,405 @@
+"""Requests: the rows of one batch, each once, in the order in which their owners are asked for them. On the host.
+
+Legend as in `stretches`.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tiercache.dist.pooled import (
+    MODES,
+    AskedBags,
+    Block,
+    Candidate,
+    Chooser,
+    by_model,
+    candidates_of,
+    check_bags,
+    message_of,
+    read_message,
+)
+from tiercache.dist.shard_layout import Stretches, exclusive, out_of_bounds
+from tiercache.dist.wire import Wire
+from tiercache.errors import RankError
+from tiercache.kernels.arrays import NONE_I4
+from tiercache.kernels.cpu.gathering import check_ids
+from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
+from tiercache.kernels.cpu.unique import BITS_PER_ENTRY, lay_out, unique_positions, unique_slots
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.dist.communicator import AnyCommunicator
+    from tiercache.dist.shard_layout import Owners
+    from tiercache.schema import Feature
+    from tiercache.store.table import Group
+    from tiercache.values.ids import FeatureIds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """What a batch asks of every owner."""
+
+    addresses: NDArray[np.int32]
+    """In wire order: the position of each row among those of its owner's group."""
+    counts_WS: NDArray[np.int64]
+    """Addresses for each section of each owner."""
+    slots_U: NDArray[np.int32]
+    """Where each unique row stands among the rows of its group."""
+    num_rows_G: NDArray[np.int64]
+    """Unique rows of each group."""
+    mirrored: tuple[tuple[int, int, NDArray[np.int32]], ...]
+    """(table, first slot, local ids): rows that are looked up in a mirror."""
+    rows_R: NDArray[np.int64]
+    """Rows of each run."""
+    slot_R: NDArray[np.int64]
+    """The first slot of each run."""
+
+    @property
+    def num_unique(self) -> int:
+        """U."""
+        return int(self.slots_U.size)
+
+    def span(self, run: int) -> slice:
+        """Return the slots of a run."""
+        first = int(self.slot_R[run])
+        return slice(first, first + int(self.rows_R[run]))
+
+
+class Requester:
+    """Makes the requests of batches; keeps its scratch from batch to batch. On one thread at a time."""
+
+    def __init__(self) -> None:
+        self._sorting = SortBuffers()
+        self._bits = np.zeros(0, dtype=np.uint64)
+        self._scratch: dict[str, NDArray[np.int32]] = {}
+
+    def request(
+        self, stretches: Stretches, ids: Mapping[str, FeatureIds], tables: Mapping[str, str], where: str
+    ) -> tuple[Request, dict[str, FeatureIds]]:
+        """Return the request of a batch, and its ids as indices of unique rows.
+
+        tables: by feature. Raises IndexError for a local id that its table does not have in the pass, which ``where``
+        names: as a lookup does.
+        """
+        names = sorted(ids, key=lambda name: stretches.table_of[tables[name]])
+        table_F = np.array([stretches.table_of[tables[name]] for name in names], dtype=np.int64)
+        starts = np.zeros(len(names) + 1, dtype=np.int64)
+        np.cumsum([ids[name].num_ids for name in names], out=starts[1:])
+        joined = self._take("joined", int(starts[-1]))
+        np.concatenate([ids[name].ids for name in names] or [joined], out=joined)
+        _check(joined, starts, stretches.rows_T[table_F], names, tables, where)
+        unique = self._take("unique", joined.size)
+        inverse = np.empty(joined.size, dtype=np.int32)  # becomes the batch's ids
+        begin_K, end_K = np.zeros_like(stretches.low_K), np.zeros_like(stretches.low_K)
+        num_unique = 0
+        for first, end in stretches.sets:
+            low, high = np.searchsorted(table_F, [first, end]).tolist()
+            entries = slice(int(starts[low]), int(starts[high]))
+            for f in range(low, high):
+                joined[starts[f] : starts[f + 1]] += np.int32(stretches.base_T[table_F[f]])
+            room, numbers = unique[num_unique : num_unique + entries.stop - entries.start], inverse[entries]
+            rows = int(stretches.rows_T[first:end].sum())
+            room = room[: self._unique(joined[entries], rows, room, numbers)]
+            if num_unique:
+                numbers += num_unique
+            mine = slice(*np.searchsorted(stretches.by_table_K, [first, end]).tolist())
+            k = stretches.table_order_K[mine]
+            base = stretches.base_T[stretches.table_K[k]]
+            begin_K[k] = num_unique + np.searchsorted(room, base + stretches.low_K[k])
+            end_K[k] = num_unique + np.searchsorted(room, base + stretches.high_K[k])
+            num_unique += room.size
+        made = _lay_out(stretches, unique[:num_unique], begin_K, end_K)
+        return made, {name: replace(ids[name], ids=inverse[starts[f] : starts[f + 1]]) for f, name in enumerate(names)}
+
+    def _unique(
+        self, positions: NDArray[np.int32], rows: int, unique: NDArray[np.int32], inverse: NDArray[np.int32]
+    ) -> int:
+        """Write the positions once each, ascending, and which of them each entry has; return how many they are."""
+        if rows > BITS_PER_ENTRY * positions.size:
+            return unique_slots(sort_slots(positions, rows, self._sorting), unique, inverse)
+        words = -(-rows // 64)
+        if self._bits.size < words:
+            self._bits = np.zeros(words, dtype=np.uint64)
+        return unique_positions(positions, rows, self._bits, self._take("before", words), unique, inverse)
+
+    def _take(self, name: str, size: int) -> NDArray[np.int32]:
+        """Return scratch of undefined content."""
+        if name not in self._scratch or self._scratch[name].size < size:
+            self._scratch[name] = np.empty(size + size // 8, dtype=np.int32)
+        return self._scratch[name][:size]
+
+
+def _lay_out(
+    stretches: Stretches, unique: NDArray[np.int32], begin_K: NDArray[np.int64], end_K: NDArray[np.int64]
+) -> Request:
+    """Find out where each row goes and stands."""
+    s, rows_K = stretches, end_K - begin_K
+    shift_K = s.first_K - s.low_K - s.base_T[s.table_K]
+    wire_K = exclusive(rows_K)
+    num_groups = s.num_whole_groups
+    by_slot = s.slot_order
+    num_rows_G = np.bincount(s.group_K[by_slot], rows_K[by_slot], num_groups).astype(np.int64)
+    slot_K = np.empty_like(rows_K)
+    slot_K[by_slot] = exclusive(rows_K[by_slot]) - exclusive(num_rows_G)[s.group_K[by_slot]]
+    slot_K = slot_K[s.counted_K]
+    addresses = np.empty(int(rows_K.sum()), dtype=np.int32)
+    slots = np.empty(unique.size, dtype=np.int32)
+    lay_out(unique, begin_K, end_K, shift_K, wire_K, np.where(s.is_first_K, slot_K, -1), addresses, slots)
+    num_sections = 2 * s.num_groups
+    counts = np.bincount(s.rank_K * num_sections + s.section_K, rows_K, s.num_ranks * num_sections)
+    mirrored = s.mirrored_k[rows_K[s.mirrored_k] > 0].tolist()
+    local = [unique[begin_K[k] : end_K[k]] - np.int32(s.base_T[s.table_K[k]]) for k in mirrored]
+    runs = s.runs
+    return Request(
+        addresses=addresses,
+        counts_WS=counts.astype(np.int64).reshape(s.num_ranks, num_sections),
+        slots_U=slots,
+        num_rows_G=num_rows_G,
+        mirrored=tuple((int(s.table_K[k]), int(slot_K[k]), one) for k, one in zip(mirrored, local, strict=True)),
+        rows_R=np.add.reduceat(rows_K, runs.first_R) if runs.first_R.size else rows_K,
+        slot_R=slot_K[runs.first_R],
+    )
+
+
+def _check(
+    ids: NDArray[np.int32],
+    starts: NDArray[np.int64],
+    limits: NDArray[np.int64],
+    names: Sequence[str],
+    tables: Mapping[str, str],
+    where: str,
+) -> None:
+    bad = check_ids(ids, starts, limits)
+    if bad >= 0:
+        f = int(np.searchsorted(starts, bad, side="right")) - 1
+        raise IndexError(
+            f"feature {names[f]!r} has local id {int(ids[bad])} at entry {bad - int(starts[f])} of the batch, and "
+            f"table {tables[names[f]]!r} has local ids 0 to {int(limits[f]) - 1} in {where}: use batches of the pass "
+            "that is being trained"
+        )
+
+
+_SAMPLES, _POOLED, _MODES, _TOKEN, _ERROR = range(-5, 0)
+"""The counts behind those of sections and features."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """What batches of a pass are asked for by."""
+
+    stretches: Stretches
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Wanted:
+    """What a batch of this rank wants."""
+
+    ids: Mapping[str, FeatureIds] = field(default_factory=dict)
+    """Local ids of the sub-dataset, by feature: of this rank's samples."""
+    modes: Mapping[str, str | None] = field(default_factory=dict)
+    """How features are looked up; others are not asked for."""
+    whole: Mapping[str, str | None] | None = None
+    """The same of those that may be pooled elsewhere; None: all."""
+    num_samples: int = 1
+    own: Sequence[Mapping[str, FeatureIds]] | None = None
+    """If ranks read by owner, by rank: the ids of its samples for the features of tables that this rank owns; all
+    candidates are pooled then."""
+    token: int = 0
+    """Says which of the global batches it is of: of ranks that ask for different ones none trains."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Asked:
+    """What ranks want of one another for one batch, all in host memory. It holds no vectors."""
+
+    stretches: Stretches
+    request: Request
+    """What this rank asks for, without the addresses, which were sent."""
+    ids: dict[str, FeatureIds]
+    """The batch's, as indices of its unique rows."""
+    features_G: tuple[tuple[FeatureIds, ...], ...]
+    """The same by group of whole tables."""
+    counts_WS: NDArray[np.int64]
+    """Rows that every rank asks this one for, by section of this rank."""
+    positions: NDArray[np.int32]
+    """Their positions, in the order of ranks but this rank's own last, in each section by section."""
+    bags: AskedBags | None
+    """What is pooled; None where no rank wants anything pooled."""
+    where: str
+    token: int
+    error: Exception | None = None
+    """What others asked for and this rank has not: all are told when the rows are brought."""
+
+
+class Asking:
+    """Asks for the batches of one cache, over a communicator of its own. On one thread at a time."""
+
+    def __init__(
+        self, ranks: AnyCommunicator, groups: tuple[Group, ...], features: Sequence[Feature], wire_dtype: torch.dtype
+    ) -> None:
+        """groups: of whole tables. wire_dtype: in which rows and vectors will travel."""
+        self._ranks, self._groups, self._features, self._wire_dtype = ranks, groups, features, wire_dtype
+        self.wire = Wire(ranks, torch.float32)
+        self._tables = {feature.name: feature.table for feature in features}
+        self._requester, self._chooser = Requester(), Chooser()
+        self._order = np.array([r for r in range(ranks.size) if r != ranks.rank] + [ranks.rank])
+
+    def lay_out(self, owners: Owners, *, mirrored: bool = True) -> Layout:
+        """Return what batches of a pass are asked for by. Not collective.
+
+        mirrored: whether replicated tables have a mirror here; else their rows travel as any other.
+        """
+        num_groups, several = int(owners.group_TW.max()) + 1, self._ranks.size > 1
+        stretches = Stretches(owners, self._groups, self._ranks.rank, num_groups, mirrored=mirrored and several)
+        return Layout(stretches, candidates_of(owners, self._features) if several else ())
+
+    def ask(
+        self, layout: Layout, wanted: Wanted, where: str, *, trained: bool = True, error: Exception | None = None
+    ) -> Asked:
+        """Tell the owners what a batch wants. Collective.
+
+        error: what went wrong on this rank before. Where a rank has one, or an id that is not in the sub-dataset
+        (IndexError; ``where`` names batch and pass), every rank raises: it its own, others RankError; and all where
+        they bring different tokens, or read by owner and look different features up.
+        """
+        stretches, candidates, rank = layout.stretches, layout.candidates, self._ranks.rank
+        what, S, P, own = f"asking for rows of {where}", 2 * stretches.num_groups, len(candidates), wanted.own
+        to = np.zeros((self._ranks.size, S + P + 5), dtype=np.int64)
+        request: Request | None = None
+        renamed: dict[str, FeatureIds] = {}
+        pooled: dict[str, str] = {}
+        if error is None:
+            try:
+                pooled = self._pooled(candidates, wanted, where, to[:, S:], trained=trained)
+                rows = {n: some for n, some in wanted.ids.items() if n in wanted.modes and n not in pooled}
+                request, renamed = self._requester.request(stretches, rows, self._tables, where)
+                to[:, :S] = request.counts_WS
+            except Exception as bad:
+                error = bad
+        to[:, _SAMPLES:] = (
+            wanted.num_samples, bool(pooled), 0 if own is None else _digest(wanted.modes), wanted.token,
+            error is not None,
+        )  # fmt: skip
+        told = self.wire.count(to, what)
+        if told[:, _ERROR].any():
+            self._ranks.agree(f"making a batch of {where}", error)
+        assert request is not None
+        check_tokens(told[:, _TOKEN], wanted.token, f"makes another batch than rank {rank} in {where}")
+        if (told[:, _MODES] != to[0, _MODES]).any():
+            raise RankError(
+                f"ranks look up different features in {where}, or pool them differently: with read_by='owner' all of "
+                "them have the same embedding modules"
+            )
+        asked_W = tuple(Block.of(candidates, to[r, S : S + P], r) for r in range(self._ranks.size))
+        blocks_W = tuple(Block.of(candidates, told[r, S : S + P], rank) for r in range(self._ranks.size))
+        counts_WP, n_W = (told[:, S : S + P] - 1) >> 1, told[:, _SAMPLES]
+        words_W = [
+            sum(candidates[f].words(int(n), int(counts_P[f])) for f in block.features) if own is None else 0
+            for block, counts_P, n in zip(blocks_W, counts_WP, n_W, strict=True)
+        ]
+        pieces_W = [message_of(block, candidates, wanted.ids) if own is None else [] for block in asked_W]
+        positions, messages_W = self._exchange(request, told[:, :S].sum(axis=1), pieces_W, words_W, what)
+        if own is not None:
+            messages_W = [np.concatenate([NONE_I4, *message_of(block, candidates, some)])
+                          for block, some in zip(blocks_W, own, strict=True)]  # fmt: skip
+            for r, (block, some) in enumerate(zip(blocks_W, own, strict=True)):
+                for p in block.features:
+                    counts_WP[r, p] = some[candidates[p].name].num_ids
+        features_G: list[list[FeatureIds]] = [[] for _ in self._groups]
+        for name, found in renamed.items():
+            features_G[stretches.group_T[stretches.table_of[self._tables[name]]]].append(found)
+        asked = Asked(
+            stretches=stretches, request=replace(request, addresses=NONE_I4), ids=renamed,
+            features_G=tuple(map(tuple, features_G)), counts_WS=told[:, :S], positions=positions, bags=None,
+            where=where, token=wanted.token,
+        )  # fmt: skip
+        try:
+            self._check_positions(asked)
+            if not told[:, _POOLED].any():
+                return asked
+            modes_WP = np.where(told[:, S : S + P] & 1, MODES["sum"], MODES["mean"]).astype(np.int8)
+            parts_W = [
+                read_message(rank, candidates, block, messages_W[r], counts_WP[r], modes_WP[r], int(n_W[r]))
+                for r, block in enumerate(blocks_W)
+            ]
+        except RankError as bad:
+            return replace(asked, error=bad)
+        return replace(asked, bags=AskedBags(candidates, pooled, n_W, asked_W, blocks_W, parts_W))
+
+    def _pooled(
+        self,
+        candidates: Sequence[Candidate],
+        wanted: Wanted,
+        where: str,
+        to_WP: NDArray[np.int64],
+        *,
+        trained: bool,
+    ) -> dict[str, str]:
+        """Return the features that are to be pooled, with how, and write what owners are told of them."""
+        modes = wanted.modes if wanted.whole is None else wanted.whole
+        if wanted.own is None:
+            chosen = self._chooser.choose(
+                candidates, wanted.ids, modes, wanted.num_samples, item_bytes=self._wire_dtype.itemsize,
+                trained=trained, where=where,
+            )  # fmt: skip
+        else:
+            chosen = [candidates.index(one) for one in by_model(candidates, modes)]
+            for p in chosen:
+                for some in wanted.own:
+                    if candidates[p].name in some:
+                        check_bags(candidates[p], some[candidates[p].name].ids, where)
+        for p in chosen:
+            one = candidates[p]
+            count = 0 if wanted.own is not None else wanted.ids[one.name].num_ids
+            for owner in one.owners:
+                to_WP[owner.rank, p] = 1 + 2 * count + (modes[one.name] == "mean")
+        return {candidates[p].name: str(modes[candidates[p].name]) for p in chosen}
+
+    def _exchange(
+        self, request: Request, rows_W: NDArray[np.int64], pieces_W: Sequence[Sequence[NDArray[np.int32]]],
+        words_W: Sequence[int], what: str,
+    ) -> tuple[NDArray[np.int32], list[NDArray[np.int32]]]:  # fmt: skip
+        """Send each rank the addresses of its rows and its message; return the positions and messages that came."""
+        wire, rank, asked_W = self.wire, self._ranks.rank, request.counts_WS.sum(axis=1)
+        mine = dict(zip(self._order.tolist(), np.split(request.addresses, np.cumsum(asked_W[self._order])[:-1]),
+                        strict=True))  # fmt: skip
+        remote = [one for r, pieces in enumerate(pieces_W) if r != rank for one in (mine[r], *pieces)]
+        send = wire.remote(asked_W[r] + sum(one.size for one in pieces) for r, pieces in enumerate(pieces_W))
+        receive = wire.remote(rows_W + words_W)
+        came = np.empty(sum(receive), np.int32)
+        wire.send(torch.from_numpy(np.concatenate([NONE_I4, *remote])), send, receive, torch.from_numpy(came), what)
+        each_W = np.split(came, np.cumsum(receive)[:-1])
+        each_W[rank] = np.concatenate([mine[rank], *pieces_W[rank]])
+        positions = [each_W[r][: rows_W[r]] for r in self._order]
+        return np.concatenate(positions), [each[rows:] for each, rows in zip(each_W, rows_W, strict=True)]
+
+    def _check_positions(self, asked: Asked) -> None:
+        """Raise RankError where others ask for rows that this one has not: kernels would take no notice."""
+        s, first = asked.stretches, 0
+        for counts_S in asked.counts_WS[self._order]:
+            for section in np.nonzero(counts_S)[0].tolist():
+                here, have = asked.positions[first : first + int(counts_S[section])], s.rows_H[section % s.num_groups]
+                if error := out_of_bounds(self._ranks.rank, here, have, f"of a group of {have:,} in the pass"):
+                    raise error
+                first += here.size
+
+
+def check_tokens(tokens_W: NDArray[np.int64], token: int, what: str) -> None:
+    """Raise RankError where ranks bring different tokens: the first other one does ``what``."""
+    if others := np.nonzero(tokens_W != token)[0].tolist():
+        raise RankError(f"rank {others[0]} {what}: all ranks must ask for batches of one size, in one order")
+
+
+def _digest(modes: Mapping[str, str | None]) -> int:
+    return zlib.crc32(json.dumps(sorted(modes.items())).encode())

@@ -1,0 +1,303 @@
+"""Another number of ranks, or another sharding: shards are written anew from the ones that are there."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tiercache.data.repartition import split_cursor, split_source
+from tiercache.dist.reorganize import first_uses, make_first_rows
+from tiercache.dist.shard_view import share_digest
+from tiercache.dist.shard_writer import ShardWriter
+from tiercache.errors import BudgetError, DatasetError, RankError
+from tiercache.planning.budgets import gap_bytes
+from tiercache.planning.schedule import Schedule
+from tiercache.reporting.progress import prepare_kernels
+from tiercache.sizes import format_bytes
+from tiercache.store import Cursor, StoreError
+from tiercache.store.bulk_load import load_sorted
+from tiercache.store.files import scratch_of
+from tiercache.store.row_versions import CHANGED_BYTES
+from tiercache.store.shards.open_shards import open_shards
+from tiercache.store.table import find_table
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator, Sequence
+
+    from tiercache.dist.communicator import AnyCommunicator
+    from tiercache.dist.shard_view import Share
+    from tiercache.planning.schedule import OrderRule
+    from tiercache.store import Commit, Store, Table
+    from tiercache.store.rewrite import FirstUses
+    from tiercache.store.scan import Chunk
+    from tiercache.store.segment import Layout
+    from tiercache.store.shards.sharded_store import Shards
+    from tiercache.store.shards.sharding import ShardingPlan
+
+_KEY_BYTES = 8
+
+
+def reshard(
+    path: str | os.PathLike[str],
+    share: Share,
+    ranks: AnyCommunicator,
+    *,
+    engine: str | None = None,
+    shard_dirs: Sequence[str | os.PathLike[str]] | None = None,
+    retention: int | None = None,
+    order: OrderRule = None,
+    reorganized: bool = False,
+    store_budget: int | None = None,
+    check: Callable[[Store], None] | None = None,
+    plain: bool = False,
+) -> ShardWriter:
+    """Write the shards of a store anew for the ranks and the sharding of ``share``, and return them open.
+
+    Collective. The store may be a plain one, and, with ``plain`` for one rank, becomes one. Each rank reads what it
+    owns now out of all old shards, which must be where it can read them, and writes it in the order of first use from
+    where training stands: it goes on there, with rows, optimizer state, learning rates and dense state as they are.
+    Each rank has the dense state, random generators included, that the same rank had, a new one that of rank 0. Passes
+    that were split from the ones trained so far continue those; with ``reorganized`` any others are begun. engine,
+    shard_dirs, retention: as in ``ShardWriter.begin_generation``. Older commits go with the old shards.
+
+    ``check`` is given the new shard and raises BudgetError where a training would outgrow it. One manifest makes the
+    new shards the store's; killed before, the old ones stand, and what is half-made is deleted on the next open. Where
+    they are refused they are deleted at once, and the store has the bytes it had. Old shards are deleted after. Each
+    rank takes about 350 MiB of memory, and beside the old shards the bytes of its new one and about as many of a
+    temporary file in its folder: checked against the free bytes of its disk, and the shard against ``store_budget``,
+    before any row is written.
+
+    Raises BudgetError, DatasetError for other passes than were trained, and for a place that split passes do not
+    have, ValueError, and what ``ShardWriter.begin_generation`` and ``Store.open`` raise: on all ranks.
+    """
+    opened = ShardWriter.begin_generation(
+        path, share.whole.tables, share.sharding, ranks,
+        engine=engine, shard_dirs=shard_dirs, retention=retention, plain=plain,
+    )  # fmt: skip
+    try:
+        with ExitStack() as stack:
+            refused: list[Exception] = []
+            copies: list[_Copy] = []
+            with ranks.raise_on_all("reading the old shards"):
+                prepare_kernels()
+                old = stack.enter_context(open_shards(opened.path, opened.manifest))
+                make = partial(_Copy, old, opened.store, share, order, reorganized=reorganized)
+                _note(refused, lambda: copies.append(make()))
+            _refuse(opened, ranks, "reading the old shards", refused)
+            copy = copies[0]
+            _check_room(copy.need, opened, ranks, store_budget)
+            with ranks.raise_on_all("writing rows for other ranks"):
+                copy.run()
+            if check is not None:
+                with ranks.raise_on_all("planning the budgets"):
+                    _note(refused, partial(check, opened.store))
+                _refuse(opened, ranks, "planning the budgets", refused)
+        opened.publish(copy.start)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
+def copy_share(
+    old: Shards,
+    store: Store,
+    sharding: ShardingPlan,
+    rank: int,
+    *,
+    uses: FirstUses | None = None,
+    layout: Layout | None = None,
+    start: tuple[int, int] = (0, 0),
+    schedule_digest: str = "",
+) -> Commit:
+    """Fill the empty shard ``store`` of a rank with what it owns of old shards, and return its first commit.
+
+    The commit stands at ``start`` and has the state and the settings of the same old shard, of a new rank those of
+    shard 0; rows stand in the order of ``uses``, which may have keys that no old shard has. Raises what ``load_sorted``
+    raises, and ValueError where tables that share a group now had different learning rates.
+    """
+    source = old.shards[rank if rank < len(old.shards) else 0]
+    commit = source.commit
+    assert commit is not None, "shards that are read stand at a commit"
+    settings = dict(commit.settings)
+    if "learning_rates" in settings:
+        settings["learning_rates"] = learning_rates(source, settings["learning_rates"], store)
+    scratch = scratch_of(store)
+
+    def rows(table: Table) -> Iterator[Chunk]:
+        hashes = sharding.owned_hashes(table.name, rank)
+        return iter(()) if hashes is None else old.rows(table, hashes, scratch=scratch)
+
+    options: dict[str, Any] = {} if layout is None else {"layout": layout}
+    return load_sorted(
+        store,
+        rows,
+        uses=uses,
+        start=start,
+        schedule_digest=schedule_digest,
+        first_rows=make_first_rows,
+        state=source.state(),
+        settings=settings,
+        environment=commit.environment,
+        **options,
+    )
+
+
+def learning_rates(old: Store, rates: Sequence[float], new: Store) -> list[float]:
+    """Return the rate of each group of ``new`` from those of the groups of ``old``, which has the same tables by name.
+
+    Raises ValueError where tables of one new group had several rates.
+    """
+    found = []
+    for group in new.groups:
+        of_tables = {rates[find_table(old.groups, table.name, old.label)[0].index] for table in group.tables}
+        if len(of_tables) > 1:
+            names = ", ".join(repr(table.name) for table in group.tables)
+            raise ValueError(
+                f"tables {names} of {new.label} share a group, and so a learning rate, and had "
+                f"{' and '.join(map(str, sorted(of_tables)))}: set one rate for them before, or shard them apart"
+            )
+        found.append(of_tables.pop())
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Need:
+    """The bytes that a new shard takes while it is made, beside the old shards."""
+
+    rows: int
+    """At most: of what old shards have, and, where an epoch was not trained to its end, of keys that are new."""
+    shard: int
+    """Rows, keys, dense state and next uses."""
+    scratch: int
+    """A temporary file: rows, keys and last changes in their new order."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.shard + self.scratch
+
+    @classmethod
+    def of(cls, old: Shards, store: Store, share: Share, uses: FirstUses, cursor: Cursor, state_bytes: int) -> Need:
+        """Predict it from sizes. ``uses`` are those of the new share."""
+        rows = row_bytes = 0
+        for group in store.groups:
+            for table in group.tables:
+                hashes = share.sharding.owned_hashes(table.name, share.rank)
+                mine = 0 if hashes is None else old.most_rows(table.name, hashes)
+                if cursor.pass_index < len(share):
+                    mine += sum(uses.counts(table.name).values())
+                rows, row_bytes = rows + mine, row_bytes + mine * group.row_bytes
+        positions = sum(one.rows(table.name) for one in share.passes for table in share.tables)
+        return cls(
+            rows=rows,
+            shard=row_bytes + _KEY_BYTES * rows + state_bytes + sum(gap_bytes(positions)),
+            scratch=row_bytes + (_KEY_BYTES + CHANGED_BYTES) * rows,
+        )
+
+
+class _Copy:
+    """The work of one rank: decided when it is made, done by ``run``."""
+
+    def __init__(self, old: Shards, store: Store, share: Share, order: OrderRule, *, reorganized: bool) -> None:
+        self._old, self._store, self._share = old, store, share
+        self.start = _start(old, share, order, reorganized=reorganized)
+        schedule = Schedule(num_passes=len(share), dataset_digest=share.digest, order=order)
+        self._digest = schedule.digest
+        self._uses, self._layout = first_uses(store, share, schedule, self.start)
+        commit = old.shards[0].commit
+        assert commit is not None
+        self.need = Need.of(old, store, share, self._uses, commit.cursor, commit.state_bytes)
+
+    def run(self) -> None:
+        """Write the rows."""
+        copy_share(
+            self._old, self._store, self._share.sharding, self._share.rank,
+            uses=self._uses, layout=self._layout, start=self.start, schedule_digest=self._digest,
+        )  # fmt: skip
+
+
+def place_of(commit: Commit, sharding: ShardingPlan, rank: int, share: Share, order: OrderRule) -> Cursor | None:
+    """Return where a training that stands at a shard's ``commit`` goes on in the schedule of ``share``.
+
+    ``sharding`` and ``rank`` are those of the shard. None where its passes are others: neither the ones that it was
+    trained with, nor split from these. Raises DatasetError for a place that split passes do not have.
+    """
+
+    def trained(num_passes: int, passes: str) -> bool:
+        mine = share_digest(passes, sharding, rank)
+        schedule = Schedule(num_passes=num_passes, dataset_digest=mine, order=order)
+        return schedule.digest == (commit.schedule_digest or commit.overlaid)
+
+    if trained(len(share), share.whole.digest):
+        return commit.cursor
+    source = split_source(share.whole)
+    if source is None or isinstance(order, tuple) or not trained(len(source.parts), source.digest):
+        return None
+    samples = commit.settings.get("order")
+    return Cursor(*split_cursor(share.whole, commit.cursor, order=samples, order_seed=order))
+
+
+def _start(old: Shards, share: Share, order: OrderRule, *, reorganized: bool) -> Cursor:
+    """Return where training goes on in the schedule of ``share``. Raises DatasetError where that is another one."""
+    commit = old.shards[0].commit
+    assert commit is not None
+    found = place_of(commit, old.sharding, 0, share, order)
+    if found is not None:
+        return found
+    if not reorganized:
+        raise DatasetError(
+            f"the dataset {share.path} in this order is not the one that {old.label} was trained with, nor split from "
+            "it: open the dataset it was trained with, or have the store reorganized for this one"
+        )
+    if commit.cursor.sample:
+        raise DatasetError(
+            f"{old.label} stands inside pass {commit.cursor.pass_index}: train to the end of a pass before its rows "
+            "are put in the order of other passes"
+        )
+    return Cursor(0, 0)
+
+
+def _note(refused: list[Exception], work: Callable[[], None]) -> None:
+    """Work, and note what is refused."""
+    try:
+        work()
+    except (BudgetError, DatasetError) as error:
+        refused.append(error)
+
+
+def _refuse(opened: ShardWriter, ranks: AnyCommunicator, what: str, errors: Sequence[Exception]) -> None:
+    """Raise on all ranks where any has an error, when the new shards are deleted again."""
+    if any(ranks.all_gather_object(bool(errors))):
+        with suppress(RankError, StoreError, OSError):  # what could not be deleted goes with the next opening
+            opened.abandon()
+        with ranks.raise_on_all(what):
+            for error in errors:
+                raise error
+
+
+def _check_room(need: Need, opened: ShardWriter, ranks: AnyCommunicator, store_budget: int | None) -> None:
+    """Raise BudgetError, with the numbers, where a new shard exceeds its budget, or those of a disk its free bytes."""
+    folder = opened.store.path
+    assert folder is not None, "shards have folders"
+    disk = f"{socket.gethostname()}:{folder.stat().st_dev}"
+    told = ranks.all_gather_object([disk, need.total, shutil.disk_usage(folder).free])
+    words = ""
+    needed, free = sum(total for at, total, _ in told if at == disk), min(free for at, _, free in told if at == disk)
+    if store_budget is not None and need.shard > store_budget:
+        words = (
+            f"store_budget is {format_bytes(store_budget)}, but the shard of rank {ranks.rank} would have "
+            f"{format_bytes(need.shard)} of {need.rows:,} rows: raise store_budget or start more ranks"
+        )
+    elif needed > free:
+        words = (
+            f"the new shards on the disk of {folder} need {format_bytes(needed)} while they are made, with temporary "
+            f"files, that of rank {ranks.rank} {format_bytes(need.shard)} and {format_bytes(need.scratch)}, and "
+            f"{format_bytes(free)} are free: free space there, or give folders on other disks with shard_dirs="
+        )
+    _refuse(opened, ranks, "finding room for new shards", [BudgetError(words)] if words else [])

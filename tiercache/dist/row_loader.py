@@ -1,0 +1,183 @@
+"""Rows of any keys as of now, read by the ranks that own them for those that ask."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tiercache.data.raw_batch import OOV_KEY
+from tiercache.errors import BudgetError
+from tiercache.kernels.cpu.hashing import key_owners
+from tiercache.kernels.cpu.next_use import search_keys
+from tiercache.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.dist.communicator import AnyCommunicator
+    from tiercache.dist.shard_view import Share
+    from tiercache.store.table import Table
+    from tiercache.train.evaluation import LiveRows
+    from tiercache.train.missing_rows import Unseen
+
+
+class LoadedRows:
+    """Vectors of some keys, in memory."""
+
+    unseen: Unseen = "initial"
+    """What the owners of keys read them as that were never trained."""
+
+    def __init__(self, rows: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float32]]]) -> None:
+        """rows: by table, keys (n,) ascending and their vectors (n, dim)."""
+        self._rows = dict(rows)
+
+    def fill(self, table_name: str, keys: NDArray[np.int64], out: tuple[NDArray[np.float32], ...]) -> None:
+        """Write the vectors of ``keys``, all of which are here, to the first array of ``out``."""
+        known, vectors = self._rows[table_name]
+        np.take(vectors, np.searchsorted(known, keys), axis=0, out=out[0])
+
+
+class RowLoader:
+    """Has owners read rows. On the training thread, between batches."""
+
+    def __init__(self, share: Share, live_rows: Callable[..., LiveRows], ranks: AnyCommunicator) -> None:
+        """live_rows: of this rank's cache; of its own rows."""
+        self._share, self._live_rows, self._ranks = share, live_rows, ranks
+        self._shares_unknown: bool | None = None  # whether a pass has such a row that only one rank owns
+
+    def live_rows(self) -> LiveRows:
+        """Return a reader of this rank's rows as of now, that knows the out-of-vocabulary rows of all. Collective."""
+        with self._ranks.raise_on_all("beginning to read rows as of now"):
+            found = self._live_rows()
+        if self._shares_unknown is False:
+            return found
+        unknown = _unknown_rows(self._share, found, self._ranks)
+        self._shares_unknown = bool(unknown)
+        return self._live_rows(unknown) if unknown else found
+
+    def load(
+        self, keys: Mapping[str, NDArray[np.int64]], budget: int | None = None, unseen: Unseen = "initial"
+    ) -> LoadedRows:
+        """Return the rows of ``keys``: by table, each once, ascending; other ranks ask for others. Collective.
+
+        unseen: the same on all ranks.
+        On the wire travel, once each way, counts, keys (int64) and vectors in float32. Raises BudgetError where this
+        rank is to read vectors of more than ``budget`` bytes for others.
+        """
+        ranks, what = self._ranks, "reading rows of raw keys"
+        live_rows, tables = self.live_rows(), self._share.whole.tables
+        live_rows.unseen = unseen
+        asked_WT = self._asked(tables, keys)
+        to = np.array([[found.size for found in mine] for mine in asked_WT], np.int64)
+        told = ranks.exchange_splits(to, what)
+        sent = torch.from_numpy(np.concatenate([one for mine in asked_WT for one in mine]))
+        came = ranks.all_to_all(sent, to.sum(axis=1).tolist(), told.sum(axis=1).tolist(), what=what).numpy()
+        widths_W = np.array([[self._width(table, rank) for table in tables] for rank in range(ranks.size)], np.int64)
+        here = widths_W[ranks.rank]
+        with ranks.raise_on_all(what):
+            if budget is not None and int((told.sum(axis=0) * here).sum()) * 4 > budget:
+                raise BudgetError(
+                    f"the ranks ask rank {ranks.rank} for rows of "
+                    f"{format_bytes(int((told.sum(axis=0) * here).sum()) * 4)} at once, but eval_budget is "
+                    f"{format_bytes(budget)}: give smaller batches, or raise eval_budget (and host_budget)"
+                )
+            answer = self._read(live_rows, told, came, here)
+        sizes = (to * widths_W).sum(axis=1).tolist()
+        back = ranks.all_to_all(torch.from_numpy(answer), (told @ here).tolist(), sizes, what=what).numpy()
+        return self._put_together(tables, keys, to, widths_W, back)
+
+    def _width(self, table: Table, rank: int) -> int:
+        """Return how many columns of a table a rank owns."""
+        table_sharding = self._share.sharding.tables[table.name]
+        if table_sharding.by_hash:
+            return table.dim
+        part = table_sharding.slice_of(rank)
+        return 0 if part is None else part.last - part.first
+
+    def _asked(self, tables: Sequence[Table], keys: Mapping[str, NDArray[np.int64]]) -> list[list[NDArray[np.int64]]]:
+        """Return by rank and table the keys that the rank is asked for, ascending."""
+        asked: list[list[NDArray[np.int64]]] = [[] for _ in range(self._ranks.size)]
+        for table in tables:
+            some = keys.get(table.name, np.empty(0, np.int64))
+            owners = self._owners(table, some)
+            for rank, mine in enumerate(asked):
+                mine.append(some if owners is None and self._width(table, rank) else some[:0] if owners is None
+                            else some[owners == rank])  # fmt: skip
+        return asked
+
+    def _owners(self, table: Table, keys: NDArray[np.int64]) -> NDArray[np.int16] | None:
+        """Return the rank that owns each key; None where ranks own all keys, or none."""
+        if not self._share.sharding.tables[table.name].by_hash:
+            return None
+        owners = np.empty(keys.size, np.int16)
+        key_owners(keys, table.table_id, self._ranks.size, owners)
+        return owners
+
+    def _read(
+        self, live_rows: LiveRows, told_WT: NDArray[np.int64], came: NDArray[np.int64], widths_T: NDArray[np.int64]
+    ) -> NDArray[np.float32]:
+        """Return the vectors of the keys that came, which stand by rank and table, in their order."""
+        answer = np.empty(int((told_WT * widths_T).sum()), np.float32)
+        ends, goes = np.cumsum(told_WT).reshape(told_WT.shape), np.cumsum(told_WT * widths_T).reshape(told_WT.shape)
+        for t, table in enumerate(self._share.tables):
+            parts = [came[end - count : end] for end, count in zip(ends[:, t], told_WT[:, t], strict=True)]
+            keys, inverse = np.unique(np.concatenate(parts), return_inverse=True)
+            if not keys.size:
+                continue
+            vectors, first = np.empty((keys.size, int(widths_T[t])), np.float32), 0
+            live_rows.fill(table.name, keys, (vectors,))
+            for end, count in zip(goes[:, t].tolist(), told_WT[:, t].tolist(), strict=True):
+                out = answer[end - count * vectors.shape[1] : end].reshape(count, vectors.shape[1])
+                np.take(vectors, inverse[first : first + count], axis=0, out=out)
+                first += count
+        return answer
+
+    def _put_together(
+        self, tables: Sequence[Table], keys: Mapping[str, NDArray[np.int64]], to_WT: NDArray[np.int64],
+        widths_WT: NDArray[np.int64], back: NDArray[np.float32],
+    ) -> LoadedRows:  # fmt: skip
+        """Put what came from each rank where its keys stand, side by side where ranks have columns."""
+        found, ends = {}, np.cumsum(to_WT * widths_WT).reshape(to_WT.shape)
+        for t, table in enumerate(tables):
+            if table.name not in keys:
+                continue
+            some = keys[table.name]
+            vectors, owners = np.empty((some.size, table.dim), np.float32), self._owners(table, some)
+            for rank in np.nonzero(to_WT[:, t])[0].tolist():
+                width, end = int(widths_WT[rank, t]), int(ends[rank, t])
+                piece = back[end - int(to_WT[rank, t]) * width : end].reshape(-1, width)
+                if owners is not None:
+                    vectors[owners == rank] = piece
+                else:
+                    part = self._share.sharding.tables[table.name].slice_of(rank)
+                    assert part is not None
+                    vectors[:, part.first : part.last] = piece
+            found[table.name] = some, vectors
+        return LoadedRows(found)
+
+
+def _unknown_rows(share: Share, live_rows: LiveRows, ranks: AnyCommunicator) -> dict[str, list[NDArray[np.float32]]]:
+    """Return the out-of-vocabulary rows of tables that are divided by hash: one rank has them, all stand in for it."""
+    mine: dict[str, list[list[float]]] = {}
+    with ranks.raise_on_all("reading rows of keys out of the vocabulary"):
+        mine = _own_unknown_rows(share, live_rows)
+    found = {name: fields for values in ranks.all_gather_object(mine) for name, fields in values.items()}
+    return {name: [np.array([field], dtype=np.float32) for field in fields] for name, fields in found.items()}
+
+
+def _own_unknown_rows(share: Share, live_rows: LiveRows) -> dict[str, list[list[float]]]:
+    mine = {}
+    for table in share.tables:
+        if share.sharding.tables[table.name].by_hash:
+            place = np.full(1, -1, dtype=np.int64)
+            unknown = np.array([OOV_KEY], dtype=np.int64)
+            for source in share.passes:
+                if place[0] < 0:
+                    search_keys(np.asarray(source.keys(table.name)), table.table_id, unknown, place)
+            if place[0] >= 0:
+                mine[table.name] = [field[0].tolist() for field in live_rows.fields(table.name, unknown)]
+    return mine

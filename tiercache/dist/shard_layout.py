@@ -1,0 +1,266 @@
+"""Bounds: whether other ranks ask for what this one has. On the host, before a kernel reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.errors import RankError
+from tiercache.kernels.cpu.next_use import hash_range_bound
+from tiercache.store.shards.sharding import hash_bounds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.store.shards.sharding import Kind, ShardingPlan
+    from tiercache.store.table import Group, Table
+
+
+def out_of_bounds(rank: int, numbers: NDArray[np.int32], count: int, what: str) -> RankError | None:
+    """Return what is wrong with numbers that came to ``rank``, where some are none of [0, count): rows ``what``."""
+    if not numbers.size or (int(numbers.min()) >= 0 and int(numbers.max()) < count):
+        return None
+    return RankError(
+        f"rank {rank} was asked for rows {int(numbers.min()):,} to {int(numbers.max()):,} {what}: start all ranks "
+        "again with one dataset and one sharding"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """What one rank owns of one table in one pass: some local ids, some columns."""
+
+    rank: int
+    low: int
+    """The first local id."""
+    high: int
+    """The local id behind the last."""
+    group: int
+    """The group among those of the rank's part."""
+    first: int
+    """Where the row of ``low`` stands among the rows of that group in that pass."""
+    first_column: int
+    last_column: int
+    """The column behind the last."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Owners:
+    """The owners of every row of one pass. T tables in the order of table ids, W ranks.
+
+    Rank w owns local ids ``[low_TW[t, w], high_TW[t, w])`` of table t, none where these are equal; the row of local id
+    i is then at position ``first_TW[t, w] + i - low_TW[t, w]`` of group ``group_TW[t, w]`` of that rank's part.
+    """
+
+    sub_dataset: int
+    tables: tuple[Table, ...]
+    """Whole, not the parts of a rank."""
+    kinds: tuple[Kind, ...]
+    """How each table is placed."""
+    rows_T: NDArray[np.int64]
+    """How many local ids each table has in the pass."""
+    low_TW: NDArray[np.int64]
+    high_TW: NDArray[np.int64]
+    group_TW: NDArray[np.int32]
+    first_TW: NDArray[np.int64]
+    columns_TW2: NDArray[np.int32]
+    """The first column that the rank owns, and the column behind the last; all columns where it owns no row."""
+    destinations: tuple[tuple[Destination, ...], ...]
+    """By table: who owns local ids, in the order of local ids or, of column slices, of columns. A rank that owns
+    columns stands there though the pass has no row of the table; one that owns a range of hashes does not."""
+
+    @property
+    def num_ranks(self) -> int:
+        """W."""
+        return int(self.low_TW.shape[1])
+
+    def span(self, table: str, rank: int) -> tuple[int, int]:
+        """Return the first local id of a table that a rank owns and the one behind the last."""
+        t = self.index(table)
+        return int(self.low_TW[t, rank]), int(self.high_TW[t, rank])
+
+    def index(self, table: str) -> int:
+        """Return t of a table. Raises KeyError for an unknown name."""
+        for t, known in enumerate(self.tables):
+            if known.name == table:
+                return t
+        raise KeyError(table)
+
+
+def find_owners(
+    sharding: ShardingPlan,
+    sub_dataset: int,
+    tables: Sequence[Table],
+    groups_W: Sequence[tuple[Group, ...]],
+    keys_of: Callable[[str], NDArray[np.int64]],
+) -> Owners:
+    """Find the owners of a pass: a search of each rank's hash bound in each key set, nothing else is read.
+
+    tables: whole, in the order of table ids. groups_W: the groups of each rank's part. keys_of(table name): int64 keys
+    of the pass in hash order. Raises ValueError where a rank owns 2^31 rows of one group.
+    """
+    T, W = len(tables), sharding.num_ranks
+    rows = np.array([keys_of(table.name).size for table in tables], dtype=np.int64)
+    low, high, first = np.zeros((T, W), np.int64), np.zeros((T, W), np.int64), np.zeros((T, W), np.int64)
+    group, columns = np.zeros((T, W), np.int32), np.zeros((T, W, 2), np.int32)
+    for t, table in enumerate(tables):
+        table_sharding = sharding.tables[table.name]
+        columns[t, :, 1] = table.dim
+        if table_sharding.by_hash:
+            bounds = rank_bounds(keys_of(table.name), table, W)
+            low[t], high[t] = bounds[:-1], bounds[1:]
+        for part in table_sharding.slices:
+            high[t, part.rank] = rows[t]
+            columns[t, part.rank] = part.first, part.last
+    for rank, groups in enumerate(groups_W):
+        place = {table.name: t for t, table in enumerate(tables)}
+        for one in groups:
+            members = [place[table.name] for table in one.tables]
+            ends = np.cumsum(high[members, rank] - low[members, rank])
+            group[members, rank], first[members[1:], rank] = one.index, ends[:-1]
+            if ends[-1] >= 1 << 31:
+                raise ValueError(
+                    f"rank {rank} owns {int(ends[-1]):,} rows of one group in sub-dataset {sub_dataset}, and a "
+                    "position is an int32: shard tables by row, add ranks or extract smaller passes"
+                )
+    found = []
+    for t, table in enumerate(tables):
+        ranks = [part.rank for part in sharding.tables[table.name].slices] or np.nonzero(high[t] > low[t])[0].tolist()
+        found.append(
+            tuple(
+                Destination(
+                    w, int(low[t, w]), int(high[t, w]), int(group[t, w]), int(first[t, w]), *columns[t, w].tolist()
+                )
+                for w in ranks
+            )
+        )
+    kinds = tuple(sharding.tables[table.name].kind for table in tables)
+    return Owners(sub_dataset, tuple(tables), kinds, rows, low, high, group, first, columns, tuple(found))
+
+
+def rank_bounds(keys: NDArray[np.int64], table: Table, num_ranks: int) -> NDArray[np.int64]:
+    """Return where the keys of each rank's range of hashes begin: (W + 1,), for keys (n,) in hash order."""
+    return np.array([hash_range_bound(keys, table.table_id, bound) for bound in hash_bounds(num_ranks)], np.int64)
+
+
+_MOST_POSITIONS = 1 << 31
+_WHOLE, _SLICED, _MIRRORED = range(3)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """Rows that are copied at once between the wire and a group's rows."""
+
+    rank_R: NDArray[np.int64]
+    section_R: NDArray[np.int64]
+    group_R: NDArray[np.int64]
+    """The group of whole tables."""
+    column_R: NDArray[np.int64]
+    """The first column."""
+    width_R: NDArray[np.int64]
+    """Columns."""
+    mirrored_R: NDArray[np.bool_]
+    first_R: NDArray[np.int64]
+    """The first stretch of each."""
+
+    def columns(self, run: int) -> slice:
+        """Return the columns of a run."""
+        first = int(self.column_R[run])
+        return slice(first, first + int(self.width_R[run]))
+
+
+class Stretches:
+    """The stretches of one pass in wire order, seen from one rank."""
+
+    def __init__(
+        self, owners: Owners, groups: Sequence[Group], rank: int, num_groups: int, *, mirrored: bool = True
+    ) -> None:
+        """Lay a pass out.
+
+        groups: of whole tables. num_groups: H. mirrored: whether rows of replicated tables are looked up in mirrors.
+        """
+        self.owners, self.mirrored = owners, mirrored
+        self.num_ranks, self.rank, self.num_groups = owners.num_ranks, rank, num_groups
+        self.num_whole_groups = len(groups)
+        """G."""
+        group_of = {table.name: group.index for group in groups for table in group.tables}
+        self.table_of = {table.name: t for t, table in enumerate(owners.tables)}
+        self.rows_T = owners.rows_T
+        """How many local ids each table has."""
+        self.rows_H = [0] * num_groups
+        """Rows of each group of the rank's own part."""
+        for t in range(len(owners.tables)):
+            self.rows_H[int(owners.group_TW[t, rank])] += int(owners.high_TW[t, rank] - owners.low_TW[t, rank])
+        found = []
+        for t, table in enumerate(owners.tables):
+            is_mirrored = mirrored and owners.kinds[t] == "replicate"
+            for d in owners.destinations[t]:
+                kind = _MIRRORED if is_mirrored else _WHOLE if d.last_column - d.first_column == table.dim else _SLICED
+                turn = d.rank if d.rank != rank else owners.num_ranks
+                key = turn, is_mirrored, d.group, group_of[table.name], t, d.first_column
+                found.append((key, (t, d.rank, d.group, d.low, d.high, d.first, d.first_column, d.last_column, kind)))
+        found.sort()
+        columns = np.array([numbers for _, numbers in found], dtype=np.int64).reshape(-1, 9).T.copy()
+        self.table_K, self.rank_K, part_group, self.low_K, self.high_K, self.first_K, column, last, place = columns
+        self.group_T = [group_of[table.name] for table in owners.tables]
+        """The group of whole tables that each table is in."""
+        self.group_K = np.array(self.group_T, dtype=np.int64)[self.table_K]
+        self.section_K = part_group + np.where(place == _MIRRORED, num_groups, 0)
+        self.width_K, self.place_K = last - column, place
+        self.table_order_K = np.argsort(self.table_K, kind="stable")
+        """Stretches by table."""
+        self.by_table_K = self.table_K[self.table_order_K]
+        self.mirrored_k = np.nonzero(place == _MIRRORED)[0]
+        """Which stretches are mirrored."""
+        self.width_WS = np.zeros((self.num_ranks, 2 * num_groups), dtype=np.int64)
+        """Columns of the rows of each section of each rank."""
+        self.width_WS[self.rank_K, self.section_K] = self.width_K
+        self.sets = self._cut_sets()
+        """Tables whose positions are sorted together, as (first, last) among the T."""
+        self.base_T = np.empty_like(self.rows_T)
+        """The position of local id 0 of each table in its set."""
+        for first, end in self.sets:
+            self.base_T[first:end] = exclusive(self.rows_T[first:end])
+        is_first = (place != _SLICED) | (column == 0)
+        by_slot = np.lexsort((np.arange(place.size), np.where(place == _SLICED, self.table_K, 0), place, self.group_K))
+        self.slot_order = by_slot[is_first[by_slot]]
+        """The stretches that rows are counted by, group by group in the order of slots."""
+        self.is_first_K = is_first
+        first_of = {(int(self.table_K[k])): k for k in np.nonzero(is_first & (place == _SLICED))[0]}
+        self.counted_K = np.array([first_of.get(int(t), k) if place[k] == _SLICED else k
+                                   for k, t in enumerate(self.table_K)], dtype=np.int64)  # fmt: skip
+        """The stretch that has the first columns of the same rows."""
+        self.runs = self._cut_runs(column)
+        self.is_plain = len(groups) == 1 and not (place != _WHOLE).any()
+        """Whether what travels is what is looked up: whole rows of one group."""
+
+    def _cut_sets(self) -> list[tuple[int, int]]:
+        """Cut the tables where their rows exceed what an int32 counts."""
+        cuts, rows = [0], 0
+        for t, more in enumerate(self.rows_T.tolist()):
+            if rows + more > _MOST_POSITIONS:
+                cuts.append(t)
+                rows = 0
+            rows += more
+        return list(pairwise([*cuts, int(self.rows_T.size)]))
+
+    def _cut_runs(self, column: NDArray[np.int64]) -> Runs:
+        keys = np.stack([self.rank_K, self.section_K, self.group_K])
+        new = np.ones(self.table_K.size, dtype=bool)
+        new[1:] = (keys[:, 1:] != keys[:, :-1]).any(axis=0)
+        new |= self.place_K == _SLICED
+        k = np.nonzero(new)[0]
+        return Runs(
+            self.rank_K[k], self.section_K[k], self.group_K[k], column[k], self.width_K[k],
+            self.place_K[k] == _MIRRORED, k,
+        )  # fmt: skip
+
+
+def exclusive(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the sum of all counts before each."""
+    return np.asarray(np.cumsum(counts) - counts)

@@ -1,0 +1,148 @@
+"""Shares: what one rank owns of a dataset, as the sub-datasets that its own shard of the store is trained with."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from tiercache.dist.shard_layout import find_owners
+from tiercache.kernels.cpu.next_use import hash_range_bound
+from tiercache.store.shards.sharding import hash_bounds
+from tiercache.store.table import group_tables
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+    from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tiercache.data.dataset import PassDataset
+    from tiercache.data.sub_dataset import EncodedBatch, SampleBuffers, SubDataset
+    from tiercache.dist.shard_layout import Owners
+    from tiercache.schema import Schema
+    from tiercache.store.shards.sharding import ShardingPlan
+    from tiercache.store.table import Group, Table
+
+
+def share_digest(passes: str, sharding: ShardingPlan, rank: int) -> str:
+    """Return the digest of the share that a rank has of the dataset with the digest ``passes``: one rank has all."""
+    if sharding.num_ranks == 1:
+        return passes
+    return hashlib.sha256(f"{passes}\0{sharding.digest}\0{rank}".encode()).hexdigest()
+
+
+class SharedSubDataset:
+    """A sub-dataset as one rank sees it: its own keys, and all samples, with local ids of the whole sub-dataset."""
+
+    def __init__(self, whole: SubDataset, share: Share) -> None:
+        self.index = whole.index
+        """Its place in the dataset."""
+        self.samples = whole.samples
+        """How many samples the whole sub-dataset has."""
+        self.whole = whole
+        """The sub-dataset of all ranks."""
+        self._share = share
+        self._spans: dict[str, slice] = {}
+
+    def span(self, table: str) -> slice:
+        """Return the local ids, in the whole sub-dataset, of the rank's own rows of a table."""
+        if table not in self._spans:
+            self._spans[table] = self._find(table)
+        return self._spans[table]
+
+    def _find(self, table: str) -> slice:
+        sharding, rank = self._share.sharding, self._share.rank
+        table_sharding, rows = sharding.tables[table], self.whole.rows(table)
+        if not table_sharding.by_hash:
+            return slice(0, 0 if table_sharding.slice_of(rank) is None else rows)
+        if sharding.num_ranks == 1:
+            return slice(0, rows)
+        keys, table_id = self.whole.keys(table), self._share.table_ids[table]
+        bounds = hash_bounds(sharding.num_ranks)[rank : rank + 2]
+        return slice(*(hash_range_bound(keys, table_id, bound) for bound in bounds))
+
+    def check_samples(self) -> None:
+        """Raise DatasetError where the sub-dataset has a key set alone."""
+        self.whole.check_samples()
+
+    def rows(self, table: str) -> int:
+        """Return how many rows of a table the rank owns."""
+        mine = self.span(table)
+        return int(mine.stop - mine.start)
+
+    def keys(self, table: str) -> NDArray[np.int64]:
+        """Return the keys of a table that the rank owns, in hash order: mapped, read-only."""
+        return self.whole.keys(table)[self.span(table)]
+
+    def read(
+        self,
+        indices: NDArray[np.int64],
+        into: SampleBuffers | None = None,
+        *,
+        features: Collection[str] | None = None,
+    ) -> EncodedBatch:
+        """Read the samples at ``indices``, in their order, with local ids of the whole sub-dataset."""
+        return self.whole.read(indices, into, features=features)
+
+
+class Share:
+    """What one rank owns of a dataset: sub-datasets with its own keys, for the tables of its shard.
+
+    Its samples have local ids of the whole sub-dataset. Key sets are in hash order, so a rank's keys of a table
+    sharded by row are one stretch of them: nothing is copied.
+    """
+
+    def __init__(self, passes: PassDataset, sharding: ShardingPlan, rank: int) -> None:
+        """Raises ValueError where the sharding is of other tables, or has no such rank."""
+        if not 0 <= rank < sharding.num_ranks:
+            raise ValueError(f"rank {rank} has no share: the sharding has {sharding.num_ranks} ranks, counted from 0")
+        sharding.check(passes.tables)
+        self.whole, self.sharding, self.rank = passes, sharding, rank
+        self.tables = sharding.shard_tables(passes.tables, rank)
+        """The tables of the rank's shard, in the order of table ids."""
+        self.table_ids = {table.name: table.table_id for table in self.tables}
+        """By name."""
+        self.schema: Schema = replace(passes.schema, tables=self.tables)
+        """That of the dataset, with the tables of the shard."""
+        self.passes = tuple(SharedSubDataset(one, self) for one in passes.passes)
+
+    @property
+    def path(self) -> Path:
+        """The folder of the dataset."""
+        return self.whole.path
+
+    @cached_property
+    def digest(self) -> str:
+        """Hexadecimal digest of dataset, sharding and rank."""
+        return share_digest(self.whole.digest, self.sharding, self.rank)
+
+    @property
+    def samples(self) -> int:
+        """Samples of all sub-datasets."""
+        return self.whole.samples
+
+    @cached_property
+    def groups_W(self) -> tuple[tuple[Group, ...], ...]:  # noqa: N802 - a shape stands in the name
+        """The groups of every rank's shard."""
+        shards = (self.sharding.shard_tables(self.whole.tables, rank) for rank in range(self.sharding.num_ranks))
+        known: dict[tuple[Table, ...], tuple[Group, ...]] = {}  # ranks without columns of their own are alike
+        return tuple(known[one] if one in known else known.setdefault(one, group_tables(one)) for one in shards)
+
+    def owners(self, sub_dataset: int) -> Owners:
+        """Find who owns each row of a sub-dataset; every rank finds the same. Hold it as long as the sub-dataset is
+        trained.
+        """
+        keys = self.whole.passes[sub_dataset].keys
+        return find_owners(self.sharding, sub_dataset, self.whole.tables, self.groups_W, keys)
+
+    def __iter__(self) -> Iterator[SharedSubDataset]:
+        return iter(self.passes)
+
+    def __len__(self) -> int:
+        return len(self.passes)
+
+    def __repr__(self) -> str:
+        return f"Share(rank {self.rank} of {self.sharding.num_ranks}, {self.whole!r})"

@@ -1,0 +1,146 @@
+"""Gathering samples from the mapped arrays of a sub-dataset, and turning numbers into local ids.
+
+All kernels are serial and run without the GIL, so that any thread may call them.
+Legend: n samples asked for, N samples of the sub-dataset, W words of a sample, S features with one id, E ids.
+"""
+
+import numpy as np
+
+from tiercache.kernels.arrays import I4, I8, U8, Matrix, Word, Written
+from tiercache.kernels.cpu.hashing import mix_word
+from tiercache.kernels.cpu.jit import inlined, serial
+
+
+@serial
+def gather_rows(
+    words: I4,  # (N * W,)
+    samples: I8,  # (n,) each below N
+    out: Written[Matrix[I4]],  # (n, W)
+) -> None:
+    """Copy the W words of each sample, which lie side by side."""
+    width = out.shape[1]
+    for i in range(samples.size):
+        at = samples[i] * width
+        for w in range(width):
+            out[i, w] = words[at + w]
+
+
+@serial
+def gather_columns(
+    words: I4,  # (N * width,)
+    samples: I8,  # (n,) each below N
+    width: int,  # words of a sample
+    columns: I8,  # (S,) word of a sample that each row of out is made of
+    out: Written[Matrix[I4]],  # (S, n)
+) -> None:
+    """Copy S of the words of each sample and transpose them: out is feature-major."""
+    # Tiles of 16 samples: the lines that a tile reads stay in the first cache while each column writes one line.
+    for first in range(0, samples.size, 16):
+        last = min(samples.size, first + 16)
+        for s in range(columns.size):
+            for i in range(first, last):
+                out[s, i] = words[samples[i] * width + columns[s]]
+
+
+@serial
+def gather_offsets(
+    longs: I8,  # (N + 1,) where the lists of the sub-dataset begin
+    count: int,  # values of all lists
+    samples: I8,  # (n,)
+    begins: Written[I8],  # (n,) where each list begins
+    offsets: Written[I8],  # (n + 1,) offsets of the gathered lists
+) -> int:
+    """Read where lists begin and lay them out one after another.
+
+    Return the first of the n whose list does not lie within the values, -1 where all do.
+    """
+    offsets[0] = 0
+    for i in range(samples.size):
+        begin, end = longs[samples[i]], longs[samples[i] + 1]
+        if not 0 <= begin <= end <= count:
+            return i
+        begins[i] = begin
+        offsets[i + 1] = offsets[i] + end - begin
+    return -1
+
+
+@serial
+def gather_lists(
+    words: I4,  # values of all lists
+    begins: I8,  # (n,)
+    offsets: I8,  # (n + 1,)
+    out: Written[I4],  # (offsets[n],)
+) -> None:
+    """Copy the lists that `gather_offsets` laid out."""
+    for i in range(begins.size):
+        at = begins[i]
+        for e in range(offsets[i + 1] - offsets[i]):
+            out[offsets[i] + e] = words[at + e]
+
+
+@serial
+def permute(numbers: Written[I4], positions: I4) -> None:
+    """Replace each of the E numbers by `positions[number]`, in place."""
+    for e in range(numbers.size):
+        numbers[e] = positions[numbers[e]]
+
+
+@serial
+def permute_columns(
+    numbers: I4,  # (S * n,) of each feature in turn
+    positions: I4,  # positions of all tables, one table after another
+    bases: I8,  # (S,) where the table of each feature begins in positions
+    ids: Written[Matrix[I4]],  # (n, S)
+) -> None:
+    """Write `positions[bases[s] + number]` for each number of feature s: ids are sample-major."""
+    samples = ids.shape[0]
+    for first in range(0, samples, 1024):  # ids of a tile stay in the second-level cache for all features
+        last = min(samples, first + 1024)
+        for s in range(bases.size):
+            base, row = bases[s], s * samples
+            for n in range(first, last):
+                ids[n, s] = positions[base + numbers[row + n]]
+
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)  # of splitmix64's state
+_LEAST_BITS = 8  # in fewer, six rounds leave some orders of a few samples far more likely than others
+
+
+@inlined
+def _permuted(x, low_bits, high_mask, low_mask, keys):  # type: ignore[no-untyped-def]
+    high, low = x >> low_bits, x & low_mask
+    for j in range(0, 6, 2):
+        high ^= mix_word(low ^ keys[j]) & high_mask
+        low ^= mix_word(high ^ keys[j + 1]) & low_mask
+    return high << low_bits | low
+
+
+@serial
+def _shuffled(state: Word, count: Word, first: Word, out: Written[U8]) -> None:
+    one, bits = np.uint64(1), np.uint64(_LEAST_BITS)
+    while one << bits < count:
+        bits += one
+    high_bits = bits >> one
+    low_bits = bits - high_bits
+    high_mask, low_mask = (one << high_bits) - one, (one << low_bits) - one
+    keys = np.empty(6, np.uint64)
+    for j in range(6):
+        keys[j] = mix_word(np.uint64(state) + np.uint64(j + 1) * _STEP)
+    for i in range(out.size):
+        out[i] = _permuted(first + np.uint64(i), low_bits, high_mask, low_mask, keys)
+    for i in range(out.size):  # a loop of its own: the one above has no branch and runs several samples at once
+        while out[i] >= count:
+            out[i] = _permuted(out[i], low_bits, high_mask, low_mask, keys)
+
+
+def shuffled(state: int, count: int, first: int, last: int) -> I8:
+    """Return what stands at the places [first, last) of a permutation of 0..count-1 that `state` (uint64) decides.
+
+    Takes time and memory for these places alone, wherever they are. For shuffling, not for secrets. Raises ValueError
+    for places that are not within [0, count).
+    """
+    if not 0 <= first <= last <= count:
+        raise ValueError(f"places {first} to {last} were asked for: they must be within 0 to {count}.")
+    out = np.empty(last - first, np.uint64)
+    _shuffled(state, count, first, out)
+    return out.view(np.int64)

@@ -1,0 +1,369 @@
+"""The CUDA device: kernels compiled by NVRTC and launched through CuPy. The only module that imports CuPy.
+
+CuPy is imported when a device is opened or a kernel compiled, never before. Its RawModule does not compile: it adds
+-ftz=true behind the options that it is given, and float32 below 2^-126 would be zero on GPUs alone.
+"""
+
+import functools
+import hashlib
+import threading
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercache.kernels.arrays import View
+from tiercache.kernels.cuda.launch import BLOCK_THREADS, Argument, Arrays, describe, source
+
+_DIGEST = hashlib.sha256().digest_size
+_IN_MEMORY: dict[bytes, bytes] = {}
+
+
+def kept(folder: Path | None, name: str, made_from: str, make: Callable[[], bytes]) -> bytes:
+    """Return what `make` returns: from memory, else from the file `name` in a folder, else made, and then kept.
+
+    made_from: all that the code depends on. Without a folder, or where it cannot be written, only memory keeps it.
+    """
+    key = hashlib.sha256(made_from.encode()).digest()
+    if key not in _IN_MEMORY:
+        path = None if folder is None else folder / name
+        code = None if path is None else _read(path, key)
+        if code is None:
+            code = make()
+            if path is not None:
+                with suppress(OSError):  # read-only, or full: compiled again next time
+                    _write(path, key, code)
+        _IN_MEMORY[key] = code
+    return _IN_MEMORY[key]
+
+
+def _read(path: Path, key: bytes) -> bytes | None:
+    """Return the code of a whole file that was made from the same."""
+    try:
+        held = path.read_bytes()
+    except OSError:
+        return None
+    code = held[2 * _DIGEST :]
+    return code if held[: 2 * _DIGEST] == key + hashlib.sha256(code).digest() else None
+
+
+def _write(path: Path, key: bytes, code: bytes) -> None:
+    """Write a file that is there as a whole or not at all: several processes may write it at once."""
+    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        draft.write_bytes(key + hashlib.sha256(code).digest() + code)
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+"""What every kernel is compiled for in the tests; a GPU gets what its own architecture needs."""
+
+# The CPU's bits: no fused multiply-add, small numbers are not flushed to zero, quotients and roots are the nearest.
+_OPTIONS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
+_OLDEST = (8, 0)
+_KEPT_TABLES, _KEPT_BYTES = 256, 64 << 10  # 16 MiB of a GPU at most
+_PORTABLE, _MAPPED = 1, 2  # flags of cudaHostRegister
+_NO_DEVICE = 100  # cudaErrorNoDevice
+_INSTALL = "install tiercache[cuda13], or tiercache[cuda12] for a driver of CUDA 12"
+
+
+class CudaError(RuntimeError):
+    """A CUDA device cannot be used; the sentence says what was found and what to install."""
+
+
+class NoGpuError(CudaError):
+    """There is none: no driver, or one that shows no GPU. Any other CudaError is of a machine that may have one."""
+
+
+def sources() -> tuple[str, ...]:
+    """Return the names of all kernel sources."""
+    return tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.cu")))
+
+
+def _import_cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise CudaError(f"CuPy cannot be imported ({error}): {_INSTALL}.") from error
+    return cupy
+
+
+def _nvrtc() -> Any:
+    _import_cupy()
+    from cupy_backends.cuda.libs import nvrtc
+
+    try:
+        nvrtc.getVersion()
+    except (ImportError, RuntimeError, OSError) as error:
+        said = str(error).strip().splitlines()[0]
+        raise CudaError(f"NVRTC, CUDA's compiler, cannot be loaded ({said}): {_INSTALL}.") from error
+    return nvrtc
+
+
+def compile_source(name: str, architecture: str) -> bytes:
+    """Compile `name`.cu; needs NVRTC, no driver and no GPU. A device loads what this returns, and nothing else.
+
+    architecture: such as "sm_90", for machine code, or "compute_90", for PTX, which a driver compiles when it loads it.
+    Raises CudaError when NVRTC is missing, or with the compiler's log.
+    """
+    nvrtc = _nvrtc()
+    program = nvrtc.createProgram(source(name), f"{name}.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, (*_OPTIONS, f"-arch={architecture}"))
+        return bytes(nvrtc.getCUBIN(program) if architecture.startswith("sm_") else nvrtc.getPTX(program))
+    except nvrtc.NVRTCError as error:
+        said = nvrtc.getProgramLog(program) or error
+        raise CudaError(f"{name}.cu does not compile for {architecture}: {said}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def compile_all(architecture: str) -> dict[str, bytes]:
+    """Compile every kernel source for an architecture; returns the code of each."""
+    return {name: compile_source(name, architecture) for name in sources()}
+
+
+def architecture_of(capability: tuple[int, int]) -> str:
+    """Return what to compile for a GPU: its own architecture, or PTX of the next older one where NVRTC is older.
+
+    Raises CudaError where NVRTC is so new that it compiles for newer ones only.
+    """
+    nvrtc, (major, minor) = _nvrtc(), capability
+    known = sorted(nvrtc.getSupportedArchs())
+    if 10 * major + minor in known:
+        return f"sm_{major}{minor}"
+    older = [one for one in known if one < 10 * major + minor]
+    if not older:
+        raise CudaError(
+            f"NVRTC of CUDA {'.'.join(map(str, nvrtc.getVersion()))} compiles for compute capability {known[0] / 10} "
+            f"and newer, and this GPU has {major}.{minor}: install tiercache[cuda12], or use device='cpu'."
+        )
+    return f"compute_{older[-1]}"
+
+
+@functools.cache
+def _compiler(nvrtc: Any) -> str:
+    """Return what the compiler says of itself, to its build: the head of the PTX of nothing."""
+    program = nvrtc.createProgram("", "nothing.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, ())
+        lines = bytes(nvrtc.getPTX(program)).decode().splitlines()
+    except nvrtc.NVRTCError as error:
+        raise CudaError(f"NVRTC, CUDA's compiler, cannot compile an empty program ({error}): {_INSTALL}.") from error
+    finally:
+        nvrtc.destroyProgram(program)
+    return "\n".join((str(nvrtc.getVersion()), *(line for line in lines if line.startswith("//"))))
+
+
+def _kept_source(name: str, architecture: str) -> bytes:
+    """Return what `compile_source` does, which is kept beside numba's code."""
+    from tiercache.kernels.cpu.jit import cache_folder
+
+    made_from = "\0".join((source(name), *_OPTIONS, architecture, _compiler(_nvrtc())))
+    return kept(cache_folder(), f"{name}.{architecture}.cuda", made_from, lambda: compile_source(name, architecture))
+
+
+class Host(Arrays, Protocol):
+    """What a device takes from the library that computes with its arrays: torch. CuPy allocates nothing."""
+
+    def stream(self) -> int:
+        """Return the address of the stream to launch on; asked at every launch, so that kernels follow the model's."""
+        ...
+
+    def within(self) -> AbstractContextManager[Any]:
+        """Make the GPU current on the calling thread.
+
+        CuPy's own way returns to the GPU before by `cudaSetDevice`, which since CUDA 12 makes a context there.
+        """
+        ...
+
+
+def open_device(index: int, host: Host) -> "CudaDevice":
+    """Return GPU `index`. Raises NoGpuError where there is none, CudaError with what else is missing."""
+    cupy = _import_cupy()
+    runtime = cupy.cuda.runtime
+    wanted = runtime.runtimeGetVersion()
+    try:
+        driver = runtime.driverGetVersion()
+        count = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        driver, count = _driver_version(runtime), 0
+        if driver == 0:
+            raise NoGpuError(
+                f"no NVIDIA driver was found: install one that supports CUDA {wanted // 1000}, or use device='cpu'."
+            ) from error
+        if driver // 1000 < wanted // 1000:
+            raise CudaError(
+                f"the NVIDIA driver supports CUDA {_spoken(driver)}, and CuPy was built for CUDA {_spoken(wanted)}: "
+                f"{_INSTALL}, or update the driver."
+            ) from error
+        if error.status != _NO_DEVICE:
+            raise CudaError(
+                f"the NVIDIA driver, of CUDA {_spoken(driver)}, could not be asked for GPUs ({error}): see nvidia-smi, "
+                "or use device='cpu'."
+            ) from error
+    if count == 0:
+        raise NoGpuError(
+            "the NVIDIA driver shows no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES, or use device='cpu'."
+        )
+    if not 0 <= index < count:
+        raise CudaError(f"there is no GPU {index}: the driver shows {count}, counted from 0.")
+    _nvrtc()
+    return CudaDevice(cupy, index, host)
+
+
+def _driver_version(runtime: Any) -> int:
+    try:
+        return int(runtime.driverGetVersion())
+    except runtime.CUDARuntimeError:
+        return 0
+
+
+def _spoken(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+_LOADED: dict[tuple[Any, int, bytes], Any] = {}
+"""Modules by GPU and code. They stay: to unload one wants its context on the thread that happens to drop it."""
+
+
+class _ExternalStream:
+    """A stream that someone else made and destroys."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer
+
+
+class CudaDevice:
+    """One GPU; make it with `open_device`. Meant for one thread at a time."""
+
+    def __init__(self, cupy: Any, index: int, host: Host) -> None:
+        self._cupy, self._device, self._host = cupy, cupy.cuda.Device(index), host
+        self.empty, self.put, self.read, self.sort = host.empty, host.put, host.read, host.sort
+        self.stream = host.stream
+        self.num_sms = int(self._device.attributes["MultiProcessorCount"])
+        capability = divmod(int(self._device.compute_capability), 10)  # such as "90"; the attributes lack it
+        if capability < _OLDEST:
+            raise CudaError(
+                f"GPU {index} has compute capability {capability[0]}.{capability[1]}: at least "
+                f"{_OLDEST[0]}.{_OLDEST[1]} is needed, or use device='cpu'."
+            )
+        self._architecture = architecture_of(capability)
+        self._tables: OrderedDict[tuple[int, bytes], Any] = OrderedDict()
+        self._tables_lock = threading.Lock()  # an exchange beside a training has tables too
+        self._modules: dict[str, Any] = {}
+        self._functions: dict[str, Any] = {}
+        self._streams: dict[int, Any] = {}
+
+    def _module(self, name: str) -> Any:
+        if name not in self._modules:
+            cuda, code = self._cupy.cuda, _kept_source(name, self._architecture)
+            key = cuda.Module, int(self._device.id), code
+            if key not in _LOADED:
+                module = cuda.Module()
+                try:
+                    module.load(code)
+                except cuda.driver.CUDADriverError as error:
+                    raise CudaError(
+                        f"the NVIDIA driver, of CUDA {_spoken(cuda.runtime.driverGetVersion())}, does not load "
+                        f"{name}.cu, compiled for {self._architecture} ({error}): update the driver, or {_INSTALL}."
+                    ) from error
+                _LOADED[key] = module
+            self._modules[name] = _LOADED[key]
+        return self._modules[name]
+
+    def _function(self, kernel: str) -> Any:
+        if kernel not in self._functions:
+            name, function = kernel.split(".")
+            self._functions[kernel] = self._module(name).get_function(function)
+        return self._functions[kernel]
+
+    def prepare(self) -> None:
+        """Compile every kernel, or take it from the cache, and load it, before the first batch needs it.
+
+        Raises CudaError.
+        """
+        with self._host.within():
+            for name in sources():
+                self._module(name)
+
+    def describe(self, array: Any) -> View | None:
+        """Return where a tensor of torch, or an array with `__cuda_array_interface__`, lies on a GPU."""
+        return None if getattr(array, "is_cuda", True) is False else describe(array, "__cuda_array_interface__")
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Register pages of host memory, which kernels then read and write at the address they have. Any thread.
+
+        Raises CudaError where the system gives no more locked memory, or the device sees the pages elsewhere.
+        """
+        runtime = self._cupy.cuda.runtime
+        with self._host.within():
+            try:
+                runtime.hostRegister(address, num_bytes, _PORTABLE | _MAPPED)
+            except runtime.CUDARuntimeError as error:
+                raise CudaError(
+                    f"{num_bytes:,} bytes of host memory cannot be pinned for the GPU ({error}): lower host_budget, or "
+                    "raise what the system lets a process lock (ulimit -l)."
+                ) from error
+            if runtime.pointerGetAttributes(address).devicePointer != address:
+                runtime.hostUnregister(address)
+                raise CudaError("this GPU cannot reach host memory at the host's addresses: use device='cpu'.")
+
+    def unpin(self, address: int) -> None:
+        """Undo a `pin` that began at this address. Any thread."""
+        with self._host.within():
+            self._cupy.cuda.runtime.hostUnregister(address)
+
+    def launch(self, kernel: str, blocks: int, arguments: Sequence[Argument]) -> None:
+        """Start `kernel`, named "source.function", in blocks of `BLOCK_THREADS`, on the stream."""
+        with self._host.within():
+            pointer = self._host.stream()
+            if pointer not in self._streams:
+                self._streams[pointer] = self._cupy.cuda.Stream.from_external(_ExternalStream(pointer))
+            held = [self.table(a) if isinstance(a, np.ndarray) and a.ndim else None for a in arguments]
+            words = tuple(
+                self._word(argument) if there is None else np.int64(self._address(there))
+                for argument, there in zip(arguments, held, strict=True)
+            )
+            self._function(kernel)((blocks,), (BLOCK_THREADS,), words, stream=self._streams[pointer])
+
+    def _word(self, argument: Any) -> Any:
+        """Return an argument as CuPy takes it: of an array on the device, its address."""
+        if isinstance(argument, np.ndarray):
+            return argument
+        if isinstance(argument, float):
+            return np.float32(argument)
+        return np.int64(argument if isinstance(argument, int | np.integer) else self._address(argument))
+
+    def _address(self, array: Any) -> int:
+        found = self.describe(array)
+        assert found is not None, f"a kernel is given a {type(array).__name__}"
+        return found.address
+
+    def table(self, array: NDArray[Any]) -> Any:
+        """Return a copy of a table on the device, which nobody may write to.
+
+        The tables of one step are those of the step before where arrays lie at the same places, so recent ones are
+        kept. Large ones are those of a switch, and no two switches have the same.
+        """
+        if array.nbytes > _KEPT_BYTES:
+            return self.put(array)
+        key = self.stream(), array.tobytes()
+        with self._tables_lock:
+            if key not in self._tables:
+                self._tables[key] = self.put(array)
+                if len(self._tables) > _KEPT_TABLES:
+                    self._tables.popitem(last=False)
+            self._tables.move_to_end(key)
+            return self._tables[key]

@@ -1,0 +1,178 @@
+"""How the host budget is shared out: pure arithmetic, the same in the plan and in the tiers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tiercache.planning.positions import Positions
+    from tiercache.store.layout import SegmentLayout
+
+PAGE_BYTES = 4096
+ALIGNED_BYTES = 64 << 10
+"""Reads of at least so many bytes are staged as they lie in their pages of the file, and then need no copy."""
+MAX_PAGE_BYTES = 64 << 10
+CHECKED_BYTES = 4 << 20
+"""Bytes of a file of next uses for each checksum in it."""
+MAX_BLOCK_BYTES = 16 << 20
+MAX_TRANSACTION_BYTES = 64 << 20
+MAX_OVERHEAD_BYTES = 12 << 20
+MAX_SWEEP_BYTES = 512 << 20
+SWEPT_KEY_BYTES = 128
+"""The most bytes that finding the uses of a key takes while its hash range is gone through."""
+_RANGE_BYTES, _RANGE_TABLE_BYTES = 288, 48
+"""Of a range, and of each table in it: its counts, where it lies, and what the store keeps of it while it is live."""
+_PAGE_RECORD_BYTES = 56
+"""Of a page: where it lies, and its checksum."""
+_PASS_BYTES = 8 << 10
+"""Of a pass and of each of its groups: its key set, its report, and the arrays of its segment."""
+_INDEX_BYTES = 48
+"""Of a row of the pass on the device: slots and orders of three passes, and its key while it is written."""
+
+
+def gap_bytes(num_positions: int) -> tuple[int, int]:
+    """Return the bytes of the gaps of so many positions, of all passes, and of their checksums in a file."""
+    gaps = 8 * num_positions
+    return gaps, 4 * -(-gaps // CHECKED_BYTES)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostBudget:
+    """Shares of the host budget that do not change from pass to pass; all in bytes."""
+
+    total: int
+    """What the user allows: anonymous and pinned memory on the host."""
+    evaluation: int
+    """Reserved for rows of evaluation passes."""
+    transaction: int
+    """What the engine is given at once, and what a commit inside a pass packs at a time."""
+    page: int
+    """The most bytes of a page: the unit of checksums and of eviction."""
+    block: int
+    """The most bytes of a block: the unit of writing and freeing."""
+    staged_page: int
+    """The most bytes of a page that is read: one of a store that was put in order otherwise may be larger."""
+    evaluation_given: bool = False
+    """Whether the user said how much evaluation may have."""
+    planning: int = 0
+    """What planner and store keep of ranges, pages and passes, and the slots and orders of rows."""
+    seeded: bool = False
+    """Whether each epoch has its own order, so that uses are found while others are trained."""
+
+    @classmethod
+    def plan(
+        cls, total: int, *, evaluation: int | None, largest_row: int, largest_pass: int, stored_page: int = 0
+    ) -> HostBudget:
+        """Share out ``total``: blocks of a 32nd of the largest sub-dataset, transactions of a 16th of the budget.
+
+        Blocks lie between one row (a page of memory) and 16 MiB, transactions between two blocks and 64 MiB. The
+        largest page in the store that a pass waits for has ``stored_page`` bytes.
+
+        Blocks are whole pages of memory, which they take anyway: so one with as many rows as it holds, each of such a
+        page at most, has those of a region, and a region that was staging becomes a block with none locked anew.
+        """
+        block = _clamp(paged(largest_pass // 32), max(largest_row, PAGE_BYTES), max(largest_row, MAX_BLOCK_BYTES))
+        page = _clamp(block // 8, largest_row, max(largest_row, MAX_PAGE_BYTES))
+        return cls(
+            total=total,
+            evaluation=total // 16 if evaluation is None else evaluation,
+            transaction=_clamp(total // 16, 2 * paged(block), MAX_TRANSACTION_BYTES),
+            page=page,
+            block=block,
+            staged_page=max(page, stored_page),
+            evaluation_given=evaluation is not None,
+        )
+
+    @classmethod
+    def of(
+        cls,
+        positions: Positions,
+        total: int,
+        evaluation: int | None,
+        stored: Iterable[SegmentLayout] = (),
+        *,
+        seeded: bool = False,
+    ) -> HostBudget:
+        """Share out ``total`` for these passes, of which rows wait in the layouts ``stored``.
+
+        ``seeded``: whether each epoch has its own order.
+        """
+        budget = cls.plan(
+            total,
+            evaluation=evaluation,
+            largest_row=max(group.row_bytes for group in positions.groups),
+            largest_pass=max(positions.row_bytes(p) for p in range(positions.num_passes)),
+            stored_page=max((layout.most_page_rows * layout.row_bytes for layout in stored), default=0),
+        )
+        return replace(budget, planning=_planning_bytes(positions, budget, seeded=seeded), seeded=seeded)
+
+    def smallest(self, rows: int) -> int:
+        """Return the smallest total that leaves ``rows`` bytes for rows: the shares grow with the total."""
+        total, before = rows, -1
+        while total != before:
+            one = replace(
+                self,
+                total=total,
+                evaluation=self.evaluation if self.evaluation_given else total // 16,
+                transaction=_clamp(total // 16, 2 * paged(self.block), MAX_TRANSACTION_BYTES),
+            )
+            total, before = rows + one.total - one.rows, total
+        return total
+
+    @property
+    def overhead(self) -> int:
+        """Bytes for batches, and for what threads and the allocator keep: 12 MiB, of small budgets an eighth."""
+        return min(self.total // 8, MAX_OVERHEAD_BYTES)
+
+    @property
+    def sweep(self) -> int:
+        """Bytes for finding the uses of an epoch: where the order repeats that is done before rows are held."""
+        return min(self.total // 16, MAX_SWEEP_BYTES) if self.seeded else 0
+
+    @property
+    def keys_per_sweep(self) -> int:
+        """Keys of all passes whose uses are found at once."""
+        num_bytes = self.sweep if self.seeded else min(self.total // 4, MAX_SWEEP_BYTES)
+        return max(4096, num_bytes // SWEPT_KEY_BYTES)
+
+    @property
+    def region(self) -> int:
+        """Bytes of a region of host memory, in whole pages of it: a block, or two pages read that are larger."""
+        pages = 2 * self.staged_page + PAGE_BYTES if self.staged_page > self.page else 0
+        return paged(max(self.block, pages))
+
+    @property
+    def rows(self) -> int:
+        """Bytes left for dumps, staging and cached rows."""
+        return self.total - self.evaluation - self.transaction - self.overhead - self.sweep - self.planning
+
+
+def _planning_bytes(positions: Positions, budget: HostBudget, *, seeded: bool) -> int:
+    """Return the most that planning keeps of these passes: a row of a pass has one of so many next uses as gaps exist.
+
+    A seeded order has gaps of up to two epochs, and what it dumped is needed as long.
+    """
+    epochs = 2 if seeded else 1
+    total = 0
+    for g, group in enumerate(positions.groups):
+        rows_P = np.array([positions.num_rows(p, g) for p in range(positions.num_passes)])
+        ranges_P = np.minimum(rows_P, epochs * positions.num_passes)
+        cuts_P = rows_P // max(1, budget.page // group.row_bytes) + rows_P // max(1, budget.block // group.row_bytes)
+        total += int(ranges_P.sum()) * (_RANGE_BYTES + _RANGE_TABLE_BYTES * len(group.tables))
+        total += int((ranges_P + cuts_P).sum()) * _PAGE_RECORD_BYTES
+    total += positions.num_passes * (1 + len(positions.groups)) * _PASS_BYTES
+    return epochs * total + _INDEX_BYTES * max(positions.num_rows(p) for p in range(positions.num_passes))
+
+
+def paged(num_bytes: int) -> int:
+    """Round up to whole pages."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _clamp(value: int, low: int, high: int) -> int:
+    return max(low, min(value, high))

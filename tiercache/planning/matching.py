@@ -1,0 +1,94 @@
+"""Whether a store, the passes to train and the passes to evaluate belong together."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from tiercache.errors import DatasetError
+from tiercache.schema import difference
+from tiercache.train.table_module import named_table_modules
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tiercache.data.dataset import DatasetView
+    from tiercache.planning.schedule import Schedule
+    from tiercache.store import Commit, Store
+
+
+def check_modules(objects: Mapping[str, object], passes: DatasetView) -> None:
+    """Raise DatasetError for a module among ``objects``, by name, that was made with another schema's tables."""
+    for name, one in objects.items():
+        for path, module in named_table_modules(one):
+            module.check(f"{name}.{path}" if path else name, passes.schema, f"the dataset {passes.path}")
+
+
+def check_tables(store: Store, passes: DatasetView) -> None:
+    """Raise DatasetError unless ``passes`` was extracted for the tables of ``store``."""
+    theirs = {table.name: table for table in passes.tables}
+    ours = {table.name: table for table in store.tables}
+    advice = "extract again with the store's schema, or open another store"
+    for name in sorted(theirs.keys() | ours.keys()):
+        if name not in ours or name not in theirs:
+            has, lacks = (f"the dataset {passes.path}", store.label)[:: 1 if name in theirs else -1]
+            raise DatasetError(f"{has} has a table {name!r} that {lacks} lacks: {advice}")
+        if found := difference(theirs[name], ours[name]):
+            field, extracted, stored = found
+            raise DatasetError(
+                f"table {name!r} of the dataset {passes.path} has {field} {extracted!r}, and that of "
+                f"{store.label} {stored!r}: {advice}"
+            )
+
+
+def check_features(trained: DatasetView, passes: DatasetView) -> None:
+    """Raise DatasetError unless the model finds its features in ``passes``; labels and dense columns are its own."""
+    theirs = {feature.name: feature for feature in passes.schema.features}
+    advice = "extract it with the features of the schema that was trained"
+    for feature in trained.schema.features:
+        if feature.name not in theirs:
+            raise DatasetError(
+                f"feature {feature.name!r} is trained from {trained.path}, and the dataset {passes.path} lacks it: "
+                f"{advice}"
+            )
+        if found := difference(feature, theirs[feature.name]):
+            field, ours, other = found
+            raise DatasetError(
+                f"feature {feature.name!r} is trained from {trained.path} with {field} {ours!r}, and the dataset "
+                f"{passes.path} has {field} {other!r}: {advice}"
+            )
+
+
+def check_schedule(store: Store, passes: DatasetView, schedule: Schedule) -> None:
+    """Raise DatasetError where the store's rows do not stand in the order of ``schedule``."""
+    commit = store.commit
+    empty = commit is not None and not commit.segment_ids and not commit.schedule_digest and not any(commit.cursor)
+    if commit is None or empty or commit.schedule_digest == schedule.digest:
+        return
+    if commit.schedule_digest:
+        raise DatasetError(
+            f"the dataset {passes.path} in this order is not the one that {store.label} was trained "
+            f"with up to commit {commit.id} (schedule {schedule.digest[:12]}, the commit's is "
+            f"{commit.schedule_digest[:12]}): open the dataset it was trained with, call "
+            "tiercache.reorganize(store, passes) to go on with this one, or begin a new store"
+        )
+    raise DatasetError(
+        f"{store.label} has no training schedule at commit {commit.id} (it was compacted, or rows were imported): call "
+        "tiercache.reorganize(store, passes) first, or do not give reorganize=False"
+    )
+
+
+def check_environment(commit: Commit, here: dict[str, Any]) -> None:
+    """Warn where a commit was trained elsewhere than it goes on."""
+    if commit.environment and commit.environment != here:
+        warnings.warn(
+            f"commit {commit.id} was trained with {commit.environment} and goes on with {here}: other threads or "
+            "another CPU can change the last bits of dense layers",
+            stacklevel=5,
+        )
+
+
+def check_commit_every(passes: int) -> None:
+    """Raise ValueError where there are not passes between commits."""
+    if passes < 1:
+        raise ValueError(f"commit_every is {passes}: it must be at least 1 pass")

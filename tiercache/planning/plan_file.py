@@ -1,0 +1,222 @@
+"""A plan for training: budgets, order and what each pass is predicted to take; a TOML file that can be edited."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+
+from tiercache.dist.budget_checks import Budgets
+from tiercache.errors import BudgetError, PlanError
+from tiercache.sizes import option_bytes, parse_bytes
+from tiercache.store.opening import local_path
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+    from tiercache.data.dataset import PassDataset
+    from tiercache.planning.pass_plan import PassPlan
+
+
+Budget = Annotated[int, BeforeValidator(parse_bytes), PlainSerializer(option_bytes, when_used="json")]
+_KEY_BYTES = 8
+_SIGNIFICANT_DIGITS = 6
+
+
+class Seconds(NamedTuple):
+    """What one pass takes: the first three run at the same time, the copies at its switch do not."""
+
+    compute: float
+    read: float
+    write: float
+    copy: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the pass, from the load of its rows to their dump."""
+        return max(self.compute, self.read, self.write) + self.copy
+
+    @property
+    def bound(self) -> str:
+        """What takes the most of it."""
+        return max(self._fields, key=lambda name: float(getattr(self, name)))
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Rates(_Part):
+    """How fast a machine is; bytes per second but for the last two."""
+
+    device: str = "cpu"
+    read: float = Field(gt=0)
+    write: float = Field(gt=0)
+    copy_: float = Field(gt=0, alias="copy")
+    """Host memory to host memory."""
+    link: float = Field(gt=0)
+    """Host to device; on a CPU that is the copy."""
+    commit_seconds: float = Field(ge=0)
+    """Until a small write is durable."""
+    samples: float | None = Field(default=None, gt=0)
+    """Samples trained per second; None: not measured, and compute is predicted to take no time."""
+
+    def seconds(self, samples: int, plan: PassPlan, before: PassPlan | None, after: PassPlan | None) -> Seconds:
+        """Predict a pass, during which the rows of the next one are read and those of the one before are written."""
+        written = before.bytes_written + _KEY_BYTES * before.rows_written if before else 0
+        return Seconds(
+            compute=0.0 if self.samples is None else samples / self.samples,
+            read=after.bytes_read / self.read if after else 0.0,
+            write=written / self.write + self.commit_seconds if written else 0.0,
+            copy=(plan.bytes_loaded + plan.bytes_written) / self.link,
+        )
+
+
+class PassPrediction(_Part):
+    """One pass: exact rows and bytes, and predicted seconds."""
+
+    index: int
+    sub_dataset: int
+    samples: int
+    rows: int
+    rows_read: int
+    bytes_read: int
+    rows_written: int
+    bytes_written: int
+    seconds: float
+    bound: str
+
+
+class _Budgets(_Part):
+    device: Budget
+    host: Budget
+    evaluation: Budget | None = None
+    store: Budget | None = None
+    commit_every: int = Field(default=1, ge=1)
+
+
+class TrainingPlan(_Part):
+    """What `tiercache plan` writes and ``TierCache(plan=)`` reads."""
+
+    version: Literal[1] = 1
+    dataset: str
+    """The digest of the dataset."""
+    optimize: Literal["speed", "memory"]
+    order: tuple[int, ...] | None = None
+    """None: the sub-datasets' own order."""
+    budgets: _Budgets
+    machine: Rates
+    passes: tuple[PassPrediction, ...]
+    """Of the first epoch of a new store and of the one after, in which later epochs are alike."""
+
+    @classmethod
+    def from_toml(cls, text: str, name: str) -> Self:
+        """Read a plan. Raises PlanError, which begins with ``name`` and names the key that is wrong."""
+        try:
+            return cls.model_validate(tomllib.loads(text))
+        except tomllib.TOMLDecodeError as error:
+            raise PlanError(f"the plan {name} is not TOML: {error}") from error
+        except RecursionError as error:
+            raise PlanError(f"the plan {name} is nested too deeply to be one: write it with tiercache plan") from error
+        except ValidationError as error:
+            raise PlanError(f"the plan {name}: " + "; ".join(map(_sentence, error.errors()))) from error
+
+    def to_toml(self) -> str:
+        """Return the text of the file: tables of numbers, and a line for each pass."""
+        record = self.model_dump(mode="json", by_alias=True, exclude_none=True)
+        passes, tables = record.pop("passes"), [(k, record.pop(k)) for k in ("budgets", "machine")]
+        # TOML forbids bare values behind a table, so the passes stand before all tables
+        lines = ["# Written by `tiercache plan`. The budgets can be edited; training checks them."]
+        lines += [f"{key} = {_value(value)}" for key, value in record.items()]
+        lines += ["passes = [", *(f"    {{{_pairs(one, ', ')}}}," for one in passes), "]"]
+        for name, table in tables:
+            lines += ["", f"[{name}]", _pairs(table, "\n")]
+        return "\n".join(lines) + "\n"
+
+    def check(self, dataset_digest: str, num_passes: int, name: str) -> None:
+        """Raise PlanError where it is a plan of another dataset, or its order or passes are not of this one."""
+        if self.dataset != dataset_digest:
+            raise PlanError(
+                f"the plan {name} is of the dataset {self.dataset[:12]}, and training was given {dataset_digest[:12]}: "
+                "run `tiercache plan` on this dataset, or open the dataset that was planned"
+            )
+        if self.order is not None and sorted(self.order) != list(range(num_passes)):
+            raise PlanError(
+                f"the plan {name}: order is {list(self.order)}: it must have each of the {num_passes} sub-datasets once"
+            )
+
+
+def _pairs(table: dict[str, Any], between: str) -> str:
+    return between.join(f"{key} = {_value(value)}" for key, value in table.items())
+
+
+def _value(value: Any) -> str:
+    return f"{value:.{_SIGNIFICANT_DIGITS}g}" if isinstance(value, float) else json.dumps(value)
+
+
+def _sentence(error: Any) -> str:
+    """Say what is wrong with one key, in words of the file."""
+    key = ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        return f"{key} is not a key of a plan: delete it, or correct its name"
+    if error["type"] == "missing":
+        return f"{key} is missing: run `tiercache plan` again"
+    said = error["msg"].removeprefix("Value error, ").removeprefix("Input ").rstrip(".")
+    return f"{key} is {error['input']!r}, and {said[:1].lower()}{said[1:]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The plan of a training, if it has one."""
+
+    plan: TrainingPlan | None = None
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str] | None, data: PassDataset) -> Planned:
+        """Read and check a plan. Raises PlanError."""
+        if path is None:
+            return cls()
+        try:
+            text = local_path(path, "a plan").read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise PlanError(f"the plan {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        plan = TrainingPlan.from_toml(text, str(path))
+        plan.check(data.digest, len(data), str(path))
+        return cls(plan)
+
+    @property
+    def rates(self) -> Rates | None:
+        """What predicts seconds."""
+        return None if self.plan is None else self.plan.machine
+
+    def order(self, order: Sequence[int] | str | None, order_seed: int | None) -> Sequence[int] | str | None:
+        """Return the order that was given, or the plan's."""
+        return order if self.plan is None or order is not None or order_seed is not None else self.plan.order
+
+    def budgets(
+        self,
+        device: int | str | None,
+        host: int | str | None,
+        evaluation: int | str | None,
+        store: int | str | None,
+        commit_every: int | None,
+    ) -> Budgets:
+        """Return the budgets that were given, and the plan's for those that were not.
+
+        Raises BudgetError where neither says what device and host may take.
+        """
+        given = [device, host, evaluation, store, commit_every]
+        if self.plan is not None:
+            ours = self.plan.budgets
+            planned = (ours.device, ours.host, ours.evaluation, ours.store, ours.commit_every)
+            given = [theirs if mine is None else mine for mine, theirs in zip(given, planned, strict=True)]
+        device, host, evaluation, store, every = given
+        if device is None or host is None:
+            raise BudgetError(
+                f"device_budget is {device!r} and host_budget {host!r}: give both, or the plan of `tiercache plan`"
+            )
+        return Budgets.parse(device, host, evaluation, store, 1 if every is None else int(every))

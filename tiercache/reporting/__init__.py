@@ -1,0 +1,1 @@
+"""Progress bars, reports and figures of a run."""

@@ -1,0 +1,245 @@
+"""What a run reports: rows, bytes and waits of each pass, planned and measured."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from concurrent.futures import Future
+    from pathlib import Path
+
+    from tiercache.planning.pass_plan import PassPlan
+    from tiercache.rows.backends.base import Event
+    from tiercache.rows.prefetch import Staged
+
+
+_MIB = 1 << 20
+
+
+def seconds_of_waiting(future: Future[Any], trained: Event) -> float:
+    """Wait until a future is done; return the seconds of it in which the device had no step to do any more.
+
+    trained: the end of its steps. They are waited for only where the future is: steps hide what they take.
+    """
+    if not future.done():
+        trained.wait()
+    begun = time.perf_counter()
+    future.exception()
+    return time.perf_counter() - begun
+
+
+@dataclass(slots=True, kw_only=True)
+class PassReport:
+    """One pass.
+
+    Seconds of ``wait_seconds`` and ``work_seconds`` are the training thread's, but those in which it waits for steps
+    that a GPU has still to do: these are seconds of training.
+    """
+
+    pass_index: int
+    epoch: int
+    sub_dataset: int
+    rows: int
+    rows_kept: int
+    rows_generated: int
+    rows_from_host: int
+    rows_read: int
+    """Rows read from the store, as counted by the reader."""
+    rows_read_planned: int
+    bytes_loaded: int
+    bytes_read: int
+    bytes_read_planned: int
+    rows_written: int = 0
+    """Rows written, as counted by the store block by block."""
+    rows_written_planned: int = 0
+    bytes_written: int = 0
+    """Bytes of rows written, as counted by the store; -1 until the pass is durable."""
+    bytes_written_planned: int = 0
+    host_bytes_planned: int = 0
+    wait_seconds: dict[str, float] = field(default_factory=dict)
+    """By cause: ``store`` (the load is not here yet), ``durable`` (the last dump is not), ``room`` (it has none)."""
+    work_seconds: dict[str, float] = field(default_factory=dict)
+    """By work: ``pack``, ``unpack``, ``commit`` (cloning the dense state)."""
+    spans: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """By activity (``train``, ``read``, ``write``): begin and end on one clock, in seconds."""
+    losses: list[float] = field(default_factory=list)
+    """What the training loop chose to add with ``Pass.log_loss``."""
+    seconds_predicted: float | None = None
+    """What the plan that training was given predicts for ``seconds``, once the next pass is known; else None."""
+    bound_predicted: str | None = None
+    """What takes the most of these seconds: ``compute``, ``read``, ``write`` or ``copy``."""
+    durable: threading.Event = field(default_factory=threading.Event)
+
+    @classmethod
+    def of(cls, plan: PassPlan, staged: Staged) -> PassReport:
+        """Begin the report of a pass whose rows were staged."""
+        return cls(
+            pass_index=plan.pass_index, epoch=plan.epoch, sub_dataset=plan.sub_dataset,
+            rows=sum(plan.rows_G), rows_kept=sum(plan.kept_G), rows_generated=sum(plan.generated_G),
+            rows_from_host=plan.rows_from_host, rows_read=staged.rows_read, rows_read_planned=plan.rows_read,
+            bytes_loaded=plan.bytes_loaded, bytes_read=staged.bytes_read, bytes_read_planned=plan.bytes_read,
+            rows_written_planned=plan.rows_written, bytes_written=-1, bytes_written_planned=plan.bytes_written,
+            host_bytes_planned=plan.host_bytes,
+            spans={"read": (staged.begun, staged.begun + staged.read_seconds)},
+        )  # fmt: skip
+
+    def begin_training(self) -> None:
+        """Mark the moment the first batch may be asked for."""
+        now = time.perf_counter()
+        self.spans["train"] = now, now
+
+    def end_training(self) -> None:
+        """Mark the moment the loop asked for the next pass."""
+        self.spans["train"] = self.spans["train"][0], time.perf_counter()
+
+    def wait(self, cause: str, future: Future[Any] | None, trained: Event) -> None:
+        """Wait for a future, if there is one, and add what `seconds_of_waiting` says to a cause."""
+        seconds = 0.0 if future is None else seconds_of_waiting(future, trained)
+        self.wait_seconds[cause] = self.wait_seconds.get(cause, 0.0) + seconds
+
+    @contextmanager
+    def timing(self, work: str) -> Iterator[None]:
+        """Add the time spent inside to a kind of work at the switch."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.work_seconds[work] = self.work_seconds.get(work, 0.0) + time.perf_counter() - begun
+
+    def wrote(self, begun: float, ended: float, *, rows: int, num_bytes: int) -> None:
+        """Take in, from the writer thread, that the pass is durable."""
+        self.spans["write"] = begun, ended
+        self.rows_written, self.bytes_written = rows, num_bytes
+        self.durable.set()
+
+    @property
+    def planned_equals_measured(self) -> bool:
+        """Whether rows and bytes read and written are the planned ones, exactly."""
+        return (
+            self.rows_read == self.rows_read_planned
+            and self.bytes_read == self.bytes_read_planned
+            and self.rows_written == self.rows_written_planned
+            and self.bytes_written == self.bytes_written_planned
+        )
+
+    @property
+    def waited(self) -> float:
+        """Seconds the training thread waited."""
+        return sum(self.wait_seconds.values())
+
+    @property
+    def switched(self) -> float:
+        """Seconds the training thread packed, unpacked and cloned."""
+        return sum(self.work_seconds.values())
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the pass on the training thread: training, the switches at both ends, and waits."""
+        begun, ended = self.spans.get("train", (0.0, 0.0))
+        return ended - begun + self.waited + self.switched
+
+    def rate(self, activity: str) -> float:
+        """Bytes per second of ``load``, ``read`` or ``write``; 0 where nothing moved."""
+        if activity == "load":
+            seconds = self.work_seconds.get("unpack", 0.0)
+            return self.bytes_loaded / seconds if seconds else 0.0
+        begun, ended = self.spans.get(activity, (0.0, 0.0))
+        num_bytes = self.bytes_read if activity == "read" else self.bytes_written
+        return num_bytes / (ended - begun) if ended > begun and num_bytes > 0 else 0.0
+
+    def record(self) -> dict[str, object]:
+        """Return it as plain values: one JSON line."""
+        names = [name for name in self.__dataclass_fields__ if name != "durable"]
+        record: dict[str, object] = {name: getattr(self, name) for name in names}
+        record["seconds"] = self.seconds
+        record["planned_equals_measured"] = self.planned_equals_measured
+        return record
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> PassReport:
+        """Return the report of a ``record``. Raises TypeError and AttributeError for anything else."""
+        known = {
+            name: value for name, value in record.items() if name in cls.__dataclass_fields__ and name != "durable"
+        }
+        for name, value in known.items():
+            kind = str(cls.__dataclass_fields__[name].type)
+            if not _is_of(kind, value):
+                raise TypeError(f"{name} is {value!r:.80}: expected {kind}")
+        spans = {name: (float(begin), float(end)) for name, (begin, end) in known.pop("spans", {}).items()}
+        return cls(**known, spans=spans)
+
+
+def _is_of(kind: str, value: Any) -> bool:
+    """Return True if a plain value is of the type that a field of a report is annotated with."""
+    if value is None:
+        return kind.endswith("| None")
+    if kind.startswith("dict"):
+        of_pairs = "tuple" in kind
+        return isinstance(value, dict) and all(
+            isinstance(one, list | tuple) and len(one) == 2 and all(map(_is_number, one))
+            if of_pairs
+            else _is_number(one)
+            for one in value.values()
+        )
+    if kind.startswith("list"):
+        return isinstance(value, list) and all(map(_is_number, value))
+    if kind.startswith("str"):
+        return isinstance(value, str)
+    return _is_number(value) and (kind != "int" or (isinstance(value, int) and abs(value) < 1 << 63))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def write_json_lines(reports: Sequence[PassReport], path: Path) -> None:
+    """Write one JSON object a line for each pass."""
+    path.write_text("".join(json.dumps(report.record()) + "\n" for report in reports))
+
+
+def write_scalars(reports: Sequence[PassReport], writer: Any) -> None:
+    """Give a `SummaryWriter` of TensorBoard the numbers of each pass, at the step of its index."""
+    for report in reports:
+        for name, value in report.record().items():
+            if isinstance(value, list):
+                value = {"": sum(value) / len(value)} if value else {}  # noqa: PLW2901 - the mean of losses
+            parts = value if isinstance(value, dict) else {"": value}
+            for part, number in parts.items():
+                if isinstance(number, int | float):  # spans are moments, and a bound is a word
+                    writer.add_scalar(f"tiercache/{name}{part and '/'}{part}", number, report.pass_index)
+
+
+def pass_table(reports: Sequence[PassReport]) -> Table:
+    """Return the table for people: one line a pass, 126 columns wide, and 20 more with seconds that were predicted.
+
+    ``load`` is what comes to the device from host and store, ``read`` and ``written`` are the store's.
+    """
+    table = Table(
+        title="passes: rows and bytes per tier, planned = measured", title_justify="left",
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    predicted = ("s", "predicted", "bound") if any(r.seconds_predicted is not None for r in reports) else ()
+    for name in ("pass", "data", "rows", "kept", "new", "host", "load", "MiB", "GB/s", "read", "MiB", "GB/s",
+                 "written", "MiB", "GB/s", "switch ms", "wait ms", "plan", *predicted):  # fmt: skip
+        table.add_column(name, justify="right")
+    for r in reports:
+        table.add_row(
+            f"{r.pass_index}", f"{r.sub_dataset}", f"{r.rows:,}", f"{r.rows_kept:,}", f"{r.rows_generated:,}",
+            f"{r.rows_from_host:,}", f"{r.rows - r.rows_kept:,}", f"{r.bytes_loaded / _MIB:,.2f}",
+            f"{r.rate('load') / 1e9:.2f}", f"{r.rows_read:,}", f"{r.bytes_read / _MIB:,.2f}",
+            f"{r.rate('read') / 1e9:.2f}",
+            f"{r.rows_written:,}", f"{max(0, r.bytes_written) / _MIB:,.2f}", f"{r.rate('write') / 1e9:.2f}",
+            f"{r.switched * 1e3:.0f}", f"{r.waited * 1e3:.0f}",
+            "exact" if r.planned_equals_measured else "OFF",
+            *(f"{r.seconds:.2f}", f"{r.seconds_predicted or 0:.2f}", f"{r.bound_predicted}")[: len(predicted)],
+        )  # fmt: skip
+    return table

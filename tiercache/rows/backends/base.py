@@ -1,0 +1,363 @@
+"""What a device of a training does with arrays: `CpuBackend` and `CudaBackend` implement `Backend`.
+
+Arrays on the device are NumPy arrays on a CPU and torch tensors on a GPU. Only a backend computes with them. Lookups
+and steps run in the order of the calls, on torch's current stream, and wait for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    import numpy as np
+    import torch
+    from numpy.typing import DTypeLike, NDArray
+
+    from tiercache.kernels.cpu.key_index import KeySet
+    from tiercache.rows.backends.row_steps import OptimizerStep, Run
+    from tiercache.rows.backends.upload import BatchUpload
+    from tiercache.store.table import Table
+    from tiercache.values.ids import Array, Found
+    from tiercache.values.lookups import GroupRows, LookedUp, LookupIds, RowRequest, SavedGradient
+
+
+class Layout(NamedTuple):
+    """What a group needs on the device."""
+
+    rows: int
+    widths: tuple[int, ...]
+    """Words of each field of a row."""
+    positions: int
+    """The most local ids that are mapped to slots at once."""
+    rounded: bool
+    """Whether steps round its vectors, which have 16 bits then."""
+
+
+class RowArrays(NamedTuple):
+    """The memory of one group's rows on the device."""
+
+    fields: tuple[Array, ...]
+    """(rows, words) float32 each."""
+    slots: Array
+    """(positions,) int32 for the slots of a pass; empty where they are used from host memory."""
+    load_slots: Array
+    """(positions,) int32 for the slots of loaded rows; empty likewise."""
+    keys: Array
+    """(positions,) int64 for keys on their way to the device; empty likewise."""
+    dump_order: Array
+    """(positions,) int32 for the order of dumped rows, in the memory of ``keys``; empty likewise."""
+    streams: Array
+    """(rows,) uint64 of the row in each slot, where vectors are rounded; else empty."""
+
+
+class Event(Protocol):
+    """A point in the work of a stream."""
+
+    def wait(self) -> None:
+        """Wait, on any thread, until the stream has reached it."""
+        ...
+
+
+class Streams(Protocol):
+    """The order of work on the device: rows are dumped, loaded and exchanged beside the training. A CPU has no streams.
+
+    The training is what runs on torch's current stream of the training thread.
+    """
+
+    def dumping(self) -> AbstractContextManager[None]:
+        """Run what copies rows to host memory, after all steps so far.
+
+        The next steps must come behind a `loading`, or behind a wait for `dumped`.
+        """
+        ...
+
+    def dumped(self) -> Event:
+        """Return the present end of the dumps."""
+        ...
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Run what writes rows to slots: after all steps so far, beside the dumps.
+
+        Work behind the ``with`` comes behind it and behind the dumps.
+        """
+        ...
+
+    def wait_event(self, dumped: Event) -> None:
+        """Have later loads wait for an event of the dumps."""
+        ...
+
+    def loaded(self) -> Event:
+        """Return the present end of the loads."""
+        ...
+
+    def trained(self) -> Event:
+        """Return the present end of the training: until it has passed, the device has steps to do."""
+        ...
+
+    def exchanging(self) -> AbstractContextManager[None]:
+        """Run an exchange: behind what the training has so far, and beside what comes next.
+
+        Tensors made inside belong to exchanges, except those given to `receive`.
+        """
+        ...
+
+    def exchanged(self) -> Any:
+        """Return the present end of the exchanges, for `receive`."""
+        ...
+
+    def receive(self, exchanged: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Have the training wait for ``exchanged`` and take over ``tensors``, which were made there."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the device does nothing with host memory any more."""
+        ...
+
+    def enter_thread(self) -> None:
+        """Make the device current on the calling thread. Every thread that we start calls it first."""
+        ...
+
+
+class Pieces(Protocol):
+    """Pieces of host memory; one launch moves the rows of all of them."""
+
+    def add(self, first: int, rows: NDArray[np.int64], offset: NDArray[np.int64], data: NDArray[np.float32]) -> None:
+        """Add pieces in ``data``, as `kernels.pieces.PieceTable` does."""
+        ...
+
+    def add_each(
+        self,
+        first: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        offset: NDArray[np.int64],
+        data: Sequence[NDArray[np.float32]],
+        cuts: NDArray[np.int64],
+    ) -> None:
+        """Add pieces in several arrays, likewise."""
+        ...
+
+
+class KeyIndex(Protocol):
+    """Finds raw keys in the key sets of one pass, on the device. For the training thread."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device: what `Backend.index_bytes` says for so many keys and tables."""
+        ...
+
+    @property
+    def capacity(self) -> int:
+        """Places: an index of another pass fits if `kernels.cpu.key_index.capacity_for` its keys is no more."""
+        ...
+
+    def build(self, key_sets: Sequence[KeySet]) -> None:
+        """Forget all keys and insert those of a pass, from host memory, where they may be mapped files."""
+        ...
+
+    def find(self, keys: Sequence[NDArray[np.int64]], starts: NDArray[np.int64], tables: NDArray[np.int64]) -> Found:
+        """Search for the keys of some features, in host memory; does not wait for steps of a GPU.
+
+        Those of feature f are entries ``starts[f]`` to ``starts[f + 1]``, of table ``tables[f]``.
+        """
+        ...
+
+
+class Backend(Protocol):
+    """Stores, moves, looks up and steps rows on one device."""
+
+    name: str
+    """What a commit notes of the device; empty for a CPU."""
+    device: torch.device
+    """Where torch's tensors are."""
+    ahead: int
+    """How many batches are made ahead by default."""
+    queues: bool
+    """Whether calls return before their work is done. Then one thread makes them all, in one order on all ranks."""
+
+    @property
+    def streams(self) -> Streams:
+        """The order of its work."""
+        ...
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What it keeps on the device from batch to batch, beside the budget."""
+        ...
+
+    def prepare(self, tables: Sequence[Table]) -> None:
+        """Compile what training these tables needs."""
+        ...
+
+    def drop_scratch(self) -> None:
+        """Free what is kept on the device from step to step; the next step makes it anew."""
+        ...
+
+    def random_state(self) -> torch.Tensor | None:
+        """Return the state of the device's random generator; None for a CPU, whose generators a commit has anyway."""
+        ...
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Restore the device's random generator."""
+        ...
+
+    # -- arrays --------------------------------------------------------------------------------------------
+
+    def array(self, tensor: torch.Tensor) -> Array:
+        """Return a tensor of the device as an array, contiguous and detached."""
+        ...
+
+    def tensor(self, array: Array) -> torch.Tensor:
+        """Return an array as a tensor."""
+        ...
+
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        """Return an array of undefined content."""
+        ...
+
+    def to_device(self, array: NDArray[np.generic]) -> Array:
+        """Return a host array on the device: itself on a CPU, else a copy that nobody waits for."""
+        ...
+
+    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[Run], Array]:
+        """Concatenate host arrays on the device; also return them in host memory, in one or several runs."""
+        ...
+
+    def concat(self, arrays: Sequence[Array]) -> Array:
+        """Concatenate arrays of the device; the only one is returned as it is."""
+        ...
+
+    def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:
+        """Return (size,) float32: 1, but in [first, last) the values of each part, which may be a host array."""
+        ...
+
+    def upload(self) -> BatchUpload:
+        """Return what brings one batch to the device, on any thread, beside the training."""
+        ...
+
+    # -- lookups and steps ---------------------------------------------------------------------------------
+
+    def pool(self, parts: Sequence[tuple[GroupRows, LookupIds]], out: Array) -> list[LookedUp]:
+        """Pool the ids of several groups into their columns of ``out`` (N, T); returns what backward needs of each."""
+        ...
+
+    def gather(self, parts: Sequence[tuple[GroupRows, LookupIds]]) -> tuple[list[Array], list[LookedUp]]:
+        """Return the vectors of each feature of several groups, (ids, dim), and what backward needs of each group."""
+        ...
+
+    def find(self, requests: Sequence[RowRequest]) -> None:
+        """Write slots and vectors of rows by their positions. On one thread at a time, not always the same one."""
+        ...
+
+    def named(self, slots: Sequence[Array], num_slots: int) -> NDArray[np.bool_] | None:
+        """Return which of the first ``num_slots`` slots are among ``slots``, in host memory; None where all are."""
+        ...
+
+    def weight_gradient(self, rows: GroupRows, ids: LookupIds, found: LookedUp, gradient: Array) -> Array:
+        """Return d loss / d weight of every id, (E,)."""
+        ...
+
+    def sum(self, saved: Sequence[SavedGradient], scale: float, out: Array) -> None:
+        """Write ``scale`` times the sum of its gradients to each row of ``out`` (slots, dim) that an id names.
+
+        Other rows are undefined. In batch order, as in a step; on the training thread, with its scratch.
+        """
+        ...
+
+    def step(self, groups: Sequence[OptimizerStep]) -> None:
+        """Update each row of each step once; no row is in two of them."""
+        ...
+
+    def take_overflow(self) -> bool | None:
+        """Return whether a row was not finite after a step since the last call; None: only reading rows tells."""
+        ...
+
+    def index_bytes(self, num_keys: int, num_tables: int) -> int:
+        """Return what an index of so many raw keys takes on the device."""
+        ...
+
+    def key_index(self, num_keys: int, table_ids: NDArray[np.uint64]) -> KeyIndex | None:
+        """Return an index with room for so many raw keys; None where the device has too little memory for it."""
+        ...
+
+    # -- moving rows ---------------------------------------------------------------------------------------
+
+    def reserve(self, layouts: Sequence[Layout], what: str) -> list[RowArrays]:
+        """Allocate the memory of all groups, of undefined content on a GPU and zero on a CPU.
+
+        Raises BudgetError, naming ``what`` needs it, where the device has too little.
+        """
+        ...
+
+    def bytes_of(self, layouts: Sequence[Layout]) -> int:
+        """Return the bytes that `reserve` allocates."""
+        ...
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Give the device access to pages of host memory. Any thread."""
+        ...
+
+    def unpin(self, address: int) -> None:
+        """Undo a ``pin``; the pages may be freed then. Any thread."""
+        ...
+
+    def scratch(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return host memory that pieces may lie in."""
+        ...
+
+    def indices(self, count: int) -> NDArray[np.int32]:
+        """Return host memory for indices, from which `place` is quick. Any thread."""
+        ...
+
+    def place(self, indices: NDArray[np.int32], into: Array) -> Array:
+        """Return indices on the device, in the first elements of ``into`` if the device has memory of its own.
+
+        They must not change until an event behind this call has passed.
+        """
+        ...
+
+    def pieces(self, row_floats: int) -> Pieces:
+        """Return a collection without pieces."""
+        ...
+
+    def pack(self, fields: tuple[Array, ...], slots: Array, order: Array, pieces: Any) -> None:
+        """Write rows to pieces: row ``order[i]`` of ``slots`` at place i, none at two."""
+        ...
+
+    def unpack(self, fields: tuple[Array, ...], slots: Array, pieces: Any) -> None:
+        """Write the rows of pieces to their slots."""
+        ...
+
+    def generates(self, table: Table) -> bool:
+        """Whether new rows of a table are made on the device, from 8 bytes of key each, with the defined bits."""
+        ...
+
+    def generate(self, table: Table, keys: NDArray[np.int64], vectors: Array, slots: Array | None,
+                 keys_there: Array | None) -> None:  # fmt: skip
+        """Write the initial vectors of keys (n,) to their slots (n,), or to rows (n, words) where these are None.
+
+        ``keys_there``: room for the keys on the device; None: beside the budget.
+        """
+        ...
+
+    def note_keys(self, table: Table, keys: NDArray[np.int64], streams: Array, slots: Array | None,
+                  keys_there: Array | None) -> None:  # fmt: skip
+        """Write the streams of the rows of keys (n,) to their slots (n,), or to places (n,) where these are None.
+
+        ``keys_there`` as of `generate`.
+        """
+        ...
+
+    def set_rows(self, field: Array, slots: Array | None, value: float) -> None:
+        """Write ``value`` to all numbers of rows (of all rows: ``slots`` None)."""
+        ...
+
+    def write(self, rows: Array, fill: Callable[[NDArray[np.float32], slice], None]) -> None:
+        """Call ``fill(words, part)`` to make the words of ``rows``, in one or several parts, in order."""
+        ...
+
+    def read(self, field: Array, slots: NDArray[np.int32] | slice) -> NDArray[np.float32]:
+        """Return rows of a field in host memory; a view of it on a CPU where a slice is asked for."""
+        ...

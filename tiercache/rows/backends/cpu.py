@@ -1,0 +1,316 @@
+"""The CPU: NumPy arrays and numba kernels, in place and without copies."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tiercache.kernels.arrays import NONE_F4, NONE_I4, NONE_I8, NONE_U8, aligned_zeros
+from tiercache.kernels.cpu.gathering import can_spread, gather, map_slots, pool_one, spread_one
+from tiercache.kernels.cpu.key_index import bytes_for
+from tiercache.kernels.cpu.pooling import MAX, pool_bags, weight_gradient
+from tiercache.kernels.cpu.rounding import set_streams
+from tiercache.kernels.cpu.rows import pack, unpack
+from tiercache.kernels.cpu.sorting import SortBuffers, sort_slots
+from tiercache.kernels.cpu.unique import mark_slots
+from tiercache.kernels.cpu.update import UpdateBuffers, step_rows
+from tiercache.kernels.pieces import Pieces
+from tiercache.kernels.step import SUM, Rule, Step, Vectors
+from tiercache.rows.backends.base import RowArrays
+from tiercache.rows.backends.raw_key_indexes import HostKeyIndex
+from tiercache.rows.backends.row_steps import Run, kernel_gradients, merged, runs_of
+from tiercache.rows.backends.upload import POOL, HostUpload
+from tiercache.values.lookups import LookedUp, SortedSlots
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from numpy.typing import DTypeLike, NDArray
+
+    from tiercache.rows.backends.base import Event, Layout
+    from tiercache.rows.backends.row_steps import OptimizerStep
+    from tiercache.store.table import Table
+    from tiercache.values.ids import Array
+    from tiercache.values.lookups import GroupRows, LookupIds, RowRequest, SavedGradient
+
+_FROM_0 = np.zeros(1, dtype=np.int64)
+_MANY_IDS = 1 << 18
+
+
+class CompleteEvent:
+    """An event that is already complete: calls on a CPU are done when they return."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class CpuStreams:
+    """A CPU has no streams: all work is done, in order, by the thread that calls."""
+
+    def dumping(self) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return nullcontext()
+
+    loading = exchanging = dumping
+
+    def dumped(self) -> CompleteEvent:
+        """Return an event that is complete."""
+        return CompleteEvent()
+
+    loaded = trained = dumped
+
+    def wait_event(self, dumped: Event) -> None:
+        """Do nothing."""
+
+    def exchanged(self) -> None:
+        """Do nothing."""
+
+    def receive(self, exchanged: None, tensors: Sequence[torch.Tensor]) -> None:
+        """Do nothing."""
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def enter_thread(self) -> None:
+        """Do nothing: every thread may use the CPU."""
+
+
+class CpuBackend:
+    """Looks up and steps rows by the numba kernels, with as many threads as torch has. For the training thread."""
+
+    name = ""
+    device = torch.device("cpu")
+    ahead = 0  # a thread beside those of the kernels would take their cores
+    queues = False
+
+    def __init__(self) -> None:
+        self.streams = CpuStreams()
+        self.drop_scratch()
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Return the bytes of the buffer pool, which all trainings of a process share."""
+        return POOL.num_bytes
+
+    def prepare(self, tables: Sequence[Table]) -> None:
+        """Do nothing: `kernels.cpu.compile.prepare` compiles the kernels, whatever the device."""
+
+    def drop_scratch(self) -> None:
+        """Begin with empty buffers; those of the pool belong to all trainings."""
+        self._sorting, self._updates, self._has_overflow = SortBuffers(), UpdateBuffers(), False
+
+    def random_state(self) -> torch.Tensor | None:
+        """Return None: a commit has the CPU's generators anyway."""
+        return None
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Do nothing: there is no other generator."""
+
+    # -- arrays --------------------------------------------------------------------------------------------
+
+    def array(self, tensor: torch.Tensor) -> Array:
+        """Return its memory."""
+        return tensor.detach().contiguous().numpy()
+
+    def tensor(self, array: Array) -> torch.Tensor:
+        """Return its memory."""
+        return torch.from_numpy(array)
+
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        """Take it from the pool."""
+        return POOL.take(shape, dtype)
+
+    def to_device(self, array: NDArray[np.generic]) -> Array:
+        """Return it as it is."""
+        return array
+
+    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[Run], Array]:
+        """Concatenate arrays that are not neighbors in memory; few ids are copied sooner than that is seen."""
+        size = sum(array.size for array in arrays)
+        runs = runs_of(arrays) if len(arrays) == 1 or size > _MANY_IDS else []
+        joined = runs[0].values if len(runs) == 1 else np.concatenate(arrays)
+        return [Run(0, len(arrays), joined)], joined
+
+    def concat(self, arrays: Sequence[Array]) -> Array:
+        """Concatenate them."""
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+    def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:
+        """Fill a fresh array."""
+        out = np.ones(size, dtype=np.float32)
+        for first, last, values in parts:
+            out[first:last] = values
+        return out
+
+    def upload(self) -> HostUpload:
+        """Return one that has nothing to do."""
+        return HostUpload(self)
+
+    # -- lookups and steps ---------------------------------------------------------------------------------
+
+    def pool(self, parts: Sequence[tuple[GroupRows, LookupIds]], out: Array) -> list[LookedUp]:
+        """Pool group after group."""
+        return [self._pool_bags(*part, out) if part[1].offsets is not None else self._pool_ids(*part, out)
+                for part in parts]  # fmt: skip
+
+    def _pool_ids(self, rows: GroupRows, e: LookupIds, out: Array) -> LookedUp:
+        """Look up one id for each feature and sample."""
+        slots, known = POOL.take((e.ids.size,), np.int32), None
+        if e.trained and can_spread(out, e.cols, rows.vectors.dim):
+            map_slots(e.ids, e.bases, e.starts, rows.slot_of_local, slots)
+            known = SortedSlots(slots, POOL.take((e.ids.size,), np.uint64))
+            known.pairs[:] = sort_slots(slots, rows.vectors.values.shape[0], self._sorting)
+            spread_one(rows.vectors, known.pairs, e.cols, out)
+        else:
+            pool_one(rows.vectors, rows.slot_of_local, e.ids, e.bases, e.cols, out, slots)
+        return LookedUp(slots, known, NONE_I4, None, NONE_F4)
+
+    def _pool_bags(self, rows: GroupRows, e: LookupIds, out: Array) -> LookedUp:
+        """Look up any number of ids."""
+        assert e.offsets is not None, "bags have offsets"
+        argmax = POOL.take(out.shape, np.int32) if (e.modes == MAX).any() else NONE_I4
+        slots, places, scales = (POOL.take((e.ids.size,), dtype) for dtype in (np.int32, np.int64, np.float32))
+        pool_bags(
+            rows.vectors, rows.slot_of_local, e.ids, e.bases, e.offsets, e.weights, e.modes, e.cols, out, slots,
+            argmax, places, scales,
+        )  # fmt: skip
+        return LookedUp(slots, None, argmax, places, scales)
+
+    def gather(self, parts: Sequence[tuple[GroupRows, LookupIds]]) -> tuple[list[Array], list[LookedUp]]:
+        """Gather feature after feature."""
+        outs, found = [], []
+        for rows, e in parts:
+            slots = POOL.take((e.ids.size,), np.int32)
+            map_slots(e.ids, e.bases, e.starts, rows.slot_of_local, slots)
+            found.append(LookedUp(slots, None, NONE_I4, None, NONE_F4))
+            for first, last in zip(e.starts[:-1], e.starts[1:], strict=True):
+                out = POOL.take((int(last - first), rows.vectors.dim), np.float32)
+                gather(rows.vectors, slots[first:last], out)
+                outs.append(out)
+        return outs, found
+
+    def find(self, requests: Sequence[RowRequest]) -> None:
+        """Find those of one group after the other."""
+        for rows, positions, slots, out in requests:
+            map_slots(positions, _FROM_0, np.array([0, positions.size]), rows.slot_of_local, slots)
+            if out is not None:
+                gather(rows.vectors, slots, out)
+
+    def named(self, slots: Sequence[Array], num_slots: int) -> NDArray[np.bool_] | None:
+        """Mark them one after the other, until all are."""
+        seen, left = np.zeros(num_slots, dtype=np.bool_), num_slots
+        for some in slots:
+            left -= mark_slots(some, seen)
+        return seen if left else None
+
+    def weight_gradient(self, rows: GroupRows, ids: LookupIds, found: LookedUp, gradient: Array) -> Array:
+        """Write it to a fresh array."""
+        assert ids.offsets is not None, "features with weights are looked up as bags"
+        out = np.empty(ids.ids.size, dtype=np.float32)
+        weight_gradient(rows.vectors, found.slots, ids.offsets, ids.modes, ids.cols, gradient, out)
+        return out
+
+    def sum(self, saved: Sequence[SavedGradient], scale: float, out: Array) -> None:
+        """Write the sums, reading nothing of ``out``."""
+        one = merged(self, saved)
+        vectors, pairs = Vectors(out, out.shape[1]), self._sorted(one, out.shape[0])
+        step_rows(Step(vectors, (), pairs, kernel_gradients(one), Rule(SUM, scale)), self._updates)
+
+    def step(self, groups: Sequence[OptimizerStep]) -> None:
+        """Step group after group."""
+        overflow = self._updates.counter[1:]
+        overflow[0] = 0
+        for one in groups:
+            saved = merged(self, one.saved)
+            pairs = self._sorted(saved, one.rows.vectors.values.shape[0])
+            step_rows(one.kernel_step(kernel_gradients(saved), pairs), self._updates)
+        self._has_overflow |= bool(overflow[0])
+
+    def take_overflow(self) -> bool:
+        """Return what the kernels found."""
+        found, self._has_overflow = self._has_overflow, False
+        return found
+
+    def _sorted(self, saved: SavedGradient, num_slots: int) -> NDArray[np.uint64]:
+        """Return the sorted slots of all ids, those of the lookup if it sorted them."""
+        pairs = saved.pairs
+        if pairs is None or (pairs.size and int(pairs[-1]) >> 32 >= num_slots):  # the sort says which slot is wrong
+            return sort_slots(saved.slots, num_slots, self._sorting)
+        return np.asarray(pairs)
+
+    def index_bytes(self, num_keys: int, num_tables: int) -> int:
+        """Return the bytes of the kernels' index."""
+        return bytes_for(num_keys, num_tables)
+
+    def key_index(self, num_keys: int, table_ids: NDArray[np.uint64]) -> HostKeyIndex:
+        """Make the kernels' index."""
+        return HostKeyIndex(num_keys, table_ids)
+
+    # -- moving rows ---------------------------------------------------------------------------------------
+
+    def reserve(self, layouts: Sequence[Layout], what: str) -> list[RowArrays]:
+        """Allocate zeros, whose pages come when they are used."""
+        return [
+            RowArrays(
+                tuple(aligned_zeros(n.rows, width) for width in n.widths), NONE_I4, NONE_I4, NONE_I8, NONE_I4,
+                np.zeros(n.rows, np.uint64) if n.rounded else NONE_U8,
+            )
+            for n in layouts
+        ]  # fmt: skip
+
+    def bytes_of(self, layouts: Sequence[Layout]) -> int:
+        """Return the bytes of fields and streams."""
+        return sum(n.rows * (4 * sum(n.widths) + 8 * n.rounded) for n in layouts)
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Do nothing: the CPU has access to all pages."""
+
+    def unpin(self, address: int) -> None:
+        """Do nothing."""
+
+    def scratch(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return fresh memory."""
+        return np.empty(num_bytes, dtype=np.uint8)
+
+    def indices(self, count: int) -> NDArray[np.int32]:
+        """Return fresh memory."""
+        return np.empty(count, dtype=np.int32)
+
+    def place(self, indices: NDArray[np.int32], into: Array) -> Array:
+        """Return the indices as they are."""
+        return indices
+
+    pieces, pack, unpack = Pieces, staticmethod(pack), staticmethod(unpack)
+
+    def generates(self, table: Table) -> bool:
+        """Return False: the reader thread makes new rows ahead of time."""
+        return False
+
+    def generate(self, table: Table, keys: NDArray[np.int64], vectors: Array, slots: Array | None,
+                 keys_there: Array | None) -> None:  # fmt: skip
+        """Not called, as `generates` says."""
+        raise AssertionError("the reader makes the rows of a CPU")
+
+    def note_keys(self, table: Table, keys: NDArray[np.int64], streams: Array, slots: Array | None,
+                  keys_there: Array | None) -> None:  # fmt: skip
+        """Write them in place."""
+        set_streams(streams, slots, keys, table.table_id, table.seed ^ table.first_column)
+
+    def set_rows(self, field: Array, slots: Array | None, value: float) -> None:
+        """Write in place; zeros of a fresh array are there already."""
+        if slots is not None:
+            field[slots] = value
+        elif value:
+            field.fill(value)
+
+    def write(self, rows: Array, fill: Callable[[NDArray[np.float32], slice], None]) -> None:
+        """Make them in place, in one part."""
+        fill(rows, slice(0, rows.shape[0]))
+
+    def read(self, field: Array, slots: NDArray[np.int32] | slice) -> NDArray[np.float32]:
+        """Index the field."""
+        return np.asarray(field[slots])

@@ -1,0 +1,426 @@
+"""A GPU: torch tensors, the CUDA kernels, and host memory that both sides see."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections import OrderedDict
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+
+from tiercache.errors import BudgetError
+from tiercache.kernels.arrays import NONE_F4, NONE_I4
+from tiercache.kernels.cpu.pooling import MAX
+from tiercache.kernels.cuda import rows as cuda_rows
+from tiercache.kernels.cuda.gathering import Gathered, Mapped, gather, map_slots
+from tiercache.kernels.cuda.initial import fill_rows, initial_rows, set_streams
+from tiercache.kernels.cuda.pooling import Features, Ids, PoolPlan
+from tiercache.kernels.cuda.sorting import sort_groups
+from tiercache.kernels.cuda.update import update_many
+from tiercache.kernels.pieces import Memory, Pieces
+from tiercache.kernels.step import SGD, Rule, Step, Vectors
+from tiercache.rows.backends.base import RowArrays
+from tiercache.rows.backends.cuda_runtime import TORCH_DTYPES
+from tiercache.rows.backends.raw_key_indexes import CudaKeyIndex, bytes_for
+from tiercache.rows.backends.row_steps import Run, kernel_gradients, vectors_of
+from tiercache.rows.backends.upload import PinnedUpload
+from tiercache.sizes import format_bytes
+from tiercache.store.table import Constant, Uniform, Zeros, initializer_code
+from tiercache.values.lookups import FeatureRuns, LookedUp, SortedSlots
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import DTypeLike, NDArray
+
+    from tiercache.kernels.cuda.sorting import Runs
+    from tiercache.rows.backends.base import Layout
+    from tiercache.rows.backends.cuda_runtime import CudaRuntime
+    from tiercache.rows.backends.row_steps import OptimizerStep
+    from tiercache.store.table import Table
+    from tiercache.values.ids import Array
+    from tiercache.values.lookups import GroupRows, LookupIds, RowRequest, SavedGradient
+
+
+_ALIGNED_BYTES = 128  # a cache line
+
+
+def bytes_of(layouts: Sequence[Layout]) -> int:
+    """Count fields, two arrays of slots, one of keys and the streams, each aligned to a cache line."""
+    return sum(
+        sum(_aligned(4 * n.rows * width) for width in n.widths)
+        + 2 * _aligned(4 * n.positions) + _aligned(8 * n.positions) + _aligned(8 * n.rows * n.rounded)
+        for n in layouts
+    )  # fmt: skip
+
+
+def reserve(runtime: CudaRuntime, layouts: Sequence[Layout], what: str) -> list[RowArrays]:
+    """Allocate the arrays of all groups. Raises BudgetError, naming ``what`` needs them, where they do not fit."""
+    total, at = bytes_of(layouts), 0
+    memory = _allocate(runtime, total)
+    if memory is None:
+        gc.collect()  # objects that nobody uses any more may hold memory until their cycles are found
+        memory = _allocate(runtime, total)
+    if memory is None:
+        free, whole = runtime.room()
+        raise BudgetError(
+            f"{what} need {format_bytes(total)} on the {runtime.name}, which has {format_bytes(free)} of "
+            f"{format_bytes(whole)} free: cut passes again with a device budget of at most {free} bytes, less what "
+            "the dense model and its batches need"
+        )
+
+    def cut(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        nonlocal at
+        num_bytes = rows * width * dtype.itemsize
+        mine = memory[at : at + num_bytes].view(dtype)
+        at += _aligned(num_bytes)
+        return mine
+
+    def cut_all(n: Layout) -> RowArrays:
+        fields = tuple(cut(n.rows, width, torch.float32).view(n.rows, width) for width in n.widths)
+        slots, load_slots = (cut(n.positions, 1, torch.int32) for _ in range(2))
+        keys = cut(n.positions, 1, torch.int64)  # of new rows, which are made when all others have departed
+        streams = cut(n.rows if n.rounded else 0, 1, torch.uint64)
+        return RowArrays(fields, slots, load_slots, keys, keys.view(torch.int32), streams)
+
+    return [cut_all(n) for n in layouts]
+
+
+def _allocate(runtime: CudaRuntime, num_bytes: int) -> torch.Tensor | None:
+    """Return so many bytes, None where the device does not have them."""
+    if num_bytes > runtime.room()[0]:
+        return None
+    try:
+        return runtime.tensor((max(num_bytes, 1),), torch.uint8)  # a rank may own no row at all
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+
+
+_CORES = 8  # from which on two more threads cost nothing
+_FROM_0 = np.zeros(1, dtype=np.int64)
+_MOST_PLANS = 64
+Kept = TypeVar("Kept")
+_CHUNK_BYTES = 16 << 20  # of rows that are made on the host
+
+
+class CudaBackend:
+    """Looks up and steps rows by the CUDA kernels on torch's current stream: few launches, whatever the groups."""
+
+    ahead = 4 if len(os.sched_getaffinity(0)) >= _CORES else 2  # a thread each: one may take longer than some steps do
+    queues = True
+
+    def __init__(self, runtime: CudaRuntime) -> None:
+        self._runtime, self.streams, self.device = runtime, runtime, runtime.device
+        self.pin, self.unpin = runtime.pin, runtime.unpin
+        self.random_state, self.set_random_state = runtime.random_state, runtime.set_random_state
+        self.name = f"{runtime.name} (CUDA)"
+        self._plans: OrderedDict[Any, PoolPlan] = OrderedDict()
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Return the bytes of plans; what a step needs comes from torch's caching allocator, and goes back there."""
+        return sum(plan.nbytes for plan in self._plans.values())
+
+    def prepare(self, tables: Sequence[Table]) -> None:
+        """Compile the kernels for this GPU, once."""
+        self._runtime.prepare()
+
+    def drop_scratch(self) -> None:
+        """Forget the plans of lookups."""
+        self._plans.clear()
+
+    # -- arrays --------------------------------------------------------------------------------------------
+
+    def array(self, tensor: torch.Tensor) -> Array:
+        """Return the tensor."""
+        return tensor.detach().contiguous()
+
+    def tensor(self, array: Array) -> torch.Tensor:
+        """Return the tensor."""
+        assert isinstance(array, torch.Tensor)
+        return array
+
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        """Take it from torch's caching allocator."""
+        return self._runtime.tensor(shape, TORCH_DTYPES[np.dtype(dtype)])
+
+    def to_device(self, array: NDArray[Any]) -> Array:
+        """Copy it to pinned memory, and from there."""
+        pinned = self._runtime.pinned(array.shape, TORCH_DTYPES[array.dtype])
+        pinned.numpy()[...] = array
+        return self._runtime.upload(pinned)
+
+    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[Run], Array]:
+        """Join them in pinned memory, and copy from there."""
+        pinned = self._runtime.pinned((sum(array.size for array in arrays),), torch.int32)
+        host: NDArray[np.int32] = pinned.numpy()
+        np.concatenate(arrays, out=host)
+        return [Run(0, len(arrays), host)], self._runtime.upload(pinned)
+
+    def concat(self, arrays: Sequence[Array]) -> Array:
+        """Join them on the device."""
+        return arrays[0] if len(arrays) == 1 else torch.cat(tuple(arrays))
+
+    def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:
+        """Fill pinned memory where all are the data's, else the device's."""
+        if all(isinstance(values, np.ndarray) for _, _, values in parts):
+            pinned = self._runtime.pinned((size,), torch.float32).fill_(1.0)
+            for first, last, values in parts:
+                pinned.numpy()[first:last] = values
+            return self._runtime.upload(pinned)
+        out = self._runtime.tensor((size,), torch.float32).fill_(1.0)
+        for first, last, values in parts:
+            out[first:last].copy_(self.to_device(values) if isinstance(values, np.ndarray) else values)
+        return out
+
+    def upload(self) -> PinnedUpload:
+        """Return one by way of pinned memory."""
+        return PinnedUpload(self._runtime)
+
+    # -- lookups and steps ---------------------------------------------------------------------------------
+
+    def pool(self, parts: Sequence[tuple[GroupRows, LookupIds]], out: Array) -> list[LookedUp]:
+        """Pool all groups in one launch, by a plan that is prepared once for a module and the rows of a pass."""
+        batch, found = [], []
+        for _, e in parts:
+            size = int(e.starts[-1])
+            argmax, places, scales = NONE_I4, None, NONE_F4
+            if e.offsets is not None:
+                if (e.modes == MAX).any():
+                    argmax = self.empty(tuple(out.shape), np.int32)
+                places, scales = self.empty((size,), np.int64), self.empty((size,), np.float32)
+            one = _looked_up(e, self.empty((size,), np.int32), argmax, places, scales)
+            batch.append(Ids(e.ids, one.slots, e.offsets, e.weights, argmax, places, scales))
+            found.append(one)
+        self._plan_of(parts, out).pool(batch, out)
+        return found
+
+    def _plan_of(self, parts: Sequence[tuple[GroupRows, LookupIds]], out: torch.Tensor) -> PoolPlan:
+        """Return the plan of a lookup, by all that it depends on: it refers to no array, which others may let go."""
+        aligned = out.data_ptr() % 16 == 0
+        key: list[Any] = [self._runtime.stream(), out.shape[1], aligned]
+        for rows, e in parts:
+            values: Any
+            values, dim, is_half = rows.vectors
+            key += (
+                values.data_ptr(), values.shape[0], values.dtype, dim, is_half, rows.slot_of_local.data_ptr(),
+                rows.slot_of_local.shape[0], e.bases.tobytes(), e.cols.tobytes(), e.modes.tobytes(),
+            )  # fmt: skip
+
+        def prepare() -> PoolPlan:
+            features = [Features(rows.vectors, rows.slot_of_local, e.bases, e.cols, e.modes) for rows, e in parts]
+            return PoolPlan(self._runtime.kernels, features, out.shape[1], aligned=aligned)
+
+        return _kept(self._plans, tuple(key), prepare)
+
+    def gather(self, parts: Sequence[tuple[GroupRows, LookupIds]]) -> tuple[list[Array], list[LookedUp]]:
+        """Map the ids of all groups in one launch, and gather all features in another."""
+        gathered, mapped, found = list[Gathered](), list[Mapped](), list[LookedUp]()
+        for rows, e in parts:
+            dim, starts = rows.vectors.dim, e.starts.tolist()
+            slots = self.empty((starts[-1],), np.int32)
+            found.append(_looked_up(e, slots, NONE_I4, None, NONE_F4))
+            mapped.append(Mapped(e.ids, e.bases, e.starts, rows.slot_of_local, slots))
+            gathered.extend(
+                Gathered(rows.vectors, slots[first:last], self.empty((last - first, dim), np.float32))
+                for first, last in pairwise(starts)
+            )
+        map_slots(self._runtime.kernels, mapped)
+        gather(self._runtime.kernels, gathered)
+        return [one.out for one in gathered], found
+
+    def find(self, requests: Sequence[RowRequest]) -> None:
+        """Map the positions of all groups in one launch, and gather in another."""
+        map_slots(
+            self._runtime.kernels,
+            [
+                Mapped(positions, _FROM_0, np.array([0, positions.shape[0]]), rows.slot_of_local, slots)
+                for rows, positions, slots, _ in requests
+            ],
+        )
+        found = [Gathered(one.rows.vectors, one.slots, one.out) for one in requests if one.out is not None]
+        gather(self._runtime.kernels, found)
+
+    def named(self, slots: Sequence[Array], num_slots: int) -> NDArray[np.bool_] | None:
+        """Mark them on the device, and wait for the marks."""
+        seen = self._runtime.tensor((num_slots,), torch.int32).zero_()
+        for some in slots:
+            seen[some.long()] = 1
+        marks: NDArray[np.bool_] = (seen != 0).cpu().numpy()  # synchronize!
+        return None if marks.all() else marks
+
+    def weight_gradient(self, rows: GroupRows, ids: LookupIds, found: LookedUp, gradient: Array) -> Array:
+        """Launch it once."""
+        out = self.empty((int(ids.starts[-1]),), np.float32)
+        self._plan_of([(rows, ids)], gradient).weight_gradient(found.slots, ids.offsets, gradient, out)
+        return out
+
+    def sum(self, saved: Sequence[SavedGradient], scale: float, out: Array) -> None:
+        """Step rows of zeros."""
+        assert isinstance(out, torch.Tensor)
+        (runs,) = sort_groups(self._runtime.kernels, [([one.slots for one in saved], out.shape[0])])
+        vectors, gradients = Vectors(out.zero_(), out.shape[1]), [*map(kernel_gradients, saved)]
+        update_many(self._runtime.kernels, [Step(vectors, (), runs, gradients, Rule(SGD, -scale))])
+
+    def step(self, groups: Sequence[OptimizerStep]) -> None:
+        """Sort the entries of groups that did not come sorted at once, then step all in few launches."""
+        kernels, runs_G = self._runtime.kernels, [_known_runs(one) for one in groups]
+        unsorted = [
+            ([saved.slots for saved in one.saved], one.rows.vectors.values.shape[0])
+            for one, runs in zip(groups, runs_G, strict=True)
+            if runs is None
+        ]
+        sorted_here = iter(sort_groups(kernels, unsorted) if unsorted else ())
+        steps = [
+            one.kernel_step([*map(kernel_gradients, one.saved)], next(sorted_here) if runs is None else runs)
+            for one, runs in zip(groups, runs_G, strict=True)
+        ]
+        update_many(kernels, steps)
+
+    def take_overflow(self) -> None:
+        """Return None: to read a flag would wait for the GPU."""
+        return None  # noqa: RET501 - the protocol's answer
+
+    def index_bytes(self, num_keys: int, num_tables: int) -> int:
+        """Return those of places and of the slice of keys that is on its way."""
+        return bytes_for(num_keys, num_tables)
+
+    def key_index(self, num_keys: int, table_ids: NDArray[np.uint64]) -> CudaKeyIndex | None:
+        """Take it from torch's caching allocator; None where that has not so much."""
+        if self.index_bytes(num_keys, table_ids.size) > self._runtime.room()[0]:
+            return None
+        try:
+            return CudaKeyIndex(self._runtime, num_keys, table_ids)
+        except torch.OutOfMemoryError:
+            return None
+
+    # -- moving rows ---------------------------------------------------------------------------------------
+
+    bytes_of = staticmethod(bytes_of)
+
+    def reserve(self, layouts: Sequence[Layout], what: str) -> list[RowArrays]:
+        """Allocate once, from torch's caching allocator."""
+        return reserve(self._runtime, layouts, what)
+
+    def scratch(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return pinned memory."""
+        scratch: NDArray[np.uint8] = self._runtime.pinned((num_bytes,), torch.uint8).numpy()
+        return scratch
+
+    def indices(self, count: int) -> NDArray[np.int32]:
+        """Return pinned memory."""
+        indices: NDArray[np.int32] = self._runtime.pinned((count,), torch.int32).numpy()
+        return indices
+
+    def place(self, indices: NDArray[np.int32], into: Array) -> Array:
+        """Copy them; nobody waits where they are pinned."""
+        return self._copy(indices, into, lasting=True)
+
+    def pieces(self, row_floats: int) -> Pieces:
+        """Return none yet: they are in pinned host memory, which kernels read and write over the link."""
+        return Pieces(row_floats, self._pinned_memory)
+
+    def _pinned_memory(self, data: NDArray[np.float32]) -> Memory:
+        return Memory(self._runtime.address_of(data), data.size, data, data.flags.writeable)
+
+    def pack(self, fields: tuple[Array, ...], slots: Array, order: Array, pieces: Pieces) -> None:
+        """Launch it once for all fields and pieces."""
+        cuda_rows.pack(self._runtime.kernels, fields, slots, order, pieces, over_link=True)
+
+    def unpack(self, fields: tuple[Array, ...], slots: Array, pieces: Pieces) -> None:
+        """Launch it once for all fields and pieces."""
+        cuda_rows.unpack(self._runtime.kernels, fields, slots, pieces, over_link=True)
+
+    def generates(self, table: Table) -> bool:
+        """Where the kernel has the CPU's bits: not for normal numbers, which take logarithms, nor for column slices."""
+        return table.whole_dim is None and isinstance(table.initializer, (Uniform, Zeros, Constant))
+
+    def generate(self, table: Table, keys: NDArray[np.int64], vectors: Array, slots: Array | None,
+                 keys_there: Array | None) -> None:  # fmt: skip
+        """Launch it once."""
+        how = table.table_id, table.seed, *initializer_code(table.initializer)
+        out = vectors_of(vectors, table.dim, table.dtype)
+        initial_rows(self._runtime.kernels, self._keys(keys, keys_there), *how, out, slots)
+
+    def note_keys(self, table: Table, keys: NDArray[np.int64], streams: Array, slots: Array | None,
+                  keys_there: Array | None) -> None:  # fmt: skip
+        """Launch it once."""
+        there = self._keys(keys, keys_there)
+        seed = table.seed ^ table.first_column
+        set_streams(self._runtime.kernels, streams, slots, there, table.table_id, seed)
+
+    def set_rows(self, field: Array, slots: Array | None, value: float) -> None:
+        """Launch it once."""
+        if slots is None:
+            field.fill_(value)
+        else:
+            fill_rows(self._runtime.kernels, value, field, slots)
+
+    def write(self, rows: Array, fill: Callable[[NDArray[np.float32], slice], None]) -> None:
+        """Have them made in pinned memory, 16 MiB at a time."""
+        count, width = rows.shape
+        step = max(1, _CHUNK_BYTES // (4 * max(1, width)))
+        room = self._runtime.pinned((min(step, count), width), torch.float32)
+        for first in range(0, count, step):
+            part = slice(first, min(first + step, count))
+            some = room[: part.stop - first]
+            fill(some.numpy(), part)
+            self._runtime.copy(some, rows[part])
+
+    def read(self, field: Array, slots: NDArray[np.int32] | slice) -> NDArray[np.float32]:
+        """Gather on the device and copy. Waits."""
+        if isinstance(slots, slice):
+            found = field[slots]
+        else:
+            found = self._runtime.tensor((slots.size, field.shape[1]), torch.float32)
+            there = self._copy(slots, self._runtime.tensor((slots.size,), torch.int32))
+            gather(self._runtime.kernels, [Gathered(Vectors(field, field.shape[1]), there, found)])
+        return self._runtime.download(found)
+
+    def _keys(self, keys: NDArray[np.int64], there: Array | None) -> Array:
+        """Copy keys to the first elements of ``there``, None: beside the budget."""
+        return self._copy(keys, self._runtime.tensor(keys.shape, torch.int64) if there is None else there)
+
+    def _copy(self, host: NDArray[Any], there: Array, *, lasting: bool = False) -> Array:
+        """Copy a host array to the first elements of a tensor; it may change once this returns, or is ``lasting``."""
+        part = there[: host.size]
+        source = torch.from_numpy(host if host.flags.writeable else host.copy())
+        self._runtime.copy(source, part, lasting=lasting and host.flags.writeable)
+        return part
+
+
+def _looked_up(ids: LookupIds, slots: Array, argmax: Array, places: Array | None, scales: Array) -> LookedUp:
+    """Return what a lookup will leave, with the order of the slots if it is known."""
+    known = None if ids.runs is None else SortedSlots(slots, FeatureRuns(ids.runs, 0, 1))
+    return LookedUp(slots, known, argmax, places, scales)
+
+
+def _known_runs(step: OptimizerStep) -> Runs | None:
+    """Return the order of the entries of a step, where they are those of one lookup that came sorted."""
+    first: FeatureRuns | None = step.saved[0].pairs
+    if first is None or len(step.saved) != first.num_parts:
+        return None
+    for number, saved in enumerate(step.saved):
+        pairs: FeatureRuns | None = saved.pairs
+        if pairs is None or pairs.runs is not first.runs or pairs.number != number:
+            return None
+    runs: Runs = first.runs
+    return runs._replace(slot_of=step.rows.slot_of_local)
+
+
+def _kept(plans: OrderedDict[Any, Kept], key: Any, make: Callable[[], Kept]) -> Kept:
+    """Return what was made for a key, and keep the recent ones."""
+    found = plans.get(key)
+    if found is None:
+        found = plans[key] = make()
+        if len(plans) > _MOST_PLANS:
+            plans.popitem(last=False)
+    plans.move_to_end(key)
+    return found

@@ -1,0 +1,266 @@
+"""Rows within reach of a lookup: what the device tier, a resident table and an evaluation slice all show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.data.pass_builder import device_bytes
+from tiercache.errors import BudgetError, StateError
+from tiercache.kernels.arrays import NONE_U8
+from tiercache.kernels.cpu.slots import assign_slots, stable_order_by_gap, take
+from tiercache.rows.backends.base import Layout
+from tiercache.rows.backends.row_steps import vectors_of
+from tiercache.sizes import format_bytes, option_bytes, told_apart
+from tiercache.values.lookups import GroupRows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from tiercache.planning.next_use import Uses
+    from tiercache.planning.pass_plan import PassPlan
+    from tiercache.planning.positions import Positions
+    from tiercache.rows.backends.base import Backend
+    from tiercache.store.table import Group
+    from tiercache.values.ids import Array
+
+
+def group_rows(
+    group: Group,
+    fields: tuple[Array, ...],
+    slots: Array,
+    table_starts: NDArray[np.int64],
+    *,
+    streams: Array = NONE_U8,
+    dtype: str | None = None,
+) -> GroupRows:
+    """Build the rows of a group from the words of each field and from where each table of the group starts.
+
+    ``dtype``: of the vectors where they are brought in another than the group's.
+    """
+    names = [table.name for table in group.tables]
+    return GroupRows(
+        vectors_of(fields[0], group.dim, dtype or group.dtype),
+        fields[1:],
+        slots,
+        {name: int(table_starts[i]) for i, name in enumerate(names)},
+        {name: int(table_starts[i + 1] - table_starts[i]) for i, name in enumerate(names)},
+        streams,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceMemoryPlan:
+    """The memory of each group's largest pass."""
+
+    groups: tuple[Group, ...]
+    rows_G: tuple[int, ...]
+    """Of the pass that has the most, by group."""
+    layouts: tuple[Layout, ...]
+    """The arrays of each group."""
+    num_bytes: int
+
+    @classmethod
+    def of(cls, positions: Positions, backend: Backend) -> DeviceMemoryPlan:
+        """Count the rows of these passes on the device of ``backend``."""
+        groups = positions.groups
+        rows_G = tuple(max(positions.num_rows(p, g) for p in range(positions.num_passes)) for g in range(len(groups)))
+        layouts = tuple(
+            Layout(rows, tuple(field.words for field in group.fields), rows, group.dtype != "float32")
+            for rows, group in zip(rows_G, groups, strict=True)
+        )
+        needs = sum(rows * device_bytes(group) for rows, group in zip(rows_G, groups, strict=True))
+        num_bytes = max(needs, backend.bytes_of(layouts))  # the latter for rows so few that gaps count
+        return cls(groups=groups, rows_G=rows_G, layouts=layouts, num_bytes=num_bytes)
+
+    def check(self, budget: int, *, num_ranks: int = 1, mirrors: int = 0, advice: str = "") -> None:
+        """Raise BudgetError where the passes, and so many bytes of ``mirrors``, exceed ``budget``; or slots.
+
+        num_ranks: how many devices hold them together. advice: what else to do.
+        """
+        if self.num_bytes + mirrors > budget:
+            need, given = told_apart(self.num_bytes + mirrors, budget)
+            told = [
+                f"{rows:,} rows of dim {group.fields[0].width}"
+                for rows, group in zip(self.rows_G, self.groups, strict=True)
+            ]
+            told += [f"{format_bytes(mirrors)} of replicated vectors"] if mirrors else []
+            each, devices = "", ""
+            if num_ranks > 1:
+                each, devices = f" on each of {num_ranks} ranks", f" --devices {num_ranks}"
+            raise BudgetError(
+                f"the passes need {need} on the device ({', '.join(told)}) but device_budget is {given}{each}: raise "
+                f"it, extract again with --device-budget {option_bytes(budget)}{devices}, or cut the passes with "
+                f"tiercache.repartition for this budget{f' and devices={num_ranks}' if devices else ''}{advice}"
+            )
+        for rows in self.rows_G:
+            if rows >= 2**31:
+                raise BudgetError(f"a group has {rows:,} rows in one pass, and a slot is an int32: cut smaller passes")
+
+
+_CHUNK_KEYS = 1 << 17  # a mebibyte of keys is copied at once
+_KEY_AND_SLOT_BYTES = 12
+
+
+@dataclass(slots=True)
+class SlotAssignment:
+    """Where the rows of one pass and group go."""
+
+    slots_K: NDArray[np.int32]
+    """The slot of each position."""
+    dump_order_K: NDArray[np.int32]
+    """Positions in dump order: by next use, kept rows first."""
+    load_K: NDArray[np.int32]
+    """In the order of loading (kept rows, then segment by segment, then generated rows): positions first, then, once
+    ``settle`` was called, their slots; empty after the load."""
+    free: int
+    """Places from the first in the order of loading whose slots are theirs, or nobody's: the others' are those of the
+    pass before that depart, in dump order."""
+    departing: int
+    """Rows of the pass before that are not kept."""
+    loaded_K: NDArray[np.uint8]
+    """A bit for each position, first the highest: whether its row is loaded. Empty where no stream goes with a row."""
+
+    def loaded_in(self, chunk: slice) -> NDArray[np.int64]:
+        """Return the places in a slice of positions whose rows are loaded."""
+        first_byte = chunk.start // 8
+        bits = np.unpackbits(self.loaded_K[first_byte : -(-chunk.stop // 8)])
+        return np.flatnonzero(bits[chunk.start - 8 * first_byte :][: chunk.stop - chunk.start])
+
+    def settle(self) -> None:
+        """Turn positions in the order of loading into slots, in place."""
+        take(self.slots_K, self.load_K, self.load_K)
+
+
+class DeviceTier:
+    """Arrays within the device budget. Slots of kept rows never change while they are kept.
+
+    ``place`` runs on the reader thread ahead of time, everything else on the training thread.
+    """
+
+    def __init__(self, positions: Positions, budget: int, backend: Backend) -> None:
+        """Allocate the arrays: each group's largest pass.
+
+        Raises BudgetError where they exceed ``budget``, or what the device has.
+        """
+        self._positions, self._backend = positions, backend
+        need = DeviceMemoryPlan.of(positions, backend)
+        need.check(budget)
+        self.capacity_G, self.num_bytes = need.rows_G, need.num_bytes
+        self.arrays_G = backend.reserve(need.layouts, "device_budget holds passes that")
+        """The memory of each group's rows."""
+        self.slots_G: list[Array] = []
+        """The slots of the pass shown, on the device."""
+        self._spare_G: list[NDArray[np.int32]] = []
+        self._closed = False
+        self.clear()
+
+    def close(self) -> None:
+        """Let go of the device's memory, whoever still refers to this; no pass may begin any more."""
+        self._closed = True
+        self.arrays_G, self.slots_G, self._spare_G, self.num_bytes = [], [], [], 0
+
+    def clear(self) -> None:
+        """Forget all rows: every slot is spare."""
+        self._spare_G, self.slots_G = [], []
+        for rows in [] if self._closed else self.capacity_G:
+            spare = np.arange(rows, -1, -1, dtype=np.int32)
+            spare[:rows] -= 1  # slot 0 is on top
+            spare[-1] = rows
+            self._spare_G.append(spare)
+
+    def place(self, plan: PassPlan, uses: Uses, before: list[SlotAssignment] | None, before_uses: Uses | None,
+              before_sub_dataset: int | None) -> list[SlotAssignment]:  # fmt: skip
+        """Find the slots of the next pass's rows from those of the pass before, or from nothing."""
+        assignments = []
+        for g in range(len(self.capacity_G)):
+            span = self._positions.span(plan.sub_dataset, g)
+            prev_gap = uses.prev_gap[plan.sub_dataset][span]
+            rows = span.stop - span.start
+            slots, order = self._backend.indices(rows), self._backend.indices(rows)
+            if plan.within:
+                order[:] = np.arange(rows, dtype=np.int32)
+            else:
+                limit = min(plan.longest_wait + 1, uses.longest)
+                stable_order_by_gap(prev_gap, limit, order)
+            spare = int(self._spare_G[g][-1])
+            if before is None or before_uses is None or before_sub_dataset is None:
+                none, nothing_kept = np.empty(0, dtype=np.int32), np.zeros(rows, dtype=np.int32)
+                departing, taken = 0, (none, none, none, nothing_kept)
+            else:
+                old = before_uses.next_gap[before_sub_dataset][self._positions.span(before_sub_dataset, g)]
+                departing = old.size - plan.kept_G[g]
+                taken = before[g].slots_K, old, before[g].dump_order_K, prev_gap
+            kept = assign_slots(*taken, order, self._spare_G[g], slots)
+            assert kept == plan.kept_G[g], f"pass {plan.pass_index} keeps {kept} rows, planned {plan.kept_G[g]}"
+            dump_order = self._backend.indices(rows)
+            stable_order_by_gap(uses.next_gap[plan.sub_dataset][span], uses.longest, dump_order)
+            loaded = np.zeros(0, dtype=np.uint8)
+            if self._positions.groups[g].dtype != "float32":
+                is_loaded = np.ones(rows, dtype=np.bool_)
+                is_loaded[order[:kept]] = False
+                loaded = np.packbits(is_loaded)
+            assignments.append(SlotAssignment(slots, dump_order, order, min(rows, kept + spare), departing, loaded))
+        return assignments
+
+    def activate(self, assignments: list[SlotAssignment]) -> None:
+        """Have lookups see the rows in these slots from now on."""
+        self.slots_G = [
+            self._backend.place(assignment.slots_K, arrays.slots)
+            for assignment, arrays in zip(assignments, self.arrays_G, strict=True)
+        ]
+
+    def read(self, group: int, field: int, slots: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Return the words of a field in some slots. Raises StateError where the tier is closed."""
+        if self._closed:
+            raise StateError("rows of a cache that is closed were asked for: ask for them before close()")
+        return self._backend.read(self.arrays_G[group].fields[field], slots)
+
+    def note_keys(
+        self, sub_dataset: int, assignments: list[SlotAssignment], keys_of: Callable[[int, int], NDArray[np.int64]]
+    ) -> None:
+        """Note which key stands in which slot of the rows shown, where these are rounded by it.
+
+        Kept rows stand where they did: the keys of loaded rows come to the device, with their slots, and where most are
+        loaded those of a whole chunk, whose slots are there.
+        """
+        for g, group in enumerate(self._positions.groups):
+            if group.dtype == "float32":
+                continue
+            starts, slots, arrays = self._positions.table_starts(sub_dataset, g), self.slots_G[g], self.arrays_G[g]
+            for i, table in enumerate(group.tables):
+                keys = keys_of(sub_dataset, self._positions.first_table(g) + i)
+                for first in range(0, keys.size, _CHUNK_KEYS):
+                    some = keys[first : first + _CHUNK_KEYS]
+                    here = int(starts[i]) + first
+                    chunk = slice(here, here + some.size)
+                    loaded = assignments[g].loaded_in(chunk)
+                    if not loaded.size:
+                        continue
+                    there = slots[chunk]
+                    if loaded.size * _KEY_AND_SLOT_BYTES < some.nbytes:
+                        some = some[loaded]
+                        there = self._backend.place(assignments[g].slots_K[chunk][loaded], arrays.load_slots)
+                    self._backend.note_keys(table, some, arrays.streams, there, arrays.keys)
+
+    def rows_of(self, sub_dataset: int) -> list[GroupRows]:
+        """Return what a lookup sees."""
+        return [
+            group_rows(
+                group,
+                self.arrays_G[g].fields,
+                self.slots_G[g],
+                self._positions.table_starts(sub_dataset, g),
+                streams=self.arrays_G[g].streams,
+            )
+            for g, group in enumerate(self._positions.groups)
+        ]
+
+
+def initial_values(group: Group) -> tuple[float, ...]:
+    """Return the value that each optimizer state of a new row begins with."""
+    return tuple(field.initial for field in group.fields[1:])

@@ -1,0 +1,453 @@
+"""Preparing: each pass's plan and the slots of its rows, ahead of its staging, on the reader thread."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from tiercache.errors import StateError
+from tiercache.kernels.cpu.file_io import crc32c, has_crc32c, has_reads, read_checked, read_fields
+from tiercache.planning.budgets import paged
+from tiercache.planning.next_use import longest_gap
+from tiercache.planning.pass_plan import segments_by_pass
+from tiercache.reporting.report import PassReport, seconds_of_waiting
+from tiercache.rows.host import HostTier, Room, make_room
+from tiercache.rows.packing import Packer, Unpacker
+from tiercache.rows.prefetch import RowPrefetcher, Staged
+from tiercache.rows.threads import nicer_thread, wait_for
+from tiercache.store import Cursor
+from tiercache.store.layout import Range
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
+
+    from numpy.typing import NDArray
+
+    from tiercache.planning.budgets import HostBudget
+    from tiercache.planning.next_use import Uses
+    from tiercache.planning.pass_plan import PassPlan, Planner
+    from tiercache.planning.positions import Positions
+    from tiercache.rows.backends.base import Backend, Event
+    from tiercache.rows.device import DeviceTier, SlotAssignment
+    from tiercache.rows.host import DumpRoom
+    from tiercache.rows.packing import Departed, Part, StagedLayout
+    from tiercache.rows.pinned import PinnedArena
+    from tiercache.store import Segment, Store
+
+
+class Prepared(NamedTuple):
+    """A pass whose rows have their slots."""
+
+    plan: PassPlan
+    assignments: list[SlotAssignment]
+
+
+class PassPlanner:
+    """Prepares the passes of one run, one after the other; called on the reader thread."""
+
+    def __init__(self, planner: Planner, device: DeviceTier, uses_of: Callable[[int], Uses]) -> None:
+        self._planner, self._device, self._uses_of = planner, device, uses_of
+        self._before: Prepared | None = None
+        self._failed = False
+
+    def next(self) -> Prepared:
+        """Plan the next pass, and find the slots of its rows from those of the one before.
+
+        Raises StateError where it failed before: slots may be half given out.
+        """
+        if self._failed:
+            raise StateError("the pass before could not be prepared, so this one is not: begin the run of passes anew")
+        self._failed = True
+        plan, before = self._planner.plan_next(), self._before
+        assignments = self._device.place(
+            plan,
+            self._uses_of(plan.epoch),
+            before.assignments if before else None,
+            None if before is None else self._uses_of(before.plan.epoch),
+            None if before is None else before.plan.sub_dataset,
+        )
+        self._before, self._failed = Prepared(plan, assignments), False
+        return self._before
+
+
+StateBytes = tuple["Callable[[], bytes]", dict[str, object]]
+"""What a commit stores beside rows: the dense state, serialized when called, and plain settings."""
+
+
+class PassSwitcher:
+    """Moves rows between the tiers as a plan says. Public methods are called on the training thread.
+
+    One reader thread thins out the host tier behind a load, stages passes and prepares those behind them; one writer
+    thread appends segments, publishes commits and makes room for the next dump; each in order. An error of either is
+    raised by the next ``check``, one of preparing when the pass is to be staged; after one, no later pass is
+    published.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        device: DeviceTier,
+        backend: Backend,
+        memory: PinnedArena,
+        budget: HostBudget,
+        positions: Positions,
+        keys_of: Callable[[int, int], NDArray[np.int64]],
+        uses_of: Callable[[int], Uses],
+        *,
+        schedule_digest: str,
+        environment: dict[str, object],
+    ) -> None:
+        self.device, self.host, self.memory = device, HostTier(memory), memory
+        self._store, self._backend, self._budget, self._positions = store, backend, budget, positions
+        self._keys_of, self._uses_of = keys_of, uses_of
+        self._digest, self.environment = schedule_digest, environment
+        self._packer = Packer(device, backend, positions, keys_of)
+        self._unpacker = Unpacker(device, backend, self.host, positions, keys_of)
+        if has_crc32c():
+            store.checksums = crc32c
+        store.write_within(budget.transaction)
+        if has_reads():
+            store.read_with(read_checked, read_fields)
+        self._pid = os.getpid()
+        self._reader, self._writer = nicer_thread("reader", backend), nicer_thread("writer", backend)
+        self._segments: dict[int, Segment] = {}
+        self._pass_planner: PassPlanner | None = None
+        self._following: Future[Prepared] | None = None
+        """The pass that will be staged next."""
+        self._prepared: Future[Prepared] | None = None
+        """The one that is being staged, or was, until it is loaded."""
+        self._staging: Future[StagedLayout] | None = None
+        self._writing: Future[None] | None = None
+        self._room: Future[Room] | None = None
+        self._thinned: Future[None] | None = None
+        """The host tier without what the last load took; by the reader, before it stages anything."""
+        self._held_G: list[list[Part]] = []
+        """What the next load takes from host blocks."""
+        self._departed_G: list[list[Departed]] = []
+        """What was dumped of the pass before it."""
+        self._failure: BaseException | None = None
+        self.plan: PassPlan | None = None
+        self.assignments: list[SlotAssignment] = []
+        self._planner: Planner | None = None
+        self._to_prepare = 0
+        self.report: PassReport | None = None
+
+    # -- a run of passes ---------------------------------------------------------------------------------
+
+    def check_process(self) -> None:
+        """Raise StateError in a fork of the process: it has no such threads, and would wait for them forever."""
+        if os.getpid() != self._pid:
+            raise StateError(
+                f"this cache was opened by process {self._pid} and is used in its fork {os.getpid()}: train, commit "
+                "and close it in the process that opened it"
+            )
+
+    def begin(self, planner: Planner, *, end: int) -> None:
+        """Start with empty device and host: load the planner's first pass, stage the second and prepare the third.
+
+        Passes from ``end`` on are neither planned nor staged.
+        """
+        self.check_process()
+        self.stop()
+        self._end = end
+        self._segments.clear()
+        self._segments.update(segments_by_pass(self._store))
+        self._planner = planner
+        self._prefetcher = RowPrefetcher(
+            self._store, self._backend, self.memory, self._positions, self._keys_of, self._segments
+        )
+        self._pass_planner, self._to_prepare = PassPlanner(planner, self.device, self._uses_of), planner.next_pass
+        self._prepare_next()
+        self._stage_next()
+        self._held_G = self._unpacker.lay_out_held(None)
+        self._departed_G = [[] for _ in self._held_G]
+        self._load(self._backend.streams.trained())
+        self._stage_next()
+        self._make_room()
+
+    def switch(self, state: StateBytes) -> None:
+        """End the pass on the device and bring in the next one."""
+        self.check_process()
+        trained = self._backend.streams.trained()
+        write, staging = self._dump(state, trained), self._staging
+        assert staging is not None, "no pass is staged behind this one"
+        if not staging.done():  # the training waits for the disk, which gets all its work now
+            self._writing = self._writer.submit(write)
+            self._load(trained)
+        else:  # the writer wants the memory too, and the training waits for the rows
+            try:
+                self._load(trained)
+            finally:
+                self._writing = self._writer.submit(write)
+        self._stage_next()
+        self._make_room()
+
+    def finish(self, state: StateBytes) -> None:
+        """End the last pass and wait until it is durable."""
+        self.check_process()
+        report, trained = self._report_now(), self._backend.streams.trained()
+        self._writing = self._writer.submit(self._dump(state, trained))
+        report.wait("durable", self._writing, trained)
+        self._await_writer()
+        self.stop()
+
+    def stop(self) -> None:
+        """Let both threads come to rest and drop all rows; what is not committed is forgotten.
+
+        In a fork of the process, which has neither threads nor the right to write, nothing.
+        """
+        if os.getpid() != self._pid:
+            return
+        for thread in (self._reader, self._writer):  # the writer waits for the reader, and never the other way round
+            wait_for(thread)
+        self._backend.streams.synchronize()
+        if self._staging is not None and self._staging.exception() is None:
+            self._release(self._staging.result().staged)
+        self._following = self._prepared = self._staging = self._writing = self._thinned = self._room = None
+        self._held_G, self._departed_G, self._pass_planner, self._failure = [], [], None, None
+        self.plan, self.report, self.assignments = None, None, []
+        self.host.clear()
+        self.device.clear()
+        if self._store.mode == "a" and not self._store.closed:
+            self._store.discard_uncommitted()
+
+    def close(self) -> None:
+        """End the threads, and let go of all memory of rows; of all that can be, where a device has failed.
+
+        In a fork of the process nothing, as ``stop``.
+        """
+        if os.getpid() != self._pid:
+            return
+        with ExitStack() as last:
+            for close in (self.device.close, self.memory.close, self._writer.shutdown, self._reader.shutdown):
+                last.callback(close)  # the last one first
+            self.stop()
+
+    def check(self) -> None:
+        """Raise, with its cause, what went wrong on the reader or the writer."""
+        for future in (self._thinned, self._prepared, self._staging, self._writing, self._room):
+            if future is not None and future.done() and future.exception() is not None:
+                self._failure = self._failure or future.exception()
+        if self._failure is not None:
+            raise self._failure
+
+    def drain(self) -> None:
+        """Wait until every dump handed to the writer is durable, and the host tier is left alone until the switch."""
+        self.check_process()
+        self._await_writer()
+        if self._room is not None:
+            self._room.exception()
+            self.check()
+
+    def await_staging(self) -> None:
+        """Wait until the rows of the next pass are staged."""
+        self.check_process()
+        if self._staging is not None:
+            self._staging.exception()
+        self.check()
+
+    # -- commit inside a pass ----------------------------------------------------------------------------
+
+    def commit_within(self, sample: int, state: StateBytes) -> None:
+        """Write all rows of the pass as one range and publish a commit at ``sample``; returns when durable.
+
+        Block by block through one region a group, so that it needs no more than a transaction of memory.
+        """
+        self.check_process()
+        plan = self._plan_now()
+        self._await_writer()
+        layouts = tuple(
+            self._planner_now().layout(
+                group,
+                [Range(next_use=plan.pass_index, table_rows=tuple(
+                    int(n) for n in np.diff(self._positions.table_starts(plan.sub_dataset, g))))]
+                if plan.rows_G[g] else [],
+                self._budget,
+            )
+            for g, group in enumerate(self._positions.groups)
+        )  # fmt: skip
+
+        def blocks() -> Iterator[tuple[int, int, NDArray[np.uint8], NDArray[np.int64]]]:
+            scratch = self._backend.scratch(paged(self._budget.block))
+            for g, layout in enumerate(layouts):
+                for b, keys in enumerate(self._packer.keys(plan.sub_dataset, g, None, layout)):
+                    data = scratch[: layout.bytes_of_block(b)]
+                    self._packer.pack(g, None, self._packer.target(layout, b, [data]))
+                    self._backend.streams.dumped().wait()
+                    yield g, b, data, keys
+
+        def write() -> None:
+            self._store.append(plan.pass_index, layouts, blocks(), within=True)
+            self._publish(Cursor(pass_index=plan.pass_index, sample=sample), state)
+
+        try:
+            write()  # here, as packing is for the training thread
+        except BaseException as error:
+            self._failure = error  # its frames hold the scratch, which the device may still write to, until we rest
+            raise
+
+    # -- dump ---------------------------------------------------------------------------------------------
+
+    def _make_room(self) -> None:
+        """Have the writer make room for the dump of the pass, when the dump before it is durable."""
+        plan, assignments, written, prepared = self._plan_now(), self.assignments, self._writing, self._prepared
+        thinned = self._thinned
+        assert thinned is not None, "no pass was loaded"
+
+        def make() -> Room:
+            thinned.result()
+            if written is not None and written.exception() is not None:
+                return Room([], [])  # nothing is dumped any more, and nothing loaded
+            upcoming = None if prepared is None or prepared.exception() is not None else prepared.result().plan
+            return make_room(self.host, self._packer, self._unpacker, plan, assignments, upcoming)
+
+        self._room = self._writer.submit(make)
+
+    def _dump(self, state: StateBytes, trained: Event) -> Callable[[], None]:
+        """Pack the rows of the pass, trained then, into host blocks; return what the writer is to do."""
+        plan, report, room = self._plan_now(), self._report_now(), self._room
+        assert room is not None
+        report.wait("durable", self._writing, trained)
+        self._await_writer()
+        report.wait("room", room, trained)
+        self.check()
+        with report.timing("pack"):
+            dumps, self._held_G = room.result()
+            self._departed_G = [self._packer.pack(g, order, target) for g, (_, order, _, target) in enumerate(dumps)]
+        self._room = None
+        return partial(self._write, plan, dumps, self._backend.streams.dumped(), state, report)
+
+    def _write(
+        self,
+        plan: PassPlan,
+        dumps: list[DumpRoom],
+        packed: Event,
+        state: StateBytes,
+        report: PassReport,
+    ) -> None:
+        """Runs on the writer thread."""
+        packed.wait()
+        begun = time.perf_counter()
+        counters = self._store.counters
+        rows, num_bytes = counters.rows_written, counters.row_bytes_written
+        segment = self._store.append(
+            plan.pass_index,
+            plan.dumps,
+            (
+                (g, b, region.data, keys)
+                for g, (layout, order, regions, _) in enumerate(dumps)
+                for b, (region, keys) in enumerate(
+                    zip(regions, self._packer.keys(plan.sub_dataset, g, order, layout), strict=True)
+                )
+            ),
+            stable=True,
+        )
+        self._segments[plan.pass_index] = segment
+        if plan.commits:
+            self._publish(Cursor(pass_index=plan.pass_index + 1, sample=0), state)
+        oldest = plan.pass_index - longest_gap(self._positions.num_passes)
+        for pass_index in [v for v in self._segments if 0 <= v < oldest]:
+            del self._segments[pass_index]
+        report.wrote(
+            begun,
+            time.perf_counter(),
+            rows=counters.rows_written - rows,
+            num_bytes=counters.row_bytes_written - num_bytes,
+        )
+
+    def publish_first(self, state: StateBytes) -> None:
+        """Publish the commit that stands before all training."""
+        self._publish(Cursor(pass_index=0, sample=0), state)
+
+    def _publish(self, cursor: Cursor, state: StateBytes) -> None:
+        serialize, settings = state
+        self._store.publish(
+            cursor,
+            state=serialize(),
+            schedule_digest=self._digest,
+            settings=settings,
+            environment=self.environment,
+        )
+
+    # -- load ---------------------------------------------------------------------------------------------
+
+    def _prepare_next(self) -> None:
+        """Have the reader prepare the next pass, where it will be trained."""
+        assert self._pass_planner is not None, "no run of passes was begun"
+        ahead = self._to_prepare < self._end
+        self._following = self._reader.submit(self._pass_planner.next) if ahead else None
+        self._to_prepare += 1
+
+    def _stage_next(self) -> None:
+        """Have the reader stage the pass that is prepared, and prepare the one behind it, in this order."""
+        self._prepared = prepared = self._following
+        self._staging = None
+        if prepared is not None:
+            self._staging = self._reader.submit(lambda: self._stage(*prepared.result()))
+            self._prepare_next()
+
+    def _stage(self, plan: PassPlan, assignments: list[SlotAssignment]) -> StagedLayout:
+        staged = self._prefetcher.stage(plan, assignments)
+        try:
+            return self._unpacker.lay_out_staged(staged)
+        except BaseException:
+            self._release(staged)
+            raise
+
+    def _load(self, trained: Event) -> None:
+        """Unpack what was staged, behind what is trained."""
+        assert self._staging is not None
+        waited = seconds_of_waiting(self._staging, trained)
+        self.check()
+        layout = self._staging.result()
+        staged, plan = layout.staged, layout.staged.plan
+        self.report = report = PassReport.of(plan, staged)
+        report.wait_seconds["store"] = waited
+        with report.timing("unpack"):
+            slots_G = self._unpacker.unpack(layout, self._held_G, self._departed_G)
+        trained.wait()
+        with report.timing("unpack"):
+            self._unpacker.activate(staged, slots_G)
+            self._prepared, self._staging, self._held_G, self._departed_G = None, None, [], []
+            self._release(staged)
+        self._thinned = self._reader.submit(self.host.keep, plan.retained, not_before=plan.pass_index - 1)
+        for assignment in staged.assignments:
+            assignment.load_K = assignment.load_K[:0].copy()
+        self.plan, self.assignments = plan, staged.assignments
+
+    def cached_page(self, segment_id: int, group: int, page: int) -> NDArray[np.uint8] | None:
+        """Return the bytes of a page that the host holds, or None."""
+        for pass_index, segment in self._segments.items():
+            if segment.id == segment_id and not segment.within:
+                return self.host.page(pass_index, group, page)
+        return None
+
+    # -- small things -------------------------------------------------------------------------------------
+
+    def _release(self, staged: Staged) -> None:
+        for region in staged.regions:
+            self.memory.give_back(region)
+
+    def _await_writer(self) -> None:
+        if self._writing is not None:
+            self._writing.exception()
+            self.check()
+            self._writing = None
+
+    def _plan_now(self) -> PassPlan:
+        assert self.plan is not None, "no pass is being trained"
+        return self.plan
+
+    def _planner_now(self) -> Planner:
+        assert self._planner is not None, "no run of passes was begun"
+        return self._planner
+
+    def _report_now(self) -> PassReport:
+        assert self.report is not None, "no pass is being trained"
+        return self.report

@@ -1,0 +1,57 @@
+"""One number of threads for torch and for the kernels."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from tiercache.kernels.cpu.jit import most_threads, set_threads
+
+if TYPE_CHECKING:
+    from tiercache.rows.backends.base import Backend, Streams
+
+
+_NICER = 10
+"""Added to the niceness of such a thread."""
+_PATIENCE = 0.5
+"""Seconds after which is asked whether a thread is alive."""
+
+
+def nicer_thread(name: str, backend: Backend) -> ThreadPoolExecutor:
+    """Return one thread that does what is submitted, in order; what is idle it takes all the same."""
+    return ThreadPoolExecutor(1, thread_name_prefix=f"tiercache-{name}", initializer=partial(_begin, backend.streams))
+
+
+def wait_for(thread: ThreadPoolExecutor) -> None:
+    """Return when a thread has done all that was submitted.
+
+    Also where it was shut down, or has ended because it was collected with a loop that asks for this.
+    """
+    with suppress(RuntimeError):  # it was shut down
+        last = thread.submit(int)
+        while not wait([last], _PATIENCE).done:
+            if not any(one.is_alive() for one in thread._threads):
+                return
+
+
+def _begin(streams: Streams) -> None:
+    streams.enter_thread()
+    with suppress(OSError, AttributeError):
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICER)
+
+
+def share_threads() -> None:
+    """Let the kernels use as many threads as torch does, on the calling thread.
+
+    Both run on one OpenMP, and the kernels' first use of it sets torch's number to that of the cores: it is put back.
+    """
+    num_threads = torch.get_num_threads()
+    set_threads(min(num_threads, most_threads(), len(os.sched_getaffinity(0))))
+    torch.set_num_threads(num_threads)

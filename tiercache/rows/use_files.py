@@ -1,0 +1,141 @@
+"""Where the uses of an epoch are kept: a mapped file beside the store, found once and read many times."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.errors import TierCacheError
+from tiercache.kernels.cpu.file_io import crc32c, has_crc32c
+from tiercache.planning.budgets import CHECKED_BYTES, gap_bytes
+from tiercache.planning.next_use import KEYS_PER_RANGE, Uses, find_uses, views_of
+from tiercache.sizes import format_bytes
+from tiercache.store.layout import page_checksums
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from tiercache.planning.positions import Positions
+    from tiercache.planning.schedule import Schedule
+
+FOLDER = "schedule"
+
+
+class UseFiles:
+    """Uses by epoch: 8 bytes for each key of each pass, in files that can be deleted at any time.
+
+    A file that an earlier run left is checked before it is used, and found anew where it is not what was written. Where
+    the order repeats, one file serves every epoch, and a later run finds it again. An order
+    that differs keeps the files of three epochs. Without a folder (the memory engine, a store open for reading) they
+    are plain arrays. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        positions: Positions,
+        keys_of: Callable[[int, int], NDArray[np.int64]],
+        folder: Path | None,
+        *,
+        keys_per_range: int = KEYS_PER_RANGE,
+    ) -> None:
+        """``keys_per_range``: keys of all passes that are gone through at once where uses are found."""
+        self._keys_per_range = keys_per_range
+        self._written: list[Path] = []
+        self._schedule, self._positions, self._keys_of = schedule, positions, keys_of
+        self._folder = None if folder is None else folder / FOLDER
+        self._lock = threading.Lock()
+        self._found: dict[int, Uses] = {}
+
+    def of(self, epoch: int) -> Uses:
+        """Return the uses of ``epoch``, finding them where no earlier call or run did."""
+        name = 0 if self._schedule.repeats else epoch
+        with self._lock:
+            if name not in self._found:
+                self._found[name] = self._open(name)
+                for old in [e for e in self._found if e < name - 2]:
+                    del self._found[old]
+                    if self._folder is not None:
+                        self._path(old).unlink(missing_ok=True)
+            return self._found[name]
+
+    def discard(self) -> None:
+        """Remove the files that were written here, and their folder where it is empty then: the plan was refused."""
+        with self._lock:
+            for path in self._written:
+                path.unlink(missing_ok=True)
+            if self._written and not any(self._written[0].parent.iterdir()):
+                self._written[0].parent.rmdir()
+            self._written.clear()
+            self._found.clear()
+
+    def _find(self, epoch: int, out: NDArray[np.int32]) -> Uses:
+        return find_uses(
+            self._schedule, epoch, self._positions, self._keys_of, out, keys_per_range=self._keys_per_range
+        )
+
+    def _open(self, epoch: int) -> Uses:
+        total = sum(self._positions.num_rows(p) for p in range(self._positions.num_passes))
+        if self._folder is None or total == 0:
+            out = np.empty((2, total), dtype=np.int32)
+            return self._find(epoch, out)
+        path = self._path(epoch)
+        try:
+            if not path.exists() or not _is_whole(path, total):
+                self._write(path, epoch, total)
+            mapped = np.memmap(path, dtype=np.int32, mode="r", shape=(2, total))
+        except OSError as error:
+            raise TierCacheError(
+                f"the schedule cannot be kept at {path} ({error.strerror or error}): delete what is there, or give "
+                "this user the right to write there"
+            ) from error
+        return views_of(mapped, self._positions)
+
+    def _path(self, epoch: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{self._schedule.digest[:24]}-{epoch}.gaps"
+
+    def _write(self, path: Path, epoch: int, total: int) -> None:
+        path.parent.mkdir(exist_ok=True)
+        for old in path.parent.glob("*.gaps"):
+            if not old.name.startswith(self._schedule.digest[:24]):
+                old.unlink()
+        temporary = path.with_suffix(".part")
+        gaps, sums = gap_bytes(total)
+        try:
+            with temporary.open("w+b") as file:
+                os.posix_fallocate(file.fileno(), 0, gaps + sums)  # a full disk says so here, not by a signal
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise TierCacheError(
+                f"the schedule needs {format_bytes(gaps + sums)} in {path.parent}, which could not be had "
+                f"({error.strerror}): free space there and run again"
+            ) from error
+        out = np.memmap(temporary, dtype=np.uint8, mode="r+", shape=(gaps + sums,))
+        found = out[:gaps].view(np.int32).reshape(2, total)
+        self._find(epoch, found)
+        out[gaps:].view("<u4")[:] = _checksums(out[:gaps])
+        out.flush()
+        temporary.rename(path)
+        self._written.append(path)
+
+
+def _is_whole(path: Path, total: int) -> bool:
+    """Tell whether a file has gaps of so many positions, and those that were written."""
+    gaps, sums = gap_bytes(total)
+    if path.stat().st_size != gaps + sums:
+        return False
+    seen = np.memmap(path, dtype=np.uint8, mode="r", shape=(gaps + sums,))
+    return np.array_equal(_checksums(seen[:gaps]), seen[gaps:].view("<u4"))
+
+
+def _checksums(gaps: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """Return the CRC32C of each ``CHECKED_BYTES`` of them."""
+    bounds = np.minimum(np.arange(gap_bytes(gaps.size // 8)[1] // 4 + 1, dtype=np.int64) * CHECKED_BYTES, gaps.size)
+    return (crc32c if has_crc32c() else page_checksums)([(np.asarray(gaps), bounds)])

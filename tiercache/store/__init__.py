@@ -1,0 +1,161 @@
+"""The parameter store: segments of rows in an engine, with atomic commits; importing it loads neither."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tiercache.store.bits import hash_keys, mix, xxh64
+    from tiercache.store.bulk_load import load_rows
+    from tiercache.store.changes import Difference, differences
+    from tiercache.store.commit import Commit, Cursor
+    from tiercache.store.engines.engine import Counters, Engine
+    from tiercache.store.engines.lmdb_engine import LmdbEngine
+    from tiercache.store.engines.memory_engine import MemoryEngine
+    from tiercache.store.engines.zarr_engine import ZarrEngine
+    from tiercache.store.inspect import info, verify
+    from tiercache.store.layout import NEVER, Range, SegmentLayout
+    from tiercache.store.optimizer import (
+        SGD,
+        Adagrad,
+        Adam,
+        Constant,
+        Field,
+        Normal,
+        RowWiseAdagrad,
+        Uniform,
+        Zeros,
+        initializer_code,
+    )
+    from tiercache.store.segment import Segment
+    from tiercache.store.store import Store
+    from tiercache.store.store_errors import (
+        BlockReadError,
+        CommitMissingError,
+        CorruptBlockError,
+        CorruptStoreError,
+        FormatVersionError,
+        KeyMissingError,
+        NotAStoreError,
+        StoreClosedError,
+        StoreError,
+        StoreFullError,
+        StoreInUseError,
+        StoreMissingError,
+        TableMismatchError,
+    )
+    from tiercache.store.table import Group, Table, group_tables
+
+if __name__ != "tiercache.store":
+    raise ImportError("import tiercache.store: the folder store at the top level is a link to it")
+
+_HOME = {
+    "Commit": "commit",
+    "Cursor": "commit",
+    "Counters": "engines.engine",
+    "Difference": "changes",
+    "differences": "changes",
+    "Engine": "engines.engine",
+    "BlockReadError": "store_errors",
+    "CommitMissingError": "store_errors",
+    "CorruptBlockError": "store_errors",
+    "CorruptStoreError": "store_errors",
+    "FormatVersionError": "store_errors",
+    "KeyMissingError": "store_errors",
+    "NotAStoreError": "store_errors",
+    "StoreClosedError": "store_errors",
+    "StoreError": "store_errors",
+    "StoreFullError": "store_errors",
+    "StoreInUseError": "store_errors",
+    "StoreMissingError": "store_errors",
+    "TableMismatchError": "store_errors",
+    "load_rows": "bulk_load",
+    "hash_keys": "bits",
+    "mix": "bits",
+    "xxh64": "bits",
+    "Constant": "optimizer",
+    "Normal": "optimizer",
+    "Uniform": "optimizer",
+    "Zeros": "optimizer",
+    "initializer_code": "optimizer",
+    "info": "inspect",
+    "verify": "inspect",
+    "LmdbEngine": "engines.lmdb_engine",
+    "MemoryEngine": "engines.memory_engine",
+    "SGD": "optimizer",
+    "Adagrad": "optimizer",
+    "Adam": "optimizer",
+    "Field": "optimizer",
+    "RowWiseAdagrad": "optimizer",
+    "Segment": "segment",
+    "Store": "store",
+    "NEVER": "layout",
+    "Range": "layout",
+    "SegmentLayout": "layout",
+    "Group": "table",
+    "Table": "table",
+    "group_tables": "table",
+    "ZarrEngine": "engines.zarr_engine",
+}
+
+__all__ = [
+    "NEVER",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "BlockReadError",
+    "Commit",
+    "CommitMissingError",
+    "Constant",
+    "CorruptBlockError",
+    "CorruptStoreError",
+    "Counters",
+    "Cursor",
+    "Difference",
+    "Engine",
+    "Field",
+    "FormatVersionError",
+    "Group",
+    "KeyMissingError",
+    "LmdbEngine",
+    "MemoryEngine",
+    "Normal",
+    "NotAStoreError",
+    "Range",
+    "RowWiseAdagrad",
+    "Segment",
+    "SegmentLayout",
+    "Store",
+    "StoreClosedError",
+    "StoreError",
+    "StoreFullError",
+    "StoreInUseError",
+    "StoreMissingError",
+    "Table",
+    "TableMismatchError",
+    "Uniform",
+    "ZarrEngine",
+    "Zeros",
+    "differences",
+    "group_tables",
+    "hash_keys",
+    "info",
+    "initializer_code",
+    "load_rows",
+    "mix",
+    "verify",
+    "xxh64",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'tiercache.store' has no attribute {name!r}")
+    value = getattr(import_module(f"tiercache.store.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,188 @@
+"""Which segments a new schedule leaves where they are, and which rows of the others and of those it moves."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from tiercache.store.bits import hash_keys
+from tiercache.store.external_sort import ExternalSorter, flush_largest
+from tiercache.store.files import ScratchFile, scratch_of
+from tiercache.store.live_keys import READERS, all_keys, live_keys
+from tiercache.store.runs import SortedCursor, hashed, merged
+from tiercache.store.segment import RetainedSegment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from tiercache.store.rewrite import FirstUses
+    from tiercache.store.segment import Segment
+    from tiercache.store.store import Store
+    from tiercache.store.table import Group, Table
+
+MOST_RETAINED = 256
+"""The most segments that are left: a scan holds a page of each of their ranges, a lookup reads keys of each."""
+MEMORY_BYTES = 128 << 20
+NUMBER_BYTES = 8
+"""Of what stands beside a key while keys are sorted: the number of its row."""
+_IDLE, _STALE, _USED = 0, 1, 2
+"""What a row is to the schedule: the newest of a key that it does not use, not the newest, or the newest of one that
+it does."""
+
+
+class CompactionPlan:
+    """Sorts all live rows by what a schedule does with them: from their keys and its first uses, no row is read.
+
+    A segment is retained where rows that are neither used nor stale have at least half of its live bytes, so that it
+    never takes more than twice what is needed of it; of more than ``MOST_RETAINED`` such segments those with the most;
+    never one that a commit inside a pass wrote.
+    Everything else moves: the used rows of retained segments, and of the others all rows that are not stale. So what
+    moves unused has fewer bytes than what is used or stale beside it, unless segments are too many.
+
+    Takes ``MEMORY_BYTES`` and a slice of ``uses``. Temporary files: a byte for each live row, mapped into memory;
+    and where keys exceed the memory, 16 bytes for each of a group's, which are sorted there.
+    """
+
+    def __init__(self, store: Store, uses: FirstUses, scratch: Path, progress: Callable[[str, int], None]) -> None:
+        self._store, self._uses, self._progress = store, uses, progress
+        self._files = ExitStack()
+        try:
+            self._groups = [_GroupRows(store, group, scratch, self._files) for group in store.groups]
+        except BaseException:
+            self._files.close()
+            raise
+        self.retained: tuple[RetainedSegment, ...] = ()
+        """What is left where it is, by segment id; known after ``sort``."""
+        self._retained_ids = frozenset[int]()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rows in self._groups:
+            rows.forget()
+        self._files.close()
+
+    def sort(self, *, overlay: bool = False) -> None:
+        """Read all keys and decide. Raises StoreFullError and CorruptStoreError.
+
+        ``overlay``: what was appended since the newest commit hides rows of before, and no segment moves.
+        """
+        for rows in self._groups:
+            rows.sort(self._store, self._uses, self._progress)
+        needed_S, live_S = (np.zeros(len(self._store.segments), dtype=np.int64) for _ in range(2))
+        for rows in self._groups:
+            needed_S += rows.group.row_bytes * rows.needed_ST.sum(axis=1)
+            live_S += rows.group.row_bytes * rows.live_ST.sum(axis=1)
+        if overlay:
+            committed = {segment.id for segment in self._store.snapshot.committed}
+            may_S = np.array([segment.id in committed for segment in self._store.segments], dtype=np.bool_)
+            kept = np.nonzero((needed_S > 0) & may_S)[0]
+        else:
+            may_S = np.array([not s.within or s.pass_index < 0 for s in self._store.segments], dtype=np.bool_)
+            worth = np.nonzero((2 * needed_S >= live_S) & (needed_S > 0) & may_S)[0]
+            kept = np.sort(worth[np.argsort(-needed_S[worth], kind="stable")[:MOST_RETAINED]])
+        self.retained = tuple(
+            RetainedSegment(
+                segment_id=self._store.segments[i].id,
+                first_ranges=tuple(
+                    self._store.first_range(self._store.segments[i], rows.group.index) for rows in self._groups
+                ),
+                stale_rows=tuple(tuple((rows.live_ST[i] - rows.needed_ST[i]).tolist()) for rows in self._groups),
+            )
+            for i in kept.tolist()
+        )
+        self._retained_ids = frozenset(one.segment_id for one in self.retained)
+
+    def idle_rows(self, group: int) -> int:
+        """Return how many rows of a group move although the schedule does not use them."""
+        return self._groups[group].idle_rows(but=self._retained_ids)
+
+    def moves(self, segment: Segment, group: int, low: int, high: int) -> NDArray[np.bool_]:
+        """Return which of the live rows [low, high) of a layout move: (high - low,)."""
+        marks = self._groups[group].marks_of(segment, low, high)
+        moved: NDArray[np.bool_] = marks == _USED if segment.id in self._retained_ids else marks != _STALE
+        return moved
+
+
+class _GroupRows:
+    """The live rows of one group, each with a mark. Shapes: S segments, T tables of the group.
+
+    A live row has a number: rows count on from segment to segment, so that of two rows of a key that with the
+    greater number is newer.
+    """
+
+    def __init__(self, store: Store, group: Group, scratch: Path, files: ExitStack) -> None:
+        self.group = group
+        counts, self._dead = [], {}
+        for segment in store.segments:
+            layout, first = segment.layouts[group.index], store.first_range(segment, group.index)
+            counts.append([layout.rows_of_table(place, first) for place in range(len(group.tables))])
+            self._dead[segment.id] = layout.first_row_R.item(first)
+        self.live_ST = np.array(counts, dtype=np.int64).reshape(len(counts), len(group.tables))
+        """(S, T): live rows."""
+        self.needed_ST = np.zeros_like(self.live_ST)
+        """(S, T): those that are neither used nor stale."""
+        self._starts_S = np.append(0, np.cumsum(self.live_ST.sum(axis=1)))
+        """(S + 1,): the number of each segment's first live row."""
+        self._index = {segment.id: i for i, segment in enumerate(store.segments)}
+        size = max(1, int(self._starts_S[-1]))
+        file = files.enter_context(ScratchFile(scratch, "sorting out the rows that a schedule uses"))
+        self._marks: NDArray[np.uint8] = file.map(size)
+
+    def forget(self) -> None:
+        """Give up the marks."""
+        self._marks = np.empty(0, dtype=np.uint8)
+
+    def marks_of(self, segment: Segment, low: int, high: int) -> NDArray[np.uint8]:
+        """Return the marks of live rows [low, high) of a layout."""
+        start = int(self._starts_S[self._index[segment.id]]) - self._dead[segment.id]
+        return self._marks[start + low : start + high]
+
+    def idle_rows(self, *, but: Collection[int]) -> int:
+        """Return how many rows in all segments but those of these ids are neither used nor stale; after ``sort``."""
+        return sum(int(self.needed_ST[i].sum()) for id_, i in self._index.items() if id_ not in but)
+
+    def sort(self, store: Store, uses: FirstUses, progress: Callable[[str, int], None]) -> None:
+        """Mark every row."""
+        with ExitStack() as stack:
+            sorters = [
+                stack.enter_context(
+                    ExternalSorter(
+                        ["<i8"], scratch_of(store), f"sorting the keys of table {table.name!r}", MEMORY_BYTES,
+                        store.counters, copies=max(2, len(store.segments)), total_rows=total,
+                    )
+                )
+                for table, total in zip(self.group.tables, self.live_ST.sum(axis=0).tolist(), strict=True)
+            ]  # fmt: skip
+            readers = stack.enter_context(ThreadPoolExecutor(READERS))
+            snapshot, every = store.snapshot, dict.fromkeys(range(len(sorters)), all_keys)
+            for segment, place, keys, rows in live_keys(
+                store, snapshot, snapshot.segments, self.group, every, readers, after=-1
+            ):
+                start = int(self._starts_S[self._index[segment.id]]) - self._dead[segment.id]
+                sorters[place].add(hash_keys(keys, self.group.tables[place].table_id), start + rows)
+                flush_largest(sorters)
+                progress("sort", keys.size)
+            for place, (table, sorter) in enumerate(zip(self.group.tables, sorters, strict=True)):
+                self._mark(place, table, SortedCursor(sorter.sorted(), np.int64), uses)
+                sorter.close()
+
+    def _mark(self, place: int, table: Table, stored: SortedCursor, uses: FirstUses) -> None:
+        """Mark the rows of one table: ``stored`` has their numbers by hash, those of a key in the order of age."""
+        wanted = SortedCursor(hashed(table, uses.slices(table.name)), np.int64, np.int64)
+        for (hashes, numbers), (wanted_hashes, _, _) in merged(stored, wanted):
+            if not hashes.size:
+                continue
+            newest = np.append(hashes[1:] != hashes[:-1], True)
+            used = np.isin(hashes, wanted_hashes)
+            self._marks[numbers[~newest]] = _STALE
+            self._marks[numbers[newest & used]] = _USED
+            idle = np.searchsorted(self._starts_S, numbers[newest & ~used], side="right") - 1
+            self.needed_ST[:, place] += np.bincount(idle, minlength=self.needed_ST.shape[0])

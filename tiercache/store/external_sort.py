@@ -1,0 +1,221 @@
+"""An external sort: hashes, each with a payload, in any order in and in hash order out, in bounded memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from tiercache.store.files import ScratchFile, with_system_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+    from numpy.typing import DTypeLike, NDArray
+
+    from tiercache.store.engines.engine import Counters
+
+HASH_BYTES = 8
+ROW_COST = 32
+"""Bytes that sorting takes for each row beside its payload: its hash, its digit, its place, and a spare."""
+HASH_COST = 20
+"""Bytes that sorting takes for each hash without a payload: the hash, half of one for merges, and a spare."""
+_DIGIT_BITS = 8
+_HASH_BITS = 64
+_BUFFER_BYTES = 1 << 20
+
+
+class ExternalSorter:
+    """Takes rows in any order and yields them in hash order, and holds about ``memory_bytes`` at most.
+
+    A row is a hash and one value for each dtype of ``payload``. As many rows as can be sorted in the memory wait there.
+    More go to a file without a name in ``folder``, which is made when it is needed, or in the system's temporary folder
+    where ``folder`` cannot be written to or has no room. Rows are written in batches, each in the order of the first
+    eight bits of the hash. The rows of one value of these bits are a part. A part that is too large for the memory is
+    cut again by the next eight bits. So each row is written and read once for every factor of 256 by which all rows
+    exceed the memory; ``counters`` count both. Rows of equal hashes come side by side, in the order in which they came.
+    Of more of them than the memory holds only the last ``copies`` come.
+
+    ``what`` is the purpose of the sort, for errors. ``total_rows`` is the number of rows, where it is known: a file
+    system without room for them is then found when the file is made.
+    """
+
+    def __init__(
+        self,
+        payload: Sequence[DTypeLike],
+        folder: Path | None,
+        what: str,
+        memory_bytes: int,
+        counters: Counters,
+        *,
+        copies: int = 2,
+        total_rows: int | None = None,
+    ) -> None:
+        self.rows = 0
+        """Rows taken."""
+        self._folder, self._what, self._counters, self._copies = folder, what, counters, copies
+        self._file: ScratchFile | None = None
+        self._file_rows = 0
+        self._names = ["hash", *(f"payload {i}" for i in range(len(payload)))]
+        self._record = np.dtype(list(zip(self._names, ("<u8", *payload), strict=True)))
+        self._file_bytes = None if total_rows is None else total_rows * self._record.itemsize
+        self._most = part_rows(self._record.itemsize - HASH_BYTES, memory_bytes)
+        self._buffer = np.empty(0, self._record)
+        """Rows that wait in memory, in front. It grows as it must."""
+        self._held_rows = 0
+        self._batches: list[NDArray[np.int64]] = []
+        """Of each batch cut by the first digit, where the rows of a digit begin in the file, and where the last end."""
+
+    def close(self) -> None:
+        """Give up the file, and forget all rows."""
+        self._take()
+        self._batches, self._file_rows = [], 0
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def share(self) -> float:
+        """The memory that it has for rows that wait, as a share of what it may have."""
+        return self._buffer.size / self._most
+
+    def add(self, hashes: NDArray[np.uint64], *payload: NDArray[Any] | int) -> None:
+        """Take a copy of rows: hashes (n,), and values (n, ...) or one for all rows. Raises StoreFullError."""
+        columns = [np.broadcast_to(values, hashes.shape) if isinstance(values, int) else values for values in payload]
+        taken = 0
+        while taken < hashes.size:
+            if self._held_rows == self._most:
+                self._write()
+            begin, self._held_rows = self._held_rows, min(self._most, self._held_rows + hashes.size - taken)
+            if self._held_rows > self._buffer.size:
+                least = _BUFFER_BYTES // self._record.itemsize
+                larger = np.empty(min(self._most, max(least, 2 * self._held_rows)), self._record)
+                larger[:begin] = self._buffer[:begin]
+                self._buffer = larger
+            count = self._held_rows - begin
+            for name, values in zip(self._names, (hashes, *columns), strict=True):
+                self._buffer[name][begin : self._held_rows] = values[taken : taken + count]
+            taken += count
+        self.rows += hashes.size
+
+    def flush(self) -> None:
+        """Move the rows that wait in memory to the file, and give up the memory. Raises StoreFullError."""
+        self._write()
+        self._take()
+
+    def sorted(self, chunk_rows: int | None = None) -> Iterator[tuple[NDArray[Any], ...]]:
+        """Yield all rows in hash order: hashes (n,), and values (n, ...) of each dtype of the payload.
+
+        A chunk has at most ``chunk_rows`` rows. Without a bound it has all rows of each of its hashes. Rows that were
+        yielded are gone.
+        """
+        if not self._batches:
+            yield from self._sort(self._take(), chunk_rows)
+            return
+        self.flush()
+        batches, self._batches = self._batches, []
+        for records in self._parts(batches, 1):
+            yield from self._sort(records, chunk_rows)
+
+    def _take(self) -> NDArray[np.void]:
+        """Return the rows that wait in memory, and hold none."""
+        records = self._buffer[: self._held_rows]
+        self._buffer, self._held_rows = self._buffer[:0].copy(), 0
+        return records
+
+    def _write(self) -> None:
+        """Move the rows that wait in memory to the file."""
+        if self._held_rows:
+            self._batches.append(self._cut(self._buffer[: self._held_rows], 0))
+        self._held_rows = 0
+
+    def _parts(self, batches: list[NDArray[np.int64]], digits: int) -> Iterator[NDArray[np.void]]:
+        """Yield the records of batches that were cut by so many digits, of each digit by itself, cut until they fit."""
+        last = digits * _DIGIT_BITS >= _HASH_BITS  # all records of a part have one hash
+        for digit in range(1 << _DIGIT_BITS):
+            runs = [(int(cuts[digit]), int(cuts[digit + 1])) for cuts in batches if cuts[digit] < cuts[digit + 1]]
+            count = sum(high - low for low, high in runs)
+            if count <= self._most or last:
+                skipped = max(0, count - max(self._copies, self._most))
+                yield from self._read(runs, count - skipped, skipped)
+                continue
+            finer = [self._cut(records, digits) for records in self._read(runs, self._most, 0)]
+            yield from self._parts(finer, digits + 1)
+
+    def _cut(self, records: NDArray[np.void], digits: int) -> NDArray[np.int64]:
+        """Append records to the file in the order of the next digit of their hash; returns where each begins."""
+        if self._file is None:
+            self._file = ScratchFile(with_system_folder(self._folder), self._what, num_bytes=self._file_bytes)
+        shift = _HASH_BITS - _DIGIT_BITS * (digits + 1)
+        if len(self._names) == 1:
+            records["hash"].sort(kind="stable")
+        else:  # by digits alone, which is a tenth of a sort
+            records = records[np.argsort((records["hash"] >> np.uint64(shift)).astype(np.uint8), kind="stable")]
+        self._file.write(records, self._file_rows * self._record.itemsize)
+        first = int(records["hash"][0]) >> shift + _DIGIT_BITS << shift + _DIGIT_BITS
+        firsts = np.array([first + (digit << shift) for digit in range(1 << _DIGIT_BITS)], np.uint64)
+        cuts = np.append(np.searchsorted(records["hash"], firsts), records.size) + self._file_rows
+        self._file_rows += records.size
+        self._counters.add(spill_bytes_written=records.nbytes)
+        return cuts
+
+    def _read(self, runs: list[tuple[int, int]], most: int, skipped: int) -> Iterator[NDArray[np.void]]:
+        """Yield the records of runs in the file, ``most`` at a time without the first ``skipped``, and free them."""
+        assert self._file is not None
+        size, left = self._record.itemsize, sum(high - low for low, high in runs) - skipped
+        records, filled = np.empty(min(most, left), dtype=self._record), 0
+        for low, high in runs:
+            passed = min(skipped, high - low)
+            skipped, at = skipped - passed, low + passed
+            while at < high:
+                count = min(high - at, records.size - filled)
+                self._file.read(records[filled : filled + count], at * size)
+                at, filled = at + count, filled + count
+                if filled == records.size:
+                    self._counters.add(spill_bytes_read=records.nbytes)
+                    yield records
+                    left -= filled
+                    records, filled = np.empty(min(most, left), dtype=self._record), 0
+            self._file.free(low * size, (high - low) * size)
+
+    def _sort(self, records: NDArray[np.void], chunk_rows: int | None) -> Iterator[tuple[NDArray[Any], ...]]:
+        order: NDArray[np.int64] | None = None
+        if len(self._names) == 1:
+            records["hash"].sort(kind="stable")  # a merge of the runs that came, a third of the time of another sort
+        else:
+            order = np.argsort(records["hash"], kind="stable")
+        step = chunk_rows or max(1, records.size)
+        for low in range(0, records.size, step):
+            chunk = records[low : low + step] if order is None else records[order[low : low + step]]
+            yield tuple(np.ascontiguousarray(chunk[name]) for name in self._names)
+
+
+def flush_largest(sorters: Collection[ExternalSorter]) -> None:
+    """Have the sorter with most memory give it up, where all together have more than one may have."""
+    if sum(sorter.share for sorter in sorters) > 1:
+        max(sorters, key=lambda sorter: sorter.share).flush()
+
+
+def part_rows(payload_bytes: int, memory_bytes: int) -> int:
+    """Return how many rows may wait at once, so that sorting them stays within ``memory_bytes``."""
+    cost = 4 * (payload_bytes + ROW_COST) if payload_bytes else HASH_COST
+    return max(1, memory_bytes // cost)
+
+
+def file_bytes(rows: int, payload_bytes: int, memory_bytes: int) -> int:
+    """Return the most bytes of the file of so many rows: each is written once for every factor of 256."""
+    most, times = part_rows(payload_bytes, memory_bytes), 0
+    left = rows
+    while left > most:
+        times, left = times + 1, left >> _DIGIT_BITS
+    return times * rows * (payload_bytes + HASH_BYTES)

@@ -1,0 +1,445 @@
+"""The error of a disk without room, from what the system says of it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import resource
+import stat
+import tempfile
+import threading
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from tiercache.store.store_errors import BlockReadError, StoreError, StoreFullError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.store.store import Store
+
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""What the system calls a disk, a share of it or a file that may not grow."""
+ROOM_FOR_RECORDS = 1 << 20
+"""More bytes than the records of a commit need: blocks leave them free."""
+
+
+def check_room(path: Path, needed_bytes: int) -> None:
+    """Raise OSError, one of FULL, where the file system of ``path``, which is there, has less room than that."""
+    system = os.statvfs(path)
+    if system.f_frsize * system.f_bavail < needed_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def check_limit(file: Path, more_bytes: int) -> None:
+    """Raise OSError, one of FULL, where this process may not let ``file`` grow by so much."""
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if most != resource.RLIM_INFINITY and most < (file.stat().st_size if file.exists() else 0) + more_bytes:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+
+def full_disk(
+    path: Path, error: OSError, needed_bytes: int, *, kept_bytes: int = 0, at_least: bool = False
+) -> StoreFullError:
+    """Return the error of ``path``, which could not take ``needed_bytes`` because of ``error``, one of FULL.
+
+    ``kept_bytes`` were to stay free beside them. What it says to be free is less than what it says to be needed, but
+    where other bytes were freed, or other things than bytes lack: it says so.
+    """
+    if error.errno == errno.EFBIG:
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        return StoreFullError(
+            needed_bytes=needed_bytes,
+            limit=f"files of this process may have {most:,} in all",
+            advice="raise ulimit -f",
+        )
+    system = os.statvfs(path)
+    free = system.f_frsize * system.f_bavail
+    limit = f"the file system of {path} has {free:,} free"
+    if error.errno == errno.EDQUOT:
+        limit = f"the disk quota of {path} is used up"
+    elif system.f_files and not system.f_favail:
+        limit = f"the file system of {path} has no room for another file"
+    elif free >= needed_bytes + kept_bytes:
+        limit = f"the file system of {path} was full, and has {free:,} free by now"
+    return StoreFullError(
+        needed_bytes=needed_bytes + kept_bytes,
+        limit=limit,
+        advice="free some, or move the store to a larger one",
+        kept_bytes=kept_bytes,
+        at_least=at_least,
+    )
+
+
+@contextmanager
+def room_for(needed_bytes: int, path: Path, what: str, *, at_least: bool = False) -> Iterator[None]:
+    """Raise StoreFullError, which says that ``what`` needed so many bytes, in place of an OSError of a full disk.
+
+    ``path`` must exist, or the folder that it stands in. ``at_least``: ``what`` needs more bytes later.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        there = path if path.exists() else path.parent
+        raise full_disk(there, error, needed_bytes, at_least=at_least).during(what, needed_bytes) from error
+
+
+_KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
+_CANNOT = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV})
+
+
+def punch_hole(handle: int, offset: int, num_bytes: int) -> bool:
+    """Give the room of bytes of an open file back to the file system: they read as zeros from now on.
+
+    Returns False, and changes nothing, where system or file system have no holes. Raises OSError.
+    """
+    try:
+        fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+    except (OSError, AttributeError):
+        return False
+    fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    while fallocate(handle, _PUNCH_HOLE | _KEEP_SIZE, offset, num_bytes):
+        code = ctypes.get_errno()
+        if code in _CANNOT:
+            return False
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+    return True
+
+
+HUGE_BYTES = 2 << 20
+
+
+def huge_pages(num_bytes: int) -> NDArray[np.uint8]:
+    """Return whole pages of zeros with at least ``num_bytes`` bytes, in huge pages where the system has them.
+
+    Memory is taken where it is touched.
+    """
+    size = max(mmap.PAGESIZE, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+    if size < HUGE_BYTES // 8 or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return np.frombuffer(mmap.mmap(-1, size), np.uint8)
+    size = -(-size // HUGE_BYTES) * HUGE_BYTES
+    memory = mmap.mmap(-1, size + HUGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    everything = np.frombuffer(memory, np.uint8)
+    return everything[-everything.ctypes.data % HUGE_BYTES :][:size]
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replace ``path`` by ``data`` in one step; both are on disk on return."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)  # opening a FIFO there would wait forever
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    publish(temporary, path)
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Give a file, whose content is on disk already, its final name; the name is on disk on return."""
+    temporary.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Return when a file's content, or a directory's names, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+PAGE_BYTES = 4096
+_DIRECT_BYTES = 64 << 10
+"""Shorter ranges are read through the page cache, which may have them already."""
+_STEP_BYTES = 256 << 10
+"""A file is written through the page cache in steps: long ones cost the kernel ten times the processor."""
+
+
+def paged(num_bytes: int) -> int:
+    """Return the bytes of the pages that hold so many."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def write_at(handle: int, direct: int | None, buffer: NDArray[np.uint8], at: int, size: int) -> bool:
+    """Write bytes from byte ``at`` of a file on, whole pages past the page cache and what is beside them through it.
+
+    They stand in ``buffer``, which is of ``huge_pages``, where they stand in the pages of the file: from byte
+    ``at % PAGE_BYTES`` on. ``direct`` is the file, opened past the page cache. Returns False where that cannot be
+    written to so. Raises OSError.
+    """
+    lead = at % PAGE_BYTES
+    base, low, high = at - lead, paged(lead), (lead + size) // PAGE_BYTES * PAGE_BYTES
+    could = True
+    if direct is None or high - low < _DIRECT_BYTES:
+        low = high = lead
+    else:
+        done = low
+        try:
+            while done < high:
+                pages = os.pwrite(direct, buffer[done:high].data, base + done) // PAGE_BYTES
+                if not pages:  # the file may grow by no page: what follows says why
+                    high = done
+                done += pages * PAGE_BYTES
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            high, could = done, False
+    for done, stop in ((lead, low), (high, lead + size)):
+        at = done
+        while at < stop:
+            at += os.pwrite(handle, buffer[at : min(stop, at + _STEP_BYTES)].data, base + at)
+    return could
+
+
+def write_whole(path: str, data: bytes | memoryview) -> None:
+    """Make a file of bytes, through the page cache. It is not synced. Raises OSError."""
+    view, done = memoryview(data), 0
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+    try:
+        while done < len(view):
+            done += os.write(handle, view[done : done + _STEP_BYTES])
+    finally:
+        os.close(handle)
+
+
+def read_whole(path: str, last: int | None = None) -> bytes:
+    """Return the bytes of a file, or its ``last`` ones. Raises OSError, also where something else is in its place."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        size = _file_bytes(handle)
+        return read_at(handle, size if last is None else last, 0 if last is None else max(0, size - last))
+    finally:
+        os.close(handle)
+
+
+def read_at(handle: int, size: int, offset: int) -> bytes:
+    """Return the bytes of an open file from ``offset`` on, fewer where it ends before. Raises OSError.
+
+    One read of Linux returns at most 2,147,479,552 bytes.
+    """
+    parts = []
+    while size and (part := os.pread(handle, size, offset)):
+        parts.append(part)
+        size, offset = size - len(part), offset + len(part)
+    return b"".join(parts)
+
+
+def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+    """Open a file, and nothing else that may be in its place. Raises OSError."""
+    handle = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+    try:
+        _file_bytes(handle)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _file_bytes(handle: int) -> int:
+    """Return the bytes of an open file. Raises OSError for what is none."""
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "no file is there, but something else")
+    return status.st_size
+
+
+class RangeReader:
+    """Reads a few ranges at a time into memory of its own; from any thread."""
+
+    def __init__(self) -> None:
+        self._mine = threading.local()
+        self._direct = getattr(os, "O_DIRECT", 0)
+
+    def read(self, ranges: Sequence[tuple[str, int, int, int]]) -> list[NDArray[np.uint8]]:
+        """Return the bytes [start, stop) of each (path, start, stop, size of the file).
+
+        They stand in memory that this thread's next call uses again. A size below 0 is any. Raises BlockReadError for
+        a file that is not there or has another size.
+        """
+        direct = self.reads_direct(stop - start for _, start, stop, _ in ranges)
+        room = self._room(sum(paged(stop - start) + PAGE_BYTES for _, start, stop, _ in ranges))
+        found = []
+        for path, start, stop, size in ranges:
+            low = start - start % PAGE_BYTES
+            part, room = room[: paged(stop - low)], room[paged(stop - low) :]
+            self._read(path, low, start, stop, size, part, direct=direct)
+            found.append(part[start - low : stop - low])
+        return found
+
+    def reads_direct(self, num_bytes: Iterable[int]) -> bool:
+        """Whether ranges of these bytes, read together, are read past the page cache, as far as is known.
+
+        What goes with a long range is as cold as that; alone, the page cache may have it.
+        """
+        return self._direct != 0 and any(size >= _DIRECT_BYTES for size in num_bytes)
+
+    def _read(
+        self, path: str, low: int, start: int, stop: int, size: int, part: NDArray[np.uint8], *, direct: bool
+    ) -> None:
+        """Fill whole pages of memory with those of a file from ``low`` on, at least the bytes [start, stop)."""
+        try:
+            handle = self._open(path, direct=direct)
+            try:
+                if (seen := _file_bytes(handle)) != size and size >= 0:
+                    raise BlockReadError(f"is not whole, as {path} has {seen:,} bytes of {size:,}")
+                done = _fill(handle, part, low) if direct else start - low
+                if done < stop - low:
+                    _fill_cached(handle, path, part[: stop - low], low, done)
+            finally:
+                os.close(handle)
+        except FileNotFoundError:
+            raise BlockReadError(f"is missing, as there is no {path}") from None
+        except OSError as error:
+            raise BlockReadError(f"cannot be read, as {path} gives an error ({error})") from error
+
+    def _open(self, path: str, *, direct: bool) -> int:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # what stands in the place of a file may have no end
+        try:
+            return os.open(path, flags | (self._direct if direct else 0))
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+            self._direct = 0  # the file system has none
+            return os.open(path, flags)
+
+    def _room(self, num_bytes: int) -> NDArray[np.uint8]:
+        held: NDArray[np.uint8] | None = getattr(self._mine, "held", None)
+        if held is None or held.size < num_bytes:
+            held = self._mine.held = huge_pages(max(num_bytes, HUGE_BYTES))
+        return held
+
+
+def _fill(handle: int, pages: NDArray[np.uint8], low: int) -> int:
+    """Read whole pages past the page cache; returns how many bytes are there."""
+    try:
+        return os.preadv(handle, [pages.data], low)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return 0
+
+
+def _fill_cached(handle: int, path: str, out: NDArray[np.uint8], low: int, done: int) -> None:
+    """Read the rest of a range through the page cache, and nothing beside it."""
+    fcntl.fcntl(handle, fcntl.F_SETFL, 0)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(handle, low + done, out.size - done, os.POSIX_FADV_RANDOM)
+    while done < out.size:
+        count = os.preadv(handle, [out[done:].data], low + done)
+        if count == 0:
+            raise BlockReadError(f"is cut short, as {path} ends at byte {low + done:,}")
+        done += count
+
+
+def sync_file(path: str) -> None:
+    """Return when the bytes of a file and its length are durable. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fdatasync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_folder(path: str) -> None:
+    """Return when the names in a folder are durable. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class ScratchFile:
+    """Bytes at any offset of a file, from one thread. ``what`` is the purpose of the file, for errors."""
+
+    def __init__(self, folders: Path | Sequence[Path], what: str, *, num_bytes: int | None = None) -> None:
+        """Make the file in the first of ``folders`` that takes it; ``num_bytes`` is its size, where that is known.
+
+        Raises StoreFullError where there is less room, and StoreError where no file can be made.
+        """
+        self._what = what
+        problem = StoreError(f"{what} has no folder for a temporary file: set TMPDIR")
+        for folder in (folders,) if isinstance(folders, Path) else folders:
+            self._folder = folder
+            try:
+                with room_for(num_bytes or 1, folder, what, at_least=num_bytes is None):
+                    check_room(folder, num_bytes or 0)
+                    self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - see close
+            except StoreFullError as error:
+                problem = error
+            except OSError as error:
+                needed = "a temporary file" if num_bytes is None else f"a temporary file of {num_bytes:,} bytes"
+                problem = StoreError(f"{what} needs {needed} and {folder} takes none ({error}): set TMPDIR")
+            else:
+                return
+        raise problem
+
+    def close(self) -> None:
+        """Give up the file and its bytes."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, data: NDArray[Any], offset: int) -> None:
+        """Write an array. Raises StoreFullError."""
+        view = np.ascontiguousarray(data).view(np.uint8).reshape(-1).data
+        with room_for(len(view), self._folder, self._what, at_least=True):
+            while len(view):
+                count = os.pwrite(self._file.fileno(), view, offset)
+                view, offset = view[count:], offset + count
+
+    def read(self, out: NDArray[Any], offset: int) -> None:
+        """Fill a contiguous array with what was written. Raises StoreError where the file ends before."""
+        view = out.view(np.uint8).reshape(-1).data
+        while len(view):
+            count = os.preadv(self._file.fileno(), [view], offset)
+            if not count:
+                raise StoreError(f"a temporary file in {self._folder} ends at byte {offset:,}: try again")
+            view, offset = view[count:], offset + count
+
+    def free(self, offset: int, num_bytes: int) -> None:
+        """Give the room of bytes that are not needed any more back, where the file system can."""
+        with suppress(OSError):  # it comes back with the whole file
+            punch_hole(self._file.fileno(), offset, num_bytes)
+
+    def map(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Return so many zeros, mapped: what is written there needs no memory. Raises StoreFullError."""
+        with room_for(num_bytes, self._folder, self._what):
+            os.posix_fallocate(self._file.fileno(), 0, num_bytes)  # a mapped file must not meet a full disk later
+        return np.asarray(np.memmap(self._file, dtype=np.uint8, mode="r+", shape=(num_bytes,)))
+
+
+def scratch_of(store: Store) -> Path:
+    """Return the folder for temporary files: the store's own, or the system's where that cannot be written to."""
+    return scratch_in(store.path)
+
+
+def scratch_in(folder: Path | None) -> Path:
+    """Return ``folder``, or the system's for temporary files where there is none that can be written to."""
+    if folder is None or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        return Path(tempfile.gettempdir())
+    return folder
+
+
+def with_system_folder(folder: Path | None) -> list[Path]:
+    """Return ``folder``, where there is one, and the system's folder for temporary files after it."""
+    system = Path(tempfile.gettempdir())
+    return [system] if folder in {None, system} else [folder, system]

@@ -1,0 +1,413 @@
+"""The layout of the rows of one group in a segment: which bytes hold which rows, by arithmetic.
+
+Shapes: R ranges, T tables of the group.
+
+Rows stand in the order of ranges. Blocks hold ``block_bytes // row_bytes`` rows each (the last one fewer), so that
+all blocks of a layout take the same room in a file. A page is a run of at most ``page_rows`` rows of one range in
+one block, field-major inside: all vectors, then all of each optimizer state. The keys of a block are cut into key
+pages of ``KEY_PAGE_ROWS``, whatever their ranges. Memory: 16 bytes for each range, and what its counts take.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import google_crc32c
+import numpy as np
+
+from tiercache.store.records import whole
+from tiercache.store.store_errors import CorruptBlockError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from numpy.typing import NDArray
+
+    Int64s = NDArray[np.int64]
+    from collections.abc import Callable, Sequence
+
+    from tiercache.store.engines.engine import FieldSource, ReadSource
+    from tiercache.store.segment import Segment
+    from tiercache.store.table import Group
+
+    Part = tuple[NDArray[np.uint8], NDArray[np.int64]]
+    """Bytes, and bounds (R + 1, rising) of runs of them."""
+    Checksums = Callable[[Sequence[Part]], NDArray[np.uint32]]
+    """What computes the checksums of pages: ``page_checksums``, or what does the same faster."""
+    Read = tuple[NDArray[np.int64], NDArray[np.uint32]]
+    """Bytes read of each part, or -errno, and the checksums of all runs."""
+    Reads = Callable[[Sequence[ReadSource], Sequence[Part]], Read]
+    """What fills each part from its source at once."""
+    FieldReads = Callable[[Sequence[FieldSource], Sequence[Part]], Read]
+    """The same for rows whose fields stand apart; the runs of a part are its pages."""
+
+
+NEVER = (1 << 63) - 1
+"""The next use of rows that no pass will need."""
+MOST_BYTES = 1 << 53
+"""The most of a layout: what stands where in it is counted without loss."""
+KEY_PAGE_ROWS = 1024
+"""Keys that are read and checked together: 8 KiB."""
+COMPRESSED_BYTES = 16 << 10
+"""Of rows that are compressed together: what is read beside a range, at each of its ends."""
+
+
+class Range(NamedTuple):
+    """The rows of a segment with one next use."""
+
+    next_use: int
+    """The next pass that needs them, or ``NEVER``."""
+    table_rows: tuple[int, ...]
+    """Rows of each table of the group, in the group's order."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of all tables."""
+        return sum(self.table_rows)
+
+
+class SegmentLayout:
+    """The layout of the rows of one group that one pass dumped. Immutable: do not change the arrays."""
+
+    __slots__ = (
+        "block_bytes", "block_rows", "first_page_R", "first_row_R", "next_use_R", "num_pages", "page_rows", "row_bytes",
+        "rows", "table_rows_RT",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        *,
+        row_bytes: int,
+        page_rows: int,
+        block_bytes: int,
+        next_use_R: Int64s,
+        table_rows_RT: NDArray[np.integer],
+    ) -> None:
+        """Cut ranges at blocks, and between them every ``page_rows`` rows.
+
+        ``next_use_R`` rises; empty ranges are allowed and have no page. ``table_rows_RT`` may be a view of counts that
+        others share. Raises ValueError for a layout that makes no sense.
+        """
+        if row_bytes < 1 or page_rows < 1:
+            raise ValueError(
+                f"a layout has rows of {row_bytes} bytes and pages of {page_rows} rows: both must be at least 1"
+            )
+        self.row_bytes, self.page_rows, self.block_bytes = row_bytes, page_rows, block_bytes
+        self.block_rows = block_bytes // row_bytes
+        """Rows of every block but the last."""
+        if self.block_rows < 1:
+            raise ValueError(f"blocks of {block_bytes} bytes cannot hold a row of {row_bytes}: make them larger")
+        if next_use_R.size and int(next_use_R.min()) < 0:
+            raise ValueError(f"next use {next_use_R.min()} of a range is no pass: it must be 0 .. {NEVER}")
+        if np.any(next_use_R[1:] <= next_use_R[:-1]):
+            raise ValueError(
+                f"the next uses of a layout are {next_use_R.tolist()}: they must increase from range to range"
+            )
+        if table_rows_RT.shape[0] != next_use_R.size:
+            raise ValueError(f"a layout has {next_use_R.size} next uses and rows of {table_rows_RT.shape[0]} ranges")
+        if table_rows_RT.size and int(table_rows_RT.min()) < 0:
+            raise ValueError(f"a range has {table_rows_RT.min()} rows of a table: rows must not be negative")
+        rows = float(table_rows_RT.sum(dtype=np.float64))
+        if rows * row_bytes > MOST_BYTES:
+            raise ValueError(
+                f"a layout has {rows:.0f} rows of {row_bytes} bytes: all may have {MOST_BYTES} at most, dump fewer"
+            )
+        self.next_use_R, self.table_rows_RT = next_use_R, table_rows_RT
+        self.first_row_R = np.zeros(next_use_R.size + 1, dtype=np.int64)
+        """(R + 1,): the first row of each range, and the number of rows."""
+        np.cumsum(table_rows_RT.sum(axis=1, dtype=np.int64), out=self.first_row_R[1:])
+        self.rows = int(self.first_row_R[-1])
+        heads_R = self._head(self.first_row_R[:-1], self.first_row_R[1:])
+        full_R, tails_R = np.divmod(np.diff(self.first_row_R) - heads_R, self.block_rows)
+        self.first_page_R = np.zeros_like(self.first_row_R)
+        """(R + 1,): the first page of each range, and the number of pages."""
+        pages_R = -(-heads_R // page_rows) + full_R * self._pages_per_block - (-tails_R // page_rows)
+        np.cumsum(pages_R, out=self.first_page_R[1:])
+        self.num_pages = int(self.first_page_R[-1])
+
+    @classmethod
+    def of(cls, ranges: Iterable[Range], *, row_bytes: int, page_rows: int, block_bytes: int) -> SegmentLayout:
+        """Return the layout of ``ranges``. Raises ValueError."""
+        ranges = list(ranges)
+        tables = {len(rows.table_rows) for rows in ranges} or {0}
+        if len(tables) > 1:
+            raise ValueError(f"the ranges of a layout count rows of {min(tables)} and of {max(tables)} tables")
+        if any(not 0 <= rows.next_use <= NEVER for rows in ranges):
+            uses = [rows.next_use for rows in ranges]
+            raise ValueError(f"next uses {uses} are not all of a pass: they must be 0 .. {NEVER}")
+        return cls(
+            row_bytes=row_bytes, page_rows=page_rows, block_bytes=block_bytes,
+            next_use_R=np.array([rows.next_use for rows in ranges], dtype=np.int64),
+            table_rows_RT=np.array([rows.table_rows for rows in ranges], np.int64).reshape(len(ranges), tables.pop()),
+        )  # fmt: skip
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SegmentLayout) and (
+            (self.row_bytes, self.page_rows, self.block_bytes) == (other.row_bytes, other.page_rows, other.block_bytes)
+            and np.array_equal(self.next_use_R, other.next_use_R)
+            and np.array_equal(self.table_rows_RT, other.table_rows_RT)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.row_bytes, self.page_rows, self.block_bytes, self.rows, self.num_ranges))
+
+    def __repr__(self) -> str:
+        return (
+            f"SegmentLayout.of({self.ranges!r}, row_bytes={self.row_bytes}, page_rows={self.page_rows}, "
+            f"block_bytes={self.block_bytes})"
+        )
+
+    @property
+    def ranges(self) -> list[Range]:
+        """The ranges, made anew at each call."""
+        counts = zip(self.next_use_R.tolist(), self.table_rows_RT.tolist(), strict=True)
+        return [Range(next_use, tuple(rows)) for next_use, rows in counts]
+
+    @property
+    def num_ranges(self) -> int:
+        """Ranges, empty ones too."""
+        return self.next_use_R.size
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all rows."""
+        return -(-self.rows // self.block_rows)
+
+    @property
+    def key_pages(self) -> int:
+        """Key pages of every block but the last."""
+        return -(-self.block_rows // KEY_PAGE_ROWS)
+
+    @property
+    def num_key_pages(self) -> int:
+        """Key pages of all blocks."""
+        full, rest = divmod(self.rows, self.block_rows)
+        return full * self.key_pages - (-rest // KEY_PAGE_ROWS)
+
+    @property
+    def most_page_rows(self) -> int:
+        """The most rows that a page has; about, where ranges are cut by blocks: never fewer."""
+        return min(self.page_rows, self.block_rows, int(np.diff(self.first_row_R).max(initial=0)))
+
+    @property
+    def _pages_per_block(self) -> int:
+        return -(-self.block_rows // self.page_rows)
+
+    def range_of_use(self, next_use: int) -> int | None:
+        """Return the index of the range with this next use, or None."""
+        index = int(self.next_use_R.searchsorted(next_use))
+        return index if index < self.next_use_R.size and self.next_use_R.item(index) == next_use else None
+
+    def range_of_page(self, page: int) -> int:
+        """Return the index of the range that a page belongs to, or R for the number of pages."""
+        return int(self.first_page_R.searchsorted(page, side="right")) - 1
+
+    def rows_of_range(self, index: int) -> tuple[int, int]:
+        """Return (low, high): the rows of a range are low, low + 1, ... high - 1."""
+        return self.first_row_R.item(index), self.first_row_R.item(index + 1)
+
+    def pages_of_range(self, index: int) -> tuple[int, int]:
+        """Return (low, high): the pages of a range are low, low + 1, ... high - 1."""
+        return self.first_page_R.item(index), self.first_page_R.item(index + 1)
+
+    def runs_of_table(self, place: int, first_range: int = 0) -> tuple[Int64s, Int64s]:
+        """Return first rows and last rows + 1 of one table in each range from ``first_range`` on that has any."""
+        if not self.num_ranges:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        counts = self.table_rows_RT[first_range:, place].astype(np.int64)
+        before = self.table_rows_RT[first_range:, :place].sum(axis=1, dtype=np.int64)
+        low = self.first_row_R[first_range:-1] + before
+        return low[counts > 0], (low + counts)[counts > 0]
+
+    def rows_of_table(self, place: int, first_range: int = 0) -> int:
+        """Return the rows of one table in the ranges from ``first_range`` on."""
+        return int(self.table_rows_RT[first_range:, place].sum(dtype=np.int64)) if self.num_ranges else 0
+
+    def rows_of_block(self, block: int) -> tuple[int, int]:
+        """Return (low, high): the rows of a block are low, low + 1, ... high - 1."""
+        return block * self.block_rows, min((block + 1) * self.block_rows, self.rows)
+
+    def pages_of_block(self, block: int) -> tuple[int, int]:
+        """Return (low, high): the pages of a block are low, low + 1, ... high - 1."""
+        low, high = self.rows_of_block(block)
+        return self.page_of_row(low), self.page_of_row(high)
+
+    def key_pages_of_block(self, block: int) -> tuple[int, int]:
+        """Return (low, high): the key pages of a block are low, low + 1, ... high - 1."""
+        low, high = self.rows_of_block(block)
+        first = block * self.key_pages
+        return first, first - (-(high - low) // KEY_PAGE_ROWS)
+
+    def bytes_of_block(self, block: int) -> int:
+        """Return the bytes of the rows of a block."""
+        low, high = self.rows_of_block(block)
+        return (high - low) * self.row_bytes
+
+    def byte_of_block(self, block: int) -> int:
+        """Return the byte of all rows at which a block begins."""
+        return self.rows_of_block(block)[0] * self.row_bytes
+
+    def block_of_page(self, page: int) -> int:
+        """Return the block of a page."""
+        return self.row_of_page(page) // self.block_rows
+
+    def byte_of_page(self, page: int) -> int:
+        """Return the byte of all rows at which a page begins, or all bytes for the number of pages."""
+        return self.row_of_page(page) * self.row_bytes
+
+    def row_of_page(self, page: int) -> int:
+        """Return the first row of a page, or the number of rows for the number of pages."""
+        index = self.range_of_page(page)
+        row, inside = self.first_row_R.item(index), page - self.first_page_R.item(index)
+        if not inside:
+            return row
+        head = min(-row % self.block_rows, self.first_row_R.item(index + 1) - row)
+        in_head = -(-head // self.page_rows)
+        if inside < in_head:
+            return row + inside * self.page_rows
+        full, rest = divmod(inside - in_head, self._pages_per_block)
+        return row + head + full * self.block_rows + rest * self.page_rows
+
+    def page_of_row(self, row: int) -> int:
+        """Return the page of a row, or the number of pages for the number of rows."""
+        index = int(self.first_row_R.searchsorted(row, side="right")) - 1
+        first, page = self.first_row_R.item(index), self.first_page_R.item(index)
+        if row == first:
+            return page
+        head = min(-first % self.block_rows, self.first_row_R.item(index + 1) - first)
+        if row - first < head:
+            return page + (row - first) // self.page_rows
+        full, rest = divmod(row - first - head, self.block_rows)
+        return page - (-head // self.page_rows) + full * self._pages_per_block + rest // self.page_rows
+
+    def rows_of_pages(self, pages: Int64s) -> Int64s:
+        """Return ``row_of_page`` of each page (n,)."""
+        index = np.searchsorted(self.first_page_R, pages, side="right") - 1
+        row, inside = self.first_row_R[index], pages - self.first_page_R[index]
+        head = self._head(row, self.first_row_R[np.minimum(index + 1, self.next_use_R.size)])
+        in_head = -(-head // self.page_rows)
+        full, rest = np.divmod(inside - in_head, self._pages_per_block)
+        behind = head + full * self.block_rows + rest * self.page_rows
+        found: Int64s = row + np.where(inside < in_head, inside * self.page_rows, behind)
+        return found
+
+    def pages_of_rows(self, rows: Int64s) -> Int64s:
+        """Return ``page_of_row`` of each row (n,)."""
+        index = np.searchsorted(self.first_row_R, rows, side="right") - 1
+        first = self.first_row_R[index]
+        head = self._head(first, self.first_row_R[np.minimum(index + 1, self.next_use_R.size)])
+        full, rest = np.divmod(rows - first - head, self.block_rows)
+        behind = -(-head // self.page_rows) + full * self._pages_per_block + rest // self.page_rows
+        found: Int64s = self.first_page_R[index] + np.where(
+            rows - first < head, (rows - first) // self.page_rows, behind
+        )
+        return found
+
+    def key_pages_of_rows(self, rows: Int64s) -> Int64s:
+        """Return the key page of each row (n,)."""
+        blocks, inside = np.divmod(rows, self.block_rows)
+        pages: Int64s = blocks * self.key_pages + inside // KEY_PAGE_ROWS
+        return pages
+
+    def rows_of_key_pages(self, pages: Int64s) -> tuple[Int64s, Int64s]:
+        """Return the first row and the last row + 1 of each key page (n,)."""
+        blocks, inside = np.divmod(pages, self.key_pages)
+        low = blocks * self.block_rows + inside * KEY_PAGE_ROWS
+        high = np.minimum(np.minimum(low + KEY_PAGE_ROWS, (blocks + 1) * self.block_rows), self.rows)
+        return low, high
+
+    def page_sizes(self, low: int, high: int) -> Int64s:
+        """Return the rows of each of the pages [low, high)."""
+        sizes: Int64s = np.diff(self.rows_of_pages(np.arange(low, high + 1)))
+        return sizes
+
+    def page_bounds(self, low: int, high: int) -> Int64s:
+        """Return the byte, counted from that of page ``low``, at which each of the pages [low, high] begins."""
+        rows = self.rows_of_pages(np.arange(low, high + 1))
+        bounds: Int64s = (rows - rows[0]) * self.row_bytes
+        return bounds
+
+    def to_record(self) -> tuple[dict[str, int], dict[str, Int64s]]:
+        """Return the layout as plain JSON values and arrays."""
+        values = {
+            "row_bytes": self.row_bytes, "page_rows": self.page_rows, "block_bytes": self.block_bytes,
+            "tables": self.table_rows_RT.shape[1],
+        }  # fmt: skip
+        return values, {"next_use": self.next_use_R, "table_rows": self.table_rows_RT.astype(np.int64).reshape(-1)}
+
+    @classmethod
+    def from_record(cls, values: Any, arrays: Mapping[str, Int64s], *, most_pages: int) -> SegmentLayout:
+        """Build the layout that ``to_record`` wrote; ``most_pages`` bounds what it may ask for.
+
+        Raises ValueError for anything else.
+        """
+        row_bytes, page_rows, block_bytes, tables = (
+            whole(values.get(name) if isinstance(values, dict) else None, name)
+            for name in ("row_bytes", "page_rows", "block_bytes", "tables")
+        )
+        next_use_R, counts = arrays["next_use"], arrays["table_rows"]
+        if counts.size != next_use_R.size * tables:
+            raise ValueError(
+                f"a layout's record has {counts.size} numbers of rows for {next_use_R.size} ranges of {tables} tables"
+            )
+        most_rows = most_pages * max(1, min(page_rows, block_bytes // max(1, row_bytes)))
+        if counts.sum(dtype=np.float64) > most_rows:
+            raise ValueError(f"a layout's record names {counts.sum()} rows in {most_pages} pages")
+        return cls(
+            row_bytes=row_bytes, page_rows=page_rows, block_bytes=block_bytes,
+            next_use_R=next_use_R, table_rows_RT=counts.reshape(next_use_R.size, tables),
+        )  # fmt: skip
+
+    def _head(self, low: Int64s, high: Int64s) -> Int64s:
+        """Return how many rows of ranges [low, high) lie in the block that was begun before them."""
+        found: Int64s = np.minimum(-low % self.block_rows, high - low)
+        return found
+
+
+def key_page_bounds(num_keys: int) -> Int64s:
+    """Return where each key page begins among the bytes of so many keys of a block, and their end."""
+    bounds: Int64s = np.append(np.arange(0, 8 * num_keys, 8 * KEY_PAGE_ROWS), 8 * num_keys)
+    return bounds
+
+
+def compressed_rows(row_bytes: int, page_rows: int) -> int:
+    """Return how many rows are compressed together where blocks are a multiple of them: a page at most."""
+    return max(1, min(page_rows, COMPRESSED_BYTES // row_bytes))
+
+
+ROWS, KEYS, CHANGED, STATE = b"r", b"k", b"c", b"s"
+"""A segment's rows, their keys and last changes, and a commit's dense state."""
+
+
+def checksum(data: NDArray[Any]) -> int:
+    """Return the CRC32C of contiguous bytes."""
+    view = data.view()
+    view.flags.writeable = False  # google_crc32c takes read-only buffers, and only those without a copy
+    return int(google_crc32c.value(view))
+
+
+def page_checksums(parts: Sequence[Part]) -> NDArray[np.uint32]:
+    """Return the CRC32C of each run of bytes between neighboring bounds, part after part."""
+    sums = []
+    for data, bounds in parts:
+        view = data.view()
+        view.flags.writeable = False
+        sums += [google_crc32c.value(view[a:b]) for a, b in pairwise(bounds.tolist())]
+    return np.array(sums, np.uint32)
+
+
+def corrupt_block(
+    store: str, segment: Segment, group: Group, block: int, seen: str, expected: int | None = None
+) -> CorruptBlockError:
+    """Return the error of a block that is not what was written; where known, with the checksum ``expected``."""
+    tables = tuple(table.name for table in group.tables)
+    named = ", ".join(repr(name) for name in tables[:3]) + (f" and {len(tables) - 3} more" if tables[3:] else "")
+    wanted = "" if expected is None else f" where {expected:08x} was written"
+    return CorruptBlockError(
+        f"block {block} of segment {segment.id} (pass {segment.pass_index}; tables {named}) of {store} {seen}{wanted}: "
+        "restore the store from a copy, or train again from the start",
+        segment=segment.id,
+        block=block,
+        tables=tables,
+    )

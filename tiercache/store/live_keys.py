@@ -1,0 +1,355 @@
+"""The live keys of a group: all of them, or those of the key pages that may have a key that is looked for."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from tiercache.store.bits import hash_keys
+from tiercache.store.layout import KEY_PAGE_ROWS
+from tiercache.store.reading import read_ahead
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from tiercache.store.segment import Segment
+    from tiercache.store.table import Group
+
+    Hashes = NDArray[np.uint64]
+    Rows = NDArray[np.int64]
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from concurrent.futures import ThreadPoolExecutor
+
+    from tiercache.store.commit import Snapshot
+    from tiercache.store.layout import SegmentLayout
+    from tiercache.store.store import Store
+
+    Int64s = NDArray[np.int64]
+    Wanted = NDArray[np.uint64] | None
+    """Hashes in order; None: all."""
+    Asked = Callable[[], Wanted]
+    """What is wanted by now."""
+
+
+MOST_BYTES = 256 << 20
+"""Of all that a process remembers, at 8 bytes a key; further segments are read as if nothing was."""
+_ROW = np.uint64((1 << 32) - 1)
+
+
+class _Keys(NamedTuple):
+    """The keys of one table in one segment, from a range on."""
+
+    first_range: int
+    entries: NDArray[np.uint64]
+    """Of each key, in order: the first half of its hash, and in place of the other one its row."""
+
+
+class KeyMemory:
+    """The keys of all stores that this process has open for reading, or had; from any thread."""
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self.most_bytes = most_bytes
+        self.num_bytes = 0
+        """Bytes of all keys that are known, and of those that lookups are learning."""
+        self._known: dict[tuple[Path, int], dict[tuple[int, int, bytes], _Keys]] = {}
+        """By store and segment; then by group, table and what the segment has."""
+        self._lock = threading.Lock()
+
+    def find(self, path: Path, segment: Segment, group: int, table: int) -> _Keys | None:
+        """Return what is known of a table's keys in a segment."""
+        mine = self._known.get((path, segment.id))
+        return None if mine is None else mine.get((group, table, _content(segment, group)))
+
+    def reserve(self, num_bytes: int) -> bool:
+        """Count memory before it is allocated; return False, and count nothing, if it does not fit."""
+        with self._lock:
+            if self.num_bytes + num_bytes > self.most_bytes:
+                return False
+            self.num_bytes += num_bytes
+            return True
+
+    def release(self, num_bytes: int) -> None:
+        """Stop counting memory that was reserved."""
+        with self._lock:
+            self.num_bytes -= num_bytes
+
+    def add(self, path: Path, segment: Segment, group: int, table: int, made: _Keys) -> None:
+        """Remember keys whose memory is reserved. The narrower of these and those that are known is forgotten."""
+        with self._lock:
+            mine, place = self._known.setdefault((path, segment.id), {}), (group, table, _content(segment, group))
+            dropped = mine.get(place)
+            if dropped is None or made.first_range < dropped.first_range:
+                mine[place] = made
+            else:
+                dropped = made
+            self.num_bytes -= 0 if dropped is None else dropped.entries.nbytes
+
+    def keep(self, path: Path, segments: Collection[int]) -> None:
+        """Forget a store's segments that are not among these."""
+        with self._lock:
+            for place in [place for place in self._known if place[0] == path and place[1] not in segments]:
+                self.num_bytes -= sum(one.entries.nbytes for one in self._known.pop(place).values())
+
+
+KEY_MEMORY = KeyMemory()
+
+
+class Recall:
+    """The keys of one store that one lookup knows, and those that it learns. Close it when the lookup ends."""
+
+    def __init__(self, memory: KeyMemory, path: Path, segments: Collection[int]) -> None:
+        self._memory, self._path = memory, path
+        memory.keep(path, segments)
+        self._learned: dict[tuple[int, int, int], tuple[_Keys, int]] = {}
+        """By segment, group and table, where all keys are read: room for all, and how many have come."""
+
+    def rows(self, segment: Segment, group: int, table: int, first_range: int, wanted: Hashes) -> Rows | None:
+        """Return, in order, the rows from ``first_range`` on that may have one of the hashes; None where any may."""
+        known = self._memory.find(self._path, segment, group, table)
+        if known is None or known.first_range > first_range:
+            return None
+        low, high = known.entries.searchsorted(wanted & ~_ROW), known.entries.searchsorted(wanted | _ROW, side="right")
+        places = [np.arange(a, b) for a, b in zip(low.tolist(), high.tolist(), strict=True) if a < b]
+        found = (known.entries[np.concatenate([np.empty(0, np.int64), *places])] & _ROW).astype(np.int64)
+        return np.unique(found[found >= segment.layouts[group].first_row_R[first_range]])
+
+    def is_learning(
+        self, segment: Segment, group: int, table: int, first_range: int, runs: int, wanted: Hashes
+    ) -> bool:
+        """Return whether all keys are to be read: where nearly all are read anyway, and there is room for them.
+
+        runs: of the table's rows from ``first_range`` on.
+        """
+        layout = segment.layouts[group]
+        rows = layout.rows_of_table(table, first_range)
+        if not rows or layout.rows > int(_ROW) or wanted.size * runs * KEY_PAGE_ROWS < rows:
+            return False
+        if not self._memory.reserve(8 * rows):
+            return False
+        self._learned[segment.id, group, table] = _Keys(first_range, np.empty(rows, np.uint64)), 0
+        return True
+
+    def learn(self, segment: Segment, group: Group, table: int, keys: NDArray[np.int64], rows: Rows) -> None:
+        """Take in keys that were read of a segment, and their rows."""
+        place = segment.id, group.index, table
+        if place in self._learned:
+            made, begin = self._learned.pop(place)
+            end = begin + keys.size
+            made.entries[begin:end] = (hash_keys(keys, group.tables[table].table_id) & ~_ROW) | rows.astype(np.uint64)
+            if end < made.entries.size:
+                self._learned[place] = made, end
+            else:
+                made.entries.sort()
+                self._memory.add(self._path, segment, group.index, table, made)
+
+    def close(self) -> None:
+        """Release the memory of segments that were not read to their end."""
+        while self._learned:
+            made, _ = self._learned.popitem()[1]
+            self._memory.release(made.entries.nbytes)
+
+
+def _content(segment: Segment, group: int) -> bytes:
+    """Return what no other segment of the same number has: of its key pages the first keys and the checksums."""
+    found = hashlib.blake2b(segment.first_keys[group].tobytes(), digest_size=16)
+    found.update(segment.key_checksums[group].tobytes())
+    return found.digest()
+
+
+READERS = 2
+"""Threads that read keys or rows: the disk has some to read while others are checked."""
+_PAGES = 1 << 16
+"""Key pages that are decided on at once."""
+_PAGES_AT_ONCE = 32
+"""That a thread reads at least, where there are so many of a segment."""
+
+
+def live_keys(
+    store: Store,
+    snapshot: Snapshot,
+    segments: Iterable[Segment],
+    group: Group,
+    tables: Mapping[int, Asked],
+    readers: ThreadPoolExecutor,
+    *,
+    after: int,
+    recall: Recall | None = None,
+) -> Iterator[tuple[Segment, int, Int64s, Int64s]]:
+    """Yield (segment, place of the table, keys, rows) of live rows of ``tables``, each key page read at most once.
+
+    ``tables`` gives, by place in the group, the hashes that are looked for; a few segments later what it gives by then.
+    Of each run of rows in hash order only the key pages are read that may have one: for a single hash one page at most.
+    ``segments`` come in their order. Only rows with a next use after pass ``after``. ``recall`` knows where the keys of
+    some segments are, and learns it of others, of which all keys are read then.
+    """
+    readings = (_readings(snapshot, segment, group, tables, after, recall) for segment in segments)
+    sweep = ((some,) for of_segment in readings for some in _together(of_segment))
+    for (some,), found in read_ahead(readers, partial(_read, store), sweep, most=2 * READERS):
+        for place, keys, rows in found:
+            if recall is not None:
+                recall.learn(some[0].segment, group, place, keys, rows)
+            yield some[0].segment, place, keys, rows
+
+
+def all_keys() -> None:
+    """Want all keys of a table."""
+
+
+class _Reading(NamedTuple):
+    """Neighboring key pages of one block, and the rows in them that count."""
+
+    segment: Segment
+    group: int
+    block: int
+    first: int
+    last: int
+    first_row: int
+    """Of the first key page."""
+    rows: dict[int, Int64s]
+    """By place of the table."""
+
+
+def _together(readings: Iterable[_Reading]) -> Iterator[list[_Reading]]:
+    """Yield readings of a segment, so many that a thread has something to do."""
+    some: list[_Reading] = []
+    for reading in readings:
+        some.append(reading)
+        if sum(one.last - one.first for one in some) >= _PAGES_AT_ONCE:
+            yield some
+            some = []
+    if some:
+        yield some
+
+
+def _read(store: Store, readings: Sequence[_Reading]) -> list[tuple[int, Int64s, Int64s]]:
+    """Return the keys of all rows that count, and these rows, by place of the table."""
+    found: dict[int, list[tuple[Int64s, Int64s]]] = {}
+    for one in readings:
+        stored = store.read_keys(one.segment, one.group, one.block, one.first, one.last)
+        for place, rows in one.rows.items():
+            found.setdefault(place, []).append((stored[rows - one.first_row], rows))
+    return [
+        (place, np.concatenate([keys for keys, _ in parts]), np.concatenate([rows for _, rows in parts]))
+        for place, parts in found.items()
+    ]
+
+
+def _readings(
+    snapshot: Snapshot,
+    segment: Segment,
+    group: Group,
+    tables: Mapping[int, Asked],
+    after: int,
+    recall: Recall | None,
+) -> Iterator[_Reading]:
+    """Yield what is read of the keys of a segment, in the order of its rows."""
+    if all((wanted := asked()) is not None and not wanted.size for asked in tables.values()):
+        return
+    layout = segment.layouts[group.index]
+    live = max(snapshot.first_range(segment, group.index), int(layout.next_use_R.searchsorted(after, side="right")))
+    runs = {place: layout.runs_of_table(place, live) for place in tables}
+    known: dict[int, Int64s] = {}
+    if recall is not None:
+        tables = dict(tables)
+        for place, asked in tables.items():
+            if (wanted := asked()) is None or not wanted.size:
+                continue
+            if (rows := recall.rows(segment, group.index, place, live, wanted)) is not None:
+                known[place] = rows
+            elif recall.is_learning(segment, group.index, place, live, runs[place][0].size, wanted):
+                tables[place] = all_keys
+    step = max(1, _PAGES // layout.key_pages)
+    for block in range(0, layout.num_blocks, step):
+        low, high = layout.rows_of_block(block)[0], layout.rows_of_block(min(block + step, layout.num_blocks) - 1)[1]
+        spans = []
+        for place, asked in tables.items():
+            if place in known:
+                spans.append(_Spans.of_rows(layout, known[place], low, high))
+                continue
+            wanted, table_id = asked(), group.tables[place].table_id
+            spans.append(_Spans.of(layout, segment.first_keys[group.index], *runs[place], low, high, wanted, table_id))
+        yield from _joined(segment, group.index, layout, dict(zip(tables, spans, strict=True)))
+
+
+class _Spans(NamedTuple):
+    """Runs of rows [low, high) of one table, cut where blocks end, in order; each in its key pages [first, last)."""
+
+    low: Int64s
+    high: Int64s
+    first: Int64s
+    last: Int64s
+
+    @classmethod
+    def of(
+        cls,
+        layout: SegmentLayout,
+        first_keys: Int64s,
+        starts: Int64s,
+        ends: Int64s,
+        low: int,
+        high: int,
+        wanted: Wanted,
+        table_id: int,
+    ) -> _Spans:
+        """Return the rows of runs [starts, ends) in the whole blocks with rows [low, high) whose key may be wanted."""
+        mine = slice(int(ends.searchsorted(low, side="right")), int(starts.searchsorted(high)))
+        starts, ends = starts[mine], ends[mine]
+        first = layout.key_pages_of_rows(np.maximum(starts, low))
+        counts = layout.key_pages_of_rows(np.minimum(ends, high) - 1) + 1 - first
+        run = np.repeat(np.arange(starts.size), counts)
+        pages = np.arange(run.size) - np.repeat(np.cumsum(counts) - counts, counts) + first[run]
+        page_low, page_high = layout.rows_of_key_pages(pages)
+        if wanted is not None and pages.size:
+            base = int(pages[0])
+            known = first_keys[base : int(pages.max()) + 2]
+            before = np.append(np.searchsorted(wanted, hash_keys(known, table_id)), wanted.size)
+            least = np.where(page_low >= starts[run], before[pages - base], 0)
+            most = np.where(page_high < ends[run], before[pages - base + 1], wanted.size)
+            hit = np.nonzero(least < most)[0]
+            # A hash that is the first of its page is in that page, not in the one before.
+            run, pages, page_low, page_high = run[hit], pages[hit], page_low[hit], page_high[hit]
+        lows, highs = np.maximum(page_low, starts[run]), np.minimum(page_high, ends[run])
+        blocks = pages // layout.key_pages
+        cut = np.nonzero((lows[1:] != highs[:-1]) | (blocks[1:] != blocks[:-1]))[0] + 1
+        begin, end = np.append(0, cut)[: lows.size or 0], np.append(cut, lows.size)[: lows.size or 0] - 1
+        return cls(lows[begin], highs[end], pages[begin], pages[end] + 1)
+
+    @classmethod
+    def of_rows(cls, layout: SegmentLayout, rows: Int64s, low: int, high: int) -> _Spans:
+        """Return those of ``rows``, in order, that are in [low, high)."""
+        mine = rows[int(rows.searchsorted(low)) : int(rows.searchsorted(high))]
+        pages = layout.key_pages_of_rows(mine)
+        return cls(mine, mine + 1, pages, pages + 1)
+
+
+def _joined(segment: Segment, group: int, layout: SegmentLayout, spans: Mapping[int, _Spans]) -> Iterator[_Reading]:
+    """Yield neighboring key pages of a block as one reading, whatever tables they are of."""
+    found = sorted(
+        (first, last, place, low, high)
+        for place, of_table in spans.items()
+        for low, high, first, last in zip(*(column.tolist() for column in of_table), strict=True)
+    )
+    some: list[tuple[int, int, int, int, int]] = []
+    end = -1
+    for span in [*found, None]:
+        if some and (span is None or span[0] > end or span[0] // layout.key_pages != some[0][0] // layout.key_pages):
+            block, first = divmod(some[0][0], layout.key_pages)
+            first_row = int(layout.rows_of_key_pages(np.array(some[0][0]))[0])
+            rows: dict[int, list[Int64s]] = {}
+            for _, _, place, low, high in some:
+                rows.setdefault(place, []).append(np.arange(low, high))
+            yield _Reading(
+                segment, group, block, first, end - block * layout.key_pages, first_row,
+                {place: np.concatenate(parts) for place, parts in rows.items()},
+            )  # fmt: skip
+            some, end = [], -1
+        if span is not None:
+            some.append(span)
+            end = max(end, span[1])

@@ -1,0 +1,361 @@
+"""Finding rows by key, and reading rows from anywhere in a layout."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, nullcontext
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from tiercache.store.bits import from_words, hash_keys
+from tiercache.store.files import huge_pages
+from tiercache.store.initial_rows import initial_rows
+from tiercache.store.live_keys import READERS, Recall, live_keys
+from tiercache.store.reading import Pages, read_ahead
+from tiercache.store.store_errors import KeyMissingError, StoreError
+from tiercache.store.table import find_table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.store.commit import Snapshot
+    from tiercache.store.segment import Segment
+    from tiercache.store.store import Store
+    from tiercache.store.table import Group, Table
+
+    Found = tuple[NDArray[np.int64], NDArray[np.int64]]
+    Fields = dict[str, NDArray[np.float32]]
+    Progress = Callable[[str, int, int], None]
+    _Columns = tuple[NDArray[np.float32], ...]
+    Cached = Callable[[int, int, int], NDArray[np.uint8] | None]
+
+MISSING = ("error", "initial", "zeros")
+BATCH_BYTES = 4 << 20
+"""Of the pages of a batch, about; while its rows are taken, each of the ``READERS`` reads or holds another batch."""
+_PAGE_BYTES = 4096
+_NO_ROOM: NDArray[np.uint8] = np.empty(0, np.uint8)
+
+
+def locate(store: Store, keys: Mapping[str, NDArray[np.int64]], *, after: int) -> dict[str, Found]:
+    """Return segment ids and rows of the keys of each table (see ``Store.locate``). Raises KeyError for no table.
+
+    Rows of retained segments count whatever their next use, which is a pass of another schedule.
+    """
+    with store.pinned() as snapshot:
+        return locate_at(store, snapshot, keys, after=after)
+
+
+def locate_at(
+    store: Store,
+    snapshot: Snapshot,
+    keys: Mapping[str, NDArray[np.int64]],
+    *,
+    after: int,
+    recall: Recall | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Found]:
+    """Do what ``locate`` does for a snapshot that the caller holds.
+
+    ``recall`` is as for ``live_keys``. ``progress`` is called with how many stored keys were looked at since the last
+    call.
+    """
+    retained = frozenset[int]() if snapshot.commit is None else snapshot.commit.retained_ids
+    # The newest row of a key may be one that does not count: it hides the stale one of a retained segment all the same.
+    least = -1 if retained else after
+    groups = {table.name: group for group in store.groups for table in group.tables}
+    wanted = {name: _Wanted(groups[name], name, values) for name, values in keys.items()}
+    with ThreadPoolExecutor(READERS) as readers:
+        for group in store.groups:
+            tables = {group.place(name): w for name, w in wanted.items() if groups[name] is group and w.hashes.size}
+            asked = {place: one.left for place, one in tables.items()}
+            newest_first = reversed(snapshot.segments)
+            for segment, place, stored, rows in live_keys(
+                store, snapshot, newest_first, group, asked, readers, after=least, recall=recall
+            ):
+                tables[place].match(segment.id, stored, rows)
+                if progress is not None:
+                    progress(stored.size)
+    for name, one in wanted.items() if retained else ():
+        one.drop(snapshot.segments, retained, groups[name].index, after)
+    return {name: (w.segment_ids, w.rows) for name, w in wanted.items()}
+
+
+class _Wanted:
+    """The keys that a lookup wants of one table, in hash order, and what was found of them."""
+
+    def __init__(self, group: Group, name: str, keys: NDArray[np.int64]) -> None:
+        hashes = hash_keys(np.asarray(keys, dtype=np.int64), group.tables[group.place(name)].table_id)
+        self.table_id = group.tables[group.place(name)].table_id
+        self.order = np.argsort(hashes)
+        self.hashes = hashes[self.order]
+        self._shift = np.uint64(64 - min(24, 4 + keys.size.bit_length()))
+        self._prefixes = np.zeros(1 << 64 - int(self._shift), dtype=np.bool_)
+        self._prefixes[self.hashes >> self._shift] = True
+        self.segment_ids = np.full(hashes.size, -1, dtype=np.int64)
+        self.rows = np.full(hashes.size, -1, dtype=np.int64)
+        self._left = np.ones(hashes.size, dtype=np.bool_)
+        """Which of ``hashes`` were not found yet."""
+        self._of_left = self.hashes
+
+    def left(self) -> NDArray[np.uint64]:
+        """Return the hashes that were not found yet, in order."""
+        return self._of_left
+
+    def match(self, segment_id: int, stored: NDArray[np.int64], first_rows: NDArray[np.int64]) -> None:
+        """Note where ``stored`` keys are wanted that were not found before; ``first_rows`` are their rows."""
+        hashes = hash_keys(stored, self.table_id)
+        likely = np.nonzero(self._prefixes[hashes >> self._shift])[0]  # a search for each costs ten times as much
+        hashes = hashes[likely]
+        at = np.searchsorted(self.hashes, hashes)
+        at[at == self.hashes.size] = 0
+        found = (self.hashes[at] == hashes) & self._left[at]
+        if not np.any(found):
+            return
+        places, hit = self.order[at[found]], likely[found]
+        self.segment_ids[places] = segment_id
+        self.rows[places] = first_rows[hit]
+        self._left[at[found]] = False
+        self._of_left = self.hashes[self._left]
+
+    def drop(self, segments: Iterable[Segment], retained: Collection[int], group: int, after: int) -> None:
+        """Forget rows whose next use is ``after`` or before; those of retained segments have none that counts."""
+        for segment in segments:
+            mine = np.nonzero(self.segment_ids == segment.id)[0]
+            if mine.size and segment.id not in retained:
+                layout = segment.layouts[group]
+                ranges = np.searchsorted(layout.first_row_R, self.rows[mine], side="right") - 1
+                gone = mine[layout.next_use_R[ranges] <= after]
+                self.segment_ids[gone] = self.rows[gone] = -1
+
+
+def read_rows(store: Store, segment: Segment, group: int, rows: NDArray[np.int64], cached: Cached | None) -> _Columns:
+    """Return rows of a layout by index, field by field (see ``Store.read_rows``)."""
+    layout = segment.layouts[group]
+    rows = np.asarray(rows, dtype=np.int64)
+    if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < layout.rows:
+        raise ValueError(f"rows {rows.min()} to {rows.max()} are not all in segment {segment.id} of {layout.rows} rows")
+    return _read(store, group, [(segment, np.arange(rows.size))], rows, cached)
+
+
+def read_found(
+    store: Store,
+    group: int,
+    segment_ids: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    *,
+    snapshot: Snapshot | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> _Columns:
+    """Return the rows that ``locate`` found, field by field: zeros where it found none.
+
+    As ``read_rows`` for each segment, but one segment is read while rows of the one before are taken. ``snapshot`` is
+    where they were found, the store's own where not said. ``progress`` is called with how many rows were read since
+    the last call. Raises StoreError for segments that are not of it.
+    """
+    segments = (snapshot or store.snapshot).segments
+    parts = [(segment, np.nonzero(segment_ids == segment.id)[0]) for segment in segments]
+    if sum(places.size for _, places in parts) < np.count_nonzero(segment_ids >= 0):
+        gone = np.setdiff1d(segment_ids[segment_ids >= 0], [segment.id for segment in segments])
+        raise StoreError(
+            f"{store.label} has no segment {gone[0]} any more, where rows were found: locate them again, or do both "
+            "with a store that was opened with mode='r', which stays at its commit"
+        )
+    return _read(store, group, parts, rows, None, progress)
+
+
+def _read(
+    store: Store,
+    group: int,
+    parts: Sequence[tuple[Segment, NDArray[np.int64]]],
+    rows: NDArray[np.int64],
+    cached: Cached | None,
+    progress: Callable[[int], None] | None = None,
+) -> _Columns:
+    """Return (n, width) of each field; ``parts`` are segments and the places of ``rows`` (n,) that are theirs."""
+    fields = store.groups[group].fields
+    out = tuple(np.zeros((rows.size, field.words), dtype=np.float32) for field in fields)
+    rooms: deque[NDArray[np.uint8]] = deque()
+    batches = (batch for segment, places in parts for batch in _batches(segment, group, places, rows, cached, rooms))
+    with ThreadPoolExecutor(READERS) as readers:
+        for (batch,), data in read_ahead(readers, partial(_Batch.read, store=store), batches, most=READERS):
+            start, page_rows = batch.starts[batch.which] // 4, batch.page_rows[batch.which]
+            for field, values in zip(fields, out, strict=True):
+                values[batch.places] = sliding_window_view(data, field.words)[start + batch.local * field.words]
+                start = start + page_rows * field.words
+            rooms.append(batch.room)
+            if progress is not None:
+                progress(batch.places.size)
+    return from_words(fields, out)
+
+
+def _batches(
+    segment: Segment,
+    group: int,
+    places: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    cached: Cached | None,
+    rooms: deque[NDArray[np.uint8]],
+) -> Iterator[tuple[_Batch]]:
+    """Cut rows in their order into batches whose pages take about ``BATCH_BYTES``; a page is never cut."""
+    layout = segment.layouts[group]
+    places = places[np.argsort(rows[places], kind="stable")]
+    pages = layout.pages_of_rows(rows[places])
+    most = max(1, BATCH_BYTES // (layout.page_rows * layout.row_bytes))
+    fresh = np.nonzero(np.diff(pages, prepend=-1))[0]
+    for first, last in pairwise([*fresh[::most].tolist(), pages.size]):
+        yield (_Batch(segment, group, places[first:last], rows, pages[first:last], cached, rooms),)
+
+
+class _Batch:
+    """Pages of a layout on their way into memory.
+
+    What is read at once begins in its page of memory as it does in that of the file: so it can pass the page cache.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        group: int,
+        places: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        pages_of_rows: NDArray[np.int64],
+        cached: Cached | None,
+        rooms: deque[NDArray[np.uint8]],
+    ) -> None:
+        self._segment, self._group, self.places = segment, group, places
+        layout = segment.layouts[group]
+        pages, self.which = np.unique(pages_of_rows, return_inverse=True)
+        self.local = rows[places] - layout.rows_of_pages(pages_of_rows)
+        begin_rows, end_rows = layout.rows_of_pages(pages), layout.rows_of_pages(pages + 1)
+        self.page_rows, blocks = end_rows - begin_rows, begin_rows // layout.block_rows
+        held = [None if cached is None else cached(segment.id, group, page) for page in pages.tolist()]
+        fresh = np.array([data is None for data in held], dtype=bool)
+        # A run is read at once: neighbors of one block that no one holds; each held page is a run of its own.
+        cuts = (np.diff(pages) > 1) | (np.diff(blocks) > 0) | ~(fresh[1:] & fresh[:-1])
+        first = np.append(0, np.nonzero(cuts)[0] + 1)
+        last = np.append(first[1:], pages.size)
+        begins, ends = begin_rows[first] * layout.row_bytes, end_rows[last - 1] * layout.row_bytes
+        inside = (begins - blocks[first] * layout.block_rows * layout.row_bytes) % _PAGE_BYTES
+        room = -(-(inside + ends - begins) // _PAGE_BYTES) * _PAGE_BYTES
+        at = np.cumsum(room) - room + inside
+        self.starts = np.repeat(at - begins, last - first) + begin_rows * layout.row_bytes
+        """(pages,): the byte of ``room`` at which each page begins."""
+        self.room = rooms.popleft() if rooms else _NO_ROOM
+        if self.room.size < room.sum():
+            self.room = huge_pages(int(room.sum()))
+        self._runs = [
+            (int(pages[a]), int(pages[b - 1]) + 1, self.room[low : low + size])
+            for a, b, low, size in zip(
+                first.tolist(), last.tolist(), at.tolist(), (ends - begins).tolist(), strict=True
+            )
+            if fresh[a]
+        ]
+        for data, low in zip(held, self.starts.tolist(), strict=True):
+            if data is not None:
+                self.room[low : low + data.nbytes] = data.view(np.uint8)
+
+    def read(self, store: Store) -> NDArray[np.float32]:
+        """Read and check what no one holds; returns all of the memory."""
+        store.load([Pages(self._segment, self._group, *run) for run in self._runs], at_once=1)
+        return self.room.view(np.float32)
+
+
+def lookup(
+    store: Store,
+    table_name: str,
+    keys: NDArray[np.int64],
+    missing: str,
+    progress: Progress | None = None,
+) -> Fields:
+    """Return the fields of the rows of ``keys`` (see ``Store.lookup``).
+
+    ``progress(what, done, total)`` is called with "keys" and the stored keys that were looked at, then with "rows" and
+    the rows that were read.
+    """
+    if missing not in MISSING:
+        raise ValueError(f"missing={missing!r} is unknown: it must be one of {', '.join(map(repr, MISSING))}")
+    group, table = find_table(store.groups, table_name, store.label)
+    keys = check_keys(keys)
+    distinct, which = np.unique(keys, return_inverse=True)
+    twice = distinct.size < keys.size
+    asked = distinct if twice else keys
+    with store.pinned() as snapshot:
+        absent, fields = _find(store, snapshot, group, table, asked, missing, progress or (lambda *_: None))
+    if missing == "initial":
+        for values, first in zip(fields, initial_rows(table, asked[absent]), strict=True):
+            values[absent] = first
+    named = zip(table.fields, fields, strict=True)
+    return {field.name: values[which] if twice else values for field, values in named}
+
+
+def check_keys(keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return keys to look up as int64. Raises ValueError for what cannot be keys."""
+    keys = np.asarray(keys)
+    if keys.dtype.kind not in "iu" or keys.ndim != 1:
+        raise ValueError(f"keys are {keys.ndim}-dimensional {keys.dtype}: they must be integers, one after another")
+    if keys.dtype.kind == "u" and keys.size and int(keys.max()) > np.iinfo(np.int64).max:
+        raise ValueError(f"key {keys.max()} is beyond int64, which keys are: give keys of at most 2**63 - 1")
+    return keys.astype(np.int64, copy=False)
+
+
+def missing_keys(table: Table, gone: NDArray[np.int64], asked: int, label: str) -> KeyMissingError:
+    """Return the error of keys, rising, that have no row."""
+    shown = ", ".join(map(str, gone[:3].tolist())) + (", ..." if gone.size > 3 else "")
+    return KeyMissingError(
+        f"{gone.size:,} of {asked:,} keys have no row in table {table.name!r} of {label} ({shown}): leave them out, or "
+        "ask for missing='initial' or missing='zeros'",
+        table=table.name,
+        keys=gone,
+    )
+
+
+def _find(
+    store: Store,
+    snapshot: Snapshot,
+    group: Group,
+    table: Table,
+    asked: NDArray[np.int64],
+    missing: str,
+    progress: Progress,
+) -> tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]:
+    """Return which of the keys, all different, have no row, and the fields of all, zeros for those, where it stood."""
+    stored, recall = rows_in(snapshot, snapshot.segments, group, table), None
+    if store.key_memory is not None and store.path is not None:
+        recall = Recall(store.key_memory, store.path, {segment.id for segment in snapshot.segments})
+    swept = _counted("keys", stored, progress)
+    with closing(recall) if recall else nullcontext():
+        ids, rows = locate_at(store, snapshot, {table.name: asked}, after=-1, recall=recall, progress=swept)[table.name]
+    swept(None)  # the others are in pages that cannot have the keys
+    absent = np.nonzero(ids < 0)[0]
+    if absent.size and missing == "error":
+        raise missing_keys(table, np.sort(asked[absent]), asked.size, store.label)
+    read = _counted("rows", asked.size - absent.size, progress)
+    return absent, read_found(store, group.index, ids, rows, snapshot=snapshot, progress=read)
+
+
+def _counted(what: str, total: int, progress: Progress) -> Callable[[int | None], None]:
+    """Return what turns rows done since the last call, or None for all that are left, into rows done of all."""
+    done = 0
+
+    def tell(rows: int | None) -> None:
+        nonlocal done
+        left = total - done
+        done += left if rows is None else rows
+        if rows is not None or left or not total:
+            progress(what, done, total)
+
+    return tell
+
+
+def rows_in(snapshot: Snapshot, segments: Iterable[Segment], group: Group, table: Table) -> int:
+    """Return how many rows of a table are in live ranges of ``segments``, the stale ones included."""
+    place = group.place(table.name)
+    first = snapshot.first_range
+    return sum(s.layouts[group.index].rows_of_table(place, first(s, group.index)) for s in segments)

@@ -1,0 +1,265 @@
+"""Opening a store: from a path, or from an engine at hand, to an engine whose tables are known."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tiercache.store.commit import TABLES
+from tiercache.store.commit_reader import UseCount
+from tiercache.store.directory import MANIFEST, StoreDirectory, WriterLock
+from tiercache.store.records import decode, encode
+from tiercache.store.recovery import commit_ids
+from tiercache.store.shards.shard_mark import refuse_shard
+from tiercache.store.store_errors import (
+    CorruptStoreError,
+    NotAStoreError,
+    StoreError,
+    StoreMissingError,
+    TableMismatchError,
+)
+from tiercache.store.table import Table, group_tables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from tiercache.store.engines.engine import Engine
+
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+:/")
+"""The start of a URL, also after ``Path`` made one slash of two."""
+
+
+def local_path(path: str | os.PathLike[str], what: str, instead: str = "give a local path") -> Path:
+    """Return the path of ``what`` as an absolute path; symbolic links stay in it.
+
+    Raises ValueError for a URL, which says what to do ``instead``, and for a relative path in a folder that is gone.
+    """
+    text = os.fspath(path)
+    if is_url(text):
+        raise ValueError(f"{text!r} is a URL, but {what} must be a local path: {instead}")
+    try:
+        return Path(path).absolute()
+    except FileNotFoundError:
+        raise ValueError(f"{text!r} is relative, and the current folder was deleted: give an absolute path") from None
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is a URL: such a folder of this machine has to be given as ``./`` or from the root on."""
+    return _URL.match(os.fspath(path)) is not None
+
+
+def store_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a store as an absolute one. Raises ValueError, as ``local_path`` does."""
+    return local_path(path, "a store", "for an object store, use Store.open(None, engine=ZarrEngine(...))")
+
+
+@dataclass(kw_only=True, slots=True)
+class Opened:
+    """An engine, and whose tables it has."""
+
+    engine: Engine
+    tables: tuple[Table, ...]
+    uses: UseCount
+    lock: WriterLock | None = None
+    """Of one that is open for writing."""
+
+    def explain(self, error: CorruptStoreError) -> StoreError:
+        """Return what to raise for damage that a writer saw: where the store was moved, nothing is damaged."""
+        if self.lock is not None:
+            try:
+                self.lock.check()
+            except StoreError as moved:
+                return moved
+        return error
+
+    def close(self) -> None:
+        """Give the engine up, and with it the right to write, once nobody uses it."""
+        self.uses.close()
+        self.engine.close()
+
+
+ENGINES = {"lmdb": "data.mdb", "zarr": "manifests"}
+"""By name what each keeps its commits in; the first is that of a new store."""
+COMPRESSING = ("zarr",)
+"""The engines that compress the tables that ask for it."""
+
+
+def check_options(mode: str, commit: int | None, retention: int | None) -> None:
+    """Raise ValueError for options of ``Store.open`` that make no sense."""
+    if mode not in {"a", "r"}:
+        raise ValueError(f"mode {mode!r} is unknown: it must be 'a' (read and write) or 'r' (read)")
+    for name, value in (("commit", commit), ("retention", retention)):
+        if value is not None and not hasattr(value, "__index__"):
+            raise ValueError(f"{name} is {value!r} of type {type(value).__name__}: give an int")
+    if commit is not None and mode != "r":
+        raise ValueError("an older commit can only be read: open it with mode='r', or roll the store back to it")
+    if retention is not None and retention < 1:
+        raise ValueError(f"retention is {retention}: at least the newest commit must be kept")
+
+
+def label_of(path: Path | None) -> str:
+    """Return a store in the words of a message."""
+    return "the store in memory" if path is None else f"the store at {path}"
+
+
+def open_engine(
+    path: Path | None,
+    tables: Iterable[Table] | None,
+    engine: str | Engine | None,
+    mode: str,
+    store_budget: int | None,
+    *,
+    of_shards: bool = False,
+) -> Opened:
+    """Open the store at ``path``, or in an engine at hand; ``of_shards``: for what writes all shards of a store.
+
+    Raises what ``Store.open`` raises.
+    """
+    wanted = None if tables is None else tuple(sorted(tables, key=lambda table: table.table_id))
+    if wanted is not None:
+        group_tables(wanted)
+    if engine is not None and not isinstance(engine, str):
+        return _open_instance(engine, wanted, mode, label_of(path))
+    if path is None:
+        raise ValueError(f"engine {engine or 'lmdb'!r} needs a path")
+    StoreDirectory(path).is_there()  # what can be no path is refused first
+    if mode == "a" and not of_shards:
+        refuse_shard(path)
+    return _open_path(path, wanted, engine, mode, store_budget, of_shards=of_shards)
+
+
+def _open_path(
+    path: Path,
+    tables: tuple[Table, ...] | None,
+    engine: str | None,
+    mode: str,
+    store_budget: int | None,
+    *,
+    of_shards: bool,
+) -> Opened:
+    """Open or create the plain store at ``path``."""
+    if engine is not None and engine not in ENGINES:
+        raise ValueError(f"engine {engine!r} is unknown: it must be 'lmdb', 'zarr' or an engine's instance")
+    directory = StoreDirectory(path)
+    found = directory.find()
+    if not found and (mode == "r" or tables is None):
+        raise directory.missing()
+    if not found:
+        _check_compression(tables, engine or _default(tables))
+        directory.create()
+    lock = WriterLock(path) if mode == "a" else None
+    opened: Engine | None = None
+    try:
+        if lock is not None and not of_shards and (path / MANIFEST).exists():
+            raise StoreError(f"{label_of(path)} was sharded while it was opened: open it again")
+        found = directory.find()  # another process may have made it before the lock was ours
+        kind = directory.engine(tuple(ENGINES), engine) if found else engine or _default(tables)
+        if not found:
+            _check_alone(path, kind)
+        opened = _engine(kind)(path, create=not found, readonly=mode == "r", store_budget=store_budget, lock=lock)
+        records = opened.records()
+        if not found and commit_ids(records):
+            raise NotAStoreError(f"{path} holds commits but lost its marker: restore the store from a copy")
+        known = _tables_of(opened, records, tables, f"the store at {path}", fresh=not found)
+        if not found:
+            directory.finish(kind)
+            if lock is not None:
+                lock.take_marker()
+    except BaseException:
+        if opened is not None:
+            opened.close()
+        if lock is not None:
+            lock.release()
+        raise
+    return Opened(engine=opened, tables=known, uses=UseCount(label_of(path)), lock=lock)
+
+
+def _default(tables: tuple[Table, ...] | None) -> str:
+    """Return the engine of a new store: the first, or the first that can compress where a table asks for it."""
+    asked = any(table.compression for table in tables or ())
+    return next(kind for kind in ENGINES if kind in COMPRESSING or not asked)
+
+
+def _check_compression(tables: tuple[Table, ...] | None, kind: str) -> None:
+    """Raise ValueError where a table is to be compressed and the engine of a new store cannot do that."""
+    for table in tables or ():
+        if table.compression and kind not in COMPRESSING:
+            raise ValueError(
+                f"table {table.name!r} asks for compression {table.compression!r}, and engine {kind!r} has none: "
+                f"give engine={COMPRESSING[0]!r}, or leave the compression of the table out"
+            )
+
+
+def _check_alone(path: Path, kind: str) -> None:
+    """Raise NotAStoreError where a store of another engine would be hidden by one that is made now."""
+    for other, name in ENGINES.items():
+        if other != kind and (path / name).exists():
+            raise NotAStoreError(
+                f"{path} holds {name} of a store with engine {other!r} that lost its marker or was never finished: "
+                "restore the store from a copy, or give a path that is free"
+            )
+
+
+def _engine(kind: str) -> Callable[..., Engine]:
+    """Return the class of an engine; only now is what it stands on imported."""
+    if kind == "zarr":
+        from tiercache.store.engines.zarr_engine import ZarrEngine
+
+        return ZarrEngine
+    from tiercache.store.engines.lmdb_engine import LmdbEngine
+
+    return LmdbEngine
+
+
+def _open_instance(engine: Engine, tables: tuple[Table, ...] | None, mode: str, store: str) -> Opened:
+    """Open the store that ``engine`` holds, or make one of it where it is empty."""
+    records = engine.records()
+    fresh = not records
+    if fresh and (tables is None or mode == "r"):
+        raise StoreMissingError(f"there is no store in the engine of {store}: give tables to make one of it")
+    known = _tables_of(engine, records, tables, store, fresh=fresh)
+    return Opened(engine=engine, tables=known, uses=UseCount(store))
+
+
+def _tables_of(
+    engine: Engine, records: Mapping[str, bytes], wanted: tuple[Table, ...] | None, store: str, *, fresh: bool
+) -> tuple[Table, ...]:
+    """Return the tables of the store, and write those of a fresh one."""
+    if fresh:
+        assert wanted is not None
+        engine.commit({TABLES: encode("tables", {"tables": [t.to_record() for t in wanted]}, {})})
+        return wanted
+    name = f"the table record of {store}"
+    if TABLES not in records:
+        raise CorruptStoreError(f"{name} is missing: restore the store from a copy")
+    values, _ = decode("tables", records[TABLES], name)
+    try:
+        stored = tuple(Table.from_record(record) for record in values["tables"])
+        group_tables(stored)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
+    if wanted is not None:
+        compare_tables(stored, wanted, store)
+    return stored
+
+
+def compare_tables(stored: Sequence[Table], wanted: Sequence[Table], store: str) -> None:
+    """Raise TableMismatchError that names the first difference between the tables of ``store`` and those given."""
+    advice = "give the tables it was made with, or the path of a new store"
+    have, want = ({table.name: table for table in tables} for tables in (stored, wanted))
+    for name in sorted(have.keys() | want.keys()):
+        if name not in want:
+            raise TableMismatchError(f"{store} has a table {name!r} that was not given: {advice}")
+        if name not in have:
+            raise TableMismatchError(f"{store} has no table {name!r}: {advice}")
+        one, other = have[name].to_record(), want[name].to_record()
+        # compression that was not asked for is no part of the record: the store's own stays
+        part = next((key for key in other if one.get(key) != other[key]), None)
+        if part is not None:
+            raise TableMismatchError(
+                f"table {name!r} of {store} has {part} {one.get(part)!r} and {other[part]!r} was given: {advice}"
+            )

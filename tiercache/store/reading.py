@@ -1,0 +1,414 @@
+"""Reading blocks, every byte checked against what was written."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import chain, islice, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import google_crc32c
+import numpy as np
+
+from tiercache.store.engines.engine import LocatingEngine, ReadRequest
+from tiercache.store.files import RangeReader
+from tiercache.store.layout import CHANGED, KEYS, ROWS, checksum, corrupt_block, key_page_bounds, page_checksums
+from tiercache.store.store_errors import BlockReadError, CorruptStoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from concurrent.futures import Future
+
+    from numpy.typing import NDArray
+
+    from tiercache.store.commit import Commit
+    from tiercache.store.commit_reader import UseCount
+    from tiercache.store.engines.engine import Block, Counters, Engine, FieldFile, FieldSource
+    from tiercache.store.layout import Checksums, FieldReads, Part, Read, Reads
+    from tiercache.store.segment import Segment
+    from tiercache.store.store_errors import StoreError
+    from tiercache.store.table import Group
+
+
+Item = TypeVar("Item", bound=tuple[Any, ...])
+Result = TypeVar("Result")
+
+
+def read_ahead(
+    pool: ThreadPoolExecutor, call: Callable[..., Result], items: Iterable[Item], *, most: int
+) -> Iterator[tuple[Item, Result]]:
+    """Yield each item with ``call(*item)``, in order; up to ``most`` calls are made ahead, by the threads of ``pool``.
+
+    Items are taken on the caller's thread, which makes the call itself where there is only one: no thread is begun for
+    it. An error of a call is raised where its result would come.
+    """
+    coming = iter(items)
+    begin = list(islice(coming, 2))
+    if len(begin) == 1:
+        yield begin[0], call(*begin[0])
+        return
+    waiting: deque[tuple[Item, Future[Result]]] = deque()
+    for item in chain(begin, coming):
+        waiting.append((item, pool.submit(call, *item)))
+        if len(waiting) > most:
+            first, result = waiting.popleft()
+            yield first, result.result()
+    for first, result in waiting:
+        yield first, result.result()
+
+
+_SHORT_READS, _LONG_READS, _CALLS = 4, 2, 8
+"""How many are made at once: short ones keep a disk busy only together; of long ones one is read, one checked.
+
+Where a thread reads many by one call, without the interpreter, more threads cost nothing and the disk is busier.
+"""
+_LONG_BYTES = 512 << 10
+_CHECK_BYTES = 4 << 20
+"""Bytes that are checked by one computation, while others are read."""
+_BATCH_BYTES, _SHARES = 16 << 20, 4
+"""The most that is read by one call, which cannot be interrupted; calls of each of several threads where less is."""
+
+
+_ReadsAtOnce = Callable[[Sequence["Any"], Sequence["Part"]], "Read"]
+
+
+class Pages(NamedTuple):
+    """Pages [low, high) of a layout, and the bytes that they are to fill."""
+
+    segment: Segment
+    group: int
+    low: int
+    high: int
+    out: NDArray[np.uint8]
+
+
+class _Span(NamedTuple):
+    """Pages [low, high) of one block: what one read of the engine fills."""
+
+    request: ReadRequest
+    bounds: NDArray[np.int64]
+    """(high - low + 1,): where each page begins in ``out``, and its end."""
+    segment: Segment
+    group: int
+    block: int
+    low: int
+    high: int
+
+    @property
+    def part(self) -> Part:
+        """The bytes to fill and to check."""
+        return self.request.out, self.bounds
+
+
+class BlockReader:
+    """Reads pages, keys and dense state from an engine; from any thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        groups: Sequence[Group],
+        label: str,
+        counters: Counters,
+        uses: UseCount,
+        explain: Callable[[CorruptStoreError], StoreError],
+    ) -> None:
+        """``explain`` returns the error to raise for one that was found."""
+        self._engine, self._groups, self._label, self._counters = engine, groups, label, counters
+        self._uses, self._explain = uses, explain
+        self._locating = engine if isinstance(engine, LocatingEngine) else None
+        self._threads: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self.checksums: Checksums = page_checksums
+        self._reads: _ReadsAtOnce | None = None
+        self._checks = FieldCheck() if self._locating is not None and self._locating.fields_apart else None
+
+    def read_with(self, reads: Reads | None, field_reads: FieldReads | None) -> None:
+        """Read many pages by one call of what the engine can do with; None: one by one."""
+        if self._locating is not None:
+            self._reads = field_reads if self._locating.fields_apart else reads
+
+    def close(self) -> None:
+        """End the threads; what they read is read to its end."""
+        with self._lock:
+            threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown()
+
+    def load(self, wanted: Sequence[Pages], at_once: int | None, *, only_check: bool = False) -> None:
+        """Read and check all of ``wanted``: see ``Store.load`` and ``Store.check``."""
+        reads = self._checks if only_check and self._checks is not None else self._reads
+        for pages in wanted:
+            self._expect(pages)
+        num_bytes = sum(pages.out.size for pages in wanted)
+        together = reads is not None
+        if at_once is None:
+            one_by_one = _LONG_READS if num_bytes >= _LONG_BYTES * len(wanted) else _SHORT_READS
+            at_once = _CALLS if together else one_by_one
+        batches = [[pages] for pages in wanted]
+        if together:
+            share = num_bytes // (_SHARES * at_once) if at_once > 1 else _BATCH_BYTES
+            batches = _batches(wanted, min(share, _BATCH_BYTES))
+        if min(at_once, len(batches)) < 2:
+            self._work(iter(batches), reads)
+            return
+        left = _Shared(batches)
+        try:
+            with self._lock:
+                if self._threads is None:
+                    self._threads = ThreadPoolExecutor(_CALLS, thread_name_prefix="tiercache-reads")
+                jobs = [self._threads.submit(self._share, left, reads) for _ in range(min(at_once, len(batches)))]
+            wait(jobs)
+        finally:
+            left.stop()  # whoever gave the memory may give it to others when this raises, interrupted or not
+        for job in jobs:
+            job.result()
+
+    def _share(self, left: _Shared, reads: _ReadsAtOnce | None) -> None:
+        with left:
+            self._work(left, reads)
+
+    def _work(self, batches: Iterator[Sequence[Pages]], reads: _ReadsAtOnce | None) -> None:
+        """Read what comes next until nothing does, and check it."""
+        read, size = list[_Span](), 0
+        try:
+            for batch in batches:
+                spans = [span for pages in batch for span in self._spans(pages)]
+                if self._read_at_once(spans, reads):
+                    continue
+                for span in spans:
+                    self._read(span.request, span.segment)
+                    size += span.request.out.size
+                self._count(spans)
+                read += spans
+                if size >= _CHECK_BYTES:
+                    self._check(read)
+                    read, size = [], 0
+            self._check(read)
+        except BaseException:
+            for _ in batches:
+                pass  # the others need not read what is of no use now
+            raise
+
+    def _expect(self, pages: Pages) -> None:
+        segment, group, low, high, out = pages
+        layout = segment.layouts[group]
+        if not 0 <= low <= high <= layout.num_pages:
+            raise ValueError(f"pages {low} to {high} of segment {segment.id} are not there: it has {layout.num_pages}")
+        size = layout.byte_of_page(high) - layout.byte_of_page(low)
+        if out.dtype != np.uint8 or out.size != size or not out.flags.c_contiguous:
+            raise ValueError(f"out is {out.size:,} of {out.dtype}: it must be {size:,} contiguous bytes")
+
+    def _spans(self, pages: Pages) -> Iterator[_Span]:
+        """Cut pages where blocks end."""
+        segment, group, low, high, out = pages
+        layout = segment.layouts[group]
+        at = 0
+        while low < high:
+            block = layout.block_of_page(low)
+            first, last = layout.pages_of_block(block)
+            last = min(high, last)
+            bounds = layout.page_bounds(low, last)
+            end = at + int(bounds[-1])
+            named = segment.block(ROWS, self._groups[group], block)
+            request = ReadRequest(named, layout.byte_of_page(low) - layout.byte_of_page(first), out[at:end])
+            yield _Span(request, bounds, segment, group, block, low, last)
+            low, at = last, end
+
+    def _read_at_once(self, spans: Sequence[_Span], reads: _ReadsAtOnce | None) -> bool:
+        """Read and check all by one call; False where that cannot be: reading one by one says what is wrong."""
+        if reads is None or self._locating is None or not spans:
+            return False
+        with self._uses.using(), self._locating.locate([span.request for span in spans]) as sources:
+            located = [source for source in sources if source is not None]
+            if len(located) < len(spans):
+                return False
+            done, sums = reads(located, [span.part for span in spans])
+        if done.tolist() != [span.request.out.size for span in spans]:
+            return False
+        self._count(spans)
+        self._compare(spans, sums)
+        return True
+
+    def _count(self, spans: Sequence[_Span]) -> None:
+        num_bytes = [span.request.out.size for span in spans]
+        rows = sum(
+            size // span.segment.layouts[span.group].row_bytes for size, span in zip(num_bytes, spans, strict=True)
+        )
+        self._counters.add(row_bytes_read=sum(num_bytes), rows_read=rows, reads=len(spans))
+
+    def _check(self, spans: Sequence[_Span]) -> None:
+        """Check spans that were read, all by one computation. Raises CorruptBlockError."""
+        if spans:
+            self._compare(spans, self.checksums([span.part for span in spans]))
+
+    def _compare(self, spans: Sequence[_Span], sums: NDArray[np.uint32]) -> None:
+        expected = np.concatenate([span.segment.checksums[span.group][span.low : span.high] for span in spans])
+        if np.array_equal(sums, expected):
+            return
+        at = int(np.argmax(sums != expected))
+        words, wanted = f"has checksum {sums[at]:08x}", int(expected[at])
+        for span in spans:
+            if at < span.high - span.low:
+                words += f" in page {span.low + at}"
+                raise self._explain(
+                    corrupt_block(self._label, span.segment, self._groups[span.group], span.block, words, wanted)
+                )
+            at -= span.high - span.low
+
+    def keys(
+        self, segment: Segment, group: int, block: int, first: int = 0, last: int | None = None
+    ) -> NDArray[np.int64]:
+        """Return the keys of the rows of one block, or of its key pages [first, last). Raises CorruptBlockError."""
+        layout = segment.layouts[group]
+        low, high = layout.rows_of_block(block)
+        bounds = key_page_bounds(high - low)[first : None if last is None else last + 1]
+        data = np.empty(int(bounds[-1] - bounds[0]), dtype=np.uint8)
+        self._read(ReadRequest(segment.block(KEYS, self._groups[group], block), int(bounds[0]), data), segment)
+        sums, keys = self.checksums([(data, bounds - bounds[0])]), data.view(np.int64)
+        page = layout.key_pages_of_block(block)[0] + first
+        wrong = np.nonzero(sums != segment.key_checksums[group][page : page + sums.size])[0]
+        if wrong.size:
+            at = int(wrong[0])
+            words, expected = f"has checksum {sums[at]:08x} over its keys", segment.key_checksums[group].item(page + at)
+            raise self._explain(corrupt_block(self._label, segment, self._groups[group], block, words, expected))
+        if np.any(keys[(bounds[:-1] - bounds[0]) // 8] != segment.first_keys[group][page : page + sums.size]):
+            words = "has other first keys than its record says"
+            raise self._explain(corrupt_block(self._label, segment, self._groups[group], block, words))
+        self._counters.add(key_bytes_read=data.size, reads=1)
+        return keys
+
+    def changed(self, segment: Segment, group: int, block: int) -> NDArray[np.uint32]:
+        """Return the last change of each row of a block that has them stored. Raises CorruptBlockError."""
+        layout, known = segment.layouts[group], segment.changed[group]
+        numbers = np.empty(layout.bytes_of_block(block) // layout.row_bytes, dtype=np.uint32)
+        data = numbers.view(np.uint8)
+        self._read(ReadRequest(segment.block(CHANGED, self._groups[group], block), 0, data), segment)
+        seen, expected = checksum(data), int(known.checksums_B[block])
+        if seen != expected:
+            words = f"has checksum {seen:08x} over the commits that changed its rows"
+            raise self._explain(corrupt_block(self._label, segment, self._groups[group], block, words, expected))
+        if (numbers.min(), numbers.max()) != (known.oldest_B[block], known.newest_B[block]):
+            words = "has rows that were changed by other commits than its record says"
+            raise self._explain(corrupt_block(self._label, segment, self._groups[group], block, words))
+        self._counters.add(changed_bytes_read=data.size, reads=1)
+        return numbers
+
+    def state(self, commit: Commit) -> NDArray[np.uint8]:
+        """Return the dense state of ``commit``. Raises CorruptStoreError."""
+        state = np.empty(commit.state_bytes, dtype=np.uint8)
+        for i, block in enumerate(commit.state_blocks()):
+            part = state[i * commit.state_chunk_bytes :][: block.size]
+            try:
+                with self._uses.using():
+                    self._engine.read(ReadRequest(block, 0, part))
+                seen, expected = checksum(part), int(commit.state_checksums[i])
+                if seen != expected:
+                    raise BlockReadError(f"has checksum {seen:08x} where {expected:08x} was written")
+            except BlockReadError as error:
+                corrupt = CorruptStoreError(
+                    f"block {i} of the dense state of commit {commit.id} of {self._label} {error.seen}: "
+                    "restore the store from a copy, or train again from the start"
+                )
+                raise self._explain(corrupt) from error
+        self._counters.add(state_bytes_read=state.size, reads=commit.state_checksums.size)
+        return state
+
+    def _read(self, request: ReadRequest, segment: Segment) -> None:
+        block: Block = request.block
+        try:
+            with self._uses.using():
+                self._engine.read(request)
+        except BlockReadError as error:
+            raise self._explain(
+                corrupt_block(self._label, segment, self._groups[block.group], block.index, error.seen)
+            ) from error
+
+
+class _Shared:
+    """What several threads take from, one after another; each is at work within it."""
+
+    def __init__(self, batches: Sequence[Sequence[Pages]]) -> None:
+        self._left = iter(batches)
+        self._at_work = 0
+        self._changed = threading.Condition()
+
+    def __iter__(self) -> _Shared:
+        return self
+
+    def __next__(self) -> Sequence[Pages]:
+        with self._changed:
+            return next(self._left)
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._at_work += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._at_work -= 1
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Give nothing more, and end when no thread is at work: an interruption is raised only then."""
+        interruption: KeyboardInterrupt | None = None
+        while True:
+            try:
+                with self._changed:
+                    self._left = iter(())
+                    self._changed.wait_for(lambda: not self._at_work)
+                break
+            except KeyboardInterrupt as error:
+                interruption = error
+        if interruption is not None:
+            raise interruption
+
+
+def _batches(wanted: Sequence[Pages], most_bytes: int) -> list[list[Pages]]:
+    """Cut into batches of more than ``most_bytes`` each, but for the last."""
+    batches, size = [list[Pages]()], 0
+    for pages in wanted:
+        if size > most_bytes:
+            batches.append([])
+            size = 0
+        batches[-1].append(pages)
+        size += pages.out.size
+    return batches
+
+
+class FieldCheck:
+    """What ``Store.read_with`` takes to read rows only for their checksums; from any thread.
+
+    The arrays that it is given to fill stay as they are: a store that reads so can tell what is whole, and no more.
+    """
+
+    def __init__(self) -> None:
+        self._reader = RangeReader()
+
+    def __call__(self, sources: Sequence[FieldSource], parts: Sequence[Part]) -> Read:
+        """Return the bytes read for each part (N,), 0 where a file is not whole, and the CRC32C of each page (R,)."""
+        done, sums = [], []
+        for source, (out, bounds) in zip(sources, parts, strict=True):
+            try:
+                sums += self._sums(source.files, bounds)
+                done.append(out.size)
+            except BlockReadError:
+                sums += [0] * (bounds.size - 1)
+                done.append(0)
+        return np.array(done, np.int64), np.array(sums, np.uint32)
+
+    def _sums(self, files: Sequence[FieldFile], bounds: NDArray[np.int64]) -> list[int]:
+        """Return the checksums of pages, of which all of the first field come first, then all of the next."""
+        rows = (bounds // sum(file.row_bytes for file in files)).tolist()
+        ranges = [(file.path, file.begin, file.begin + rows[-1] * file.row_bytes, file.file_bytes) for file in files]
+        fields = self._reader.read(ranges)
+        for field in fields:
+            field.flags.writeable = False  # google_crc32c takes read-only buffers, and only those without a copy
+        sums = []
+        for low, high in pairwise(rows):
+            found = 0
+            for field, file in zip(fields, files, strict=True):
+                found = google_crc32c.extend(found, field[low * file.row_bytes : high * file.row_bytes])
+            sums.append(found)
+        return sums

@@ -1,0 +1,199 @@
+"""The bytes of a manifest record: JSON for what is said, arrays for what is many, a checksum over both.
+
+    "TCR1" | header bytes: uint32 | header: JSON in UTF-8 | arrays, one after another | CRC32C of all before: uint32
+
+Little-endian. The header is ``{"kind": ..., "values": {...}, "arrays": [[name, dtype, length], ...]}``. Nothing is
+executed on reading, and every size is checked against the bytes at hand before it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import google_crc32c
+import numpy as np
+
+from tiercache.store.store_errors import CorruptStoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from numpy.typing import NDArray
+
+
+_MAGIC = b"TCR1"
+_DTYPES = ("<u4", "<i8")
+
+
+def encode(kind: str, values: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    """Return the record's bytes. Raises ValueError where ``values`` are not plain JSON."""
+    described = [[name, array.dtype.newbyteorder("<").str, int(array.size)] for name, array in arrays.items()]
+    assert all(dtype in _DTYPES for _, dtype, _ in described), described
+    header = json.dumps(
+        {"kind": kind, "values": values, "arrays": described}, allow_nan=False, separators=(",", ":")
+    ).encode()
+    parts = [_MAGIC, struct.pack("<I", len(header)), header]
+    parts += [array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes() for array in arrays.values()]
+    body = b"".join(parts)
+    return body + struct.pack("<I", google_crc32c.value(body))
+
+
+def decode(kind: str, data: bytes, name: str) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """Return (values, arrays) of a record of ``kind``. Raises CorruptStoreError that calls it ``name``."""
+    if len(data) < 12 or data[:4] != _MAGIC:
+        raise _corrupt(name, f"is {len(data)} bytes that no store wrote")
+    body, (expected,) = data[:-4], struct.unpack("<I", data[-4:])
+    seen = google_crc32c.value(body)
+    if seen != expected:
+        raise _corrupt(name, f"has checksum {seen:08x} where {expected:08x} was written")
+    (header_bytes,) = struct.unpack("<I", body[4:8])
+    if header_bytes > len(body) - 8:
+        raise _corrupt(name, f"names a header of {header_bytes} bytes and has {len(body) - 8}")
+    try:
+        header = json.loads(body[8 : 8 + header_bytes], parse_constant=_no_number)
+        found, values, described = header["kind"], header["values"], header["arrays"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _corrupt(name, f"has a header that cannot be read ({error})") from error
+    if found != kind or not isinstance(values, dict) or not isinstance(described, list):
+        raise _corrupt(name, f"is a record of {found!r}")
+    arrays: dict[str, NDArray[Any]] = {}
+    at = 8 + header_bytes
+    for entry in described:
+        match entry:
+            case [str() as array, "<u4" | "<i8" as dtype, int() as length] if 0 <= length <= len(body):
+                end = at + length * np.dtype(dtype).itemsize
+            case _:
+                raise _corrupt(name, f"describes an array as {entry!r}")
+        if end > len(body):
+            raise _corrupt(name, f"names {length} numbers of {array!r} and ends before them")
+        arrays[array] = np.frombuffer(body[at:end], dtype=dtype)
+        at = end
+    if at != len(body):
+        raise _corrupt(name, f"has {len(body) - at} bytes that nothing describes")
+    return values, arrays
+
+
+def whole(value: Any, name: str) -> int:
+    """Return a value of a header that must be a whole number, 0 .. 2**63 - 1. Raises ValueError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
+        raise ValueError(f"{name} of a record is {repr(value)[:60]}")
+    return value
+
+
+def _no_number(constant: str) -> Any:
+    raise ValueError(f"{constant} is no number")
+
+
+def _corrupt(name: str, seen: str) -> CorruptStoreError:
+    return CorruptStoreError(f"{name} {seen}: restore the store from a copy")
+
+
+class Link(NamedTuple):
+    """A record as its manifest names it."""
+
+    number: int
+    """Of the manifest with which it was written."""
+    size: int
+    digest: str
+    """SHA-256, as hexadecimal digits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The records of an engine after one of its commits."""
+
+    number: int
+    """Counts the commits of the engine; 0 before the first."""
+    before: str = ""
+    """The digest of the manifest before; of the first one nothing."""
+    links: dict[str, Link] = field(default_factory=dict)
+    """By name of each record."""
+    writer: str = ""
+    """What no other writer is called, where writers of one store may not know of each other."""
+
+    def after(self, records: Mapping[str, bytes | None], number: int | None = None, *, writer: str = "") -> Manifest:
+        """Return the manifest of the commit that sets ``records`` (None removes one) after this one.
+
+        ``number`` is the next one where not said.
+        """
+        number = self.number + 1 if number is None else number
+        new = {name: link(number, data) for name, data in records.items() if data is not None}
+        kept = {name: known for name, known in self.links.items() if name not in records}
+        return Manifest(number=number, before=self.digest if self.number else "", links=kept | new, writer=writer)
+
+    @cached_property
+    def digest(self) -> str:
+        """The SHA-256 of its record, as hexadecimal digits."""
+        return digest(self.to_bytes())
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """The SHA-256 of each record, by name."""
+        return {name: known.digest for name, known in self.links.items()}
+
+    def to_bytes(self) -> bytes:
+        """Return its record."""
+        names = sorted(self.links)
+        links = [[name, self.links[name].number, self.links[name].size, self.links[name].digest] for name in names]
+        values = {"number": self.number, "before": self.before, "records": links}
+        return encode("manifest", values | ({"writer": self.writer} if self.writer else {}), {})
+
+    @classmethod
+    def from_bytes(cls, data: bytes, name: str) -> Manifest:
+        """Read what ``to_bytes`` wrote. Raises CorruptStoreError that calls it ``name``."""
+        values, _ = decode("manifest", data, name)
+        try:
+            links = {
+                str(record): Link(whole(number, "a number"), whole(size, "a size"), checked_digest(sum_))
+                for record, number, size, sum_ in values["records"]
+            }
+            before = values["before"]
+            return cls(
+                number=whole(values["number"], "the number"),
+                before=checked_digest(before) if before else "",
+                links=links,
+                writer=str(values.get("writer", "")),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
+
+    def read(self, get: Callable[[str, Link], bytes | None], store: str) -> dict[str, bytes]:
+        """Return all records by name, each from ``get(name, link)`` and checked. Raises CorruptStoreError."""
+        found = {}
+        for name, known in self.links.items():
+            data = get(name, known)
+            if data is None or len(data) != known.size or digest(data) != known.digest:
+                seen = "is missing" if data is None else "is not what was written"
+                raise CorruptStoreError(f"record {name!r} of {store} {seen}: restore the store from a copy")
+            found[name] = data
+        return found
+
+
+def update(records: dict[str, bytes], changes: Mapping[str, bytes | None]) -> None:
+    """Set and remove records (None) as a commit does."""
+    for name, data in changes.items():
+        records.pop(name, None)
+        if data is not None:
+            records[name] = bytes(data)
+
+
+def link(number: int, data: bytes) -> Link:
+    """Return how manifest ``number`` names a record that is written with it."""
+    return Link(number, len(data), digest(data))
+
+
+def digest(data: bytes) -> str:
+    """Return the SHA-256 of bytes as hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def checked_digest(value: object) -> str:
+    """Return a digest. Raises ValueError for what is none."""
+    if not isinstance(value, str) or len(value) != 64 or not set(value) <= set("0123456789abcdef"):
+        raise ValueError(f"{str(value)[:70]!r} is no digest")
+    return value

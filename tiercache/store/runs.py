@@ -1,0 +1,303 @@
+"""The merge of sources that are in hash order. A source yields parts: hashes (n,), and other columns (n, ...)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tiercache.store.bits import hash_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from numpy.typing import DTypeLike, NDArray
+
+    from tiercache.store.table import Table
+
+    Columns = tuple[NDArray[Any], ...]
+    from tiercache.store.table import Group
+
+    Floats = NDArray[np.float32]
+    from collections.abc import Callable, Sequence
+
+    from tiercache.store.commit import Snapshot
+    from tiercache.store.row_versions import VersionReader
+    from tiercache.store.segment import Segment
+    from tiercache.store.store import Store
+
+    Rows = tuple[NDArray[np.int64], NDArray[np.float32]]
+    """Keys (n,) and rows (n, W): every field of a row side by side, as words."""
+    RowFilter = Callable[[Segment, int, int, int], NDArray[np.bool_]]
+    """Of a segment and a group, which of the rows [low, high) are wanted: (high - low,)."""
+
+
+class SortedCursor:
+    """A place in a source, of which the next rows are in memory."""
+
+    def __init__(self, parts: Iterable[Columns], *columns: DTypeLike, least: int = 0) -> None:
+        """``columns`` are the dtypes of the columns beside the hashes. ``fill`` reads where ``least`` rows are left."""
+        self.ended = False
+        """Whether all rows that are left are in memory."""
+        self._parts, self._least = iter(parts), least
+        self._rows: Columns = tuple(np.empty(0, np.dtype(column)) for column in (np.uint64, *columns))
+
+    @property
+    def end(self) -> int:
+        """The last hash in memory."""
+        return int(self._rows[0][-1])
+
+    def fill(self) -> bool:
+        """Read on where few rows are left in memory; returns whether there are any."""
+        while not self.ended and self._rows[0].size <= self._least:
+            part = next(self._parts, None)
+            if part is None:
+                self.ended = True
+            elif self._rows[0].size:
+                self._rows = tuple(np.concatenate(pair) for pair in zip(self._rows, part, strict=True))
+            else:
+                self._rows = part
+        return bool(self._rows[0].size)
+
+    def take(self, bound: int) -> Columns:
+        """Return the rows with hashes up to ``bound``, which are then gone."""
+        at = int(np.searchsorted(self._rows[0], np.uint64(bound), side="right"))
+        taken = tuple(column[:at] for column in self._rows)
+        self._rows = tuple(column[at:] for column in self._rows)
+        return taken
+
+
+def merged(*cursors: SortedCursor) -> Iterator[tuple[Columns, ...]]:
+    """Yield what all cursors have up to the same hash, bound after bound, until all rows are gone.
+
+    All rows with the same hash come together, but for those of one source that it cuts into two parts.
+    """
+    while filled := [cursor for cursor in cursors if cursor.fill()]:
+        ends = [cursor.end for cursor in filled if not cursor.ended]
+        bound = min(ends) if ends else max(cursor.end for cursor in filled)
+        yield tuple(cursor.take(bound) for cursor in cursors)
+
+
+def hashed(table: Table, parts: Iterable[Columns]) -> Iterator[Columns]:
+    """Yield parts of keys and other columns of a table, with the hashes of the keys before them."""
+    return ((hash_keys(part[0], table.table_id), *part) for part in parts)
+
+
+def rising(hashes: NDArray[np.uint64], after: int | None = None) -> bool:
+    """Return whether each hash is greater than the one before it, and the first than ``after``."""
+    return not np.any(hashes[1:] <= hashes[:-1]) and (after is None or not hashes.size or int(hashes[0]) > after)
+
+
+def whole_keys(parts: Iterable[Columns]) -> Iterator[Columns]:
+    """Yield the same rows, cut so that those with equal values in the first column, side by side, come together."""
+    held: Columns | None = None
+    for part in parts:
+        rows = part if held is None else tuple(np.concatenate(pair) for pair in zip(held, part, strict=True))
+        differs = rows[0] != rows[0][-1]
+        last = rows[0].size - int(np.argmax(differs[::-1])) if np.any(differs) else 0
+        held = tuple(column[last:].copy() for column in rows)
+        if last:
+            yield tuple(column[:last] for column in rows)
+    if held is not None:
+        yield held
+
+
+def pack(group: Group, page_rows: Iterable[int], rows: Floats, out: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Write rows (n, at least W words) into pages of so many rows each, which fill the front of ``out``; returns it."""
+    end = 0
+    for columns, stored in _fields(group, page_rows, rows, out):
+        stored[:] = columns
+        end += stored.nbytes
+    return out[:end]
+
+
+def unpack(group: Group, page_rows: Iterable[int], pages: NDArray[np.uint8], out: Floats) -> None:
+    """Write the rows of pages of so many rows each into the first words of the rows of ``out``."""
+    for columns, stored in _fields(group, page_rows, out, pages):
+        columns[:] = stored
+
+
+def _fields(
+    group: Group, page_rows: Iterable[int], rows: Floats, pages: NDArray[np.uint8]
+) -> Iterator[tuple[Floats, Floats]]:
+    """Yield a view of each field of each page, in rows and in pages: (rows of the page, words of the field)."""
+    words, at, row = pages.view(np.float32), 0, 0
+    for count in page_rows:
+        column = 0
+        for field in group.fields:
+            size = count * field.words
+            yield rows[row : row + count, column : column + field.words], words[at : at + size].reshape(count, -1)
+            at, column = at + size, column + field.words
+        row += count
+
+
+_CHOICE_ROWS = 1 << 20
+"""Rows that are chosen from at once."""
+
+
+class SortedRun:
+    """Rows [low, high) of a layout, all of one table, read from the front.
+
+    With ``choice`` only the rows that it says are read, and of the pages only those with such a row. With
+    ``changed`` the last word of each row is its last change.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        segment: Segment,
+        group: Group,
+        low: int,
+        high: int,
+        choice: RowFilter | None = None,
+        changed: VersionReader | None = None,
+    ) -> None:
+        self.segment, self.low, self.high = segment, low, high
+        self.keys_of: Callable[[Segment, int, int], NDArray[np.int64]] = store.read_keys
+        self._store, self._group, self._layout = store, group, segment.layouts[group.index]
+        self._keys: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self._choice, self.changed = choice, changed
+        self.left = high - low if choice is None else self._count_chosen(choice)
+        """Rows that were not read yet."""
+
+    @property
+    def words(self) -> int:
+        """Words of a row, its last change included."""
+        return self._layout.row_bytes // 4 + (self.changed is not None)
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a block of the layout."""
+        return self._layout.block_rows
+
+    @property
+    def page_bytes(self) -> int:
+        """The most bytes of a page."""
+        return min(self._layout.page_rows, self.block_rows) * self._layout.row_bytes
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of the blocks of keys that it touches."""
+        first, last = self.low // self.block_rows, (self.high - 1) // self.block_rows
+        return 8 * (self._layout.rows_of_block(last)[1] - self._layout.rows_of_block(first)[0])
+
+    def join(self, after: SortedRun) -> None:
+        """Take up the rows of the run that lies right behind this one."""
+        self.high, self.left = after.high, self.left + after.left
+
+    def read(self, rows: int) -> Rows:
+        """Read the next ``rows`` rows, rounded up to whole pages."""
+        keys, values = self._read(rows) if self._choice is None else self._read_chosen(self._choice, rows)
+        self.left -= keys.size
+        return keys, values
+
+    def _read(self, rows: int) -> Rows:
+        layout = self._layout
+        first = layout.page_of_row(self.low)
+        last = layout.page_of_row(min(self.high, self.low + rows) - 1) + 1
+        start, end = layout.row_of_page(first), min(self.high, layout.row_of_page(last))
+        data = np.empty(layout.byte_of_page(last) - layout.byte_of_page(first), dtype=np.uint8)
+        self._store.read(self.segment, self._group.index, first, last, data)
+        out = np.empty((layout.row_of_page(last) - start, self.words), dtype=np.float32)
+        unpack(self._group, layout.page_sizes(first, last).tolist(), data, out)
+        keys = self._next_keys(end - self.low)
+        out = out[self.low - start : end - start]
+        if self.changed is not None:
+            out[:, -1] = self.changed(self.segment, self._group.index, self.low, end).view(np.float32)
+        self.low = end
+        return keys, out
+
+    def _read_chosen(self, choice: RowFilter, rows: int) -> Rows:
+        """Read on, so many rows at a time, until as many chosen ones came."""
+        layout = self._layout
+        parts: list[Rows] = []
+        taken = 0
+        while taken < min(rows, self.left):
+            begin, end = self.low, min(self.high, self.low + min(rows - taken, _CHOICE_ROWS))
+            end = min(self.high, layout.row_of_page(layout.page_of_row(end - 1) + 1))
+            chosen = choice(self.segment, self._group.index, begin, end)
+            pages = np.unique(layout.pages_of_rows(begin + np.nonzero(chosen)[0]))
+            for near in np.split(pages, np.nonzero(np.diff(pages) > 1)[0] + 1) if pages.size else []:
+                low = max(begin, layout.row_of_page(int(near[0])))
+                high = min(end, layout.row_of_page(int(near[-1]) + 1))
+                self._pass_over(low)
+                keys, values = self._read(high - low)
+                mine = chosen[low - begin : high - begin]
+                parts.append((keys[mine], values[mine]))
+                taken += parts[-1][0].size
+            self._pass_over(end)
+        return np.concatenate([keys for keys, _ in parts]), np.concatenate([values for _, values in parts])
+
+    def _count_chosen(self, choice: RowFilter) -> int:
+        """Return how many rows are chosen."""
+        lows = range(self.low, self.high, _CHOICE_ROWS)
+        parts = (choice(self.segment, self._group.index, low, min(self.high, low + _CHOICE_ROWS)) for low in lows)
+        return sum(int(np.count_nonzero(part)) for part in parts)
+
+    def _pass_over(self, row: int) -> None:
+        """Go on from a row further on."""
+        self._keys = self._keys[row - self.low :]
+        self.low = row
+
+    def _next_keys(self, count: int) -> NDArray[np.int64]:
+        parts, row, needed = [], self.low, count
+        while needed:
+            if not self._keys.size:
+                block = row // self.block_rows
+                start = self._layout.rows_of_block(block)[0]
+                self._keys = self.keys_of(self.segment, self._group.index, block)[
+                    row - start : self.high - start
+                ].copy()
+            parts.append(self._keys[:needed])
+            self._keys = self._keys[needed:]
+            row, needed = row + parts[-1].size, needed - parts[-1].size
+        return np.concatenate(parts)
+
+
+class LastKeys:
+    """Reads blocks of keys and remembers the last one: neighboring runs share it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._last: tuple[tuple[int, int, int], NDArray[np.int64]] | None = None
+
+    def __call__(self, segment: Segment, group: int, block: int) -> NDArray[np.int64]:
+        """Return what ``Store.read_keys`` does."""
+        wanted = segment.id, group, block
+        if self._last is None or self._last[0] != wanted:
+            self._last = wanted, self._store.read_keys(segment, group, block)
+        return self._last[1]
+
+
+def runs_of(
+    store: Store,
+    snapshot: Snapshot,
+    segments: Iterable[Segment],
+    group: Group,
+    table: Table,
+    choice: RowFilter | None = None,
+    changed: Callable[[], VersionReader] | None = None,
+) -> list[SortedRun]:
+    """Return the runs of a table in live ranges of ``segments``, which are of ``snapshot``, by segment and place.
+
+    ``changed`` makes for each what remembers one block: they may be read by turns.
+    """
+    place, runs = group.place(table.name), []
+    for segment in segments:
+        layout, live = segment.layouts[group.index], snapshot.first_range(segment, group.index)
+        for low, high in zip(*(bounds.tolist() for bounds in layout.runs_of_table(place, live)), strict=True):
+            last = None if changed is None else changed()
+            runs.append(SortedRun(store, segment, group, low, high, choice, last))
+    return [run for run in runs if run.left]
+
+
+def joined(runs: Sequence[SortedRun], keys_of: Callable[[Segment, int, int], NDArray[np.int64]]) -> list[SortedRun]:
+    """Join runs that lie side by side: all of a segment stay before those of a newer one. They are read in order."""
+    found: list[SortedRun] = []
+    for run in runs:
+        run.keys_of, run.changed = keys_of, runs[0].changed
+        if found and found[-1].segment is run.segment and found[-1].high == run.low:
+            found[-1].join(run)
+        else:
+            found.append(run)
+    return found

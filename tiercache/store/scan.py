@@ -1,0 +1,240 @@
+"""All rows of one table in hash order, as they stand at the newest commit.
+
+The rows of a table lie in runs, one for each live range of each segment, and each run is in hash order. A few runs
+are merged as they are read; many short ones, which no memory could merge without reading their pages again and
+again, are sorted (``ExternalSorter``). Of several rows of a key, which retained segments leave, the newest is given:
+runs come in the order of segments, and sorting keeps the order of equal keys.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tiercache.store.bits import from_words, hash_keys, keys_of
+from tiercache.store.external_sort import ExternalSorter, part_rows
+from tiercache.store.files import scratch_of
+from tiercache.store.row_versions import CHANGED_BYTES, VersionReader
+from tiercache.store.runs import LastKeys, SortedCursor, joined, merged, rising, runs_of, whole_keys
+from tiercache.store.store_errors import CorruptStoreError
+from tiercache.store.table import find_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from tiercache.store.commit import Snapshot
+    from tiercache.store.runs import RowFilter, Rows, SortedRun
+    from tiercache.store.segment import Segment
+    from tiercache.store.store import Store
+    from tiercache.store.table import Group, Table
+
+    Chunk = tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]
+    """Keys (n,), and each field (n, width)."""
+
+SCAN_BYTES = 256 << 20
+CHUNK_BYTES = 4 << 20
+_KEY_SHARE = 4
+
+
+def live_rows(store: Store, table_name: str) -> int:
+    """Return how many rows a table has at the newest commit; reads nothing. Raises ValueError for no table."""
+    group, table = find_table(store.groups, table_name, store.label)
+    snapshot = store.snapshot
+    segments = snapshot.committed
+    runs = runs_of(store, snapshot, segments, group, table)
+    return sum(run.left for run in runs) - stale_rows(snapshot, segments, group, table)
+
+
+def scan(
+    store: Store,
+    table_name: str,
+    *,
+    chunk_rows: int | None = None,
+    memory_bytes: int = SCAN_BYTES,
+    scratch: Path | None = None,
+) -> Iterator[Chunk]:
+    """Yield all rows of a table at the newest commit in hash order: keys (n,), and each field (n, width).
+
+    Chunks have at most ``chunk_rows`` rows (about 4 MiB where not said). Beside the caller's chunk at most
+    ``memory_bytes`` are taken, or what four pages and the keys of a block take. Every live page is read once and
+    its keys about once (at most a quarter of the rows' bytes more). Where a table lies in too many runs to merge
+    them in that memory, its rows are written to a temporary file without a name in ``scratch`` (the store's folder
+    where not said, or the system's where that cannot be written to) and read again, once for each factor of 256 by
+    which they exceed it. A page is read whole: where ranges are shorter than pages, rows of the group's other tables
+    are read with them. The commit is the newest when the first chunk is asked for, whatever is committed meanwhile.
+
+    Raises ValueError for no table and without a commit, StoreFullError and CorruptStoreError.
+    """
+    _check(store, store.snapshot, table_name, chunk_rows)
+
+    def chunks() -> Iterator[Chunk]:
+        with store.pinned() as snapshot:
+            yield from scan_segments(
+                store, snapshot, snapshot.committed, table_name,
+                chunk_rows=chunk_rows, memory_bytes=memory_bytes, scratch=scratch,
+            )  # fmt: skip
+
+    return chunks()
+
+
+def scan_segments(
+    store: Store,
+    snapshot: Snapshot,
+    segments: Sequence[Segment],
+    table_name: str,
+    *,
+    choice: RowFilter | None = None,
+    alone: bool = True,
+    chunk_rows: int | None = None,
+    memory_bytes: int = SCAN_BYTES,
+    scratch: Path | None = None,
+    as_words: bool = False,
+    changed: bool = False,
+) -> Iterator[Chunk]:
+    """Do what ``scan`` does with segments of a snapshot that the caller holds, or with the rows of a ``choice``.
+
+    Of the segments, none may be left out that has a newer row of a key than one that is there. ``choice`` says of rows
+    of a layout which are wanted; pages without one are not read. Where it may have several of a key, not
+    ``alone``, the newest of all must be one of them, and is given. ``as_words``: fields are given as they are kept,
+    (n, words); then with ``changed`` the
+    last one, (n, 1), has the last changes.
+    """
+    group, table = _check(store, snapshot, table_name, chunk_rows)
+    firsts = {} if snapshot.commit is None else snapshot.commit.named
+    last = (lambda: VersionReader(store, firsts)) if changed else None
+    runs = runs_of(store, snapshot, segments, group, table, choice, last)
+    chunks = _chunks(store, runs, table, chunk_rows or chunk_rows_of(table), memory_bytes, scratch)
+    stale = 0 if choice is not None and alone else stale_rows(snapshot, segments, group, table)
+    if stale:
+        chunks = _newest(chunks, stale, f"table {table.name!r} of {store.label}", all_rows=choice is None)
+    return _checked(store, table, as_words, chunks)
+
+
+def _check(store: Store, snapshot: Snapshot, table_name: str, chunk_rows: int | None) -> tuple[Group, Table]:
+    """Return the group and the table that are to be scanned; raises ValueError where they cannot be."""
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"chunk_rows is {chunk_rows}: it must be at least 1")
+    group, table = find_table(store.groups, table_name, store.label)
+    if snapshot.commit is None:
+        raise ValueError(f"{store.label} has no commit yet: publish one first")
+    return group, table
+
+
+def chunk_rows_of(table: Table) -> int:
+    """Return the rows of ``table`` that take about ``CHUNK_BYTES``."""
+    return max(1, CHUNK_BYTES // given_bytes(table))
+
+
+def given_bytes(table: Table) -> int:
+    """Return the bytes of a row as callers get it: its key, and its numbers in float32 whatever their dtype is."""
+    return 8 + 4 * sum(field.width for field in table.fields)
+
+
+def stale_rows(snapshot: Snapshot, segments: Iterable[Segment], group: Group, table: Table) -> int:
+    """Return how many rows of a table in ``segments`` are stale."""
+    ids, place = {segment.id for segment in segments}, group.place(table.name)
+    retained = () if snapshot.commit is None else snapshot.commit.retained
+    return sum(one.stale_rows[group.index][place] for one in retained if one.segment_id in ids)
+
+
+def _newest(chunks: Iterator[Rows], stale: int, label: str, *, all_rows: bool) -> Iterator[Rows]:
+    """Yield the last of several rows of a key.
+
+    Raises CorruptStoreError where more than ``stale`` others came, or fewer where these are ``all_rows``.
+    """
+    left = stale
+    for keys, rows in whole_keys(chunks):
+        last = np.append(keys[1:] != keys[:-1], True)
+        left -= last.size - int(np.count_nonzero(last))
+        if left < 0:
+            raise CorruptStoreError(f"a key of {label} has two live rows: restore the store from a copy")
+        yield keys[last], rows[last]
+    if left and all_rows:
+        raise CorruptStoreError(
+            f"{label} has {left} stale rows of {stale} less than its commit says: restore the store from a copy"
+        )
+
+
+def _checked(store: Store, table: Table, as_words: bool, chunks: Iterator[Rows]) -> Iterator[Chunk]:
+    """Cut rows into fields, and raise for a key with two live rows."""
+    cuts = list(accumulate(field.words for field in table.fields))
+    last: int | None = None
+    for keys, rows in chunks:
+        hashes = hash_keys(keys, table.table_id)
+        if not rising(hashes, last):
+            raise CorruptStoreError(
+                f"a key of table {table.name!r} of {store.label} has two live rows: restore the store from a copy"
+            )
+        last = int(hashes[-1])
+        ends = cuts if rows.shape[1] > cuts[-1] else cuts[:-1]
+        fields = tuple(np.ascontiguousarray(part) for part in np.split(rows, ends, axis=1))
+        yield keys, fields if as_words else from_words(table.fields, fields)
+
+
+def _chunks(
+    store: Store, runs: Sequence[SortedRun], table: Table, chunk_rows: int, memory_bytes: int, scratch: Path | None
+) -> Iterator[Rows]:
+    """Merge or sort the runs, whichever reads less."""
+    row_bytes = 4 * runs[0].words if runs else table.row_bytes
+    most = part_rows(row_bytes, memory_bytes)
+    if sum(run.left for run in runs) > most and _can_merge(runs, table, memory_bytes):
+        yield from _merge(runs, table, chunk_rows, most)
+        return
+    copies = len({run.segment.id for run in runs})
+    folder = scratch or scratch_of(store)
+    with ExternalSorter(
+        [("<f4", (row_bytes // 4,))], folder, f"sorting the rows of table {table.name!r} in {folder}", memory_bytes,
+        store.counters, copies=copies, total_rows=sum(run.left for run in runs),
+    ) as sorter:  # fmt: skip
+        step = max(1, most // 4)
+        for run in joined(runs, LastKeys(store)):
+            while run.left:
+                keys, rows = run.read(step)
+                sorter.add(hash_keys(keys, table.table_id), rows)
+        yield from ((keys_of(hashes, table.table_id), rows) for hashes, rows in sorter.sorted(chunk_rows))
+
+
+def _can_merge(runs: Sequence[SortedRun], table: Table, memory_bytes: int) -> bool:
+    """Whether every run can have pages and keys in memory, and blocks of keys are read about once."""
+    beside = [8 if run.changed is None else 8 + CHANGED_BYTES for run in runs]
+    held = sum(run.page_bytes + size * min(run.left, run.block_rows) for run, size in zip(runs, beside, strict=True))
+    key_bytes = sum(run.key_bytes for run in runs)
+    useful = sum(run.left for run in runs) * (table.row_bytes + 8)
+    return held <= memory_bytes // 4 and key_bytes <= useful // _KEY_SHARE + 8 * sum(run.left for run in runs)
+
+
+def _merge(runs: Sequence[SortedRun], table: Table, chunk_rows: int, most: int) -> Iterator[Rows]:
+    """Merge runs: each holds a share of ``most`` rows, by its own, and is read on where half of it is free."""
+    total = sum(run.left for run in runs)
+    halves = [max(1, most * run.left // total) // 2 for run in runs]
+    cursors = [
+        SortedCursor(_parts(run, table, max(1, half)), np.int64, (np.float32, (run.words,)), least=half)
+        for run, half in zip(runs, halves, strict=True)
+    ]
+    for parts in merged(*cursors):
+        hashes, keys, rows = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+        del parts
+        order = np.argsort(hashes, kind="stable")
+        for low in range(0, order.size, chunk_rows):
+            chunk = order[low : low + chunk_rows]
+            yield keys[chunk], rows[chunk]
+
+
+def _parts(run: SortedRun, table: Table, part_rows: int) -> Iterator[tuple[NDArray[Any], ...]]:
+    """Yield hashes, keys and rows of a run, about ``part_rows`` at a time. Raises CorruptStoreError for no order."""
+    last: int | None = None
+    while run.left:
+        keys, rows = run.read(part_rows)
+        hashes = hash_keys(keys, table.table_id)
+        if not rising(hashes, last):
+            raise CorruptStoreError(
+                f"segment {run.segment.id} has keys of table {table.name!r} that are not in hash order: "
+                "restore the store from a copy"
+            )
+        last = int(hashes[-1])
+        yield hashes, keys, rows

@@ -1,0 +1,507 @@
+"""The parameter store: segments, commits and freeing, above an engine that keeps bytes."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from tiercache.store.changes import changed_rows, changes
+from tiercache.store.commit import Cursor
+from tiercache.store.commit_reader import CommitReader, warn_unclosed
+from tiercache.store.commit_writer import CommitWriter, find
+from tiercache.store.compaction_plan import CompactionPlan
+from tiercache.store.engines.engine import Counters
+from tiercache.store.files import scratch_of
+from tiercache.store.live_keys import KEY_MEMORY, KeyMemory
+from tiercache.store.lookup import locate, lookup, read_rows
+from tiercache.store.opening import Opened, check_options, is_url, label_of, local_path, open_engine, store_path
+from tiercache.store.reading import BlockReader, Pages
+from tiercache.store.recovery import check_blocks, recover
+from tiercache.store.rewrite import FirstUses, NoUses, Rewrite
+from tiercache.store.scan import SCAN_BYTES, live_rows, scan
+from tiercache.store.segment import Layout, base_layout
+from tiercache.store.store_errors import StoreClosedError, StoreError
+from tiercache.store.table import Table, group_tables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tiercache.store.commit import Commit, History, Snapshot
+    from tiercache.store.engines.engine import Engine
+    from tiercache.store.layout import Checksums, FieldReads, Reads, SegmentLayout
+    from tiercache.store.lookup import Fields, Found
+    from tiercache.store.scan import Chunk
+    from tiercache.store.segment import Segment
+    from tiercache.store.segment_writer import RowBlock
+
+
+class Store:
+    """Rows of tables in segments, with atomic commits. Made by ``Store.open``.
+
+    ``append``, ``publish`` and ``discard_uncommitted`` are for one thread at a time; all that reads may be called from
+    other threads meanwhile. A store belongs to the process that opened it, not to its forks.
+    """
+
+    def __init__(self, opened: Opened, path: Path | None, mode: str, at: int | None, retention: int | None,
+                 of: Store | None = None, held: CommitReader | None = None) -> None:  # fmt: skip
+        """Only ``Store.open`` and ``at`` call this; ``of`` is the store whose engine it is and which closes it.
+
+        ``held`` holds the commit for longer than this is open.
+        """
+        self.path = path
+        """Where it is; None for an engine without a place."""
+        self.tables = opened.tables
+        """In the order of unsigned table ids."""
+        self.groups = group_tables(opened.tables)
+        self.counters, self.mode = Counters(), mode
+        self.key_memory: KeyMemory | None = of.key_memory if of is not None else KEY_MEMORY if mode == "r" else None
+        """What lookups remember of segments, beyond this store; None, of one that is open for writing: nothing."""
+        self._opened, self._of = opened, of
+        self._pid, self._closed = os.getpid(), True
+        engine, label = opened.engine, self.label
+        self._commits: CommitWriter | CommitReader
+        if held is not None:
+            self._commits = CommitReader(engine, label, held.history, held.snapshot)
+        elif of is not None and at is not None and isinstance(of._commits, CommitWriter):
+            self._commits = CommitReader.pinned_in(of._commits, engine, label, at)
+        elif mode == "r":
+            self._commits = CommitReader.leased(engine, self.groups, label, at)
+        else:
+            found = recover(engine.records(), self.groups, label)
+            for snapshot in found.history.snapshots:
+                check_blocks(engine, snapshot, self.groups, label)
+            self._commits = CommitWriter(engine, self.groups, label, self.counters, found, retention)
+        engine.drop_records()
+        explain = self._commits.explain if isinstance(self._commits, CommitReader) else opened.explain
+        self._reader = BlockReader(engine, self.groups, label, self.counters, opened.uses, explain)
+        self._closed = False
+
+    # -- opening and closing -----------------------------------------------------------------------------
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str] | None,
+        *,
+        tables: Iterable[Table] | None = None,
+        engine: str | Engine | None = None,
+        mode: str = "a",
+        store_budget: int | None = None,
+        commit: int | None = None,
+        retention: int | None = None,
+    ) -> Store:
+        """Open the store at ``path``, sharded or not; with ``tables`` and mode "a", create it where there is none.
+
+        Mode "a" takes the one right to write and deletes blocks that no commit names; mode "r" sees the newest
+        commit as of now, or ``commit``, for as long as it is open. ``engine`` is "lmdb" or "zarr"; None takes the
+        store's own, of a new store "lmdb", or "zarr" where a table is compressed. It may be an instance, which keeps
+        bytes as it does: then ``path`` only names the store in messages. ``store_budget`` bounds the bytes of blocks,
+        of each shard where there are several; None means the size of the file system. Commits from now on keep the
+        newest ``retention`` commits, themselves included; None means as many as before, or 1.
+
+        Raises StoreMissingError, NotAStoreError, FormatVersionError, TableMismatchError, StoreInUseError,
+        StoreFullError, CommitMissingError, CorruptStoreError; ValueError for a URL, and for mode "a" of one shard.
+        """
+        check_options(mode, commit, retention)
+        place = None if path is None else Path(path) if is_url(path) else store_path(path)
+        tables, find = None if tables is None else tuple(tables), None
+        if path is not None and (engine is None or isinstance(engine, str)):
+            place = store_path(path)
+            from tiercache.store.shards.open_shards import open_sharded
+
+            find = partial(open_sharded, place, tables, engine, mode, store_budget, commit, retention)
+            if (sharded := find()) is not None:
+                return sharded
+        try:
+            opened = open_engine(place, tables, engine, mode, store_budget)
+            try:
+                return cls(opened, place, mode, commit, retention)
+            except BaseException:
+                opened.close()
+                raise
+        except (StoreError, FileNotFoundError):
+            if mode == "r" and find is not None and (sharded := find()) is not None:  # it was sharded meanwhile
+                return sharded
+            raise
+
+    def at(self, commit: int) -> Store:
+        """Return this store as it stood at a ``commit`` that it keeps, for reading, while both are open.
+
+        What the commit needs stays until then. Raises CommitMissingError.
+        """
+        self._check_open()
+        mine = self._commits if self.commit is not None and self.commit.id == commit else None
+        held = mine if isinstance(mine, CommitReader) else None
+        return Store(self._opened, self.path, "r", commit, None, self._of or self, held)
+
+    def close(self) -> None:
+        """Give up the store; what no commit names is lost. A second time does nothing.
+
+        Raises StoreError inside a function that one of its methods calls, such as ``progress``; it stays open then.
+        """
+        if not self._closed and os.getpid() == self._pid:
+            if self._of is None:
+                self._opened.uses.check_outside()
+            self._closed = True
+            self._reader.close()
+            if self._of is None:
+                self._opened.close()
+            if isinstance(self._commits, CommitReader):
+                self._commits.close()  # when nothing reads it any more
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and os.getpid() == self._pid:
+            if self._of is None:  # else closing that is enough
+                warn_unclosed(self, self.label)
+            self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        at = "no commit" if self.commit is None else f"commit {self.commit.id}"
+        return f"<{self.label}: {len(self.tables)} tables, {len(self.segments)} segments, {at}>"
+
+    @property
+    def checksums(self) -> Checksums:
+        """What computes the CRC32C of pages; a training sets what does so beside it without the GIL."""
+        return self._reader.checksums
+
+    @checksums.setter
+    def checksums(self, checksums: Checksums) -> None:
+        self._reader.checksums = checksums
+
+    def write_within(self, memory_bytes: int) -> None:
+        """Have copies of blocks that are being written take so many bytes at most, or one block that is larger."""
+        self._opened.engine.memory_bytes = memory_bytes
+
+    def read_with(self, reads: Reads | None, field_reads: FieldReads | None = None) -> None:
+        """Have many pages filled and checked by one call, where the engine keeps them, or their fields, in files."""
+        self._reader.read_with(reads, field_reads)
+
+    @property
+    def commit(self) -> Commit | None:
+        """The newest commit, or the one that the store was opened at."""
+        return self._commits.commit
+
+    @property
+    def commits(self) -> tuple[Commit, ...]:
+        """All commits that are kept, the oldest first; of a store opened at one, only that."""
+        return self._commits.history.commits
+
+    @property
+    def retention(self) -> int:
+        """How many of the newest commits are kept."""
+        if isinstance(self._commits, CommitWriter):
+            return self._commits.retention
+        return 1 if self.commit is None else self.commit.retention
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Those of the newest commit and those appended since, by id."""
+        return self.snapshot.segments
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The newest commit and the segments appended since, as of now."""
+        return self._commits.snapshot
+
+    @property
+    def history(self) -> History:
+        """The commits that are kept, each as a snapshot."""
+        return self._commits.history
+
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """The SHA-256 of each record of the commits that are kept, by name."""
+        return self._commits.digests
+
+    @contextmanager
+    def pinned(self) -> Iterator[Snapshot]:
+        """Yield the snapshot of now, and keep all that it needs until this ends, whatever is committed meanwhile."""
+        self._check_open()
+        with self._commits.pinned() as snapshot:
+            yield snapshot
+
+    @property
+    def commit_writer(self) -> CommitWriter:
+        """What writes commits. Raises ValueError for a store that is open for reading, and StoreClosedError."""
+        self._check_open()
+        if isinstance(self._commits, CommitWriter):
+            return self._commits
+        raise ValueError(f"{self.label} is open for reading: open it with mode='a' to write")
+
+    @property
+    def label(self) -> str:
+        """The store in the words of a message."""
+        return label_of(self.path)
+
+    # -- writing -----------------------------------------------------------------------------------------
+
+    def append(
+        self, pass_index: int, layouts: Sequence[SegmentLayout], blocks: Iterable[RowBlock], *,
+        within: bool = False, stable: bool = False,
+    ) -> Segment:  # fmt: skip
+        """Write what ``pass_index`` dumped and return it; no commit names it yet, and a crash before the next one loses
+        it.
+
+        ``layouts`` has one layout for each group. ``blocks`` yields (group, block, uint8 rows, int64 keys of the
+        rows) for every block once, in any order; its arrays are copied before the next block is asked for.
+        ``within``: a commit inside the pass follows, and this is its whole key set. ``stable``: no array changes
+        before append returns: checksums are computed meanwhile then.
+
+        Raises StoreFullError, and ValueError; after any error nothing of the segment is left.
+        """
+        writer = self.commit_writer
+        with self._opened.uses.using():
+            return writer.append(pass_index, layouts, blocks, self.checksums, within=within, stable=stable)
+
+    def publish(
+        self, cursor: Cursor, *, state: bytes, schedule_digest: str, settings: Mapping[str, Any],
+        environment: Mapping[str, Any],
+    ) -> Commit:  # fmt: skip
+        """Make a commit: from now on the store opens here, with the rows live at ``cursor`` and ``state``.
+
+        One atomic, durable step that also frees every block without live rows. Segments appended so far must be
+        of passes before the cursor's, or written within its pass where it stands inside one. Raises ValueError, and
+        StoreFullError, after which the commit before stands.
+        """
+        writer = self.commit_writer
+        with self._opened.uses.using():
+            return writer.publish(
+                Cursor(*cursor), state=state, schedule_digest=schedule_digest, settings=settings,
+                environment=environment,
+            )  # fmt: skip
+
+    def rollback(self, to: int) -> Commit:
+        """Make a commit with the rows, the state and the cursor of commit ``to``, and drop those in between.
+
+        What was appended since the newest commit is dropped, too. One atomic, durable step; training goes on from
+        there. Ids are not used again: the new commit has the next one. Raises CommitMissingError, StoreFullError
+        and CorruptStoreError, after which the store stands where it stood.
+        """
+        writer = self.commit_writer
+        commit = find(writer.history, to, self.label).commit
+        assert commit is not None, "it was found"
+        state = self._reader.state(commit)
+        with self._opened.uses.using():
+            return writer.rollback(to, state)
+
+    def rewrite(
+        self,
+        uses: FirstUses,
+        *,
+        schedule_digest: str,
+        first_rows: Callable[[Table, NDArray[np.int64]], Sequence[NDArray[np.float32]]] | None = None,
+        progress: Callable[[str, int], None] | None = None,
+        retain_segments: bool = True,
+        layout: Layout = base_layout,
+        start: Cursor | None = None,
+    ) -> Commit:
+        """Make a commit that begins a schedule: its rows as one segment in the order (first use, table, hash).
+
+        ``start``: where it is entered, (0, 0) where not said; first uses are those at or after that pass. An empty
+        ``schedule_digest`` begins none: a commit at the position keeps the schedule in ``overlaid``. Keys that
+        ``uses`` has and the store does not start with their first row, which ``first_rows(table, keys)`` makes faster;
+        ``layout`` cuts the segment into pages. Rows of other keys stay where they are, in segments of which they are
+        at least half, the used ones' stale copies beside them; the rest, all without ``retain_segments``, stand last,
+        with next use ``NEVER``. Dense state and settings stay. One atomic, durable step; what it frees goes back, but
+        for what readers see. Takes 256 MiB, a slice of ``uses``, temporary files as large as what is written.
+        ``progress(what, rows)``: "sort" (keys), "read", "write" and rows done since then. Raises ValueError without a
+        commit and for one inside a pass without ``start``, StoreFullError and CorruptStoreError, after which the store
+        stands where it stood; what was appended since is dropped.
+        """
+        writer = self.commit_writer
+        if self.commit is None or (self.commit.cursor.sample and start is None):
+            at = "has no commit" if self.commit is None else f"stands inside pass {self.commit.cursor.pass_index}"
+            raise ValueError(f"{self.label} {at}: train to the end of a pass before its rows are put in another order")
+        self.discard_uncommitted()
+        state, begin = self._reader.state(self.commit), Cursor(*(start or (0, 0)))
+        whole = Rewrite(
+            self, uses, first_rows, progress or (lambda *_: None), layout=layout, retain_segments=retain_segments
+        )
+        with whole as rewrite, self._opened.uses.using():
+            return writer.rewrite(rewrite, self.checksums, state, schedule_digest, begin)
+
+    def overlay(self, *, settings: Mapping[str, Any] | None = None) -> Commit:
+        """Commit the appended rows over the stored ones: each hides the row that its key had.
+
+        The cursor, the dense state and all other rows stay; ``settings`` are added to the commit's own. The commit has
+        no schedule. To train on, reorganize the store for its dataset: that folds the rows in and keeps the cursor.
+        Reads all keys once, in 128 MiB and temporary files of 16 bytes a key. Raises ValueError without a commit and
+        for one inside a pass, StoreFullError and CorruptStoreError.
+        """
+        writer, commit = self.commit_writer, self.commit
+        if commit is None or commit.cursor.sample:
+            at = "has no commit" if commit is None else f"stands inside pass {commit.cursor.pass_index}"
+            raise ValueError(f"{self.label} {at}: train to the end of a pass before rows are laid over it")
+        with (
+            self._opened.uses.using(),
+            CompactionPlan(self, NoUses(), scratch_of(self), lambda *_: None) as compaction,
+        ):
+            compaction.sort(overlay=True)
+            return writer.overlay(compaction.retained, self._reader.state(commit), settings or {})
+
+    def compact(self, *, progress: Callable[[str, int], None] | None = None) -> Commit:
+        """Make a commit with one range for each table, in hash order: the fewest bytes, and lookups in one sweep.
+
+        It keeps the position: a training reorganizes the store first, then goes on where it stood. No row is stale.
+        Readers keep their commits meanwhile. Otherwise as ``rewrite``.
+        """
+        commit = self.commit
+        start = None if commit is None or commit.cursor.sample else commit.cursor
+        return self.rewrite(NoUses(), schedule_digest="", progress=progress, retain_segments=False, start=start)
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
+
+    def discard_uncommitted(self) -> None:
+        """Drop every segment appended since the newest commit, and free its blocks."""
+        writer = self.commit_writer
+        with self._opened.uses.using():
+            writer.discard_uncommitted()
+
+    # -- reading -----------------------------------------------------------------------------------------
+
+    def live_rows(self, table_name: str) -> int:
+        """Return how many rows a table has at the newest commit; reads nothing. Raises ValueError for no table."""
+        return live_rows(self, table_name)
+
+    def scan(
+        self,
+        table_name: str,
+        *,
+        chunk_rows: int | None = None,
+        memory_bytes: int = SCAN_BYTES,
+        scratch: Path | None = None,
+    ) -> Iterator[Chunk]:
+        """Yield all rows of a table at the newest commit in hash order: keys (n,), and each field (n, width).
+
+        At most ``chunk_rows`` rows at a time, about 4 MiB where not said. Takes about ``memory_bytes``; what exceeds
+        it is sorted in a temporary file in ``scratch`` (None: the store's folder). Commits that are made meanwhile
+        change nothing. Raises ValueError, StoreFullError and CorruptStoreError.
+        """
+        scratch = None if scratch is None else local_path(scratch, "a folder for temporary files")
+        return scan(self, table_name, chunk_rows=chunk_rows, memory_bytes=memory_bytes, scratch=scratch)
+
+    def state(self) -> bytes:
+        """Return the dense state of the newest commit. Raises CorruptStoreError; ValueError without a commit."""
+        with self.pinned() as snapshot:
+            if snapshot.commit is None:
+                raise ValueError(f"{self.label} has no commit yet: publish one first")
+            return self._reader.state(snapshot.commit).tobytes()
+
+    def read(self, segment: Segment, group: int, low: int, high: int, out: NDArray[np.uint8]) -> None:
+        """Read pages [low, high) of a layout into ``out``, as they stand in the layout, and check each.
+
+        One read of the engine for each block. Raises CorruptBlockError; ValueError for pages that are not there.
+        """
+        self.load([Pages(segment, group, low, high, out)])
+
+    def check(self, segment: Segment, group: int, low: int, high: int, room: NDArray[np.uint8]) -> None:
+        """Compare pages with their checksums, as ``read`` does; the contents of ``room`` are undefined afterward."""
+        self._check_open()
+        self._reader.load([Pages(segment, group, low, high, room)], 1, only_check=True)
+
+    def load(self, wanted: Sequence[Pages], *, at_once: int | None = None) -> None:
+        """``read`` for many: ``at_once`` of them at a time (None: 2 to 8), on threads as nice as the first caller.
+
+        When this returns or raises, nothing is being read into any ``out`` any more. Raises as ``read`` does.
+        """
+        self._check_open()
+        self._reader.load(wanted, at_once)
+
+    def read_keys(
+        self, segment: Segment, group: int, block: int, first: int = 0, last: int | None = None
+    ) -> NDArray[np.int64]:
+        """Return the keys of the rows of one block, checked. Raises CorruptBlockError."""
+        self._check_open()
+        return self._reader.keys(segment, group, block, first, last)
+
+    def first_range(self, segment: Segment, group: int) -> int:
+        """Return the first range of a layout that is not dead at the newest commit."""
+        return self.snapshot.first_range(segment, group)
+
+    def read_changed(self, segment: Segment, group: int, block: int) -> NDArray[np.uint32]:
+        """Return the commit that last changed each row of a block that was moved. Raises CorruptBlockError."""
+        self._check_open()
+        return self._reader.changed(segment, group, block)
+
+    def locate(self, table_name: str, keys: NDArray[np.int64], *, after: int) -> Found:
+        """Find the rows of distinct ``keys`` (n,): returns segment ids (n,), -1 where there is none, and rows (n,).
+
+        A row is an index into the group's layout of the segment. Only rows with a next use after pass ``after``, or
+        in a retained segment, count; of several the newest. Sweeps their stored keys: ask for many keys at once.
+        """
+        return locate(self, {table_name: keys}, after=after)[table_name]
+
+    def read_rows(
+        self,
+        segment: Segment,
+        group: int,
+        rows: NDArray[np.int64],
+        *,
+        cached: Callable[[int, int, int], NDArray[np.uint8] | None] | None = None,
+    ) -> tuple[NDArray[np.float32], ...]:
+        """Return the rows at ``rows`` (n,) of a layout: (n, width) for each field.
+
+        Reads whole pages, neighbors together, 4 MiB ahead of 4 MiB. ``cached(segment id, group, page)`` may
+        give the bytes of a page that is in memory anyway. Raises CorruptBlockError.
+        """
+        return read_rows(self, segment, group, rows, cached)
+
+    def lookup(
+        self,
+        table_name: str,
+        keys: NDArray[np.int64],
+        *,
+        missing: str = "error",
+        progress: Callable[[str, int, int], None] | None = None,
+    ) -> Fields:
+        """Return the rows of any ``keys`` (n,), repeated or not, in any order: field name to (n, width).
+
+        Rows are those of the newest commit, or newer where ``append`` was called since. A key without a row gets
+        its first row with ``missing`` "initial", zeros with "zeros"; with "error" KeyMissingError is raised.
+
+        Sweeps the table's stored keys, then reads whole pages, neighbors together: ask for many keys at once. Of
+        stores that it opened with mode "r" a process remembers where keys are, 8 bytes each, at most 256 MiB.
+        ``progress(what, done, total)`` is called with "keys" and "rows". Raises ValueError and CorruptBlockError.
+        """
+        self._check_open()
+        return lookup(self, table_name, keys, missing, progress)
+
+    def changes(self, table_name: str, *, since: int) -> Iterator[tuple[NDArray[np.int64], Fields]]:
+        """Yield (keys, fields) of the rows of a table that changed after commit ``since``, which may be gone.
+
+        Each key once, in no order, at most 16 MiB at a time; where stale rows may be among them, as ``scan`` does. -1
+        gives every row. A row changed where it was made or written again, even to the same bits, not where it moved.
+        Raises CommitMissingError for a commit that never was or that a rollback gave up, CorruptBlockError, ValueError
+        where rows were appended and not committed. Commits that are made meanwhile change nothing.
+        """
+        self._check_open()
+        return changes(self, table_name, since)
+
+    def changed_rows(self, table_name: str, *, since: int) -> int:
+        """Return how many rows of a table ``changes`` yields; reads none of them. Raises what it raises."""
+        self._check_open()
+        return changed_rows(self, table_name, since)
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError(f"{self.label} is closed: open it again")
+        if os.getpid() != self._pid:
+            forked = f"was opened by process {self._pid} and is used in its fork {os.getpid()}"
+            raise StoreClosedError(f"{self.label} {forked}: open it in the process that uses it")

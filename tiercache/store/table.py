@@ -1,0 +1,279 @@
+"""Tables, and the groups of tables whose rows live together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tiercache.store.bits import ITEM_BYTES, nearest, xxh64
+from tiercache.store.optimizer import (
+    SGD,
+    Adagrad,
+    Adam,
+    Constant,
+    Field,
+    Initializer,
+    Normal,
+    Optimizer,
+    RowWiseAdagrad,
+    Uniform,
+    Zeros,
+    initializer_code,
+    initializer_from_record,
+    initializer_to_record,
+    optimizer_from_record,
+    optimizer_to_record,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "Constant",
+    "Field",
+    "Group",
+    "Initializer",
+    "Normal",
+    "Optimizer",
+    "RowWiseAdagrad",
+    "Table",
+    "Uniform",
+    "Zeros",
+    "group_tables",
+    "initializer_code",
+]
+
+COMPRESSIONS = ("zstd", "blosc")
+_DTYPES = "'float32', 'bfloat16' or 'float16'"
+_FARTHEST = 8
+"""Deviations from the mean of a Normal that no number reaches: the format's are within 5.8."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """An embedding table: unbounded, its keys are int64."""
+
+    name: str
+    """Its identity: the table id is a hash of it."""
+    dim: int = 16
+    """Numbers in a vector."""
+    optimizer: Optimizer = field(default_factory=Adagrad)
+    """How its rows step, and so what state a row has."""
+    initializer: Initializer = field(default_factory=Uniform)
+    """What its vectors start from."""
+    seed: int = 0
+    """Decides initial rows, with name and key."""
+    dtype: str = "float32"
+    """Of vectors: "float32", "bfloat16" or "float16". The optimizer state is float32 in every case; an update computes
+    in float32 and rounds the vector of a 16-bit dtype stochastically."""
+    compression: str | None = field(default=None, compare=False)
+    """"zstd" or "blosc": how a store on Zarr arrays keeps the bytes of its rows; None: as they are. The rows are the
+    same, so tables that differ in nothing else are equal."""
+    first_column: int = 0
+    """Of a column slice: the column of the whole vectors that is its first."""
+    whole_dim: int | None = None
+    """Of a column slice, which keeps ``dim`` neighboring columns of every vector: numbers in a whole one. Its initial
+    rows are those columns of the whole rows. None: no slice."""
+    table_id: int = field(init=False, repr=False, compare=False)
+    """XXH64 (seed 0) of the name in UTF-8."""
+    fields: tuple[Field, ...] = field(init=False, repr=False, compare=False)
+    """The vector, then each optimizer state: a row in the store."""
+    row_bytes: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"a table is named {self.name!r}: its name must be a string that is not empty")
+        if not self.name.isprintable():
+            raise ValueError(f"table name {self.name!r} has unprintable characters: leave them out")
+        if isinstance(self.dim, bool) or not isinstance(self.dim, int) or self.dim < 1:
+            raise ValueError(f"dim of table {self.name!r} is {self.dim!r}: it must be a whole number >= 1")
+        if not isinstance(self.optimizer, Optimizer):
+            raise TypeError(
+                f"optimizer of table {self.name!r} is {self.optimizer!r}: "
+                "it must be SGD, Adagrad, RowWiseAdagrad or Adam"
+            )
+        if not isinstance(self.initializer, Initializer):
+            raise TypeError(
+                f"initializer of table {self.name!r} is {self.initializer!r}: "
+                "it must be Uniform, Normal, Zeros or Constant"
+            )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 64:
+            raise ValueError(f"seed of table {self.name!r} is {self.seed!r}: it must be 0 .. 2**64 - 1")
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"dtype of table {self.name!r} is {self.dtype!r}: it must be {_DTYPES}")
+        _check_columns(self)
+        _check_start(self)
+        _check_spread(self)
+        if self.compression is not None and self.compression not in COMPRESSIONS:
+            raise ValueError(
+                f"compression of table {self.name!r} is {self.compression!r}: it must be 'zstd', 'blosc' or None"
+            )
+        vector = Field(name="vector", width=self.dim, initial=0.0, dtype=self.dtype)
+        fields = (vector, *self.optimizer.state_fields(self.dim))
+        object.__setattr__(self, "table_id", xxh64(self.name.encode()))
+        object.__setattr__(self, "fields", fields)
+        object.__setattr__(self, "row_bytes", 4 * sum(f.words for f in fields))
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the table as plain JSON values; without compression, or whole, they do not speak of it."""
+        record = {
+            "name": self.name,
+            "dim": self.dim,
+            "optimizer": optimizer_to_record(self.optimizer),
+            "initializer": initializer_to_record(self.initializer),
+            "seed": self.seed,
+            "dtype": self.dtype,
+        }
+        if self.compression is not None:
+            record["compression"] = self.compression
+        if self.whole_dim is not None:
+            record |= {"first_column": self.first_column, "whole_dim": self.whole_dim}
+        return record
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> Table:
+        """Build the table that ``to_record`` wrote, of any Normal. Raises ValueError for anything else."""
+        try:
+            initializer = initializer_from_record(record["initializer"])
+            table = cls(
+                name=record["name"],
+                dim=record["dim"],
+                optimizer=optimizer_from_record(record["optimizer"]),
+                initializer=Zeros(),
+                seed=record["seed"],
+                dtype=record["dtype"],
+                compression=record.get("compression"),
+                first_column=record.get("first_column", 0),
+                whole_dim=record.get("whole_dim"),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"a table's record lacks {error}: it must be what a store wrote") from error
+        object.__setattr__(table, "initializer", initializer)  # a table that has rows is read
+        _check_start(table)
+        return table
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Tables with the same row layout, optimizer and compression; their rows live together."""
+
+    index: int
+    """Its place among the groups of a store."""
+    tables: tuple[Table, ...]
+    """In the order of unsigned table ids."""
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """What a row of any of its tables has."""
+        return self.tables[0].fields
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """How rows of any of its tables step."""
+        return self.tables[0].optimizer
+
+    @property
+    def dim(self) -> int:
+        """Numbers in a vector."""
+        return self.tables[0].dim
+
+    @property
+    def dtype(self) -> str:
+        """Of vectors."""
+        return self.tables[0].dtype
+
+    @property
+    def compression(self) -> str | None:
+        """How a store on Zarr arrays keeps the bytes of their rows."""
+        return self.tables[0].compression
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.tables[0].row_bytes
+
+    def place(self, table_name: str) -> int:
+        """Return the index of a table within the group. Raises KeyError where it has none of that name."""
+        for index, table in enumerate(self.tables):
+            if table.name == table_name:
+                return index
+        raise KeyError(table_name)
+
+
+def group_tables(tables: Iterable[Table]) -> tuple[Group, ...]:
+    """Group tables by (dim, dtype, optimizer, compression): groups and tables within stand in the order of table ids.
+
+    A column slice with RowWiseAdagrad, whose rows have one number for all slices, is a group of its own.
+
+    Raises ValueError for no tables, two of one name, or two names of one table id.
+    """
+    ordered = sorted(tables, key=lambda table: table.table_id)
+    if not ordered:
+        raise ValueError("there are no tables: a store needs at least one")
+    for one, other in pairwise(ordered):
+        if one.name == other.name:
+            raise ValueError(f"two tables are named {one.name!r}: every table needs its own name")
+        if one.table_id == other.table_id:
+            raise ValueError(f"tables {one.name!r} and {other.name!r} have one table id: rename one of them")
+    members: dict[tuple[int, str, Optimizer, str | None, str | None], list[Table]] = {}
+    for table in ordered:
+        alone = table.whole_dim is not None and isinstance(table.optimizer, RowWiseAdagrad)
+        layout = table.dim, table.dtype, table.optimizer, table.compression, table.name if alone else None
+        members.setdefault(layout, []).append(table)
+    return tuple(Group(index=i, tables=tuple(group)) for i, group in enumerate(members.values()))
+
+
+def _check_columns(table: Table) -> None:
+    """Raise ValueError unless the table is whole, or a slice of fewer columns than the whole."""
+    first, whole = table.first_column, table.whole_dim
+    numbers = [first] if whole is None else [first, whole]
+    whole = table.dim if whole is None else whole
+    if any(isinstance(n, bool) or not isinstance(n, int) for n in numbers) or not 0 <= first <= whole - table.dim:
+        raise ValueError(
+            f"columns of table {table.name!r} are {table.dim} from first_column {first!r} on, of whole_dim "
+            f"{table.whole_dim!r}: they must lie within the whole"
+        )
+    if table.whole_dim == table.dim:
+        raise ValueError(
+            f"table {table.name!r} is a slice with all {table.dim} columns: leave out whole_dim where it is whole"
+        )
+
+
+def _check_start(table: Table) -> None:
+    """Raise ValueError where a number of the initializer is beyond the dtype."""
+    for name, value in initializer_to_record(table.initializer).items():
+        if isinstance(value, float | int) and not np.isfinite(nearest(np.array([value], np.float32), table.dtype)[0]):
+            raise ValueError(
+                f"{name} of table {table.name!r} is {value}, which is infinite in {table.dtype}: give less"
+            )
+
+
+def _check_spread(table: Table) -> None:
+    """Raise ValueError where a Normal may draw a number beyond a 16-bit dtype."""
+    start = table.initializer
+    if not isinstance(start, Normal) or table.dtype == "float32":
+        return
+    most = abs(start.mean) + _FARTHEST * start.std
+    with np.errstate(over="ignore"):
+        beyond = not np.isfinite(nearest(np.array([most]).astype(np.float32), table.dtype)[0])
+    if beyond:
+        raise ValueError(
+            f"Normal of table {table.name!r} reaches {most:g} at {_FARTHEST} deviations from its mean, which is "
+            f"infinite in {table.dtype}: give a smaller std or mean"
+        )
+
+
+def find_table(groups: Iterable[Group], name: str, store: str) -> tuple[Group, Table]:
+    """Return a table by name, with its group. Raises ValueError, which calls the store ``store``."""
+    known = [(group, table) for group in groups for table in group.tables]
+    for group, table in known:
+        if table.name == name:
+            return group, table
+    names = ", ".join(repr(table.name) for _, table in known)
+    raise ValueError(f"{store} has no table {name!r}: it has {names}")

@@ -1,0 +1,198 @@
+"""The process that ``verify`` starts: reads everything, and writes JSON lines to its standard output."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Any
+
+from tiercache.store import key_invariants
+from tiercache.store.commit import Liveness
+from tiercache.store.files import huge_pages
+from tiercache.store.opening import open_engine, store_path
+from tiercache.store.reading import read_ahead
+from tiercache.store.recovery import kept_ids, record_problems
+from tiercache.store.shards.sharded_store import Shards
+from tiercache.store.store import Store
+from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tiercache.store.layout import SegmentLayout
+    from tiercache.store.segment import Segment
+
+READERS = 4
+"""Threads that read blocks of rows: the disk has one to read while another is checked."""
+_MOST_PROBLEMS = 100
+
+
+class Verification:
+    """One reading of all that a store holds: of every commit that it keeps, each block once.
+
+    Rows are read by threads of their own; keys, meanwhile, by others. Memory: about ``VERIFY_BYTES``, however many
+    keys there are: hashes that exceed them wait in a temporary file.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.problems: dict[str, dict[int, None]] = {}
+        """Sentences, with the commits that each thing touches."""
+        self.counts = {"segments": 0, "blocks": 0, "pages": 0, "rows": 0, "bytes": 0}
+        self._stores = [store]
+        """Each at a commit that it keeps a lease of."""
+        if len(store.commits) > 1:
+            self._stores = []
+            for commit in store.commits:
+                with suppress(CommitMissingError):  # a writer gave it up meanwhile
+                    self._stores.append(store.at(commit.id))
+        self._commits = [one.commit.id for one in self._stores if one.commit is not None]
+        self._room = threading.local()
+        self._blocks: dict[tuple[int, int, int], tuple[Segment, list[int]]] = {}
+        """By segment, group and block: the segment and the commits that need the block."""
+        for one in self._stores:
+            self._add_blocks(one)
+        self.total = sum(
+            segment.layouts[group].bytes_of_block(block) for (_, group, block), (segment, _) in self._blocks.items()
+        )
+
+    def run(self) -> dict[str, Any]:
+        """Check everything and return the report."""
+        begun = time.perf_counter()
+        self.counts["segments"] = len({segment.id for one in self._stores for segment in one.segments})
+        with ThreadPoolExecutor(1) as beside, ThreadPoolExecutor(key_invariants.READERS) as readers:
+            keys = [
+                beside.submit(key_invariants.KeyInvariantChecker(self._stores, group, readers).run)
+                for group in self.store.groups
+            ]
+            self._check_rows()
+            for found in keys:
+                for sentence, commits in found.result().items():
+                    self._report([sentence], commits)
+        for one in self._stores:
+            if one.commit is not None:
+                self._report(_problem(one.state), [one.commit.id])
+        named = [one.commit for one in self._stores if one.commit is not None]
+        segments = (segment for one in self._stores for segment in one.segments)
+        for sentence, id_ in record_problems(named, segments, self.store.label):
+            self._report([sentence], [id_])
+        return {
+            **self.counts,
+            "commit": self._commits[-1] if self._commits else None,
+            "commits": self._commits,
+            "seconds": time.perf_counter() - begun,
+            "problems": in_words(self.problems, self._commits),
+        }
+
+    def _add_blocks(self, store: Store) -> None:
+        """Note the blocks that the commit of a store needs."""
+        if store.commit is None:
+            return
+        life = Liveness.of(store.commit, store.segments)
+        for segment in store.segments:
+            for group, layout in enumerate(segment.layouts):
+                for block in range(life.first_block(segment, group), layout.num_blocks):
+                    _, commits = self._blocks.setdefault((segment.id, group, block), (segment, []))
+                    commits.append(store.commit.id)
+
+    def _check_rows(self) -> None:
+        """Read every block, a few ahead of the one that is counted."""
+        blocks = [(segment, group, block) for (_, group, block), (segment, _) in self._blocks.items()]
+        with ThreadPoolExecutor(READERS) as readers:
+            for (segment, group, block), problems in read_ahead(readers, self._read, blocks, most=2 * READERS):
+                self._report(problems, self._blocks[segment.id, group, block][1])
+                self._count(segment.layouts[group], block)
+
+    def _read(self, segment: Segment, group: int, block: int) -> list[str]:
+        """Read a block into the page-aligned memory of this thread, which goes past the page cache."""
+        layout = segment.layouts[group]
+        size = layout.bytes_of_block(block)
+        if getattr(self._room, "size", 0) < size:
+            self._room.size, self._room.data = size, huge_pages(size)
+        low, high = layout.pages_of_block(block)
+        return _problem(self.store.check, segment, group, low, high, self._room.data[:size])
+
+    def _count(self, layout: SegmentLayout, block: int) -> None:
+        size = layout.bytes_of_block(block)
+        first, last = layout.pages_of_block(block)
+        self.counts["blocks"] += 1
+        self.counts["pages"] += last - first
+        self.counts["rows"] += size // layout.row_bytes
+        self.counts["bytes"] += size
+        _say(kind="progress", done=self.counts["bytes"], total=self.total)
+
+    def _report(self, sentences: Sequence[str], commits: Sequence[int]) -> None:
+        for sentence in sentences:
+            self.problems.setdefault(sentence, {}).update(dict.fromkeys(commits))
+
+
+def in_words(problems: dict[str, dict[int, None]], kept: Sequence[int]) -> list[str]:
+    """Return what is wrong as sentences; of several commits that are kept, each names those that it touches."""
+    if len(kept) < 2:
+        return list(problems)[:_MOST_PROBLEMS]
+    words = []
+    for sentence, commits in problems.items():
+        *most, last = map(str, sorted(commits))
+        words.append((f"in commits {', '.join(most)} and {last}, " if most else f"in commit {last}, ") + sentence)
+    return words[:_MOST_PROBLEMS]
+
+
+def _each_alone(path: str, error: CorruptStoreError) -> dict[str, Any]:
+    """Return the report of a store whose commits do not open together: whichever opens alone is read."""
+    try:
+        with closing(open_engine(store_path(path), None, None, "r", None)) as opened:
+            kept = sorted(kept_ids(opened.engine.records(), f"the store at {path}"))
+    except CorruptStoreError:
+        return {"problems": [str(error)]}
+    problems: dict[str, dict[int, None]] = {}
+    for id_ in kept:
+        found: dict[str, dict[int, None]] = {}
+        try:
+            with Store.open(path, mode="r", commit=id_) as store:
+                verification = Verification(store)
+                verification.run()
+                found = verification.problems
+        except CommitMissingError:
+            continue  # a writer went on meanwhile
+        except CorruptStoreError as wrong:
+            found = {str(wrong): {}}
+        for sentence in found:
+            problems.setdefault(sentence, {})[id_] = None
+    return {"commits": kept, "problems": in_words(problems, kept) or [str(error)]}
+
+
+def _problem(call: Callable[..., object], *arguments: object) -> list[str]:
+    """Return what is corrupt as ``call`` says it: a sentence, or none."""
+    try:
+        call(*arguments)
+    except CorruptStoreError as error:
+        return [str(error)]
+    return []
+
+
+def _say(**message: Any) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+def main(path: str) -> None:
+    """Verify the store at ``path``."""
+    try:
+        try:
+            with Store.open(path, mode="r") as store:
+                if isinstance(store, Shards):
+                    raise StoreError(f"{store.label} was sharded while it was read: verify it again")
+                report = Verification(store).run()
+        except CorruptStoreError as error:
+            report = _each_alone(path, error)
+        _say(kind="report", report=report)
+    except StoreError as error:
+        _say(kind="error", type=type(error).__name__, text=str(error))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

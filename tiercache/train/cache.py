@@ -1,0 +1,672 @@
+"""TierCache: trains the passes of a dataset over the tiers, on one rank or several, and commits."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tiercache.data.dataset import PassDataset
+from tiercache.dist.communicator import communicator_of, only_rank
+from tiercache.dist.consistency import check_same, check_same_places
+from tiercache.dist.shard_opening import closed_on_error
+from tiercache.dist.shard_view import Share
+from tiercache.dist.training_store import StoreOptions, TrainingStore
+from tiercache.errors import BudgetError, StateError
+from tiercache.planning.matching import check_features, check_modules
+from tiercache.planning.plan_file import Planned
+from tiercache.planning.schedule import order_rule
+from tiercache.reporting.progress import prepare_kernels
+from tiercache.reporting.report import write_json_lines, write_scalars
+from tiercache.rows.backends.open_backend import device_name, open_backend
+from tiercache.rows.threads import share_threads
+from tiercache.store.commit_reader import warn_unclosed
+from tiercache.store.opening import local_path
+from tiercache.store.table import group_tables
+from tiercache.train.batches import BatchPipeline
+from tiercache.train.commit_state import check_nonfinite
+from tiercache.train.convert import drop_weights, refuse_weights, warn_of_keys_beyond, weight_rows, weights_of
+from tiercache.train.evaluation import Evaluation
+from tiercache.train.joint_optimizer import StepHooks, named_objects, unwrapped_objects
+from tiercache.train.key_finder import IndexPlan
+from tiercache.train.local_exchange import LocalExchange
+from tiercache.train.missing_rows import CommittedRows
+from tiercache.train.pass_loop import PassLoop
+from tiercache.train.plain_keys import PlainKeys
+from tiercache.train.rank_exchange import RankExchange
+from tiercache.train.rank_rows import RankRows
+from tiercache.train.raw_keys import RawKeys
+from tiercache.train.resident_rows import ResidentRows
+from tiercache.train.table_module import table_modules
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch.distributed import ProcessGroup
+    from torch.utils.tensorboard import SummaryWriter
+
+    from tiercache.data.dataset import DatasetView
+    from tiercache.dist.budget_checks import Budgets
+    from tiercache.planning.pass_plan import PassPlan
+    from tiercache.planning.schedule import OrderRule
+    from tiercache.planning.sharding_rules import ShardingRules
+    from tiercache.planning.store_plan import StorePlan
+    from tiercache.reporting.report import PassReport
+    from tiercache.rows.backends.base import Backend
+    from tiercache.store import Store
+    from tiercache.store.shards.sharding import ShardingPlan
+    from tiercache.train.evaluation import LiveRows
+    from tiercache.train.joint_optimizer import JointOptimizer
+    from tiercache.train.local_exchange import Exchange
+    from tiercache.train.missing_rows import Unseen
+    from tiercache.train.passes import Pass
+    from tiercache.values.batch import Batch
+
+_COMM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class TierCache:
+    """Trains a dataset's passes with rows on the device, in host memory and in a store, and commits.
+
+    Rows are trained on the device. At each switch of passes they move between the tiers as planned; host and device
+    bytes are planned before the first batch and never exceeded. Use a cache from one thread. It runs a reader thread
+    and a writer thread until ``close``. If your tables fit into memory, use ``InMemoryCache``: it needs no store.
+
+    If torch.distributed is initialized, the cache trains on all ranks, one process for each device. A pass then holds
+    what all devices together hold. Each rank loads, trains and dumps its own rows from its own shard of the store, and
+    exchanges rows with the other ranks for each batch. Every method is collective unless its documentation says
+    otherwise: all ranks call it, in the same order. An error on one rank is raised on all ranks. An error in your own
+    code, or during an exchange, ends the other ranks when the process ends, as with torchrun.
+    """
+
+    store: Store
+    """The store, or this rank's shard of it; None if the cache has none."""
+    optimizer: JointOptimizer
+    """The optimizer that the loop steps: dense parameters, then rows."""
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str] | Store | None,
+        data: PassDataset | str | os.PathLike[str],
+        *,
+        group: ProcessGroup | None = None,
+        model: nn.Module | Sequence[nn.Module] | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        device: str | torch.device | Backend = "cpu",
+        device_budget: int | str | None = None,
+        host_budget: int | str | None = None,
+        eval_budget: int | str | None = None,
+        store_budget: int | str | None = None,
+        plan: str | os.PathLike[str] | None = None,
+        sharding: ShardingPlan | ShardingRules | str | Mapping[str, str] = "auto",
+        comm_dtype: str = "float32",
+        shard_dirs: Sequence[str | os.PathLike[str]] | None = None,
+        engine: str | None = None,
+        retention: int | None = None,
+        reorganize: bool = True,
+        commit_every: int | None = None,
+        seed: int = 0,
+        order: Sequence[int] | str | None = None,
+        order_seed: int | None = None,
+        progress: bool | None = None,
+        on_nonfinite: str = "stop",
+    ) -> None:
+        """Plan the budgets and open the store.
+
+        Args:
+            store: the path of a store, which is created if it does not exist, or a Store, which stays open. With
+                several ranks, or with ``shard_dirs``, the store is sharded, and with one rank it is a plain one: one
+                that was trained otherwise is rewritten first. A sharded Store that is given open is only read, by as
+                many ranks as it has shards. None: all rows stay on the device, and nothing is committed; the other
+                arguments about stores, budgets and sharding are refused then.
+            data: what `extract` or `write_key_sets` wrote, or its path.
+            group: a process group. Default: torch's default group if there is one, else this process is the only rank.
+                The cache makes process groups of its own from it.
+            model: one or several, registered as "model", or "model0", "model1" and so on: see ``register``.
+            optimizer: one or several, registered as "optimizer", or "optimizer0" and so on.
+            device: where rows are trained: "cpu", "cuda", "cuda:1" or a torch.device. The model belongs there too. With
+                several ranks, "cuda" is the GPU of LOCAL_RANK, or the only visible one.
+            device_budget: bytes (or "64MiB") on the device for rows and slot maps, and for the index of raw keys if it
+                fits.
+            host_budget: bytes of anonymous memory for planning, batches, dump, prefetched and cached rows, one write
+                transaction and evaluation.
+            eval_budget: the part of ``host_budget`` that is reserved for evaluation; default: a sixteenth.
+            store_budget: the most bytes that the store may ever need. It is checked here and, with the dense state,
+                before training. It does not stop writes; that of ``Store.open`` does. All budgets count for each
+                rank.
+            plan: the file that `tiercache plan` wrote. Budgets, order and commit_every that are not given here are
+                those of the plan, and the reports have its predicted seconds beside the measured ones.
+            sharding: how tables are divided over ranks: a strategy ("auto", "basic", "memory_balanced",
+                "memory_optimized", "cost"), a kind for each table ("row", "table", "column", "replicate"; other tables
+                are sharded by cost), ShardingRules, or a ShardingPlan. "auto" keeps the sharding of the store. If the
+                sharding or the number of ranks differs from the store's, its shards are rewritten first.
+            comm_dtype: the dtype in which rows and gradients travel between ranks: "float32", "bfloat16" or "float16".
+            shard_dirs: a folder for each rank's shard, for example on different disks; default: inside ``store``.
+            engine: as in ``Store.open``, if the cache opens the store.
+            retention: likewise. With several ranks it counts the commits of all ranks.
+            reorganize: whether a store that was trained on another dataset, or in another order, is reorganized for
+                this one first, as by `tiercache.reorganize`. If not, it is refused.
+            commit_every: passes between commits; default: 1.
+            seed: the seed of shuffled batches.
+            order: the order of the sub-datasets in every epoch: a permutation of their numbers, or "overlap", which
+                puts those next to each other that share rows, so that fewer rows move. Default: their own order.
+            order_seed: a number shuffles the sub-datasets in each epoch.
+            progress: whether to show a progress bar; None: on a terminal.
+            on_nonfinite: what happens if rows, their optimizer state or trainable dense parameters become NaN or
+                infinite. "stop": StateError names pass and table, on a CPU also the batch, and they are not committed;
+                "warn": one warning for each pass; "ignore": nothing is checked.
+
+        Raises:
+            BudgetError: the passes exceed a budget or the device's memory. Nothing was written.
+            PlanError: ``plan`` cannot be read, or is of another dataset.
+            DatasetError: the store, or the model, does not belong to this dataset.
+            CudaError: the GPU cannot be used.
+            RankError: ranks were given different arguments, or one of them failed.
+            ValueError: an argument makes no sense.
+            StoreError: what ``Store.open`` raises.
+        """
+        self._closed, device = False, device_name(device)
+        where = device if isinstance(device, str) else device.device
+        self.communicator = ranks = communicator_of(group, where) if store is not None else only_rank(group, where)
+        with closed_on_error(self, "_exchange", "_rows", "_asking", "_beside", "_opened", "communicator"):
+            with ranks.raise_on_all("reading the budgets"):
+                self.dataset = data = PassDataset.of(data)
+                planned = Planned.read(plan, data)
+                options = StoreOptions(
+                    sharding=sharding, shard_dirs=shard_dirs, engine=engine, retention=retention,
+                    reorganize=reorganize, order=order_rule(data, planned.order(order, order_seed), order_seed),
+                )  # fmt: skip
+                self._opened = TrainingStore(store, data, ranks, options)
+                objects = named_objects(model=model, optimizer=optimizer)
+                weights = weights_of(objects.values())
+                facts = self._opened.facts | {
+                    "the model and the optimizer": [*objects],
+                    "tables with weights": sorted(weights),
+                }
+                if store is None:
+                    refuse_weights(objects.values())
+                    _refuse_options(
+                        device_budget=device_budget, host_budget=host_budget, eval_budget=eval_budget,
+                        store_budget=store_budget, plan=plan, shard_dirs=shard_dirs, engine=engine,
+                        retention=retention, commit_every=commit_every,
+                        sharding=None if sharding == "auto" else sharding,
+                    )  # fmt: skip
+                else:
+                    budgets = planned.budgets(device_budget, host_budget, eval_budget, store_budget, commit_every)
+                    facts |= budgets.facts
+                check_nonfinite(on_nonfinite)
+                if comm_dtype not in _COMM_DTYPES:
+                    raise ValueError(f"comm_dtype {comm_dtype!r} is unknown: it must be one of {[*_COMM_DTYPES]}")
+            if ranks.size > 1:
+                check_same(ranks, self._facts(data) | facts | {
+                    "comm_dtype": comm_dtype, "seed": int(seed), "on_nonfinite": on_nonfinite,
+                })  # fmt: skip
+                check_same_places(ranks, self._opened.places)
+            source = self._opened.choose(number_bytes=_COMM_DTYPES[comm_dtype].itemsize)
+            with ranks.raise_on_all("opening the device"):
+                opened = str(ranks.device) if isinstance(device, str) else device
+                self._backend = backend = open_backend(opened, source.tables)
+                prepare_kernels(source.tables)
+                share_threads()
+            with ranks.raise_on_all("looking at the model"):
+                check_modules(objects, data)
+            room: int | None = None
+            self._rows: RankRows | ResidentRows
+            if store is None:
+                self.store = None  # type: ignore[assignment]
+                self._clone_ranks()
+                self._rows = self._resident = ResidentRows(source, backend, options.order)
+            else:
+                self._rows, room = self._open_rows(source, budgets, objects, order=options.order, progress=progress)
+            self.dense, row_optimizer = self._rows.state.dense, self._rows.state.optimizer
+            self.optimizer = row_optimizer.joint
+            row_optimizer.anchors.is_closed_to_others = store is not None
+            row_optimizer.anchors.flags_overflow = ranks.size > 1
+            self._opened.drop_older()  # nothing is refused any more
+            self._groups = group_tables(data.tables)
+            self._modules: list[nn.Module] = []
+            """What looks rows up."""
+            self._exchange = self._new_exchange(_COMM_DTYPES[comm_dtype])
+            index = IndexPlan.of(data, backend, room)
+            self.index_bytes = index.num_bytes
+            """Bytes of ``device_budget`` that are planned for the index of raw and plain keys; 0 if they do not fit.
+
+            Keys are then searched on the CPU. The index is built when a pass first looks keys up.
+            """
+            self._raw = RawKeys(data.schema, self._groups, self._exchange, row_optimizer, backend, index)
+            self._pipeline, self._hooks = BatchPipeline(backend), StepHooks(self, row_optimizer)
+            shown = ranks.rank == 0 and (sys.stderr.isatty() if progress is None else progress)
+            self._loop = PassLoop(
+                self._opened,
+                self._rows,
+                self._exchange,
+                self._raw,
+                self._pipeline,
+                seed=seed,
+                shown=shown,
+                on_nonfinite=on_nonfinite,
+                rates=planned.rates,
+            )
+            self._plain = PlainKeys(self._raw, self)
+            self.reports: list[PassReport] = self._loop.reports
+            """What this rank moved, a report for each pass trained by this object; the last one while it runs."""
+            self._scalars_written = 0
+            self.register(**objects)
+        self._pid = os.getpid()
+
+    def _open_rows(
+        self,
+        source: DatasetView,
+        budgets: Budgets,
+        objects: Mapping[str, Any],
+        *,
+        order: OrderRule,
+        progress: bool | None,
+    ) -> tuple[RankRows, int]:
+        """Open the store and allocate memory for its rows. Returns them and the bytes left of the device budget."""
+        ranks, weights = self.communicator, weights_of(objects.values())
+        with ranks.raise_on_all("planning the budgets"):  # before the store is made, or written anew for them
+            device_bytes = budgets.check_device(source, self._backend)
+        if ranks.rank == 0:
+            warn_of_keys_beyond(weights, self.dataset)
+        first = partial(weight_rows, weights=weights) if weights else None
+        try:
+            self.store = self._opened.open(source, budgets, first=first, progress=progress)
+            drop_weights(objects.values())
+            self._clone_ranks()
+            with ranks.raise_on_all("planning the budgets"):
+                rows = RankRows(self.store, source, self._backend, budgets, device_bytes=device_bytes, order=order)
+        except BudgetError:
+            self._opened.discard_new()
+            raise
+        return rows, device_bytes - rows.device_bytes
+
+    def _clone_ranks(self) -> None:
+        """Connect the ranks for other threads. NCCL takes memory of the device for it: before the rows do."""
+        self._beside, self._asking = self.communicator.clone(), self.communicator.clone(device="cpu")
+
+    @staticmethod
+    def _facts(data: PassDataset) -> dict[str, Any]:
+        """Return what has to be the same on all ranks of what is trained."""
+        tables = [str(table) for table in data.tables]
+        return {"the schema": data.schema.digest, "the tables": tables, "the dataset": data.digest}
+
+    def _new_exchange(self, comm_dtype: torch.dtype) -> Exchange:
+        ranks, backend, optimizer = self.communicator, self._backend, self.optimizer.rows
+        if ranks.size == 1:
+            return LocalExchange(ranks, backend, optimizer, self.live_rows)
+        share = self._rows.source
+        assert isinstance(share, Share)
+        return RankExchange(
+            ranks, self._beside, self._asking, share, backend, optimizer, self.live_rows, self._modules,
+            comm_dtype=comm_dtype,
+        )  # fmt: skip
+
+    # -- before training ----------------------------------------------------------------------------------
+
+    def register(self, **objects: Any) -> None:
+        """Commit the state of these objects with the rows; ``cache.optimizer`` steps the optimizers among them.
+
+        Objects need ``state_dict`` and ``load_state_dict``: modules, optimizers, schedulers, scalers. The loop steps
+        ``cache.optimizer`` in place of its optimizers: it steps these and the rows. The random generators of torch,
+        numpy and random are always committed. A model that is compiled or wrapped in DistributedDataParallel is stored
+        under its own names, so you can resume without the wrapper or with another number of ranks. With several ranks,
+        register a model before you ask for batches: they bring what its modules look up. What is the same on all ranks
+        when training begins, of modules, optimizers, schedulers and scalers, is kept once, as rank 0 has it; other
+        objects and random generators by each rank. Not collective. Raises StateError for state that cannot be stored,
+        DatasetError for a module that was made with other features or tables than those of the dataset.
+        """
+        self._check_open()
+        refuse_weights(objects.values())
+        objects = unwrapped_objects(objects, self.optimizer)
+        check_modules(objects, self.dataset)
+        self.dense.register(objects)
+        self._modules += [value for value in objects.values() if isinstance(value, nn.Module)]
+        self._hooks.follow(objects.values())
+        for value in objects.values():
+            if isinstance(value, torch.amp.GradScaler):
+                self._exchange.follow(value)
+        for module in table_modules(objects.values()):
+            self.optimizer.rows.anchors.readers.add(module)
+            if self.store is not None:
+                module.bind(weakref.WeakMethod(self._opened.named_commit))
+            module.take_keys(weakref.WeakMethod(self._plain.batch))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the names of the store and of its newest commit: what a checkpoint keeps of the rows.
+
+        So the cache is a Stateful of `torch.distributed.checkpoint`, beside the model and the optimizer.
+        """
+        return self._opened.named_commit()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check that the store stands at the commit that a state names. Changes nothing; raises StateError.
+
+        Roll the store back before, to go back to an older checkpoint (``store.rollback`` or `tiercache rollback`).
+        """
+        now = self._opened.named_commit()
+        if dict(state) != now:
+            raise StateError(
+                f"the checkpoint was made at commit {state.get('commit')} of {state.get('store')} and the cache stands "
+                f"at commit {now['commit']} of {now['store']}: roll the store back to it, or load the checkpoint of "
+                "these rows"
+            )
+
+    def plan(self, *, passes: int | None = None) -> list[PassPlan]:
+        """Return the plans of this rank's next passes without training them; default: one epoch and one pass.
+
+        Not collective.
+        """
+        return self._check_stored("plan()").plans.passes(passes)
+
+    # -- training -----------------------------------------------------------------------------------------
+
+    def passes(self, epochs: int) -> Iterator[Pass]:
+        """Yield the passes from the last commit to the end of epoch ``epochs``.
+
+        First restores rows and registered state from the last commit; a store without a commit gets one of the
+        current state. Without a store, training continues with the first pass that was not trained to its end. A pass
+        ends when the next one is asked for, so what your loop does after the last batch belongs to the pass. Every
+        ``commit_every``-th pass and the last one are committed when they end. The commit of pass t is durable by the
+        end of pass t + 1; exhausting the iterator waits for the last commit. If you leave the loop early, nothing
+        more is committed. With several ranks a commit is made on all ranks or on none.
+
+        Your loop may fetch batches ahead, also those of the next pass; with several ranks, all in the same way. If a
+        batch of a pass has not been trained yet when the next pass is asked for, the pass ends at the first lookup
+        that trains the next one; the last pass ends with ``close``, ``commit`` or another loop. A batch counts as
+        trained when a module has looked it up with gradients enabled.
+
+        A pass is committed only if it was trained: all its batches were taken and looked up with gradients enabled, and
+        ``cache.optimizer`` has stepped. Otherwise StateError names the pass and what of it
+        was trained. ``Pass.skip`` counts a pass as trained as it is, ``Pass.stop`` ends the training.
+        """
+        self._check_open()
+        yield from self._loop.passes(epochs)  # and not its iterator: the loop keeps the cache
+
+    def restore(self) -> None:
+        """Load the last commit: rows and the state of all registered objects. Ends a loop over ``passes``.
+
+        ``passes`` does this by itself; call it to evaluate without training. A store without a commit gets one of the
+        current state. Raises StateError if the registered objects are not those of the commit.
+        """
+        self._check_open()
+        self._loop.restore()
+
+    def commit(self) -> None:
+        """Commit now, inside a pass, after the batches trained so far. Returns when it is durable on all ranks.
+
+        A batch counts when a module has looked it up. After a loop over ``passes``, this commits the last pass if it
+        is still waiting. Raises StateError between backward and step, and outside a pass. A cache without a store only
+        checks this, and keeps nothing.
+        """
+        self._check_open()
+        self._loop.commit()
+
+    def clip_grad_norm_(
+        self, max_norm: float, *, optimizer: torch.optim.Optimizer | None = None, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the gradients of rows and dense parameters by their common 2-norm, and return the norm.
+
+        Use this in place of `torch.nn.utils.clip_grad_norm_`, which does not add up the gradients of a row. It clips
+        the parameters of ``optimizer``, or of all registered optimizers, and the rows that step with them. Call it
+        between backward and step; with a GradScaler, after ``unscale_``. Raises RuntimeError if the norm is not finite
+        and ``error_if_nonfinite``. With several ranks all call it. The norm is then that of one process on the whole
+        batch, provided that dense gradients are already averaged, as DistributedDataParallel does.
+        """
+        return self._exchange.clip(max_norm, optimizer, error_if_nonfinite=error_if_nonfinite)
+
+    def write_report(self, path: str | os.PathLike[str]) -> None:
+        """Write ``reports`` into a file, a JSON object for each pass: `tiercache report` makes a page of it.
+
+        Waits until the passes are durable. Where no pass was trained, as when a script whose training has ended runs
+        again, the file stays as it is. Not collective: each rank has reports of its own.
+        """
+        place = local_path(path, "a report")
+        self.drain(staged=False)
+        if self.reports:
+            write_json_lines(self.reports, place)
+
+    def write_scalars(self, writer: SummaryWriter) -> None:
+        """Give the numbers of ``reports`` to TensorBoard, those of each pass once, whenever it is called.
+
+        ``writer``: a `torch.utils.tensorboard.SummaryWriter`, or what has its ``add_scalar(tag, value, step)``. Waits
+        until the passes are durable. Not collective: each rank has reports of its own.
+        """
+        self.drain(staged=False)
+        ended = [report for report in self.reports if report.durable.is_set()]
+        write_scalars(ended[self._scalars_written :], writer)
+        self._scalars_written = len(ended)
+
+    @property
+    def samples_of_pass(self) -> int:
+        """Samples of the current pass that were trained by this object, of all ranks; 0 outside a pass."""
+        current = self._loop.current
+        return 0 if current is None else current.samples_trained - current.start_sample
+
+    def drain(self, *, staged: bool = True) -> None:
+        """Wait until every dump is durable and, with ``staged``, the rows of the next pass are prefetched.
+
+        You need this only for measurements. Raises errors of the reader and writer threads. Not collective.
+        """
+        self._rows.drain(staged=staged)
+
+    # -- evaluation ---------------------------------------------------------------------------------------
+
+    def evaluate(self, passes: PassDataset) -> Iterator[Evaluation]:
+        """Yield read-only slices of another dataset, at any moment between batches.
+
+        Rows have their current values, wherever they are. A key that was never trained has its table's
+        out-of-vocabulary row if there is one, else its initial row. Nothing is written. A slice has as many samples as
+        ``eval_budget`` holds rows for. With several ranks each rank gets its part of every batch. Lookups make no
+        gradients. Raises StateError if a registered model was not restored, by ``restore`` or ``passes``.
+        """
+        self._check_open()
+        self._exchange.tell([], "beginning an evaluation", None)
+        with self.communicator.raise_on_all("checking an evaluation"):
+            self._rows.check_restored()
+            check_features(self.dataset, passes)
+            view = self._opened.view(passes)
+            self._rows.check_evaluated(view)
+        exchange = self._exchange.evaluating(view)
+        try:
+            yield from Evaluation.slices(
+                view, self._exchange.live_rows(), self.eval_bytes, exchange, self._pipeline, self._backend
+            )
+        finally:
+            exchange.rest()
+
+    def evaluate_batch(
+        self, keys: Mapping[str, Any] | None, *, unseen: Unseen = "initial", **others: Any
+    ) -> Batch | None:
+        """Return a read-only batch of raw keys, given as in ``Pass.batch``, at any moment between batches.
+
+        Rows have their current values, as in ``evaluate``, and are read for this batch alone, by the ranks that own
+        them. A key that was never trained has its table's out-of-vocabulary row if there is one; else ``unseen`` says:
+        "initial" its initial row, "zeros" zeros, "error" KeyMissingError, as in `to_torch`. Raises BudgetError if the
+        rows of its unique keys exceed ``eval_budget`` on this rank or on one that reads them.
+        """
+        self._check_open()
+        self._rows.check_restored()  # the same on all ranks
+        return self._raw.evaluate(keys, self.eval_bytes, unseen=unseen, **others)
+
+    @contextmanager
+    def lookups(self, *, local: bool) -> Iterator[None]:
+        """Have lookups of plain keys under ``no_grad`` read rows without the other ranks, if ``local``.
+
+        Use it to validate on rank 0 only, while the other ranks continue. Lookups then read the newest commit of all
+        ranks, without what was trained since. A cache with one rank always reads the current rows. Not collective if
+        ``local``.
+        """
+        self._check_open()
+        if not local or self.communicator.size == 1:
+            yield
+            return
+        with self._opened.committed() as store:
+            self._plain.committed = CommittedRows(store)
+            try:
+                yield
+            finally:
+                self._plain.committed = None
+
+    def live_rows(self, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None) -> LiveRows:
+        """Return a reader of the current values of this rank's rows; valid until the next batch is trained.
+
+        Waits until every dump is durable, because rows on their way to the store are nowhere else. ``unknown``: the
+        fields of out-of-vocabulary rows, if they are kept elsewhere. Not collective.
+        """
+        self._check_open()
+        return self._rows.now(self._loop.current, unknown)  # type: ignore[return-value] # or InMemoryRows, likewise
+
+    # -- ending -------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop the threads and free all memory; commit the last pass if it is complete.
+
+        A Store that you gave stays open. After this, anything that asks the cache for rows raises StateError;
+        ``reports`` stays readable. In a fork of the process it does nothing: the cache is its parent's. Not collective.
+        """
+        self._close(failed=False)
+
+    def __del__(self) -> None:
+        # The threads end by themselves, and the store closes itself.
+        if getattr(self, "_pid", None) == os.getpid() and not self._closed and self.store is not None:
+            warn_unclosed(self, f"the cache of {self.store.label}")
+
+    def __enter__(self) -> TierCache:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._close(failed=error is not None)
+
+    def _close(self, *, failed: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if os.getpid() != self._pid:
+            return
+        with ExitStack() as last:
+            for close in (
+                self._opened.close, self._backend.drop_scratch, self._rows.close, self._raw.close,
+                partial(self.communicator.close, failed=failed), partial(self._beside.close, failed=failed),
+                partial(self._asking.close, failed=failed), self._exchange.close, self._hooks.remove,
+            ):  # fmt: skip
+                last.callback(close)  # the last one first
+            if failed:  # before anything waits: a rank that waits for this one at an agreement raises
+                self.communicator.close(failed=True)
+            last.callback(self._loop.close)
+            if not failed:
+                last.callback(self._loop.finish)
+
+    # -- parts --------------------------------------------------------------------------------------------
+
+    @property
+    def tables(self) -> tuple[Any, ...]:
+        """All tables, whole, in the order of table ids."""
+        return tuple(table for group in self._groups for table in group.tables)
+
+    @property
+    def groups(self) -> tuple[Any, ...]:
+        """The tables in groups of the same row layout."""
+        return self._groups
+
+    @property
+    def schema(self) -> Any:
+        """The schema of the dataset."""
+        return self.dataset.schema
+
+    @property
+    def sharding(self) -> ShardingPlan | None:
+        """How the tables are sharded; None for a plain store."""
+        return self._opened.sharding
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which this rank's rows are trained."""
+        return self._backend.device
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device of rows, slot maps, replicated tables and, after raw keys, the index of keys."""
+        return self._rows.device_bytes + self._exchange.device_bytes + self._raw.index_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes on the device beside ``device_bytes`` that stay from batch to batch, prefetched batches included."""
+        return self._backend.scratch_bytes + self._pipeline.device_bytes
+
+    @property
+    def pinned_batch_bytes(self) -> int:
+        """Bytes of pinned memory of prefetched batches, beside ``host_budget``; 0 on a CPU."""
+        return self._pipeline.host_bytes
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent to other ranks so far, for batches and steps."""
+        return self._exchange.bytes_sent
+
+    @property
+    def eval_bytes(self) -> int:
+        """Bytes of host memory that are reserved for the rows of an evaluation."""
+        return self._rows.eval_bytes
+
+    @property
+    def host_bytes_peak(self) -> int:
+        """The most bytes of rows that the host has held so far."""
+        return self._rows.host_bytes_peak
+
+    def store_plan(self, state_bytes: int = 0) -> StorePlan:
+        """Return what the store needs at its fullest, if each commit has ``state_bytes`` of dense state."""
+        return self._check_stored("store_plan()").plans.store_plan(state_bytes)
+
+    # -- inside -------------------------------------------------------------------------------------------
+
+    def _newest(self) -> Pass | None:
+        """Return the pass that the loop was given last, whose rows may not be there yet."""
+        return self._loop.newest
+
+    def _check_restored(self) -> None:
+        self._rows.check_restored()
+
+    def _step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Apply the pending gradients of the tables that step with ``optimizer``: each row is updated once.
+
+        Of several ranks duplicates are added in the order of batches, in each by rank. Outside a pass, where no rows
+        are trained, it does nothing.
+        """
+        current = self._loop.current
+        if current is None:
+            if self._exchange.pending:
+                raise StateError("rows were stepped outside a pass: step inside the loop over passes()")
+            self._check_open()
+            return
+        self._exchange.step(current.rows.groups, optimizer)
+        current.note_step()
+        self._loop.note_step()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError(self._rows.closed)
+        self._rows.check_process()
+
+    def _check_stored(self, what: str) -> RankRows:
+        """Return the rows of the store. Raises StateError if there is no store."""
+        if not isinstance(self._rows, RankRows):
+            raise StateError(f"{what} needs a store, and this cache has none: give TierCache the path of one")
+        return self._rows
+
+
+def _refuse_options(**given: Any) -> None:
+    """Raise ValueError for an argument that a cache without a store has no use for."""
+    if found := [name for name, value in given.items() if value is not None]:
+        raise ValueError(
+            f"a cache without a store does not use {found[0]}, because all rows stay on the device and nothing is "
+            "committed: leave it out, or give the path of a store"
+        )

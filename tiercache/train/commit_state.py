@@ -1,0 +1,248 @@
+"""What a commit keeps beside rows: dense state, the row optimizers' settings, and where it was trained."""
+
+from __future__ import annotations
+
+import math
+import platform
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from tiercache.errors import StateError
+from tiercache.planning.matching import check_environment
+from tiercache.train.dense_state import DenseState, tensors_of
+from tiercache.train.row_optimizer import RowOptimizer
+from tiercache.train.table_module import anchor_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tiercache.dist.communicator import AnyCommunicator
+    from tiercache.rows.backends.base import Backend
+    from tiercache.rows.switch import StateBytes
+    from tiercache.store import Store
+    from tiercache.store.table import Group
+    from tiercache.train.dense_state import RandomStates
+    from tiercache.train.passes import Pass
+    from tiercache.values.lookups import GroupRows
+
+
+_MODES = ("stop", "warn", "ignore")
+_PIECE = 1 << 20
+"""Numbers that are read at a time."""
+
+
+class FiniteCheck:
+    """Looks for NaN and infinities in what a training is about to commit.
+
+    On a CPU the kernels of a step say whether a row is not finite, so the batch is known. On a GPU that would wait for
+    each step: there the rows of a pass are read once, when it ends.
+    """
+
+    def __init__(self, mode: str, backend: Backend, dense: DenseState) -> None:
+        self._mode, self._backend, self._dense = mode, backend, dense
+        self._known: set[int] = set()
+        """Parameters that were not finite when the loop began."""
+        self._found: str | None = None
+        self._warned: Pass | None = None
+
+    def begin(self) -> None:
+        """Begin with what was restored."""
+        self._found = self._warned = None
+        self._known = set()
+        if self._mode != "ignore":
+            self._known = {id(one) for _, one in self._bad_parameters()}
+            self._backend.take_overflow()
+
+    def step(self, current: Pass | None) -> None:
+        """Look at the rows that were stepped, where the kernels say that some are not finite."""
+        is_told = self._warned is current or self._found is not None
+        if self._mode == "ignore" or current is None or not self._backend.take_overflow() or is_told:
+            return
+        if tables := nonfinite_tables(self._backend, current.rows.groups):
+            self._tell(current, f"rows of {tables} are not finite after the step of {current.ledger.newest}")
+
+    def check(self, current: Pass) -> None:
+        """Raise StateError if something is not finite that the end of a pass, or a commit inside, would commit."""
+        if self._mode == "ignore":
+            return
+        self.raise_found()
+        if self._backend.take_overflow() is None and (tables := nonfinite_tables(self._backend, current.rows.groups)):
+            self._tell(current, f"rows of {tables} are not finite after {current.ledger.newest}")
+        if bad := [name for name, one in self._bad_parameters() if id(one) not in self._known]:
+            self._tell(current, f"{len(bad)} parameters ({bad[0]}) are not finite after {current.ledger.newest}")
+        self.raise_found()
+
+    def raise_found(self) -> None:
+        """Raise StateError for what was found, until training begins anew."""
+        if self._found is not None:
+            raise StateError(self._found)
+
+    def _tell(self, current: Pass, what: str) -> None:
+        if self._mode == "stop":
+            self._found = self._found or (
+                f"{what}, so they are not committed: look for the cause, such as a learning rate or a loss, and train "
+                "again from the last commit, or choose on_nonfinite='warn'"
+            )
+        elif self._warned is not current:
+            self._warned = current
+            warnings.warn(f"{what}, and are committed with pass {current.index}", stacklevel=5)
+
+    def _bad_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the trainable parameters of registered modules that are not finite; waits for each device once."""
+        named = [
+            (f"{name}.{path}", parameter)
+            for name, value in self._dense.objects.items()
+            if isinstance(value, nn.Module)
+            for path, parameter in value.named_parameters()
+            if parameter.requires_grad and parameter.is_floating_point() and parameter.numel()
+        ]
+        by_device: dict[torch.device, list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in named:
+            by_device.setdefault(parameter.device, []).append((name, parameter))
+        found = []
+        for some in by_device.values():
+            flags = torch.stack([_is_finite(one) for _, one in some]).tolist()
+            found += [one for one, good in zip(some, flags, strict=True) if not good]
+        return found
+
+
+def check_nonfinite(mode: str) -> None:
+    """Raise ValueError for an unknown mode."""
+    if mode not in _MODES:
+        raise ValueError(f"on_nonfinite {mode!r} is unknown: it must be one of {', '.join(map(repr, _MODES))}")
+
+
+def nonfinite_tables(backend: Backend, groups: Sequence[GroupRows]) -> str:
+    """Return the names of the tables some of whose rows are not finite, as messages have them; "" if all are."""
+    names, flags = [], []
+    for rows in groups:
+        vectors = backend.tensor(rows.vectors.values)
+        if rows.vectors.is_narrow:
+            vectors = vectors.view(torch.float16 if rows.vectors.is_half else torch.bfloat16)
+        fields = [vectors[:, : rows.vectors.dim], *map(backend.tensor, rows.states)]
+        slots, piece = backend.tensor(rows.slot_of_local), max(1, _PIECE // rows.vectors.dim)
+        for table, first in rows.first.items():
+            good = torch.ones((), dtype=torch.bool, device=slots.device)
+            for at in torch.split(slots[first : first + rows.num_local[table]], piece):
+                for field in fields:
+                    good = good & field[at.long()].isfinite().all()
+            names.append(table)
+            flags.append(good)
+    kept = torch.stack(flags).tolist() if flags else []
+    return ", ".join(repr(name) for name, good in sorted(zip(names, kept, strict=True)) if not good)
+
+
+def _is_finite(parameter: torch.Tensor) -> torch.Tensor:
+    """Return whether a parameter, of a DTensor this rank's part, is finite, without memory of its size."""
+    local = parameter.detach()
+    local = local.to_local() if hasattr(local, "to_local") else local
+    largest: torch.Tensor = torch.linalg.vector_norm(local, ord=math.inf) if local.numel() else local.sum()
+    return largest.isfinite()
+
+
+class CommitState:
+    """Dense state and row optimizer of one training."""
+
+    def __init__(self, groups: tuple[Group, ...], backend: Backend) -> None:
+        self.dense = DenseState(backend)
+        self.optimizer = RowOptimizer(groups, backend)
+        self.environment: dict[str, object] = {
+            "threads": torch.get_num_threads(),
+            "cpu": platform.processor() or platform.machine(),
+        }
+        """What the last bits of dense layers may depend on."""
+        if backend.name:
+            self.environment["device"] = backend.name
+
+    def capture(self, random: RandomStates | None = None) -> StateBytes:
+        """Clone it as it is now; the states of random generators where they are given."""
+        return self.dense.capture(random), self.optimizer.settings()
+
+    def warn_of_schedulers(self) -> None:
+        """Name the optimizers whose schedulers were not registered: a resumed training would begin their rates anew."""
+        known = [getattr(one, "optimizer", None) for one in self.dense.objects.values()]
+        for name, one in (*self.dense.objects.items(), ("cache.optimizer", self.optimizer.joint)):
+            if hasattr(getattr(one, "step", None), "_wrapped_by_lr_sched") and not any(one is other for other in known):
+                warnings.warn(
+                    f"{name} has a learning-rate scheduler that was not registered, so no commit keeps it: call "
+                    "register(scheduler=...) before the loop",
+                    stacklevel=5,
+                )
+
+    def check_restored(self, store: Store) -> None:
+        """Raise StateError if a model is not the one that the last commit of ``store`` trained with its rows."""
+        commit = store.commit
+        if commit is not None and commit.state_bytes and (names := self.dense.unrestored):
+            raise StateError(
+                f"{', '.join(names)} was not restored from commit {commit.id}, so the rows of that commit would be "
+                "evaluated under other dense weights: call cache.restore() before you evaluate"
+            )
+
+    def check_optimizers(self) -> None:
+        """Warn about parameters that no optimizer steps. Raise StateError for an optimizer that maximizes."""
+        modules = {name: value for name, value in self.dense.objects.items() if isinstance(value, nn.Module)}
+        groups = [
+            (name, group)
+            for name, value in self.dense.objects.items()
+            if isinstance(value, torch.optim.Optimizer)
+            for group in value.param_groups
+        ]
+        anchors, stepped = anchor_ids(modules.values()), {id(one) for _, group in groups for one in group["params"]}
+        for name, group in groups:
+            if group.get("maximize") and any(id(one) in anchors for one in group["params"]):
+                raise StateError(
+                    f"{name} has maximize=True for a module that looks rows up, but rows only descend: negate the loss "
+                    "instead"
+                )
+        known = stepped | anchors
+        left = [
+            f"{name}.{path}"
+            for name, value in modules.items()
+            if not isinstance(value, AveragedModel)
+            for path, one in value.named_parameters()
+            if one.requires_grad and id(one) not in known
+        ]
+        if left:
+            more = f" and {len(left) - 1} more parameters" if left[1:] else ""
+            warnings.warn(
+                f"{left[0]}{more} belong to no optimizer that the cache was given, so cache.optimizer does not train "
+                "them: give the cache their optimizer (optimizer=..., or register()), or freeze them",
+                stacklevel=5,
+            )
+
+    def check_parameters(self) -> None:
+        """Raise StateError if an optimizer steps parameters that no commit would keep."""
+        objects = self.dense.objects
+        kept = {id(one) for value in objects.values() if isinstance(value, nn.Module) for one in value.parameters()}
+        places = {
+            tensor.untyped_storage().data_ptr()
+            for value in objects.values()
+            if not isinstance(value, nn.Module | torch.optim.Optimizer)
+            for tensor in tensors_of(value.state_dict())
+        }
+        for name, value in objects.items():
+            if not isinstance(value, torch.optim.Optimizer):
+                continue
+            parameters = [one for group in value.param_groups for one in group["params"] if id(one) not in kept]
+            lost = [one for one in parameters if one.untyped_storage().data_ptr() not in places or not one.numel()]
+            if lost:
+                raise StateError(
+                    f"{name} steps {len(lost)} parameters that no registered module has (the first has shape "
+                    f"{tuple(lost[0].shape)}), so no commit would keep them: give the cache the model that has them "
+                    "(model=..., or register()), and make an optimizer after tc.convert, which replaces parameters"
+                )
+
+    def restore(self, store: Store, ranks: AnyCommunicator) -> None:
+        """Put back what the last commit of ``store`` keeps; warns where that was trained elsewhere. Collective."""
+        commit = store.commit
+        assert commit is not None, "a store without a commit keeps no state"
+        with ranks.raise_on_all("reading the state of the last commit"):
+            check_environment(commit, self.environment)
+            data = store.state()
+        self.dense.restore(data, ranks)  # none with rows from outside
+        with ranks.raise_on_all("restoring the row optimizer"):
+            self.optimizer.restore(commit.settings)

@@ -1,0 +1,394 @@
+"""Dense state: what commits with the rows beside them, as tensors and plain values only."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+import random
+import re
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from tiercache.errors import StateError
+from tiercache.train.joint_optimizer import state_without, with_anchors
+from tiercache.train.table_module import TableModule, anchor_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping
+
+    from tiercache.dist.communicator import AnyCommunicator
+    from tiercache.rows.backends.base import Backend
+
+_PLAIN = {int, float, complex, str, bytes, bool, type(None)}
+"""Exactly these: a number of numpy is a float by inheritance, and cannot be read back safely."""
+
+
+_TENSOR_BYTES = 2048
+"""More than torch adds to the numbers of two tensors in a file."""
+
+
+_DATA_PARALLEL = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+_RESTORING = "restoring the last commit"
+
+RandomStates = dict[str, Any]
+"""The states of random generators, as a commit keeps them."""
+
+
+class Stateful(Protocol):
+    """Anything with a state_dict: modules, optimizers, schedulers, scalers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and plain values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> object:
+        """Take them back."""
+        ...
+
+
+class DenseState:
+    """Tracked objects and the random generators of torch (the CPU's and the device's), numpy and random.
+
+    Of several ranks rank 0 keeps for all what is the same on all (``keep_once``). Stored with ``torch.save`` and
+    read with ``weights_only=True``: nothing pickled is executed on load.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._objects: dict[str, Stateful] = {}
+        self._shared: frozenset[str] = frozenset()
+        """What rank 0 keeps for this rank."""
+        self._restored: set[str] = set()
+
+    def register(self, objects: dict[str, Any]) -> None:
+        """Add objects by name. Raises StateError at once for what cannot be stored, naming the value."""
+        anchors = anchor_ids([*self._objects.values(), *objects.values()])
+        for name, value in objects.items():
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise StateError(
+                    f"register({name}=...) got a {type(value).__name__}, which has no state_dict and load_state_dict: "
+                    "pass a module, an optimizer, a scheduler, or an object with these two methods"
+                )
+            state = _state_of(value, anchors)
+            _refuse_unstorable(state, name)
+            try:
+                _load(_save(state))
+            except Exception as error:
+                raise StateError(
+                    f"the state of register({name}=...) cannot be stored and read back safely ({_line(error)}): keep "
+                    "only tensors, numbers, strings, lists, tuples and dictionaries in its state_dict"
+                ) from error
+        self._restored -= {name for name, value in objects.items() if self._objects.get(name) is not value}
+        self._objects.update(objects)
+
+    @property
+    def objects(self) -> Mapping[str, Stateful]:
+        """What was registered, by name."""
+        return self._objects
+
+    def note_restored(self) -> None:
+        """Note that all objects are as the rows' commit has them, or as the first commit took them."""
+        self._restored |= self._objects.keys()
+
+    @property
+    def unrestored(self) -> list[str]:
+        """The names of modules that were not restored since they were registered."""
+        modules = [name for name, value in self._objects.items() if isinstance(value, torch.nn.Module)]
+        return [name for name in modules if name not in self._restored]
+
+    def random_states(self) -> RandomStates:
+        """Return the states of the global generators of torch, numpy and random, and that of the device's."""
+        version, numbers, gauss = random.getstate()
+        kind, words, place, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 - users' global generator
+        found: RandomStates = {
+            "torch": torch.get_rng_state().clone(),
+            "python": (version, torch.from_numpy(np.array(numbers)), gauss),  # a tuple is pickled number by number
+            "numpy": (kind, torch.from_numpy(np.asarray(words, dtype=np.int64)), place, has_gauss, cached),
+        }
+        there = self._backend.random_state()
+        return found if there is None else found | {"device": there}
+
+    def capture(self, random_states: RandomStates | None = None) -> Callable[[], bytes]:
+        """Clone the state as it is now; the returned function serializes the clone, on any thread.
+
+        random_states: of an earlier moment, in place of those as they are now. Raises StateError for what cannot be
+        stored: what an object keeps may have changed since ``register``.
+        """
+        anchors = anchor_ids(self._objects.values())
+        objects = {name: _state_of(one, anchors) for name, one in self._objects.items() if name not in self._shared}
+        for name, value in objects.items():
+            _refuse_unstorable(value, name)
+        state = {
+            "objects": _clone(objects),
+            "shared": sorted(self._shared),
+            **(random_states or self.random_states()),
+        }
+        cloned = _moments(state["objects"])
+
+        def save() -> bytes:
+            with ExitStack() as streams:
+                for device, moment in cloned.items():
+                    streams.enter_context(_behind(device, moment))
+                return _save(state)
+
+        return save
+
+    def most_bytes(self) -> int:
+        """Return about the most bytes that a commit stores: two tensors a parameter where an optimizer has not stepped.
+
+        What an object of the user's own comes to keep cannot be known.
+        """
+        total = len(self.capture()())
+        for name, value in self._objects.items():
+            if isinstance(value, torch.optim.Optimizer) and not value.state and name not in self._shared:
+                parameters = (p for group in value.param_groups for p in group["params"])
+                total += sum(2 * p.numel() * p.element_size() + _TENSOR_BYTES for p in parameters)
+        return total
+
+    def keep_once(self, ranks: AnyCommunicator) -> None:
+        """Have rank 0 keep for all ranks each module, optimizer, scheduler and scaler that is the same on all now.
+
+        They stay so in a data-parallel training, or differ as buffers do that DistributedDataParallel takes from rank
+        0. Other objects, and random generators, are kept by each rank. Collective.
+        """
+        if ranks.size == 1:
+            return
+        with ranks.raise_on_all("comparing what was registered"):
+            anchors = anchor_ids(self._objects.values())
+            mine = {
+                name: _digest(_state_of(value, anchors))
+                for name, value in self._objects.items()
+                if isinstance(value, _DATA_PARALLEL)
+            }
+        first, *others = ranks.all_gather_object(mine)
+        same = {name for name, digest in first.items() if all(one.get(name) == digest for one in others)}
+        self._shared = frozenset(same if ranks.rank else ())
+
+    def restore(self, data: bytes, ranks: AnyCommunicator) -> None:
+        """Put every tracked object and generator back; ``data``: what this rank kept, b"" where no rank kept any.
+
+        Raises StateError where the names differ. Collective.
+        """
+        with ranks.raise_on_all(_RESTORING):
+            state = _read(data) if data else {"objects": {}, "shared": []}
+        if any(ranks.all_gather_object(bool(state["shared"]))):
+            first = _read(_of_rank_0(data, ranks))["objects"]
+            state["objects"] |= {name: first[name] for name in state["shared"] if name in first}
+        with ranks.raise_on_all(_RESTORING):
+            if data:
+                self._put_back(state)
+
+    def _put_back(self, state: dict[str, Any]) -> None:
+        stored, tracked = set(state["objects"]), set(self._objects)
+        if stored != tracked:
+            raise StateError(
+                f"the last commit holds the state of {_names(stored)}, but register() was given {_names(tracked)}: "
+                "register the same objects under the same names"
+            )
+        anchors = anchor_ids(self._objects.values())
+        for name, value in self._objects.items():
+            kept = state["objects"][name]
+            TableModule.is_restoring = True
+            try:
+                if isinstance(value, torch.optim.Optimizer):
+                    value.load_state_dict(with_anchors(value, anchors, _sharded_like(value, anchors, kept)))
+                else:
+                    value.load_state_dict(kept if not isinstance(value, nn.Module) else _sharded(kept, value))
+            except (RuntimeError, ValueError, KeyError) as error:
+                raise StateError(
+                    f"the state that the last commit holds for {name!r} does not fit the {type(value).__name__} "
+                    f"given to register() ({_line(error)}): give the same object as before, or begin a new store"
+                ) from error
+            finally:
+                TableModule.is_restoring = False
+        torch.set_rng_state(state["torch"])
+        if "device" in state:
+            self._backend.set_random_state(state["device"])
+        version, numbers, gauss = state["python"]
+        random.setstate((version, tuple(numbers.tolist()), gauss))
+        kind, words, place, has_gauss, cached = state["numpy"]
+        np.random.set_state((kind, words.numpy().astype(np.uint32), place, has_gauss, cached))  # noqa: NPY002 - as above
+
+
+def _state_of(value: Stateful, anchors: Collection[int]) -> dict[str, Any]:
+    """Return the state of an object, without that of anchors; of a DTensor, as FSDP has them, this rank's part."""
+    found = state_without(value, anchors) if isinstance(value, torch.optim.Optimizer) else value.state_dict()
+    is_sharded = any(hasattr(tensor, "to_local") for tensor in tensors_of(found))
+    return _local(found) if is_sharded else found
+
+
+def _local(value: Any) -> Any:
+    """Return a state with this rank's part of each DTensor in its place."""
+    if isinstance(value, torch.Tensor):
+        return value.to_local() if hasattr(value, "to_local") else value
+    if isinstance(value, dict):
+        return {key: _local(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_local(item) for item in value)
+    return value
+
+
+def _sharded(kept: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Return a state with DTensors where a module has them."""
+    now = module.state_dict()
+    return {name: _part_of(now.get(name), value) for name, value in kept.items()}
+
+
+def _sharded_like(optimizer: torch.optim.Optimizer, anchors: Collection[int], kept: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with DTensors for what an optimizer keeps of each number of a parameter that is one."""
+    parameters = [one for group in optimizer.param_groups for one in group["params"] if id(one) not in anchors]
+    if not any(hasattr(one, "to_local") for one in parameters):
+        return kept
+    numbers = [number for group in kept["param_groups"] for number in group["params"]]
+    by_number = dict(zip(numbers, parameters, strict=False))
+    state = {
+        number: {name: _part_of(by_number.get(number), value) for name, value in one.items()}
+        for number, one in kept["state"].items()
+    }
+    return kept | {"state": state}
+
+
+def _part_of(whole: Any, part: Any) -> Any:
+    """Return the DTensor that has a part here, where ``whole`` is one with parts of its shape; else the part."""
+    if not (hasattr(whole, "to_local") and isinstance(part, torch.Tensor)) or part.shape != whole.to_local().shape:
+        return part
+    local = part.to(whole.to_local().device)
+    return type(whole.data).from_local(
+        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def _of_rank_0(data: bytes, ranks: AnyCommunicator) -> bytes:
+    """Return the bytes that rank 0 has."""
+    size = ranks.all_gather_object(len(data))[0]
+    mine = torch.from_numpy(np.frombuffer(b"" if ranks.rank else data, np.uint8).copy()).to(ranks.device)
+    return ranks.all_gather(mine, [size] + [0] * (ranks.size - 1)).cpu().numpy().tobytes()
+
+
+def _digest(value: Any) -> str:
+    """Return a digest of a state: the same for the same values, on whatever device each tensor is."""
+    found = hashlib.blake2b(digest_size=16)
+
+    def add(part: Any) -> None:
+        if isinstance(part, torch.Tensor):
+            tensor = part.detach().cpu().resolve_conj().resolve_neg()
+            found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            if tensor.layout is torch.strided and not tensor.is_quantized:
+                found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+            else:
+                found.update(_save(tensor))
+        elif isinstance(part, dict):
+            add(len(part))
+            for key, item in part.items():
+                add(key)
+                add(item)
+        elif isinstance(part, (list, tuple)):
+            add(len(part))
+            for item in part:
+                add(item)
+        else:
+            found.update(f"{type(part).__name__} {'' if isinstance(part, torch.device) else part!r}".encode())
+
+    add(value)
+    return found.hexdigest()
+
+
+def _names(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
+
+
+def _line(error: Exception) -> str:
+    """Return a message of torch, which may have many lines, as one."""
+    return " ".join(str(error).split()).rstrip(".:")
+
+
+def _save(state: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def _load(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+
+
+def _read(data: bytes) -> Any:
+    """Return the state of a commit. Raises StateError for what is none, and runs nothing that it names."""
+    try:
+        return _load(data)
+    except (
+        pickle.UnpicklingError,
+        RuntimeError,
+        EOFError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+    ) as error:
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"it names {named[1]}" if named else "it cannot be unpickled"
+        raise StateError(
+            f"the dense state of the last commit is not tensors and plain values alone ({what}), so it was not loaded "
+            "and nothing of it ran: TierCache writes no such state; restore the store from a source that you trust"
+        ) from error
+
+
+def _moments(cloned: object) -> dict[int, torch.cuda.Event]:
+    """Return the present moment of the current stream of each GPU that has some of what was cloned.
+
+    Of no other: to record one there would make a context, which takes hundreds of megabytes of that GPU.
+    """
+    devices = sorted({tensor.device.index for tensor in tensors_of(cloned) if tensor.device.type == "cuda"})
+    return {device: torch.cuda.current_stream(device).record_event() for device in devices}
+
+
+@contextmanager
+def _behind(device: int, moment: torch.cuda.Event) -> Iterator[None]:
+    """Work on a stream of one's own behind a moment: in that of the training, every copy would wait for its steps."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_event(moment)
+    with torch.cuda.stream(stream):
+        yield
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor of a state."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from tensors_of(item)
+
+
+def _clone(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _clone(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return type(value)(_clone(item) for item in value)
+    return value
+
+
+def _refuse_unstorable(value: Any, path: str) -> None:
+    """Name the first value in a state that is neither a tensor nor plain."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _refuse_unstorable(key, f"{path}[{key!r}]")
+            _refuse_unstorable(item, f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple, set)):
+        for place, item in enumerate(value):
+            _refuse_unstorable(item, f"{path}[{place}]")
+    elif not isinstance(value, (torch.Tensor, torch.dtype, torch.device)) and type(value) not in _PLAIN:
+        raise StateError(
+            f"the state at {path} is a {type(value).__name__}, which a commit cannot store: keep only tensors, "
+            "numbers, strings, lists, tuples and dictionaries in a tracked state_dict"
+        )

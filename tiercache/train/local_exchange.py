@@ -1,0 +1,204 @@
+"""Exchange: how a batch comes to the rows that it looks up, and its gradients to the rows that are stepped.
+
+`LocalExchange` is that of one rank, whose rows are all here; `tiercache.train.rank_exchange` has that of several.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from tiercache.train.batches import make_batch
+from tiercache.train.lookup import FeaturePart, Joins, Key, join_part
+from tiercache.train.row_gradients import ended_unstepped
+from tiercache.values.batch import Batch, BatchRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
+
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+    from tiercache.data.dataset import DatasetView
+    from tiercache.dist.communicator import AnyCommunicator
+    from tiercache.rows.backends.base import Backend
+    from tiercache.rows.backends.upload import BatchUpload
+    from tiercache.train.missing_rows import RowReader, Unseen
+    from tiercache.train.rank_exchange import RankExchange
+    from tiercache.train.raw_samples import RawSamples
+    from tiercache.train.row_optimizer import RowOptimizer
+    from tiercache.train.row_view import RowView
+    from tiercache.values.lookups import GroupRows
+
+Exchange: TypeAlias = "LocalExchange | RankExchange"
+
+
+class _Brought(NamedTuple):
+    """A batch, and what brought it where it was made ahead."""
+
+    batch: Batch
+    upload: BatchUpload | None
+
+
+class LocalExchange:
+    """The exchange of one rank: batches look up rows where they are, whose gradients wait there for the step."""
+
+    bytes_sent = device_bytes = least_ahead = 0
+
+    def __init__(
+        self, ranks: AnyCommunicator, backend: Backend, optimizer: RowOptimizer, live_rows: Callable[[], RowReader]
+    ) -> None:
+        """live_rows: a method of the cache that has this, which it does not keep alive: a reader of rows as of now."""
+        self.ranks = ranks
+        self._backend, self._optimizer, self._live_rows = backend, optimizer, weakref.WeakMethod(live_rows)
+        self._seen: weakref.WeakValueDictionary[Key, FeaturePart] = weakref.WeakValueDictionary()  # as modules live
+
+    @property
+    def pending(self) -> bool:
+        """Whether a backward was not stepped yet."""
+        return self._optimizer.pending
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether rows were looked up to be trained, and neither a backward nor a step came since."""
+        return self._optimizer.gradients.is_awaited
+
+    @property
+    def ended_unstepped(self) -> str:
+        """What is said where a pass ends in between."""
+        return ended_unstepped(len(self._optimizer.gradients.unstepped))
+
+    def prepare(self, sub_dataset: int, rows: RowView) -> None:
+        """Do nothing."""
+
+    def open(self, rows: RowView) -> None:
+        """Do nothing."""
+
+    def read(self, request: BatchRequest, rows: RowView, *, ahead: bool, by_owner: bool = False) -> Callable[[], Any]:
+        """Return what makes a batch; ahead, what modules look up is joined and brought on that thread too."""
+        if ahead:
+            return partial(self._make_ahead, request, rows, list(self._seen.values()) if rows.groups else [])
+        return partial(self._make, request, rows)
+
+    @staticmethod
+    def _make(request: BatchRequest, rows: RowView) -> _Brought:
+        samples = request.source.read(request.places)
+        weight = samples.num_samples / request.step_samples
+        return _Brought(make_batch(samples, rows, weight=weight, end=request.done), None)
+
+    def _make_ahead(self, request: BatchRequest, rows: RowView, parts: Sequence[FeaturePart]) -> _Brought:
+        upload = self._backend.upload()
+        samples = request.source.read(request.places, upload.buffers)
+        joined = {}
+        for part in parts:
+            found = [samples.ids[name] for name in part.features]
+            joined[part.key] = join_part(part, found, rows, samples.num_samples, upload, weights=True)
+        known = {key: one.positions for key, one in joined.items() if one.positions is not None}
+        if known and rows.gradients is not None:
+            for key, runs in zip(known, upload.sort([*known.values()]), strict=True):
+                joined[key] = replace(joined[key], runs=runs)
+        weight = samples.num_samples / request.step_samples
+        joins = Joins(self._seen, joined)
+        batch = make_batch(samples, rows, weight=weight, end=request.done, joins=joins, bringer=upload)
+        upload.send()
+        return _Brought(batch, upload)
+
+    def begin(
+        self, read: Callable[[], Any] | Future[Any], rows: RowView, *, by_owner: bool = False, behind: Any = None
+    ) -> Callable[[], Any] | Future[Any]:
+        """Return ``read``: nothing is exchanged."""
+        return read
+
+    def wait(self, begun: Sequence[Any]) -> None:
+        """Do nothing: nobody else waits for what was begun."""
+
+    def finish(self, read: Callable[[], Any], rows: RowView, before: Callable[[], None] | None) -> Batch:
+        """Return the batch, for torch's current stream. ``before`` is called first."""
+        if before is not None:
+            before()
+        brought: _Brought = read()
+        if brought.upload is not None:
+            brought.upload.receive()
+        return brought.batch
+
+    def overlapped(self, begun: Iterator[Any], rows: RowView, before: Callable[[], None] | None) -> Iterator[Batch]:
+        """Yield them as ``finish`` returns them: nothing is exchanged."""
+        return (self.finish(read, rows, before) for read in begun)
+
+    def tell(self, mine: Sequence[int], what: str, error: Exception | None) -> list[list[int]]:
+        """Return the numbers."""
+        if error is not None:
+            raise error
+        return [list(mine)]
+
+    def raw(
+        self,
+        samples: RawSamples,
+        rows: RowView,
+        name: str,
+        weight: float,
+        modes: Mapping[str, str | None] | None = None,
+    ) -> tuple[Batch, dict[str, NDArray[np.int32]] | None]:
+        """Return samples as they are: their ids stay on the device."""
+        made = Batch(samples.label, samples.dense, samples.ids, rows, samples.num_samples, weight)
+        return made, samples.places() if samples.lacking else None
+
+    def used(self, samples: RawSamples) -> RawSamples:
+        """Return them all."""
+        return samples
+
+    def named(self, batch: Batch) -> Batch:
+        """Return it: it lacks no feature."""
+        return batch
+
+    def live_rows(self) -> Any:
+        """Return a reader of any rows."""
+        live_rows = self._live_rows()
+        assert live_rows is not None, "rows were asked for of a cache that is gone"
+        return live_rows()
+
+    def load(
+        self, keys: Callable[[], Mapping[str, NDArray[np.int64]]], budget: int | None = None,
+        unseen: Unseen = "initial",
+    ) -> RowReader:  # fmt: skip
+        """Return a reader of any rows."""
+        reader: RowReader = self.live_rows()
+        reader.unseen = unseen
+        return reader
+
+    def evaluating(self, passes: DatasetView) -> LocalExchange:
+        """Return this one."""
+        return self
+
+    def step(self, rows: Sequence[GroupRows], optimizer: torch.optim.Optimizer | None) -> None:
+        """Step the rows of the tables that step with ``optimizer``; None: all."""
+        self._optimizer.step_rows(rows, optimizer)
+
+    def clip(
+        self, max_norm: float, optimizer: torch.optim.Optimizer | None, *, error_if_nonfinite: bool
+    ) -> torch.Tensor:
+        """Clip gradients, as `TierCache.clip_grad_norm_` says."""
+        due = self._optimizer.due(optimizer)
+        squares = self._optimizer.squared_norm(self._optimizer.gradients.applied(due, self._backend.array))
+        return self._optimizer.clip(max_norm, optimizer, due, squares, error_if_nonfinite=error_if_nonfinite)
+
+    def follow(self, scaler: torch.amp.GradScaler) -> None:
+        """Do nothing."""
+
+    def leave(self, where: str) -> None:
+        """Give up the gradients that the step of another optimizer left, as ``where`` ends."""
+        self._optimizer.gradients.leave(where)
+
+    def discard(self) -> None:
+        """Drop the gradients."""
+        self._optimizer.discard()
+
+    def rest(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""

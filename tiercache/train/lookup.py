@@ -1,0 +1,325 @@
+"""One lookup: the features of one group of tables in one batch, forward and the way back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from tiercache.errors import StateError
+from tiercache.kernels.arrays import NONE_F4, NONE_I4
+from tiercache.kernels.cpu.gathering import check_ids
+from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
+from tiercache.kernels.cuda.sorting import Positions
+from tiercache.train.row_gradients import NOBODY_STEPS
+from tiercache.values.ids import FoundIds
+from tiercache.values.lookups import FeatureRuns, LookedUp, LookupIds, SavedGradient, SortedSlots, feature_spans
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, MutableMapping, Sequence
+    from typing import Any
+
+    from numpy.typing import NDArray
+
+    from tiercache.rows.backends.row_steps import Run
+    from tiercache.train.arrival import Arrival
+    from tiercache.train.batches import Pooled
+    from tiercache.train.row_view import RowView
+    from tiercache.values.batch import Batch
+    from tiercache.values.ids import Array, FeatureIds
+    from tiercache.values.lookups import GroupRows
+
+
+Key = tuple[tuple[str, ...], bool]
+"""What decides what is joined: features, and whether they are bags."""
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class FeaturePart:
+    """Features of one group that a module looks up in one kernel call."""
+
+    group: int
+    features: tuple[str, ...]
+    tables: tuple[str, ...]
+    """The table of each feature."""
+    modes: NDArray[np.int8]
+    cols: NDArray[np.int64]
+    """The first output column of each feature."""
+    bags: bool
+    """Whether a feature may have any number of ids, or weights."""
+
+    @property
+    def key(self) -> Key:
+        """What its ids are joined by."""
+        return self.features, self.bags
+
+
+class Bringer(Protocol):
+    """Brings arrays to the device: a backend does on the training thread, an upload ahead of it."""
+
+    def to_device(self, array: NDArray[Any]) -> Array:
+        """Return a host array on the device."""
+        ...
+
+    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[Run], Array]:
+        """Return arrays one behind the other."""
+        ...
+
+    def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:
+        """Return (size,) float32: 1, but in [first, last) the values of each part."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The ids of a part in one batch, feature-major."""
+
+    found: Sequence[FeatureIds | FoundIds]
+    """What was joined."""
+    ids: Array
+    """(E,) on the device."""
+    starts: NDArray[np.int64]
+    """(F + 1,) where each feature's begin."""
+    bad: tuple[int, int] | None
+    """Entry and id of the first that is no local id of its table in the pass."""
+    offsets: Array | None
+    """(F * N + 1,) on the device, where they are bags."""
+    weights: Array | None
+    """(E,) on the device: those of the data, where it has some and they were asked for."""
+    positions: Positions | None = None
+    """Where the ids may be sorted ahead of the step, what their positions are."""
+    runs: Any = None
+    """The order of the ids by position, where they were."""
+
+
+def join_part(
+    part: FeaturePart,
+    found: Sequence[FeatureIds | FoundIds],
+    rows: RowView,
+    num_samples: int,
+    bringer: Bringer,
+    *,
+    weights: bool = False,
+) -> Joined:
+    """Join and check the ids ``found`` of a part's features; with their bags, and the data's weights if asked."""
+    starts = np.zeros(len(found) + 1, dtype=np.int64)
+    np.cumsum([one.num_ids for one in found], out=starts[1:])
+    there = [one.there for one in found if isinstance(one, FoundIds)]
+    bad = order = None
+    if len(there) == len(found):  # in the pass's own key sets: none is of another table
+        ids = rows.backend.concat(there)
+    else:
+        runs, ids = bringer.join([one.ids for one in found])
+        group = rows.groups[part.group]
+        limits = np.array([group.num_local[table] for table in part.tables], dtype=np.int64)
+        bad = _first_bad(runs, starts, limits)
+        if bad is None and starts[-1]:
+            bases = np.array([group.first[table] for table in part.tables], dtype=np.int64)
+            order = Positions(ids, starts, bases, limits)
+    offsets = brought = None
+    if part.bags:
+        n = num_samples
+        ends = np.empty(len(found) * n + 1, dtype=np.int64)
+        ends[0] = 0
+        for f, one in enumerate(found):
+            mine = np.arange(1, n + 1, dtype=np.int64) if one.offsets is None else one.offsets[1:]
+            np.add(mine, starts[f], out=ends[1 + f * n : 1 + (f + 1) * n])
+        offsets = bringer.to_device(ends)
+        given = [(int(starts[f]), int(starts[f + 1]), one.weights) for f, one in enumerate(found)]
+        given = [one for one in given if one[2] is not None]
+        if weights and given:
+            brought = bringer.weights(int(starts[-1]), given)
+    return Joined(found, ids, starts, bad, offsets, brought, order)
+
+
+def _first_bad(runs: Sequence[Run], starts: NDArray[np.int64], limits: NDArray[np.int64]) -> tuple[int, int] | None:
+    for run in runs:
+        begins = starts[run.first : run.last + 1] - starts[run.first]
+        bad = check_ids(run.values, begins, limits[run.first : run.last])
+        if bad >= 0:
+            return int(starts[run.first]) + bad, int(run.values[bad])
+    return None
+
+
+class Joins:
+    """Parts of one batch that were joined before a module looked them up."""
+
+    def __init__(self, seen: MutableMapping[Key, FeaturePart], made: Mapping[Key, Joined]) -> None:
+        """seen: takes note of the parts that are looked up, so that they are joined ahead in batches to come."""
+        self._seen, self._made = seen, made
+
+    def of(self, part: FeaturePart, found: Sequence[FeatureIds | FoundIds]) -> Joined | None:
+        """Return what was joined of exactly these ids; None where nothing was."""
+        key = part.key
+        if key not in self._seen:
+            self._seen[key] = part
+        joined = self._made.get(key)
+        if joined is None or any(one is not other for one, other in zip(joined.found, found, strict=True)):
+            return None
+        return joined
+
+
+MODES = {"sum": SUM, "mean": MEAN, "max": MAX}
+
+
+def check_brought(batch: Batch, features: Sequence[str]) -> None:
+    """Raise ValueError for a feature without ids in the batch."""
+    for name in features:
+        if name not in batch.ids:
+            raise ValueError(
+                f"the batch was made without the rows of feature {name!r}: give the cache every module that looks it "
+                "up, before the batch is made"
+            )
+
+
+def read_entries(part: FeaturePart, batch: Batch, weights: Mapping[str, Array]) -> LookupIds:
+    """Return the ids of a part in one batch on the device, feature-major, checked against their tables."""
+    rows, backend = batch.rows.groups[part.group], batch.rows.backend
+    found = [batch.ids[name] for name in part.features]
+    joined = None if batch.joins is None else batch.joins.of(part, found)
+    if joined is None:
+        joined = join_part(part, found, batch.rows, batch.num_samples, backend)
+    starts = joined.starts
+    if joined.bad is not None:
+        entry, number = joined.bad
+        f = int(np.searchsorted(starts, entry, side="right")) - 1
+        raise IndexError(
+            f"feature {part.features[f]!r} has local id {number} at entry {entry - int(starts[f])} "
+            f"of the batch, and table {part.tables[f]!r} has local ids 0 to {rows.num_local[part.tables[f]] - 1} in "
+            f"{batch.rows.name}: use batches of the pass that is being trained"
+        )
+    return LookupIds(
+        ids=joined.ids, starts=starts, modes=part.modes, cols=part.cols,
+        bases=np.array([rows.first[table] for table in part.tables], dtype=np.int64), offsets=joined.offsets,
+        weights=_weights_of(part, batch, joined, weights) if part.bags else NONE_F4,
+        trained=batch.rows.gradients is not None and torch.is_grad_enabled(), runs=joined.runs,
+    )  # fmt: skip
+
+
+def _weights_of(part: FeaturePart, batch: Batch, joined: Joined, weights: Mapping[str, Array]) -> Array:
+    """Return the weight of each entry on the device; empty: all 1."""
+    starts, found = joined.starts, [batch.ids[name] for name in part.features]
+    if joined.weights is not None and all(
+        weights.get(name) is one.weights for name, one in zip(part.features, found, strict=True)
+    ):
+        return joined.weights
+    parts = []
+    for f, name in enumerate(part.features):
+        if name in weights:
+            first, last = int(starts[f]), int(starts[f + 1])
+            if tuple(weights[name].shape) != (last - first,):
+                raise ValueError(
+                    f"weights of feature {name!r} have shape {tuple(weights[name].shape)}: give one for each of "
+                    f"its {last - first} ids in the batch"
+                )
+            parts.append((first, last, weights[name]))
+    return batch.rows.backend.weights(int(starts[-1]), parts) if parts else NONE_F4
+
+
+def _check_stepped(batch: Batch) -> None:
+    """Raise StateError where gradients wait for a step that nobody takes."""
+    gradients = batch.rows.gradients
+    if gradients is not None and torch.is_grad_enabled() and not gradients.anchors.is_stepped and gradients.is_pending:
+        raise StateError(NOBODY_STEPS)
+
+
+class PooledLookup:
+    """Forward and backward of one part with pooling. Lives from forward to backward."""
+
+    def __init__(self, part: FeaturePart, batch: Batch, weights: dict[str, Array]) -> None:
+        self.part, self.batch = part, batch
+        _check_stepped(batch)
+        self.entries = read_entries(part, batch, weights)
+        self.found: LookedUp
+        """The backend's results, set by forward."""
+
+    @property
+    def rows(self) -> GroupRows:
+        """The rows looked up."""
+        rows: GroupRows = self.batch.rows.groups[self.part.group]
+        return rows
+
+    def backward(self, width: int, arrival: Arrival) -> None:
+        """Leave the gradient, (N, ``width``), for the step."""
+        gradients, starts, found = self.batch.rows.gradients, self.entries.starts, self.found
+        if gradients is None or starts[-1] == 0:
+            return
+        self.batch.rows.check()  # slots mean other rows in the next pass
+        gradients.wait(
+            self.part.group,
+            partial(
+                SavedGradient, slots=found.slots, width=width, cols=self.part.cols,
+                places=found.places, scales=found.scales, argmax=found.argmax.reshape(-1), sorted=found.sorted,
+                looked_up=[self.batch.ids[name] for name in self.part.features],
+                spans=partial(feature_spans, self.part.tables, starts),
+            ),
+            arrival,
+        )  # fmt: skip
+
+    def weight_gradients(self, grad_NT: Array) -> dict[str, Array]:
+        """Return d loss / d weight by feature."""
+        self.batch.rows.check()
+        out = self.batch.rows.backend.weight_gradient(self.rows, self.entries, self.found, grad_NT)
+        starts = self.entries.starts
+        return {name: out[int(starts[f]) : int(starts[f + 1])] for f, name in enumerate(self.part.features)}
+
+
+class ReadyLookup:
+    """Forward and backward of one feature that another rank pooled."""
+
+    def __init__(self, batch: Batch, found: Pooled, col: int) -> None:
+        """col: its first column in the output and its gradient."""
+        self._rows, self._found = batch.rows, found
+        self._columns = slice(col, col + found.vectors.shape[1])
+
+    def write(self, out_NT: torch.Tensor) -> None:
+        """Write its columns."""
+        out_NT[:, self._columns] = self._found.vectors
+
+    def backward(self, _width: int, arrival: Arrival) -> None:
+        """Leave the gradient for the step."""
+        self._rows.check()  # as above
+        if self._rows.gradients is not None:
+            self._rows.gradients.is_awaited = False
+        self._found.waiting.append((arrival, self._columns))
+
+
+class RowLookup:
+    """Ids and backward of one part without pooling: one vector for each id."""
+
+    def __init__(self, part: FeaturePart, batch: Batch) -> None:
+        self.part, self.batch = part, batch
+        _check_stepped(batch)
+        self.entries = read_entries(part, batch, {})
+        self.found: LookedUp
+        """The backend's results, set by forward."""
+
+    @property
+    def rows(self) -> GroupRows:
+        """The rows looked up."""
+        rows: GroupRows = self.batch.rows.groups[self.part.group]
+        return rows
+
+    def backward(self, feature: int, arrival: Arrival) -> None:
+        """Leave one feature's gradient for the step."""
+        gradients = self.batch.rows.gradients
+        first, last = (int(n) for n in self.entries.starts[feature : feature + 2])
+        if gradients is None or first == last:
+            return
+        self.batch.rows.check()  # as above
+        slots, known = self.found.slots[first:last], self.found.sorted
+        if known is not None and isinstance(known.pairs, FeatureRuns):
+            known = SortedSlots(slots, known.pairs._replace(number=feature, num_parts=len(self.part.features)))
+        gradients.wait(
+            self.part.group,
+            partial(
+                SavedGradient, slots=slots, width=self.rows.vectors.dim,
+                cols=np.zeros(1, dtype=np.int64), places=None, scales=NONE_F4, argmax=NONE_I4, sorted=known,
+                looked_up=[self.batch.ids[self.part.features[feature]]],
+                spans=partial(feature_spans, self.part.tables[feature : feature + 1], np.array([0, last - first])),
+            ),
+            arrival,
+        )  # fmt: skip

@@ -1,0 +1,443 @@
+"""A pass: one training of one sub-dataset, as the training loop sees it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from functools import partial
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NoReturn, overload
+
+import torch
+
+from tiercache.errors import StateError
+from tiercache.train.batches import SHUFFLED_BY, cut_batches, sample_order
+from tiercache.train.evaluation import check_exchange_schedule
+from tiercache.train.pass_ledger import PassLedger
+from tiercache.values.batch import BatchRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tiercache.data.dataset import SubDatasetView
+    from tiercache.train.batches import BatchPipeline
+    from tiercache.train.local_exchange import Exchange
+    from tiercache.train.missing_rows import Missing
+    from tiercache.train.raw_keys import RawKeys
+    from tiercache.train.row_view import RowView
+    from tiercache.values.batch import Batch
+
+_ENDED = object()
+"""In place of an item of a loader that has no more."""
+
+
+def check_epochs(epochs: int) -> None:
+    """Raise ValueError for what is no number of epochs."""
+    if not hasattr(epochs, "__index__") or epochs < 0:
+        raise ValueError(
+            f"epochs is {epochs!r}: give how many epochs are trained when the loop ends, those of earlier runs included"
+        )
+
+
+class Pass:
+    """One training of one sub-dataset, yielded by ``passes()``. It ends when the loop asks for the next pass."""
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        epoch: int,
+        source: SubDatasetView,
+        rows: RowView,
+        seed: int,
+        raw: RawKeys,
+        exchange: Exchange,
+        pipeline: BatchPipeline,
+        first_sample: int = 0,
+        order: Mapping[str, object] | None = None,
+        before_batch: Callable[[Pass], None] | None = None,
+    ) -> None:
+        self.index = index
+        """The pass's number, counted from 0 over all epochs."""
+        self.epoch = epoch
+        """The epoch it belongs to, counted from 0."""
+        self.sub_dataset = source.index
+        """The number of the sub-dataset that it trains."""
+        self.num_samples = source.samples
+        """Samples of the sub-dataset, those of all ranks."""
+        self.samples_done = first_sample
+        """Samples of all ranks whose batches were yielded, those before the last commit inside the pass included."""
+        self.start_sample = first_sample
+        """Samples of all ranks that a commit inside this pass has behind it: 0 but where training goes on from one.
+        Loaders of one's own begin after so many; ``batches`` does by itself."""
+        self.start_batch = int(str((order or {}).get("raw_batches", 0)))
+        """Batches of raw keys that such a commit has behind it: the same number on every rank."""
+        self.batches_done = self.start_batch
+        """Batches that ``batch`` made, those included."""
+        self.rows = rows
+        self.ledger = rows.ledger = PassLedger(f"pass {index}", source.samples, first_sample)
+        rows.schema, rows.keys_of = source.whole.schema, source.whole.keys
+        self.order = order
+        """Seed and shuffling of the batches yielded so far, or how many were of raw keys; None before the first."""
+        self.source = source
+        """The sub-dataset, with its samples and the keys that this rank trains."""
+        self._seed, self._raw, self._exchange, self._pipeline = seed, raw, exchange, pipeline
+        self._before_batch = before_batch or _nothing
+        self._plain_samples = 0
+        """Samples of the lookups of plain keys since the last step."""
+        self.losses: list[float] = []
+        """What ``log_loss`` was given; the pass's report has it too."""
+
+    def batches(
+        self,
+        size: int,
+        *,
+        shuffle: bool = False,
+        prefetch: int | None = None,
+        read_by: str = "rank",
+    ) -> Iterator[Batch]:
+        """Yield batches of ``size`` samples from where the pass stands; the last one may be smaller.
+
+        The shuffle is seeded by (seed, epoch, sub-dataset). After a commit inside the pass the remaining samples
+        follow in the same order, in batches of any size.
+
+        With W ranks ``size`` is the size of the global batch, of which each rank gets its part. Multiply the mean loss
+        by ``batch.weight``: together with the averaging of DistributedDataParallel, the step is then that of one
+        process on the global batch, however unevenly the samples are divided. If a batch has no sample for a rank, the
+        rank gets a sample of another rank with weight 0. Register the model before you ask for batches: they bring
+        what its modules look up. The rows of a batch are exchanged when it is first looked up, so all ranks must look
+        up the same batches in one order.
+
+        Args:
+            size: samples of a batch, of all ranks together.
+            shuffle: whether samples are shuffled within the pass.
+            prefetch: how many batches are read ahead, each on a thread of its own; their rows wait for their step. With
+                several ranks, the ranks also tell each other which rows these batches need. Default: 0 on a CPU, or 1
+                with several ranks; 2 on a GPU, or 4 with at least 8 cores. The batches are the same, and count when
+                they are yielded; an error in reading one is raised in its place. Threads end with the iterator or the
+                pass.
+            read_by: "rank": each rank reads its own samples with all features. "owner": each rank reads the features
+                that are pooled by sum or mean for the tables it owns, whole or in columns, of all samples, so that
+                their ids do not travel, and everything else for its own samples. The result is the same, up to the
+                order of additions. All ranks need the same embedding modules for this.
+
+        Raises, on all ranks:
+            StateError: a commit inside the pass has another order; or this is a fork of the process.
+            DatasetError: the sub-dataset has a key set and no samples.
+            RuntimeError: the pass has ended.
+            ValueError: ``size`` is below 1, ``prefetch`` below 0, or ``read_by`` is unknown.
+            Exception: errors of the reader and writer threads, with their cause.
+        """
+
+        def counted(made: tuple[int, Batch]) -> Batch:
+            self.samples_done, batch = made
+            self.ledger.make(self.samples_done)
+            return batch
+
+        by_owner = _read_by_owner(read_by)
+        requests = (
+            BatchRequest(self.source, places, places.size, done) for done, places in self._cuts(size, shuffle)
+        )  # no name here is a batch's: while the next is made, it is the caller's alone
+        made = self._pipeline.batches(
+            self._exchange, requests, self.rows, prefetch=prefetch, before=self._before, by_owner=by_owner
+        )
+        yield from itertools.takewhile(lambda _: not self.is_left, map(counted, made))
+        self.ledger.exhaust()
+
+    def steps(
+        self,
+        size: int,
+        *,
+        micro_batches: int,
+        shuffle: bool = False,
+        schedule: str = "interleaved",
+        read_by: str = "rank",
+    ) -> Iterator[Iterator[Batch]]:
+        """Yield each batch as an iterator over its micro-batches. Step once after all of them.
+
+        Multiply the mean loss of each micro-batch by its ``weight``: the sum is the loss of the whole batch. All
+        micro-batches see the rows before the step, so the result is that of the whole batch, up to the order of
+        additions. A batch with fewer samples than ``micro_batches`` has fewer micro-batches.
+
+        ``schedule``: with several ranks, "interleaved" exchanges the rows of the next micro-batch while you train the
+        current one, on another thread or, on a GPU, on another stream; "simple" does one after the other. ``read_by``
+        is that of ``batches``. Raises what ``batches`` raises, and ValueError if ``micro_batches`` is below 1.
+        """
+        by_owner = _read_by_owner(read_by)
+        check_exchange_schedule(schedule)
+        if micro_batches < 1:
+            raise ValueError(f"{micro_batches} micro-batches were asked for: a batch has at least 1")
+        cuts = self._cuts(size, shuffle)
+        while not self.is_left:
+            try:
+                if (cut := next(cuts, None)) is None:
+                    self.ledger.exhaust()
+                    return
+                first, (self.samples_done, places) = self.samples_done, cut
+                n, count = places.size, min(micro_batches, places.size)
+                ends = [i * n // count for i in range(count + 1)]
+                parts = [
+                    BatchRequest(self.source, places[begin:end], n, first + end)
+                    for begin, end in itertools.pairwise(ends)
+                ]
+                requests = iter(parts)
+                for part in parts:
+                    self.ledger.make(part.done)
+            except Exception as error:  # told to all ranks, by the first micro-batch
+                requests = iter(partial(_fail, error), None)
+            made = self._pipeline.batches(
+                self._exchange, requests, self.rows, prefetch=0, before=self._before,
+                overlap=schedule == "interleaved", by_owner=by_owner,
+            )  # fmt: skip
+            yield map(itemgetter(1), made)
+
+    def _cuts(self, size: int, shuffle: bool) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Yield the samples behind each batch and its places, from where the pass stands at the first."""
+        self.source.check_samples()
+        if self.ledger.is_exhausted and self.samples_done >= self.num_samples:
+            raise StateError(
+                f"pass {self.index} was iterated again after all its {self.num_samples:,} samples were taken: a pass "
+                "trains its samples once, so ask for more epochs (cache.passes(epochs=...)) to train them again"
+            )
+        mine: dict[str, object] = {"seed": self._seed, "shuffle": shuffle}
+        if shuffle:
+            mine["by"] = SHUFFLED_BY
+        if self.samples_done and self.order is not None and self.order != mine:
+            raise StateError(
+                f"pass {self.index} stands after {self.samples_done:,} samples in the order {dict(self.order)}, and "
+                f"batches were asked for in {mine}: some samples would be trained twice and some never, so ask for "
+                "the same order"
+            )
+        self.order = mine
+        order = sample_order(
+            self.num_samples, seed=self._seed, epoch=self.epoch, sub_dataset=self.sub_dataset, shuffle=shuffle
+        )
+        yield from cut_batches(order, size, first=self.samples_done, last=self.num_samples)
+
+    @property
+    def samples_trained(self) -> int:
+        """Samples of all ranks that a commit would count now.
+
+        These are the samples of batches that modules have looked up; with raw keys, of batches that were made.
+        """
+        return self.samples_done if "raw_batches" in (self.order or {}) else self.ledger.samples_trained
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether every batch that was yielded or made has been looked up, and its backward has run."""
+        return self.ledger.is_looked_up and not self._exchange.is_awaited
+
+    def check_ends(self, following: Pass) -> None:
+        """Raise StateError if a lookup without gradients would end the pass before it is trained."""
+        if self.samples_trained > self.start_sample and not torch.is_grad_enabled() and not self.is_trained:
+            raise StateError(
+                f"a batch of pass {following.index} was looked up without gradients before one of it was trained, and "
+                f"pass {self.index} is not trained to its end: rows of the next pass are brought with its first batch "
+                "that is trained, so evaluate batches after it, or use cache.evaluate()"
+            )
+
+    @property
+    def is_left(self) -> bool:
+        """Whether ``skip`` or ``stop`` was called."""
+        return self.ledger.is_skipped or self.ledger.is_stopped
+
+    def skip(self) -> None:
+        """Count the pass as trained, although not all its batches were, and let the loop go on with the next pass.
+
+        The rows keep what the batches so far trained, and the pass is committed when it ends, like any other. No more
+        batches are made of it: iterators over its batches end. Without this a pass that was not trained to its end is
+        an error. With several ranks all call it, after the same batch. Raises RuntimeError if the pass has ended.
+        """
+        self.rows.check()
+        self.ledger.is_skipped = True
+
+    def stop(self) -> None:
+        """End the training in this pass: iterators over its batches end, and so does the loop over passes.
+
+        Nothing more is committed, as after a ``break`` out of the loop over passes: the next training goes on from the
+        last commit, which is the end of an earlier pass or what ``TierCache.commit`` committed inside this one. With
+        several ranks all call it, after the same batch. Raises RuntimeError if the pass has ended.
+        """
+        self.rows.check()
+        self.ledger.is_stopped = True
+
+    def end(self, *, is_dropped: bool = False) -> None:
+        """End the pass and give up its rows. A reference to the pass does not keep the cache alive.
+
+        is_dropped: whether the loop was left.
+        """
+        self.rows.is_dropped = is_dropped
+        self.rows.end()
+        self._before_batch = _nothing
+
+    def _before(self) -> None:
+        self._before_batch(self)
+
+    @overload
+    def batch(
+        self, keys: Mapping[str, Any], *, weights: Mapping[str, Any] | None = ..., label: Any = ...,
+        dense: Any = ..., missing: Missing = ...,
+    ) -> Batch: ...  # fmt: skip
+
+    @overload
+    def batch(
+        self, keys: Mapping[str, Any] | None, *, weights: Mapping[str, Any] | None = ..., label: Any = ...,
+        dense: Any = ..., missing: Missing = ...,
+    ) -> Batch | None: ...  # fmt: skip
+
+    def batch(
+        self,
+        keys: Any,
+        *,
+        weights: Mapping[str, Any] | None = None,
+        label: Any = None,
+        dense: Any = None,
+        missing: Missing = "error",
+    ) -> Batch | None:
+        """Return a batch of raw int64 keys from a loader of your own. Modules look it up like any other batch.
+
+        Each rank gives its own samples: any number of them, or none. If your loader has ended on this rank, give None:
+        the rank takes part without samples, and when the loaders of all ranks have ended, the batch is None. So this
+        loop works on any number of ranks: ``while (batch := p.batch(next(loader, None))) is not None``. Multiply the
+        mean loss by ``batch.weight``, as for ``batches``. A rank without samples gets the first sample of another rank
+        with weight 0. If a rank leaves the loop early, the others raise RankError after torch's time-out.
+
+        The batch counts when it is made, so make it right before you train it. After a commit inside the pass,
+        training goes on after ``start_sample`` samples and ``start_batch`` batches. Call this on the training thread.
+
+        Args:
+            keys: by feature, NumPy or torch: (N,), (N, L) for lists of one length, a pair of values (E,) and offsets (N
+                + 1,), or without the last (N,), a nested tensor, or a sparse one (N, keys), whose values are weights.
+                Or for all features one tensor (N, features), a column each, or a torchrec KeyedJaggedTensor.
+            weights: by feature, in the shape of its keys or values. They get no gradient; for that, give them to the
+                module.
+            label: (N,), returned as float32.
+            dense: (N, columns), returned as float32.
+            missing: what happens to a key that is not in the sub-dataset's key set. "error" raises KeyNotInPassError,
+                which names table, key and batch; the batch does not count. The other choices read a row that is **not
+                trained**: it gets no gradient and is not stored, because only rows of the sub-dataset are on the
+                device. "zero" reads zeros, "init" the key's initial row, "load" its current row from host or store, as
+                an evaluation would; the first such batch of a pass waits until the last dump is durable. Such keys
+                count in means, and their vectors in maxima. Their batch has a float32 copy of the vectors of each
+                group that they are in.
+
+        Raises, on all ranks (RankError on those without the mistake):
+            ValueError: keys, offsets or weights do not fit each other or the schema, or a key is INT64_MIN or
+                INT64_MIN + 1.
+            KeyNotInPassError: a key is missing and ``missing`` is "error".
+            StateError: the pass takes its samples from ``batches``.
+            RuntimeError: the pass has ended.
+            Exception: errors of the reader and writer threads, with their cause.
+        """
+        batch = self._raw.batch(self, keys, missing=missing, weights=weights, label=label, dense=dense)
+        if batch is None:
+            self.ledger.exhaust(raw=True)
+        return batch
+
+    def wrap(
+        self,
+        loader: Iterable[Any],
+        make: Callable[[Any], Mapping[str, Any]] | None = None,
+        *,
+        missing: Missing = "error",
+    ) -> Iterator[Batch]:
+        """Yield the batch of raw keys of each item of ``loader``: a DataLoader of your own, with any number of workers.
+
+        An item is (keys, label), (keys, dense, label), or a mapping with "keys" and, where there are, "weights",
+        "label" and "dense", each as ``batch`` takes it; ``make`` turns any other item into such a mapping. After a
+        commit inside the pass the items of ``start_batch`` batches are left out; a loader with a ``state_dict`` goes
+        on by itself: register it (``cache.register(loader=loader)``). With several ranks it goes on until the loaders
+        of all ranks have ended. Raises what ``batch`` raises, and TypeError for an item that is none of these.
+        """
+        items = iter(loader)
+        if not hasattr(loader, "state_dict"):
+            items = itertools.islice(items, self.start_batch, None)
+        self.ledger.open_loader()
+        while not self.is_left:
+            item = next(items, _ENDED)
+            given = {"keys": None} if item is _ENDED else _parts_of(item) if make is None else make(item)
+            batch = self.batch(**given, missing=missing)
+            if batch is None:
+                self.ledger.close_loader()
+                return
+            yield batch
+
+    def begin_raw(self) -> None:
+        """Check that a batch of raw keys can be made now, and bring the rows of the pass."""
+        self.rows.check_made()
+        if self.is_left:
+            raise StateError(f"pass {self.index} makes no more batches after p.skip() or p.stop()")
+        self.rows.bring()
+        if self.order is not None and "raw_batches" not in self.order:
+            raise StateError(
+                f"pass {self.index} takes its samples from batches(), so batch() would count them twice: use one of "
+                "them in a pass"
+            )
+        self._before_batch(self)
+
+    def begin_plain(self) -> None:
+        """Check that plain keys can be looked up now, and bring the rows of the pass."""
+        self.rows.check_made()
+        self.rows.bring()
+        self._before_batch(self)
+
+    def count_plain(self, num_samples: int) -> int:
+        """Note a lookup of plain keys; returns which batch it is of, by the number that lookups of a step share."""
+        if self.order is not None and "raw_batches" not in self.order:
+            return self.samples_done  # beside a batch of batches()
+        self._plain_samples = max(self._plain_samples, num_samples, 1)
+        self.ledger.make(self.samples_done + 1, raw=True)
+        return self.samples_done + 1
+
+    def note_step(self) -> None:
+        """Count a batch of plain keys: its lookups are stepped."""
+        if self._plain_samples:
+            self.batches_done += 1
+            self.samples_done += self._plain_samples
+            self._plain_samples, self.order = 0, {"raw_batches": self.batches_done}
+
+    def count_raw(self, num_samples: int) -> None:
+        """Count a batch of raw keys."""
+        self.batches_done += 1
+        self.samples_done += num_samples
+        self.order = {"raw_batches": self.batches_done}
+        self.ledger.make(self.samples_done, raw=True)
+
+    def log_loss(self, loss: float) -> None:
+        """Add a loss of this rank to the report of the pass."""
+        self.losses.append(loss)
+
+    def __repr__(self) -> str:
+        return f"Pass({self.index}, epoch={self.epoch}, sub_dataset={self.sub_dataset}, samples={self.num_samples:,})"
+
+
+def _parts_of(item: Any) -> Mapping[str, Any]:
+    """Return what ``Pass.batch`` is given of an item of a loader."""
+    if isinstance(item, Mapping) and "keys" in item and item.keys() <= {"keys", "weights", "label", "dense"}:
+        return item
+    if isinstance(item, tuple | list) and len(item) in (2, 3):
+        return dict(zip(("keys", "label") if len(item) == 2 else ("keys", "dense", "label"), item, strict=True))
+    what = f"a mapping of {', '.join(map(repr, item))}" if isinstance(item, Mapping) else f"a {type(item).__name__}"
+    if isinstance(item, tuple | list):
+        what += f" of {len(item)}"
+    raise TypeError(
+        f'the loader gave {what}: it must give (keys, label), (keys, dense, label) or a mapping with "keys", "label" '
+        'and "dense"; or give wrap(loader, make) what makes such a mapping of an item'
+    )
+
+
+def _nothing(_: Pass) -> None:
+    """Of a cache that wants to know nothing."""
+
+
+def _fail(error: Exception) -> NoReturn:
+    raise error
+
+
+def _read_by_owner(given: str) -> bool:
+    if given not in ("rank", "owner"):
+        raise ValueError(f"read_by {given!r} is unknown: it must be 'rank' or 'owner'")
+    return given == "owner"

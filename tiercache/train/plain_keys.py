@@ -1,0 +1,282 @@
+"""Plain tensors of keys in forward: `Embedding` and `EmbeddingBag` take what torch's modules of these names take.
+
+With gradients a lookup trains rows of the pass, whose key set must have the keys. Without, the row of any key is read
+as it is now: on the device, on its way to the store, in host memory or in the store.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+import torch
+
+from tiercache.data.key_sets import as_keys
+from tiercache.data.raw_batch import NULL_KEY, FeatureKeys
+from tiercache.errors import KeyNotInPassError, RankError, StateError
+from tiercache.train.raw_samples import RawSamples
+from tiercache.values.batch import Batch
+from tiercache.values.ids import FeatureIds, NoTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.schema import Feature
+    from tiercache.train.cache import TierCache
+    from tiercache.train.missing_rows import RowReader
+    from tiercache.train.passes import Pass
+    from tiercache.train.raw_keys import RawKeys
+    from tiercache.train.table_module import TableModule
+
+_NONE = torch.empty(0, dtype=torch.float32, device="cpu")
+
+
+class Given(NamedTuple):
+    """Keys of one feature, as a module was given them."""
+
+    keys: NDArray[np.int64]
+    """Flat, in host memory."""
+    offsets: NDArray[np.int64] | None
+    """(N + 1,) of bags; None: each key is by itself."""
+    num_samples: int
+    """The first dimension of what was given."""
+
+    def without(self, key: int) -> tuple[Given, NDArray[np.bool_]]:
+        """Return the same without a key, and which of the keys are others."""
+        kept = self.keys != key
+        ends = None if self.offsets is None else np.concatenate([[0], np.cumsum(kept)])[self.offsets]
+        return Given(np.ascontiguousarray(self.keys[kept]), ends, self.num_samples), kept
+
+
+def given_rows(feature: str, keys: torch.Tensor) -> Given:
+    """Return keys of any shape, or of a nested tensor, one by one. Raises TypeError, ValueError."""
+    if keys.is_nested:
+        parts = [_flat(feature, one) for one in keys.unbind()]
+        return Given(np.concatenate([np.empty(0, np.int64), *parts]), None, len(parts))
+    flat = _flat(feature, keys)
+    return Given(flat, None, int(keys.shape[0]) if keys.ndim else 1)
+
+
+def shaped_as(keys: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+    """Return vectors (E, dim) of keys in the shape of the keys, with one more dimension."""
+    if not keys.is_nested:
+        return vectors.view(*keys.shape, vectors.shape[1])
+    if keys.layout == torch.jagged and keys.dim() == 2 and keys.is_contiguous():
+        offsets = keys.offsets().to(vectors.device)  # type: ignore[attr-defined]
+        return torch.nested.nested_tensor_from_jagged(vectors, offsets)
+    every = keys.unbind()
+    pieces = torch.split(vectors, [one.numel() for one in every])
+    parts = [piece.view(*one.shape, vectors.shape[1]) for piece, one in zip(pieces, every, strict=True)]
+    return torch.nested.as_nested_tensor(parts, layout=keys.layout)
+
+
+def given_bags(feature: str, keys: torch.Tensor, offsets: torch.Tensor | None, *, has_last: bool = False) -> Given:
+    """Return bags of keys: (N, L), a nested tensor, or (E,) with offsets (N,), or (N + 1,) where ``has_last``.
+
+    Raises TypeError, ValueError as torch's module does.
+    """
+    if keys.is_nested:
+        if offsets is not None:
+            raise ValueError(f"offsets were given with a nested tensor of feature {feature!r}: it has its own")
+        parts = [_flat(feature, one) for one in keys.unbind()]
+        ends = np.cumsum([0, *(one.size for one in parts)]).astype(np.int64)
+        return Given(np.concatenate([np.empty(0, np.int64), *parts]), ends, len(parts))
+    flat = _flat(feature, keys)
+    if keys.ndim == 2:
+        if offsets is not None:
+            raise ValueError(f"offsets were given with keys (N, L) of feature {feature!r}: leave them out")
+        return Given(flat, np.arange(keys.shape[0] + 1, dtype=np.int64) * keys.shape[1], int(keys.shape[0]))
+    if keys.ndim != 1 or offsets is None:
+        raise ValueError(
+            f"the keys of feature {feature!r} have shape {tuple(keys.shape)}: give (N, L), or (E,) with offsets (N,)"
+        )
+    begins = as_keys(f"the offsets of feature {feature!r}", offsets).copy()
+    ends = begins if has_last else np.append(begins, flat.size)
+    if ends.size < 1 or ends[0] != 0 or ends[-1] > flat.size or (np.diff(ends) < 0).any():
+        raise ValueError(
+            f"the offsets of feature {feature!r} are {tuple(offsets.shape)} for {flat.size} keys: they must begin with "
+            "0, never fall, and not exceed the number of keys"
+        )
+    return Given(flat[: int(ends[-1])], ends, ends.size - 1)
+
+
+def _flat(feature: str, keys: torch.Tensor) -> NDArray[np.int64]:
+    if keys.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"the keys of feature {feature!r} are {keys.dtype}: give torch.int64 or torch.int32")
+    found = np.ascontiguousarray(as_keys(f"the keys of feature {feature!r}", keys).reshape(-1))
+    if found.size and int(found.min()) <= NULL_KEY:
+        raise ValueError(
+            f"feature {feature!r} has the key {int(found.min())}: INT64_MIN and INT64_MIN + 1 are the keys of the "
+            "out-of-vocabulary row and the null row, so give such values another key"
+        )
+    return found
+
+
+class PlainKeys:
+    """Makes batches of one feature's keys, for one lookup. With several ranks collective, on the training thread."""
+
+    def __init__(self, raw: RawKeys, cache: TierCache) -> None:
+        """cache: is not kept alive."""
+        self._raw, self._cache = raw, weakref.ref(cache)
+        self.committed: RowReader | None = None
+        """A reader of the last commit, set while lookups without gradients must not use a collective."""
+
+    def batch(self, feature: Feature, given: Given, *, trains: bool) -> Batch:
+        """Return a batch with the rows of ``given``: those of the pass, or rows of its own as they are now.
+
+        Raises KeyNotInPassError for a key that the pass lacks, StateError outside a pass, BudgetError where rows exceed
+        ``eval_budget``; on several ranks RankError where they do not all look the same feature up.
+        """
+        cache = self._cache()
+        if cache is None:
+            raise StateError("the cache of this module is gone: keep it as long as its model looks keys up")
+        cache._check_open()
+        if trains and self.committed is not None:
+            raise StateError(
+                f"keys of table {feature.table!r} were looked up with gradients inside cache.lookups(local=True), "
+                "where rows of the last commit are read: look them up under torch.no_grad()"
+            )
+        keys = FeatureKeys(given.keys, given.offsets, None)
+        if trains:
+            return self._trained(feature, keys, given, cache._newest())
+        cache._check_restored()
+        return self._read(feature, keys, given, cache.eval_bytes)
+
+    def _trained(self, feature: Feature, keys: FeatureKeys, given: Given, current: Pass | None) -> Batch:
+        error, samples = None, None
+        try:
+            if current is None:
+                raise StateError(
+                    f"keys of table {feature.table!r} were looked up with gradients outside a pass: train inside "
+                    "`for p in cache.passes(...)`, or look them up under torch.no_grad()"
+                )
+            current.begin_plain()
+            found, ids = self._raw.reader.find(current.source.whole, {feature.name: keys})
+            lost = found.missing()
+            if lost.count:
+                self._refuse(feature, keys, lost.count, lost.first, current)
+            samples = RawSamples(given.num_samples, {feature.name: keys}, _NONE, _NONE, ids, lacking=False)
+        except Exception as caught:  # told to all ranks
+            error = caught
+        self._meet(feature, trains=True, error=error)
+        assert current is not None
+        assert samples is not None
+        name = f"a lookup of feature {feature.name!r} in pass {current.index}"
+        made, _ = self._raw.exchange.raw(samples, current.rows, name, 1.0, modes={feature.name: None})
+        return replace(made, end=current.count_plain(given.num_samples))
+
+    def _read(self, feature: Feature, keys: FeatureKeys, given: Given, budget: int) -> Batch:
+        error, wanted = None, dict[str, Any]()
+        try:
+            if keys.keys.size:
+                wanted = {feature.table: np.unique(keys.keys)}
+            self._raw.reader.check_budget(given.num_samples, wanted, budget)
+        except Exception as caught:  # told to all ranks
+            error = caught
+        reader = self.committed
+        if reader is None:
+            self._meet(feature, trains=False, error=error)
+            reader = self._raw.exchange.load(lambda: wanted, budget, "initial")
+        elif error is not None:
+            raise error
+        places = np.full(keys.keys.size, -1, np.int32)
+        ids = {feature.name: FeatureIds(places, keys.offsets, None)}
+        rows = self._raw.missing.no_rows("a lookup without gradients")
+        made = Batch(_NONE, _NONE, ids, rows, given.num_samples)
+        return self._raw.missing.add(made, {feature.name: keys}, {feature.name: places}, "load", reader)
+
+    def _meet(self, feature: Feature, *, trains: bool, error: Exception | None) -> None:
+        """Tell the other ranks what is looked up here. Raises RankError where they look up something else."""
+        mine = [crc32(feature.name.encode()), int(trains)]
+        told = self._raw.exchange.tell(mine, "looking keys up", error)
+        if others := [rank for rank, one in enumerate(told) if one != mine]:
+            how = "with" if trains else "without"
+            raise RankError(
+                f"rank {others[0]} looked something else up while this one looked up feature {feature.name!r} {how} "
+                "gradients: all ranks make the same lookups in the same order"
+            )
+
+    @staticmethod
+    def _refuse(feature: Feature, keys: FeatureKeys, count: int, first: int, current: Pass) -> None:
+        key = int(keys.keys[first])
+        raise KeyNotInPassError(
+            f"{count:,} of {keys.keys.size:,} keys of table {feature.table!r} are not in the key set of pass "
+            f"{current.index} (the first is {key}, of feature {feature.name!r}, in batch {current.batches_done}): give "
+            "samples of this pass, write key sets that have all keys, or look keys up under torch.no_grad(), which "
+            "trains no row",
+            table=feature.table,
+            key=key,
+            batch=current.batches_done,
+        )
+
+
+def table_weight(*modules: TableModule) -> TableWeight:
+    """Return the stand-in for the weight of modules that look up one table."""
+    first = modules[0]
+    return TableWeight([one.anchor for one in modules], (first.num_embeddings, first.dims[0]), first.tables[0])
+
+
+class TableWeight(NoTensor):
+    """The ``.weight`` of a module: it has the device, dtype and shape of the table, and no values.
+
+    Setting ``requires_grad`` freezes the module.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    shape: torch.Size
+    ndim: int
+    _table: str
+    _anchors: tuple[torch.Tensor, ...]
+    _error = AttributeError
+
+    def __init__(self, anchors: Sequence[torch.Tensor], shape: tuple[int, int], table: str) -> None:
+        of_one = anchors[0]
+        for name, value in {
+            "device": of_one.device, "dtype": of_one.dtype, "shape": torch.Size(shape), "ndim": 2, "_table": table,
+            "_anchors": tuple(anchors),
+        }.items():  # fmt: skip
+            object.__setattr__(self, name, value)
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape, or one of its numbers."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """Return 2."""
+        return 2
+
+    def numel(self) -> int:
+        """Return how many numbers the table may have."""
+        return self.shape.numel()
+
+    @property
+    def requires_grad(self) -> bool:
+        """True if the rows are trained."""
+        return all(one.requires_grad for one in self._anchors)
+
+    def requires_grad_(self, requires_grad: bool = True) -> TableWeight:
+        """Train the rows or freeze them, as the module's ``requires_grad_`` does."""
+        for one in self._anchors:
+            one.requires_grad_(requires_grad)
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "requires_grad":
+            raise AttributeError(self._refusal(f".{name} = ..."))
+        self.requires_grad_(value)
+
+    def _refusal(self, what: str) -> str:
+        return (
+            f"the weight of table {self._table!r} has no {what.removeprefix('.')} here: its rows are in the store and "
+            "on the device, so look keys up by the module, read rows with Store.lookup(), and set how they begin by "
+            "the initializer of the table"
+        )
+
+    def __repr__(self) -> str:
+        return f"TableWeight({self._table!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"

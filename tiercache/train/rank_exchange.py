@@ -1,0 +1,503 @@
+"""RankExchange: the batches of one of several ranks, each with its samples and the rows that they look up."""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tiercache.dist.exchange import RowExchange
+from tiercache.dist.pooled import Pooling, by_model, cut_bags
+from tiercache.dist.requests import Asking, Wanted
+from tiercache.dist.row_loader import RowLoader
+from tiercache.dist.shard_view import Share
+from tiercache.errors import StateError
+from tiercache.rows.threads import share_threads
+from tiercache.store.table import group_tables
+from tiercache.train.batches import make_batch
+from tiercache.train.pending_batches import AskedBatch, BatchIds, BatchRows, PendingBatches, tensors_of
+from tiercache.train.row_gradients import NOBODY_STEPS, RowGradients, ended_unstepped
+from tiercache.train.table_module import poolings
+from tiercache.values.batch import Batch
+from tiercache.values.ids import FeatureIds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    import torch
+    from numpy.typing import NDArray
+    from torch import nn
+
+    from tiercache.data.dataset import DatasetView
+    from tiercache.data.sub_dataset import EncodedBatch
+    from tiercache.dist.communicator import AnyCommunicator
+    from tiercache.dist.requests import Layout
+    from tiercache.rows.backends.base import Backend
+    from tiercache.train.batches import Pooled
+    from tiercache.train.evaluation import LiveRows
+    from tiercache.train.missing_rows import Unseen
+    from tiercache.train.raw_samples import RawSamples
+    from tiercache.train.row_optimizer import RowOptimizer
+    from tiercache.train.row_view import RowView
+    from tiercache.values.batch import BatchRequest
+    from tiercache.values.lookups import GroupRows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    """This rank's part of a batch, before its rows are asked for."""
+
+    samples: EncodedBatch | None
+    wanted: Wanted
+    weight: float = 1.0
+    end: int = 0
+    """Samples of the pass up to the end of the batch, of all ranks."""
+
+
+def parts_of(places: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
+    """Divide places into ``count`` neighboring parts, as equal as can be: part i is [i * n // count, ...)."""
+    n = places.size
+    return [places[i * n // count : (i + 1) * n // count] for i in range(count)]
+
+
+class _Threads:
+    """The threads of a cache's exchanges, each of which does one thing after the other; begun when they are used."""
+
+    def __init__(self, backend: Backend) -> None:
+        def enter() -> None:
+            backend.streams.enter_thread()
+            share_threads()  # as many threads of the kernels as training has: else they would use all cores here
+
+        self.asking = ThreadPoolExecutor(1, thread_name_prefix="tiercache-asking", initializer=enter)
+        """Asks for batches, over a communicator of its own."""
+        self.bringing = ThreadPoolExecutor(1, thread_name_prefix="tiercache-exchange", initializer=enter)
+        """Brings rows beside the training, on a CPU."""
+
+
+class RankExchange:
+    """Makes batches whose rows were brought from their owners. All ranks make the same batches in the same order.
+
+    A batch is *asked for*: its samples are read, and owners are told which rows they are to send. That is work of the
+    host, on a thread and over process groups of its own, and needs no rows; so later batches, of the next pass too, are
+    asked for while one is trained. Its rows are *brought* where a module first looks it up, on the training thread.
+    Micro-batches and evaluations bring them while the batch before is used: on a CPU another thread does. On a GPU the
+    training thread queues that, on a stream beside its own: so all ranks queue what travels in one order, their own
+    collectives and those of the user's model, without which each might wait for another one of the others.
+    """
+
+    least_ahead = 1
+    """Batches that are asked for while one is trained, where nobody says."""
+
+    def __init__(
+        self,
+        ranks: AnyCommunicator,
+        beside: AnyCommunicator,
+        asking: AnyCommunicator,
+        share: Share,
+        backend: Backend,
+        optimizer: RowOptimizer,
+        live_rows: Callable[..., LiveRows],
+        modules: Sequence[nn.Module],
+        *,
+        comm_dtype: torch.dtype,
+        threads: _Threads | None = None,
+    ) -> None:
+        """beside, asking: the same ranks, for what batches bring, and for what they ask. optimizer: of this rank's
+        groups; its gradients are stepped.
+
+        live_rows: a method of the cache that has this, which it does not keep alive: a reader of this rank's rows.
+        modules: features that none of these looks up are not brought.
+        """
+        self.ranks, self._beside, self._asking_ranks = ranks, beside, asking
+        self._share, self._backend = share, backend
+        self._optimizer, self._modules, self._comm_dtype = optimizer, modules, comm_dtype
+        self._live_rows = weakref.WeakMethod(live_rows)
+        whole = share.whole
+        groups = group_tables(whole.tables)
+        self.num_groups = len(groups)
+        self.asking = Asking(asking, groups, whole.schema.features, comm_dtype)
+        self.rows = RowExchange(beside, backend, groups, share.groups_W[share.rank], wire_dtype=comm_dtype)
+        self.pooling = Pooling(self.rows, backend)
+        self._loader = RowLoader(share, self._own_rows, ranks)
+        self._tables = {feature.name: feature.table for feature in whole.schema.features}
+        self._weighted = {feature.name for feature in whole.schema.features if feature.weights is not None}
+        self._is_mine = threads is None
+        self._threads = _Threads(backend) if threads is None else threads
+        self._layouts: weakref.WeakKeyDictionary[RowView, Layout] = weakref.WeakKeyDictionary()
+        self._pending = PendingBatches()
+
+    @property
+    def pending(self) -> bool:
+        """Whether a backward was not stepped yet."""
+        return self._pending.pending
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether rows were looked up to be trained, and neither a backward nor a step came since."""
+        return self._pending.is_awaited
+
+    @property
+    def ended_unstepped(self) -> str:
+        """What is said where a pass ends in between."""
+        return ended_unstepped(sum(one.pending for one in self._pending.batches))
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that left this rank for others so far, for batches of trainings and their steps."""
+        return self.rows.wire.bytes_sent + self.asking.wire.bytes_sent
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device of mirrors of replicated tables."""
+        return self.rows.mirror_bytes
+
+    def prepare(self, sub_dataset: int, rows: RowView) -> None:
+        """Let batches of a pass be asked for; without gradients nothing of it is mirrored. Not collective."""
+        owners = self._share.owners(sub_dataset)
+        self._layouts[rows] = self.asking.lay_out(owners, mirrored=rows.gradients is not None)
+
+    def open(self, rows: RowView) -> None:
+        """Begin with a pass that was prepared, of which this rank owns ``rows``."""
+        self.rows.open_pass(self._layouts[rows].stretches, rows.groups)
+        self.pooling.open(rows.groups)
+
+    # -- batches ------------------------------------------------------------------------------------------
+
+    def read(self, request: BatchRequest, rows: RowView, *, ahead: bool, by_owner: bool = False) -> Callable[[], Any]:
+        """Return what reads this rank's part of the samples of ``request``.
+
+        Rank r of W has samples [r * N // W, (r + 1) * N // W) of the N; its mean loss counts W * n / the samples of the
+        step. A rank without samples gets the first of all with weight 0, so that it takes part in everything. by_owner:
+        features that owners of tables pool are read there, for all ranks.
+        """
+        modes = poolings(self._modules, self._tables)  # here: at the same batch on all ranks
+        candidates = self._layouts[rows].candidates
+
+        def read() -> _Read:
+            rank, size, source = self.ranks.rank, self.ranks.size, request.source
+            parts_W = parts_of(request.places, size)
+            read_W = [part if part.size else request.places[:1] for part in parts_W]
+            weight = size * (parts_W[rank].size / request.step_samples)
+            token = zlib.crc32(request.places.tobytes())
+            if not by_owner:
+                every = len(modes) == len(self._tables)
+                samples = source.read(read_W[rank]) if every else source.read(read_W[rank], features=modes)
+                bags = None
+            else:
+                elsewhere = by_model(candidates, modes)
+                own = [one.name for one in elsewhere if any(owner.rank == rank for owner in one.owners)]
+                found = source.read(np.concatenate(read_W), features=own).ids if own else {}
+                samples = source.read(read_W[rank], features=modes.keys() - {one.name for one in elsewhere})
+                bags = cut_bags(found, [some.size for some in read_W])
+            wanted = Wanted(ids=samples.ids, modes=modes, num_samples=samples.num_samples, own=bags, token=token)
+            return _Read(samples, wanted, weight, request.done)
+
+        return read
+
+    def begin(
+        self, read: Callable[[], Any] | Future[Any], rows: RowView, *, by_owner: bool = False,
+        behind: Future[AskedBatch] | None = None,
+    ) -> Future[AskedBatch]:  # fmt: skip
+        """Have a batch asked for; whatever ``read`` raises is raised, on the others as RankError.
+
+        behind: the batch before of the same loop. Where it failed it did so on all ranks, none of which asks for more.
+        """
+        layout, trained = self._layouts[rows], rows.gradients is not None
+        name = f"a step of {rows.name}" if trained else rows.name
+
+        def ask() -> AskedBatch:
+            if behind is not None and (failed := behind.exception()) is not None:
+                raise failed
+            mine, error = _Read(None, Wanted()), None
+            try:
+                mine = read.result() if isinstance(read, Future) else read()
+            except Exception as caught:  # told to all ranks
+                error = caught
+            asked = self.asking.ask(layout, mine.wanted, name, trained=trained, error=error)
+            return AskedBatch(mine.samples, mine.weight, mine.end, asked)
+
+        return self._threads.asking.submit(ask)
+
+    @staticmethod
+    def wait(begun: Sequence[Any]) -> None:
+        """Wait until batches that nobody takes were asked for: the other ranks ask for them too."""
+        wait(begun)
+
+    def finish(self, asked: Callable[[], AskedBatch], rows: RowView, before: Callable[[], None] | None) -> Batch:
+        """Return the batch. Its rows come with its first lookup; of an evaluation, which ranks may skip, now.
+
+        before: called before the rows are brought; what it raises is raised on all ranks.
+        """
+        batch, view = self._made(asked(), rows, before)
+        if rows.gradients is None:
+            view.bring()
+        return batch
+
+    def overlapped(
+        self, begun: Iterator[Callable[[], AskedBatch]], rows: RowView, before: Callable[[], None] | None
+    ) -> Iterator[Batch]:
+        """Yield batches, whose rows are each brought while the one before is used.
+
+        Those of a pass that was fetched ahead come with the first lookup, which ends the pass before.
+        """
+        coming: Future[Any] | tuple[Batch, Any] | None = None
+        for asked in begun:
+            if not rows.is_brought:
+                yield self.finish(asked, rows, before)
+                continue
+            if self._backend.queues:
+                behind: Future[Any] | tuple[Batch, Any] = self._brought(asked, rows, before)
+            else:
+                behind = self._threads.bringing.submit(self._brought, asked, rows, before)
+            del asked  # its memory is the batch's
+            if coming is not None:
+                yield self._received(coming)
+            coming = behind
+        if coming is not None:
+            yield self._received(coming)
+
+    def _brought(
+        self, asked: Callable[[], AskedBatch], rows: RowView, before: Callable[[], None] | None
+    ) -> tuple[Batch, Any]:
+        batch, view = self._made(asked(), rows, before)
+        return batch, self._bring(view, before)
+
+    def _received(self, coming: Future[Any] | tuple[Batch, Any]) -> Batch:
+        batch, exchanged = coming.result() if isinstance(coming, Future) else coming
+        assert isinstance(batch.rows, BatchRows)
+        self._receive(batch.rows, exchanged)
+        return batch
+
+    def _made(self, asked: AskedBatch, rows: RowView, before: Callable[[], None] | None) -> tuple[Batch, BatchRows]:
+        """Return a batch whose rows are not there yet."""
+        view = self._view(asked, rows, before)
+        assert asked.samples is not None
+        ids = self._named(asked.rows.ids, view.pooled)
+        batch = make_batch(asked.samples, view, ids=ids, weight=asked.weight, end=asked.end, pooled=view.pooled)
+        return batch, view
+
+    def _view(self, asked: AskedBatch, rows: RowView, before: Callable[[], None] | None) -> BatchRows:
+        def bring(view: BatchRows) -> None:
+            self.rest()
+            self._receive(view, self._bring(view, before))
+
+        return BatchRows(rows, asked, self._optimizer.anchors, self.num_groups, bring)
+
+    def _bring(self, view: BatchRows, before: Callable[[], None] | None) -> Any:
+        """Have rows brought and bags pooled; returns the end of it, where the backend queues its work."""
+        view.of_pass.check()
+        if not self._optimizer.anchors.is_stepped and self.pending:
+            raise StateError(NOBODY_STEPS)
+        asked, error = view.asked.rows, None
+        try:
+            if before is not None:
+                before()
+        except Exception as caught:  # told to all ranks
+            error = caught
+        with self._backend.streams.exchanging():
+            groups, slots = self.rows.answer(asked, error)
+            bags = self.pooling.answer(asked.bags, view.pooled) if asked.bags else None
+        view.brought(groups, slots, bags)
+        self._pending.add(view)
+        return self._backend.streams.exchanged()
+
+    def _receive(self, view: BatchRows, exchanged: Any) -> None:
+        """Have what the training does from now on come behind what was brought."""
+        made = tensors_of((view.groups, view.slots, view.bags)) if self._backend.queues else []
+        self._backend.streams.receive(exchanged, made)
+
+    # -- raw keys -----------------------------------------------------------------------------------------
+
+    def tell(self, mine: Sequence[int], what: str, error: Exception | None) -> list[list[int]]:
+        """Return the numbers of every rank, which are all doing ``what``; where a rank has an error, all raise."""
+        self.rest()
+        to = np.array([[*mine, error is not None]] * self.ranks.size, np.int64)
+        told = self.ranks.meet(self._beside, to, what)
+        if told[:, -1].any():
+            self._beside.agree(what, error)
+        return [[int(number) for number in row[:-1]] for row in told]
+
+    def raw(
+        self,
+        samples: RawSamples,
+        rows: RowView,
+        name: str,
+        weight: float,
+        modes: Mapping[str, str | None] | None = None,
+    ) -> tuple[Batch, dict[str, NDArray[np.int32]] | None]:
+        """Return the batch of samples that a loader gave, and ids of its keys where the pass lacks some.
+
+        Features with keys that the pass lacks are not pooled by their owners; nor those whose weights are not as the
+        schema says. modes: how the features are pooled; None: as the modules of the cache do.
+        """
+        places = samples.places()
+        lacking = {name for name, found in places.items() if found.size and int(found.min()) < 0}
+        there = {name: found[found >= 0] if name in lacking else found for name, found in places.items()}
+        ids = {name: FeatureIds(there[name], one.offsets, one.weights) for name, one in samples.features.items()}
+
+        layout, modes = self._layouts[rows], poolings(self._modules, self._tables) if modes is None else dict(modes)
+        whole = {
+            feature: mode
+            for feature, mode in modes.items()
+            if feature not in lacking and (ids[feature].weights is not None) == (feature in self._weighted)
+        }
+        wanted = Wanted(ids=ids, modes=modes, whole=whole, num_samples=samples.num_samples)
+        asked = self._threads.asking.submit(self.asking.ask, layout, wanted, name).result()
+        view = self._view(AskedBatch(None, weight, 0, asked), rows, None)
+        view.raw = samples.features
+        view.bring()
+        named = self._named(asked.ids, view.pooled)
+        batch = Batch(samples.label, samples.dense, named, view, samples.num_samples, weight, view.pooled)
+        if not lacking & batch.ids.keys():
+            return batch, None
+        return batch, {name: _found(places[name], some.ids) for name, some in batch.ids.items()}
+
+    def used(self, samples: RawSamples) -> RawSamples:
+        """Return samples with the features that some module looks up."""
+        used = poolings(self._modules, self._tables)
+        return replace(samples, features={name: one for name, one in samples.features.items() if name in used})
+
+    def named(self, batch: Batch) -> Batch:
+        """Return a batch whose ids say of every other feature why they lack it."""
+        return replace(batch, ids=self._named(batch.ids, batch.pooled))  # type: ignore[arg-type]  # all are FeatureIds
+
+    def _named(self, ids: Mapping[str, FeatureIds], pooled: Mapping[str, Pooled]) -> BatchIds:
+        return BatchIds(ids, {feature: one.mode for feature, one in pooled.items()}, self._tables)
+
+    # -- rows as of now -----------------------------------------------------------------------------------
+
+    def load(
+        self, keys: Callable[[], Mapping[str, NDArray[np.int64]]], budget: int | None = None,
+        unseen: Unseen = "initial",
+    ) -> Any:  # fmt: skip
+        """Return a reader of rows as of now, of ``keys`` by table, which their owners read."""
+        return self._loader.load(keys(), budget, unseen)
+
+    def live_rows(self) -> LiveRows:
+        """Return a reader of this rank's rows as of now, that knows the out-of-vocabulary rows of all."""
+        return self._loader.live_rows()
+
+    def _own_rows(self, *unknown: Any) -> LiveRows:
+        live_rows = self._live_rows()
+        assert live_rows is not None, "rows were asked for of a cache that is gone"
+        return live_rows(*unknown)
+
+    def evaluating(self, passes: DatasetView) -> RankExchange:
+        """Return an exchange for batches of this rank's share of other passes, on the same threads."""
+        assert isinstance(passes, Share)
+        return RankExchange(
+            self.ranks, self._beside, self._asking_ranks, passes, self._backend, self._optimizer, self._own_rows,
+            self._modules, comm_dtype=self._comm_dtype, threads=self._threads,
+        )  # fmt: skip
+
+    # -- the step -----------------------------------------------------------------------------------------
+
+    def step(self, rows: Sequence[GroupRows], optimizer: torch.optim.Optimizer | None) -> None:
+        """Apply the pending row gradients of all ranks to the rows that this one owns, as `LocalExchange.step`.
+
+        Duplicates are added in the order of batches, in each by rank. A rank may leave out a backward: so it is told
+        with each batch of which tables another rank has gradients, and whether some wait for another optimizer's step.
+        """
+        self.rest()
+        into, taken = self._optimizer.gradients, self._pending.take()
+        stepped, waiting = self._optimizer.begin_step(optimizer), list[BatchRows]()
+        tables = [table.name for table in self._share.whole.tables]
+        mine = [table in stepped for table in tables]
+        for one in taken:
+            gradients = one.settle()
+            waits, *said = self._send_gradients(one, gradients, into, [one.waits, *mine])
+            stepped.update(table for table, is_stepped in zip(tables, said, strict=True) if is_stepped)
+            if waits:
+                waiting.append(one)
+        self._optimizer.settle(into)
+        self._pending.put_back(waiting)
+        self._optimizer.count_step(stepped)
+        self.rows.step(self._optimizer, rows)
+
+    def _send_gradients(
+        self, batch: BatchRows, gradients: RowGradients, into: RowGradients, says: Sequence[bool] = ()
+    ) -> list[bool]:
+        """Send the gradients that a step applies to the owners of their rows, and drop them here.
+
+        says: what this rank says of the batch, flag by flag; returns what any rank says.
+        """
+        said = self.rows.gradients_of(batch.asked.rows, batch.slots, gradients, into, says)
+        if batch.bags is not None:
+            self.pooling.gradients_of(batch.bags, into)
+        gradients.clear_settled()
+        return said
+
+    def clip(
+        self, max_norm: float, optimizer: torch.optim.Optimizer | None, *, error_if_nonfinite: bool
+    ) -> torch.Tensor:
+        """Clip gradients, as `SteppedCache.clip_grad_norm_` says. Collective.
+
+        The gradients of rows meet at their owners to be measured, and once more at the step.
+        """
+        self.rest()
+        waiting = self._pending.batches
+        due = self._optimizer.due(optimizer)
+        into = RowGradients(len(self._optimizer.gradients.pending))
+        for one in waiting:
+            self._send_gradients(one, one.applied(due), into)
+        self.rows.discard()
+        mine = self._optimizer.squared_norm(into.pending)
+        squares = self._beside.all_gather(mine.view(1), [1] * self.ranks.size, "adding up the norms of gradients").sum()
+        return self._optimizer.clip(max_norm, optimizer, due, squares, error_if_nonfinite=error_if_nonfinite)
+
+    def follow(self, scaler: torch.amp.GradScaler) -> None:
+        """Have all ranks skip a step in which the gradients of one overflow: ``scaler.unscale_`` is collective then.
+
+        DistributedDataParallel and FSDP average the gradients of anchors, which are infinite there; this is for loops
+        without them.
+        """
+        unscale, agree = scaler.unscale_, weakref.WeakMethod(self._agree_on_overflow)
+
+        def agreed(optimizer: torch.optim.Optimizer) -> None:
+            unscale(optimizer)
+            if (found := agree()) is not None and scaler.is_enabled():
+                for flag in scaler._found_inf_per_device(optimizer).values():
+                    found(flag)
+
+        scaler.unscale_ = agreed  # type: ignore[method-assign]
+
+    def _agree_on_overflow(self, found: torch.Tensor) -> None:
+        self.rest()
+        flags = self._beside.all_gather(found.view(1), [1] * self.ranks.size, "looking for gradients that overflow")
+        found.copy_(flags.max())
+        self._optimizer.anchors.note_overflow(found)
+
+    def leave(self, where: str) -> None:
+        """Give up the gradients that the step of another optimizer left, as ``where`` ends."""
+        self._pending.leave(where)
+
+    def discard(self) -> None:
+        """Drop the pending row gradients. Not collective."""
+        self.rest()
+        self._pending.discard()
+        self._optimizer.discard()
+        self.rows.discard()
+
+    def rest(self) -> None:
+        """Wait until no rows are being brought; what comes behind this comes behind those that were."""
+        self._threads.bringing.submit(lambda: None).result()
+        self._backend.streams.receive(self._backend.streams.exchanged(), ())
+
+    def close(self) -> None:
+        """End the threads, and let go of the rows."""
+        if self._is_mine:
+            self._threads.asking.shutdown()
+            self._threads.bringing.shutdown()
+        self.rows.close()
+        self.pooling.open(())
+
+
+def _found(places: NDArray[np.int32], rows: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the rows of a batch that its keys are, -1 where the pass lacks them."""
+    found = np.full(places.size, -1, np.int32)
+    found[places >= 0] = rows
+    return found

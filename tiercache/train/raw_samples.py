@@ -1,0 +1,354 @@
+"""Samples with raw keys: checked against the schema, and found in the key set of the pass being trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+
+from tiercache.data.key_sets import as_keys
+from tiercache.data.raw_batch import NULL_KEY, FeatureKeys, lacks_last, num_samples
+from tiercache.errors import BudgetError, KeyNotInPassError
+from tiercache.schema import nearest
+from tiercache.sizes import format_bytes
+from tiercache.train.key_finder import KeyFinder
+from tiercache.train.missing_rows import MISSING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.data.sub_dataset import SubDataset
+    from tiercache.rows.backends.base import Backend
+    from tiercache.schema import Feature, Schema
+    from tiercache.store.table import Table
+    from tiercache.train.key_finder import IndexPlan
+    from tiercache.train.missing_rows import Missing
+    from tiercache.values.ids import Found, FoundIds
+
+
+_FORMS = (
+    "give a mapping from features to their keys, each (N,), (N, L), a pair (values, offsets), a nested tensor or a "
+    "sparse one of shape (N, keys); or a KeyedJaggedTensor; or one tensor (N, features)"
+)
+
+
+class _WholeLists(NamedTuple):
+    """Lists whose offsets are known to have the last."""
+
+    values: Any
+    offsets: Any
+
+
+def by_feature(
+    schema: Schema, keys: Any, weights: Mapping[str, Any] | None, columns: Iterable[Any] = ()
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return keys and weights by feature, offsets whole. Raises ValueError for what is none of the forms.
+
+    columns: labels and dense features of the same samples, or None, which say how many there are.
+    """
+    names = [feature.name for feature in schema.features]
+    if _is_keyed_jagged(keys):
+        keys, more = _of_keyed_jagged(keys)
+        weights = {**more, **(weights or {})}
+    elif isinstance(keys, torch.Tensor | np.ndarray) and not getattr(keys, "is_nested", False):
+        if keys.ndim != 2 or keys.shape[1] != len(names):
+            raise ValueError(
+                f"the keys are one array of shape {tuple(keys.shape)} and there are {len(names)} features "
+                f"({', '.join(names)}): {_FORMS}"
+            )
+        keys = {name: keys[:, column] for column, name in enumerate(names)}
+    elif not isinstance(keys, Mapping):
+        raise ValueError(f"the keys are a {type(keys).__name__}: {_FORMS}")
+    found, given = {}, dict(weights or {})
+    for name, value in keys.items():
+        found[name], weight = _form_of(value)
+        if weight is not None:
+            given.setdefault(name, weight)
+    return _whole_offsets(found, {len(one) for one in columns if np.ndim(one)}), given
+
+
+def _form_of(value: Any) -> tuple[Any, Any]:
+    """Return keys as an array or a pair, and weights that stand with them."""
+    if getattr(value, "is_nested", False):
+        if value.layout != torch.jagged or value.lengths() is not None:  # with lengths, values may have gaps
+            value = torch.nested.as_nested_tensor([*value.unbind()], layout=torch.jagged)
+        return _WholeLists(value.values(), value.offsets()), None
+    if isinstance(value, torch.Tensor) and value.layout in (torch.sparse_coo, torch.sparse_csr):
+        if value.ndim != 2:
+            raise ValueError(f"keys are a sparse tensor of shape {tuple(value.shape)}: give (N, keys)")
+        if value.layout == torch.sparse_coo:
+            value = value.coalesce().to_sparse_csr()
+        return _WholeLists(value.col_indices(), value.crow_indices()), value.values()
+    if _has(value, "values", "offsets", "weights"):  # a JaggedTensor's are methods
+        weights = value.weights_or_none() if hasattr(value, "weights_or_none") else None
+        return _WholeLists(_called(value.values), _called(value.offsets)), weights
+    return value, None
+
+
+def _whole_offsets(keys: dict[str, Any], counts: set[int]) -> dict[str, Any]:
+    """Complete offsets that lack the last, as `nn.EmbeddingBag` takes them; counts: how many samples others say."""
+    pairs = {name: one for name, one in keys.items() if isinstance(one, tuple) and len(one) == 2}
+    counts |= {len(one) for name, one in keys.items() if name not in pairs and hasattr(one, "__len__")}
+    counts |= {len(one.offsets) - 1 for one in pairs.values() if isinstance(one, _WholeLists)}
+    pairs = {name: one for name, one in pairs.items() if not isinstance(one, _WholeLists)}
+    ends = {
+        name: (len(offsets), int(offsets[-1]) if len(offsets) else 0, len(values))
+        for name, (values, offsets) in pairs.items()
+    }
+    samples = num_samples(counts, ends, as_bags=True)
+    found = dict(keys)
+    for name, (values, offsets) in pairs.items():
+        if len(offsets) and lacks_last(samples, *ends[name]):
+            last = torch.as_tensor(offsets, device=getattr(offsets, "device", "cpu"))
+            found[name] = values, torch.cat([last, last.new_tensor([len(values)])])
+    return found
+
+
+def _is_keyed_jagged(value: Any) -> bool:
+    return not isinstance(value, Mapping | torch.Tensor | np.ndarray) and _has(value, "keys", "values", "to_dict")
+
+
+def _of_keyed_jagged(value: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    keys, weights = {}, {}
+    for name, one in value.to_dict().items():
+        keys[name], weight = _form_of(one)
+        if weight is not None:
+            weights[name] = weight
+    return keys, weights
+
+
+def _has(value: Any, *names: str) -> bool:
+    return not isinstance(value, torch.Tensor | np.ndarray | Mapping) and all(hasattr(value, name) for name in names)
+
+
+def _called(value: Any) -> Any:
+    return value() if callable(value) else value
+
+
+def feature_keys(
+    schema: Schema, keys: Any, weights: Mapping[str, Any] | None, columns: Iterable[Any] = ()
+) -> tuple[int, dict[str, FeatureKeys]]:
+    """Return N and the keys of every feature of the schema, in its order; columns: others of the samples, or None.
+
+    Raises ValueError for a feature that is unknown or lacks, for forms and numbers that do not go together, and for
+    the two keys that no data has.
+    """
+    keys, weights = by_feature(schema, keys, weights, columns)
+    known = {feature.name for feature in schema.features}
+    for what, given in (("keys", keys), ("weights", weights)):
+        if unknown := sorted(set(given) - known):
+            raise ValueError(
+                f"{what} were given for {unknown[0]!r}{nearest(unknown[0], known)}, and the features are "
+                f"{', '.join(f.name for f in schema.features)}"
+            )
+    found = {}
+    for feature in schema.features:
+        if feature.name not in keys:
+            raise ValueError(f"feature {feature.name!r} was given no keys: give the keys of every feature")
+        found[feature.name] = _one(feature, keys[feature.name], weights.get(feature.name))
+    counts = {name: feature.keys.size if feature.offsets is None else feature.offsets.size - 1
+              for name, feature in found.items()}  # fmt: skip
+    if len(set(counts.values())) != 1:
+        listed = ", ".join(f"{name}: {count}" for name, count in counts.items())
+        raise ValueError(f"features have keys of different numbers of samples ({listed}): give those of one batch")
+    return next(iter(counts.values())), found
+
+
+def _one(feature: Feature, given: Any, weights: Any) -> FeatureKeys:
+    where = f"feature {feature.name!r}"
+    values, ends = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+    keys = as_keys(f"the keys of {where}", values)
+    offsets = None if ends is None else _offsets(where, as_keys(f"the offsets of {where}", ends), keys)
+    length = {"one_hot": 1, "multi_hot": feature.length}.get(feature.hotness)
+    if offsets is not None and length is not None and keys.ndim == 1 and (np.diff(offsets) == length).all():
+        keys, offsets = keys if feature.hotness == "one_hot" else keys.reshape(-1, length), None  # as all have so many
+    if keys.ndim not in ((1,) if offsets is not None else (1, 2)):
+        raise ValueError(f"the keys of {where} have shape {keys.shape}: give (N,), (N, L) or a pair (values, offsets)")
+    shape = keys.shape
+    if feature.hotness == "one_hot" and (offsets is not None or keys.ndim != 1):
+        seen = "values and offsets" if offsets is not None else f"shape {shape}"
+        raise ValueError(f"the keys of {where} have {seen}: it has one key a sample in the schema, so give (N,)")
+    if feature.hotness == "multi_hot" and (offsets is not None or keys.ndim != 2 or shape[1] != feature.length):
+        seen = "values and offsets" if offsets is not None else f"shape {shape}"
+        raise ValueError(f"the keys of {where} have {seen}: it has {feature.length} keys a sample in the schema, so "
+                         f"give (N, {feature.length})")  # fmt: skip
+    if offsets is None and feature.hotness != "one_hot":
+        length = shape[1] if keys.ndim == 2 else 1
+        offsets = np.arange(shape[0] + 1, dtype=np.int64) * length
+    flat = np.ascontiguousarray(keys.reshape(-1))
+    if flat.size and int(flat.min()) <= NULL_KEY:
+        at = int(np.argmin(flat))
+        raise ValueError(
+            f"{where} has the key {int(flat[at])} at entry {at} of the batch: INT64_MIN and INT64_MIN + 1 are the keys "
+            "of the out-of-vocabulary row and the null row, so give such values another key"
+        )
+    return FeatureKeys(flat, offsets, None if weights is None else _weights(where, weights, shape))
+
+
+def _offsets(where: str, offsets: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    if offsets.ndim != 1 or not offsets.size or offsets[0] != 0 or offsets[-1] != keys.size or (
+        np.diff(offsets) < 0
+    ).any():  # fmt: skip
+        seen = f"{offsets.shape}" + (
+            f" from {offsets[0]} to {offsets[-1]}" if offsets.ndim == 1 and offsets.size else ""
+        )
+        raise ValueError(
+            f"the offsets of {where} are {seen}: give (N + 1,) numbers that begin with 0, never fall and end with "
+            f"the number of keys, {keys.size}"
+        )
+    return offsets.copy()  # loaders use their arrays again
+
+
+def _weights(where: str, given: Any, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    if isinstance(given, torch.Tensor):
+        if given.requires_grad:
+            raise ValueError(f"the weights of {where} require a gradient: give them to the embedding module instead")
+        given = given.numpy(force=True)
+    weights = np.asarray(given)
+    if weights.shape != shape or weights.dtype.kind not in "fiu":
+        raise ValueError(
+            f"the weights of {where} are {weights.dtype} of shape {weights.shape}: give a number for each of its keys, "
+            f"of shape {shape}"
+        )
+    return np.array(weights.reshape(-1), dtype=np.float32)
+
+
+SCRATCH_BYTES = 40  # for each row that is read, beside it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RawSamples:
+    """Samples as a loader gave them: ``label`` (N,) and ``dense`` (N, columns) are on the device."""
+
+    num_samples: int
+    features: dict[str, FeatureKeys]
+    """By name, in the order of the schema."""
+    label: torch.Tensor
+    dense: torch.Tensor
+    ids: dict[str, FoundIds]
+    """By feature, local ids of the pass; -1 for keys that it lacks. Empty where no pass was looked at."""
+    lacking: bool
+    """Whether the pass lacks any of the keys."""
+
+    def places(self) -> dict[str, NDArray[np.int32]]:
+        """Return the local ids of each feature, in host memory; waits for the search. Without a pass all are -1."""
+        if self.ids:
+            return {name: found.ids for name, found in self.ids.items()}
+        return {name: np.full(feature.keys.size, -1, np.int32) for name, feature in self.features.items()}
+
+
+class RawReader:
+    """Reads the samples that loaders give; on the training thread."""
+
+    def __init__(self, schema: Schema, tables: Sequence[Table], backend: Backend, index: IndexPlan) -> None:
+        self._schema, self._tables, self._backend = schema, {table.name: table for table in tables}, backend
+        self._table_of = {feature.name: feature.table for feature in schema.features}
+        self._finder = KeyFinder(tables, backend, index)
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the index of keys."""
+        return self._finder.index_bytes
+
+    def close(self) -> None:
+        """Let go of the index."""
+        self._finder.close()
+
+    def find(self, source: SubDataset, features: dict[str, FeatureKeys]) -> tuple[Found, dict[str, FoundIds]]:
+        """Return the local ids of keys in the key sets of ``source``, of all features and by feature."""
+        return self._finder.find(source, features, self._table_of)
+
+    def read(
+        self,
+        source: SubDataset | None,
+        pass_name: str,
+        keys: Mapping[str, Any],
+        *,
+        number: int = 0,
+        missing: Missing = "load",
+        weights: Mapping[str, Any] | None = None,
+        label: Any = None,
+        dense: Any = None,
+    ) -> RawSamples:
+        """Return the samples of batch ``number`` of a pass, by its name, that trains ``source``; None: of no pass.
+
+        Raises KeyNotInPassError where ``missing`` is "error" and a key is, and what ``Pass.batch`` promises.
+        """
+        if missing not in MISSING:
+            raise ValueError(f"missing is {missing!r}: it must be one of {', '.join(map(repr, MISSING))}")
+        num_samples, features = feature_keys(self._schema, keys, weights, (label, dense))
+        found, ids = (None, {}) if source is None else self._finder.find(source, features, self._table_of)
+        brought = self._bring("label", label, torch.empty(0, dtype=torch.float32, device="cpu"), (num_samples,))
+        columns = self._bring(
+            "dense", dense, torch.empty(num_samples, 0, dtype=torch.float32, device="cpu"), (num_samples, -1)
+        )
+        lost = None if found is None else found.missing()  # all is on its way: what is waited for is the search
+        if lost is not None and lost.count and missing == "error":
+            self._refuse(lost.first, features, ids, pass_name, number)
+        return RawSamples(num_samples, features, brought, columns, ids, lost is None or lost.count > 0)
+
+    def keys_of(self, samples: RawSamples) -> dict[str, NDArray[np.int64]]:
+        """Return by table the keys that samples have and their pass lacks, each once, ascending; none are left out."""
+        found: dict[str, list[NDArray[np.int64]]] = {}
+        if samples.lacking:
+            for name, places in samples.places().items():
+                found.setdefault(self._table_of[name], []).append(samples.features[name].keys[places < 0])
+        return {table: np.unique(np.concatenate(keys)) for table, keys in found.items() if sum(map(len, keys))}
+
+    def check_budget(self, num_samples: int, keys: Mapping[str, NDArray[np.int64]], budget: int) -> None:
+        """Raise BudgetError where the rows of an evaluation's keys, by table and each once, exceed ``budget`` bytes."""
+        wanted = sum(some.size * (4 * self._tables[name].dim + SCRATCH_BYTES) for name, some in keys.items())
+        if wanted > budget:
+            raise BudgetError(
+                f"the rows of {num_samples:,} samples take {format_bytes(wanted)}, but eval_budget is "
+                f"{format_bytes(budget)}: give smaller batches, or raise eval_budget (and host_budget, which holds it)"
+            )
+
+    def _bring(self, what: str, given: Any, absent: torch.Tensor, shape: tuple[int, int] | tuple[int]) -> torch.Tensor:
+        """Return numbers on the device; ``absent`` where none were given."""
+        found = absent if given is None else _numbers(what, given, shape)
+        if found.device == self._backend.device:
+            return found
+        return self._backend.tensor(self._backend.to_device(found.numpy()))
+
+    def _refuse(
+        self, entry: int, features: dict[str, FeatureKeys], ids: dict[str, FoundIds], pass_name: str, number: int
+    ) -> NoReturn:
+        """Raise KeyNotInPassError of an entry, counted over all features."""
+        name, found = next((name, found) for name, found in ids.items() if found.first <= entry < found.last)
+        at, table = entry - found.first, self._table_of[name]
+        key = int(features[name].keys[at])
+        wrapped = "" if not -(1 << 31) <= key < 0 else "; ids from 2**31 on are negative where they were int32"
+        raise KeyNotInPassError(
+            f"batch {number} of {pass_name} has the key {key} of table {table!r} at entry {at} of feature "
+            f"{name!r}, and the key set of its pass lacks it: give samples of this pass, write key sets that have "
+            f"all keys, or choose missing='load', 'init' or 'zero', which train no row for it{wrapped}",
+            table=table,
+            key=key,
+            batch=number,
+        )
+
+
+def _numbers(what: str, given: Any, shape: tuple[int, int] | tuple[int]) -> torch.Tensor:
+    try:
+        if not isinstance(given, torch.Tensor):
+            given = np.ascontiguousarray(
+                given, np.float32
+            )  # torch takes neither negative strides nor other byte orders
+        found = (given if isinstance(given, torch.Tensor) else torch.from_numpy(given)).detach().to(torch.float32)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{what} is no array of numbers ({error}): give one, or a tensor") from error
+    if found.is_sparse or found.is_meta:
+        raise ValueError(f"{what} is a sparse tensor, or one without values: give a dense tensor")
+    if found.ndim != len(shape) or any(s not in (-1, n) for s, n in zip(shape, found.shape, strict=True)):
+        expected = "(N,)" if len(shape) == 1 else "(N, columns)"
+        raise ValueError(f"{what} has shape {tuple(found.shape)}: give {expected} for the batch's {shape[0]} samples")
+    if found.device.type == "cpu" and not found.isfinite().all():  # on a GPU, looking would wait for it
+        at = int((~found.isfinite()).nonzero()[0, 0])
+        raise ValueError(f"{what} of sample {at} is not finite: give numbers that are, or leave the sample out")
+    return found

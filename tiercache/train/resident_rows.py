@@ -1,0 +1,279 @@
+"""Resident rows: all rows of a dataset in arrays on the device, for a cache without a store."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tiercache.errors import DatasetError, StateError
+from tiercache.kernels.cpu.unique_keys import UniqueKeys
+from tiercache.planning.positions import Positions
+from tiercache.planning.schedule import Schedule
+from tiercache.reporting.report import PassReport
+from tiercache.rows.backends.base import Layout
+from tiercache.rows.device import group_rows
+from tiercache.rows.prefetch import first_vectors
+from tiercache.store.bits import from_words
+from tiercache.store.table import group_tables
+from tiercache.train.commit_state import CommitState
+from tiercache.train.missing_rows import HeldKeys, unseen_vectors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.data.dataset import DatasetView
+    from tiercache.dist.communicator import AnyCommunicator
+    from tiercache.planning.schedule import OrderRule
+    from tiercache.rows.backends.base import Backend
+    from tiercache.store.table import Group, Table
+    from tiercache.train.dense_state import RandomStates
+    from tiercache.train.missing_rows import Unseen
+    from tiercache.train.passes import Pass
+    from tiercache.values.lookups import GroupRows
+
+
+class ResidentRows:
+    """Holds the rows of all passes, instead of `RankRows`: switching passes moves no rows, nothing is committed."""
+
+    eval_bytes = sys.maxsize
+    """Evaluations have no budget."""
+    host_bytes_peak = 0
+    closed = "this cache is closed, and its rows are gone: read them before close()"
+    """The error message for calls after ``close``."""
+
+    def __init__(self, source: DatasetView, backend: Backend, order: OrderRule) -> None:
+        """Take the memory, and make the initial rows. Raises BudgetError if the device has too little."""
+        self.source, self.backend = source, backend
+        self.groups = group_tables(source.tables)
+        self.positions = Positions.of(source, self.groups)
+        self.schedule = Schedule(num_passes=len(source.passes), dataset_digest=source.digest, order=order)
+        self.state = CommitState(self.groups, backend)
+        self.trained = 0
+        """Passes trained so far."""
+        self._begun = 0
+        """Passes that were begun: the rows of one that was left have moved too."""
+        self.keys: dict[str, NDArray[np.int64]] = {}
+        """By table, all keys, in the order of rows."""
+        self._first: dict[str, int] = {}
+        self._held: dict[str, HeldKeys] = {}
+        self._slots_PG: list[list[NDArray[np.int32]]] = [
+            [np.empty(self.positions.num_rows(p, g), dtype=np.int32) for g in range(len(self.groups))]
+            for p in range(len(source.passes))
+        ]
+        rows_G = [self._number(g) for g in range(len(self.groups))]
+        self._arrays_G = backend.reserve(
+            [
+                Layout(
+                    rows,
+                    tuple(field.words for field in group.fields),
+                    max(p[group.index].size for p in self._slots_PG),
+                    group.dtype != "float32",
+                )
+                for rows, group in zip(rows_G, self.groups, strict=True)
+            ],
+            "an InMemoryCache holds all rows of all passes, which",
+        )
+        for g in range(len(self.groups)):
+            self._fill(g)
+
+    def _number(self, g: int) -> int:
+        """Number the keys of a group over all passes and return how many there are."""
+        group, rows = self.groups[g], 0
+        for i, table in enumerate(group.tables):
+            most = sum(p.rows(table.name) for p in self.source.passes)
+            names = UniqueKeys(room=most)
+            for p, source in enumerate(self.source.passes):
+                starts = self.positions.table_starts(p, g)
+                numbers = self._slots_PG[p][g][starts[i] : starts[i + 1]]
+                names.add(np.ascontiguousarray(source.keys(table.name)), numbers)
+                numbers += rows
+            self._first[table.name] = rows
+            self.keys[table.name] = names.keys()
+            rows += names.count
+        return rows
+
+    def _fill(self, g: int) -> None:
+        """Make the initial rows of a group."""
+        group, arrays, backend = self.groups[g], self._arrays_G[g], self.backend
+        for values, field in zip(arrays.fields[1:], group.fields[1:], strict=True):
+            backend.set_rows(values, None, field.initial)
+        for table in group.tables:
+            keys, first = self.keys[table.name], self._first[table.name]
+            mine = slice(first, first + keys.size)
+            vectors = arrays.fields[0][mine]
+            if backend.generates(table):
+                backend.generate(table, keys, vectors, None, None)
+            else:
+                backend.write(vectors, _first_vectors(table, keys))
+            if group.dtype != "float32":
+                backend.note_keys(table, keys, arrays.streams[mine], None, None)
+
+    batch_order = plan = None
+    """Commits inside a pass and row moves have these; here they do not exist."""
+
+    # -- for the loop -------------------------------------------------------------------------------------
+
+    def check_parameters(self) -> None:
+        """Do nothing, because nothing is committed."""
+
+    def restore(self, ranks: AnyCommunicator) -> tuple[int, int]:
+        """Return where the training stands: before the first pass that was not trained to its end."""
+        return self.trained, 0
+
+    def begin(self, end: int) -> None:
+        """Do nothing, because no threads are needed."""
+
+    def brought(self, index: int) -> tuple[PassReport, Sequence[GroupRows]]:
+        """Return the report of a pass, which moves nothing, and its rows."""
+        self._begun = max(self._begun, index + 1)
+        p = self.schedule.sub_dataset_of(index)
+        rows = self.positions.num_rows(p)
+        report = PassReport(
+            pass_index=index, epoch=self.schedule.epoch_of(index), sub_dataset=p, rows=rows, rows_kept=rows,
+            rows_generated=0, rows_from_host=0, rows_read=0, rows_read_planned=0, bytes_loaded=0, bytes_read=0,
+            bytes_read_planned=0, durable=_nothing_to_write(),
+        )  # fmt: skip
+        return report, [
+            group_rows(
+                group,
+                self._arrays_G[g].fields,
+                self.backend.place(self._slots_PG[p][g], self._arrays_G[g].slots),
+                self.positions.table_starts(p, g),
+                streams=self._arrays_G[g].streams,
+            )
+            for g, group in enumerate(self.groups)
+        ]
+
+    def capture(self, random: RandomStates | None = None) -> None:
+        """Return nothing."""
+
+    def leave(self, state: object, *, last: bool) -> None:
+        """Count a pass as trained."""
+        self.trained += 1
+
+    def commit_within(self, sample: int, order: Mapping[str, object] | None, random: RandomStates | None) -> None:
+        """Do nothing."""
+
+    def check(self) -> None:
+        """Do nothing: no thread fails."""
+
+    def check_process(self) -> None:
+        """Do nothing: no thread is missing in a fork."""
+
+    def drain(self, *, staged: bool = False) -> None:
+        """Do nothing."""
+
+    def stop(self) -> None:
+        """Do nothing."""
+
+    # -- for the cache ------------------------------------------------------------------------------------
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of rows and slot maps."""
+        arrays = [array for one in self._arrays_G for array in (*one.fields, one.slots, one.streams)]
+        return sum(array.nbytes for array in arrays)
+
+    def check_restored(self) -> None:
+        """Do nothing, because nothing is committed."""
+
+    def check_evaluated(self, passes: DatasetView) -> None:
+        """Raise DatasetError for a dataset of other tables."""
+        if different := {table.name for table in {*passes.tables} ^ {*self.source.tables}}:
+            raise DatasetError(
+                f"the dataset {passes.path} was extracted for other tables than those trained here (they differ in "
+                f"{', '.join(sorted(different))}): extract it with the schema of {self.source.path}"
+            )
+
+    def now(
+        self, current: Pass | None, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None
+    ) -> InMemoryRows:
+        """Return a reader of any rows as of now, amid ``current`` or outside."""
+        last = min(self._begun, 2 * self.schedule.num_passes)
+        trained = {self.schedule.sub_dataset_of(index) for index in range(last)}
+        return InMemoryRows(self, sorted(trained))
+
+    def held_keys(self, table_name: str) -> HeldKeys:
+        """Return where the keys of a table are found, made when somebody asks for the first time."""
+        self._check_open()
+        if table_name not in self._held:
+            g, i = self._place(table_name)
+            cuts_P = [self.positions.table_starts(p, g)[i : i + 2] for p in range(len(self._slots_PG))]
+            slots_P = [slots_G[g][slice(*cuts)] for slots_G, cuts in zip(self._slots_PG, cuts_P, strict=True)]
+            self._held[table_name] = HeldKeys(self.keys[table_name], self._first[table_name], slots_P)
+        return self._held[table_name]
+
+    def read(
+        self, table_name: str, at: NDArray[np.int64] | None = None, num_fields: int | None = None
+    ) -> tuple[NDArray[np.float32], ...]:
+        """Return the first fields of some rows, given by their places in ``keys``; None: of all, and all.
+
+        All rows are views on a CPU, except for 16-bit vectors, and copies from a GPU.
+        """
+        self._check_open()
+        g, first = self._place(table_name)[0], self._first[table_name]
+        slots = slice(first, first + self.keys[table_name].size) if at is None else (first + at).astype(np.int32)
+        fields, arrays = self.groups[g].fields[:num_fields], self._arrays_G[g].fields[:num_fields]
+        return from_words(fields, [self.backend.read(words, slots) for words in arrays])
+
+    def close(self) -> None:
+        """Free all memory."""
+        self._arrays_G, self._slots_PG = [], []
+        self._held.clear()
+
+    def _check_open(self) -> None:
+        if not self._arrays_G:
+            raise StateError(self.closed)
+
+    def _place(self, table_name: str) -> tuple[int, int]:
+        """Return the group of a table, and which of its tables it is."""
+        return next(
+            (g, i) for g, group in enumerate(self.groups) for i, t in enumerate(group.tables) if t.name == table_name
+        )
+
+
+class InMemoryRows:
+    """Reads current rows like `LiveRows`: a key that has not been trained yet reads as its initial row."""
+
+    def __init__(self, rows: ResidentRows, trained: list[int]) -> None:
+        """trained: the sub-datasets trained so far."""
+        self.groups: tuple[Group, ...] = rows.groups
+        self._tables = {table.name: table for group in rows.groups for table in group.tables}
+        self._rows, self._trained_sub_datasets = rows, trained
+        self.unseen: Unseen = "initial"
+        """As of LiveRows."""
+
+    def fields(self, table_name: str, keys: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
+        """Return the vector and every optimizer state of ``keys``, as LiveRows does."""
+        out = tuple(np.empty((keys.size, field.width), np.float32) for field in self._tables[table_name].fields)
+        self.fill(table_name, keys, out)
+        return out
+
+    def fill(self, table_name: str, keys: NDArray[np.int64], out: tuple[NDArray[np.float32], ...]) -> None:
+        """Write the first fields of ``keys`` to the arrays of ``out``, (n, width) each; no other row is read."""
+        table = self._tables[table_name]
+        at, found = self._rows.held_keys(table_name).find(keys, self._trained_sub_datasets)
+        if found.any():
+            for to, have in zip(out, self._rows.read(table_name, at[found], len(out)), strict=True):
+                to[found] = have
+        if not found.all():
+            rest = np.nonzero(~found)[0]
+            out[0][rest] = unseen_vectors(table, keys[rest], self.unseen)
+            for to, field in zip(out[1:], table.fields[1:], strict=False):
+                to[rest] = field.initial
+
+
+def _first_vectors(table: Table, keys: NDArray[np.int64]) -> Callable[[NDArray[np.float32], slice], None]:
+    """Return what makes the initial vectors of some of ``keys``."""
+    return lambda words, part: first_vectors(table, keys[part], words)
+
+
+def _nothing_to_write() -> threading.Event:
+    done = threading.Event()
+    done.set()
+    return done

@@ -1,0 +1,393 @@
+"""RowOptimizer: the optimizer of the rows of all tables, as torch's optimizers are of dense parameters."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tiercache.errors import StateError
+from tiercache.rows.backends.row_steps import OptimizerStep, of_tables
+from tiercache.store.table import Adam, Group
+from tiercache.train.anchors import Anchors
+from tiercache.train.joint_optimizer import JointOptimizer, clip, squared_norm
+from tiercache.train.row_gradients import RowGradients
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from tiercache.rows.backends.base import Backend
+    from tiercache.store.optimizer import Optimizer
+    from tiercache.store.table import Table
+    from tiercache.train.anchors import Anchor
+    from tiercache.train.arrival import Arrival
+    from tiercache.values.lookups import GroupRows, SavedGradient
+
+
+class RowOptimizer(torch.optim.Optimizer):
+    """The optimizer of rows: each table is updated by the optimizer in its specification.
+
+    ``param_groups`` are the tables, each with the placeholders of the gradients that wait (see `anchors`), and with
+    ``lr``, ``weight_decay`` (L2, for the rows that a step touches) and, if the table's optimizer has them, ``eps`` and
+    ``betas``. They are read at each step, so the schedulers of `torch.optim.lr_scheduler` work. Tables with the same
+    row layout share them. All gradients of a row since the last step are summed, in the order of the backward calls,
+    then of features and samples; then the row is updated once.
+
+    The optimizer of a cache, `JointOptimizer`, steps it behind the dense ones.
+    """
+
+    def __init__(self, groups: tuple[Group, ...], backend: Backend) -> None:
+        self._groups, self._backend = groups, backend
+        self.anchors = Anchors()
+        self.gradients = RowGradients(len(groups), self.anchors)
+        self.steps = 0
+        """Steps applied so far."""
+        self._now: dict[int, tuple[tuple[Any, ...], Group]] = {}
+        """Groups as of the step before, by number, and the settings that they were made of."""
+        self._step: Callable[[torch.optim.Optimizer | None], None] | None = None
+        self._is_stepping = False
+        self.dense: list[torch.optim.Optimizer] = []
+        """The optimizers of dense parameters that the cache was given."""
+        tables = [{"params": [], **_settings(table)} for group in groups for table in group.tables]
+        all_adam = all("betas" in table for table in tables)
+        super().__init__(tables, {"betas": (0.9, 0.999)} if all_adam else {})
+        self._of = {group["table"]: group for group in self.param_groups}
+        self._joint: weakref.ref[JointOptimizer] | None = None
+
+    @property
+    def joint(self) -> JointOptimizer:
+        """The optimizer that a loop steps. Its cache keeps it; it is not kept here, because it keeps this one."""
+        found = None if self._joint is None else self._joint()
+        if found is None:
+            found = JointOptimizer(self)
+            self._joint = weakref.ref(found)
+        return found
+
+    # -- as torch's optimizers ----------------------------------------------------------------------------
+
+    def bind(self, step: Callable[[torch.optim.Optimizer | None], None]) -> None:
+        """Let ``step()`` call this; whoever has this is not kept alive by a scheduler on it."""
+        self._step = step
+
+    def follow(self, dense: torch.optim.Optimizer) -> Any:
+        """Step rows with ``dense``, one of the optimizers that the cache was given; returns a hook to be removed."""
+        self.dense.append(dense)
+        self.anchors.is_stepped = True
+        check = weakref.WeakMethod(self._check_alone)
+
+        def checked(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            if (found := check()) is not None:
+                found(optimizer)
+
+        return dense.register_step_pre_hook(checked)
+
+    def _check_alone(self, dense: torch.optim.Optimizer) -> None:
+        """Raise StateError where a dense optimizer is stepped by itself while its rows have gradients."""
+        if self._is_stepping:
+            return
+        for anchor in self.anchors:
+            if not anchor.has_arrived:
+                continue
+            anchor.drop_dropped()
+            is_mine = len(self.dense) == 1 or self._owned().get(id(anchor.parameter)) is dense
+            if is_mine and anchor.waiting:
+                raise StateError(
+                    f"{type(dense).__name__} was stepped by itself, and gradients of the rows of {anchor.tables} wait "
+                    "to be stepped with it: write optimizer = cache.optimizer before the loop (of several optimizers, "
+                    "cache.optimizer.part(optimizer) is one with its rows)"
+                )
+
+    def step(self, closure: Callable[[], Any] | None = None, *, dense: torch.optim.Optimizer | None = None) -> Any:
+        """Update the rows that have gradients. Gradients that were dropped since backward are not applied.
+
+        ``dense``: update only the rows of modules that have their anchors in this optimizer.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.step_behind((), dense)
+        return loss
+
+    def step_behind(self, stepped: Sequence[torch.optim.Optimizer], dense: torch.optim.Optimizer | None = None) -> None:
+        """Step dense optimizers, then the rows as ``step`` does."""
+        self._is_stepping = True
+        try:
+            for one in stepped:
+                one.step()
+        finally:
+            self._is_stepping = False
+        if self._step is None:
+            raise StateError("this optimizer belongs to no cache: step the one that a cache has as cache.optimizer")
+        self._step(dense)
+
+    def zero_grad(self, set_to_none: bool = True, *, dense: torch.optim.Optimizer | None = None) -> None:
+        """Drop the gradients of rows that have arrived: of modules that step with ``dense``, or of all."""
+        self.anchors.note_drop()
+        owned = self._owned()
+        for anchor in self.anchors:
+            if dense is None or owned.get(id(anchor.parameter)) is dense or len(self.dense) == 1:
+                anchor.clear()
+                if (parameter := anchor.parameter) is not None and id(parameter) not in owned:
+                    parameter.grad = None
+
+    def groups_of(self, dense: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+        """Return the tables that are stepped with ``dense``, None: all; their parameters are those of now."""
+        owned = self._owned()
+        mine = [one for one in self.anchors if dense is None or self._steps_with(one, dense, owned)]
+        found: dict[str, list[torch.Tensor]] = {}
+        for anchor in mine:
+            parameter = anchor.parameter
+            alone = [] if parameter is None or id(parameter) in owned else [parameter]
+            found.setdefault(anchor.first_table, []).extend(alone + [one.placeholder for one in anchor.waiting])
+        for group in self.param_groups:
+            group["params"] = found.get(group["table"], [])
+        if dense is None:
+            return self.param_groups
+        tables = {table for anchor in mine for table in anchor.table_names}
+        return [group for group in self.param_groups if group["table"] in tables]
+
+    def _steps_with(
+        self, anchor: Anchor, dense: torch.optim.Optimizer, owned: Mapping[int, torch.optim.Optimizer]
+    ) -> bool:
+        """Return whether a module's rows step with ``dense``; one that is in no optimizer and trains none does not."""
+        is_idle = id(anchor.parameter) not in owned and not anchor.waiting
+        if is_idle and any(id(one.parameter) in owned for one in self.anchors):
+            return False
+        return self.owner(anchor, owned) is dense
+
+    def owner(
+        self, anchor: Anchor, owned: Mapping[int, torch.optim.Optimizer] | None = None
+    ) -> torch.optim.Optimizer | None:
+        """Return the dense optimizer that a module's rows step with: the one that has its anchor.
+
+        Where none has any anchor it is the only one, or None. owned: as ``_owned`` returns it. Raises StateError for an
+        anchor that is in none, where one has others.
+        """
+        owned = self._owned() if owned is None else owned
+        found = owned.get(id(anchor.parameter))
+        if found is None and self.dense:
+            if len(self.dense) > 1 or any(id(one.parameter) in owned for one in self.anchors):
+                raise StateError(
+                    f"a module that looks up {anchor.tables} is in none of the cache's optimizers, so nobody would "
+                    "train its rows: give an optimizer the module's parameters, or freeze it with requires_grad_(False)"
+                )
+            return self.dense[0]
+        return found
+
+    def _owned(self) -> dict[int, torch.optim.Optimizer]:
+        """Return the dense optimizer of each parameter, by its id."""
+        return {id(p): one for one in self.dense for group in one.param_groups for p in group["params"]}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the settings of all tables. The state of rows is in the store."""
+        groups = [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
+        return {"state": {}, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any], *, dense: torch.optim.Optimizer | None = None) -> None:
+        """Load the settings of the tables that step with ``dense``, or of all. Raises StateError if they differ."""
+        stored = [group.get("table") for group in state_dict["param_groups"]]
+        mine = [group["table"] for group in self.groups_of(dense)]
+        if sorted(stored, key=str) != sorted(mine):
+            raise StateError(f"the state is of tables {stored} and the cache has {mine}: use the same tables")
+        for group in state_dict["param_groups"]:
+            self._of[group["table"]].update({name: value for name, value in group.items() if name != "params"})
+
+    # -- for the cache ------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> bool:
+        """Whether a backward was not stepped yet."""
+        return self.gradients.is_pending
+
+    def discard(self) -> None:
+        """Drop the gradients of a pass that has ended; those that `leave` noted wait to be dropped by the loop."""
+        self.gradients.clear()
+        for anchor in self.anchors:
+            anchor.end_step()
+            if not anchor.is_left:
+                anchor.clear()
+
+    def due(self, dense: torch.optim.Optimizer | None) -> list[Arrival]:
+        """Return the gradients that the step of ``dense``, or of all, applies."""
+        mine = [anchor for anchor in self.anchors if anchor.has_arrived]
+        if dense is not None:
+            owned = self._owned()
+            for anchor in mine:
+                anchor.drop_dropped()
+            mine = [anchor for anchor in mine if anchor.waiting and self.owner(anchor, owned) is dense]
+        return [one for anchor in mine for one in anchor.due()]
+
+    def begin_step(self, dense: torch.optim.Optimizer | None) -> set[str]:
+        """Have gradients applied by the step of ``dense``, or of all tables; return the tables that it updates."""
+        found = self.due(dense)
+        for one in found:
+            one.take()
+        self.anchors.note_step(applied=bool(found) or any(self.gradients.pending))
+        return {table for one in found for table in one.tables}
+
+    def count_step(self, tables: Collection[str]) -> None:
+        """Count a step of ``tables``, of which some rank has gradients; one of none is no step."""
+        self.steps += bool(tables)
+        for table in tables:
+            self._of[table]["step"] += 1
+
+    def settle(self, gradients: RowGradients) -> None:
+        """Have ``gradients`` apply what the step that runs does."""
+        gradients.settle(self._backend.array)
+
+    def apply(self, rows: Sequence[GroupRows]) -> None:
+        """Update ``rows`` by the pending gradients, and drop them."""
+        due: list[OptimizerStep] = []
+        for g, (mine, pending) in enumerate(zip(rows, self.gradients.pending, strict=True)):
+            if pending:
+                settings = self._shared(g)
+                group, rate = self._with(g, settings), float(settings["lr"])
+                parts = self._by_number(g, pending).items()
+                due += [OptimizerStep(group, mine, saved, rate, number) for number, saved in parts]
+        if due:
+            self._backend.step(due)
+        self.gradients.clear_settled()
+        self.end_step()
+
+    def end_step(self) -> None:
+        """Drop the gradients that were applied."""
+        for anchor in self.anchors:
+            anchor.end_due()
+
+    def step_rows(self, rows: Sequence[GroupRows], dense: torch.optim.Optimizer | None) -> None:
+        """Take the step of ``dense``, or of all tables: `begin_step` and `apply`."""
+        self.count_step(self.begin_step(dense))
+        self.settle(self.gradients)
+        self.apply(rows)
+
+    def squared_norm(self, gradients_G: Sequence[Sequence[SavedGradient]]) -> torch.Tensor:
+        """Return the sum of squares of gradients of rows, float64 0-dim."""
+        return squared_norm(self._groups, gradients_G, self._backend)
+
+    def clip(
+        self, max_norm: float, dense: torch.optim.Optimizer | None, due: Sequence[Arrival], row_squares: torch.Tensor,
+        *, error_if_nonfinite: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """Clip the gradients of ``dense``, or of all dense optimizers, and of the rows that step with it.
+
+        due: the gradients of rows that a step now would apply; row_squares: of the rows that these are of.
+        """
+        anchors = {id(anchor.parameter) for anchor in self.anchors}
+        optimizers = self.dense if dense is None else [dense]
+        found = (one for each in optimizers for group in each.param_groups for one in group["params"])
+        parameters = [one for one in found if id(one) not in anchors]
+        return clip(parameters, row_squares, due, max_norm, error_if_nonfinite=error_if_nonfinite)
+
+    def number(self, table: str) -> int:
+        """Return the number of the step that a table takes now: Adam's bias correction and rounding go by it."""
+        return int(self._of[table]["step"])
+
+    def _by_number(self, g: int, pending: Sequence[SavedGradient]) -> dict[int, list[SavedGradient]]:
+        """Return the gradients of a group by the number of the step that their tables take now."""
+        tables = self._groups[g].tables
+        names: dict[int, list[str]] = {}
+        for table in tables:
+            names.setdefault(self.number(table.name), []).append(table.name)
+        if len(names) == 1 or not (isinstance(tables[0].optimizer, Adam) or tables[0].dtype != "float32"):
+            return {max(names): [*pending]}  # other rules do not go by it
+        parts = {
+            number: [part for saved in pending for part in of_tables(self._backend, saved, some)]
+            for number, some in names.items()
+        }
+        return {number: part for number, part in parts.items() if part}
+
+    def learning_rate(self, g: int) -> float:
+        """Return the rate of a group."""
+        return float(self._shared(g)["lr"])
+
+    @property
+    def learning_rates(self) -> list[float]:
+        """That of each group."""
+        return [self.learning_rate(g) for g in range(len(self._groups))]
+
+    def group(self, g: int) -> Group:
+        """Return a group whose optimizer has the settings of now."""
+        return self._with(g, self._shared(g))
+
+    def _with(self, g: int, settings: Mapping[str, Any]) -> Group:
+        values = settings["weight_decay"], settings.get("eps"), *settings.get("betas", ())
+        if g not in self._now or self._now[g][0] != values:  # most steps have the settings of the step before
+            group = self._groups[g]
+            now = _optimizer(group.optimizer, settings)
+            if now != group.optimizer:
+                group = Group(index=group.index, tables=(replace(group.tables[0], optimizer=now),))
+            self._now[g] = values, group
+        return self._now[g][1]
+
+    def _shared(self, g: int) -> dict[str, Any]:
+        """Return the settings of a group. Raises ValueError where those of its tables differ, or are none."""
+        first, *others = (self._of[table.name] for table in self._groups[g].tables)
+        if not math.isfinite(first["lr"]) or first["lr"] < 0:
+            raise ValueError(
+                f"learning rate {first['lr']} of table {first['table']!r} is not a finite number of at least 0"
+            )
+        values = [first.get(name) for name in _HYPERPARAMETERS]
+        for other in others:
+            if [other.get(name) for name in _HYPERPARAMETERS] != values:
+                name = next(name for name in _HYPERPARAMETERS if other.get(name) != first.get(name))
+                raise ValueError(
+                    f"tables {first['table']!r} and {other['table']!r} have one row layout and step together, with "
+                    f"{name} {first.get(name)} and {other.get(name)}: set both, or give one a dim, dtype or "
+                    "optimizer of its own"
+                )
+        return first
+
+    def settings(self) -> dict[str, Any]:
+        """Return what a commit keeps."""
+        kept: dict[str, Any] = {"steps": self.steps, "learning_rates": self.learning_rates}
+        changed = {
+            table.name: {name: now[name] for name in ("step", *_HYPERPARAMETERS[1:]) if name in now}
+            for group in self._groups
+            for table in group.tables
+            if (now := self._of[table.name])["step"] != self.steps
+            or _optimizer(group.optimizer, now | {"lr": group.optimizer.learning_rate}) != group.optimizer
+        }
+        return kept | ({"tables": changed} if changed else {})
+
+    def restore(self, settings: dict[str, Any]) -> None:
+        """Take back what a commit kept; one of rows from outside may keep the steps alone, or nothing."""
+        first = [group.optimizer.learning_rate for group in self._groups]
+        rates = [float(rate) for rate in settings.get("learning_rates", first)]
+        if len(rates) != len(self._groups):
+            raise StateError(
+                f"the commit has learning rates for {len(rates)} groups of tables and the cache has "
+                f"{len(self._groups)}: open the store with the tables it was made with"
+            )
+        self.steps = int(settings.get("steps", 0))
+        for group, rate in zip(self._groups, rates, strict=True):
+            for table in group.tables:
+                changed = dict(settings.get("tables", {}).get(table.name, {}))
+                if "betas" in changed:
+                    changed["betas"] = tuple(changed["betas"])  # a list once it was kept
+                self._of[table.name].update(_settings(table) | {"lr": rate, "step": self.steps} | changed)
+
+
+_HYPERPARAMETERS = ("lr", "weight_decay", "eps", "betas")
+
+
+def _settings(table: Table) -> dict[str, Any]:
+    """Return the settings of a table by torch's names."""
+    kept = asdict(table.optimizer)
+    found = {"table": table.name, "lr": float(kept["learning_rate"]), "weight_decay": kept["decay"], "step": 0}
+    if "beta1" in kept:
+        found["betas"] = (kept["beta1"], kept["beta2"])
+    return found | ({"eps": kept["eps"]} if "eps" in kept else {})
+
+
+def _optimizer(optimizer: Optimizer, settings: Mapping[str, Any]) -> Optimizer:
+    """Return an optimizer with other settings but the learning rate, which is a step's."""
+    changed: dict[str, Any] = {"decay": float(settings["weight_decay"])}
+    if hasattr(optimizer, "eps"):
+        changed["eps"] = float(settings["eps"])
+    if hasattr(optimizer, "beta1"):
+        changed["beta1"], changed["beta2"] = map(float, settings["betas"])
+    return replace(optimizer, **changed)

@@ -1,0 +1,146 @@
+"""RowView: the rows of a pass, or of an evaluation, as its batches look them up."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tiercache.kernels.cpu.next_use import hash_range_bound
+from tiercache.store.bits import hash_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from tiercache.rows.backends.base import Backend
+    from tiercache.schema import Schema
+    from tiercache.train.pass_ledger import PassLedger
+    from tiercache.train.row_gradients import RowGradients
+    from tiercache.values.ids import FeatureIds, FoundIds
+    from tiercache.values.lookups import GroupRows
+
+
+class RowView:
+    """The rows that batches of one pass look up, and where their gradients go (nowhere in an evaluation)."""
+
+    def __init__(
+        self,
+        groups: Sequence[GroupRows],
+        gradients: RowGradients | None,
+        name: str,
+        backend: Backend,
+        bring: Callable[[], None] | None = None,
+    ) -> None:
+        """bring: ends the pass before and shows the rows of this one, where that has to be waited for."""
+        self.groups: Sequence[GroupRows] = tuple(groups)
+        self.backend = backend
+        self.gradients = gradients
+        self.name = name
+        self.ended = self.is_left = self.is_dropped = False
+        self.schema: Schema | None = None
+        """The schema of the dataset that batches are of, with which modules are compared."""
+        self.ledger: PassLedger | None = None
+        """What becomes of the batches of the pass."""
+        self.keys_of: Callable[[str], NDArray[np.int64]] | None = None
+        """The keys of a table that local ids mean, in their order, where there are such."""
+        self._places: dict[tuple[str, int], int] = {}
+        self._bring = bring
+        self._users: list[Callable[[], None]] = []
+
+    def is_key(self, feature: str, ids: FeatureIds | FoundIds, key: int) -> NDArray[np.bool_]:
+        """Return which of the ids (E,) of a feature in one batch stand for a key."""
+        found: NDArray[np.bool_] = ids.ids == self.local_id(feature, key)
+        return found
+
+    def local_id(self, feature: str, key: int) -> int:
+        """Return the local id of a key of a feature; -1 if it is not among them."""
+        assert self.schema is not None, f"nothing says which tables {self.name} has"
+        if self.keys_of is None:
+            return -1
+        table = self.schema.feature(feature).table
+        if (table, key) not in self._places:
+            table_id = next(one.table_id for one in self.schema.tables if one.name == table)
+            keys, hashed = self.keys_of(table), int(hash_keys(np.array([key]), table_id)[0])
+            at = hash_range_bound(keys, table_id, hashed)
+            self._places[table, key] = at if at < keys.size and int(keys[at]) == key else -1
+        return self._places[table, key]
+
+    def check(self) -> None:
+        """Raise RuntimeError where the pass has ended: its local ids mean other rows now."""
+        if self.ended:
+            raise RuntimeError(self._has_ended)
+
+    def check_made(self) -> None:
+        """Raise RuntimeError where no more batches are made of it."""
+        if self.is_left:
+            raise RuntimeError(self._has_ended)
+
+    @property
+    def _has_ended(self) -> str:
+        if self.is_dropped and self.ledger is not None:
+            done, all_samples = self.ledger.samples_trained, self.ledger.num_samples
+            return (
+                f"{self.name} has ended after {done:,} of its {all_samples:,} samples because its loop was left, or "
+                "the iterator of passes() was not kept: use batches inside `for p in cache.passes(...)`"
+            )
+        return f"this batch belongs to {self.name}, which has ended: use batches inside their own loop"
+
+    def show(self, groups: Sequence[GroupRows]) -> None:
+        """Have lookups find these rows."""
+        self.groups, self._bring = tuple(groups), None
+
+    @property
+    def is_brought(self) -> bool:
+        """Whether the rows are there; if not, the pass before has not ended."""
+        return self._bring is None
+
+    def bring(self) -> None:
+        """Have the rows brought, where they were not yet: the pass before ends then."""
+        if self._bring is not None:
+            self._bring()
+
+    def look_up(self, end: int, *, trains: bool = True) -> None:
+        """Check that a module finds the rows of a batch, which ends behind so many samples; brings them to train it.
+
+        trains: whether gradients, if enabled, move rows: those of a frozen module do not. Raises RuntimeError where the
+        pass has ended, StateError where the pass before has to end first and is not trained.
+        """
+        self.check()
+        if self.gradients is None:
+            return
+        gradients = torch.is_grad_enabled()
+        self.bring()
+        if self.ledger is not None:
+            self.ledger.look_up(end, gradients=gradients, trains=gradients and trains)
+        if gradients:
+            self.gradients.is_awaited = True
+            self.gradients.unstepped.add(end)
+
+    def leave(self) -> None:
+        """Make no more batches of it; those there are may be looked up on."""
+        self.is_left = True
+        for close in list(self._users):
+            close()
+
+    def end(self) -> None:
+        """End it: local ids mean other rows from now on. What makes batches of them ahead ends first.
+
+        Batches of it may stay with whoever has them; the memory of the rows does not stay with these.
+        """
+        self.ended = True
+        self.leave()
+        self.groups, self._bring = (), None
+
+    @contextmanager
+    def in_use(self, close: Callable[[], None]) -> Iterator[None]:
+        """Call ``close`` where they end inside, and behind it."""
+        self._users.append(close)
+        try:
+            yield
+        finally:
+            self._users.remove(close)
+            close()

@@ -1,0 +1,307 @@
+"""TableModule: what modules that look tables up have in common; a module without a cache, bound to one later."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tiercache.errors import DatasetError, StateError
+from tiercache.schema import Schema, difference
+from tiercache.values.batch import Batch
+from tiercache.values.compiled import number_module
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from tiercache.schema import Feature
+    from tiercache.train.plain_keys import Given
+    from tiercache.train.row_view import RowView
+
+
+class TableModule(nn.Module):
+    """A module that looks up tables.
+
+    It has no rows. It has a parameter of one element, the anchor, through which gradients of rows are gradients that
+    torch knows (see `anchors`). The rows that the module looks up step with the optimizer that has the anchor;
+    ``requires_grad_(False)`` freezes them. The dtype of the anchor is that of outputs. Its value means nothing and is
+    not part of the module's state.
+    """
+
+    is_restoring = False
+    """True while a cache restores a commit, whose state belongs to the rows of that commit."""
+
+    def __init__(self, schema: Schema, features: Sequence[str] | None) -> None:
+        super().__init__()
+        given: object = schema
+        if not isinstance(given, Schema):
+            kind = type(self).__name__
+            features_ = "" if kind.endswith("Collection") else ", feature"
+            raise TypeError(
+                f"{kind} was given {type(given).__name__} as its schema: it takes the schema of the dataset in place "
+                f"of torch's num_embeddings and embedding_dim, as in "
+                f"tc.{kind}(PassDataset.open(path).schema{features_})"
+            )
+        self.features, self.dims, self.feature_specs = _choose(schema, features)
+        self.tables = [*dict.fromkeys(self.feature_specs[name].table for name in self.features)]
+        """The tables looked up."""
+        self.table_specs = {table.name: table for table in schema.tables if table.name in self.tables}
+        """By name, as the module's schema has them."""
+        self._checked: Schema | None = None
+        """The schema of the rows that were looked up last, which has the same features and tables."""
+        self.pooling: dict[str, str | None] = dict.fromkeys(self.features)
+        """By feature, how the owner of its rows may pool it for other ranks; None where its rows are needed."""
+        self.padding: int | None = None
+        """The key that stands for nothing."""
+        of_one = torch.zeros(1, dtype=torch.float32, device="cpu")
+        self.anchor = nn.Parameter(of_one, requires_grad=bool(self.features))
+        """The parameter; on the CPU also of a module that is made on "meta"."""
+        self._rows: Callable[[], Callable[[], dict[str, Any]] | None] = _of_no_cache
+        self._plain: Callable[[], Callable[..., Batch] | None] = _of_no_cache
+        self._loaded: dict[str, Any] | None = None
+        self.weights: dict[str, torch.Tensor] = {}
+        """By table, those of the module that it took the place of: rows for a store that is made."""
+        buckets = [self.feature_specs[name].num_buckets for name in self.features]
+        self.num_embeddings = buckets[0] if len(buckets) == 1 and buckets[0] is not None else UNBOUNDED
+        """Keys of the only feature: those that it is hashed to, or that the module had which this took the place of."""
+        self.number = number_module(self)
+        """By it compiled models look the module up."""
+        self.copied_from = 0
+        """The number of the module that this is a copy of; 0: of none."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "anchor" and (found := self._parameters.get(name)) is not None:  # at each lookup
+            return found
+        refuse_attribute(self, name)
+        return super().__getattr__(name)
+
+    def mode_of(self, feature: str) -> str | None:
+        """Return how a feature is pooled; None: not at all."""
+        return None
+
+    def table_of(self, feature: str) -> str:
+        """Return the table of a feature that is looked up."""
+        return self.feature_specs[feature].table
+
+    def check(self, name: str, schema: Schema, data: str) -> None:
+        """Raise DatasetError unless the features and tables looked up are those of ``schema``, the schema of ``data``.
+
+        A lookup takes dims and hotness from the module, but the rows are those of the dataset.
+
+        Args:
+            name: of the module; empty if no cache was given it.
+            schema: of the dataset.
+            data: what errors call the dataset.
+        """
+        module = f"{type(self).__name__} {name!r}" if name else f"an unregistered {type(self).__name__}"
+        advice = (
+            "make the module with the schema of the dataset (PassDataset.open(path).schema), or extract the dataset "
+            "again with the edited schema"
+        )
+        tables, features = ({one.name: one for one in some} for some in (schema.tables, schema.features))
+        parts: list[tuple[str, Any, Mapping[str, Any]]] = [
+            (f"feature {one.name!r} of table {one.table!r}", one, features) for one in self.feature_specs.values()
+        ]
+        parts += [(f"table {one.name!r}", one, tables) for one in self.table_specs.values()]
+        for what, mine, theirs in parts:
+            if mine.name not in theirs:
+                raise DatasetError(
+                    f"{module} looks up {what}, which {data} does not have (it has {', '.join(theirs)}): {advice}"
+                )
+            if found := difference(mine, theirs[mine.name]):
+                field, ours, other = found
+                raise DatasetError(
+                    f"{module} has {field} {ours!r} for {what}, and {data} has {field} {other!r}: {advice}"
+                )
+
+    def check_rows(self, rows: RowView) -> None:
+        """Raise DatasetError where the rows of a batch are those of a dataset with other features or tables.
+
+        A module that no cache was given is compared at its first lookup.
+        """
+        if rows.schema is not None and rows.schema is not self._checked:
+            self.check("", rows.schema, f"the dataset of {rows.name}")
+            self._checked = rows.schema
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        found = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            self.anchor.data.zero_()  # to_empty() leaves anything; not a write of the loop's
+        return found
+
+    def cast(self, out: torch.Tensor) -> torch.Tensor:
+        """Return vectors in the dtype of the module."""
+        return out if out.dtype == self.anchor.dtype else out.to(self.anchor.dtype)
+
+    def begin_lookup(self, batch: Batch) -> bool:
+        """Check that rows of a batch can be looked up, and bring them; return whether this module may train them."""
+        if not isinstance(batch, Batch):
+            raise TypeError(
+                f"a module that looks up {', '.join(self.features)} was given a {type(batch).__name__}: give it a "
+                "batch of p.batches(...), or make one of your own keys with p.batch(...)"
+            )
+        gradients = batch.rows.gradients
+        trains = gradients is not None and torch.is_grad_enabled() and self.anchor.requires_grad
+        is_known = gradients is None or not trains or gradients.anchors.check_reader(self)
+        batch.rows.look_up(batch.end, trains=trains)
+        return is_known
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {
+            "_rows": _of_no_cache,
+            "_plain": _of_no_cache,
+        }  # a copy, or one that was pickled, belongs to no cache
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.copied_from = self.number
+        self.number = number_module(self)
+
+    def bind(self, rows: Callable[[], Callable[[], dict[str, Any]] | None]) -> None:
+        """Bind the module to a cache.
+
+        ``rows`` refers to what names the store and the commit of the cache; it gives None once that is gone.
+
+        Raises StateError if a state was loaded that belongs to other rows.
+        """
+        self._rows = rows
+        self._check_rows()
+
+    def take_keys(self, plain: Callable[[], Callable[..., Batch] | None]) -> None:
+        """Let the module take plain tensors of keys. ``plain`` refers to what makes batches of them."""
+        self._plain = plain
+
+    def batch_of_keys(self, given: Given) -> Batch:
+        """Return a batch of the keys of the only feature, with the rows that they mean.
+
+        Raises StateError for a module that no cache was given.
+        """
+        plain = self._plain()
+        if plain is None:
+            raise StateError(
+                f"a module that looks up {', '.join(self.features)} was given a tensor of keys and belongs to no "
+                "cache: give the cache its model (model=..., or register())"
+            )
+        trains = torch.is_grad_enabled() and self.anchor.requires_grad
+        return plain(self.feature_specs[self.features[0]], given, trains=trains)
+
+    def _check_rows(self) -> None:
+        """Raise StateError where the rows are not those that the loaded state belongs to."""
+        state, rows = self._loaded, self._rows()
+        if state is None or rows is None:
+            return
+        self._loaded = None
+        if state == (now := rows()):
+            return
+        raise StateError(
+            f"this state belongs to the rows of commit {state['commit']} of {state['store']}, and the cache has those "
+            f"of commit {now['commit']} of {now['store']}: roll the store back, or load the state of its rows"
+        )
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a state without rows and anchor; its metadata name the store and the commit that it belongs to."""
+        found = super().state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        found.pop(f"{prefix}anchor", None)
+        rows = self._rows()
+        if rows is not None and hasattr(found, "_metadata"):
+            found._metadata[prefix[:-1]]["rows"] = rows()
+        return found
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        self._loaded = None if TableModule.is_restoring else local_metadata.get("rows")
+        self._check_rows()
+        rows = self._rows()
+        if not local_metadata and not TableModule.is_restoring and rows is not None and rows()["commit"] > 0:
+            warnings.warn(
+                f"the loaded state does not say which rows of {', '.join(map(repr, self.tables))} it belongs to, "
+                f"because it was copied into a plain dict. The rows stay at commit {rows()['commit']} or later: "
+                "copy a state with copy.deepcopy or torch.save, and roll the store back when you load it",
+                stacklevel=2,
+            )
+        if state_dict.pop(f"{prefix}weight", None) is not None:
+            args[3].append(
+                f"{prefix}weight is a whole table, whose rows are in the store now: load it into the plain model "
+                "before tc.convert, or import it into a new store with tc.import_store"
+            )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        if (anchor := f"{prefix}anchor") in args[1]:  # missing, as it is in no state
+            args[1].remove(anchor)
+
+
+UNBOUNDED = (1 << 63) - 1
+"""Keys of a table that any int64 may be a key of."""
+_INSTEAD = {
+    "weight": "it looks up several tables, whose rows are in the store and on the device: read them with Store.lookup",
+    "embedding_dim": "the columns of each feature are in .dims",
+    "padding_idx": "tc.Embedding and tc.EmbeddingBag have one",
+    "max_norm": "rows are not renormalized",
+    "norm_type": "rows are not renormalized",
+    "scale_grad_by_freq": "give weights for ids instead",
+    "sparse": "no gradient of a whole table ever exists",
+    "include_last_offset": "a batch has offsets of its own",
+    "reset_parameters": "rows begin as the initializer of their table says",
+}
+"""By name, what torch's embeddings have and ours do not."""
+
+
+def refuse_attribute(module: nn.Module, name: str) -> None:
+    """Raise AttributeError, with what to do, for an attribute that only torch's embeddings have."""
+    if name in _INSTEAD:
+        raise AttributeError(f"{type(module).__name__} has no {name}, as torch's embeddings have: {_INSTEAD[name]}")
+
+
+def _of_no_cache() -> None:
+    """Nobody's rows."""
+
+
+def table_modules(objects: Iterable[object]) -> list[TableModule]:
+    """Return the modules that look tables up, of all modules among ``objects``."""
+    return [part for one in objects for _, part in named_table_modules(one)]
+
+
+def named_table_modules(one: object) -> list[tuple[str, TableModule]]:
+    """Return the modules that look tables up in ``one``, which may be anything, with their names in it."""
+    if not isinstance(one, nn.Module):
+        return []
+    return [(name, part) for name, part in one.named_modules() if isinstance(part, TableModule)]
+
+
+def anchor_ids(objects: Iterable[object]) -> set[int]:
+    """Return the ids of the anchors of all modules among ``objects``."""
+    return {id(module.anchor) for module in table_modules(objects)}
+
+
+def poolings(modules: Iterable[nn.Module], features: Iterable[str]) -> dict[str, str | None]:
+    """Return how each feature that some of ``modules`` looks up is pooled, in the order of ``features``.
+
+    None: in several ways, or its rows are needed. Without any embedding module all are looked up, by their rows.
+    """
+    asked: dict[str, set[str | None]] = {}
+    for module in modules:
+        for part in module.modules():
+            if isinstance(part, TableModule):
+                for name, mode in part.pooling.items():
+                    asked.setdefault(name, set()).add(mode)
+    if not asked:
+        return dict.fromkeys(features)
+    return {name: next(iter(asked[name])) if len(asked[name]) == 1 else None for name in features if name in asked}
+
+
+def _choose(schema: Schema, features: Sequence[str] | None) -> tuple[list[str], list[int], dict[str, Feature]]:
+    if not isinstance(schema, Schema):
+        raise TypeError(
+            f"the schema is {schema!r}: give the schema of the dataset and the names of features, as in "
+            "tc.EmbeddingBag(data.schema, 'user'); the sizes of tables are in the schema"
+        )
+    specs = {feature.name: feature for feature in schema.features}
+    names = list(specs) if features is None else list(features)
+    for name in names:
+        if name not in specs:
+            raise ValueError(f"the schema has no feature {name!r}: it has {', '.join(specs)}")
+        if names.count(name) > 1:
+            raise ValueError(f"feature {name!r} was given twice: name each feature once")
+    dims = {table.name: table.dim for table in schema.tables}
+    return names, [dims[specs[name].table] for name in names], {name: specs[name] for name in names}

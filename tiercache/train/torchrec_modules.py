@@ -1,0 +1,135 @@
+"""The collections of torchrec that a model has: what takes their place in training, and for serving."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tiercache.train.embedding import EmbeddingBagCollection, EmbeddingCollection
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tiercache.schema import Schema
+    from tiercache.values.batch import Batch
+
+
+def is_collection(module: nn.Module) -> bool:
+    """Whether it is torchrec's EmbeddingBagCollection or EmbeddingCollection; False where torchrec is not in use."""
+    torchrec = sys.modules.get("torchrec.modules.embedding_modules")
+    return torchrec is not None and isinstance(module, torchrec.EmbeddingBagCollection | torchrec.EmbeddingCollection)
+
+
+def tables_of(collection: Any) -> list[tuple[Any, Any]]:
+    """Return the configuration of each table of a collection, and the plain module that it consists of."""
+    if hasattr(collection, "embedding_bags"):
+        return [*zip(collection.embedding_bag_configs(), collection.embedding_bags.values(), strict=True)]
+    return [*zip(collection.embedding_configs(), collection.embeddings.values(), strict=True)]
+
+
+def feature_names(collection: Any) -> list[str]:
+    """Return the features of a collection in the order of its outputs, one that two tables have twice."""
+    return [name for config, _ in tables_of(collection) for name in config.feature_names]
+
+
+def converted_collection(old: Any, name: str, features: Sequence[str], schema: Schema) -> ConvertedBags | ConvertedRows:
+    """Return what takes the place of a collection. Raises ValueError where it would do something else."""
+    configs, asked = [config for config, _ in tables_of(old)], feature_names(old)
+    outputs = [
+        f"{feature}@{config.name}" if asked.count(feature) > 1 else feature
+        for config in configs
+        for feature in config.feature_names
+    ]
+    if not hasattr(old, "embedding_bags"):
+        if old.need_indices():
+            raise ValueError(f"{name} has need_indices=True, and a batch has local ids: make it without")
+        return ConvertedRows(schema, features, asked, outputs)
+    pools = [config.pooling.name.lower() for config in configs for _ in config.feature_names]
+    weighted = {one.name: one.weights is not None for one in schema.features}
+    for feature in features:
+        if weighted[feature] != old.is_weighted():
+            raise ValueError(
+                f"{name} has is_weighted={old.is_weighted()} and feature {feature!r} has "
+                f"{'' if weighted[feature] else 'no '}weights in the schema: make them agree"
+            )
+    return ConvertedBags(schema, features, dict(zip(features, pools, strict=True)), asked, outputs)
+
+
+class ConvertedBags(EmbeddingBagCollection):
+    """Takes the place of torchrec's `EmbeddingBagCollection`: takes a batch, and returns torchrec's `KeyedTensor`."""
+
+    def __init__(
+        self,
+        schema: Schema,
+        features: Sequence[str],
+        mode: Mapping[str, str],
+        asked: Sequence[str],
+        outputs: Sequence[str],
+    ) -> None:
+        super().__init__(schema, features, mode=mode)
+        self.asked, self.outputs = [*asked], [*outputs]
+        """What torchrec calls each feature, and its vectors."""
+
+    def forward(self, batch: Batch, weights: Mapping[str, torch.Tensor] | None = None) -> Any:
+        """Look up all features of ``batch``. Raises what `EmbeddingBagCollection` raises."""
+        return _keyed(self.outputs, self.dims, super().forward(batch, weights))
+
+
+class ConvertedRows(EmbeddingCollection):
+    """Takes the place of torchrec's `EmbeddingCollection`: takes a batch, and returns `JaggedTensor`s by feature."""
+
+    def __init__(self, schema: Schema, features: Sequence[str], asked: Sequence[str], outputs: Sequence[str]) -> None:
+        super().__init__(schema, features)
+        self.asked, self.outputs = [*asked], [*outputs]
+        """What torchrec calls each feature, and its vectors."""
+
+    def forward(self, batch: Batch) -> dict[str, Any]:
+        """Look up all features of ``batch``. Raises what `EmbeddingCollection` raises."""
+        found = super().forward(batch)
+        return {
+            output: _jagged(vectors, batch.features[name].offsets)
+            for output, (name, vectors) in zip(self.outputs, found.items(), strict=True)
+        }
+
+
+class KeyedCollection(nn.Module):
+    """Serves what a collection of torchrec did: takes a `KeyedJaggedTensor` of raw keys, whatever its rows are."""
+
+    def __init__(self, lookups: Sequence[nn.Module], like: ConvertedBags | ConvertedRows) -> None:
+        super().__init__()
+        self.lookups, self._dims = nn.ModuleList(lookups), like.dims
+        self._asked, self._outputs, self._pools = like.asked, like.outputs, isinstance(like, ConvertedBags)
+
+    def forward(self, features: Any) -> Any:
+        """Return what torchrec's collection returns: a `KeyedTensor`, or `JaggedTensor`s by name."""
+        by_name = features.to_dict()
+        given = [by_name[name] for name in self._asked]
+        if not self._pools:
+            return {
+                output: _jagged(lookup(one.values()), one.offsets())
+                for output, lookup, one in zip(self._outputs, self.lookups, given, strict=True)
+            }
+        found = [
+            lookup(one.values(), one.offsets()[:-1], one.weights_or_none())
+            for lookup, one in zip(self.lookups, given, strict=True)
+        ]
+        return _keyed(self._outputs, self._dims, torch.cat(found, dim=1))
+
+
+def _keyed(outputs: Sequence[str], dims: Sequence[int], values: torch.Tensor) -> Any:
+    from torchrec.sparse.jagged_tensor import KeyedTensor
+
+    return KeyedTensor(keys=[*outputs], length_per_key=[*dims], values=values)
+
+
+def _jagged(vectors: torch.Tensor, offsets: Any) -> Any:
+    """Return vectors, of one id or several a sample, as torchrec does: (ids, dim), and how many each sample has."""
+    from torchrec.sparse.jagged_tensor import JaggedTensor
+
+    flat = vectors.reshape(-1, vectors.shape[-1])
+    if offsets is None:
+        return JaggedTensor(values=flat, lengths=torch.ones(flat.shape[0], dtype=torch.int64, device=flat.device))
+    return JaggedTensor(values=flat, offsets=torch.as_tensor(offsets, device=flat.device))
