@@ -39,7 +39,7 @@ from benchmarks.drawn_passes import permuted_power_law
 from benchmarks.machine import Goal, called, middle, options_of
 from tiercache.dist.communicator import communicator_of
 from tiercache.dist.exchange import RowExchange
-from tiercache.dist.requests import Asking, Wanted
+from tiercache.dist.requests import InputDist, LocalInput
 from tiercache.dist.shard_layout import Owners, find_owners
 from tiercache.rows.backends.open_backend import open_backend
 from tiercache.rows.backends.row_steps import OptimizerStep
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.dist.requests import Asked
+    from tiercache.dist.requests import ExchangedInput
     from tiercache.values.lookups import GroupRows
 
 NUM_RANKS = 2
@@ -118,7 +118,7 @@ class Rank:
         self.thread = ThreadPoolExecutor(1, initializer=share_threads)
         self.optimizer = RowOptimizer(self.groups, self.backend)
         features = [tc.Feature(name=table.name, table=table.name) for table in self.tables]
-        self.asking = Asking(ranks.clone(), self.groups, features, torch.float32)
+        self.asking = InputDist(ranks.clone(), self.groups, features, torch.float32)
         self.exchange = RowExchange(ranks, self.backend, self.groups, self.groups)
         self.layout = self.asking.lay_out(self.owners)
         self.exchange.open_pass(self.layout.stretches, self.rows)
@@ -150,17 +150,17 @@ class Rank:
         row_bytes = 4 + 2 * 4 * self.shape.dim  # an address there, a row back, a gradient there
         return {"once": once * row_bytes, "each": each * row_bytes}
 
-    def ask(self, batch: int) -> Asked:
+    def ask(self, batch: int) -> ExchangedInput:
         """Ask the owners for the rows of a batch."""
         ids = self.batches[batch]
-        return self.asking.ask(self.layout, Wanted(ids=ids, modes=dict.fromkeys(ids)), "a batch")
+        return self.asking.ask(self.layout, LocalInput(ids=ids, modes=dict.fromkeys(ids)), "a batch")
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that left this rank."""
         return self.exchange.wire.bytes_sent + self.asking.wire.bytes_sent
 
-    def train(self, asked: Asked, following: int) -> tuple[dict[str, float], Asked]:
+    def train(self, asked: ExchangedInput, following: int) -> tuple[dict[str, float], ExchangedInput]:
         """Train a batch while the following one is asked for, as a training does.
 
         Returns the seconds of its exchange there, back, and of both together, and the following one.
@@ -201,7 +201,7 @@ class Rank:
         lookup.backward(self.gradient.shape[1], arrival)
         arrival.take()
 
-    def bare(self, asked: Asked, *, times: float = 1.0) -> tuple[float, float]:
+    def bare(self, asked: ExchangedInput, *, times: float = 1.0) -> tuple[float, float]:
         """Return seconds, and those of CPU, of three bare all-to-all of the same bytes, or ``times`` as many."""
         me, size = self.ranks.rank, self.ranks.size
         send = [0 if r == me else int(times * asked.request.counts_WS[r].sum()) for r in range(size)]

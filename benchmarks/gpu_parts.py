@@ -91,14 +91,14 @@ def register(machine: TrainingMachine, keep: Keep) -> None:
         pages = np.frombuffer(mmap.mmap(-1, size), np.uint8)
         pages[::4096] = 1
         for state in ("warm", "idle", "busy"):
-            gaps, stop = [0.0], threading.Event()
+            distances, stop = [0.0], threading.Event()
 
-            def launches(gaps: list[float] = gaps, stop: threading.Event = stop) -> None:
+            def launches(distances: list[float] = distances, stop: threading.Event = stop) -> None:
                 backend.streams.enter_thread()
                 while not stop.is_set():
                     begun = time.perf_counter()
                     ones.add_(1)
-                    gaps.append(time.perf_counter() - begun)
+                    distances.append(time.perf_counter() - begun)
                     time.sleep(0)
 
             thread = threading.Thread(target=launches)
@@ -117,7 +117,7 @@ def register(machine: TrainingMachine, keep: Keep) -> None:
             pin, unpin = (1e3 * (end - begin) for begin, end in pairwise(times))
             if state != "warm":
                 keep({f"{mib}MiB_{state}_pin_ms": pin, f"{mib}MiB_{state}_unpin_ms": unpin})
-                keep({f"{mib}MiB_{state}_longest_launch_ms": 1e3 * max(gaps)})
+                keep({f"{mib}MiB_{state}_longest_launch_ms": 1e3 * max(distances)})
 
 
 def _backend(machine: TrainingMachine) -> Any:

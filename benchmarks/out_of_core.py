@@ -81,13 +81,13 @@ def fewest_rows_read(keys_P: Sequence[NDArray[np.int64]], capacity_V: Sequence[i
 def _next_gaps(rows_P: Sequence[NDArray[np.int64]], num_rows: int) -> list[NDArray[np.int64]]:
     """Return, for each row of each sub-dataset, how many passes later it is needed again."""
     coming = np.full(num_rows, NEVER, dtype=np.int64)
-    gaps: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * len(rows_P)
+    distances: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * len(rows_P)
     for pass_index in reversed(range(2 * len(rows_P))):
         rows = rows_P[pass_index % len(rows_P)]
         if pass_index < len(rows_P):
-            gaps[pass_index] = coming[rows] - pass_index
+            distances[pass_index] = coming[rows] - pass_index
         coming[rows] = pass_index
-    return gaps
+    return distances
 
 
 def _thin_out(held: NDArray[np.bool_], next_use: NDArray[np.int64], most: int) -> None:

@@ -165,7 +165,7 @@ class Cycle:
         new = np.arange(self._num_keys, self._num_keys + fresh, dtype=np.int64)
         self._num_keys += fresh
         parts = np.array_split(self._rng.permutation(np.concatenate([*known, new])), PASSES)
-        by_use = [(self.pass_index + gap, keys) for gap, keys in enumerate(parts, 1)]
+        by_use = [(self.pass_index + distance, keys) for distance, keys in enumerate(parts, 1)]
         for use, keys in by_use:
             self._waiting.setdefault(use, []).append(keys)
         dump = Dump.of(self.case, self.pass_index, by_use)

@@ -31,7 +31,7 @@ from benchmarks.machine import drop_cache, middle, process_bytes_read
 from tiercache.data.pass_builder import RowBudget
 from tiercache.kernels.cuda.device import CudaError
 from tiercache.planning.budgets import HostBudget, paged
-from tiercache.planning.positions import Positions
+from tiercache.planning.row_offsets import RowOffsets
 from tiercache.rows.backends.cuda_runtime import open_runtime
 from tiercache.store import MemoryEngine
 from tiercache.store.table import group_tables
@@ -136,7 +136,7 @@ class Budgets:
     def least(cls, passes: tc.PassDataset) -> Budgets:
         """Return the device budget that the passes were cut for, and a host budget for hardly more than two of them."""
         groups = group_tables(passes.tables)
-        positions = Positions.of(passes, groups)
+        positions = RowOffsets.of(passes, groups)
         largest = max(positions.row_bytes(p) for p in range(positions.num_passes))
         host = HostBudget.of(positions, 1 << 30, None).smallest(int(2.25 * largest) + (4 << 20))
         return cls(device=device_need(passes), host=host)

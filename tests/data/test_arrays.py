@@ -132,7 +132,7 @@ def test_an_unknown_version_of_numpys_format_is_named(tmp_path: Path) -> None:
         column(tmp_path / "x.npy")
 
 
-def gaps() -> torch.Tensor:
+def distances() -> torch.Tensor:
     """Return a nested tensor with values between its rows."""
     values = torch.tensor([1, 999, 2, 3])
     return torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 2, 4]), torch.tensor([1, 2]))
@@ -148,7 +148,7 @@ PARTS = [torch.tensor([1]), torch.tensor([2, 3])]
         (torch.nested.nested_tensor(PARTS), [[1], [2, 3]]),
         (torch.nested.nested_tensor([PARTS[1], PARTS[1][:0]], layout=torch.jagged), [[2, 3], []]),
         (torch.nested.nested_tensor([PARTS[0][:0], PARTS[0][:0]]), [[], []]),
-        (gaps(), [[1], [2, 3]]),
+        (distances(), [[1], [2, 3]]),
         ([PARTS[0], None], [[1], None]),
         ([np.array([]), np.array([1 << 60, 2])], [[], [1 << 60, 2]]),
         ([np.array([], "i4"), np.array([])], [[], []]),

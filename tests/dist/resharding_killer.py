@@ -34,7 +34,7 @@ from tests.dist.reshardings import let_through, one_case, sharded, train_to_curs
 from tests.dist.shards_killer import options_of, run
 from tiercache.data.dataset import PassDataset
 from tiercache.dist.shard_opening import open_for_share
-from tiercache.dist.shard_view import Share
+from tiercache.dist.shard_view import ShardView
 from tiercache.store import Store
 from tiercache.store.shards.shard_manifest import Manifest
 from tiercache.store.shards.sharded_store import Shards
@@ -77,7 +77,7 @@ WAYS = (
 def opened(path: Path, ranks: Any, num_ranks: int, turn: int, shards: Sequence[Path] | None = None) -> Any:
     """Open the store as a training on these ranks does."""
     passes = PassDataset.open(path.parent / "passes")
-    share = Share(passes, ways(num_ranks, turn) if num_ranks else ShardingPlan.of_one(passes.tables), ranks.rank)
+    share = ShardView(passes, ways(num_ranks, turn) if num_ranks else ShardingPlan.of_one(passes.tables), ranks.rank)
     manifest = Manifest.read(path)
     if not num_ranks and (manifest is None or manifest.is_plain):
         return Store.open(path, tables=passes.tables)
@@ -179,7 +179,7 @@ class Resharding:
                 if not way.before:
                     let_through(shards, whole, TRAINED)
                     return
-                share = Share(whole, ways(way.before, 0), ranks.rank)
+                share = ShardView(whole, ways(way.before, 0), ranks.rank)
                 let_through(shards.store, share, TRAINED)
                 shards.publish((TRAINED, 0))
                 if ranks.rank == 0:

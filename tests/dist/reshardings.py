@@ -12,7 +12,7 @@ from tests.dist.meeting import meet
 from tests.train.cases import Case, Kept, Net, Spec, table, tiered
 from tiercache.dist.communicator import communicator_of
 from tiercache.dist.resharding import reshard
-from tiercache.dist.shard_view import Share
+from tiercache.dist.shard_view import ShardView
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.store import Store
 from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, sliced
@@ -83,7 +83,7 @@ def train_to_cursor(
     return model
 
 
-def let_through(store: Store, share: Share, last_pass: int, order_seed: int | None = None) -> None:
+def let_through(store: Store, share: ShardView, last_pass: int, order_seed: int | None = None) -> None:
     """Bring a rank's rows through the passes before ``last_pass``, untrained, with the dense state as it is."""
     with tiered(store, share, order_seed=order_seed) as cache:
         cache.register(model=Kept(), optimizer=Kept())
@@ -104,13 +104,13 @@ def on_ranks(size: int, body: Callable[[Any], Any]) -> list[Any]:
 
 def made(path: Path, passes: tc.PassDataset, sharding: ShardingPlan, ranks: Any, **options: Any) -> ShardWriter:
     """Open shards, or write them anew."""
-    share = Share(passes, sharding, ranks.rank)
+    share = ShardView(passes, sharding, ranks.rank)
     return reshard(path, share, ranks, **options)
 
 
 def sharded(path: Path, case: Case, passes: tc.PassDataset, cursor: tuple[int, int], engine: str = "zarr") -> None:
     """Train a sharded store of one rank."""
-    alone = Share(passes, ways(1, 0), 0)
+    alone = ShardView(passes, ways(1, 0), 0)
     with ShardWriter.open(path, case.tables, alone.sharding, communicator_of(), engine=engine) as shards:
         train_to_cursor(shards.store, alone, case, cursor, seed=1, shards=shards)
         shards.publish(cursor)

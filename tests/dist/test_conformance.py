@@ -151,10 +151,10 @@ def test_rows_of_replicated_tables_are_mirrored_and_do_not_travel(ranks_pool: Ra
     known("row slices").cut(tmp_path / "rows" / "passes")
     parts = ranks_pool.run(2, BODY, name="all replicated", folder=str(tmp_path))
     rows = ranks_pool.run(2, BODY, name="row slices", folder=str(tmp_path / "rows"))
-    mirrors = sum(4 * table.dim * passes.passes[-1].rows(table.name) for table in passes.tables)
-    for mirrored, divided in zip(parts, rows, strict=True):
-        assert (mirrored["mirror_bytes"], divided["mirror_bytes"]) == (mirrors, 0)
-        assert mirrored["bytes"] < divided["bytes"]
+    replicas = sum(4 * table.dim * passes.passes[-1].rows(table.name) for table in passes.tables)
+    for replicated, divided in zip(parts, rows, strict=True):
+        assert (replicated["mirror_bytes"], divided["mirror_bytes"]) == (replicas, 0)
+        assert replicated["bytes"] < divided["bytes"]
 
 
 @pytest.mark.parametrize(("size", "bad_rank", "number"), [(2, 0, -1), (3, 2, 40), (4, 1, 1 << 30)])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.train.cases import table
 from tiercache.dist.pooled import Block, Candidate, Chooser, PooledBatch, Served, cut_bags, message_of
 from tiercache.dist.requests import Requester
-from tiercache.dist.shard_layout import Destination, Owners, Stretches, out_of_bounds
+from tiercache.dist.shard_layout import Destination, Owners, ShardLayout, out_of_bounds
 from tiercache.kernels.step import Vectors
 from tiercache.store.table import group_tables
 from tiercache.train.batches import Pooled
@@ -48,7 +48,7 @@ def owners_of(rows: list[int], cuts: list[list[int]], kinds: list[str]) -> Owner
 
 def check(owners: Owners, rank: int, ids: dict[str, list[int]]) -> None:
     """Decode a request and compare it with what was asked for."""
-    stretches = Stretches(owners, GROUPS, rank, len(GROUPS))
+    stretches = ShardLayout(owners, GROUPS, rank, len(GROUPS))
     given_ids = {name: FeatureIds(np.array(some, np.int32), None, None) for name, some in ids.items()}
     request, renamed = Requester().request(stretches, given_ids, {name: name for name in ids}, "a pass")
     asked: list[tuple[int, int, int, int]] = []
@@ -60,20 +60,20 @@ def check(owners: Owners, rank: int, ids: dict[str, list[int]]) -> None:
                 for t, one in enumerate(owners.tables):
                     first, low, high = owners.first_TW[t, owner], owners.low_TW[t, owner], owners.high_TW[t, owner]
                     if owners.group_TW[t, owner] == group and first <= address < first + high - low:
-                        mirrored = owners.kinds[t] == "replicate"
-                        assert mirrored == (section >= len(GROUPS))
+                        replicated = owners.kinds[t] == "replicate"
+                        assert replicated == (section >= len(GROUPS))
                         asked.append((owner, t, int(address - first + low), group))
                         assert one.name in ids
             at += count
     assert at == request.addresses.size
     wanted = {(owners.index(name), i) for name, some in ids.items() for i in some}
     assert sorted((t, i) for _, t, i, _ in asked) == sorted(wanted)  # each once
-    mirrored = {(t, int(i)): slot + k for t, slot, local in request.mirrored for k, i in enumerate(local)}
+    replicated = {(t, int(i)): slot + k for t, slot, local in request.replicated for k, i in enumerate(local)}
     place: dict[tuple[int, int], int] = {}
     for group in range(len(GROUPS)):
-        here = [(t, i) for _, t, i, g in asked if g == group and (t, i) not in mirrored]
+        here = [(t, i) for _, t, i, g in asked if g == group and (t, i) not in replicated]
         place |= {row: slot for slot, row in enumerate(here)}
-    place |= mirrored
+    place |= replicated
     for name, some in ids.items():
         slots = request.slots_U[renamed[name].ids].tolist()
         assert slots == [place[owners.index(name), i] for i in some]
@@ -105,7 +105,7 @@ def test_a_pass_may_have_more_rows_than_an_int32_counts() -> None:
         for one, count, (cut,) in zip(TABLES, rows, cuts, strict=True)
     }
     owners = owners_of(rows, cuts, ["row", "row", "row"])
-    assert len(Stretches(owners, GROUPS, 0, len(GROUPS)).sets) == 3
+    assert len(ShardLayout(owners, GROUPS, 0, len(GROUPS)).sets) == 3
     for rank in range(2):
         check(owners, rank, ids)
 
@@ -118,7 +118,7 @@ def test_ids_of_no_feature_are_no_rows() -> None:
 @pytest.mark.parametrize("id_", [-1, 3, 2**31 - 1])
 def test_an_id_outside_its_table_is_refused_by_name(id_: int) -> None:
     """The smallest entry that is wrong, in the words of a lookup."""
-    stretches = Stretches(owners_of([3, 3, 3], [[1], [1], [1]], ["row"] * 3), GROUPS, 0, len(GROUPS))
+    stretches = ShardLayout(owners_of([3, 3, 3], [[1], [1], [1]], ["row"] * 3), GROUPS, 0, len(GROUPS))
     ids = {"f": FeatureIds(np.array([0, 2, id_, id_], np.int32), None, None)}
     with pytest.raises(
         IndexError, match=rf"feature 'f' has local id {id_} at entry 2 .* table 'b' .* 0 to 2 in pass 3"

@@ -18,7 +18,7 @@ from tiercache.dist.budget_checks import Budgets
 from tiercache.dist.communicator import communicator_of
 from tiercache.dist.resharding import copy_share
 from tiercache.dist.shard_opening import open_for_share
-from tiercache.dist.shard_view import Share
+from tiercache.dist.shard_view import ShardView
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.errors import BudgetError, DatasetError, RankError
 from tiercache.planning.schedule import Schedule
@@ -142,7 +142,9 @@ def test_a_training_goes_on_with_other_ranks_to_the_same_bits(
                 assert shards.cursor == cursor
                 assert shards.store.commit.cursor == cursor
                 if size > 1 and not cursor[1]:
-                    let_through(shards.store, Share(passes, ways(size, turn), ranks.rank), cursor[0] + 1, order_seed)
+                    let_through(
+                        shards.store, ShardView(passes, ways(size, turn), ranks.rank), cursor[0] + 1, order_seed
+                    )
                     shards.publish((cursor[0] + 1, 0))
                 return len(list(shards.store.segments))
 
@@ -153,7 +155,7 @@ def test_a_training_goes_on_with_other_ranks_to_the_same_bits(
             f"shard-{opened.manifest.generation}-{rank}" for rank in range(size)
         ]
         with made(path, passes, ways(1, turn), communicator_of(), order=order_seed) as shards:
-            share = Share(passes, ways(1, turn), 0)
+            share = ShardView(passes, ways(1, turn), 0)
             model = train_to_cursor(shards.store, share, case, after, shards=shards)
             shards.publish(after)
             assert after != (14, 0) or assert_same_bits(end, result_of(shards.store, passes, model)) is None
@@ -176,7 +178,7 @@ def test_fewer_devices_go_on_with_smaller_passes(tmp_path: Path, cursor: tuple[i
 
     on_ranks(2, body)
     with made(tmp_path / "sharded", split, ways(1, 1), communicator_of()) as shards:
-        model = train_to_cursor(shards.store, Share(split, ways(1, 1), 0), case, (2 * len(split), 0))
+        model = train_to_cursor(shards.store, ShardView(split, ways(1, 1), 0), case, (2 * len(split), 0))
         assert_same_bits(end, result_of(shards.store, passes, model))
 
 
@@ -209,14 +211,14 @@ def test_what_cannot_go_on_is_refused_on_every_rank_and_nothing_has_changed(tmp_
 
     refused(DatasetError, "stands inside pass 3: train to the end of a pass", others, reorganized=True)
     with ShardWriter.open(path, case.tables, ways(1, 0), communicator_of()) as shards:
-        train_to_cursor(shards.store, Share(passes, ways(1, 0), 0), case, (4, 0), shards=shards)
+        train_to_cursor(shards.store, ShardView(passes, ways(1, 0), 0), case, (4, 0), shards=shards)
 
     def begun(ranks: Any) -> Any:
         with made(path, others, ways(2, 1), ranks, reorganized=True) as shards:
             return shards.cursor, shards.store.commit.schedule_digest
 
     for rank, (cursor, digest) in enumerate(on_ranks(2, begun)):
-        share = Share(others, ways(2, 1), rank)
+        share = ShardView(others, ways(2, 1), rank)
         assert cursor == (0, 0)
         assert digest == Schedule(num_passes=5, dataset_digest=share.digest).digest
 
@@ -231,7 +233,7 @@ def test_the_same_ranks_reorganize_within_their_store_budget(tmp_path: Path) -> 
     case = one_case()
     path = tmp_path / "sharded"
     sharded(path, case, case.cut(tmp_path / "passes"), (3, 0))
-    share = Share(one_case(data_seed=5).cut(tmp_path / "others"), ways(1, 0), 0)
+    share = ShardView(one_case(data_seed=5).cut(tmp_path / "others"), ways(1, 0), 0)
     options: dict[str, Any] = {"engine": None, "shard_dirs": None, "reorganized": True, "order": None}
     with pytest.raises(BudgetError, match=r"store_budget is 100 bytes, but the store needs"):
         open_for_share(path, share, communicator_of(), **options, budgets=budgets_of(100))

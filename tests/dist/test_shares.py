@@ -13,8 +13,8 @@ import tiercache as tc
 from tests.train.cases import Case, Spec, device_of_tests, table
 from tests.train.devices import shim
 from tiercache.dist.shard_layout import find_owners
-from tiercache.dist.shard_view import Share
-from tiercache.planning.positions import Positions
+from tiercache.dist.shard_view import ShardView
+from tiercache.planning.row_offsets import RowOffsets
 from tiercache.rows.backends.open_backend import open_backend
 from tiercache.rows.device import DeviceTier, SlotAssignment
 from tiercache.rows.prefetch import first_vectors, initial_vectors
@@ -122,8 +122,8 @@ def test_every_column_of_every_row_has_one_owner(sharding: ShardingPlan, sets: l
 @given(sharding=shardings())
 def test_shares_of_all_ranks_are_the_dataset(passes: tc.PassDataset, sharding: ShardingPlan) -> None:
     """Keys and counts of each rank are those of its owned local ids, and its layout is the one that owners tell."""
-    shares = [Share(passes, sharding, rank) for rank in range(sharding.num_ranks)]
-    layouts = [Positions.of(share, group_tables(share.tables)) for share in shares]
+    shares = [ShardView(passes, sharding, rank) for rank in range(sharding.num_ranks)]
+    layouts = [RowOffsets.of(share, group_tables(share.tables)) for share in shares]
     for p, one in enumerate(passes.passes):
         owners = shares[-1].owners(p)
         check_owners(passes.tables, sharding, {name: one.keys(name) for name in NAMES}, p)
@@ -143,9 +143,9 @@ def test_shares_of_all_ranks_are_the_dataset(passes: tc.PassDataset, sharding: S
 
 def test_a_share_says_what_it_is_of(passes: tc.PassDataset) -> None:
     """Its digest follows from dataset, sharding and rank alone; ranks that are not there have none."""
-    share = Share(passes, MIXED, 2)
-    assert share.digest == Share(passes, ShardingPlan.from_record(MIXED.to_record()), 2).digest
-    assert share.digest != Share(passes, ONE_RANK, 2).digest
+    share = ShardView(passes, MIXED, 2)
+    assert share.digest == ShardView(passes, ShardingPlan.from_record(MIXED.to_record()), 2).digest
+    assert share.digest != ShardView(passes, ONE_RANK, 2).digest
     assert share.schema.digest == passes.schema.digest
     assert {one.name: one.dim for one in share.schema.tables} == {"a": 4, "b": 4, "c": 3, "d": 4}
     assert (len(share), share.samples, share.path) == (len(passes), passes.samples, passes.path)
@@ -153,9 +153,9 @@ def test_a_share_says_what_it_is_of(passes: tc.PassDataset) -> None:
     assert repr(share).startswith("Share(rank 2 of 4, PassDataset(")
     for rank in (-1, 4):
         with pytest.raises(ValueError, match="has no share: the sharding has 4 ranks"):
-            Share(passes, MIXED, rank)
+            ShardView(passes, MIXED, rank)
     with pytest.raises(ValueError, match="differ in b, c, d"):
-        Share(passes, ShardingPlan(2, {"a": TableSharding("row")}), 0)
+        ShardView(passes, ShardingPlan(2, {"a": TableSharding("row")}), 0)
 
 
 def test_a_group_of_more_rows_than_an_address_can_count_is_refused() -> None:
@@ -178,7 +178,7 @@ def test_a_cache_walks_the_passes_of_a_share(
 ) -> None:
     """Where the rank owns some tables, slices, or nothing at all; through commits inside passes and a reopening."""
     for rank in range(sharding.num_ranks if engine == "memory" else 1):
-        share = Share(passes, sharding, rank)
+        share = ShardView(passes, sharding, rank)
         path = None if engine == "memory" else tmp_path / str(rank)
         kind = MemoryEngine() if engine == "memory" else engine
         store = None
@@ -252,7 +252,7 @@ def test_the_parts_of_all_ranks_put_side_by_side_are_the_whole_rows(tmp_path: Pa
     sharding = ShardingPlan(3, {"t": sliced(7, [2, 0, 1]), "u": sliced(4, [0, 0])})
     strange = np.array([10**12, -7], dtype=np.int64)
     for rank in range(3):
-        share, other = (cast("tc.PassDataset", Share(some, sharding, rank)) for some in (passes, others))
+        share, other = (cast("tc.PassDataset", ShardView(some, sharding, rank)) for some in (passes, others))
         store = tc.Store.open(None, tables=share.tables, engine=MemoryEngine())
         with tc.TierCache(
             store, share, device=device_of_tests(), device_budget="1MiB", host_budget="8MiB", progress=False
@@ -280,7 +280,7 @@ def test_slices_of_16_bits_round_by_numbers_of_their_own(device: str) -> None:
     keys = np.arange(5, dtype=np.int64)
     streams = []
     for one in (whole, *parts):
-        positions = Positions(group_tables([one]), np.array([[0, keys.size]]))
+        positions = RowOffsets(group_tables([one]), np.array([[0, keys.size]]))
         tier = DeviceTier(positions, 1 << 20, open_backend("cpu" if device == "cpu" else shim(), (one,)))
         slots = np.arange(keys.size, dtype=np.int32)
         loaded = np.array([0xFF], np.uint8)

@@ -79,7 +79,7 @@ class Bags:
     weights: NDArray[np.float32]
     slot_of_local: NDArray[np.int32]
     vectors: NDArray[np.float32]
-    gap: int
+    distance: int
     """Columns of another group between two features."""
 
     @property
@@ -95,12 +95,12 @@ class Bags:
     @property
     def cols(self) -> NDArray[np.int64]:
         """The first output column of each feature."""
-        return self.gap + np.arange(self.num_features, dtype=np.int64) * (self.dim + self.gap)
+        return self.distance + np.arange(self.num_features, dtype=np.int64) * (self.dim + self.distance)
 
     @property
     def width(self) -> int:
         """Columns of the output."""
-        return self.gap + self.num_features * (self.dim + self.gap)
+        return self.distance + self.num_features * (self.dim + self.distance)
 
     def entries(self) -> Iterator[tuple[int, int, int, int]]:
         """Give (feature, sample, first entry, entry behind the last) of every bag."""
@@ -180,5 +180,5 @@ def bags(draw: st.DrawFn, *, modes: tuple[int, ...] = (SUM, MEAN, MAX), one_id: 
         weights=weights.astype(np.float32),
         slot_of_local=rng.permutation(num_slots)[:num_rows].astype(np.int32),
         vectors=rng.standard_normal((num_slots, dim)).astype(np.float32),
-        gap=draw(st.sampled_from((0, 3))),
+        distance=draw(st.sampled_from((0, 3))),
     )

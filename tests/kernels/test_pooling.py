@@ -239,11 +239,11 @@ def test_a_large_output_is_the_same_past_the_caches() -> None:
     """Outputs above 4 MiB are streamed where lines are whole, and ordinary where they are not: the same values."""
     rng = np.random.default_rng(0)
     num_samples, features = 8200, 5
-    for dim, gap in ((64, 0), (32, 16), (48, 3), (130, 0)):
+    for dim, distance in ((64, 0), (32, 16), (48, 3), (130, 0)):
         vectors = rng.standard_normal((400, dim)).astype(F4)
         ids = rng.integers(0, 400, features * num_samples).astype(np.int32)
-        cols = np.arange(features, dtype=np.int64) * (dim + gap)
-        room = np.zeros(num_samples * features * (dim + gap) + 16, F4)
+        cols = np.arange(features, dtype=np.int64) * (dim + distance)
+        room = np.zeros(num_samples * features * (dim + distance) + 16, F4)
         for shift in (0, 1):
             start = (-room.ctypes.data % 64) // 4 + shift
             out = room[start : start + room.size - 16].reshape(num_samples, -1)
@@ -258,7 +258,7 @@ def test_a_large_output_is_the_same_past_the_caches() -> None:
             out[:] = 0
             spread_one(Vectors(vectors, dim), sort_slots(slots, 400, SortBuffers()), cols, out)
             assert same_bits(out, wanted)
-            assert can_spread(out, cols, dim) == (shift == 0 and dim % 16 == 0 and gap % 16 == 0)
+            assert can_spread(out, cols, dim) == (shift == 0 and dim % 16 == 0 and distance % 16 == 0)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

@@ -220,7 +220,7 @@ SUBNORMAL = (np.arange(1, 25, dtype=F4) * F4(2.0**-133)).reshape(6, 4)
 CASE = Bags(
     num_samples=3, dim=4, table_rows=[6], modes=np.array([SUM], np.int8), offsets=np.array([0, 2, 4, 6]),
     ids=np.array([0, 1, 2, 3, 3, 5], np.int32), weights=np.empty(0, F4), slot_of_local=np.arange(6, dtype=np.int32),
-    vectors=SUBNORMAL, gap=0,
+    vectors=SUBNORMAL, distance=0,
 )  # fmt: skip
 
 

@@ -16,11 +16,11 @@ from tiercache.kernels.cpu.rows import pack
 from tiercache.kernels.pieces import Memory, Pieces
 
 
-def pieces_of(sizes: list[int], width: int, gap: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Lay pieces out one behind the other, `gap` floats apart."""
+def pieces_of(sizes: list[int], width: int, distance: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Lay pieces out one behind the other, `distance` floats apart."""
     first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    offset = (first[:-1] * width + gap * np.arange(len(sizes))).astype(np.int64)
-    return first, offset, int(first[-1]) * width + gap * len(sizes)
+    offset = (first[:-1] * width + distance * np.arange(len(sizes))).astype(np.int64)
+    return first, offset, int(first[-1]) * width + distance * len(sizes)
 
 
 def mapped(m: Any, array: Any, *, writable: bool = True) -> Any:
@@ -48,13 +48,13 @@ def frozen(m: Any, array: Any) -> Any:
     arrays=st.lists(
         st.lists(st.sampled_from([0, 1, 2, 31, 33, 200, 700]), min_size=1, max_size=5), min_size=1, max_size=3
     ),
-    gap=st.sampled_from([0, 4, 5]),
+    distance=st.sampled_from([0, 4, 5]),
     others=st.sampled_from([3, 5000]),
     any_bits=st.booleans(),
     turn=st.integers(0, 2),
 )
 def test_pack_is_field_major_in_each_piece_and_unpack_reverses_it(
-    kind: str, seed: int, widths: list[int], arrays: list[list[int]], gap: int, others: int, turn: int, *,
+    kind: str, seed: int, widths: list[int], arrays: list[list[int]], distance: int, others: int, turn: int, *,
     any_bits: bool,
 ) -> None:  # fmt: skip
     """A piece holds all vectors, then all of each state, at any float of whatever array; what lies between stays.
@@ -75,7 +75,7 @@ def test_pack_is_field_major_in_each_piece_and_unpack_reverses_it(
         packing, unpacking, packed, wanted, begun = m.pieces(row_floats), m.pieces(row_floats), [], [], 0
         begins, counts, offsets, sources = list[int](), [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], []
         for number, sizes in enumerate(arrays):
-            first, offset, size = pieces_of(sizes, row_floats, gap)
+            first, offset, size = pieces_of(sizes, row_floats, distance)
             out, expected = m.place(np.full(size, np.nan, np.float32)), np.full(size, np.nan, np.float32)
             for p in range(len(sizes)):
                 rows = targets[begun + first[p] : begun + first[p + 1]]

@@ -18,7 +18,7 @@ from tests.kernels.shim.device import ShimDevice
 from tests.kernels.test_pooling import pool
 from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
 from tiercache.kernels.cuda.launch import most_parts, struct
-from tiercache.kernels.cuda.sorting import STRETCH, Positions, sort_positions
+from tiercache.kernels.cuda.sorting import STRETCH, RowOffsets, sort_positions
 from tiercache.kernels.step import (
     ADAGRAD,
     NO_ROUNDING,
@@ -102,7 +102,7 @@ def hot_bags(modes: tuple[int, ...], *, weighted: bool) -> Bags:
         offsets=np.arange(0, num_entries + 1, 2), ids=(rng.random(num_entries) < 0.1).astype(np.int32),
         weights=rng.random(num_entries, F4) if weighted else np.zeros(0, F4),
         slot_of_local=rng.permutation(2 * len(modes)).astype(np.int32),
-        vectors=rng.standard_normal((2 * len(modes), 5)).astype(F4), gap=1,
+        vectors=rng.standard_normal((2 * len(modes), 5)).astype(F4), distance=1,
     )  # fmt: skip
 
 
@@ -397,7 +397,7 @@ def test_lookups_one_after_another_step_as_one_on_cuda(dim: int, mode: int) -> N
         num_samples=60, dim=dim, table_rows=[num_slots], modes=np.array([mode], np.int8),
         offsets=np.arange(0, 181, 3), ids=(rng.random(180) ** 3 * num_slots).astype(np.int32),
         weights=np.zeros(0, F4), slot_of_local=rng.permutation(num_slots).astype(np.int32),
-        vectors=rng.standard_normal((num_slots, dim)).astype(F4), gap=4,
+        vectors=rng.standard_normal((num_slots, dim)).astype(F4), distance=4,
     )  # fmt: skip
     for m in machines("cuda"):
         done = pool(m, bags)
@@ -429,8 +429,8 @@ def test_ids_in_the_order_of_their_positions_step_the_same_rows_on_cuda(dim: int
     fields = [rng.standard_normal((300, dim)).astype(F4), *states("adagrad", 300, dim, rng)]
     for m in machines("cuda"):
         wanted = stepped(m, "adagrad", fields, slots, m.one_id(gradient))
-        few = Positions(m.place(ids[:9]), np.array([0, 9]), bases[:1], limits[:1])
-        _, runs = sort_positions(m.device, [few, Positions(m.place(ids), starts, bases, limits)])
+        few = RowOffsets(m.place(ids[:9]), np.array([0, 9]), bases[:1], limits[:1])
+        _, runs = sort_positions(m.device, [few, RowOffsets(m.place(ids), starts, bases, limits)])
         assert np.array_equal(m.pairs(runs) >> np.uint64(32), np.sort(ids + bases[feature]))
         vectors, placed = m.vectors(fields[0]), [m.place(field) for field in fields[1:]]
         runs = runs._replace(slot_of=m.place(slot_of))

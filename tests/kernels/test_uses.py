@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.kernels.test_key_index import keys_of_hashes
 from tiercache.kernels.cpu.hashing import hash_keys, key_owners
 from tiercache.kernels.cpu.next_use import hash_range_bound, search_keys, sweep_uses
-from tiercache.kernels.cpu.slots import assign_slots, stable_order_by_gap
+from tiercache.kernels.cpu.slots import assign_slots, stable_order_by_distance
 
 
 @settings(max_examples=100, deadline=None)
@@ -26,14 +26,14 @@ def test_gaps_are_the_passes_to_the_next_and_since_the_last_use(
     passes = [sets[p] for order in orders for p in order]
     numbers = np.array([key for keys in sets for key in keys], np.int32)
     starts = np.concatenate([[0], np.cumsum([len(keys) for keys in sets])]).astype(np.int64)
-    next_gap, prev_gap = np.full(numbers.size, -9, np.int32), np.full(numbers.size, -9, np.int32)
+    next_distance, prev_distance = np.full(numbers.size, -9, np.int32), np.full(numbers.size, -9, np.int32)
     arrays: Any = [np.array(order, np.int64) for order in orders]
-    sweep_uses(numbers, starts, num_keys, arrays[0], arrays[1], arrays[2], next_gap, prev_gap)
+    sweep_uses(numbers, starts, num_keys, arrays[0], arrays[1], arrays[2], next_distance, prev_distance)
     for place, p in enumerate(orders[1]):
         pass_index = num_passes + place
         for i, key in zip(range(starts[p], starts[p + 1]), sets[p], strict=True):
-            assert next_gap[i] == next(g for g in range(1, 2 * num_passes) if key in passes[pass_index + g])
-            assert prev_gap[i] == next(g for g in range(1, 2 * num_passes) if key in passes[pass_index - g])
+            assert next_distance[i] == next(g for g in range(1, 2 * num_passes) if key in passes[pass_index + g])
+            assert prev_distance[i] == next(g for g in range(1, 2 * num_passes) if key in passes[pass_index - g])
 
 
 @settings(max_examples=100, deadline=None)
@@ -117,19 +117,19 @@ LONGEST = 4
 @st.composite
 def next_pass(draw: st.DrawFn) -> tuple[np.ndarray, ...]:
     """Return slots and next gaps of a pass, previous gaps of the next one, and slots in no use."""
-    next_gap = np.array(draw(st.lists(st.integers(1, LONGEST), max_size=30)), np.int32)
-    kept = int((next_gap == 1).sum())
+    next_distance = np.array(draw(st.lists(st.integers(1, LONGEST), max_size=30)), np.int32)
+    kept = int((next_distance == 1).sum())
     others = draw(st.lists(st.integers(2, LONGEST), max_size=30))
-    prev_gap = np.array(draw(st.permutations([1] * kept + others)), np.int32)
-    capacity = max(next_gap.size, prev_gap.size) + draw(st.integers(0, 5))
+    prev_distance = np.array(draw(st.permutations([1] * kept + others)), np.int32)
+    capacity = max(next_distance.size, prev_distance.size) + draw(st.integers(0, 5))
     slots = np.array(draw(st.permutations(range(capacity))), np.int32)
-    return slots[: next_gap.size], next_gap, prev_gap, slots[next_gap.size :]
+    return slots[: next_distance.size], next_distance, prev_distance, slots[next_distance.size :]
 
 
-def by_gap(gaps: np.ndarray) -> np.ndarray:
+def by_gap(distances: np.ndarray) -> np.ndarray:
     """Return their stable order."""
-    order = np.empty(gaps.size, np.int32)
-    stable_order_by_gap(gaps, LONGEST, order)
+    order = np.empty(distances.size, np.int32)
+    stable_order_by_distance(distances, LONGEST, order)
     return order
 
 
@@ -138,14 +138,14 @@ def test_rows_take_spare_slots_first_and_then_those_that_depart_in_the_order_of_
     given: tuple[np.ndarray, ...],
 ) -> None:
     """Kept rows stay where they are, in the order in which both sides meet them; what nobody has is spare again."""
-    old_slots, next_gap, prev_gap, spare = given
+    old_slots, next_distance, prev_distance, spare = given
     stack = np.full(old_slots.size + spare.size + 1, -1, np.int32)
     stack[: spare.size], stack[-1] = spare, spare.size
-    dump_order, load_order, slots = by_gap(next_gap), by_gap(prev_gap), np.empty(prev_gap.size, np.int32)
-    kept = assign_slots(old_slots, next_gap, dump_order, prev_gap, load_order, stack, slots)
-    assert kept == (next_gap == 1).sum()
+    dump_order, load_order, slots = by_gap(next_distance), by_gap(prev_distance), np.empty(prev_distance.size, np.int32)
+    kept = assign_slots(old_slots, next_distance, dump_order, prev_distance, load_order, stack, slots)
+    assert kept == (next_distance == 1).sum()
     free = [*old_slots[dump_order[:kept]], *spare[::-1], *old_slots[dump_order[kept:]]]
-    taken = [*range(kept), *range(kept, prev_gap.size)]
+    taken = [*range(kept), *range(kept, prev_distance.size)]
     assert slots[load_order].tolist() == [free[place] for place in taken]
     left = set(old_slots.tolist()) | set(spare.tolist())
     assert sorted(stack[: stack[-1]]) == sorted(left - set(slots.tolist()))
@@ -154,8 +154,8 @@ def test_rows_take_spare_slots_first_and_then_those_that_depart_in_the_order_of_
 @given(next_pass())
 def test_sides_that_keep_different_rows_are_told(given: tuple[np.ndarray, ...]) -> None:
     """By -1: a row would have the slot of another."""
-    old_slots, next_gap, prev_gap, spare = given
-    for one, other in ((np.append(prev_gap, 1), next_gap), (prev_gap, np.append(next_gap, 1))):
+    old_slots, next_distance, prev_distance, spare = given
+    for one, other in ((np.append(prev_distance, 1), next_distance), (prev_distance, np.append(next_distance, 1))):
         mine, theirs = one.astype(np.int32), other.astype(np.int32)
         held = np.append(old_slots, old_slots.size + spare.size).astype(np.int32)[: theirs.size]
         stack = np.zeros(theirs.size + mine.size + 1, np.int32)

@@ -11,8 +11,8 @@ from tests.train.cases import SPECS, Case, assert_same_bits, open_store, result_
 from tiercache.errors import BudgetError, PlanError
 from tiercache.planning.capacity import Capacity
 from tiercache.planning.plan_file import Rates, TrainingPlan
-from tiercache.planning.positions import Positions
 from tiercache.planning.reuse import Reuse
+from tiercache.planning.row_offsets import RowOffsets
 from tiercache.planning.schedule import Schedule
 from tiercache.store.table import group_tables
 
@@ -31,7 +31,7 @@ RATES = Rates(read=1e9, write=5e8, copy=5e9, link=5e9, commit_seconds=0.001, sam
 
 def capacity_of(data: tc.PassDataset, order: OrderRule = None, rates: Rates = RATES) -> Capacity:
     """Analyze a dataset."""
-    positions = Positions.of(data, group_tables(data.tables))
+    positions = RowOffsets.of(data, group_tables(data.tables))
     schedule = Schedule(num_passes=len(data), dataset_digest=data.digest, order=order)
     return Capacity(Reuse.of(schedule, positions, positions.keys_of(data)), [p.samples for p in data], rates)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiercache.planning.budgets import PAGE_BYTES, paged
-from tiercache.planning.host_plan import Held, HostContent, _fit, bytes_held
+from tiercache.planning.host_plan import CachedRows, HostContent, _fit, cached_bytes
 from tiercache.store.layout import Range, SegmentLayout
 
 ROW = PAGE_BYTES  # rows of one page: then rows and bytes say the same
@@ -29,9 +29,9 @@ def test_the_farthest_next_use_leaves_first() -> None:
     content = HostContent()
     content.enter(0, 0, layout_of((3, 2), (5, 3), (9, 4)))
     content.keep(after=1, capacity=5 * ROW)  # one page more is charged for each end that may share a page
-    assert content.find(0, 0) == Held(0, 4)
+    assert content.find(0, 0) == CachedRows(0, 4)
     content.keep(after=1, capacity=3 * ROW)
-    assert content.find(0, 0) == Held(0, 2)
+    assert content.find(0, 0) == CachedRows(0, 2)
 
 
 def test_rows_that_were_used_leave() -> None:
@@ -39,7 +39,7 @@ def test_rows_that_were_used_leave() -> None:
     content = HostContent()
     content.enter(0, 0, layout_of((3, 2), (5, 3)))
     content.keep(after=3, capacity=100 * ROW)
-    assert content.find(0, 0) == Held(2, 5)
+    assert content.find(0, 0) == CachedRows(2, 5)
 
 
 @given(
@@ -61,10 +61,10 @@ def test_the_bytes_charged_are_never_less_than_the_pages_held(
         block = layout.block_of_page(page)
         low = layout.byte_of_page(page) - layout.byte_of_block(block)
         pages |= {(block, at) for at in range(low // PAGE_BYTES, -(-(low + row_bytes) // PAGE_BYTES))}
-    assert len(pages) * PAGE_BYTES <= bytes_held(layout, Held(first, last))
-    fitted = _fit(layout, Held(first, last), first, room * PAGE_BYTES)
-    assert fitted == first or bytes_held(layout, Held(first, fitted)) <= room * PAGE_BYTES
-    assert fitted == last or bytes_held(layout, Held(first, fitted + 1)) > room * PAGE_BYTES
+    assert len(pages) * PAGE_BYTES <= cached_bytes(layout, CachedRows(first, last))
+    fitted = _fit(layout, CachedRows(first, last), first, room * PAGE_BYTES)
+    assert fitted == first or cached_bytes(layout, CachedRows(first, fitted)) <= room * PAGE_BYTES
+    assert fitted == last or cached_bytes(layout, CachedRows(first, fitted + 1)) > room * PAGE_BYTES
 
 
 class SortingContent:
@@ -72,12 +72,12 @@ class SortingContent:
 
     def __init__(self) -> None:
         self.layouts: dict[tuple[int, int], SegmentLayout] = {}
-        self.held: dict[tuple[int, int], Held] = {}
+        self.held: dict[tuple[int, int], CachedRows] = {}
 
     def enter(self, pass_index: int, group: int, entering: SegmentLayout) -> None:
         """Take in a whole dump."""
         self.layouts[pass_index, group] = entering
-        self.held[pass_index, group] = Held(0, entering.num_pages)
+        self.held[pass_index, group] = CachedRows(0, entering.num_pages)
 
     def keep(self, *, after: int, capacity: int) -> int:
         """Choose anew among all that is held, page by page."""
@@ -91,7 +91,7 @@ class SortingContent:
         self.held, held_bytes = {}, dict[tuple[int, int], int]()
         for _, pass_index, group, page in sorted(pages):
             key = pass_index, group
-            longer = Held(self.held.get(key, Held(page, page)).first, page + 1)
+            longer = CachedRows(self.held.get(key, CachedRows(page, page)).first, page + 1)
             num_bytes = bytes_of(self.layouts[key], *longer)
             if sum(held_bytes.values()) - held_bytes.get(key, 0) + num_bytes > capacity:
                 break
@@ -122,9 +122,11 @@ def test_what_is_kept_is_what_sorting_all_ranges_keeps(
     """Pass after pass with two groups and capacities that grow and shrink: the same pages and bytes."""
     content, obvious = HostContent(), SortingContent()
     for pass_index, (groups, pages) in enumerate(passes):
-        for group, gaps in enumerate(groups):
+        for group, distances in enumerate(groups):
             entering = layout_of(
-                *((pass_index + gap, rows) for gap, rows in gaps), row_bytes=row_bytes, block_rows=block_rows
+                *((pass_index + distance, rows) for distance, rows in distances),
+                row_bytes=row_bytes,
+                block_rows=block_rows,
             )
             obvious.enter(pass_index, group, entering)
             content.enter(pass_index, group, entering)
@@ -143,7 +145,11 @@ def simulate(dumps: list[dict[int, int]], capacity: int) -> int:
             for index, rows in enumerate(layouts[source].ranges):
                 if rows.next_use == pass_index:
                     low, high = layouts[source].pages_of_range(index)
-                    held = content.find(source, 0) if source != pass_index - 2 else Held(0, layouts[source].num_pages)
+                    held = (
+                        content.find(source, 0)
+                        if source != pass_index - 2
+                        else CachedRows(0, layouts[source].num_pages)
+                    )
                     inside = max(0, min(high, held.last) - low) if held.first <= low else 0
                     read += rows.rows - inside
         if pass_index >= 2:

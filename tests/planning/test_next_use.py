@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.train.cases import table
-from tiercache.planning.next_use import find_uses
-from tiercache.planning.positions import Positions
+from tiercache.planning.next_use import find_next_uses
+from tiercache.planning.row_offsets import RowOffsets
 from tiercache.planning.schedule import Schedule
 from tiercache.store.bits import hash_keys
 from tiercache.store.table import group_tables
@@ -42,14 +42,14 @@ def test_gaps_are_those_of_walking_the_schedule(
         array = np.array(sorted(some), dtype=np.int64)
         arrays.append(array[np.argsort(hash_keys(array, table_id))])
     starts = np.array([[0, array.size] for array in arrays], dtype=np.int64)
-    positions = Positions(groups, starts)
+    positions = RowOffsets(groups, starts)
     schedule = Schedule(num_passes=len(keys), dataset_digest="d", order=order_seed)
     out = np.empty((2, int(starts[:, 1].sum())), dtype=np.int32)
-    uses = find_uses(schedule, epoch, positions, lambda p, _: arrays[p], out, keys_per_range=keys_per_range)
+    uses = find_next_uses(schedule, epoch, positions, lambda p, _: arrays[p], out, keys_per_range=keys_per_range)
     order = schedule.order_of(epoch)
     for place, p in enumerate(order):
         pass_index = epoch * len(keys) + place
         for i, key in enumerate(arrays[p].tolist()):
-            assert uses.next_gap[p][i] == obvious_gap(schedule, keys, pass_index, key, 1)
-            assert uses.prev_gap[p][i] == obvious_gap(schedule, keys, pass_index, key, -1)
-            assert uses.next_gap[p][i] <= uses.longest
+            assert uses.next_distance[p][i] == obvious_gap(schedule, keys, pass_index, key, 1)
+            assert uses.prev_distance[p][i] == obvious_gap(schedule, keys, pass_index, key, -1)
+            assert uses.next_distance[p][i] <= uses.longest

@@ -25,8 +25,8 @@ from tests.train.cases import (
 from tiercache.data.key_sets import write_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.errors import DatasetError
-from tiercache.planning.positions import Positions
 from tiercache.planning.reuse import Reuse
+from tiercache.planning.row_offsets import RowOffsets
 from tiercache.planning.schedule import Schedule, order_rule, overlap_order, shared_bytes
 from tiercache.store.table import group_tables
 
@@ -51,7 +51,7 @@ def chained(folder: Path, order: list[int]) -> tc.PassDataset:
 
 def kept_bytes(data: tc.PassDataset, order: OrderRule) -> int:
     """Return the bytes that stay on the device in an epoch of an order."""
-    positions = Positions.of(data, group_tables(data.tables))
+    positions = RowOffsets.of(data, group_tables(data.tables))
     schedule = Schedule(num_passes=len(data), dataset_digest=data.digest, order=order)
     return Reuse.of(schedule, positions, positions.keys_of(data)).kept_bytes
 
@@ -67,7 +67,7 @@ def test_the_order_by_overlap_is_the_best_of_all_orders_of_a_ring(tmp_path: Path
 def test_shared_bytes_are_those_of_set_intersections(tmp_path: Path) -> None:
     """Of two tables with rows of other sizes; and a sample of the keys is a part of that."""
     data = Case(tables=(table("a", 4), table("b", 8)), specs=SPECS).cut(tmp_path / "d")
-    positions = Positions.of(data, group_tables(data.tables))
+    positions = RowOffsets.of(data, group_tables(data.tables))
     shared = shared_bytes(positions, positions.keys_of(data))
     for p, q in itertools.product(range(len(data)), repeat=2):
         sets = [(set(data.passes[p].keys(t.name)), set(data.passes[q].keys(t.name)), t) for t in data.tables]
@@ -80,7 +80,7 @@ def test_shared_bytes_are_those_of_set_intersections(tmp_path: Path) -> None:
 def test_the_own_order_stays_where_no_other_shares_more(tmp_path: Path) -> None:
     """It is the digest of no order at all, so a store that was trained without one goes on."""
     data = chained(tmp_path / "d", [0, 1, 2, 3])
-    assert overlap_order(Positions.of(data, group_tables(data.tables)), data) == (0, 1, 2, 3)
+    assert overlap_order(RowOffsets.of(data, group_tables(data.tables)), data) == (0, 1, 2, 3)
     plain = Schedule(num_passes=4, dataset_digest="d")
     assert Schedule(num_passes=4, dataset_digest="d", order=(0, 1, 2, 3)).digest == plain.digest
     assert Schedule(num_passes=4, dataset_digest="d", order=(1, 0, 2, 3)).digest != plain.digest

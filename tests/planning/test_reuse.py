@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.train.cases import SPECS, Case, table
-from tiercache.planning.next_use import find_uses
-from tiercache.planning.positions import Positions
+from tiercache.planning.next_use import find_next_uses
 from tiercache.planning.reuse import Reuse, ReuseCounts
+from tiercache.planning.row_offsets import RowOffsets
 from tiercache.planning.schedule import Schedule
 from tiercache.store.table import group_tables
 
@@ -28,7 +28,7 @@ CASE = Case(tables=(table("a", 4), table("b", 8)), specs=SPECS, num_samples=500,
 def test_reuse_is_that_of_sets(tmp_path: Path, order: OrderRule, keys_per_range: int) -> None:
     """Keys, in how many passes they recur, distances, neighbors' rows and the share of the most frequent."""
     data = CASE.cut(tmp_path / "d")
-    positions = Positions.of(data, group_tables(data.tables))
+    positions = RowOffsets.of(data, group_tables(data.tables))
     schedule = Schedule(num_passes=5, dataset_digest="d", order=order)
     keys_of, names = positions.keys_of(data), [t.name for t in positions.tables]
     reuse = Reuse.of(
@@ -56,9 +56,9 @@ def test_reuse_is_that_of_sets(tmp_path: Path, order: OrderRule, keys_per_range:
             both = set(data.passes[p].keys(names[t])) & set(data.passes[places[place - 1]].keys(names[t]))
             assert reuse.kept_PT[p, t] == len(both)
     out = np.empty((2, int(positions.starts_PT[:, -1].sum())), np.int32)
-    counted = ReuseCounts(schedule, positions, lambda epoch: find_uses(schedule, epoch, positions, keys_of, out))
+    counted = ReuseCounts(schedule, positions, lambda epoch: find_next_uses(schedule, epoch, positions, keys_of, out))
     for v in range(5):
         mine, theirs = reuse.counts.of(v), counted.of(v)
         for one, other in zip(mine.next_G + mine.prev_G, theirs.next_G + theirs.prev_G, strict=True):
-            np.testing.assert_array_equal(one.gap_N, other.gap_N)
+            np.testing.assert_array_equal(one.distance_N, other.distance_N)
             np.testing.assert_array_equal(one.rows_NT, other.rows_NT)

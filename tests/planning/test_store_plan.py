@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.store.conftest import held_blocks, small_tables
 from tests.store.world import World
 from tiercache.errors import BudgetError
-from tiercache.planning.budgets import gap_bytes
+from tiercache.planning.budgets import distance_bytes
 from tiercache.planning.store_plan import RECORD_BYTES, StorePlan
 from tiercache.store import Adagrad, MemoryEngine, Range, SegmentLayout, Store, Table, Zeros
 from tiercache.store.commit import History
@@ -25,7 +25,7 @@ NOTHING = History()
 
 def layout_of(pass_index: int, counts: list[int], block_rows: int) -> SegmentLayout:
     """Return a dump with so many rows for each pass after it."""
-    ranges = tuple(Range(next_use=pass_index + gap, table_rows=(n,)) for gap, n in enumerate(counts, 1) if n)
+    ranges = tuple(Range(next_use=pass_index + distance, table_rows=(n,)) for distance, n in enumerate(counts, 1) if n)
     return SegmentLayout.of(row_bytes=32, page_rows=2, block_bytes=32 * block_rows, ranges=ranges)
 
 
@@ -53,7 +53,7 @@ def test_live_blocks_are_those_that_some_later_pass_needs(counts: list[list[int]
             total += len(blocks) * (2 * -(-16 * rows // 4096) + -(-8 * rows // 4096)) * 4096
         taken.append(total)
     assert plan.live == max(taken)
-    assert plan.schedule == sum(gap_bytes(sum(map(sum, counts))))
+    assert plan.schedule == sum(distance_bytes(sum(map(sum, counts))))
 
 
 @pytest.mark.parametrize(("commits", "commit_every", "passes"), [(1, 1, 2), (3, 1, 4), (1, 3, 4), (2, 5, 11)])

@@ -188,14 +188,14 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 
 @pytest.mark.parametrize("killed", [False, True])
 @pytest.mark.parametrize("gap", [700.0, 300.0, 150.0, 50.0])
-def test_what_a_short_run_leaves_is_deleted_by_a_later_one(runs: Runs, gap: float, killed: bool) -> None:
+def test_what_a_short_run_leaves_is_deleted_by_a_later_one(runs: Runs, distance: float, killed: bool) -> None:
     """So the objects of a store are bounded, whatever the length of its runs and however they end."""
     most: list[int] = []
     for _ in range(40):
         runs.run(killed=killed)
         most.append(len(runs.names()))
-        runs.now += gap
-    kept_runs = 600 / gap + 3  # what is free for less than that, and one that begins anew where it was killed
+        runs.now += distance
+    kept_runs = 600 / distance + 3  # what is free for less than that, and one that begins anew where it was killed
     assert max(most[20:]) <= max(most[:20])
     assert len({name.split("/")[1].split("-")[0] for name in runs.dead()}) <= 6 * kept_runs
     assert sum(name.startswith("free/") for name in runs.names()) <= 1

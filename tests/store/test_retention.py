@@ -188,7 +188,7 @@ def test_a_store_stays_within_its_live_rows_two_passes_and_15_percent(
     live, sizes = [], []
     with Store.open(tmp_path / "s", tables=[BIG], engine=engine, retention=commits) as store:
         for pass_index in range(TRAINED):
-            rows = {pass_index + gap: int(n) for gap, n in enumerate(shapes[pass_index % PASSES], 1)}
+            rows = {pass_index + distance: int(n) for distance, n in enumerate(shapes[pass_index % PASSES], 1)}
             dump(store, pass_index, rows, block_bytes=PASS_BYTES // 32)
             publish(store, pass_index + 1)
             waiting.pop(pass_index, None)

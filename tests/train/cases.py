@@ -19,9 +19,9 @@ from tiercache.data.key_sets import write_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.data.sub_dataset import SubDataset
 from tiercache.errors import DatasetError
-from tiercache.planning.positions import Positions
+from tiercache.planning.row_offsets import RowOffsets
 from tiercache.store import MemoryEngine
-from tiercache.train.evaluation import LiveRows
+from tiercache.train.evaluation import CurrentRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -231,9 +231,9 @@ def all_keys(passes: tc.PassDataset, table: str) -> NDArray[np.int64]:
 
 def result_of(store: tc.Store, passes: tc.PassDataset, model: nn.Module | None) -> Result:
     """Read everything back from the store."""
-    positions = Positions.of(passes, store.groups)
+    positions = RowOffsets.of(passes, store.groups)
     cursor = store.commit.cursor.pass_index if store.commit else 0
-    now = LiveRows(store=store, positions=positions, keys_of=lambda p, t: np.empty(0, np.int64), after=cursor - 1)
+    now = CurrentRows(store=store, positions=positions, keys_of=lambda p, t: np.empty(0, np.int64), after=cursor - 1)
     rows = {}
     for table in positions.tables:
         keys = all_keys(passes, table.name)

@@ -24,7 +24,7 @@ from tiercache.data.sub_dataset import EncodedBatch, SampleBuffers
 from tiercache.errors import BudgetError, DatasetError, StateError
 from tiercache.rows.backends.cuda import CudaBackend
 from tiercache.rows.backends.upload import HostUpload, PinnedUpload
-from tiercache.train.lookup import Joined, PooledLookup, RowLookup
+from tiercache.train.lookup import Collated, PooledLookup, RowLookup
 from tiercache.train.missing_rows import _GatheredRows, _RawRows
 from tiercache.values.batch import Batch
 from tiercache.values.ids import FeatureIds, FoundIds
@@ -231,7 +231,7 @@ ONE_PASS = Case(
 )
 OF_A_BATCH = (
     Batch, FeatureIds, FoundIds, SampleBuffers, EncodedBatch, HostUpload, PinnedUpload, LookupIds, LookedUp,
-    SavedGradient, Joined, PooledLookup, RowLookup, _GatheredRows, _RawRows,
+    SavedGradient, Collated, PooledLookup, RowLookup, _GatheredRows, _RawRows,
 )  # fmt: skip
 
 

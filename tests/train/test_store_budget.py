@@ -16,7 +16,7 @@ from tests.train.cases import Case, Spec, table, tiered, train
 from tiercache.dist.reorganize import reorganize_plan
 from tiercache.errors import BudgetError
 from tiercache.planning.next_use import count_keys
-from tiercache.planning.positions import Positions
+from tiercache.planning.row_offsets import RowOffsets
 from tiercache.rows.backends.cpu import CpuBackend
 from tiercache.store import MemoryEngine, compaction_plan, info, load_rows, rewrite
 from tiercache.store.files import ScratchFile
@@ -308,7 +308,7 @@ def test_too_small_a_budget_is_refused_before_anything_is_written(
 def test_different_keys_are_counted_over_all_passes(passes: tc.PassDataset, keys_per_slice: int) -> None:
     """As a set of them all has them, whatever is in memory at once."""
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as store:
-        positions = Positions.of(passes, store.groups)
+        positions = RowOffsets.of(passes, store.groups)
     names = [table.name for table in positions.tables]
     found = count_keys(positions, lambda p, t: passes.passes[p].keys(names[t]), keys_per_slice=keys_per_slice)
     for name in names:

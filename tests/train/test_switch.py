@@ -115,13 +115,13 @@ def test_room_that_comes_late_changes_no_bit_within_the_smallest_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
     """A commit inside a pass needs none; what rows are now is read behind it, and the switch waits for it."""
-    passes, make_room = CASE.cut(tmp_path / "passes"), switch.make_room
+    passes, allocate_dump = CASE.cut(tmp_path / "passes"), switch.allocate_dump
     wanted = [threading.Event() for _ in range(CASE.epochs * len(passes.passes))]
     made, keys = list[int](), passes.passes[0].keys("a")
 
     def make(host: Any, packer: Any, unpacker: Any, plan: PassPlan, *others: Any) -> Any:
         assert wanted[plan.pass_index].wait(timeout=60), f"nobody trained a batch of pass {plan.pass_index}"
-        room = make_room(host, packer, unpacker, plan, *others)
+        room = allocate_dump(host, packer, unpacker, plan, *others)
         made.append(plan.pass_index)
         return room
 

@@ -62,12 +62,12 @@ def verify(path: Path, progress: Callable[[int, int], None]) -> dict[str, Any]:
 
 def reuse_of(data: PassDataset, order: OrderRule, *, counted: bool = False) -> Reuse:
     """Return the reuse of the keys of a dataset in an order that repeats; counted: with how often each key occurs."""
-    from tiercache.planning.positions import Positions
     from tiercache.planning.reuse import Reuse
+    from tiercache.planning.row_offsets import RowOffsets
     from tiercache.planning.schedule import Schedule
     from tiercache.store.table import group_tables
 
-    positions = Positions.of(data, group_tables(data.tables))
+    positions = RowOffsets.of(data, group_tables(data.tables))
     names = [table.name for table in positions.tables]
     schedule = Schedule(num_passes=len(data), dataset_digest=data.digest, order=order)
     counts_of = (lambda p, t: data.passes[p].counts(names[t])) if counted else None

@@ -112,7 +112,7 @@ def _device_bytes(data: PassDataset, device: str, budget: int | None, *, plain_k
     Raises BudgetError if that needs more.
     """
     from tiercache.errors import BudgetError
-    from tiercache.planning.positions import Positions
+    from tiercache.planning.row_offsets import RowOffsets
     from tiercache.rows.backends.open_backend import open_backend
     from tiercache.rows.device import DeviceMemoryPlan
     from tiercache.sizes import format_bytes, option_bytes
@@ -120,7 +120,7 @@ def _device_bytes(data: PassDataset, device: str, budget: int | None, *, plain_k
     from tiercache.train.key_finder import IndexPlan
 
     backend = open_backend(device, data.tables)
-    need = DeviceMemoryPlan.of(Positions.of(data, group_tables(data.tables)), backend)
+    need = DeviceMemoryPlan.of(RowOffsets.of(data, group_tables(data.tables)), backend)
     index = IndexPlan.of(data, backend).num_bytes if plain_keys else 0
     if budget is None:
         need.check(need.num_bytes)

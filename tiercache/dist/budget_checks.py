@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from tiercache.dist.shard_view import Share
+from tiercache.dist.shard_view import ShardView
 from tiercache.errors import BudgetError
-from tiercache.planning.budgets import HostBudget, gap_bytes
+from tiercache.planning.budgets import HostBudget, distance_bytes
 from tiercache.planning.matching import check_commit_every
-from tiercache.planning.next_use import find_uses
+from tiercache.planning.next_use import find_next_uses
 from tiercache.planning.pass_plan import Planner, Plans, waiting_streams
-from tiercache.planning.positions import Positions
 from tiercache.planning.reuse import ReuseCounts
+from tiercache.planning.row_offsets import RowOffsets
 from tiercache.planning.schedule import Schedule
 from tiercache.reporting.progress import prepare_kernels
 from tiercache.rows.device import DeviceMemoryPlan
-from tiercache.rows.use_files import UseFiles
+from tiercache.rows.next_use_files import NextUseFiles
 from tiercache.sizes import format_bytes, parse_bytes
 from tiercache.store.commit import History
 from tiercache.store.files import ScratchFile, scratch_in
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tiercache.data.dataset import DatasetView
-    from tiercache.planning.next_use import Uses
+    from tiercache.planning.next_use import NextUses
     from tiercache.planning.schedule import OrderRule
     from tiercache.rows.backends.base import Backend
     from tiercache.store import Store
@@ -71,14 +71,14 @@ class Budgets:
         return asdict(self)
 
     def check_device(self, source: DatasetView, backend: Backend) -> int:
-        """Return the bytes of the device that are left beside mirrors. Raises BudgetError where rows need more."""
-        if not isinstance(source, Share):
+        """Return the bytes of the device that are left beside replicas. Raises BudgetError where rows need more."""
+        if not isinstance(source, ShardView):
             DeviceMemoryPlan.of(_positions(source), backend).check(self.device_budget)
             return self.device_budget
-        share, mirrors = source, mirror_bytes(source)
-        if mirrors > self.device_budget:
+        share, replicas = source, replica_bytes(source)
+        if replicas > self.device_budget:
             raise BudgetError(
-                f"the replicated tables need {format_bytes(mirrors)} on every device and device_budget is "
+                f"the replicated tables need {format_bytes(replicas)} on every device and device_budget is "
                 f"{format_bytes(self.device_budget)}: raise it, or shard them by row"
             )
         num_ranks = share.sharding.num_ranks
@@ -86,10 +86,10 @@ class Budgets:
         DeviceMemoryPlan.of(_positions(share), backend).check(
             self.device_budget,
             num_ranks=num_ranks,
-            mirrors=mirrors,
+            replicas=replicas,
             advice="" if divided else "; that counts with tables that are all sharded by row",
         )
-        return self.device_budget - mirrors
+        return self.device_budget - replicas
 
     def check_plan(
         self,
@@ -114,24 +114,24 @@ class Budgets:
         with ScratchFile(scratch_in(folder), "planning the host budget") as scratch:
 
             @cache
-            def uses_of(epoch: int) -> Uses:
+            def next_uses_of(epoch: int) -> NextUses:
                 total = sum(positions.num_rows(p) for p in range(num_passes))
-                gaps = scratch.map(gap_bytes(total)[0]) if total else np.empty(0, np.uint8)
+                distances = scratch.map(distance_bytes(total)[0]) if total else np.empty(0, np.uint8)
                 keys_of = positions.keys_of(source)
-                return find_uses(
-                    schedule, epoch, positions, keys_of, gaps.view(np.int32).reshape(2, total),
+                return find_next_uses(
+                    schedule, epoch, positions, keys_of, distances.view(np.int32).reshape(2, total),
                     keys_per_range=budget.keys_per_sweep,
                 )  # fmt: skip
 
             planner = Planner(
-                schedule, positions, ReuseCounts(schedule, positions, uses_of), budget,
+                schedule, positions, ReuseCounts(schedule, positions, next_uses_of), budget,
                 start=0 if schedule.repeats else start or 0, within=False, commit_every=self.commit_every, stored={},
             )  # fmt: skip
             if self.store_budget is not None and (schedule.repeats or start is not None):
                 plan = planner.store_plan(History(), commits=commits, state_bytes=state_bytes)
                 plan.check(self.store_budget)
 
-    def check_store(self, share: Share, store: Store, *, order: OrderRule) -> None:
+    def check_store(self, share: ShardView, store: Store, *, order: OrderRule) -> None:
         """Raise BudgetError where a part that stands in the order of ``share`` would outgrow its budget."""
         if self.store_budget is None:
             return
@@ -139,14 +139,16 @@ class Budgets:
         budget = HostBudget.of(
             positions, self.host_budget, self.eval_budget, waiting_streams(store), seeded=not schedule.repeats
         )
-        uses = UseFiles(schedule, positions, positions.keys_of(share), store.path, keys_per_range=budget.keys_per_sweep)
+        uses = NextUseFiles(
+            schedule, positions, positions.keys_of(share), store.path, keys_per_range=budget.keys_per_sweep
+        )
         plans = Plans(
             store, schedule, positions, uses.of, budget, commit_every=self.commit_every, store_budget=self.store_budget
         )
         plans.check_store(lambda: 0 if store.commit is None else store.commit.state_bytes)
 
 
-def mirror_bytes(share: Share) -> int:
+def replica_bytes(share: ShardView) -> int:
     """Return the bytes that the vectors of replicated tables take on every device; one rank has no copies."""
     if share.sharding.num_ranks == 1:
         return 0
@@ -158,5 +160,5 @@ def _schedule(source: DatasetView, order: OrderRule) -> Schedule:
     return Schedule(num_passes=len(source.passes), dataset_digest=source.digest, order=order)
 
 
-def _positions(source: DatasetView) -> Positions:
-    return Positions.of(source, group_tables(source.tables))
+def _positions(source: DatasetView) -> RowOffsets:
+    return RowOffsets.of(source, group_tables(source.tables))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tiercache.dist.column_slices import SliceSteps
-from tiercache.dist.replicas import Mirrors
+from tiercache.dist.replicas import Replicas
 from tiercache.dist.requests import check_tokens
 from tiercache.dist.shard_layout import exclusive, out_of_bounds
 from tiercache.dist.wire import Wire
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.dist.requests import Asked, Request
-    from tiercache.dist.shard_layout import Stretches
+    from tiercache.dist.requests import ExchangedInput, Request
+    from tiercache.dist.shard_layout import ShardLayout
     from tiercache.rows.backends.base import Backend
     from tiercache.store.table import Group
     from tiercache.train.row_gradients import RowGradients
@@ -49,8 +49,8 @@ class Received:
         self._chosen: Mapping[int, NDArray[np.int32]] = {}
         self.positions: dict[int, list[NDArray[np.int32]]] = {}
         """By group: where the rows of the gradients stand in the pass, once they are added."""
-        self.mirrored: dict[int, list[NDArray[np.int32]]] = {}
-        """By group: the same of rows that have mirrors."""
+        self.replicated: dict[int, list[NDArray[np.int32]]] = {}
+        """By group: the same of rows that have replicas."""
 
     def choose(self, chosen: Mapping[int, NDArray[np.int32]]) -> None:
         """Say by rank which of the rows it asked for have a gradient, where not all have."""
@@ -86,7 +86,7 @@ class Received:
                 found.setdefault(h, []).append((named[here], np.arange(at, at + count * dim, dim, dtype=np.int64)))
                 self.positions.setdefault(h, []).append(places[here])
                 if section >= num_groups:
-                    self.mirrored.setdefault(h, []).append(places[here])
+                    self.replicated.setdefault(h, []).append(places[here])
                 first, at = first + count, at + count * dim
         for h, pieces in found.items():
             into.add(
@@ -130,7 +130,7 @@ class RowExchange:
         self._send, self._remote, self._count = self.wire.send, self.wire.remote, self.wire.count
         self._groups, self._part_groups = groups, part_groups
         self._order = np.array([r for r in range(ranks.size) if r != ranks.rank] + [ranks.rank])
-        self._mirrors = Mirrors(ranks, backend, wire_dtype)
+        self._mirrors = Replicas(ranks, backend, wire_dtype)
         self._slices: SliceSteps | None = None
         self._rows: Sequence[GroupRows] = ()
 
@@ -141,23 +141,23 @@ class RowExchange:
         return self._slices
 
     @property
-    def mirror_bytes(self) -> int:
-        """Bytes of the mirrors of replicated tables on the device."""
+    def replica_bytes(self) -> int:
+        """Bytes of the replicas of replicated tables on the device."""
         return self._mirrors.num_bytes
 
-    def open_pass(self, stretches: Stretches, rows: Sequence[GroupRows]) -> None:
+    def open_pass(self, stretches: ShardLayout, rows: Sequence[GroupRows]) -> None:
         """Begin to exchange rows of a pass: those of ``rows``, the groups of this rank's part, on this rank."""
         owners = stretches.owners
         self._rows = rows
         self._slices = SliceSteps(self.ranks, self._backend, owners, self._part_groups)
-        self._mirrors.open(owners if stretches.mirrored else None, rows)
+        self._mirrors.open(owners if stretches.replicated else None, rows)
 
     def close(self) -> None:
         """Let go of the rows of the pass that is open."""
         self._rows, self._slices = (), None
         self._mirrors.open(None, ())
 
-    def answer(self, asked: Asked, error: Exception | None = None) -> tuple[list[GroupRows], torch.Tensor]:
+    def answer(self, asked: ExchangedInput, error: Exception | None = None) -> tuple[list[GroupRows], torch.Tensor]:
         """Bring the rows of a batch: its own rows of each group of whole tables, and the slots of ``positions``.
 
         Every batch has rows of its own, which lookups read and nobody changes. Where the backend queues, nothing on the
@@ -174,7 +174,7 @@ class RowExchange:
         slots, flat = self._answer(asked, what)
         return self._groups_of(asked.request, self._unpack(asked.stretches, asked.request, flat)), slots
 
-    def _answer(self, asked: Asked, what: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def _answer(self, asked: ExchangedInput, what: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Send every rank the rows that it asked for; return the slots, and rows that came, then this rank's own."""
         p, H = self._backend, asked.stretches.num_groups
         positions = p.tensor(p.to_device(asked.positions))
@@ -212,7 +212,7 @@ class RowExchange:
         dims = [group.dim for group in self._part_groups[:num_groups]]
         return np.array(dims + [0] * (num_groups - len(dims)), dtype=np.int64)
 
-    def _unpack(self, s: Stretches, request: Request, flat: torch.Tensor) -> list[torch.Tensor]:
+    def _unpack(self, s: ShardLayout, request: Request, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the rows of each group, (U, dim): ``flat`` itself where there is one group of whole rows."""
         p = self._backend
         if s.is_plain:
@@ -227,7 +227,7 @@ class RowExchange:
             size = (rows.stop - rows.start) * (columns.stop - columns.start)
             found[s.runs.group_R[r]][rows, columns] = flat[at : at + size].view(rows.stop - rows.start, -1)
             at += size
-        for table, first, local in request.mirrored:
+        for table, first, local in request.replicated:
             self._mirrors.read(table, local, found[s.group_T[table]][first : first + local.size])
         return found
 
@@ -245,7 +245,7 @@ class RowExchange:
     # -- the way back -------------------------------------------------------------------------------------
 
     def gradients_of(
-        self, asked: Asked, slots: torch.Tensor, gradients: RowGradients, into: RowGradients,
+        self, asked: ExchangedInput, slots: torch.Tensor, gradients: RowGradients, into: RowGradients,
         says: Sequence[bool] = (),
     ) -> list[bool]:  # fmt: skip
         """Send the gradients of a batch to the owners of its rows, which add them to ``into``, by group of their part.
@@ -291,7 +291,9 @@ class RowExchange:
         said = np.bitwise_or.reduce(told[:, S + 1 :], axis=0).view(np.uint8)
         return np.unpackbits(said, count=len(says)).astype(np.bool_).tolist()
 
-    def _rows_with_gradients(self, asked: Asked, g: int, pending: Sequence[SavedGradient]) -> NDArray[np.bool_] | None:
+    def _rows_with_gradients(
+        self, asked: ExchangedInput, g: int, pending: Sequence[SavedGradient]
+    ) -> NDArray[np.bool_] | None:
         """Return which rows of a group have a gradient; None where all have."""
         request, num_rows = asked.request, int(asked.request.num_rows_G[g])
         if not num_rows:
@@ -309,7 +311,7 @@ class RowExchange:
 
     def _indices(
         self,
-        asked: Asked,
+        asked: ExchangedInput,
         marks_G: list[NDArray[np.bool_] | None],
         to_WS: NDArray[np.int64],
         told_WS: NDArray[np.int64],
@@ -351,7 +353,7 @@ class RowExchange:
                 p.sum(pending, 1.0 / self.ranks.size, p.array(sums[-1]))
         return sums
 
-    def _pack(self, stretches: Stretches, request: Request, marks_G: list[NDArray[np.bool_] | None],
+    def _pack(self, stretches: ShardLayout, request: Request, marks_G: list[NDArray[np.bool_] | None],
               sums: list[torch.Tensor], buffer: torch.Tensor) -> None:  # fmt: skip
         """Write the rows that have a gradient in wire order."""
         p, runs, at = self._backend, stretches.runs, 0
@@ -365,7 +367,7 @@ class RowExchange:
             at += part.numel()
 
     def step(self, optimizer: RowOptimizer, rows: Sequence[GroupRows]) -> None:
-        """Step the rows that this rank owns, in place of ``optimizer.apply(rows)``; mirrors follow.
+        """Step the rows that this rank owns, in place of ``optimizer.apply(rows)``; replicas follow.
 
         Column slices of a table with row-wise Adagrad add up their squares first.
         """

@@ -133,7 +133,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AskedBags:
+class ExchangedBags:
     """What ranks want one another to pool for one batch, all in host memory: nothing was pooled yet."""
 
     candidates: tuple[Candidate, ...]
@@ -295,7 +295,7 @@ class PooledBatch:
 
     features: Mapping[str, Pooled]
     """By name."""
-    asked: AskedBags
+    asked: ExchangedBags
     served_W: tuple[tuple[Served, ...], ...]
     """What each rank had pooled here."""
 
@@ -315,7 +315,7 @@ class Pooling:
         """Begin with a pass: ``rows`` are the groups of this rank's part; none: with no pass."""
         self._rows = rows
 
-    def answer(self, asked: AskedBags, features: Mapping[str, Pooled]) -> PooledBatch:
+    def answer(self, asked: ExchangedBags, features: Mapping[str, Pooled]) -> PooledBatch:
         """Have ``features`` pooled, by name: they get their vectors. Behind ``RowExchange.answer`` of the same batch.
 
         Where the backend queues its work, nothing is waited for.
@@ -328,7 +328,7 @@ class Pooling:
         return PooledBatch(features, asked, served_W)
 
     def _answer(
-        self, asked: AskedBags, entries_W: Sequence[Sequence[tuple[Part, LookupIds]]]
+        self, asked: ExchangedBags, entries_W: Sequence[Sequence[tuple[Part, LookupIds]]]
     ) -> tuple[list[torch.Tensor], tuple[tuple[Served, ...], ...]]:
         """Pool what each rank asked for; return the vectors of each of this rank's blocks, and what was served."""
         served_W: list[tuple[Served, ...]] = [()] * self._ranks.size
@@ -355,7 +355,7 @@ class Pooling:
         return self._backend.tensor(self._backend.empty((size,), np.float32))
 
     @staticmethod
-    def _vectors(asked: AskedBags, p: int, vectors_W: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _vectors(asked: ExchangedBags, p: int, vectors_W: Sequence[torch.Tensor]) -> torch.Tensor:
         """Put the columns of a feature side by side."""
         found = []
         for owner in asked.candidates[p].owners:
@@ -399,7 +399,7 @@ class Pooling:
         for rank, gradient in enumerate(gradients):
             self._add(batch, rank, told[rank, :P], gradient, into)
 
-    def _write(self, asked: AskedBags, sums: Mapping[str, torch.Tensor], rank: int, out: torch.Tensor) -> None:
+    def _write(self, asked: ExchangedBags, sums: Mapping[str, torch.Tensor], rank: int, out: torch.Tensor) -> None:
         """Write the gradient of a block; zeros for features without one, which are not added there."""
         block = asked.asked_W[rank]
         if not out.numel():

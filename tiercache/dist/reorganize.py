@@ -11,11 +11,11 @@ from rich.console import Console
 
 from tiercache.data.dataset import PassDataset
 from tiercache.data.repartition import split_cursor, split_source
-from tiercache.planning.budgets import HostBudget, gap_bytes
+from tiercache.planning.budgets import HostBudget, distance_bytes
 from tiercache.planning.matching import check_tables
 from tiercache.planning.next_use import FirstUses, count_keys
 from tiercache.planning.pass_plan import Planner
-from tiercache.planning.positions import Positions
+from tiercache.planning.row_offsets import RowOffsets
 from tiercache.planning.schedule import Schedule, order_rule
 from tiercache.planning.store_plan import ReorganizePlan
 from tiercache.reporting.progress import prepare_kernels, rewrite_bars
@@ -138,7 +138,7 @@ def reorganize_plan(
     Reads the keys of all passes once, and no row. Of a store that follows them already: what it would take.
     """
     check_tables(store, passes)
-    positions = Positions.of(passes, store.groups)
+    positions = RowOffsets.of(passes, store.groups)
     rule = order_rule(passes, order, order_seed)
     schedule = Schedule(num_passes=len(passes.passes), dataset_digest=passes.digest, order=rule)
     files = 1 if schedule.repeats else 2  # an epoch that is entered in its midst needs the next one's uses, too
@@ -148,7 +148,7 @@ def reorganize_plan(
         count_keys(positions, positions.keys_of(passes)),
         _layout(positions),
         present=file_bytes_of(store.path) if store.path is not None and store.path.is_dir() else None,
-        use_bytes=files * sum(gap_bytes(sum(positions.num_rows(p) for p in range(positions.num_passes)))),
+        use_bytes=files * sum(distance_bytes(sum(positions.num_rows(p) for p in range(positions.num_passes)))),
     )
 
 
@@ -167,11 +167,11 @@ def _continued(commit: Commit, passes: DatasetView, order: OrderRule) -> Cursor 
 
 def first_uses(store: Store, passes: DatasetView, schedule: Schedule, start: Cursor) -> tuple[FirstUses, Layout]:
     """Return when each key is used first from ``start`` on, and how the rows that wait for it are cut into pages."""
-    positions = Positions.of(passes, store.groups)
+    positions = RowOffsets.of(passes, store.groups)
     return FirstUses(schedule, positions, positions.keys_of(passes), start=start.pass_index), _layout(positions)
 
 
-def _layout(positions: Positions) -> Layout:
+def _layout(positions: RowOffsets) -> Layout:
     """Return how ranges are cut into pages: that follows from the passes alone."""
     return partial(Planner.layout, budget=HostBudget.of(positions, 0, 0))
 

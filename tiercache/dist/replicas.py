@@ -1,4 +1,4 @@
-"""Mirrors: every rank's copy of the rows that a pass has of replicated tables, as of the last step."""
+"""Replicas: every rank's copy of the rows that a pass has of replicated tables, as of the last step."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from tiercache.values.lookups import GroupRows
 
 PIECE_BYTES = 8 << 20
-"""Of rows that a rank sends at once while mirrors are filled."""
+"""Of rows that a rank sends at once while replicas are filled."""
 
 
-class Mirrors:
+class Replicas:
     """Vectors of replicated tables on this rank, float32, by local id. Owners keep the rows themselves.
 
-    What is in a mirror has traveled: it has the wire's dtype, on the owner's rank too.
+    What is in a replica has traveled: it has the wire's dtype, on the owner's rank too.
     """
 
     def __init__(self, ranks: AnyCommunicator, backend: Backend, wire_dtype: torch.dtype) -> None:
@@ -40,11 +40,11 @@ class Mirrors:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all mirrors."""
-        return sum(mirror.numel() * mirror.element_size() for mirror in self._mirrors.values())
+        """Bytes of all replicas."""
+        return sum(replica.numel() * replica.element_size() for replica in self._mirrors.values())
 
     def open(self, owners: Owners | None, rows: Sequence[GroupRows]) -> None:
-        """Fill mirrors with the rows of a pass, of which ``rows`` are this rank's; None: there are none. Collective."""
+        """Fill replicas with the rows of a pass; ``rows`` are this rank's. None: no replicas. Collective."""
         p, rank = self._backend, self._ranks.rank
         self._owners, self._mirrors, self._changed = owners, {}, {}
         for t, kind in enumerate(() if owners is None else owners.kinds):
@@ -52,19 +52,19 @@ class Mirrors:
             if kind != "replicate":
                 continue
             dim, low_W, rows_W = owners.tables[t].dim, owners.low_TW[t], owners.high_TW[t] - owners.low_TW[t]
-            mirror = torch.empty((int(owners.rows_T[t]), dim), dtype=torch.float32, device=p.device)
+            replica = torch.empty((int(owners.rows_T[t]), dim), dtype=torch.float32, device=p.device)
             piece = max(1, PIECE_BYTES // (4 * dim))
             for first in range(0, int(rows_W.max()), piece):
                 count_W = np.clip(rows_W - first, 0, piece)
                 begin = int(owners.first_TW[t, rank]) + first
                 mine = np.arange(begin, begin + int(count_W[rank]), dtype=np.int32)
                 found = self._find(rows, int(owners.group_TW[t, rank]), p.tensor(p.to_device(mine)), dim)
-                came = self._ranks.all_gather(found.view(-1), (count_W * dim).tolist(), "filling mirrors")
+                came = self._ranks.all_gather(found.view(-1), (count_W * dim).tolist(), "filling replicas")
                 at = 0
                 for low, count in zip((low_W + first).tolist(), count_W.tolist(), strict=True):
-                    mirror[low : low + count] = came[at : at + count * dim].view(count, dim)
+                    replica[low : low + count] = came[at : at + count * dim].view(count, dim)
                     at += count * dim
-            self._mirrors[t] = mirror
+            self._mirrors[t] = replica
 
     def _find(self, rows: Sequence[GroupRows], group: int, positions: torch.Tensor, dim: int) -> torch.Tensor:
         """Return vectors by position, in the wire's dtype."""
@@ -81,7 +81,7 @@ class Mirrors:
 
     def note(self, received: Received) -> None:
         """Note the rows whose gradients came: the next step changes them."""
-        for group, positions in received.mirrored.items():
+        for group, positions in received.replicated.items():
             self._changed.setdefault(group, []).extend(positions)
 
     def forget(self) -> None:
@@ -89,7 +89,7 @@ class Mirrors:
         self._changed = {}
 
     def follow(self, rows: Sequence[GroupRows]) -> None:
-        """Bring every rank's mirrors up to the step that was made. Collective."""
+        """Bring every rank's replicas up to the step that was made. Collective."""
         if not self._mirrors:
             return
         ranks, owners = self._ranks, self._owners
@@ -106,20 +106,20 @@ class Mirrors:
             ids.append(mine + np.int32(int(owners.low_TW[t, ranks.rank]) - first))
             vectors.append(self._find(rows, group, p.tensor(p.to_device(mine)), owners.tables[t].dim).view(-1))
         numbers = np.array([one.size for one in ids], dtype=np.int64)
-        count_WM = ranks.exchange_splits(np.tile(numbers, (ranks.size, 1)), "counting what mirrors follow")
+        count_WM = ranks.exchange_splits(np.tile(numbers, (ranks.size, 1)), "counting what replicas follow")
         if not count_WM.any():
             return
         dims = np.array([owners.tables[t].dim for t in self._mirrors], dtype=np.int64)
         changed_ids = torch.from_numpy(np.concatenate(ids))
         all_ids = ranks.all_gather(changed_ids, count_WM.sum(axis=1).tolist(), "telling which rows changed").numpy()
-        came = ranks.all_gather(torch.cat(vectors), (count_WM * dims).sum(axis=1).tolist(), "having mirrors follow")
+        came = ranks.all_gather(torch.cat(vectors), (count_WM * dims).sum(axis=1).tolist(), "having replicas follow")
         at_id = at = 0
         for counts in count_WM.tolist():
-            for mirror, count in zip(self._mirrors.values(), counts, strict=True):
-                dim = mirror.shape[1]
+            for replica, count in zip(self._mirrors.values(), counts, strict=True):
+                dim = replica.shape[1]
                 new = came[at : at + count * dim].view(count, dim)
                 there = all_ids[at_id : at_id + count]
-                if error := out_of_bounds(ranks.rank, there, mirror.shape[0], "of a mirror, by what changed"):
+                if error := out_of_bounds(ranks.rank, there, replica.shape[0], "of a replica, by what changed"):
                     raise error
-                mirror[p.tensor(p.to_device(there)).long()] = new.to(mirror.dtype)
+                replica[p.tensor(p.to_device(there)).long()] = new.to(replica.dtype)
                 at_id, at = at_id + count, at + count * dim

@@ -15,17 +15,17 @@ import torch
 
 from tiercache.dist.pooled import (
     MODES,
-    AskedBags,
     Block,
     Candidate,
     Chooser,
+    ExchangedBags,
     by_model,
     candidates_of,
     check_bags,
     message_of,
     read_message,
 )
-from tiercache.dist.shard_layout import Stretches, exclusive, out_of_bounds
+from tiercache.dist.shard_layout import ShardLayout, exclusive, out_of_bounds
 from tiercache.dist.wire import Wire
 from tiercache.errors import RankError
 from tiercache.kernels.arrays import NONE_I4
@@ -57,8 +57,8 @@ class Request:
     """Where each unique row stands among the rows of its group."""
     num_rows_G: NDArray[np.int64]
     """Unique rows of each group."""
-    mirrored: tuple[tuple[int, int, NDArray[np.int32]], ...]
-    """(table, first slot, local ids): rows that are looked up in a mirror."""
+    replicated: tuple[tuple[int, int, NDArray[np.int32]], ...]
+    """(table, first slot, local ids): rows that are looked up in a replica."""
     rows_R: NDArray[np.int64]
     """Rows of each run."""
     slot_R: NDArray[np.int64]
@@ -84,7 +84,7 @@ class Requester:
         self._scratch: dict[str, NDArray[np.int32]] = {}
 
     def request(
-        self, stretches: Stretches, ids: Mapping[str, FeatureIds], tables: Mapping[str, str], where: str
+        self, stretches: ShardLayout, ids: Mapping[str, FeatureIds], tables: Mapping[str, str], where: str
     ) -> tuple[Request, dict[str, FeatureIds]]:
         """Return the request of a batch, and its ids as indices of unique rows.
 
@@ -140,7 +140,7 @@ class Requester:
 
 
 def _lay_out(
-    stretches: Stretches, unique: NDArray[np.int32], begin_K: NDArray[np.int64], end_K: NDArray[np.int64]
+    stretches: ShardLayout, unique: NDArray[np.int32], begin_K: NDArray[np.int64], end_K: NDArray[np.int64]
 ) -> Request:
     """Find out where each row goes and stands."""
     s, rows_K = stretches, end_K - begin_K
@@ -157,15 +157,15 @@ def _lay_out(
     lay_out(unique, begin_K, end_K, shift_K, wire_K, np.where(s.is_first_K, slot_K, -1), addresses, slots)
     num_sections = 2 * s.num_groups
     counts = np.bincount(s.rank_K * num_sections + s.section_K, rows_K, s.num_ranks * num_sections)
-    mirrored = s.mirrored_k[rows_K[s.mirrored_k] > 0].tolist()
-    local = [unique[begin_K[k] : end_K[k]] - np.int32(s.base_T[s.table_K[k]]) for k in mirrored]
+    replicated = s.mirrored_k[rows_K[s.mirrored_k] > 0].tolist()
+    local = [unique[begin_K[k] : end_K[k]] - np.int32(s.base_T[s.table_K[k]]) for k in replicated]
     runs = s.runs
     return Request(
         addresses=addresses,
         counts_WS=counts.astype(np.int64).reshape(s.num_ranks, num_sections),
         slots_U=slots,
         num_rows_G=num_rows_G,
-        mirrored=tuple((int(s.table_K[k]), int(slot_K[k]), one) for k, one in zip(mirrored, local, strict=True)),
+        replicated=tuple((int(s.table_K[k]), int(slot_K[k]), one) for k, one in zip(replicated, local, strict=True)),
         rows_R=np.add.reduceat(rows_K, runs.first_R) if runs.first_R.size else rows_K,
         slot_R=slot_K[runs.first_R],
     )
@@ -197,12 +197,12 @@ _SAMPLES, _POOLED, _MODES, _TOKEN, _ERROR = range(-5, 0)
 class Layout:
     """What batches of a pass are asked for by."""
 
-    stretches: Stretches
+    stretches: ShardLayout
     candidates: tuple[Candidate, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Wanted:
+class LocalInput:
     """What a batch of this rank wants."""
 
     ids: Mapping[str, FeatureIds] = field(default_factory=dict)
@@ -220,10 +220,10 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Asked:
+class ExchangedInput:
     """What ranks want of one another for one batch, all in host memory. It holds no vectors."""
 
-    stretches: Stretches
+    stretches: ShardLayout
     request: Request
     """What this rank asks for, without the addresses, which were sent."""
     ids: dict[str, FeatureIds]
@@ -234,7 +234,7 @@ class Asked:
     """Rows that every rank asks this one for, by section of this rank."""
     positions: NDArray[np.int32]
     """Their positions, in the order of ranks but this rank's own last, in each section by section."""
-    bags: AskedBags | None
+    bags: ExchangedBags | None
     """What is pooled; None where no rank wants anything pooled."""
     where: str
     token: int
@@ -242,7 +242,7 @@ class Asked:
     """What others asked for and this rank has not: all are told when the rows are brought."""
 
 
-class Asking:
+class InputDist:
     """Asks for the batches of one cache, over a communicator of its own. On one thread at a time."""
 
     def __init__(
@@ -255,18 +255,18 @@ class Asking:
         self._requester, self._chooser = Requester(), Chooser()
         self._order = np.array([r for r in range(ranks.size) if r != ranks.rank] + [ranks.rank])
 
-    def lay_out(self, owners: Owners, *, mirrored: bool = True) -> Layout:
+    def lay_out(self, owners: Owners, *, replicated: bool = True) -> Layout:
         """Return what batches of a pass are asked for by. Not collective.
 
-        mirrored: whether replicated tables have a mirror here; else their rows travel as any other.
+        replicated: whether replicated tables have a replica here; else their rows travel as any other.
         """
         num_groups, several = int(owners.group_TW.max()) + 1, self._ranks.size > 1
-        stretches = Stretches(owners, self._groups, self._ranks.rank, num_groups, mirrored=mirrored and several)
+        stretches = ShardLayout(owners, self._groups, self._ranks.rank, num_groups, replicated=replicated and several)
         return Layout(stretches, candidates_of(owners, self._features) if several else ())
 
     def ask(
-        self, layout: Layout, wanted: Wanted, where: str, *, trained: bool = True, error: Exception | None = None
-    ) -> Asked:
+        self, layout: Layout, wanted: LocalInput, where: str, *, trained: bool = True, error: Exception | None = None
+    ) -> ExchangedInput:
         """Tell the owners what a batch wants. Collective.
 
         error: what went wrong on this rank before. Where a rank has one, or an id that is not in the sub-dataset
@@ -319,7 +319,7 @@ class Asking:
         features_G: list[list[FeatureIds]] = [[] for _ in self._groups]
         for name, found in renamed.items():
             features_G[stretches.group_T[stretches.table_of[self._tables[name]]]].append(found)
-        asked = Asked(
+        asked = ExchangedInput(
             stretches=stretches, request=replace(request, addresses=NONE_I4), ids=renamed,
             features_G=tuple(map(tuple, features_G)), counts_WS=told[:, :S], positions=positions, bags=None,
             where=where, token=wanted.token,
@@ -335,12 +335,12 @@ class Asking:
             ]
         except RankError as bad:
             return replace(asked, error=bad)
-        return replace(asked, bags=AskedBags(candidates, pooled, n_W, asked_W, blocks_W, parts_W))
+        return replace(asked, bags=ExchangedBags(candidates, pooled, n_W, asked_W, blocks_W, parts_W))
 
     def _pooled(
         self,
         candidates: Sequence[Candidate],
-        wanted: Wanted,
+        wanted: LocalInput,
         where: str,
         to_WP: NDArray[np.int64],
         *,
@@ -384,7 +384,7 @@ class Asking:
         positions = [each_W[r][: rows_W[r]] for r in self._order]
         return np.concatenate(positions), [each[rows:] for each, rows in zip(each_W, rows_W, strict=True)]
 
-    def _check_positions(self, asked: Asked) -> None:
+    def _check_positions(self, asked: ExchangedInput) -> None:
         """Raise RankError where others ask for rows that this one has not: kernels would take no notice."""
         s, first = asked.stretches, 0
         for counts_S in asked.counts_WS[self._order]:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.data.repartition import split_cursor, split_source
 from tiercache.dist.reorganize import first_uses, make_first_rows
-from tiercache.dist.shard_view import share_digest
+from tiercache.dist.shard_view import shard_digest
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.errors import BudgetError, DatasetError, RankError
-from tiercache.planning.budgets import gap_bytes
+from tiercache.planning.budgets import distance_bytes
 from tiercache.planning.schedule import Schedule
 from tiercache.reporting.progress import prepare_kernels
 from tiercache.sizes import format_bytes
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.dist.shard_view import Share
+    from tiercache.dist.shard_view import ShardView
     from tiercache.planning.schedule import OrderRule
     from tiercache.store import Commit, Store, Table
     from tiercache.store.rewrite import FirstUses
@@ -44,7 +44,7 @@ _KEY_BYTES = 8
 
 def reshard(
     path: str | os.PathLike[str],
-    share: Share,
+    share: ShardView,
     ranks: AnyCommunicator,
     *,
     engine: str | None = None,
@@ -183,7 +183,7 @@ class Need:
         return self.shard + self.scratch
 
     @classmethod
-    def of(cls, old: Shards, store: Store, share: Share, uses: FirstUses, cursor: Cursor, state_bytes: int) -> Need:
+    def of(cls, old: Shards, store: Store, share: ShardView, uses: FirstUses, cursor: Cursor, state_bytes: int) -> Need:
         """Predict it from sizes. ``uses`` are those of the new share."""
         rows = row_bytes = 0
         for group in store.groups:
@@ -196,7 +196,7 @@ class Need:
         positions = sum(one.rows(table.name) for one in share.passes for table in share.tables)
         return cls(
             rows=rows,
-            shard=row_bytes + _KEY_BYTES * rows + state_bytes + sum(gap_bytes(positions)),
+            shard=row_bytes + _KEY_BYTES * rows + state_bytes + sum(distance_bytes(positions)),
             scratch=row_bytes + (_KEY_BYTES + CHANGED_BYTES) * rows,
         )
 
@@ -204,7 +204,7 @@ class Need:
 class _Copy:
     """The work of one rank: decided when it is made, done by ``run``."""
 
-    def __init__(self, old: Shards, store: Store, share: Share, order: OrderRule, *, reorganized: bool) -> None:
+    def __init__(self, old: Shards, store: Store, share: ShardView, order: OrderRule, *, reorganized: bool) -> None:
         self._old, self._store, self._share = old, store, share
         self.start = _start(old, share, order, reorganized=reorganized)
         schedule = Schedule(num_passes=len(share), dataset_digest=share.digest, order=order)
@@ -222,7 +222,7 @@ class _Copy:
         )  # fmt: skip
 
 
-def place_of(commit: Commit, sharding: ShardingPlan, rank: int, share: Share, order: OrderRule) -> Cursor | None:
+def place_of(commit: Commit, sharding: ShardingPlan, rank: int, share: ShardView, order: OrderRule) -> Cursor | None:
     """Return where a training that stands at a shard's ``commit`` goes on in the schedule of ``share``.
 
     ``sharding`` and ``rank`` are those of the shard. None where its passes are others: neither the ones that it was
@@ -230,7 +230,7 @@ def place_of(commit: Commit, sharding: ShardingPlan, rank: int, share: Share, or
     """
 
     def trained(num_passes: int, passes: str) -> bool:
-        mine = share_digest(passes, sharding, rank)
+        mine = shard_digest(passes, sharding, rank)
         schedule = Schedule(num_passes=num_passes, dataset_digest=mine, order=order)
         return schedule.digest == (commit.schedule_digest or commit.overlaid)
 
@@ -243,7 +243,7 @@ def place_of(commit: Commit, sharding: ShardingPlan, rank: int, share: Share, or
     return Cursor(*split_cursor(share.whole, commit.cursor, order=samples, order_seed=order))
 
 
-def _start(old: Shards, share: Share, order: OrderRule, *, reorganized: bool) -> Cursor:
+def _start(old: Shards, share: ShardView, order: OrderRule, *, reorganized: bool) -> Cursor:
     """Return where training goes on in the schedule of ``share``. Raises DatasetError where that is another one."""
     commit = old.shards[0].commit
     assert commit is not None

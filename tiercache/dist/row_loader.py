@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.dist.shard_view import Share
+    from tiercache.dist.shard_view import ShardView
     from tiercache.store.table import Table
-    from tiercache.train.evaluation import LiveRows
+    from tiercache.train.evaluation import CurrentRows
     from tiercache.train.missing_rows import Unseen
 
 
@@ -44,12 +44,12 @@ class LoadedRows:
 class RowLoader:
     """Has owners read rows. On the training thread, between batches."""
 
-    def __init__(self, share: Share, live_rows: Callable[..., LiveRows], ranks: AnyCommunicator) -> None:
+    def __init__(self, share: ShardView, live_rows: Callable[..., CurrentRows], ranks: AnyCommunicator) -> None:
         """live_rows: of this rank's cache; of its own rows."""
         self._share, self._live_rows, self._ranks = share, live_rows, ranks
         self._shares_unknown: bool | None = None  # whether a pass has such a row that only one rank owns
 
-    def live_rows(self) -> LiveRows:
+    def live_rows(self) -> CurrentRows:
         """Return a reader of this rank's rows as of now, that knows the out-of-vocabulary rows of all. Collective."""
         with self._ranks.raise_on_all("beginning to read rows as of now"):
             found = self._live_rows()
@@ -118,7 +118,7 @@ class RowLoader:
         return owners
 
     def _read(
-        self, live_rows: LiveRows, told_WT: NDArray[np.int64], came: NDArray[np.int64], widths_T: NDArray[np.int64]
+        self, live_rows: CurrentRows, told_WT: NDArray[np.int64], came: NDArray[np.int64], widths_T: NDArray[np.int64]
     ) -> NDArray[np.float32]:
         """Return the vectors of the keys that came, which stand by rank and table, in their order."""
         answer = np.empty(int((told_WT * widths_T).sum()), np.float32)
@@ -160,7 +160,9 @@ class RowLoader:
         return LoadedRows(found)
 
 
-def _unknown_rows(share: Share, live_rows: LiveRows, ranks: AnyCommunicator) -> dict[str, list[NDArray[np.float32]]]:
+def _unknown_rows(
+    share: ShardView, live_rows: CurrentRows, ranks: AnyCommunicator
+) -> dict[str, list[NDArray[np.float32]]]:
     """Return the out-of-vocabulary rows of tables that are divided by hash: one rank has them, all stand in for it."""
     mine: dict[str, list[list[float]]] = {}
     with ranks.raise_on_all("reading rows of keys out of the vocabulary"):
@@ -169,7 +171,7 @@ def _unknown_rows(share: Share, live_rows: LiveRows, ranks: AnyCommunicator) -> 
     return {name: [np.array([field], dtype=np.float32) for field in fields] for name, fields in found.items()}
 
 
-def _own_unknown_rows(share: Share, live_rows: LiveRows) -> dict[str, list[list[float]]]:
+def _own_unknown_rows(share: ShardView, live_rows: CurrentRows) -> dict[str, list[list[float]]]:
     mine = {}
     for table in share.tables:
         if share.sharding.tables[table.name].by_hash:

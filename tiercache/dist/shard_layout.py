@@ -174,17 +174,17 @@ class Runs:
         return slice(first, first + int(self.width_R[run]))
 
 
-class Stretches:
+class ShardLayout:
     """The stretches of one pass in wire order, seen from one rank."""
 
     def __init__(
-        self, owners: Owners, groups: Sequence[Group], rank: int, num_groups: int, *, mirrored: bool = True
+        self, owners: Owners, groups: Sequence[Group], rank: int, num_groups: int, *, replicated: bool = True
     ) -> None:
         """Lay a pass out.
 
-        groups: of whole tables. num_groups: H. mirrored: whether rows of replicated tables are looked up in mirrors.
+        groups: of whole tables. num_groups: H. replicated: whether rows of replicated tables are looked up in replicas.
         """
-        self.owners, self.mirrored = owners, mirrored
+        self.owners, self.replicated = owners, replicated
         self.num_ranks, self.rank, self.num_groups = owners.num_ranks, rank, num_groups
         self.num_whole_groups = len(groups)
         """G."""
@@ -198,7 +198,7 @@ class Stretches:
             self.rows_H[int(owners.group_TW[t, rank])] += int(owners.high_TW[t, rank] - owners.low_TW[t, rank])
         found = []
         for t, table in enumerate(owners.tables):
-            is_mirrored = mirrored and owners.kinds[t] == "replicate"
+            is_mirrored = replicated and owners.kinds[t] == "replicate"
             for d in owners.destinations[t]:
                 kind = _MIRRORED if is_mirrored else _WHOLE if d.last_column - d.first_column == table.dim else _SLICED
                 turn = d.rank if d.rank != rank else owners.num_ranks
@@ -216,7 +216,7 @@ class Stretches:
         """Stretches by table."""
         self.by_table_K = self.table_K[self.table_order_K]
         self.mirrored_k = np.nonzero(place == _MIRRORED)[0]
-        """Which stretches are mirrored."""
+        """Which stretches are replicated."""
         self.width_WS = np.zeros((self.num_ranks, 2 * num_groups), dtype=np.int64)
         """Columns of the rows of each section of each rank."""
         self.width_WS[self.rank_K, self.section_K] = self.width_K

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tiercache.data.dataset import PassDataset
     from tiercache.dist.budget_checks import Budgets
     from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.dist.shard_view import Share
+    from tiercache.dist.shard_view import ShardView
     from tiercache.planning.schedule import OrderRule
     from tiercache.planning.sharding_rules import ShardingRules
     from tiercache.store import Cursor, Store
@@ -70,7 +70,7 @@ def choose_sharding(
 
 def open_for_share(
     path: str | os.PathLike[str],
-    share: Share,
+    share: ShardView,
     ranks: AnyCommunicator,
     *,
     engine: str | None,
@@ -145,7 +145,7 @@ def _stands(path: Path, sharding: ShardingPlan, *, plain: bool) -> list[Any] | N
 class _Following:
     """A shard's rows into the order of parts of its passes, or, where that is wanted, of other passes."""
 
-    def __init__(self, store: Store, share: Share, order: OrderRule, *, reorganized: bool) -> None:
+    def __init__(self, store: Store, share: ShardView, order: OrderRule, *, reorganized: bool) -> None:
         self._store, self._share, self._order, self._reorganized = store, share, order, reorganized
 
     def _start(self) -> Cursor | None:

@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group, Table
 
 
-def share_digest(passes: str, sharding: ShardingPlan, rank: int) -> str:
+def shard_digest(passes: str, sharding: ShardingPlan, rank: int) -> str:
     """Return the digest of the share that a rank has of the dataset with the digest ``passes``: one rank has all."""
     if sharding.num_ranks == 1:
         return passes
     return hashlib.sha256(f"{passes}\0{sharding.digest}\0{rank}".encode()).hexdigest()
 
 
-class SharedSubDataset:
+class ShardSubDataset:
     """A sub-dataset as one rank sees it: its own keys, and all samples, with local ids of the whole sub-dataset."""
 
-    def __init__(self, whole: SubDataset, share: Share) -> None:
+    def __init__(self, whole: SubDataset, share: ShardView) -> None:
         self.index = whole.index
         """Its place in the dataset."""
         self.samples = whole.samples
@@ -88,7 +88,7 @@ class SharedSubDataset:
         return self.whole.read(indices, into, features=features)
 
 
-class Share:
+class ShardView:
     """What one rank owns of a dataset: sub-datasets with its own keys, for the tables of its shard.
 
     Its samples have local ids of the whole sub-dataset. Key sets are in hash order, so a rank's keys of a table
@@ -107,7 +107,7 @@ class Share:
         """By name."""
         self.schema: Schema = replace(passes.schema, tables=self.tables)
         """That of the dataset, with the tables of the shard."""
-        self.passes = tuple(SharedSubDataset(one, self) for one in passes.passes)
+        self.passes = tuple(ShardSubDataset(one, self) for one in passes.passes)
 
     @property
     def path(self) -> Path:
@@ -117,7 +117,7 @@ class Share:
     @cached_property
     def digest(self) -> str:
         """Hexadecimal digest of dataset, sharding and rank."""
-        return share_digest(self.whole.digest, self.sharding, self.rank)
+        return shard_digest(self.whole.digest, self.sharding, self.rank)
 
     @property
     def samples(self) -> int:
@@ -138,7 +138,7 @@ class Share:
         keys = self.whole.passes[sub_dataset].keys
         return find_owners(self.sharding, sub_dataset, self.whole.tables, self.groups_W, keys)
 
-    def __iter__(self) -> Iterator[SharedSubDataset]:
+    def __iter__(self) -> Iterator[ShardSubDataset]:
         return iter(self.passes)
 
     def __len__(self) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tiercache.dist.consistency import check_same
 from tiercache.dist.reorganize import import_rows, reorganize
 from tiercache.dist.shard_opening import choose_sharding, open_for_share
-from tiercache.dist.shard_view import Share
+from tiercache.dist.shard_view import ShardView
 from tiercache.planning.matching import check_tables
 from tiercache.planning.schedule import Schedule
 from tiercache.planning.sharding_planner import sharding_of
@@ -150,7 +150,7 @@ class TrainingStore:
 
     def view(self, passes: PassDataset) -> DatasetView:
         """Return what this rank trains of passes: all, or its share. Raises ValueError where the tables are others."""
-        return passes if self.sharding is None else Share(passes, self.sharding, self._ranks.rank)
+        return passes if self.sharding is None else ShardView(passes, self.sharding, self._ranks.rank)
 
     def _fill(self, rows: Callable[[Table], Iterator[Chunk]], budgets: Budgets, *, progress: bool | None) -> None:
         """Give a store without a commit its first rows, in the order of the passes where it stays plain. Collective."""
@@ -201,12 +201,12 @@ class TrainingStore:
             self._store = self._given.shards[self._ranks.rank]
             return self._store
         if self.sharding is not None:
-            assert isinstance(source, Share)
+            assert isinstance(source, ShardView)
             self._shards = self._open_shards(source, budgets)
             self._store = self._shards.store
             return self._store
         if self._unites:
-            self._open_shards(Share(self._passes, ShardingPlan.of_one(self._passes.tables), 0), budgets).close()
+            self._open_shards(ShardView(self._passes, ShardingPlan.of_one(self._passes.tables), 0), budgets).close()
         if self._given is not None:
             store = self._store = self._given
         else:
@@ -217,7 +217,7 @@ class TrainingStore:
             reorganize(store, self._passes, order=options.order, store_budget=budgets.store_budget, progress=progress)
         return store
 
-    def _open_shards(self, share: Share, budgets: Budgets) -> ShardWriter:
+    def _open_shards(self, share: ShardView, budgets: Budgets) -> ShardWriter:
         options = self._options
         return open_for_share(
             self._place, share, self._ranks, engine=options.engine, shard_dirs=options.shard_dirs,

@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tiercache.planning.positions import Positions
+    from tiercache.planning.row_offsets import RowOffsets
     from tiercache.store.layout import SegmentLayout
 
 PAGE_BYTES = 4096
@@ -35,10 +35,10 @@ _INDEX_BYTES = 48
 """Of a row of the pass on the device: slots and orders of three passes, and its key while it is written."""
 
 
-def gap_bytes(num_positions: int) -> tuple[int, int]:
-    """Return the bytes of the gaps of so many positions, of all passes, and of their checksums in a file."""
-    gaps = 8 * num_positions
-    return gaps, 4 * -(-gaps // CHECKED_BYTES)
+def distance_bytes(num_positions: int) -> tuple[int, int]:
+    """Return the bytes of the distances of so many positions, of all passes, and of their checksums in a file."""
+    distances = 8 * num_positions
+    return distances, 4 * -(-distances // CHECKED_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +91,7 @@ class HostBudget:
     @classmethod
     def of(
         cls,
-        positions: Positions,
+        positions: RowOffsets,
         total: int,
         evaluation: int | None,
         stored: Iterable[SegmentLayout] = (),
@@ -152,10 +152,10 @@ class HostBudget:
         return self.total - self.evaluation - self.transaction - self.overhead - self.sweep - self.planning
 
 
-def _planning_bytes(positions: Positions, budget: HostBudget, *, seeded: bool) -> int:
-    """Return the most that planning keeps of these passes: a row of a pass has one of so many next uses as gaps exist.
+def _planning_bytes(positions: RowOffsets, budget: HostBudget, *, seeded: bool) -> int:
+    """Return the most bytes that planning keeps of these passes.
 
-    A seeded order has gaps of up to two epochs, and what it dumped is needed as long.
+    A seeded order has distances of up to two epochs, and what it dumped is needed as long.
     """
     epochs = 2 if seeded else 1
     total = 0

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from tiercache.store.layout import SegmentLayout
 
 
-class Held(NamedTuple):
+class CachedRows(NamedTuple):
     """Pages ``[first, last)`` of one layout that the host holds."""
 
     first: int
     last: int
 
 
-def bytes_held(layout: SegmentLayout, held: Held) -> int:
+def cached_bytes(layout: SegmentLayout, held: CachedRows) -> int:
     """Return the pages of memory that hold pages of a layout, at most.
 
     One page more at either end, as the run may begin and end inside one, and one more where a block ends.
@@ -41,7 +41,7 @@ class HostContent:
     """
 
     def __init__(self) -> None:
-        self.held: dict[tuple[int, int], Held] = {}
+        self.held: dict[tuple[int, int], CachedRows] = {}
         """The pages held, of segments that have any."""
         self._ranges: dict[tuple[int, int], SegmentLayout] = {}
         self._bytes: dict[tuple[int, int], int] = {}
@@ -55,13 +55,13 @@ class HostContent:
         """Take in a whole dump."""
         if ranges.num_pages:
             self._ranges[pass_index, group] = ranges
-            self._hold((pass_index, group), Held(0, ranges.num_pages))
+            self._hold((pass_index, group), CachedRows(0, ranges.num_pages))
             heappush(self._soonest, (ranges.next_use_R.item(0), pass_index, group))
             heappush(self._farthest, (-ranges.next_use_R.item(-1), -pass_index, -group))
 
-    def find(self, pass_index: int, group: int) -> Held:
+    def find(self, pass_index: int, group: int) -> CachedRows:
         """Return the pages held of a layout; an empty run where none is."""
-        return self.held.get((pass_index, group), Held(0, 0))
+        return self.held.get((pass_index, group), CachedRows(0, 0))
 
     def keep(self, *, after: int, capacity: int) -> int:
         """Drop rows whose next use is not after pass ``after``, then the farthest, to at most ``capacity`` bytes.
@@ -79,7 +79,7 @@ class HostContent:
         if key in self.held:
             ranges = self._ranges[key]
             index = int(ranges.next_use_R.searchsorted(after, side="right"))
-            self._hold(key, Held(ranges.first_page_R.item(index), self.held[key].last))
+            self._hold(key, CachedRows(ranges.first_page_R.item(index), self.held[key].last))
             if key in self.held:
                 heappush(self._soonest, (ranges.next_use_R.item(index), *key))
 
@@ -96,10 +96,10 @@ class HostContent:
             heapreplace(self._farthest, (-ranges.next_use_R.item(index), pass_index, group))
             return
         low = max(held.first, ranges.first_page_R.item(index))
-        self._hold(key, Held(held.first, _fit(ranges, held, low, capacity - self._total + self._bytes[key])))
+        self._hold(key, CachedRows(held.first, _fit(ranges, held, low, capacity - self._total + self._bytes[key])))
 
-    def _hold(self, key: tuple[int, int], held: Held) -> None:
-        num_bytes = bytes_held(self._ranges[key], held)
+    def _hold(self, key: tuple[int, int], held: CachedRows) -> None:
+        num_bytes = cached_bytes(self._ranges[key], held)
         self._total += num_bytes - self._bytes.get(key, 0)
         if num_bytes:
             self.held[key], self._bytes[key] = held, num_bytes
@@ -109,7 +109,7 @@ class HostContent:
             self._bytes.pop(key, None)
 
 
-def _fit(ranges: SegmentLayout, held: Held, low: int, room: int) -> int:
+def _fit(ranges: SegmentLayout, held: CachedRows, low: int, room: int) -> int:
     """Return the largest ``last`` in [low, held.last] for which [held.first, last) takes at most ``room`` bytes.
 
     That is ``low`` where none does.
@@ -117,7 +117,7 @@ def _fit(ranges: SegmentLayout, held: Held, low: int, room: int) -> int:
     high = held.last
     while low < high:
         middle = (low + high + 1) // 2
-        if bytes_held(ranges, Held(held.first, middle)) <= room:
+        if cached_bytes(ranges, CachedRows(held.first, middle)) <= room:
             low = middle
         else:
             high = middle - 1

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.planning.positions import Positions
+    from tiercache.planning.row_offsets import RowOffsets
     from tiercache.planning.schedule import Schedule
 
     Int64s = NDArray[np.int64]
@@ -28,24 +28,24 @@ KEYS_PER_RANGE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Uses:
-    """The gaps of one epoch, by sub-dataset: passes to the next use of each position, and back to the last one.
+class NextUses:
+    """The distances of one epoch, by sub-dataset: passes to the next use of each position, and back to the last one.
 
-    ``next_gap[p]`` and ``prev_gap[p]`` are int32 (positions of sub-dataset p,). A gap is at least 1 and below twice the
-    number of sub-datasets. A last use before pass 0 means that the key was never used.
+    ``next_distance[p]`` and ``prev_distance[p]`` are int32 (positions of sub-dataset p,). A distance is at
+    least 1 and below twice the number of sub-datasets. A last use before pass 0 means that the key was never used.
     """
 
-    next_gap: tuple[NDArray[np.int32], ...]
-    prev_gap: tuple[NDArray[np.int32], ...]
+    next_distance: tuple[NDArray[np.int32], ...]
+    prev_distance: tuple[NDArray[np.int32], ...]
 
     @property
     def longest(self) -> int:
-        """The longest gap possible, as of `longest_gap`."""
-        return longest_gap(len(self.next_gap))
+        """The longest distance possible, as of `longest_distance`."""
+        return longest_distance(len(self.next_distance))
 
 
-def longest_gap(num_passes: int) -> int:
-    """Return the longest gap possible: twice the number of passes, less one."""
+def longest_distance(num_passes: int) -> int:
+    """Return the longest distance possible: twice the number of passes, less one."""
     return max(1, 2 * num_passes - 1)
 
 
@@ -63,16 +63,16 @@ class KeyRange(NamedTuple):
     keys: NDArray[np.int64]
     """The unique keys, in no order."""
 
-    def gaps(self, schedule: Schedule, epoch: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    def distances(self, schedule: Schedule, epoch: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Return the passes to the next use of each key in ``epoch``, and since its last one."""
         before, order, after = (schedule.order_of(epoch + step) for step in (-1, 0, 1))
-        next_gap, prev_gap = np.empty_like(self.numbers), np.empty_like(self.numbers)
-        sweep_uses(self.numbers, self.starts, self.keys.size, before, order, after, next_gap, prev_gap)
-        return next_gap, prev_gap
+        next_distance, prev_distance = np.empty_like(self.numbers), np.empty_like(self.numbers)
+        sweep_uses(self.numbers, self.starts, self.keys.size, before, order, after, next_distance, prev_distance)
+        return next_distance, prev_distance
 
 
 def key_ranges(
-    positions: Positions,
+    positions: RowOffsets,
     keys_of: Callable[[int, int], NDArray[np.int64]],
     *,
     keys_per_range: int = KEYS_PER_RANGE,
@@ -103,16 +103,16 @@ def key_ranges(
             begin_P = end_P
 
 
-def find_uses(
+def find_next_uses(
     schedule: Schedule,
     epoch: int,
-    positions: Positions,
+    positions: RowOffsets,
     keys_of: Callable[[int, int], NDArray[np.int64]],
     out: NDArray[np.int32],
     *,
     keys_per_range: int = KEYS_PER_RANGE,
-) -> Uses:
-    """Find every gap of ``epoch`` and write them into ``out``.
+) -> NextUses:
+    """Find every distance of ``epoch`` and write them into ``out``.
 
     keys_of(pass, table): int64 keys in hash order, ``table`` an index into ``positions.tables``.
     out: int32 (2, all positions of all passes); the returned arrays are views of it.
@@ -121,19 +121,19 @@ def find_uses(
     """
     uses = views_of(out, positions)
     for some in key_ranges(positions, keys_of, keys_per_range=keys_per_range):
-        next_gap, prev_gap = some.gaps(schedule, epoch)
+        next_distance, prev_distance = some.distances(schedule, epoch)
         for p, (begin, end) in enumerate(itertools.pairwise(some.starts.tolist())):
             first = positions.start(p, some.table) + some.first_P[p]
-            uses.next_gap[p][first : first + end - begin] = next_gap[begin:end]
-            uses.prev_gap[p][first : first + end - begin] = prev_gap[begin:end]
+            uses.next_distance[p][first : first + end - begin] = next_distance[begin:end]
+            uses.prev_distance[p][first : first + end - begin] = prev_distance[begin:end]
     return uses
 
 
-def views_of(out: NDArray[np.int32], positions: Positions) -> Uses:
+def views_of(out: NDArray[np.int32], positions: RowOffsets) -> NextUses:
     """Cut ``out`` (2, all positions) into the arrays of each pass."""
     first_P = np.concatenate([[0], np.cumsum([positions.num_rows(p) for p in range(positions.num_passes)])])
     cuts = [slice(int(a), int(b)) for a, b in itertools.pairwise(first_P)]
-    return Uses(tuple(out[0, c] for c in cuts), tuple(out[1, c] for c in cuts))
+    return NextUses(tuple(out[0, c] for c in cuts), tuple(out[1, c] for c in cuts))
 
 
 class FirstUses:
@@ -145,7 +145,7 @@ class FirstUses:
     def __init__(
         self,
         schedule: Schedule,
-        positions: Positions,
+        positions: RowOffsets,
         keys_of: Callable[[int, int], Int64s],
         *,
         start: int = 0,
@@ -183,7 +183,7 @@ class FirstUses:
 
 
 def count_keys(
-    positions: Positions, keys_of: Callable[[int, int], Int64s], *, keys_per_slice: int = KEYS_PER_RANGE
+    positions: RowOffsets, keys_of: Callable[[int, int], Int64s], *, keys_per_slice: int = KEYS_PER_RANGE
 ) -> dict[str, int]:
     """Return how many different keys of each table there are in all passes, by the table's name: reads each once.
 

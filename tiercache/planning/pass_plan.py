@@ -10,7 +10,7 @@ import numpy as np
 
 from tiercache.errors import BudgetError, DatasetError
 from tiercache.planning.budgets import ALIGNED_BYTES, PAGE_BYTES, HostBudget, paged
-from tiercache.planning.host_plan import Held, HostContent
+from tiercache.planning.host_plan import CachedRows, HostContent
 from tiercache.planning.reuse import ReuseCounts
 from tiercache.planning.store_plan import StorePlan
 from tiercache.sizes import format_bytes
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.planning.next_use import Uses
-    from tiercache.planning.positions import Positions
+    from tiercache.planning.next_use import NextUses
+    from tiercache.planning.row_offsets import RowOffsets
     from tiercache.planning.schedule import Schedule
     from tiercache.store import Segment, Store
     from tiercache.store.commit import History
@@ -38,9 +38,9 @@ class Load:
     """The pass that dumped the segment; below 0: the base with which the schedule was entered."""
     group: int
     rows: int
-    host: Held
+    host: CachedRows
     """Pages in host memory; they end where those of the store begin."""
-    store: Held
+    store: CachedRows
     store_rows: int
     store_bytes: int
 
@@ -57,18 +57,18 @@ class PassPlan:
     within: bool
     """Whether the rows come from a commit inside this pass."""
     longest_wait: int
-    """Passes since the first whose dump a load may come from: rows with a longer gap were not used since the schedule
-    was entered."""
+    """Passes since the first whose dump a load may come from: rows with a longer distance were not used since the
+    schedule was entered."""
     commits: bool
     """Whether the pass ends with a commit: then kept rows are written too."""
     rows_G: tuple[int, ...]
     kept_G: tuple[int, ...]
     generated_G: tuple[int, ...]
     loads: tuple[Load, ...]
-    """By group, then by gap, rows of first uses last: the order of ``stable_order_by_gap`` over the previous gaps."""
+    """By group, then by previous distance, rows of first uses last: the order of ``stable_order_by_distance``."""
     dump_ranges: tuple[SegmentLayout, ...]
     """By group: what is packed and written when the pass ends."""
-    retained: Mapping[tuple[int, int], Held]
+    retained: Mapping[tuple[int, int], CachedRows]
     """What the host holds of earlier dumps from the moment this pass's rows are wanted."""
     host_bytes: int
     """Bytes of dump, staging and cached rows at the fullest moment of the pass."""
@@ -120,7 +120,7 @@ class Planner:
     def __init__(
         self,
         schedule: Schedule,
-        positions: Positions,
+        positions: RowOffsets,
         counts: ReuseCounts,
         budget: HostBudget,
         *,
@@ -154,12 +154,14 @@ class Planner:
     def dump_ranges(self, pass_index: int, *, with_kept: bool) -> tuple[SegmentLayout, ...]:
         """Lay out the dump of ``pass_index``: ranges by next use, kept rows first where they are written too."""
         dumps = []
-        for group, (gap_N, rows_NT) in zip(self._positions.groups, self._counts.of(pass_index).next_G, strict=True):
-            first = 0 if with_kept else int(gap_N.searchsorted(2))
+        for group, (distance_N, rows_NT) in zip(
+            self._positions.groups, self._counts.of(pass_index).next_G, strict=True
+        ):
+            first = 0 if with_kept else int(distance_N.searchsorted(2))
             page_rows, block_bytes = self._cut(group, self._budget)
             dumps.append(
                 SegmentLayout(
-                    next_use_R=gap_N[first:].astype(np.int64) + pass_index, table_rows_RT=rows_NT[first:],
+                    next_use_R=distance_N[first:].astype(np.int64) + pass_index, table_rows_RT=rows_NT[first:],
                     row_bytes=group.row_bytes, page_rows=page_rows, block_bytes=block_bytes,
                 )
             )  # fmt: skip
@@ -206,9 +208,9 @@ class Planner:
         rows_G = tuple(self._positions.num_rows(sub_dataset, g) for g in range(len(groups)))
         kept_G, generated_G, loads = [], [], []
         oldest = pass_index - base_pass(self._base) if self._base < 0 else pass_index
-        for g, (gap_N, rows_N1) in enumerate(self._counts.of(pass_index).prev_G):
-            gaps = list(zip(gap_N.tolist(), rows_N1[:, 0].tolist(), strict=True))
-            kept_G.append(gaps[0][1] if gaps and gaps[0][0] == 1 and not first else 0)
+        for g, (distance_N, rows_N1) in enumerate(self._counts.of(pass_index).prev_G):
+            distances = list(zip(distance_N.tolist(), rows_N1[:, 0].tolist(), strict=True))
+            kept_G.append(distances[0][1] if distances and distances[0][0] == 1 and not first else 0)
             if first and self._within:
                 generated_G.append(0)
                 if rows_G[g]:
@@ -216,11 +218,11 @@ class Planner:
                     loads.append(self._load(source, g, pass_index, rows_G[g]))
                 continue
             loads += [
-                self._load(pass_index - gap, g, pass_index, rows)
-                for gap, rows in gaps
-                if gap <= oldest and (first or gap > 1)
+                self._load(pass_index - distance, g, pass_index, rows)
+                for distance, rows in distances
+                if distance <= oldest and (first or distance > 1)
             ]
-            fresh = sum(rows for gap, rows in gaps if gap > oldest)
+            fresh = sum(rows for distance, rows in distances if distance > oldest)
             if fresh and self._base < 0:  # the store was put in order with the rows of all first uses
                 loads.append(self._load(self._base, g, pass_index, fresh))
                 fresh = 0
@@ -237,7 +239,7 @@ class Planner:
             row_bytes_G=tuple(group.row_bytes for group in groups),
         )  # fmt: skip
         self._ranges[pass_index] = dumps
-        for old in [v for v in self._ranges if 0 <= v < pass_index - self._schedule.longest_gap]:
+        for old in [v for v in self._ranges if 0 <= v < pass_index - self._schedule.longest_distance]:
             del self._ranges[old]
         return plan
 
@@ -256,15 +258,15 @@ class Planner:
         low, high = ranges.pages_of_range(index)
         held = self._content.find(source, group)
         if source == pass_index - 2 and source >= self._start:
-            held = Held(0, ranges.num_pages)  # the dump itself, not yet thinned out
+            held = CachedRows(0, ranges.num_pages)  # the dump itself, not yet thinned out
         middle = min(max(held.last, low), high) if held.first <= low < held.last else low
         store_rows = rows if middle == low else ranges.row_of_page(high) - ranges.row_of_page(middle)
         return Load(
-            pass_index=source, group=group, rows=rows, host=Held(low, middle), store=Held(middle, high),
+            pass_index=source, group=group, rows=rows, host=CachedRows(low, middle), store=CachedRows(middle, high),
             store_rows=store_rows, store_bytes=store_rows * ranges.row_bytes,
         )  # fmt: skip
 
-    def _advance_host(self, pass_index: int) -> tuple[dict[tuple[int, int], Held], int, int]:
+    def _advance_host(self, pass_index: int) -> tuple[dict[tuple[int, int], CachedRows], int, int]:
         """Let the dump of the pass before last join what is cached, and thin that out for ``pass_index``."""
         old = pass_index - 2
         if old >= self._start:
@@ -301,13 +303,13 @@ class Planner:
     def _staging_bytes(self, pass_index: int, *, first: bool) -> int:
         """All rows of the pass that are not kept; with ``first`` those too."""
         prev_G = self._counts.of(pass_index).prev_G
-        runs_G = [rows_N1[0 if first else int(gap_N.searchsorted(2)) :, 0] for gap_N, rows_N1 in prev_G]
+        runs_G = [rows_N1[0 if first else int(distance_N.searchsorted(2)) :, 0] for distance_N, rows_N1 in prev_G]
         return self._loaded_bytes(runs_G, [runs.size for runs in runs_G])
 
     def _most_staging_bytes(self, sub_dataset: int) -> int:
-        """The most that staging a sub-dataset takes in any order: none of its rows kept, and as many gaps as can be.
+        """The most bytes that staging a sub-dataset takes in any order: no row kept, as many distances as possible.
 
-        A row was used last in the newest pass of some sub-dataset, or never: one gap for each sub-dataset and one more.
+        A row was used last in the newest pass of some sub-dataset, or never: one distance for each, and one more.
         """
         rows_G = [self._positions.num_rows(sub_dataset, g) for g in range(len(self._positions.groups))]
         return self._loaded_bytes(
@@ -315,7 +317,7 @@ class Planner:
         )
 
     def _loaded_bytes(self, runs_G: Sequence[NDArray[np.integer]], num_runs_G: Sequence[int]) -> int:
-        """Bytes of memory for runs of rows, each of one gap, that come from the store or from an earlier dump."""
+        """Bytes of memory for runs of rows, each of one distance, that come from the store or from an earlier dump."""
         total = blocks = 0
         for runs, group in zip(runs_G, self._positions.groups, strict=True):
             sizes = runs.astype(np.int64) * group.row_bytes
@@ -367,8 +369,8 @@ class Plans:
         self,
         store: Store,
         schedule: Schedule,
-        positions: Positions,
-        uses_of: Callable[[int], Uses],
+        positions: RowOffsets,
+        next_uses_of: Callable[[int], NextUses],
         budget: HostBudget,
         *,
         commit_every: int,
@@ -376,7 +378,7 @@ class Plans:
     ) -> None:
         self._store, self._schedule, self._positions = store, schedule, positions
         self._budget, self._commit_every, self._store_budget = budget, commit_every, store_budget
-        self._counts = ReuseCounts(schedule, positions, uses_of)
+        self._counts = ReuseCounts(schedule, positions, next_uses_of)
 
     @property
     def cursor(self) -> tuple[int, int]:

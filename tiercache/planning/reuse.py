@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
 
-from tiercache.kernels.cpu.slots import count_gaps
+from tiercache.kernels.cpu.slots import count_distances
 from tiercache.planning.next_use import KEYS_PER_RANGE, key_ranges
 
 if TYPE_CHECKING:
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.planning.next_use import Uses
-    from tiercache.planning.positions import Positions
+    from tiercache.planning.next_use import NextUses
+    from tiercache.planning.row_offsets import RowOffsets
     from tiercache.planning.schedule import Schedule
 
     Int32s = NDArray[np.int32]
     Int64s = NDArray[np.int64]
 
 
-class GapRows(NamedTuple):
-    """Rows of one group by gap: N gaps that occur, T tables."""
+class DistanceRows(NamedTuple):
+    """Rows of one group by distance: N distances that occur, T tables."""
 
-    gap_N: Int32s
+    distance_N: Int32s
     """Ascending."""
     rows_NT: Int32s
     """Of each table, or (N, 1) of all tables together."""
@@ -37,14 +37,14 @@ class GapRows(NamedTuple):
 class PassCounts:
     """The rows of one pass by group, counted."""
 
-    next_G: tuple[GapRows, ...]
+    next_G: tuple[DistanceRows, ...]
     """By the passes to their next use, table by table."""
-    prev_G: tuple[GapRows, ...]
+    prev_G: tuple[DistanceRows, ...]
     """By the passes since their last use, all tables together."""
 
     @classmethod
-    def of(cls, positions: Positions, next_TN: NDArray[np.int64], prev_TN: NDArray[np.int64]) -> PassCounts:
-        """Take the rows of each of all tables by gap: (tables, longest gap + 1)."""
+    def of(cls, positions: RowOffsets, next_TN: NDArray[np.int64], prev_TN: NDArray[np.int64]) -> PassCounts:
+        """Take the rows of each of all tables by distance: (tables, longest distance + 1)."""
         spans = [
             slice(positions.first_table(g), positions.first_table(g) + len(group.tables))
             for g, group in enumerate(positions.groups)
@@ -61,13 +61,13 @@ class ReuseCounts:
     Thread-safe: at worst, two threads that ask for a pass at the same time both count it.
     """
 
-    def __init__(self, schedule: Schedule, positions: Positions, uses_of: Callable[[int], Uses]) -> None:
-        """``uses_of(epoch)`` gives the uses of an epoch; the keys of a pass are gone through when it is asked for."""
-        self._schedule, self._positions, self._uses_of = schedule, positions, uses_of
+    def __init__(self, schedule: Schedule, positions: RowOffsets, next_uses_of: Callable[[int], NextUses]) -> None:
+        """``next_uses_of(epoch)`` returns the next uses of an epoch."""
+        self._schedule, self._positions, self._uses_of = schedule, positions, next_uses_of
         self._counts: dict[int, PassCounts] = {}
 
     @classmethod
-    def counted(cls, schedule: Schedule, positions: Positions, counts: Sequence[PassCounts]) -> ReuseCounts:
+    def counted(cls, schedule: Schedule, positions: RowOffsets, counts: Sequence[PassCounts]) -> ReuseCounts:
         """Return what others counted, of each sub-dataset; for an order that repeats."""
         assert schedule.repeats, "a seeded order has counts of every epoch"
         made = cls(schedule, positions, _missing)
@@ -90,18 +90,18 @@ class ReuseCounts:
     def _count(self, pass_index: int) -> PassCounts:
         uses, positions = self._uses_of(self._schedule.epoch_of(pass_index)), self._positions
         p, tables = self._schedule.sub_dataset_of(pass_index), range(len(positions.tables))
-        next_TN, prev_TN = np.zeros((2, len(tables), self._schedule.longest_gap + 1), dtype=np.int64)
+        next_TN, prev_TN = np.zeros((2, len(tables), self._schedule.longest_distance + 1), dtype=np.int64)
         for table in tables:
             span = slice(positions.start(p, table), positions.start(p, table + 1))
-            count_gaps(uses.next_gap[p][span], self._schedule.longest_gap, next_TN[table])
-            count_gaps(uses.prev_gap[p][span], self._schedule.longest_gap, prev_TN[table])
+            count_distances(uses.next_distance[p][span], self._schedule.longest_distance, next_TN[table])
+            count_distances(uses.prev_distance[p][span], self._schedule.longest_distance, prev_TN[table])
         return PassCounts.of(positions, next_TN, prev_TN)
 
 
-def _present(rows_TN: NDArray[np.int64]) -> GapRows:
-    """Leave out the gaps that no row has."""
-    gap_N = np.flatnonzero(rows_TN.any(axis=0))
-    return GapRows(gap_N.astype(np.int32), np.ascontiguousarray(rows_TN[:, gap_N].T, dtype=np.int32))
+def _present(rows_TN: NDArray[np.int64]) -> DistanceRows:
+    """Leave out the distances that no row has."""
+    distance_N = np.flatnonzero(rows_TN.any(axis=0))
+    return DistanceRows(distance_N.astype(np.int32), np.ascontiguousarray(rows_TN[:, distance_N].T, dtype=np.int32))
 
 
 def _missing(_epoch: int) -> NoReturn:
@@ -125,7 +125,7 @@ class TableReuse:
     keys_in_N: Int64s
     """(P + 1,): keys by the number of passes that have them."""
     distance_N: Int64s
-    """(longest gap + 1,): uses by the number of passes since the last use of the same key, round the schedule."""
+    """(longest distance + 1,): uses by the number of passes since the last use of the same key, round the schedule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class Reuse:
     """What one sweep of all keys finds."""
 
     schedule: Schedule
-    positions: Positions
+    positions: RowOffsets
     counts: ReuseCounts
     """Of every pass: all that planning needs of the keys."""
     tables: tuple[TableReuse, ...]
@@ -144,7 +144,7 @@ class Reuse:
     def of(
         cls,
         schedule: Schedule,
-        positions: Positions,
+        positions: RowOffsets,
         keys_of: Callable[[int, int], Int64s],
         counts_of: Callable[[int, int], Int64s] | None = None,
         *,
@@ -153,17 +153,17 @@ class Reuse:
         """Sweep the keys of an order that repeats, one hash range of one table at a time.
 
         keys_of(pass, table): keys in hash order; counts_of(pass, table): how often each occurs. Memory: as of
-        ``key_ranges``, and 16 bytes for each pass, table and gap.
+        ``key_ranges``, and 16 bytes for each pass, table and distance.
         """
-        num_passes, num_tables, longest = positions.num_passes, len(positions.tables), schedule.longest_gap
+        num_passes, num_tables, longest = positions.num_passes, len(positions.tables), schedule.longest_distance
         next_PTN, prev_PTN = np.zeros((2, num_passes, num_tables, longest + 1), dtype=np.int64)
         keys_TN = np.zeros((num_tables, num_passes + 1), dtype=np.int64)
         frequencies_T: list[Int64s] = [np.zeros((2, 0), dtype=np.int64) for _ in range(num_tables)]
         for some in key_ranges(positions, keys_of, keys_per_range=keys_per_range):
-            t, gaps = some.table, some.gaps(schedule, 0)
+            t, distances = some.table, some.distances(schedule, 0)
             for p, (begin, end) in enumerate(itertools.pairwise(some.starts.tolist())):
-                count_gaps(gaps[0][begin:end], longest, next_PTN[p, t])
-                count_gaps(gaps[1][begin:end], longest, prev_PTN[p, t])
+                count_distances(distances[0][begin:end], longest, next_PTN[p, t])
+                count_distances(distances[1][begin:end], longest, prev_PTN[p, t])
             keys_TN[t] += np.bincount(np.bincount(some.numbers), minlength=num_passes + 1)
             if counts_of is not None:
                 sizes_P = np.diff(some.starts).tolist()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.planning.next_use import key_ranges
-from tiercache.planning.positions import Positions
+from tiercache.planning.row_offsets import RowOffsets
 from tiercache.store.bits import mix
 from tiercache.store.table import group_tables
 
@@ -70,7 +70,7 @@ class Schedule:
         return not isinstance(self.order, int)
 
     @property
-    def longest_gap(self) -> int:
+    def longest_distance(self) -> int:
         """The most passes from one use of a key to the next: each epoch trains each sub-dataset once."""
         return self.num_passes if self.repeats else max(1, 2 * self.num_passes - 1)
 
@@ -126,13 +126,13 @@ def order_rule(data: DatasetView, order: Sequence[int] | str | int | None, order
     if order is None or isinstance(order, int):
         return order_seed if order is None else order
     if order == "overlap":
-        return overlap_order(Positions.of(data, group_tables(data.tables)), data)
+        return overlap_order(RowOffsets.of(data, group_tables(data.tables)), data)
     if isinstance(order, str):
         raise ValueError(f"order {order!r} is unknown: it must be 'overlap' or a permutation")  # noqa: TRY004
     return Schedule(num_passes=len(data.passes), dataset_digest="", order=tuple(int(p) for p in order)).order
 
 
-def overlap_order(positions: Positions, data: DatasetView) -> tuple[int, ...]:
+def overlap_order(positions: RowOffsets, data: DatasetView) -> tuple[int, ...]:
     """Return a cyclic order, from sub-dataset 0 on, whose neighbors share many bytes of rows. Deterministic.
 
     From each sub-dataset in turn it goes to the one left that shares the most with the last; the best of these rounds
@@ -148,7 +148,7 @@ def overlap_order(positions: Positions, data: DatasetView) -> tuple[int, ...]:
 
 
 def shared_bytes(
-    positions: Positions, keys_of: Callable[[int, int], NDArray[np.int64]], *, sampled_keys: int = SAMPLED_KEYS
+    positions: RowOffsets, keys_of: Callable[[int, int], NDArray[np.int64]], *, sampled_keys: int = SAMPLED_KEYS
 ) -> NDArray[np.float64]:
     """Return (P, P) the bytes of rows that each two sub-datasets share; where keys are sampled, of the sample."""
     num_passes = positions.num_passes

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.errors import BudgetError
-from tiercache.planning.budgets import gap_bytes, paged
+from tiercache.planning.budgets import distance_bytes, paged
 from tiercache.sizes import format_bytes
 from tiercache.store import compaction_plan, external_sort, rewrite
 from tiercache.store.commit import History
@@ -81,7 +81,7 @@ class StorePlan:
             largest_pass=largest,
             num_passes=1 + commits * commit_every,
             state=(1 + commits) * paged(max([state_bytes, *(commit.state_bytes for commit in stored.commits)])),
-            schedule=sum(gap_bytes(rows)) * use_files,
+            schedule=sum(distance_bytes(rows)) * use_files,
         )
 
     @property

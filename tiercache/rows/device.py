@@ -10,7 +10,7 @@ import numpy as np
 from tiercache.data.pass_builder import device_bytes
 from tiercache.errors import BudgetError, StateError
 from tiercache.kernels.arrays import NONE_U8
-from tiercache.kernels.cpu.slots import assign_slots, stable_order_by_gap, take
+from tiercache.kernels.cpu.slots import assign_slots, stable_order_by_distance, take
 from tiercache.rows.backends.base import Layout
 from tiercache.rows.backends.row_steps import vectors_of
 from tiercache.sizes import format_bytes, option_bytes, told_apart
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.planning.next_use import Uses
+    from tiercache.planning.next_use import NextUses
     from tiercache.planning.pass_plan import PassPlan
-    from tiercache.planning.positions import Positions
+    from tiercache.planning.row_offsets import RowOffsets
     from tiercache.rows.backends.base import Backend
     from tiercache.store.table import Group
     from tiercache.values.ids import Array
@@ -65,7 +65,7 @@ class DeviceMemoryPlan:
     num_bytes: int
 
     @classmethod
-    def of(cls, positions: Positions, backend: Backend) -> DeviceMemoryPlan:
+    def of(cls, positions: RowOffsets, backend: Backend) -> DeviceMemoryPlan:
         """Count the rows of these passes on the device of ``backend``."""
         groups = positions.groups
         rows_G = tuple(max(positions.num_rows(p, g) for p in range(positions.num_passes)) for g in range(len(groups)))
@@ -77,18 +77,18 @@ class DeviceMemoryPlan:
         num_bytes = max(needs, backend.bytes_of(layouts))  # the latter for rows so few that gaps count
         return cls(groups=groups, rows_G=rows_G, layouts=layouts, num_bytes=num_bytes)
 
-    def check(self, budget: int, *, num_ranks: int = 1, mirrors: int = 0, advice: str = "") -> None:
-        """Raise BudgetError where the passes, and so many bytes of ``mirrors``, exceed ``budget``; or slots.
+    def check(self, budget: int, *, num_ranks: int = 1, replicas: int = 0, advice: str = "") -> None:
+        """Raise BudgetError where the passes, and so many bytes of ``replicas``, exceed ``budget``; or slots.
 
         num_ranks: how many devices hold them together. advice: what else to do.
         """
-        if self.num_bytes + mirrors > budget:
-            need, given = told_apart(self.num_bytes + mirrors, budget)
+        if self.num_bytes + replicas > budget:
+            need, given = told_apart(self.num_bytes + replicas, budget)
             told = [
                 f"{rows:,} rows of dim {group.fields[0].width}"
                 for rows, group in zip(self.rows_G, self.groups, strict=True)
             ]
-            told += [f"{format_bytes(mirrors)} of replicated vectors"] if mirrors else []
+            told += [f"{format_bytes(replicas)} of replicated vectors"] if replicas else []
             each, devices = "", ""
             if num_ranks > 1:
                 each, devices = f" on each of {num_ranks} ranks", f" --devices {num_ranks}"
@@ -142,7 +142,7 @@ class DeviceTier:
     ``place`` runs on the reader thread ahead of time, everything else on the training thread.
     """
 
-    def __init__(self, positions: Positions, budget: int, backend: Backend) -> None:
+    def __init__(self, positions: RowOffsets, budget: int, backend: Backend) -> None:
         """Allocate the arrays: each group's largest pass.
 
         Raises BudgetError where they exceed ``budget``, or what the device has.
@@ -173,32 +173,32 @@ class DeviceTier:
             spare[-1] = rows
             self._spare_G.append(spare)
 
-    def place(self, plan: PassPlan, uses: Uses, before: list[SlotAssignment] | None, before_uses: Uses | None,
+    def place(self, plan: PassPlan, uses: NextUses, before: list[SlotAssignment] | None, before_uses: NextUses | None,
               before_sub_dataset: int | None) -> list[SlotAssignment]:  # fmt: skip
         """Find the slots of the next pass's rows from those of the pass before, or from nothing."""
         assignments = []
         for g in range(len(self.capacity_G)):
             span = self._positions.span(plan.sub_dataset, g)
-            prev_gap = uses.prev_gap[plan.sub_dataset][span]
+            prev_distance = uses.prev_distance[plan.sub_dataset][span]
             rows = span.stop - span.start
             slots, order = self._backend.indices(rows), self._backend.indices(rows)
             if plan.within:
                 order[:] = np.arange(rows, dtype=np.int32)
             else:
                 limit = min(plan.longest_wait + 1, uses.longest)
-                stable_order_by_gap(prev_gap, limit, order)
+                stable_order_by_distance(prev_distance, limit, order)
             spare = int(self._spare_G[g][-1])
             if before is None or before_uses is None or before_sub_dataset is None:
                 none, nothing_kept = np.empty(0, dtype=np.int32), np.zeros(rows, dtype=np.int32)
                 departing, taken = 0, (none, none, none, nothing_kept)
             else:
-                old = before_uses.next_gap[before_sub_dataset][self._positions.span(before_sub_dataset, g)]
+                old = before_uses.next_distance[before_sub_dataset][self._positions.span(before_sub_dataset, g)]
                 departing = old.size - plan.kept_G[g]
-                taken = before[g].slots_K, old, before[g].dump_order_K, prev_gap
+                taken = before[g].slots_K, old, before[g].dump_order_K, prev_distance
             kept = assign_slots(*taken, order, self._spare_G[g], slots)
             assert kept == plan.kept_G[g], f"pass {plan.pass_index} keeps {kept} rows, planned {plan.kept_G[g]}"
             dump_order = self._backend.indices(rows)
-            stable_order_by_gap(uses.next_gap[plan.sub_dataset][span], uses.longest, dump_order)
+            stable_order_by_distance(uses.next_distance[plan.sub_dataset][span], uses.longest, dump_order)
             loaded = np.zeros(0, dtype=np.uint8)
             if self._positions.groups[g].dtype != "float32":
                 is_loaded = np.ones(rows, dtype=np.bool_)

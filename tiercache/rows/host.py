@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from tiercache.planning.host_plan import Held
+from tiercache.planning.host_plan import CachedRows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -48,7 +48,7 @@ class HostTier:
             self._layouts[pass_index, group] = layout
         return blocks
 
-    def keep(self, retained: Mapping[tuple[int, int], Held], *, not_before: int) -> None:
+    def keep(self, retained: Mapping[tuple[int, int], CachedRows], *, not_before: int) -> None:
         """Free all that ``retained`` does not name of the dumps before pass ``not_before``."""
         for key in [key for key in self._blocks if key[0] < not_before]:
             held = retained.get(key)
@@ -66,7 +66,7 @@ class HostTier:
         """Return how the blocks of a dump are laid out."""
         return self._layouts[pass_index, group]
 
-    def runs(self, pass_index: int, group: int, held: Held) -> Iterator[Run]:
+    def runs(self, pass_index: int, group: int, held: CachedRows) -> Iterator[Run]:
         """Yield the pages of ``held``, block after block."""
         key = pass_index, group
         layout = self._layouts[key]
@@ -102,7 +102,7 @@ class HostTier:
             self.memory.give_back(region)
         del self._layouts[key]
 
-    def _shrink(self, key: tuple[int, int], held: Held) -> None:
+    def _shrink(self, key: tuple[int, int], held: CachedRows) -> None:
         layout, blocks = self._layouts[key], self._blocks[key]
         low, high = layout.byte_of_page(held.first), layout.byte_of_page(held.last)
         for block, region in list(blocks.items()):
@@ -114,7 +114,7 @@ class HostTier:
                 self.memory.shrink(region, max(0, low - base), min(region.data.size, high - base))
 
 
-class DumpRoom(NamedTuple):
+class DumpBufferPool(NamedTuple):
     """For the rows of one group."""
 
     layout: SegmentLayout
@@ -125,19 +125,19 @@ class DumpRoom(NamedTuple):
     target: list[Part]
 
 
-class Room(NamedTuple):
+class DumpBuffers(NamedTuple):
     """What a switch needs to know of the host."""
 
-    dumps: list[DumpRoom]
+    dumps: list[DumpBufferPool]
     """Where the pass that ends goes, by group."""
     held_G: list[list[Part]]
     """What the pass that begins takes from blocks of earlier dumps."""
 
 
-def make_room(
+def allocate_dump(
     host: HostTier, packer: Packer, unpacker: Unpacker, plan: PassPlan, assignments: Sequence[SlotAssignment],
     upcoming: PassPlan | None,
-) -> Room:  # fmt: skip
+) -> DumpBuffers:  # fmt: skip
     """Make room for the dump of ``plan``; of the dumps before it the host keeps what the pass after it wants."""
     host.keep({} if upcoming is None else _wanted(upcoming), not_before=plan.pass_index)
     dumps = []
@@ -146,16 +146,16 @@ def make_room(
         order = order[order.size - layout.rows :]  # without the kept rows where they are not written
         regions = host.enter(plan.pass_index, g, layout)
         target = packer.target(layout, 0, [region.data for region in regions])
-        dumps.append(DumpRoom(layout, order, regions, target))
-    return Room(dumps, unpacker.lay_out_held(upcoming))
+        dumps.append(DumpBufferPool(layout, order, regions, target))
+    return DumpBuffers(dumps, unpacker.lay_out_held(upcoming))
 
 
-def _wanted(upcoming: PassPlan) -> dict[tuple[int, int], Held]:
+def _wanted(upcoming: PassPlan) -> dict[tuple[int, int], CachedRows]:
     """Return what the host holds until the load of a pass is done: what it takes, and what stays beyond it."""
     wanted = dict(upcoming.retained)
     for load in upcoming.loads:
         if load.host.first < load.host.last:
             key = load.pass_index, load.group
             last = max(wanted[key].last, load.host.last) if key in wanted else load.host.last
-            wanted[key] = Held(load.host.first, last)
+            wanted[key] = CachedRows(load.host.first, last)
     return wanted

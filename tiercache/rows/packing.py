@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.planning.pass_plan import PassPlan
-    from tiercache.planning.positions import Positions
+    from tiercache.planning.row_offsets import RowOffsets
     from tiercache.rows.backends.base import Backend, Event, Pieces
     from tiercache.rows.device import DeviceTier, SlotAssignment
     from tiercache.rows.host import HostTier
@@ -63,7 +63,7 @@ class Packer:
         self,
         device: DeviceTier,
         backend: Backend,
-        positions: Positions,
+        positions: RowOffsets,
         keys_of: Callable[[int, int], NDArray[np.int64]],
     ) -> None:
         self._device, self._backend, self._positions, self._keys_of = device, backend, positions, keys_of
@@ -126,7 +126,7 @@ class Unpacker:
         device: DeviceTier,
         backend: Backend,
         host: HostTier,
-        positions: Positions,
+        positions: RowOffsets,
         keys_of: Callable[[int, int], NDArray[np.int64]],
     ) -> None:
         self._device, self._backend, self._host = device, backend, host

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.planning.host_plan import Held
+    from tiercache.planning.host_plan import CachedRows
     from tiercache.planning.pass_plan import PassPlan
-    from tiercache.planning.positions import Positions
+    from tiercache.planning.row_offsets import RowOffsets
     from tiercache.rows.backends.base import Backend
     from tiercache.rows.device import SlotAssignment
     from tiercache.rows.pinned import PinnedArena, PinnedRegion
@@ -83,7 +83,7 @@ class StagedPages:
     group: int
     first_row: int
     layout: SegmentLayout
-    held: Held
+    held: CachedRows
     data: NDArray[np.uint8]
 
 
@@ -132,7 +132,7 @@ class RowPrefetcher:
         store: Store,
         backend: Backend,
         memory: PinnedArena,
-        positions: Positions,
+        positions: RowOffsets,
         keys_of: Callable[[int, int], NDArray[np.int64]],
         segments: Mapping[int, Segment],
     ) -> None:
@@ -187,7 +187,7 @@ class RowPrefetcher:
                 )
         return room
 
-    def _want(self, staged: Staged, pass_index: int, group: int, held: Held, first_row: int) -> None:
+    def _want(self, staged: Staged, pass_index: int, group: int, held: CachedRows, first_row: int) -> None:
         """Find room for pages that are to be read."""
         if held.first >= held.last:
             return

@@ -13,10 +13,10 @@ import numpy as np
 from tiercache.errors import StateError
 from tiercache.kernels.cpu.file_io import crc32c, has_crc32c, has_reads, read_checked, read_fields
 from tiercache.planning.budgets import paged
-from tiercache.planning.next_use import longest_gap
+from tiercache.planning.next_use import longest_distance
 from tiercache.planning.pass_plan import segments_by_pass
 from tiercache.reporting.report import PassReport, seconds_of_waiting
-from tiercache.rows.host import HostTier, Room, make_room
+from tiercache.rows.host import DumpBuffers, HostTier, allocate_dump
 from tiercache.rows.packing import Packer, Unpacker
 from tiercache.rows.prefetch import RowPrefetcher, Staged
 from tiercache.rows.threads import nicer_thread, wait_for
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.planning.budgets import HostBudget
-    from tiercache.planning.next_use import Uses
+    from tiercache.planning.next_use import NextUses
     from tiercache.planning.pass_plan import PassPlan, Planner
-    from tiercache.planning.positions import Positions
+    from tiercache.planning.row_offsets import RowOffsets
     from tiercache.rows.backends.base import Backend, Event
     from tiercache.rows.device import DeviceTier, SlotAssignment
-    from tiercache.rows.host import DumpRoom
+    from tiercache.rows.host import DumpBufferPool
     from tiercache.rows.packing import Departed, Part, StagedLayout
     from tiercache.rows.pinned import PinnedArena
     from tiercache.store import Segment, Store
@@ -51,8 +51,8 @@ class Prepared(NamedTuple):
 class PassPlanner:
     """Prepares the passes of one run, one after the other; called on the reader thread."""
 
-    def __init__(self, planner: Planner, device: DeviceTier, uses_of: Callable[[int], Uses]) -> None:
-        self._planner, self._device, self._uses_of = planner, device, uses_of
+    def __init__(self, planner: Planner, device: DeviceTier, next_uses_of: Callable[[int], NextUses]) -> None:
+        self._planner, self._device, self._uses_of = planner, device, next_uses_of
         self._before: Prepared | None = None
         self._failed = False
 
@@ -96,16 +96,16 @@ class PassSwitcher:
         backend: Backend,
         memory: PinnedArena,
         budget: HostBudget,
-        positions: Positions,
+        positions: RowOffsets,
         keys_of: Callable[[int, int], NDArray[np.int64]],
-        uses_of: Callable[[int], Uses],
+        next_uses_of: Callable[[int], NextUses],
         *,
         schedule_digest: str,
         environment: dict[str, object],
     ) -> None:
         self.device, self.host, self.memory = device, HostTier(memory), memory
         self._store, self._backend, self._budget, self._positions = store, backend, budget, positions
-        self._keys_of, self._uses_of = keys_of, uses_of
+        self._keys_of, self._uses_of = keys_of, next_uses_of
         self._digest, self.environment = schedule_digest, environment
         self._packer = Packer(device, backend, positions, keys_of)
         self._unpacker = Unpacker(device, backend, self.host, positions, keys_of)
@@ -124,7 +124,7 @@ class PassSwitcher:
         """The one that is being staged, or was, until it is loaded."""
         self._staging: Future[StagedLayout] | None = None
         self._writing: Future[None] | None = None
-        self._room: Future[Room] | None = None
+        self._room: Future[DumpBuffers] | None = None
         self._thinned: Future[None] | None = None
         """The host tier without what the last load took; by the reader, before it stages anything."""
         self._held_G: list[list[Part]] = []
@@ -300,12 +300,12 @@ class PassSwitcher:
         thinned = self._thinned
         assert thinned is not None, "no pass was loaded"
 
-        def make() -> Room:
+        def make() -> DumpBuffers:
             thinned.result()
             if written is not None and written.exception() is not None:
-                return Room([], [])  # nothing is dumped any more, and nothing loaded
+                return DumpBuffers([], [])  # nothing is dumped any more, and nothing loaded
             upcoming = None if prepared is None or prepared.exception() is not None else prepared.result().plan
-            return make_room(self.host, self._packer, self._unpacker, plan, assignments, upcoming)
+            return allocate_dump(self.host, self._packer, self._unpacker, plan, assignments, upcoming)
 
         self._room = self._writer.submit(make)
 
@@ -326,7 +326,7 @@ class PassSwitcher:
     def _write(
         self,
         plan: PassPlan,
-        dumps: list[DumpRoom],
+        dumps: list[DumpBufferPool],
         packed: Event,
         state: StateBytes,
         report: PassReport,
@@ -351,7 +351,7 @@ class PassSwitcher:
         self._segments[plan.pass_index] = segment
         if plan.commits:
             self._publish(Cursor(pass_index=plan.pass_index + 1, sample=0), state)
-        oldest = plan.pass_index - longest_gap(self._positions.num_passes)
+        oldest = plan.pass_index - longest_distance(self._positions.num_passes)
         for pass_index in [v for v in self._segments if 0 <= v < oldest]:
             del self._segments[pass_index]
         report.wrote(

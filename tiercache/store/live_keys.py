@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from tiercache.store.store import Store
 
     Int64s = NDArray[np.int64]
-    Wanted = NDArray[np.uint64] | None
+    LocalInput = NDArray[np.uint64] | None
     """Hashes in order; None: all."""
-    Asked = Callable[[], Wanted]
+    ExchangedInput = Callable[[], LocalInput]
     """What is wanted by now."""
 
 
@@ -176,7 +176,7 @@ def live_keys(
     snapshot: Snapshot,
     segments: Iterable[Segment],
     group: Group,
-    tables: Mapping[int, Asked],
+    tables: Mapping[int, ExchangedInput],
     readers: ThreadPoolExecutor,
     *,
     after: int,
@@ -245,7 +245,7 @@ def _readings(
     snapshot: Snapshot,
     segment: Segment,
     group: Group,
-    tables: Mapping[int, Asked],
+    tables: Mapping[int, ExchangedInput],
     after: int,
     recall: Recall | None,
 ) -> Iterator[_Reading]:
@@ -295,7 +295,7 @@ class _Spans(NamedTuple):
         ends: Int64s,
         low: int,
         high: int,
-        wanted: Wanted,
+        wanted: LocalInput,
         table_id: int,
     ) -> _Spans:
         """Return the rows of runs [starts, ends) in the whole blocks with rows [low, high) whose key may be wanted."""

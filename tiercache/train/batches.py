@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tiercache.rows.backends.upload import BatchUpload
     from tiercache.train.arrival import Arrival
     from tiercache.train.local_exchange import Exchange
-    from tiercache.train.lookup import Bringer, Joins
+    from tiercache.train.lookup import Collations, Uploader
     from tiercache.train.row_view import RowView
     from tiercache.values.batch import BatchRequest
     from tiercache.values.ids import FeatureIds
@@ -102,8 +102,8 @@ def make_batch(
     weight: float = 1.0,
     end: int = 0,
     pooled: Mapping[str, Pooled] | None = None,
-    joins: Joins | None = None,
-    bringer: Bringer | None = None,
+    joins: Collations | None = None,
+    bringer: Uploader | None = None,
 ) -> Batch:
     """Put samples on the device of ``rows``. ``ids``: what means rows there in place of the samples' local ids.
 

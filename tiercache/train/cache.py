@@ -16,7 +16,7 @@ from tiercache.data.dataset import PassDataset
 from tiercache.dist.communicator import communicator_of, only_rank
 from tiercache.dist.consistency import check_same, check_same_places
 from tiercache.dist.shard_opening import closed_on_error
-from tiercache.dist.shard_view import Share
+from tiercache.dist.shard_view import ShardView
 from tiercache.dist.training_store import StoreOptions, TrainingStore
 from tiercache.errors import BudgetError, StateError
 from tiercache.planning.matching import check_features, check_modules
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from tiercache.rows.backends.base import Backend
     from tiercache.store import Store
     from tiercache.store.shards.sharding import ShardingPlan
-    from tiercache.train.evaluation import LiveRows
+    from tiercache.train.evaluation import CurrentRows
     from tiercache.train.joint_optimizer import JointOptimizer
     from tiercache.train.local_exchange import Exchange
     from tiercache.train.missing_rows import Unseen
@@ -304,7 +304,7 @@ class TierCache:
         if ranks.size == 1:
             return LocalExchange(ranks, backend, optimizer, self.live_rows)
         share = self._rows.source
-        assert isinstance(share, Share)
+        assert isinstance(share, ShardView)
         return RankExchange(
             ranks, self._beside, self._asking, share, backend, optimizer, self.live_rows, self._modules,
             comm_dtype=comm_dtype,
@@ -516,7 +516,7 @@ class TierCache:
             finally:
                 self._plain.committed = None
 
-    def live_rows(self, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None) -> LiveRows:
+    def live_rows(self, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None) -> CurrentRows:
         """Return a reader of the current values of this rank's rows; valid until the next batch is trained.
 
         Waits until every dump is durable, because rows on their way to the store are nowhere else. ``unknown``: the

@@ -10,7 +10,7 @@ import numpy as np
 from tiercache.data.raw_batch import OOV_KEY
 from tiercache.errors import BudgetError
 from tiercache.kernels.cpu.next_use import search_keys
-from tiercache.planning.positions import Positions
+from tiercache.planning.row_offsets import RowOffsets
 from tiercache.rows.device import group_rows
 from tiercache.sizes import format_bytes
 from tiercache.store.bits import from_words
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 _CHUNK_BYTES = 1 << 20  # rows on their way, with all their fields
 
 
-class LiveRows:
+class CurrentRows:
     """Reads rows as of now: device, then host, then store, then the initial row. Writes nothing."""
 
     def __init__(
         self,
         *,
         store: Store,
-        positions: Positions,
+        positions: RowOffsets,
         device: DeviceTier | None = None,
         assignments: list[SlotAssignment] | None = None,
         sub_dataset: int | None = None,
@@ -214,7 +214,7 @@ class Evaluation:
     @staticmethod
     def slices(
         passes: DatasetView,
-        live_rows: LiveRows | InMemoryRows,
+        live_rows: CurrentRows | InMemoryRows,
         budget: int,
         exchange: Exchange,
         pipeline: BatchPipeline,
@@ -224,11 +224,11 @@ class Evaluation:
 
         Raises BudgetError where the rows of a handful of samples exceed ``budget`` bytes on some rank.
         """
-        positions, ranks = Positions.of(passes, live_rows.groups), exchange.ranks
+        positions, ranks = RowOffsets.of(passes, live_rows.groups), exchange.ranks
         for source in passes.passes:
             with ranks.raise_on_all("beginning a pass of an evaluation"):
                 source.check_samples()
-                wanted = Wanted(source, positions, passes.schema.features)
+                wanted = LocalInput(source, positions, passes.schema.features)
             first = 0
             while first < source.samples:
                 with ranks.raise_on_all("cutting a slice of an evaluation"):
@@ -258,10 +258,10 @@ def check_exchange_schedule(schedule: str) -> None:
         raise ValueError(f"schedule {schedule!r} is unknown: it must be one of {', '.join(SCHEDULES)}")
 
 
-class Wanted:
+class LocalInput:
     """Which local ids the samples of a slice use."""
 
-    def __init__(self, source: SubDatasetView, positions: Positions, features: tuple[Feature, ...]) -> None:
+    def __init__(self, source: SubDatasetView, positions: RowOffsets, features: tuple[Feature, ...]) -> None:
         self._source, self._tables = source, {feature.name: feature.table for feature in features}
         self._width = {table.name: 4 * table.dim + _SCRATCH_BYTES for table in positions.tables}
         self._spans = {table.name: source.span(table.name) for table in positions.tables}
@@ -314,7 +314,7 @@ class Wanted:
 
 
 def bring_rows(
-    live_rows: LiveRows | InMemoryRows, source: SubDatasetView, positions: Positions,
+    live_rows: CurrentRows | InMemoryRows, source: SubDatasetView, positions: RowOffsets,
     used: dict[str, NDArray[np.bool_]], backend: Backend,
 ) -> list[GroupRows]:  # fmt: skip
     """Fetch the vectors of all used ids, in float32 whatever their dtype."""

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from tiercache.train.batches import make_batch
-from tiercache.train.lookup import FeaturePart, Joins, Key, join_part
+from tiercache.train.lookup import Collations, FeaturePart, Key, collate_part
 from tiercache.train.row_gradients import ended_unstepped
 from tiercache.values.batch import Batch, BatchRequest
 
@@ -96,13 +96,13 @@ class LocalExchange:
         joined = {}
         for part in parts:
             found = [samples.ids[name] for name in part.features]
-            joined[part.key] = join_part(part, found, rows, samples.num_samples, upload, weights=True)
+            joined[part.key] = collate_part(part, found, rows, samples.num_samples, upload, weights=True)
         known = {key: one.positions for key, one in joined.items() if one.positions is not None}
         if known and rows.gradients is not None:
             for key, runs in zip(known, upload.sort([*known.values()]), strict=True):
                 joined[key] = replace(joined[key], runs=runs)
         weight = samples.num_samples / request.step_samples
-        joins = Joins(self._seen, joined)
+        joins = Collations(self._seen, joined)
         batch = make_batch(samples, rows, weight=weight, end=request.done, joins=joins, bringer=upload)
         upload.send()
         return _Brought(batch, upload)

@@ -13,7 +13,7 @@ from tiercache.errors import StateError
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
 from tiercache.kernels.cpu.gathering import check_ids
 from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
-from tiercache.kernels.cuda.sorting import Positions
+from tiercache.kernels.cuda.sorting import RowOffsets
 from tiercache.train.row_gradients import NOBODY_STEPS
 from tiercache.values.ids import FoundIds
 from tiercache.values.lookups import FeatureRuns, LookedUp, LookupIds, SavedGradient, SortedSlots, feature_spans
@@ -57,7 +57,7 @@ class FeaturePart:
         return self.features, self.bags
 
 
-class Bringer(Protocol):
+class Uploader(Protocol):
     """Brings arrays to the device: a backend does on the training thread, an upload ahead of it."""
 
     def to_device(self, array: NDArray[Any]) -> Array:
@@ -74,7 +74,7 @@ class Bringer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class Collated:
     """The ids of a part in one batch, feature-major."""
 
     found: Sequence[FeatureIds | FoundIds]
@@ -89,21 +89,21 @@ class Joined:
     """(F * N + 1,) on the device, where they are bags."""
     weights: Array | None
     """(E,) on the device: those of the data, where it has some and they were asked for."""
-    positions: Positions | None = None
+    positions: RowOffsets | None = None
     """Where the ids may be sorted ahead of the step, what their positions are."""
     runs: Any = None
     """The order of the ids by position, where they were."""
 
 
-def join_part(
+def collate_part(
     part: FeaturePart,
     found: Sequence[FeatureIds | FoundIds],
     rows: RowView,
     num_samples: int,
-    bringer: Bringer,
+    bringer: Uploader,
     *,
     weights: bool = False,
-) -> Joined:
+) -> Collated:
     """Join and check the ids ``found`` of a part's features; with their bags, and the data's weights if asked."""
     starts = np.zeros(len(found) + 1, dtype=np.int64)
     np.cumsum([one.num_ids for one in found], out=starts[1:])
@@ -118,7 +118,7 @@ def join_part(
         bad = _first_bad(runs, starts, limits)
         if bad is None and starts[-1]:
             bases = np.array([group.first[table] for table in part.tables], dtype=np.int64)
-            order = Positions(ids, starts, bases, limits)
+            order = RowOffsets(ids, starts, bases, limits)
     offsets = brought = None
     if part.bags:
         n = num_samples
@@ -132,7 +132,7 @@ def join_part(
         given = [one for one in given if one[2] is not None]
         if weights and given:
             brought = bringer.weights(int(starts[-1]), given)
-    return Joined(found, ids, starts, bad, offsets, brought, order)
+    return Collated(found, ids, starts, bad, offsets, brought, order)
 
 
 def _first_bad(runs: Sequence[Run], starts: NDArray[np.int64], limits: NDArray[np.int64]) -> tuple[int, int] | None:
@@ -144,14 +144,14 @@ def _first_bad(runs: Sequence[Run], starts: NDArray[np.int64], limits: NDArray[n
     return None
 
 
-class Joins:
+class Collations:
     """Parts of one batch that were joined before a module looked them up."""
 
-    def __init__(self, seen: MutableMapping[Key, FeaturePart], made: Mapping[Key, Joined]) -> None:
+    def __init__(self, seen: MutableMapping[Key, FeaturePart], made: Mapping[Key, Collated]) -> None:
         """seen: takes note of the parts that are looked up, so that they are joined ahead in batches to come."""
         self._seen, self._made = seen, made
 
-    def of(self, part: FeaturePart, found: Sequence[FeatureIds | FoundIds]) -> Joined | None:
+    def of(self, part: FeaturePart, found: Sequence[FeatureIds | FoundIds]) -> Collated | None:
         """Return what was joined of exactly these ids; None where nothing was."""
         key = part.key
         if key not in self._seen:
@@ -181,7 +181,7 @@ def read_entries(part: FeaturePart, batch: Batch, weights: Mapping[str, Array]) 
     found = [batch.ids[name] for name in part.features]
     joined = None if batch.joins is None else batch.joins.of(part, found)
     if joined is None:
-        joined = join_part(part, found, batch.rows, batch.num_samples, backend)
+        joined = collate_part(part, found, batch.rows, batch.num_samples, backend)
     starts = joined.starts
     if joined.bad is not None:
         entry, number = joined.bad
@@ -199,7 +199,7 @@ def read_entries(part: FeaturePart, batch: Batch, weights: Mapping[str, Array]) 
     )  # fmt: skip
 
 
-def _weights_of(part: FeaturePart, batch: Batch, joined: Joined, weights: Mapping[str, Array]) -> Array:
+def _weights_of(part: FeaturePart, batch: Batch, joined: Collated, weights: Mapping[str, Array]) -> Array:
     """Return the weight of each entry on the device; empty: all 1."""
     starts, found = joined.starts, [batch.ids[name] for name in part.features]
     if joined.weights is not None and all(

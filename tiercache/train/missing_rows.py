@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from tiercache.values.lookups import SavedGradient
 
 
-class HeldKeys:
+class ResidentKeys:
     """Finds keys by value. It sorts once, and marks what a pass trains once."""
 
     def __init__(self, keys: NDArray[np.int64], first: int, slots_P: Sequence[NDArray[np.int32]]) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tiercache.data.raw_batch import FeatureKeys
     from tiercache.data.sub_dataset import EncodedBatch
     from tiercache.dist.pooled import PooledBatch
-    from tiercache.dist.requests import Asked
+    from tiercache.dist.requests import ExchangedInput
     from tiercache.train.anchors import Anchors
     from tiercache.train.arrival import Arrival
     from tiercache.values.ids import FoundIds
@@ -57,14 +57,14 @@ class BatchIds(dict[str, FeatureIds]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AskedBatch:
+class ExchangedBatch:
     """A batch whose rows were asked for. In host memory."""
 
     samples: EncodedBatch | None
     """This rank's; None of a batch of raw keys, whose samples are elsewhere."""
     weight: float
     end: int
-    rows: Asked
+    rows: ExchangedInput
     upload: Any = None
     """Nothing was brought to the device."""
 
@@ -73,7 +73,12 @@ class BatchRows(RowView):
     """The rows of one batch: brought when it is first looked up, and anew when it is behind a step. Collective."""
 
     def __init__(
-        self, of_pass: RowView, asked: AskedBatch, anchors: Anchors, num_groups: int, bring: Callable[[BatchRows], None]
+        self,
+        of_pass: RowView,
+        asked: ExchangedBatch,
+        anchors: Anchors,
+        num_groups: int,
+        bring: Callable[[BatchRows], None],
     ) -> None:
         gradients = None if of_pass.gradients is None else RowGradients(num_groups, anchors)
         super().__init__((), gradients, asked.rows.where, of_pass.backend)

@@ -12,14 +12,14 @@ import numpy as np
 
 from tiercache.dist.exchange import RowExchange
 from tiercache.dist.pooled import Pooling, by_model, cut_bags
-from tiercache.dist.requests import Asking, Wanted
+from tiercache.dist.requests import InputDist, LocalInput
 from tiercache.dist.row_loader import RowLoader
-from tiercache.dist.shard_view import Share
+from tiercache.dist.shard_view import ShardView
 from tiercache.errors import StateError
 from tiercache.rows.threads import share_threads
 from tiercache.store.table import group_tables
 from tiercache.train.batches import make_batch
-from tiercache.train.pending_batches import AskedBatch, BatchIds, BatchRows, PendingBatches, tensors_of
+from tiercache.train.pending_batches import BatchIds, BatchRows, ExchangedBatch, PendingBatches, tensors_of
 from tiercache.train.row_gradients import NOBODY_STEPS, RowGradients, ended_unstepped
 from tiercache.train.table_module import poolings
 from tiercache.values.batch import Batch
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tiercache.dist.requests import Layout
     from tiercache.rows.backends.base import Backend
     from tiercache.train.batches import Pooled
-    from tiercache.train.evaluation import LiveRows
+    from tiercache.train.evaluation import CurrentRows
     from tiercache.train.missing_rows import Unseen
     from tiercache.train.raw_samples import RawSamples
     from tiercache.train.row_optimizer import RowOptimizer
@@ -52,7 +52,7 @@ class _Read:
     """This rank's part of a batch, before its rows are asked for."""
 
     samples: EncodedBatch | None
-    wanted: Wanted
+    wanted: LocalInput
     weight: float = 1.0
     end: int = 0
     """Samples of the pass up to the end of the batch, of all ranks."""
@@ -97,10 +97,10 @@ class RankExchange:
         ranks: AnyCommunicator,
         beside: AnyCommunicator,
         asking: AnyCommunicator,
-        share: Share,
+        share: ShardView,
         backend: Backend,
         optimizer: RowOptimizer,
-        live_rows: Callable[..., LiveRows],
+        live_rows: Callable[..., CurrentRows],
         modules: Sequence[nn.Module],
         *,
         comm_dtype: torch.dtype,
@@ -119,7 +119,7 @@ class RankExchange:
         whole = share.whole
         groups = group_tables(whole.tables)
         self.num_groups = len(groups)
-        self.asking = Asking(asking, groups, whole.schema.features, comm_dtype)
+        self.asking = InputDist(asking, groups, whole.schema.features, comm_dtype)
         self.rows = RowExchange(beside, backend, groups, share.groups_W[share.rank], wire_dtype=comm_dtype)
         self.pooling = Pooling(self.rows, backend)
         self._loader = RowLoader(share, self._own_rows, ranks)
@@ -152,13 +152,13 @@ class RankExchange:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device of mirrors of replicated tables."""
-        return self.rows.mirror_bytes
+        """Bytes on the device of replicas of replicated tables."""
+        return self.rows.replica_bytes
 
     def prepare(self, sub_dataset: int, rows: RowView) -> None:
-        """Let batches of a pass be asked for; without gradients nothing of it is mirrored. Not collective."""
+        """Let batches of a pass be asked for; without gradients nothing of it is replicated. Not collective."""
         owners = self._share.owners(sub_dataset)
-        self._layouts[rows] = self.asking.lay_out(owners, mirrored=rows.gradients is not None)
+        self._layouts[rows] = self.asking.lay_out(owners, replicated=rows.gradients is not None)
 
     def open(self, rows: RowView) -> None:
         """Begin with a pass that was prepared, of which this rank owns ``rows``."""
@@ -193,15 +193,15 @@ class RankExchange:
                 found = source.read(np.concatenate(read_W), features=own).ids if own else {}
                 samples = source.read(read_W[rank], features=modes.keys() - {one.name for one in elsewhere})
                 bags = cut_bags(found, [some.size for some in read_W])
-            wanted = Wanted(ids=samples.ids, modes=modes, num_samples=samples.num_samples, own=bags, token=token)
+            wanted = LocalInput(ids=samples.ids, modes=modes, num_samples=samples.num_samples, own=bags, token=token)
             return _Read(samples, wanted, weight, request.done)
 
         return read
 
     def begin(
         self, read: Callable[[], Any] | Future[Any], rows: RowView, *, by_owner: bool = False,
-        behind: Future[AskedBatch] | None = None,
-    ) -> Future[AskedBatch]:  # fmt: skip
+        behind: Future[ExchangedBatch] | None = None,
+    ) -> Future[ExchangedBatch]:  # fmt: skip
         """Have a batch asked for; whatever ``read`` raises is raised, on the others as RankError.
 
         behind: the batch before of the same loop. Where it failed it did so on all ranks, none of which asks for more.
@@ -209,16 +209,16 @@ class RankExchange:
         layout, trained = self._layouts[rows], rows.gradients is not None
         name = f"a step of {rows.name}" if trained else rows.name
 
-        def ask() -> AskedBatch:
+        def ask() -> ExchangedBatch:
             if behind is not None and (failed := behind.exception()) is not None:
                 raise failed
-            mine, error = _Read(None, Wanted()), None
+            mine, error = _Read(None, LocalInput()), None
             try:
                 mine = read.result() if isinstance(read, Future) else read()
             except Exception as caught:  # told to all ranks
                 error = caught
             asked = self.asking.ask(layout, mine.wanted, name, trained=trained, error=error)
-            return AskedBatch(mine.samples, mine.weight, mine.end, asked)
+            return ExchangedBatch(mine.samples, mine.weight, mine.end, asked)
 
         return self._threads.asking.submit(ask)
 
@@ -227,7 +227,7 @@ class RankExchange:
         """Wait until batches that nobody takes were asked for: the other ranks ask for them too."""
         wait(begun)
 
-    def finish(self, asked: Callable[[], AskedBatch], rows: RowView, before: Callable[[], None] | None) -> Batch:
+    def finish(self, asked: Callable[[], ExchangedBatch], rows: RowView, before: Callable[[], None] | None) -> Batch:
         """Return the batch. Its rows come with its first lookup; of an evaluation, which ranks may skip, now.
 
         before: called before the rows are brought; what it raises is raised on all ranks.
@@ -238,7 +238,7 @@ class RankExchange:
         return batch
 
     def overlapped(
-        self, begun: Iterator[Callable[[], AskedBatch]], rows: RowView, before: Callable[[], None] | None
+        self, begun: Iterator[Callable[[], ExchangedBatch]], rows: RowView, before: Callable[[], None] | None
     ) -> Iterator[Batch]:
         """Yield batches, whose rows are each brought while the one before is used.
 
@@ -261,7 +261,7 @@ class RankExchange:
             yield self._received(coming)
 
     def _brought(
-        self, asked: Callable[[], AskedBatch], rows: RowView, before: Callable[[], None] | None
+        self, asked: Callable[[], ExchangedBatch], rows: RowView, before: Callable[[], None] | None
     ) -> tuple[Batch, Any]:
         batch, view = self._made(asked(), rows, before)
         return batch, self._bring(view, before)
@@ -272,7 +272,7 @@ class RankExchange:
         self._receive(batch.rows, exchanged)
         return batch
 
-    def _made(self, asked: AskedBatch, rows: RowView, before: Callable[[], None] | None) -> tuple[Batch, BatchRows]:
+    def _made(self, asked: ExchangedBatch, rows: RowView, before: Callable[[], None] | None) -> tuple[Batch, BatchRows]:
         """Return a batch whose rows are not there yet."""
         view = self._view(asked, rows, before)
         assert asked.samples is not None
@@ -280,7 +280,7 @@ class RankExchange:
         batch = make_batch(asked.samples, view, ids=ids, weight=asked.weight, end=asked.end, pooled=view.pooled)
         return batch, view
 
-    def _view(self, asked: AskedBatch, rows: RowView, before: Callable[[], None] | None) -> BatchRows:
+    def _view(self, asked: ExchangedBatch, rows: RowView, before: Callable[[], None] | None) -> BatchRows:
         def bring(view: BatchRows) -> None:
             self.rest()
             self._receive(view, self._bring(view, before))
@@ -345,9 +345,9 @@ class RankExchange:
             for feature, mode in modes.items()
             if feature not in lacking and (ids[feature].weights is not None) == (feature in self._weighted)
         }
-        wanted = Wanted(ids=ids, modes=modes, whole=whole, num_samples=samples.num_samples)
+        wanted = LocalInput(ids=ids, modes=modes, whole=whole, num_samples=samples.num_samples)
         asked = self._threads.asking.submit(self.asking.ask, layout, wanted, name).result()
-        view = self._view(AskedBatch(None, weight, 0, asked), rows, None)
+        view = self._view(ExchangedBatch(None, weight, 0, asked), rows, None)
         view.raw = samples.features
         view.bring()
         named = self._named(asked.ids, view.pooled)
@@ -377,18 +377,18 @@ class RankExchange:
         """Return a reader of rows as of now, of ``keys`` by table, which their owners read."""
         return self._loader.load(keys(), budget, unseen)
 
-    def live_rows(self) -> LiveRows:
+    def live_rows(self) -> CurrentRows:
         """Return a reader of this rank's rows as of now, that knows the out-of-vocabulary rows of all."""
         return self._loader.live_rows()
 
-    def _own_rows(self, *unknown: Any) -> LiveRows:
+    def _own_rows(self, *unknown: Any) -> CurrentRows:
         live_rows = self._live_rows()
         assert live_rows is not None, "rows were asked for of a cache that is gone"
         return live_rows(*unknown)
 
     def evaluating(self, passes: DatasetView) -> RankExchange:
         """Return an exchange for batches of this rank's share of other passes, on the same threads."""
-        assert isinstance(passes, Share)
+        assert isinstance(passes, ShardView)
         return RankExchange(
             self.ranks, self._beside, self._asking_ranks, passes, self._backend, self._optimizer, self._own_rows,
             self._modules, comm_dtype=self._comm_dtype, threads=self._threads,

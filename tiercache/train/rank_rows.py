@@ -9,14 +9,14 @@ from tiercache.errors import BudgetError, StateError
 from tiercache.planning.budgets import HostBudget
 from tiercache.planning.matching import check_schedule, check_tables
 from tiercache.planning.pass_plan import Plans, waiting_streams
-from tiercache.planning.positions import Positions
+from tiercache.planning.row_offsets import RowOffsets
 from tiercache.planning.schedule import Schedule
 from tiercache.rows.device import DeviceTier
+from tiercache.rows.next_use_files import NextUseFiles
 from tiercache.rows.pinned import PinnedArena
 from tiercache.rows.switch import PassSwitcher
-from tiercache.rows.use_files import UseFiles
 from tiercache.train.commit_state import CommitState
-from tiercache.train.evaluation import LiveRows
+from tiercache.train.evaluation import CurrentRows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -67,14 +67,14 @@ class RankRows:
         check_tables(store, source)
         self.schedule = Schedule(num_passes=len(source.passes), dataset_digest=source.digest, order=order)
         check_schedule(store, source, self.schedule)
-        self.positions = positions = Positions.of(source, store.groups)
+        self.positions = positions = RowOffsets.of(source, store.groups)
         self.device = DeviceTier(positions, device_bytes, backend)
         self.budget = HostBudget.of(
             positions, budgets.host_budget, budgets.eval_budget, waiting_streams(store),
             seeded=not self.schedule.repeats,
         )  # fmt: skip
         self._keys_of = positions.keys_of(source)  # nothing that the cache has refers to it: it goes when dropped
-        self._uses = UseFiles(
+        self._uses = NextUseFiles(
             self.schedule, positions, self._keys_of, store.path if store.mode == "a" else None,
             keys_per_range=self.budget.keys_per_sweep,
         )  # fmt: skip
@@ -208,13 +208,13 @@ class RankRows:
         """The most bytes of rows that the host has held so far."""
         return self.memory.peak_bytes
 
-    def now(self, current: Pass | None, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None) -> LiveRows:
+    def now(self, current: Pass | None, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None) -> CurrentRows:
         """Return a reader of any rows as of now, amid ``current`` or outside; waits until every dump is durable.
 
         ``unknown``: fields of out-of-vocabulary rows that stand elsewhere.
         """
         self.transfer.drain()
-        return LiveRows(
+        return CurrentRows(
             store=self.store, device=self.device if current else None, assignments=self.transfer.assignments,
             sub_dataset=current.sub_dataset if current else None, positions=self.positions, keys_of=self._keys_of,
             after=current.index if current else self.plans.cursor[0] - 1, cached=self.transfer.cached_page,

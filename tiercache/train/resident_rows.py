@@ -10,7 +10,7 @@ import numpy as np
 
 from tiercache.errors import DatasetError, StateError
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
-from tiercache.planning.positions import Positions
+from tiercache.planning.row_offsets import RowOffsets
 from tiercache.planning.schedule import Schedule
 from tiercache.reporting.report import PassReport
 from tiercache.rows.backends.base import Layout
@@ -19,7 +19,7 @@ from tiercache.rows.prefetch import first_vectors
 from tiercache.store.bits import from_words
 from tiercache.store.table import group_tables
 from tiercache.train.commit_state import CommitState
-from tiercache.train.missing_rows import HeldKeys, unseen_vectors
+from tiercache.train.missing_rows import ResidentKeys, unseen_vectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +50,7 @@ class ResidentRows:
         """Take the memory, and make the initial rows. Raises BudgetError if the device has too little."""
         self.source, self.backend = source, backend
         self.groups = group_tables(source.tables)
-        self.positions = Positions.of(source, self.groups)
+        self.positions = RowOffsets.of(source, self.groups)
         self.schedule = Schedule(num_passes=len(source.passes), dataset_digest=source.digest, order=order)
         self.state = CommitState(self.groups, backend)
         self.trained = 0
@@ -60,7 +60,7 @@ class ResidentRows:
         self.keys: dict[str, NDArray[np.int64]] = {}
         """By table, all keys, in the order of rows."""
         self._first: dict[str, int] = {}
-        self._held: dict[str, HeldKeys] = {}
+        self._held: dict[str, ResidentKeys] = {}
         self._slots_PG: list[list[NDArray[np.int32]]] = [
             [np.empty(self.positions.num_rows(p, g), dtype=np.int32) for g in range(len(self.groups))]
             for p in range(len(source.passes))
@@ -198,14 +198,14 @@ class ResidentRows:
         trained = {self.schedule.sub_dataset_of(index) for index in range(last)}
         return InMemoryRows(self, sorted(trained))
 
-    def held_keys(self, table_name: str) -> HeldKeys:
+    def held_keys(self, table_name: str) -> ResidentKeys:
         """Return where the keys of a table are found, made when somebody asks for the first time."""
         self._check_open()
         if table_name not in self._held:
             g, i = self._place(table_name)
             cuts_P = [self.positions.table_starts(p, g)[i : i + 2] for p in range(len(self._slots_PG))]
             slots_P = [slots_G[g][slice(*cuts)] for slots_G, cuts in zip(self._slots_PG, cuts_P, strict=True)]
-            self._held[table_name] = HeldKeys(self.keys[table_name], self._first[table_name], slots_P)
+            self._held[table_name] = ResidentKeys(self.keys[table_name], self._first[table_name], slots_P)
         return self._held[table_name]
 
     def read(
@@ -238,7 +238,7 @@ class ResidentRows:
 
 
 class InMemoryRows:
-    """Reads current rows like `LiveRows`: a key that has not been trained yet reads as its initial row."""
+    """Reads current rows like `CurrentRows`: a key that has not been trained yet reads as its initial row."""
 
     def __init__(self, rows: ResidentRows, trained: list[int]) -> None:
         """trained: the sub-datasets trained so far."""

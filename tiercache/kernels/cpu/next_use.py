@@ -17,8 +17,8 @@ def _sweep(
     before: I8,
     order: I8,
     after: I8,
-    next_gap: Written[I4],
-    prev_gap: Written[I4],
+    next_distance: Written[I4],
+    prev_distance: Written[I4],
     seen: Written[I8],
 ) -> None:
     places = order.size
@@ -32,7 +32,7 @@ def _sweep(
         pass_index = places + place
         for i in range(pass_starts[p], pass_starts[p + 1]):
             number = numbers[i]
-            prev_gap[i] = pass_index - seen[number]
+            prev_distance[i] = pass_index - seen[number]
             seen[number] = pass_index
     for place in range(places - 1, -1, -1):
         p = after[place]
@@ -43,22 +43,22 @@ def _sweep(
         pass_index = places + place
         for i in range(pass_starts[p], pass_starts[p + 1]):
             number = numbers[i]
-            next_gap[i] = seen[number] - pass_index
+            next_distance[i] = seen[number] - pass_index
             seen[number] = pass_index
 
 
 def sweep_uses(
-    numbers: I4, pass_starts: I8, num_keys: int, before: I8, order: I8, after: I8, next_gap: I4, prev_gap: I4
+    numbers: I4, pass_starts: I8, num_keys: int, before: I8, order: I8, after: I8, next_distance: I4, prev_distance: I4
 ) -> None:
     """Write the passes to the next use and since the last use of every key of every sub-dataset, for one epoch.
 
     numbers (K,): which key, below `num_keys`, the sub-datasets' keys one sub-dataset after another; sub-dataset p has
     entries `pass_starts[p]` to `pass_starts[p + 1]`. before, order, after (P,): the sub-dataset at each place of the
-    epoch before, of this one and of the one after. A sub-dataset is in each epoch once, so both gaps exist and are
+    epoch before, of this one and of the one after. A sub-dataset is in each epoch once, so both distances exist and are
     below 2 P.
     """
-    same_length(numbers=numbers, next_gap=next_gap, prev_gap=prev_gap)
-    _sweep(numbers, pass_starts, before, order, after, next_gap, prev_gap, np.empty(num_keys, np.int64))
+    same_length(numbers=numbers, next_distance=next_distance, prev_distance=prev_distance)
+    _sweep(numbers, pass_starts, before, order, after, next_distance, prev_distance, np.empty(num_keys, np.int64))
 
 
 @inlined

@@ -7,7 +7,7 @@ from tiercache.kernels.cpu.jit import serial
 
 
 @serial
-def stable_order_by_gap(gap_K: I4, limit: int, order_K: Written[I4]) -> I8:
+def stable_order_by_distance(gap_K: I4, limit: int, order_K: Written[I4]) -> I8:
     """Write to `order_K` the positions sorted by `min(gap, limit)`, equal gaps in position order: a counting sort.
 
     Returns int64 (limit + 2,): at [g] the first place of gap g, at [limit + 1] the number of positions.
@@ -33,9 +33,9 @@ def stable_order_by_gap(gap_K: I4, limit: int, order_K: Written[I4]) -> I8:
 @serial
 def assign_slots(
     old_slots: I4,
-    old_next_gap: I4,
+    old_next_distance: I4,
     dump_order: I4,
-    new_prev_gap: I4,
+    new_prev_distance: I4,
     load_order: I4,
     spare_slots: Written[I4],
     new_slots: Written[I4],
@@ -51,12 +51,12 @@ def assign_slots(
     for each row. Returns the number of kept rows, or -1 where the two sides differ.
     """
     kept = 0
-    while kept < load_order.size and new_prev_gap[load_order[kept]] == 1:
-        if kept == dump_order.size or old_next_gap[dump_order[kept]] != 1:
+    while kept < load_order.size and new_prev_distance[load_order[kept]] == 1:
+        if kept == dump_order.size or old_next_distance[dump_order[kept]] != 1:
             return -1
         new_slots[load_order[kept]] = old_slots[dump_order[kept]]
         kept += 1
-    if kept < dump_order.size and old_next_gap[dump_order[kept]] == 1:
+    if kept < dump_order.size and old_next_distance[dump_order[kept]] == 1:
         return -1
     num_spare, departed = spare_slots[-1], kept
     for i in range(kept, load_order.size):
@@ -81,7 +81,7 @@ def take(values: I4, places: I4, out: Written[I4]) -> None:
 
 
 @serial
-def count_gaps(gap_K: I4, limit: int, counts: Written[I8]) -> None:
+def count_distances(gap_K: I4, limit: int, counts: Written[I8]) -> None:
     """Add to `counts` (limit + 1) how often each `min(gap, limit)` occurs."""
     for i in range(gap_K.size):
         g = gap_K[i]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike, NDArray
 
-    from tiercache.kernels.cuda.sorting import Positions, Runs
+    from tiercache.kernels.cuda.sorting import RowOffsets, Runs
     from tiercache.rows.backends.cpu import CpuBackend
     from tiercache.rows.backends.cuda_runtime import CudaRuntime
     from tiercache.rows.backends.row_steps import Run
@@ -109,7 +109,7 @@ class BatchUpload(Protocol):
         """Like `Backend.weights`, with weights of the data."""
         ...
 
-    def sort(self, lookups: Sequence[Positions]) -> Sequence[Any]:
+    def sort(self, lookups: Sequence[RowOffsets]) -> Sequence[Any]:
         """Return the order of the ids of each lookup by position, if it is better found here than in the step."""
         ...
 
@@ -145,7 +145,7 @@ class HostUpload:
         self._beside += joined.nbytes if joined.base is None else 0
         return runs, joined
 
-    def sort(self, lookups: Sequence[Positions]) -> Sequence[Any]:
+    def sort(self, lookups: Sequence[RowOffsets]) -> Sequence[Any]:
         """Return none: lookups sort slots, which is as quick, on all threads."""
         return [None] * len(lookups)
 
@@ -206,7 +206,7 @@ class PinnedUpload:
             values[first:last] = some
         return self._upload(pinned, (size,))
 
-    def sort(self, lookups: Sequence[Positions]) -> Sequence[Runs]:
+    def sort(self, lookups: Sequence[RowOffsets]) -> Sequence[Runs]:
         """Sort them all at once, on the stream of uploads, beside the training."""
         with self._runtime.uploading():
             found = sort_positions(self._runtime.kernels, lookups)

@@ -10,8 +10,8 @@ import numpy as np
 
 from tiercache.errors import TierCacheError
 from tiercache.kernels.cpu.file_io import crc32c, has_crc32c
-from tiercache.planning.budgets import CHECKED_BYTES, gap_bytes
-from tiercache.planning.next_use import KEYS_PER_RANGE, Uses, find_uses, views_of
+from tiercache.planning.budgets import CHECKED_BYTES, distance_bytes
+from tiercache.planning.next_use import KEYS_PER_RANGE, NextUses, find_next_uses, views_of
 from tiercache.sizes import format_bytes
 from tiercache.store.layout import page_checksums
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.planning.positions import Positions
+    from tiercache.planning.row_offsets import RowOffsets
     from tiercache.planning.schedule import Schedule
 
 FOLDER = "schedule"
 
 
-class UseFiles:
+class NextUseFiles:
     """Uses by epoch: 8 bytes for each key of each pass, in files that can be deleted at any time.
 
     A file that an earlier run left is checked before it is used, and found anew where it is not what was written. Where
@@ -39,7 +39,7 @@ class UseFiles:
     def __init__(
         self,
         schedule: Schedule,
-        positions: Positions,
+        positions: RowOffsets,
         keys_of: Callable[[int, int], NDArray[np.int64]],
         folder: Path | None,
         *,
@@ -51,9 +51,9 @@ class UseFiles:
         self._schedule, self._positions, self._keys_of = schedule, positions, keys_of
         self._folder = None if folder is None else folder / FOLDER
         self._lock = threading.Lock()
-        self._found: dict[int, Uses] = {}
+        self._found: dict[int, NextUses] = {}
 
-    def of(self, epoch: int) -> Uses:
+    def of(self, epoch: int) -> NextUses:
         """Return the uses of ``epoch``, finding them where no earlier call or run did."""
         name = 0 if self._schedule.repeats else epoch
         with self._lock:
@@ -75,12 +75,12 @@ class UseFiles:
             self._written.clear()
             self._found.clear()
 
-    def _find(self, epoch: int, out: NDArray[np.int32]) -> Uses:
-        return find_uses(
+    def _find(self, epoch: int, out: NDArray[np.int32]) -> NextUses:
+        return find_next_uses(
             self._schedule, epoch, self._positions, self._keys_of, out, keys_per_range=self._keys_per_range
         )
 
-    def _open(self, epoch: int) -> Uses:
+    def _open(self, epoch: int) -> NextUses:
         total = sum(self._positions.num_rows(p) for p in range(self._positions.num_passes))
         if self._folder is None or total == 0:
             out = np.empty((2, total), dtype=np.int32)
@@ -99,43 +99,45 @@ class UseFiles:
 
     def _path(self, epoch: int) -> Path:
         assert self._folder is not None
-        return self._folder / f"{self._schedule.digest[:24]}-{epoch}.gaps"
+        return self._folder / f"{self._schedule.digest[:24]}-{epoch}.distances"
 
     def _write(self, path: Path, epoch: int, total: int) -> None:
         path.parent.mkdir(exist_ok=True)
-        for old in path.parent.glob("*.gaps"):
+        for old in path.parent.glob("*.distances"):
             if not old.name.startswith(self._schedule.digest[:24]):
                 old.unlink()
         temporary = path.with_suffix(".part")
-        gaps, sums = gap_bytes(total)
+        distances, sums = distance_bytes(total)
         try:
             with temporary.open("w+b") as file:
-                os.posix_fallocate(file.fileno(), 0, gaps + sums)  # a full disk says so here, not by a signal
+                os.posix_fallocate(file.fileno(), 0, distances + sums)  # a full disk says so here, not by a signal
         except OSError as error:
             temporary.unlink(missing_ok=True)
             raise TierCacheError(
-                f"the schedule needs {format_bytes(gaps + sums)} in {path.parent}, which could not be had "
+                f"the schedule needs {format_bytes(distances + sums)} in {path.parent}, which could not be had "
                 f"({error.strerror}): free space there and run again"
             ) from error
-        out = np.memmap(temporary, dtype=np.uint8, mode="r+", shape=(gaps + sums,))
-        found = out[:gaps].view(np.int32).reshape(2, total)
+        out = np.memmap(temporary, dtype=np.uint8, mode="r+", shape=(distances + sums,))
+        found = out[:distances].view(np.int32).reshape(2, total)
         self._find(epoch, found)
-        out[gaps:].view("<u4")[:] = _checksums(out[:gaps])
+        out[distances:].view("<u4")[:] = _checksums(out[:distances])
         out.flush()
         temporary.rename(path)
         self._written.append(path)
 
 
 def _is_whole(path: Path, total: int) -> bool:
-    """Tell whether a file has gaps of so many positions, and those that were written."""
-    gaps, sums = gap_bytes(total)
-    if path.stat().st_size != gaps + sums:
+    """Tell whether a file has distances of so many positions, and those that were written."""
+    distances, sums = distance_bytes(total)
+    if path.stat().st_size != distances + sums:
         return False
-    seen = np.memmap(path, dtype=np.uint8, mode="r", shape=(gaps + sums,))
-    return np.array_equal(_checksums(seen[:gaps]), seen[gaps:].view("<u4"))
+    seen = np.memmap(path, dtype=np.uint8, mode="r", shape=(distances + sums,))
+    return np.array_equal(_checksums(seen[:distances]), seen[distances:].view("<u4"))
 
 
-def _checksums(gaps: NDArray[np.uint8]) -> NDArray[np.uint32]:
+def _checksums(distances: NDArray[np.uint8]) -> NDArray[np.uint32]:
     """Return the CRC32C of each ``CHECKED_BYTES`` of them."""
-    bounds = np.minimum(np.arange(gap_bytes(gaps.size // 8)[1] // 4 + 1, dtype=np.int64) * CHECKED_BYTES, gaps.size)
-    return (crc32c if has_crc32c() else page_checksums)([(np.asarray(gaps), bounds)])
+    bounds = np.minimum(
+        np.arange(distance_bytes(distances.size // 8)[1] // 4 + 1, dtype=np.int64) * CHECKED_BYTES, distances.size
+    )
+    return (crc32c if has_crc32c() else page_checksums)([(np.asarray(distances), bounds)])

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Positions:
+class RowOffsets:
     """The position of every key of every sub-dataset, as starts of tables: (sub-datasets, tables + 1) int64."""
 
     groups: tuple[Group, ...]
     starts_PT: NDArray[np.int64]
 
     @classmethod
-    def of(cls, dataset: DatasetView, groups: tuple[Group, ...]) -> Positions:
+    def of(cls, dataset: DatasetView, groups: tuple[Group, ...]) -> RowOffsets:
         """Lay out the sub-datasets of ``dataset`` for the groups of a store."""
         names = [table.name for group in groups for table in group.tables]
         rows = np.array([[p.rows(name) for name in names] for p in dataset.passes], dtype=np.int64)
