@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
 from tiercache.errors import SchemaError
-from tiercache.schema import CsvFormat, DenseFeature, Feature, Schema, SourceFormat, Text, checked, nearest, unknown_key
+from tiercache.schema_parts import (
+    STRICT,
+    CsvFormat,
+    DenseFeature,
+    Feature,
+    SourceFormat,
+    Text,
+    checked,
+    nearest,
+    unknown_key,
+)
 from tiercache.store.opening import local_path
 from tiercache.store.optimizer import initializer_from_record, optimizer_from_record
 from tiercache.store.table import Table
@@ -20,17 +29,17 @@ if TYPE_CHECKING:
 
 _FEATURE = {f.name for f in fields(Feature)} - {"name"} | {"column"}
 _TABLE = {"dim", "optimizer", "initializer", "seed", "dtype", "compression"}
-_STRICT = ConfigDict(extra="forbid")
 _Section = dict[str, Any]
+_T = TypeVar("_T")
 
 
-def load_schema(path: str | Path | None, format: str | None = None) -> Schema:  # noqa: A002
-    """Read the schema in a TOML file, for files of another format than it says; None: an empty file.
+def load_schema(cls: type[_T], path: str | Path | None, format: str | None = None) -> _T:  # noqa: A002
+    """Build ``cls``, a Schema, from a TOML file; ``format`` replaces the one in its [source]. None: an empty file.
 
     Raises SchemaError, which names the file, the section and the key.
     """
     if path is None:
-        return _schema(_File(), format)
+        return checked(cls, "the file", _schema_values(_File(), format))
     try:
         data = tomllib.loads(local_path(path, "a schema").read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -41,12 +50,12 @@ def load_schema(path: str | Path | None, format: str | None = None) -> Schema:  
     except RecursionError as error:
         raise SchemaError(f"the schema {path} nests its values too deep: write them flat") from error
     try:
-        return _schema(checked(_File, "the file", data), format)
+        return checked(cls, "the file", _schema_values(checked(_File, "the file", data), format))
     except SchemaError as error:
         raise SchemaError(f"the schema {path}: {error}") from error
 
 
-@dataclass(config=_STRICT)
+@dataclass(config=STRICT)
 class _File:
     label: _Section | None = None
     dense: list[Any] = field(default_factory=list)
@@ -57,13 +66,13 @@ class _File:
     source: _Section = field(default_factory=dict)
 
 
-@dataclass(config=_STRICT)
+@dataclass(config=STRICT)
 class _Label:
     column: Text
     null: Literal["error", "drop"] = "error"
 
 
-def _schema(file: _File, format_: str | None) -> Schema:
+def _schema_values(file: _File, format_: str | None) -> _Section:
     label = None if file.label is None else checked(_Label, "[label]", file.label)
     source = checked(SourceFormat, "[source]", file.source | ({"format": format_} if format_ else {}))
     dense, features = [_dense(e) for e in file.dense], [_feature(name, e) for name, e in file.features.items()]
@@ -78,19 +87,15 @@ def _schema(file: _File, format_: str | None) -> Schema:
             f"[tables.{unused[0]}] is the table of no feature{hint}: leave it out, or give a feature to it"
         )
     own: dict[str, _Section] = {f.table: {} for f in features if f.table == f.name and f.table not in file.tables}
-    return checked(
-        Schema,
-        "the file",
-        {
-            "label": label and label.column,
-            "label_null": label.null if label else "error",
-            "dense": dense,
-            "features": features,
-            "tables": [_table(name, entry, file.defaults) for name, entry in {**file.tables, **own}.items()],
-            "csv": checked(CsvFormat, "[csv]", file.csv),
-            "source": source,
-        },
-    )
+    return {
+        "label": label and label.column,
+        "label_null": label.null if label else "error",
+        "dense": dense,
+        "features": features,
+        "tables": [_table(name, entry, file.defaults) for name, entry in {**file.tables, **own}.items()],
+        "csv": checked(CsvFormat, "[csv]", file.csv),
+        "source": source,
+    }
 
 
 def _dense(entry: Any) -> DenseFeature:

@@ -26,11 +26,11 @@ from tests.cli.command import invoke
 from tests.data.cases import ROW_BYTES, bounds_of, extracted, plain_schema, rich_columns, rich_schema, write_parquet
 from tests.data.shared_files import FATAL
 from tests.files import files_of
+from tiercache.data.extraction_resources import Workers
 from tiercache.data.inputs import find_inputs
 from tiercache.data.pass_builder import Cut, RowBudget
 from tiercache.data.resume import WorkFolder
 from tiercache.data.stages import Job, place_passes, scan_file, write_pass
-from tiercache.data.workers import Workers
 from tiercache.errors import BudgetError, ExtractionError, TierCacheError
 
 if TYPE_CHECKING:

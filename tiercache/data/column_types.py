@@ -10,6 +10,7 @@ from pyarrow import types
 
 from tiercache.data.columns import is_list, plain_type
 from tiercache.errors import SourceError
+from tiercache.schema_parts import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -67,8 +68,6 @@ def check_columns(path: Path | str, found: Any, uses: Iterable[ColumnUse]) -> No
     for use in uses:
         places = found.get_all_field_indices(use.column)
         if not places:
-            from tiercache.schema import nearest
-
             close = nearest(use.column, set(found.names))
             raise SourceError(f"{path} has no column {use.column!r}{close}, which {use.who} needs")
         if len(places) > 1:

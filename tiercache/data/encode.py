@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import struct
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +13,6 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from tiercache.data.column_types import kind_of
-from tiercache.data.columns import Nulls, reals
 from tiercache.data.raw_batch import NULL_KEY, RESERVED, FeatureKeys, RawBatch
 from tiercache.kernels.cpu.hashing import xxh64_strings, xxh64_words
 from tiercache.store.bits import xxh64
@@ -28,8 +27,20 @@ if TYPE_CHECKING:
 _FIRST_ROWS = 512
 _WHOLE = {pa.float16(): 1 << 11, pa.float32(): 1 << 24, pa.float64(): 1 << 53}
 """Floats of a type hold all whole numbers below it: larger ones may have been another number once."""
-_LABEL = Nulls('a label must be a finite number: give it one, drop the row, or say null = "drop" in [label]')
-_WEIGHT = Nulls("a weight must be a finite number: give it one")
+
+
+@dataclass(frozen=True, slots=True)
+class _Nulls:
+    """What null and NaN mean in a column of numbers."""
+
+    advice: str
+    """Said where they, or infinite numbers, are errors."""
+    fill: float | None = None
+    """The number that null and NaN stand for; None: they are errors."""
+
+
+_LABEL = _Nulls('a label must be a finite number: give it one, drop the row, or say null = "drop" in [label]')
+_WEIGHT = _Nulls("a weight must be a finite number: give it one")
 
 
 def encode(schema: Schema, batch: SourceBatch, *, hashed: bool = True) -> RawBatch:
@@ -43,17 +54,17 @@ def encode(schema: Schema, batch: SourceBatch, *, hashed: bool = True) -> RawBat
 
 def encode_label(schema: Schema, batch: SourceBatch) -> NDArray[np.float32] | None:
     """Return the labels (n,); None where the schema has none."""
-    return None if schema.label is None else reals(batch, schema.label, _LABEL)
+    return None if schema.label is None else _reals(batch, schema.label, _LABEL)
 
 
 def encode_dense(schema: Schema, batch: SourceBatch) -> NDArray[np.float32]:
     """Return the dense features (n, D)."""
     dense = np.empty((batch.columns.num_rows, len(schema.dense)), np.float32)
     for place, spec in enumerate(schema.dense):
-        rule = Nulls(
+        rule = _Nulls(
             "a dense feature must be a finite number: give the schema a number for null, or drop the row", spec.null
         )
-        found = reals(batch, spec.column, rule)
+        found = _reals(batch, spec.column, rule)
         dense[:, place] = np.log1p(np.maximum(found, 0)) if spec.transform == "log" else found
     return dense
 
@@ -68,6 +79,48 @@ def check_first_rows(schema: Schema, source: Source) -> None:
     first = next(source.batches(batch_bytes=_FIRST_ROWS), None)
     if first is not None:
         encode(schema, replace(first, columns=first.columns.slice(0, _FIRST_ROWS)), hashed=False)
+
+
+def _reals(
+    batch: SourceBatch,
+    column: str,
+    rule: _Nulls,
+    *,
+    values: Any = None,
+    lengths: NDArray[np.int64] | None = None,
+) -> NDArray[np.float32]:
+    """Return a column of numbers or bools as float32, all finite. Raises SourceError naming file, row and column.
+
+    values, lengths: the values of a column of lists, and how many belong to each row.
+    """
+    array = batch.columns.column(column) if values is None else values
+    with np.errstate(over="ignore"):  # what overflows becomes infinite, and infinite is refused below
+        out = _number_array(array).astype(np.float32)
+    if rule.fill is not None:
+        missing = np.isnan(out)
+        if array.null_count:
+            missing |= array.is_null().to_numpy(zero_copy_only=False)
+        out[missing] = rule.fill
+    elif array.null_count:
+        at = int(array.is_null().to_numpy(zero_copy_only=False).argmax())
+        raise batch.error(_row(at, lengths), column, f"it is null, but {rule.advice}")
+    is_finite = np.isfinite(out)
+    if not is_finite.all():
+        at = int(is_finite.argmin())
+        raise batch.error(_row(at, lengths), column, f"it is {array[at].as_py()}, but {rule.advice}")
+    return out
+
+
+def _number_array(array: Any) -> NDArray[Any]:
+    if types.is_null(array.type):
+        return np.full(len(array), np.nan)
+    if types.is_boolean(array.type):
+        array = array.cast(pa.uint8())
+    elif types.is_decimal(array.type):
+        array = array.cast(pa.float64())
+    if array.null_count and types.is_integer(array.type):
+        array = array.fill_null(0)
+    return array.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
 
 
 def _single(feature: Feature, batch: SourceBatch, hashed: bool) -> FeatureKeys:
@@ -91,7 +144,7 @@ def _single(feature: Feature, batch: SourceBatch, hashed: bool) -> FeatureKeys:
         keys = _keys(feature, batch, array, None, hashed)
     weights = None
     if feature.weights is not None:
-        weights = reals(batch, feature.weights, _WEIGHT)
+        weights = _reals(batch, feature.weights, _WEIGHT)
     return FeatureKeys(keys, None, weights)
 
 
@@ -117,7 +170,7 @@ def _list(feature: Feature, batch: SourceBatch, hashed: bool) -> FeatureKeys:
             row = int(wrong.argmax())
             what = f"it has {weight_lengths[row]} weights for the {lengths[row]} keys of feature {feature.name!r}"
             raise batch.error(row, feature.weights, f"{what}: give one weight per key")
-        weights = reals(batch, feature.weights, _WEIGHT, values=weight_values, lengths=weight_lengths)
+        weights = _reals(batch, feature.weights, _WEIGHT, values=weight_values, lengths=weight_lengths)
         weights = weights[np.repeat(~is_null, weight_lengths)]
     if is_null.any():
         # A null list is a list of null rows: of one, or of as many as the feature has.

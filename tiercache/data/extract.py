@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from tiercache.data.dataset import PassDataset
 from tiercache.data.encode import check_first_rows, encode_dense, encode_feature, encode_label
 from tiercache.data.extraction_progress import ExtractionProgress, ProgressReporter
+from tiercache.data.extraction_resources import MemoryShares, Workers
 from tiercache.data.frequency import FrequencyFilter, KeyCounter, decide, run_name
 from tiercache.data.inputs import find_inputs
 from tiercache.data.keyset import open_key_set
 from tiercache.data.manifest import RARE_KEYS, VERSION, Manifest, file_name, is_finished
-from tiercache.data.memory_shares import MemoryShares
 from tiercache.data.open_pass import PassCloser
 from tiercache.data.pass_builder import Cut, Cutter, PassBuilder, RowBudget
 from tiercache.data.pass_builder import device_bytes as row_device_bytes
@@ -26,7 +26,6 @@ from tiercache.data.resume import ExtractionState, WorkFolder, check_rules, chec
 from tiercache.data.sample_layout import SampleLayout
 from tiercache.data.source import Source
 from tiercache.data.stages import Job
-from tiercache.data.workers import Workers
 from tiercache.errors import ExtractionError, SourceError
 from tiercache.kernels.cpu.compile import is_cached, prepare
 from tiercache.schema import Schema
@@ -332,7 +331,7 @@ class _Extraction:
             state.file_index, state.row, batch_bytes=memory.chunk // 2, use_threads=memory.use_threads
         )
         is_users = self.source.files[0].format == "python"  # which may be usable on the user's thread only
-        return batches if is_users else self.workers.ahead(batches)
+        return batches if is_users else self.workers.prefetch(batches)
 
     def _encoded(self, batch: SourceBatch) -> RawBatch:
         """Turn rows into samples. Raises SourceError naming file, row and column."""

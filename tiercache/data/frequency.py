@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.data.dataset import PassDataset
+    from tiercache.data.extraction_resources import Workers
     from tiercache.data.keyset import KeySet
-    from tiercache.data.workers import Workers
     from tiercache.schema import Schema
     from tiercache.store.table import Table
 

@@ -17,14 +17,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
+from tiercache.data.array_rows import ArrayRows, split_files
 from tiercache.data.column_types import kind_of
+from tiercache.data.python_batches import PythonBatches
 from tiercache.errors import SourceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from tiercache.data.column_types import ColumnUse
-    from tiercache.data.python_batches import PythonBatches
 
 
 _INTEGER = re.compile(r"-?[0-9]+")
@@ -199,8 +200,6 @@ def find_inputs(data: Any, format: str | None = None) -> tuple[InputFile, ...]: 
     if first is None:
         raise SourceError(f"no files were given: {_ADVICE}, or an iterable of batches")
     if not isinstance(first, str | Path):
-        from tiercache.data.python_batches import PythonBatches
-
         batches = PythonBatches(data, first, stream)
         return (
             InputFile(
@@ -284,8 +283,6 @@ def _is_hidden(name: str) -> bool:
 
 
 def _is_structured(name: str) -> bool:
-    from tiercache.data.readers import ArrayRows
-
     with open_binary(Path(name)) as file:
         return ArrayRows.of_npy(file, name).dtype.names is not None
 
@@ -330,8 +327,6 @@ def _stat(file: InputFile) -> tuple[int, int, str]:
         return int(info["size"]), 0, str(version)
     paths = [path]
     if file.split:
-        from tiercache.data.readers import split_files
-
         paths = [path.parent / one for one in split_files(path, file.split)]
     elif path.is_dir():
         paths = sorted(path.glob("*.npy"))

@@ -16,7 +16,8 @@ from tiercache.data.sample_layout import SampleLayout
 from tiercache.errors import DatasetError
 from tiercache.kernels.cpu.hashing import hash_keys
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
-from tiercache.schema import Feature, Schema, nearest
+from tiercache.schema import Feature, Schema
+from tiercache.schema_parts import nearest
 from tiercache.store.files import sync
 
 if TYPE_CHECKING:

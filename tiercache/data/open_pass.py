@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.data.extraction_resources import Workers
     from tiercache.data.raw_batch import RawBatch
     from tiercache.data.resume import ExtractionState, WorkFolder
     from tiercache.data.sample_layout import SampleLayout
-    from tiercache.data.workers import Workers
     from tiercache.schema import Feature
 
 

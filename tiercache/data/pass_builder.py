@@ -23,12 +23,11 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.data.memory_shares import MemoryShares
+    from tiercache.data.extraction_resources import MemoryShares, Workers
     from tiercache.data.open_pass import PassCloser
     from tiercache.data.resume import WorkFolder
     from tiercache.data.sample_layout import SampleLayout
     from tiercache.data.source import SourceBatch
-    from tiercache.data.workers import Workers
     from tiercache.store.table import Group, Table
 
     _Numbers = dict[str, NDArray[np.int32]]

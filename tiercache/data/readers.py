@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import zipfile
 from abc import ABC, abstractmethod
 from contextlib import ExitStack, contextmanager, suppress
@@ -14,13 +13,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tiercache.data.columns import CONVERSION_ERRORS, arrow_array
+from tiercache.data.array_rows import ArrayRows, read_split_spec
+from tiercache.data.column_types import check_columns
+from tiercache.data.columns import CONVERSION_ERRORS, arrow_array, list_array, numpy_values, offsets_of
 from tiercache.data.inputs import open_binary
+from tiercache.data.python_batches import is_keyed, is_pair, named_parts
+from tiercache.data.raw_batch import lacks_last, num_samples
 from tiercache.errors import SourceError
-from tiercache.store.files import read_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -207,57 +209,6 @@ def _open_ipc(source: Any, options: Any = None) -> Any:
     return pa.ipc.open_file(source, options=options) if is_file else pa.ipc.open_stream(source, options=options)
 
 
-_MOST_HEADER = 100_000
-"""Bytes of a .npy header of version 3.0 with its letters escaped; NumPy's own limit is 10,000 letters."""
-
-
-class ArrayRows:
-    """Rows of one dtype and shape, one after another in a file that is open at the first."""
-
-    def __init__(self, file: Any, where: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        self._file, self._where, self.dtype, self._width, self._left = file, where, dtype, shape[1:], shape[0]
-        self.count, self.row_bytes = shape[0], dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
-
-    @classmethod
-    def of_npy(cls, file: Any, where: str) -> ArrayRows:
-        """Read the header of a .npy file."""
-        try:
-            version = np.lib.format.read_magic(file)
-            if version == (1, 0):
-                shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
-            elif version == (2, 0):
-                shape, is_fortran, dtype = np.lib.format.read_array_header_2_0(file)
-            elif version == (3, 0):
-                header = _escaped_header(file)
-                shape, is_fortran, dtype = np.lib.format.read_array_header_2_0(header, max_header_size=_MOST_HEADER)
-            else:
-                raise ValueError(f"format version {version[0]}.{version[1]}; versions 1.0 to 3.0 are known")
-        except (OSError, MemoryError):
-            raise
-        except Exception as error:  # NumPy's parser of headers raises what Python's does, SyntaxError for one
-            raise SourceError(f"{where} is no .npy file that can be read ({error}): save it with numpy.save") from error
-        if dtype.hasobject or not shape or len(shape) > 2 or (is_fortran and len(shape) > 1):
-            raise SourceError(
-                f"{where} holds {dtype} of shape {shape} in {'Fortran' if is_fortran else 'C'} order: it must be an "
-                "array of numbers or strings in C order, with one or two dimensions"
-            )
-        return cls(file, where, dtype, shape)
-
-    def skip(self, rows: int) -> None:
-        """Go on behind the next rows."""
-        self._file.seek(rows * self.row_bytes, 1)
-        self._left -= rows
-
-    def read(self, rows: int) -> NDArray[Any]:
-        """Return the next rows, fewer at the end."""
-        rows = min(rows, self._left)
-        data = self._file.read(rows * self.row_bytes)
-        if len(data) != rows * self.row_bytes:
-            raise SourceError(f"{self._where} is cut short: its header promises {self.count:,} rows")
-        self._left -= rows
-        return np.frombuffer(data, self.dtype).reshape(rows, *self._width)
-
-
 class _ArrayReader(FileReader):
     """Reads columns of arrays side by side."""
 
@@ -354,8 +305,9 @@ class SplitBinaryReader(_ArrayReader):
 
     def _parts(self, stack: ExitStack, wanted: set[str] | None) -> Mapping[str, ArrayRows]:
         path = Path(self._file.path)
-        spec, parts = _spec(path), {}
-        for chunk in _chunks(path, spec, self._file.split):
+        parts = {}
+        spec, chunks = read_split_spec(path, self._file.split)
+        for chunk in chunks:
             names = [str(name) for name in chunk["features"]]
             if wanted is not None and not wanted & set(names):
                 continue
@@ -377,38 +329,102 @@ class SplitBinaryReader(_ArrayReader):
         return {one: rows[:, i] for i, one in enumerate(name.split("\0"))}
 
 
-def _escaped_header(file: Any) -> io.BytesIO:
-    """Return the header of version 3.0, which is UTF-8, as one of version 2.0: other letters as Python's escapes."""
-    text = file.read(int.from_bytes(file.read(4), "little")).decode("utf-8")
-    escaped = text.encode("ascii", "backslashreplace")
-    return io.BytesIO(len(escaped).to_bytes(4, "little") + escaped)
+class PythonReader(FileReader):
+    """Reads the batches of an iterable. It must give the same ones each time."""
 
+    def __init__(self, file: InputFile, schema: Schema, uses: Sequence[ColumnUse]) -> None:
+        assert file.batches is not None
+        self._file, self._batches, self._schema, self._uses = file, file.batches, schema, uses
+        self.schema = self._record_batch(0, self._batches.first, [use.column for use in uses]).schema
 
-def split_files(path: Path, split: str) -> list[str]:
-    """Return the names of the files of one part of a split-binary data set, from the folder of its spec."""
-    return [str(chunk["files"][0]) for chunk in _chunks(path, _spec(path), split)]
+    def pieces(self, columns: Sequence[str], row: int, *, batch_bytes: int, use_threads: bool) -> Iterator[Piece]:
+        """Go through the batches; those before ``row`` are skipped."""
+        for number, item in enumerate(self._batches):
+            batch = self._record_batch(number, item, columns)
+            if batch.schema != self.schema:
+                check_columns(f"{self._file.path}, batch {number}", batch.schema, self._uses)
+            dropped = min(row, batch.num_rows)
+            row -= dropped
+            step = batch_rows(batch_bytes, batch.nbytes // max(1, batch.num_rows))
+            for low in range(dropped, batch.num_rows, step):
+                yield Piece(batch.slice(low, step), 0.0)
 
+    def _record_batch(self, number: int, item: Any, columns: Sequence[str]) -> Any:
+        """Return those of the columns that a batch has."""
+        where = f"{self._file.path}, batch {number}"
+        values: dict[str, Any] = {}
+        for name, value in self._values(where, item):
+            if name in values and name in columns:
+                raise SourceError(f"{where} has several columns {name!r}: name each column once")
+            values[name] = value
+        arrays: dict[str, Any] = {}
+        offsets: dict[str, NDArray[np.int64]] = {}
+        used = [name for name in dict.fromkeys(columns) if name in values]
+        for name in used:
+            with _named_errors(f"{where}, column {name!r}"):
+                if is_pair(values[name]):
+                    offsets[name] = offsets_of(values[name][1])
+                else:
+                    arrays[name] = arrow_array(values[name])
+        with _named_errors(where):
+            ends = {
+                name: (one.size, int(one[-1]) if one.size else 0, len(values[name][0])) for name, one in offsets.items()
+            }
+            samples = num_samples(map(len, arrays.values()), ends)
+        for name, one in offsets.items():
+            with _named_errors(f"{where}, column {name!r}"):
+                whole = np.append(one, ends[name][2]) if lacks_last(samples, *ends[name]) else one
+                arrays[name] = list_array(values[name][0], whole)
+        lengths = {name: len(arrays[name]) for name in used}
+        if len(set(lengths.values())) > 1:
+            seen = ", ".join(f"{name}: {length}" for name, length in lengths.items())
+            raise SourceError(f"{where} has columns of different lengths ({seen})")
+        return pa.record_batch([arrays[name] for name in used], names=used)
 
-def _spec(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        spec = yaml.safe_load(read_whole(str(path)).decode("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SourceError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(spec, dict) or not isinstance(spec.get("source_spec"), dict):
-        raise SourceError(f"{path} has no source_spec: it must be the feature_spec.yaml of a split-binary data set")
-    return spec
-
-
-def _chunks(path: Path, spec: dict[str, Any], split: str) -> list[dict[str, Any]]:
-    known = spec["source_spec"]
-    if not isinstance(known.get(split), list) or not known[split]:
-        raise SourceError(f"{path} has no part {split!r}, or an empty one: it has {', '.join(map(str, known))}")
-    for chunk in known[split]:
-        is_whole = isinstance(chunk, dict) and chunk.get("type") == "split_binary" and chunk.get("features")
-        if not is_whole or len(chunk.get("files") or ()) != 1:
+    def _values(self, where: str, item: Any) -> list[tuple[str, Any]]:
+        """Return the columns of a batch by name."""
+        named = named_parts(item, self._schema.source.columns)
+        if named is None:
             raise SourceError(
-                f"{path} has a chunk of {split!r} that is no split_binary of features in one file: {chunk!r}"
+                f"{where} is {type(item).__name__}: give dicts of arrays, named tuples, data frames, structured "
+                "arrays, KeyedJaggedTensors, or tuples of as many arrays as [source] columns has names"
             )
-    return list(known[split])
+        is_batch = hasattr(item, "sparse_features") and self._schema.label is not None
+        dense = [spec.column for spec in self._schema.dense]
+        found: list[tuple[str, Any]] = []
+        for name, value in named:
+            if is_keyed(value):
+                found += self._jagged(where, value)
+            elif name == "dense" and "dense" not in dense and getattr(value, "ndim", 0) == 2:
+                matrix = numpy_values(value)
+                matrix = matrix if isinstance(matrix, np.ndarray) else np.asarray(matrix)
+                if matrix.shape[1] != len(dense):
+                    raise SourceError(f"{where} has {matrix.shape[1]} dense columns and the schema {len(dense)}")
+                found += [(column, matrix[:, i]) for i, column in enumerate(dense)]
+            else:
+                found.append((str(self._schema.label) if is_batch and name == "label" else name, value))
+        return found
+
+    def _jagged(self, where: str, keyed: Any) -> Iterable[tuple[str, Any]]:
+        """Return the features of a KeyedJaggedTensor, and their weights under the names that the schema has."""
+        found = {}
+        for name, one in keyed.to_dict().items():
+            with _named_errors(f"{where}, feature {name!r}"):
+                offsets, weights = offsets_of(one.offsets()), one.weights_or_none()
+                found[name] = list_array(one.values(), offsets)
+                for feature in self._schema.features:
+                    if feature.columns == (name,) and feature.weights is not None and weights is not None:
+                        found[feature.weights] = list_array(weights, offsets)
+        return found.items()
+
+
+@contextmanager
+def _named_errors(where: str) -> Iterator[None]:
+    """Raise SourceError, naming the place, for what cannot be converted."""
+    try:
+        yield
+    except CONVERSION_ERRORS as error:
+        raise SourceError(
+            f"{where}: {' '.join(str(error).split())}: give an array of numbers or strings, an (n, length) array, a "
+            "list of lists or a pair (values, offsets)"
+        ) from error

@@ -13,8 +13,7 @@ import pyarrow.compute as pc
 from tiercache.data.column_types import check_columns, column_uses, kind_of, uses_by_column
 from tiercache.data.columns import BadValueError, plain_array, plain_type
 from tiercache.data.inputs import check_repeated, partition_texts, partition_values
-from tiercache.data.python_batches import PythonReader
-from tiercache.data.readers import IpcReader, NumpyReader, ParquetReader, SplitBinaryReader
+from tiercache.data.readers import IpcReader, NumpyReader, ParquetReader, PythonReader, SplitBinaryReader
 from tiercache.data.text_reader import TextReader
 from tiercache.errors import SourceError
 from tiercache.sizes import counted

@@ -23,16 +23,15 @@ import pyarrow as pa
 from tiercache.data.dataset import PassDataset
 from tiercache.data.encode import encode
 from tiercache.data.extraction_progress import ProgressReporter
+from tiercache.data.extraction_resources import MemoryShares, Workers
 from tiercache.data.inputs import file_system
 from tiercache.data.manifest import MANIFEST, UNFINISHED, Manifest, file_name
-from tiercache.data.memory_shares import MemoryShares
 from tiercache.data.open_pass import PassCloser
 from tiercache.data.pass_builder import Cut, Cutter, PassBuilder, RowBudget
 from tiercache.data.raw_batch import RawBatch, join
 from tiercache.data.resume import ExtractionState, WorkFolder
 from tiercache.data.sample_layout import SampleLayout
 from tiercache.data.source import BadRows, Source
-from tiercache.data.workers import Workers
 from tiercache.errors import BudgetError, ExtractionError, SourceError
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
 from tiercache.store.files import publish
@@ -206,8 +205,8 @@ def _reading(
     source = Source(files, job.schema, cut_column=job.cut.column)
     memory = MemoryShares.plan(job.memory_bytes, source.decoding_bytes)
     batches = source.batches(0, row, batch_bytes=memory.chunk // 2, use_threads=memory.use_threads and job.workers > 1)
-    with closing(Workers(job.workers)) as workers, closing(workers.ahead(batches)) as ahead:  # type: ignore[type-var]
-        yield source, memory, workers, ahead
+    with closing(Workers(job.workers)) as workers, closing(workers.prefetch(batches)) as prefetched:  # type: ignore[type-var]
+        yield source, memory, workers, prefetched
 
 
 def _stretches(job: Job, batches: Iterable[SourceBatch]) -> Iterator[tuple[Any, RawBatch]]:

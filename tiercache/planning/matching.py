@@ -6,7 +6,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from tiercache.errors import DatasetError
-from tiercache.schema import difference
+from tiercache.schema_parts import difference
 from tiercache.train.table_module import named_table_modules
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch
 from tiercache.data.key_sets import as_keys
 from tiercache.data.raw_batch import NULL_KEY, FeatureKeys, lacks_last, num_samples
 from tiercache.errors import BudgetError, KeyNotInPassError
-from tiercache.schema import nearest
+from tiercache.schema_parts import nearest
 from tiercache.sizes import format_bytes
 from tiercache.train.key_finder import KeyFinder
 from tiercache.train.missing_rows import MISSING

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from tiercache.errors import DatasetError, StateError
-from tiercache.schema import Schema, difference
+from tiercache.schema import Schema
+from tiercache.schema_parts import difference
 from tiercache.values.batch import Batch
 from tiercache.values.compiled import number_module
 

@@ -1,0 +1,219 @@
+"""The parts of a schema: dense and sparse features, and the format of files. A wrong value is a SchemaError."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import wraps
+from textwrap import shorten
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from tiercache.errors import SchemaError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_LARGEST = float(np.finfo(np.float32).max)
+STRICT = ConfigDict(extra="forbid")
+
+NULL_WORDS = (
+    "", "NA", "N/A", "n/a", "#N/A", "#N/A N/A", "#NA", "NULL", "null", "NaN", "nan", "-NaN", "-nan", "1.#IND",
+    "-1.#IND", "1.#QNAN", "-1.#QNAN", r"\N",
+)  # fmt: skip
+"""How text files say null, where the schema does not say otherwise."""
+
+Text = Annotated[str, Field(min_length=1)]
+Flag = Annotated[bool, Field(strict=True)]
+Count = Annotated[int, Field(strict=True, ge=1, le=(1 << 31) - 1)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=-_LARGEST, le=_LARGEST)]
+_T = TypeVar("_T")
+_EXPECTED = {
+    "dict_type": "a table of keys and values",
+    "string_type": "a text",
+    "string_too_short": "not be empty",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "int_type": "a whole number",
+    "bool_type": "true or false",
+}
+"""By pydantic's name of an error: what a value must be."""
+
+
+def checked(cls: type[_T], where: str, values: dict[str, Any], known: Iterable[str] = ()) -> _T:
+    """Build a part of a schema. Raises SchemaError: a sentence that begins with ``where``.
+
+    known: the keys that a message offers; empty: the fields of ``cls``.
+    """
+    try:
+        return TypeAdapter(cls).validate_python(values)
+    except ValidationError as error:
+        raise SchemaError(_message(cls, where, error, known)) from None
+
+
+def unknown_key(where: str, key: object, known: Iterable[str]) -> str:
+    """Return the sentence about a key that does not exist."""
+    options = sorted(known)
+    return f"{where} has the unknown key {key!r}{nearest(str(key), set(options))}: known are {', '.join(options)}"
+
+
+def nearest(name: str, known: set[str]) -> str:
+    """Return `` (did you mean '...'?)`` where ``known`` has a similar name, and nothing where it has none."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def difference(one: Any, other: Any) -> tuple[str, Any, Any] | None:
+    """Return the first field in which two features or two tables differ, and its values; None if they are equal."""
+    for field in dataclasses.fields(one):
+        values = getattr(one, field.name), getattr(other, field.name)
+        if field.compare and values[0] != values[1]:
+            return field.name, *values
+    return None
+
+
+def _message(cls: type[Any], where: str, error: ValidationError, known: Iterable[str] = ()) -> str:
+    first = error.errors(include_url=False)[0]
+    kind, value = first["type"], shorten(repr(first["input"]), 80)
+    key = ".".join(str(part) for part in first["loc"])
+    if kind == "value_error":
+        return f"{where} {first['ctx']['error']}"
+    if kind == "unexpected_keyword_argument":
+        return unknown_key(where, key, known or (field.name for field in dataclasses.fields(cls)))
+    if kind == "missing":
+        return f"{where} has no {key!r}: add it"
+    must = _EXPECTED.get(kind, first["msg"].removeprefix("Input should be "))
+    return f"{where} has {key} = {value}: it must {'' if must.startswith('not') else 'be '}{must}"
+
+
+def with_schema_errors(cls: type[_T]) -> type[_T]:
+    """Make the constructor of a pydantic dataclass raise SchemaError."""
+    plain = cls.__init__
+
+    @wraps(plain)
+    def construct(self: Any, **values: Any) -> None:
+        try:
+            plain(self, **values)
+        except ValidationError as error:
+            where = cls._WHERE.format(values.get("name", values.get("column")))  # type: ignore[attr-defined]
+            raise SchemaError(_message(cls, where, error)) from None
+
+    cls.__init__ = construct  # type: ignore[method-assign]
+    return cls
+
+
+@with_schema_errors
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class DenseFeature:
+    """A number per sample that goes to the dense part of the model, as float32."""
+
+    _WHERE = "dense feature {!r}"
+
+    column: Text
+    """The column of numbers."""
+    null: Number | None = None
+    """The number that null and NaN stand for; None: they are errors."""
+    transform: Literal["log"] | None = None
+    """"log": a number x becomes log(1 + max(x, 0)), null too; None: numbers stay as they are."""
+
+
+@with_schema_errors
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class Feature:
+    """Keys per sample, looked up in one table."""
+
+    _WHERE = "feature {!r}"
+
+    name: Text
+    """Its name in every sample; unique in the schema."""
+    columns: tuple[Text, ...] = ()
+    """The columns its keys come from: one, or two and more for a cross. Empty: the column of its own name."""
+    table: str = ""
+    """The table it looks into; several features may share one. Empty: the table of its own name."""
+    key: Literal["integer", "string", "hex", "bucket", "cross"] | None = None
+    """"integer": values are keys. "string": hashes of them. "hex": text of hexadecimal digits. "bucket": the bucket of
+    a number. "cross": hashes over columns. None: as ``buckets`` and the number of columns say."""
+    hotness: Literal["one_hot", "multi_hot", "ragged"] = "one_hot"
+    """How many keys a sample has: one, ``length``, or any number."""
+    length: Count | None = None
+    """The number of keys per sample where hotness is "multi_hot"."""
+    max_length: Count | None = None
+    """Of longer lists, the last ``max_length`` keys are kept: only where hotness is "ragged"."""
+    weights: Text | None = None
+    """The column of float weights, one per key; None: all 1."""
+    null: Literal["error", "embed"] = "error"
+    """"error", or "embed": null has a row of its own."""
+    buckets: tuple[Number, ...] = ()
+    """Ascending boundaries of buckets: the key of x is the number of boundaries that are at most x."""
+    num_buckets: Count | None = None
+    """The key is a hash modulo this: XXH64 of a string, a cross, or an integer's 8 bytes. None: the key itself."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", self.columns or (self.name,))
+        object.__setattr__(self, "table", self.table or self.name)
+        usual = "bucket" if self.buckets else "integer" if len(self.columns) == 1 else "cross"
+        object.__setattr__(self, "key", self.key or usual)
+        if self.key == "cross" and (len(self.columns) < 2 or self.hotness != "one_hot"):
+            raise ValueError("is a cross: it takes at least 2 columns and one key per sample")
+        if self.key != "cross" and len(self.columns) != 1:
+            raise ValueError(f'takes {len(self.columns)} columns: only key = "cross" takes more than one')
+        if (self.hotness == "multi_hot") != (self.length is not None):
+            raise ValueError(
+                f'has hotness = {self.hotness!r} and length = {self.length}: "multi_hot" takes a length, and nothing '
+                "else does"
+            )
+        if self.max_length is not None and self.hotness != "ragged":
+            raise ValueError(f'has max_length = {self.max_length}: only hotness = "ragged" takes one')
+        if (self.key == "bucket") != bool(self.buckets):
+            raise ValueError(f'has key = {self.key!r} and {len(self.buckets)} buckets: key = "bucket" takes boundaries')
+        if any(high <= low for low, high in zip(self.buckets, self.buckets[1:], strict=False)):
+            raise ValueError(f"has buckets = {list(self.buckets)}: each boundary must be above the one before")
+        if self.num_buckets is not None and self.key == "bucket":
+            raise ValueError("has buckets and num_buckets: give one of them")
+
+    @property
+    def null_is_key(self) -> bool:
+        """Whether null stands for the null row."""
+        return self.null == "embed"
+
+
+@with_schema_errors
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class CsvFormat:
+    """What a CSV or TSV file cannot say itself; other formats ignore it."""
+
+    _WHERE = "[csv]"
+
+    header: Flag = True
+    """Whether the first line names the columns; without it ``SourceFormat.columns`` does, or they are f0, f1, ..."""
+    types: dict[str, Literal["integer", "string"]] = dataclasses.field(default_factory=dict)
+    """Types of columns that appear in crosses only; absent ones are taken from the first lines of each file."""
+    list_separator: Text | None = None
+    """What stands between the values of a list within a field; None: text files have no lists."""
+    delimiter: Text | None = None
+    """The text between two fields; None: a comma, or a tab in TSV files. Several characters need ``quote=""``."""
+    quote: Annotated[str, Field(max_length=1)] | None = None
+    """The character around fields that hold delimiters or line breaks; empty: quotes are plain characters. None: ``"``,
+    and in tab-separated text none."""
+    null_words: tuple[str, ...] = NULL_WORDS
+    """What is null if it is not quoted, and in columns of numbers also if it is."""
+    bad_rows: Literal["error", "skip", "pad"] = "error"
+    """Rows with another number of fields than the header: an error; left out; or, where fields are missing, filled with
+    null, and left out where there are too many."""
+
+
+@with_schema_errors
+@dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
+class SourceFormat:
+    """What the data is, where files do not say it themselves."""
+
+    _WHERE = "[source]"
+
+    format: Literal["parquet", "ipc", "csv", "tsv", "criteo", "numpy", "split_binary"] | None = None
+    """The format of every file, whatever its suffix; None: as the suffix says."""
+    columns: tuple[Text, ...] = ()
+    """The names of the columns of data that has none: text without a header, tuples of a Python iterable."""
