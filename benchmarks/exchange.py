@@ -42,7 +42,7 @@ from tiercache.dist.exchange import RowExchange
 from tiercache.dist.requests import InputDist, LocalInput
 from tiercache.dist.shard_layout import Owners, find_owners
 from tiercache.rows.backends.open_backend import open_backend
-from tiercache.rows.backends.row_steps import OptimizerStep
+from tiercache.rows.backends.optimizer_step import OptimizerStep
 from tiercache.rows.device import group_rows
 from tiercache.rows.threads import share_threads
 from tiercache.store.bits import hash_keys

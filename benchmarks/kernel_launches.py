@@ -16,7 +16,7 @@ import torch
 from benchmarks.idle_gpu import idle_backend
 from benchmarks.machine import middle
 from tiercache.kernels.arrays import NONE_F4
-from tiercache.rows.backends.row_steps import OptimizerStep
+from tiercache.rows.backends.optimizer_step import OptimizerStep
 from tiercache.rows.device import group_rows
 from tiercache.store.table import Adagrad, Table, Uniform, group_tables
 from tiercache.values.lookups import LookedUp, LookupIds, SavedGradient

@@ -15,7 +15,7 @@ from tiercache.kernels.cpu.initial import CONSTANT, NORMAL, UNIFORM, ZEROS, init
 from tiercache.kernels.cpu.pooling import MEAN, SUM
 from tiercache.kernels.cuda import initial as cuda_initial
 from tiercache.kernels.step import SGD, Gradients, Rule, Step, Vectors, make_rounding
-from tiercache.rows.backends.row_steps import vectors_of
+from tiercache.rows.backends.optimizer_step import vectors_of
 from tiercache.store.bits import to_bits
 
 F4 = np.float32

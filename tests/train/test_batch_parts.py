@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache.rows.backends.row_steps import runs_of
-from tiercache.rows.backends.upload import BufferPool
+from tiercache.rows.backends.host_arrays import BufferPool, runs_of
 from tiercache.train.batches import sample_order
 from tiercache.train.passes import Pass
 

@@ -22,8 +22,9 @@ from tests.train.shim_gpu import ShimRuntime
 from tests.train.test_bad_input import one_sentence
 from tiercache.data.sub_dataset import EncodedBatch, SampleBuffers
 from tiercache.errors import BudgetError, DatasetError, StateError
+from tiercache.rows.backends.cpu import HostUpload
 from tiercache.rows.backends.cuda import CudaBackend
-from tiercache.rows.backends.upload import HostUpload, PinnedUpload
+from tiercache.rows.backends.cuda_runtime import PinnedUpload
 from tiercache.train.lookup import Collated, PooledLookup, RowLookup
 from tiercache.train.missing_rows import _GatheredRows, _RawRows
 from tiercache.values.batch import Batch

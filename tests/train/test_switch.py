@@ -25,7 +25,7 @@ from tests.train.cases import (
 )
 from tiercache.planning.pass_plan import PassPlan, Planner
 from tiercache.reporting import report
-from tiercache.rows import switch
+from tiercache.rows import switch, threads
 from tiercache.rows.backends.cpu import CpuBackend, CpuStreams
 from tiercache.rows.host import HostTier
 from tiercache.rows.packing import Unpacker
@@ -105,7 +105,7 @@ def test_room_that_cannot_be_made_ends_the_training_and_loses_no_commit(tmp_path
             raise MemoryError("no room for pass 2")
 
     with goes_on(tmp_path, stands=2) as (cache, patch):
-        precede(patch, switch, "make_room", refuse)
+        precede(patch, switch, "allocate_dump", refuse)
         with pytest.raises(MemoryError, match="no room for pass 2"):
             train(cache, CASE)
 
@@ -135,7 +135,7 @@ def test_room_that_comes_late_changes_no_bit_within_the_smallest_budget(
                 cache.live_rows().fields("a", np.asarray(keys))
                 assert pass_index in made
 
-    monkeypatch.setattr(switch, "make_room", make)
+    monkeypatch.setattr(switch, "allocate_dump", make)
     with open_store(tmp_path / "x", CASE, engine) as store:
         smallest = smallest_host_budget(store, passes)
         with tiered(store, passes, host_budget=smallest) as cache:
@@ -253,7 +253,8 @@ def test_seconds_in_which_steps_still_run_on_the_device_are_no_waiting(
         if disk == "quick":
             cache.drain()
 
-    monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: backend.now))
+    for module in (report, threads):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: backend.now))
     if disk == "late":
         precede(monkeypatch, RowPrefetcher, "stage", late)
     with open_store(tmp_path / "x", CASE, "lmdb") as store, tiered(store, passes, device=backend) as cache:

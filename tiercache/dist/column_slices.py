@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
-from tiercache.rows.backends.row_steps import OptimizerStep
+from tiercache.rows.backends.optimizer_step import OptimizerStep
 from tiercache.store.table import SGD, Group, RowWiseAdagrad
 from tiercache.values.lookups import RowRequest, SavedGradient
 

@@ -14,27 +14,12 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from concurrent.futures import Future
     from pathlib import Path
 
     from tiercache.planning.pass_plan import PassPlan
-    from tiercache.rows.backends.base import Event
-    from tiercache.rows.prefetch import Staged
 
 
 _MIB = 1 << 20
-
-
-def seconds_of_waiting(future: Future[Any], trained: Event) -> float:
-    """Wait until a future is done; return the seconds of it in which the device had no step to do any more.
-
-    trained: the end of its steps. They are waited for only where the future is: steps hide what they take.
-    """
-    if not future.done():
-        trained.wait()
-    begun = time.perf_counter()
-    future.exception()
-    return time.perf_counter() - begun
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,16 +65,16 @@ class PassReport:
     durable: threading.Event = field(default_factory=threading.Event)
 
     @classmethod
-    def of(cls, plan: PassPlan, staged: Staged) -> PassReport:
-        """Begin the report of a pass whose rows were staged."""
+    def of(cls, plan: PassPlan, *, rows_read: int, bytes_read: int, read: tuple[float, float]) -> PassReport:
+        """Begin the report of a pass whose rows were staged; ``read``: the span in which they were read."""
         return cls(
             pass_index=plan.pass_index, epoch=plan.epoch, sub_dataset=plan.sub_dataset,
             rows=sum(plan.rows_G), rows_kept=sum(plan.kept_G), rows_generated=sum(plan.generated_G),
-            rows_from_host=plan.rows_from_host, rows_read=staged.rows_read, rows_read_planned=plan.rows_read,
-            bytes_loaded=plan.bytes_loaded, bytes_read=staged.bytes_read, bytes_read_planned=plan.bytes_read,
+            rows_from_host=plan.rows_from_host, rows_read=rows_read, rows_read_planned=plan.rows_read,
+            bytes_loaded=plan.bytes_loaded, bytes_read=bytes_read, bytes_read_planned=plan.bytes_read,
             rows_written_planned=plan.rows_written, bytes_written=-1, bytes_written_planned=plan.bytes_written,
             host_bytes_planned=plan.host_bytes,
-            spans={"read": (staged.begun, staged.begun + staged.read_seconds)},
+            spans={"read": read},
         )  # fmt: skip
 
     def begin_training(self) -> None:
@@ -101,9 +86,8 @@ class PassReport:
         """Mark the moment the loop asked for the next pass."""
         self.spans["train"] = self.spans["train"][0], time.perf_counter()
 
-    def wait(self, cause: str, future: Future[Any] | None, trained: Event) -> None:
-        """Wait for a future, if there is one, and add what `seconds_of_waiting` says to a cause."""
-        seconds = 0.0 if future is None else seconds_of_waiting(future, trained)
+    def add_wait(self, cause: str, seconds: float) -> None:
+        """Add seconds of waiting to a cause."""
         self.wait_seconds[cause] = self.wait_seconds.get(cause, 0.0) + seconds
 
     @contextmanager

@@ -12,7 +12,7 @@ from tiercache.errors import BudgetError, StateError
 from tiercache.kernels.arrays import NONE_U8
 from tiercache.kernels.cpu.slots import assign_slots, stable_order_by_distance, take
 from tiercache.rows.backends.base import Layout
-from tiercache.rows.backends.row_steps import vectors_of
+from tiercache.rows.backends.optimizer_step import vectors_of
 from tiercache.sizes import format_bytes, option_bytes, told_apart
 from tiercache.values.lookups import GroupRows
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from tiercache.planning.host_plan import CachedRows
-
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.planning.pass_plan import PassPlan
-    from tiercache.rows.device import SlotAssignment
-    from tiercache.rows.packing import Packer, Part, Unpacker
+    from tiercache.planning.host_plan import CachedRows
     from tiercache.rows.pinned import PinnedArena, PinnedRegion
     from tiercache.store.layout import SegmentLayout
 
@@ -112,50 +108,3 @@ class HostTier:
                 self.memory.give_back(blocks.pop(block))
             elif low > base or high < end:
                 self.memory.shrink(region, max(0, low - base), min(region.data.size, high - base))
-
-
-class DumpBufferPool(NamedTuple):
-    """For the rows of one group."""
-
-    layout: SegmentLayout
-    order: NDArray[np.int32]
-    """Their positions."""
-    regions: list[PinnedRegion]
-    """Their blocks."""
-    target: list[Part]
-
-
-class DumpBuffers(NamedTuple):
-    """What a switch needs to know of the host."""
-
-    dumps: list[DumpBufferPool]
-    """Where the pass that ends goes, by group."""
-    held_G: list[list[Part]]
-    """What the pass that begins takes from blocks of earlier dumps."""
-
-
-def allocate_dump(
-    host: HostTier, packer: Packer, unpacker: Unpacker, plan: PassPlan, assignments: Sequence[SlotAssignment],
-    upcoming: PassPlan | None,
-) -> DumpBuffers:  # fmt: skip
-    """Make room for the dump of ``plan``; of the dumps before it the host keeps what the pass after it wants."""
-    host.keep({} if upcoming is None else _wanted(upcoming), not_before=plan.pass_index)
-    dumps = []
-    for g, layout in enumerate(plan.dumps):
-        order = assignments[g].dump_order_K
-        order = order[order.size - layout.rows :]  # without the kept rows where they are not written
-        regions = host.enter(plan.pass_index, g, layout)
-        target = packer.target(layout, 0, [region.data for region in regions])
-        dumps.append(DumpBufferPool(layout, order, regions, target))
-    return DumpBuffers(dumps, unpacker.lay_out_held(upcoming))
-
-
-def _wanted(upcoming: PassPlan) -> dict[tuple[int, int], CachedRows]:
-    """Return what the host holds until the load of a pass is done: what it takes, and what stays beyond it."""
-    wanted = dict(upcoming.retained)
-    for load in upcoming.loads:
-        if load.host.first < load.host.last:
-            key = load.pass_index, load.group
-            last = max(wanted[key].last, load.host.last) if key in wanted else load.host.last
-            wanted[key] = CachedRows(load.host.first, last)
-    return wanted

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tiercache.kernels.arrays import NONE_I4
+from tiercache.planning.host_plan import CachedRows
 from tiercache.rows.device import initial_values
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from tiercache.rows.backends.base import Backend, Event, Pieces
     from tiercache.rows.device import DeviceTier, SlotAssignment
     from tiercache.rows.host import HostTier
+    from tiercache.rows.pinned import PinnedRegion
     from tiercache.rows.prefetch import Staged
     from tiercache.store.layout import SegmentLayout
     from tiercache.values.ids import Array
@@ -253,3 +255,50 @@ def _add_runs(pieces: Pieces, runs: Sequence[_Run], before: int) -> None:
     data = [run.data.view(np.float32) for run in runs]
     row_floats = runs[0].layout.row_bytes // 4
     pieces.add_each(np.array([run.first - before for run in runs]), rows, begin * row_floats, data, cuts)
+
+
+class DumpBufferPool(NamedTuple):
+    """For the rows of one group."""
+
+    layout: SegmentLayout
+    order: NDArray[np.int32]
+    """Their positions."""
+    regions: list[PinnedRegion]
+    """Their blocks."""
+    target: list[Part]
+
+
+class DumpBuffers(NamedTuple):
+    """What a switch needs to know of the host."""
+
+    dumps: list[DumpBufferPool]
+    """Where the pass that ends goes, by group."""
+    held_G: list[list[Part]]
+    """What the pass that begins takes from blocks of earlier dumps."""
+
+
+def allocate_dump(
+    host: HostTier, packer: Packer, unpacker: Unpacker, plan: PassPlan, assignments: Sequence[SlotAssignment],
+    upcoming: PassPlan | None,
+) -> DumpBuffers:  # fmt: skip
+    """Make room for the dump of ``plan``; of the dumps before it the host keeps what the pass after it wants."""
+    host.keep({} if upcoming is None else _wanted(upcoming), not_before=plan.pass_index)
+    dumps = []
+    for g, layout in enumerate(plan.dumps):
+        order = assignments[g].dump_order_K
+        order = order[order.size - layout.rows :]  # without the kept rows where they are not written
+        regions = host.enter(plan.pass_index, g, layout)
+        target = packer.target(layout, 0, [region.data for region in regions])
+        dumps.append(DumpBufferPool(layout, order, regions, target))
+    return DumpBuffers(dumps, unpacker.lay_out_held(upcoming))
+
+
+def _wanted(upcoming: PassPlan) -> dict[tuple[int, int], CachedRows]:
+    """Return what the host holds until the load of a pass is done: what it takes, and what stays beyond it."""
+    wanted = dict(upcoming.retained)
+    for load in upcoming.loads:
+        if load.host.first < load.host.last:
+            key = load.pass_index, load.group
+            last = max(wanted[key].last, load.host.last) if key in wanted else load.host.last
+            wanted[key] = CachedRows(load.host.first, last)
+    return wanted

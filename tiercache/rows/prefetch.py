@@ -119,9 +119,8 @@ class Staged:
     regions: list[PinnedRegion] = field(default_factory=list)
     rows_read: int = 0
     bytes_read: int = 0
-    read_seconds: float = 0.0
-    begun: float = 0.0
-    ended: float = 0.0
+    read_span: tuple[float, float] = (0.0, 0.0)
+    """When reading began and ended."""
 
 
 class RowPrefetcher:
@@ -143,18 +142,17 @@ class RowPrefetcher:
 
     def stage(self, plan: PassPlan, assignments: list[SlotAssignment]) -> Staged:
         """Bring the rows of ``plan`` that neither device nor host holds into staging."""
-        staged = Staged(plan, assignments, begun=time.perf_counter())
+        staged = Staged(plan, assignments)
         try:
             self._fill(staged)
         except BaseException:
             for region in staged.regions:
                 self._memory.give_back(region)
             raise
-        staged.ended = time.perf_counter()
         return staged
 
     def _fill(self, staged: Staged) -> None:
-        plan = staged.plan
+        plan, begun = staged.plan, time.perf_counter()
         self._room, self._wanted = np.empty(0, dtype=np.uint8), []
         first_G = list(plan.kept_G)
         for load in plan.loads:
@@ -163,7 +161,7 @@ class RowPrefetcher:
             self._want(staged, load.pass_index, load.group, load.store, first + load.rows - load.store_rows)
         wanted, self._wanted = self._wanted, []
         self._store.load(wanted, at_once=1)  # each thread more takes the interpreter from the training more often
-        staged.read_seconds = time.perf_counter() - staged.begun
+        staged.read_span = begun, time.perf_counter()
         for group, rows in enumerate(plan.generated_G):
             if rows:
                 self._generate(staged, group, first_G[group])

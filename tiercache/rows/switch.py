@@ -15,11 +15,11 @@ from tiercache.kernels.cpu.file_io import crc32c, has_crc32c, has_reads, read_ch
 from tiercache.planning.budgets import paged
 from tiercache.planning.next_use import longest_distance
 from tiercache.planning.pass_plan import segments_by_pass
-from tiercache.reporting.report import PassReport, seconds_of_waiting
-from tiercache.rows.host import DumpBuffers, HostTier, allocate_dump
-from tiercache.rows.packing import Packer, Unpacker
+from tiercache.reporting.report import PassReport
+from tiercache.rows.host import HostTier
+from tiercache.rows.packing import DumpBuffers, Packer, Unpacker, allocate_dump
 from tiercache.rows.prefetch import RowPrefetcher, Staged
-from tiercache.rows.threads import nicer_thread, wait_for
+from tiercache.rows.threads import nicer_thread, seconds_of_waiting, wait_for
 from tiercache.store import Cursor
 from tiercache.store.layout import Range
 
@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from tiercache.planning.row_offsets import RowOffsets
     from tiercache.rows.backends.base import Backend, Event
     from tiercache.rows.device import DeviceTier, SlotAssignment
-    from tiercache.rows.host import DumpBufferPool
-    from tiercache.rows.packing import Departed, Part, StagedLayout
+    from tiercache.rows.packing import Departed, DumpBufferPool, Part, StagedLayout
     from tiercache.rows.pinned import PinnedArena
     from tiercache.store import Segment, Store
 
@@ -193,7 +192,7 @@ class PassSwitcher:
         self.check_process()
         report, trained = self._report_now(), self._backend.streams.trained()
         self._writing = self._writer.submit(self._dump(state, trained))
-        report.wait("durable", self._writing, trained)
+        report.add_wait("durable", seconds_of_waiting(self._writing, trained))
         self._await_writer()
         self.stop()
 
@@ -313,9 +312,9 @@ class PassSwitcher:
         """Pack the rows of the pass, trained then, into host blocks; return what the writer is to do."""
         plan, report, room = self._plan_now(), self._report_now(), self._room
         assert room is not None
-        report.wait("durable", self._writing, trained)
+        report.add_wait("durable", seconds_of_waiting(self._writing, trained))
         self._await_writer()
-        report.wait("room", room, trained)
+        report.add_wait("room", seconds_of_waiting(room, trained))
         self.check()
         with report.timing("pack"):
             dumps, self._held_G = room.result()
@@ -407,8 +406,10 @@ class PassSwitcher:
         self.check()
         layout = self._staging.result()
         staged, plan = layout.staged, layout.staged.plan
-        self.report = report = PassReport.of(plan, staged)
-        report.wait_seconds["store"] = waited
+        self.report = report = PassReport.of(
+            plan, rows_read=staged.rows_read, bytes_read=staged.bytes_read, read=staged.read_span
+        )
+        report.add_wait("store", waited)
         with report.timing("unpack"):
             slots_G = self._unpacker.unpack(layout, self._held_G, self._departed_G)
         trained.wait()

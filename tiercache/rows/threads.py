@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tiercache.kernels.cpu.jit import most_threads, set_threads
 
 if TYPE_CHECKING:
-    from tiercache.rows.backends.base import Backend, Streams
+    from concurrent.futures import Future
+
+    from tiercache.rows.backends.base import Backend, Event, Streams
 
 
 _NICER = 10
@@ -38,6 +41,20 @@ def wait_for(thread: ThreadPoolExecutor) -> None:
         while not wait([last], _PATIENCE).done:
             if not any(one.is_alive() for one in thread._threads):
                 return
+
+
+def seconds_of_waiting(future: Future[Any] | None, trained: Event) -> float:
+    """Wait for a future, if any; return the seconds of it in which the device had no steps left.
+
+    trained: the end of its steps, which is waited for only if the future is pending.
+    """
+    if future is None:
+        return 0.0
+    if not future.done():
+        trained.wait()
+    begun = time.perf_counter()
+    future.exception()
+    return time.perf_counter() - begun
 
 
 def _begin(streams: Streams) -> None:

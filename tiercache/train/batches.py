@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.data.sub_dataset import EncodedBatch
-    from tiercache.rows.backends.base import Backend
-    from tiercache.rows.backends.upload import BatchUpload
+    from tiercache.rows.backends.base import Backend, BatchUpload
     from tiercache.train.arrival import Arrival
     from tiercache.train.local_exchange import Exchange
     from tiercache.train.lookup import Collations, Uploader

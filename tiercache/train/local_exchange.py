@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
     from tiercache.data.dataset import DatasetView
     from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.rows.backends.base import Backend
-    from tiercache.rows.backends.upload import BatchUpload
+    from tiercache.rows.backends.base import Backend, BatchUpload
     from tiercache.train.missing_rows import RowReader, Unseen
     from tiercache.train.rank_exchange import RankExchange
     from tiercache.train.raw_samples import RawSamples

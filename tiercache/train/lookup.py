@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.rows.backends.row_steps import Run
+    from tiercache.rows.backends.host_arrays import Run
     from tiercache.train.arrival import Arrival
     from tiercache.train.batches import Pooled
     from tiercache.train.row_view import RowView

@@ -15,7 +15,7 @@ import torch
 
 from tiercache.data.raw_batch import OOV_KEY
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
-from tiercache.rows.backends.row_steps import places_of
+from tiercache.rows.backends.saved_gradients import places_of
 from tiercache.rows.device import group_rows
 from tiercache.rows.prefetch import initial_vectors
 from tiercache.store.store_errors import KeyMissingError

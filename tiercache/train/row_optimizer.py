@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tiercache.errors import StateError
-from tiercache.rows.backends.row_steps import OptimizerStep, of_tables
+from tiercache.rows.backends.optimizer_step import OptimizerStep
+from tiercache.rows.backends.saved_gradients import of_tables
 from tiercache.store.table import Adam, Group
 from tiercache.train.anchors import Anchors
 from tiercache.train.joint_optimizer import JointOptimizer, clip, squared_norm

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import DTypeLike, NDArray
 
+    from tiercache.data.sub_dataset import SampleBuffers
     from tiercache.kernels.cpu.key_index import KeySet
-    from tiercache.rows.backends.row_steps import OptimizerStep, Run
-    from tiercache.rows.backends.upload import BatchUpload
+    from tiercache.kernels.cuda.sorting import RowOffsets
+    from tiercache.rows.backends.host_arrays import Run
+    from tiercache.rows.backends.optimizer_step import OptimizerStep
     from tiercache.store.table import Table
     from tiercache.values.ids import Array, Found
     from tiercache.values.lookups import GroupRows, LookedUp, LookupIds, RowRequest, SavedGradient
@@ -118,6 +120,49 @@ class Streams(Protocol):
 
     def enter_thread(self) -> None:
         """Make the device current on the calling thread. Every thread that we start calls it first."""
+        ...
+
+
+class BatchUpload(Protocol):
+    """Brings what one batch needs. One thread makes it and uploads all, then the training thread receives it."""
+
+    @property
+    def buffers(self) -> SampleBuffers:
+        """Fresh memory to read samples into: arrays in it are uploaded without another copy on the host."""
+        ...
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device; on a CPU all bytes of the batch."""
+        ...
+
+    @property
+    def host_bytes(self) -> int:
+        """Pinned memory in use; 0 on a CPU."""
+        ...
+
+    def to_device(self, array: NDArray[Any]) -> Array:
+        """Like `Backend.to_device`."""
+        ...
+
+    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[Run], Array]:
+        """Like `Backend.join`."""
+        ...
+
+    def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:
+        """Like `Backend.weights`, with weights of the data."""
+        ...
+
+    def sort(self, lookups: Sequence[RowOffsets]) -> Sequence[Any]:
+        """Return the order of the ids of each lookup by position, if it is better found here than in the step."""
+        ...
+
+    def send(self) -> None:
+        """Declare the upload complete. On the thread that made it."""
+        ...
+
+    def receive(self) -> None:
+        """Let later work on torch's current stream use what was uploaded. On the training thread; does not wait."""
         ...
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from tiercache.data.sub_dataset import SampleBuffers
 from tiercache.kernels.arrays import NONE_F4, NONE_I4, NONE_I8, NONE_U8, aligned_zeros
 from tiercache.kernels.cpu.gathering import can_spread, gather, map_slots, pool_one, spread_one
 from tiercache.kernels.cpu.key_index import bytes_for
@@ -20,9 +21,10 @@ from tiercache.kernels.cpu.update import UpdateBuffers, step_rows
 from tiercache.kernels.pieces import Pieces
 from tiercache.kernels.step import SUM, Rule, Step, Vectors
 from tiercache.rows.backends.base import RowArrays
+from tiercache.rows.backends.host_arrays import POOL, Run, runs_of
+from tiercache.rows.backends.optimizer_step import kernel_gradients
 from tiercache.rows.backends.raw_key_indexes import HostKeyIndex
-from tiercache.rows.backends.row_steps import Run, kernel_gradients, merged, runs_of
-from tiercache.rows.backends.upload import POOL, HostUpload
+from tiercache.rows.backends.saved_gradients import merged
 from tiercache.values.lookups import LookedUp, SortedSlots
 
 if TYPE_CHECKING:
@@ -31,8 +33,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike, NDArray
 
+    from tiercache.kernels.cuda.sorting import RowOffsets
     from tiercache.rows.backends.base import Event, Layout
-    from tiercache.rows.backends.row_steps import OptimizerStep
+    from tiercache.rows.backends.optimizer_step import OptimizerStep
     from tiercache.store.table import Table
     from tiercache.values.ids import Array
     from tiercache.values.lookups import GroupRows, LookupIds, RowRequest, SavedGradient
@@ -77,6 +80,46 @@ class CpuStreams:
 
     def enter_thread(self) -> None:
         """Do nothing: every thread may use the CPU."""
+
+
+class HostUpload:
+    """The upload to a CPU: arrays are there when they are made."""
+
+    host_bytes = 0
+
+    def __init__(self, backend: CpuBackend) -> None:
+        self._backend, self.buffers, self._beside = backend, SampleBuffers(), 0
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the buffers and of what was joined beside them."""
+        return self.buffers.num_bytes + self._beside
+
+    def to_device(self, array: NDArray[Any]) -> Array:
+        """Return it as it is."""
+        return array
+
+    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[Run], Array]:
+        """Copy arrays that are not neighbors in memory."""
+        runs, joined = self._backend.join(arrays)
+        self._beside += joined.nbytes if joined.base is None else 0
+        return runs, joined
+
+    def sort(self, lookups: Sequence[RowOffsets]) -> Sequence[Any]:
+        """Return none: lookups sort slots, which is as quick, on all threads."""
+        return [None] * len(lookups)
+
+    def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:
+        """Fill a fresh array."""
+        found = self._backend.weights(size, parts)
+        self._beside += found.nbytes
+        return found
+
+    def send(self) -> None:
+        """Do nothing: all is there."""
+
+    def receive(self) -> None:
+        """Do nothing: all is there."""
 
 
 class CpuBackend:

@@ -23,10 +23,10 @@ from tiercache.kernels.cuda.update import update_many
 from tiercache.kernels.pieces import Memory, Pieces
 from tiercache.kernels.step import SGD, Rule, Step, Vectors
 from tiercache.rows.backends.base import RowArrays
-from tiercache.rows.backends.cuda_runtime import TORCH_DTYPES
+from tiercache.rows.backends.cuda_runtime import TORCH_DTYPES, PinnedUpload
+from tiercache.rows.backends.host_arrays import Run
+from tiercache.rows.backends.optimizer_step import kernel_gradients, vectors_of
 from tiercache.rows.backends.raw_key_indexes import CudaKeyIndex, bytes_for
-from tiercache.rows.backends.row_steps import Run, kernel_gradients, vectors_of
-from tiercache.rows.backends.upload import PinnedUpload
 from tiercache.sizes import format_bytes
 from tiercache.store.table import Constant, Uniform, Zeros, initializer_code
 from tiercache.values.lookups import FeatureRuns, LookedUp, SortedSlots
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from tiercache.kernels.cuda.sorting import Runs
     from tiercache.rows.backends.base import Layout
     from tiercache.rows.backends.cuda_runtime import CudaRuntime
-    from tiercache.rows.backends.row_steps import OptimizerStep
+    from tiercache.rows.backends.optimizer_step import OptimizerStep
     from tiercache.store.table import Table
     from tiercache.values.ids import Array
     from tiercache.values.lookups import GroupRows, LookupIds, RowRequest, SavedGradient

@@ -1,86 +1,20 @@
-"""Runs: arrays of ids that lie one behind the other already, so that they are joined without a copy."""
+"""Saved gradients, cut by table and merged."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from tiercache.kernels.arrays import NONE_F4, NONE_I4, NONE_I8
-from tiercache.kernels.step import (
-    ADAGRAD,
-    NO_ROUNDING,
-    ROWWISE,
-    SGD,
-    Gradients,
-    Rule,
-    Step,
-    Vectors,
-    adam_rule,
-    make_rounding,
-)
-from tiercache.store.table import Adagrad, Adam, RowWiseAdagrad
 from tiercache.values.lookups import SavedGradient
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from numpy.typing import NDArray
-
     from tiercache.rows.backends.base import Backend
-    from tiercache.store.table import Group
     from tiercache.values.ids import Array
-    from tiercache.values.lookups import GroupRows
-
-
-class Run(NamedTuple):
-    """Arrays [first, last) of a sequence as one."""
-
-    first: int
-    last: int
-    values: NDArray[Any]
-
-
-def runs_of(arrays: Sequence[NDArray[Any]]) -> list[Run]:
-    """Return arrays (n,) of one dtype as the fewest views: neighbors in memory, parts of one flat array, are one."""
-    ends: list[int] = []
-    at = -1
-    for i, array in enumerate(arrays):
-        address = array.ctypes.data
-        if i and not (address == at and array.size and _same_flat(array, arrays[i - 1])):
-            ends.append(i)
-        at = address + array.nbytes
-    return [
-        Run(first, last, arrays[first] if last == first + 1 else _view(arrays[first], arrays[last - 1]))
-        for first, last in zip([0, *ends], [*ends, len(arrays)], strict=True)
-        if first < last
-    ]
-
-
-def _same_flat(one: NDArray[Any], other: NDArray[Any]) -> bool:
-    base = one.base
-    contiguous = one.flags.c_contiguous and other.flags.c_contiguous
-    return contiguous and isinstance(base, np.ndarray) and base.flags.c_contiguous and base is other.base
-
-
-def _view(first: NDArray[Any], last: NDArray[Any]) -> NDArray[Any]:
-    base = first.base
-    assert isinstance(base, np.ndarray)
-    begin = (first.ctypes.data - base.ctypes.data) // first.itemsize
-    size = (last.ctypes.data + last.nbytes - first.ctypes.data) // first.itemsize
-    return base.reshape(-1).view(first.dtype)[begin : begin + size]
-
-
-def kernel_gradients(saved: SavedGradient) -> Gradients:
-    """Return a gradient as kernels take it."""
-    if saved.places is None:
-        return Gradients(saved.gradient, saved.num_samples, saved.width, saved.cols)
-    return Gradients(
-        saved.gradient, saved.num_samples, saved.width, saved.cols, saved.places, saved.scales,
-        saved.argmax.reshape(-1),
-    )  # fmt: skip
 
 
 def of_tables(backend: Backend, saved: SavedGradient, names: Collection[str]) -> list[SavedGradient]:
@@ -112,46 +46,6 @@ def _part(backend: Backend, saved: SavedGradient, first: int, last: int) -> Save
         places=None if saved.places is None else saved.places[first:last], scales=saved.scales[first:last],
         argmax=argmax, sorted=None, looked_up=None, spans=None,
     )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerStep:
-    """One step of the rows of a group."""
-
-    group: Group
-    rows: GroupRows
-    saved: Sequence[SavedGradient]
-    """At least one, in the order of the backward calls."""
-    learning_rate: float
-    number: int
-    """How many steps the tables of ``saved`` have taken, this one included: Adam's rule and rounding go by it."""
-
-    def kernel_step(self, gradients: Gradients | Sequence[Gradients], pairs: Array) -> Step:
-        """Return the step as kernels take it: with the gradients of ``saved`` and their sorted slots."""
-        rows, rule, rounding = self.rows, self._rule(), NO_ROUNDING
-        if rows.streams.shape[0]:
-            rounding = make_rounding(rows.streams, self.number)
-        states = () if rule.kind == SGD else rows.states  # others may have stepped by them already
-        return Step(rows.vectors, states, pairs, gradients, rule, rounding)
-
-    def _rule(self) -> Rule:
-        optimizer, rate = self.group.optimizer, self.learning_rate
-        match optimizer:
-            case Adagrad(eps=eps):
-                return Rule(ADAGRAD, rate, eps, optimizer.decay)
-            case RowWiseAdagrad(eps=eps):
-                return Rule(ROWWISE, rate, eps, optimizer.decay)
-            case Adam(beta1=beta1, beta2=beta2, eps=eps):
-                return adam_rule(self.number, rate, beta1, beta2, eps, optimizer.decay)
-            case _:
-                return Rule(SGD, rate, decay=optimizer.decay)
-
-
-def vectors_of(words: Array, dim: int, dtype: str) -> Vectors:
-    """See words of 4 bytes (slots, words), on whatever device, as vectors."""
-    if isinstance(words, torch.Tensor) and dtype != "float32":
-        return Vectors(words.view(torch.uint16), dim, int(dtype == "float16"))
-    return Vectors.of(words, dim, dtype)
 
 
 def places_of(backend: Backend, saved: SavedGradient) -> Array:

@@ -1,0 +1,105 @@
+"""Host arrays of batches: memory from a pool, and neighbors in memory that are joined without a copy."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import DTypeLike, NDArray
+
+
+LINE_BYTES = 64
+MAX_KEPT = 8  # buffers of one size class kept for later: more than one step has in flight
+
+
+class BufferPool:
+    """Hands out uninitialized arrays and takes their memory back when nobody refers to them any more.
+
+    A fresh array of many megabytes costs as much in page faults as filling it. Sizes are rounded up to a power
+    of two times 1, 1.25, 1.5 or 1.75, so that batches of nearly equal size share buffers. For any thread.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[NDArray[np.uint8]]] = {}
+        self._lock = threading.RLock()  # a lease may end, on the same thread, while another is given
+        self.num_bytes = 0
+        """Bytes of all buffers, in use and kept: what batches cost beside the budgets."""
+
+    def take(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        """Return an array with undefined content; torch tensors made from it keep it alive."""
+        dtype = np.dtype(dtype)
+        count = int(np.prod(shape, dtype=np.int64))
+        size = _size_class(max(1, count * dtype.itemsize))
+        with self._lock:
+            kept = self._free.setdefault(size, [])
+            block = kept.pop() if kept else None
+            self.num_bytes += 0 if block is not None else size
+        if block is None:
+            room = np.empty(size + LINE_BYTES, dtype=np.uint8)
+            skip = -room.ctypes.data % LINE_BYTES  # kernels stream whole cache lines
+            block = room[skip : skip + size]
+        # frombuffer makes an array object of our own: the finalizer fires when it and all its views are gone
+        lease = np.frombuffer(memoryview(block.data), dtype=dtype, count=count)
+        weakref.finalize(lease, self._come_back, block)
+        return lease.reshape(shape)
+
+    def _come_back(self, block: NDArray[np.uint8]) -> None:
+        with self._lock:
+            kept = self._free.setdefault(block.size, [])
+            if len(kept) < MAX_KEPT:
+                kept.append(block)
+            else:
+                self.num_bytes -= block.size
+
+
+def _size_class(num_bytes: int) -> int:
+    step = max(64, 1 << max(0, num_bytes.bit_length() - 3))
+    return -(-num_bytes // step) * step
+
+
+POOL = BufferPool()
+"""Outputs and slots of all modules, and the rows of exchanged batches, on the CPU."""
+
+
+class Run(NamedTuple):
+    """Arrays [first, last) of a sequence as one."""
+
+    first: int
+    last: int
+    values: NDArray[Any]
+
+
+def runs_of(arrays: Sequence[NDArray[Any]]) -> list[Run]:
+    """Return arrays (n,) of one dtype as the fewest views: neighbors in memory, parts of one flat array, are one."""
+    ends: list[int] = []
+    at = -1
+    for i, array in enumerate(arrays):
+        address = array.ctypes.data
+        if i and not (address == at and array.size and _same_flat(array, arrays[i - 1])):
+            ends.append(i)
+        at = address + array.nbytes
+    return [
+        Run(first, last, arrays[first] if last == first + 1 else _view(arrays[first], arrays[last - 1]))
+        for first, last in zip([0, *ends], [*ends, len(arrays)], strict=True)
+        if first < last
+    ]
+
+
+def _same_flat(one: NDArray[Any], other: NDArray[Any]) -> bool:
+    base = one.base
+    contiguous = one.flags.c_contiguous and other.flags.c_contiguous
+    return contiguous and isinstance(base, np.ndarray) and base.flags.c_contiguous and base is other.base
+
+
+def _view(first: NDArray[Any], last: NDArray[Any]) -> NDArray[Any]:
+    base = first.base
+    assert isinstance(base, np.ndarray)
+    begin = (first.ctypes.data - base.ctypes.data) // first.itemsize
+    size = (last.ctypes.data + last.nbytes - first.ctypes.data) // first.itemsize
+    return base.reshape(-1).view(first.dtype)[begin : begin + size]
