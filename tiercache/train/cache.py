@@ -33,7 +33,7 @@ from tiercache.train.batches import BatchPipeline
 from tiercache.train.commit_state import check_nonfinite
 from tiercache.train.convert import drop_weights, refuse_weights, warn_of_keys_beyond, weight_rows, weights_of
 from tiercache.train.evaluation import Evaluation
-from tiercache.train.joint_optimizer import StepHooks, named_objects, unwrapped_objects
+from tiercache.train.joint_optimizer import named_objects, unwrapped_objects
 from tiercache.train.key_finder import IndexPlan
 from tiercache.train.local_exchange import LocalExchange
 from tiercache.train.missing_rows import CommittedRows
@@ -227,7 +227,7 @@ class TierCache:
             else:
                 self._rows, room = self._open_rows(source, budgets, objects, order=options.order, progress=progress)
             self.dense, row_optimizer = self._rows.state.dense, self._rows.state.optimizer
-            self.optimizer = row_optimizer.joint
+            self.optimizer = self._rows.state.joint
             row_optimizer.anchors.is_closed_to_others = store is not None
             row_optimizer.anchors.flags_overflow = ranks.size > 1
             self._opened.drop_older()  # nothing is refused any more
@@ -242,7 +242,8 @@ class TierCache:
             Keys are then searched on the CPU. The index is built when a pass first looks keys up.
             """
             self._raw = RawKeys(data.schema, self._groups, self._exchange, row_optimizer, backend, index)
-            self._pipeline, self._hooks = BatchPipeline(backend), StepHooks(self, row_optimizer)
+            self._pipeline = BatchPipeline(backend)
+            self.optimizer.bind(self._step)
             shown = ranks.rank == 0 and (sys.stderr.isatty() if progress is None else progress)
             self._loop = PassLoop(
                 self._opened,
@@ -330,7 +331,7 @@ class TierCache:
         check_modules(objects, self.dataset)
         self.dense.register(objects)
         self._modules += [value for value in objects.values() if isinstance(value, nn.Module)]
-        self._hooks.follow(objects.values())
+        self.optimizer.follow(objects.values())
         for value in objects.values():
             if isinstance(value, torch.amp.GradScaler):
                 self._exchange.follow(value)
@@ -556,7 +557,7 @@ class TierCache:
             for close in (
                 self._opened.close, self._backend.drop_scratch, self._rows.close, self._raw.close,
                 partial(self.communicator.close, failed=failed), partial(self._beside.close, failed=failed),
-                partial(self._asking.close, failed=failed), self._exchange.close, self._hooks.remove,
+                partial(self._asking.close, failed=failed), self._exchange.close, self.optimizer.close,
             ):  # fmt: skip
                 last.callback(close)  # the last one first
             if failed:  # before anything waits: a rank that waits for this one at an agreement raises

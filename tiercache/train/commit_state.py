@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from tiercache.errors import StateError
 from tiercache.planning.matching import check_environment
 from tiercache.train.dense_state import DenseState, tensors_of
+from tiercache.train.joint_optimizer import JointOptimizer
 from tiercache.train.row_optimizer import RowOptimizer
 from tiercache.train.table_module import anchor_ids
 
@@ -150,6 +151,7 @@ class CommitState:
     def __init__(self, groups: tuple[Group, ...], backend: Backend) -> None:
         self.dense = DenseState(backend)
         self.optimizer = RowOptimizer(groups, backend)
+        self.joint = JointOptimizer(self.optimizer)
         self.environment: dict[str, object] = {
             "threads": torch.get_num_threads(),
             "cpu": platform.processor() or platform.machine(),
@@ -165,7 +167,7 @@ class CommitState:
     def warn_of_schedulers(self) -> None:
         """Name the optimizers whose schedulers were not registered: a resumed training would begin their rates anew."""
         known = [getattr(one, "optimizer", None) for one in self.dense.objects.values()]
-        for name, one in (*self.dense.objects.items(), ("cache.optimizer", self.optimizer.joint)):
+        for name, one in (*self.dense.objects.items(), ("cache.optimizer", self.joint)):
             if hasattr(getattr(one, "step", None), "_wrapped_by_lr_sched") and not any(one is other for other in known):
                 warnings.warn(
                     f"{name} has a learning-rate scheduler that was not registered, so no commit keeps it: call "

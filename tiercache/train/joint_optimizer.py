@@ -5,10 +5,8 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import defaultdict
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,71 +14,9 @@ from tiercache.errors import StateError
 from tiercache.train.table_module import table_modules
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from tiercache.rows.backends.base import Backend
-    from tiercache.store.table import Group
-    from tiercache.train.arrival import Arrival
-    from tiercache.train.cache import TierCache
     from tiercache.train.row_optimizer import RowOptimizer
-    from tiercache.values.lookups import SavedGradient
-
-
-_EPS = 1e-6
-"""As torch.nn.utils.clip_grad_norm_ adds to the norm."""
-
-
-def squared_norm(
-    groups: Sequence[Group], pending_G: Sequence[Sequence[SavedGradient]], backend: Backend
-) -> torch.Tensor:
-    """Return the sum of squares of row gradients, float64 0-dim: duplicates of a row are added before."""
-    total = torch.zeros((), dtype=torch.float64, device=backend.device)
-    for group, pending in zip(groups, pending_G, strict=True):
-        if not pending:
-            continue
-        slots = [backend.tensor(one.slots) for one in pending]
-        rows, number = torch.unique(torch.cat(slots), return_inverse=True)
-        numbers = torch.split(number.to(torch.int32), [one.numel() for one in slots])
-        named = [
-            replace(one, slots=backend.array(mine), sorted=None) for one, mine in zip(pending, numbers, strict=True)
-        ]
-        sums = backend.empty((rows.numel(), group.dim), np.float32)
-        backend.sum(named, 1.0, sums)
-        total += backend.tensor(sums).double().square().sum()
-    return total
-
-
-def clip(
-    parameters: Iterable[torch.Tensor], row_squares: torch.Tensor, arrivals: Sequence[Arrival], max_norm: float,
-    *, error_if_nonfinite: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    """Multiply the gradients of ``parameters``, and those of outputs in ``arrivals``, so that their norm is one given.
-
-    parameters: without anchors. row_squares: of the rows that the gradients of ``arrivals`` are of. Returns the norm
-    before, float32 0-dim; gradients of a smaller norm stay as they are. As `torch.nn.utils.clip_grad_norm_` with the
-    2-norm. Raises RuntimeError for a norm that is not finite where that is asked for.
-    """
-    grads = [one.grad.detach() for one in parameters if one.grad is not None]
-    squares = [_squares(grad).to(row_squares.device) for grad in grads]
-    norm = torch.stack([row_squares, *squares]).sum().sqrt().float()
-    if error_if_nonfinite and not bool(norm.isfinite()):
-        raise RuntimeError(
-            f"the norm of gradients is {float(norm)}, and cannot be clipped: skip this step, or give "
-            "error_if_nonfinite=False"
-        )
-    factor = (max_norm / (norm + _EPS)).clamp(max=1.0)
-    grads += [one.gradient for one in arrivals if one.gradient is not None]
-    for grad in grads:
-        local = grad.to_local() if hasattr(grad, "to_local") else grad
-        local.mul_(factor.to(local.device))
-    return norm
-
-
-def _squares(grad: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of a gradient, of a DTensor that of all its parts."""
-    found = torch.linalg.vector_norm(grad, dtype=torch.float64)
-    whole: torch.Tensor = found.full_tensor() if hasattr(found, "full_tensor") else found
-    return whole.square()
 
 
 def state_without(optimizer: torch.optim.Optimizer, anchors: Collection[int]) -> dict[str, Any]:
@@ -121,46 +57,6 @@ def with_anchors(optimizer: torch.optim.Optimizer, anchors: Collection[int], sta
 
 def _kept(optimizer: torch.optim.Optimizer, anchors: Collection[int]) -> list[list[bool]]:
     return [[id(one) not in anchors for one in group["params"]] for group in optimizer.param_groups]
-
-
-class StepHooks:
-    """Has the rows of a cache step with the optimizers that it was given.
-
-    Neither these nor a scheduler of the cache's optimizer keep the cache alive.
-    """
-
-    def __init__(self, cache: TierCache, rows: RowOptimizer) -> None:
-        step = weakref.WeakMethod(cache._step)
-
-        def call_step(optimizer: torch.optim.Optimizer | None) -> None:
-            found = step()
-            if found is None:
-                raise StateError("the cache of this optimizer is gone: keep the cache as long as its loop")
-            found(optimizer)
-
-        rows.bind(call_step)
-        self._rows = weakref.ref(rows)
-        self._hooks: list[Any] = []
-
-    def follow(self, objects: Iterable[Any]) -> None:
-        """Step rows with the optimizers among ``objects``, and note the anchors of the modules among them."""
-        rows = self._rows()
-        assert rows is not None
-        for value in objects:
-            if isinstance(value, torch.optim.Optimizer) and not any(value is one for one in rows.dense):
-                self._hooks.append(rows.follow(value))
-            for part in table_modules([value]):
-                if part.tables:
-                    rows.anchors.of(part)
-
-    def remove(self) -> None:
-        """Follow none any more."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        rows = self._rows()
-        if rows is not None:
-            rows.anchors.close()
 
 
 def unwrapped_objects(objects: Mapping[str, Any], own: JointOptimizer) -> dict[str, Any]:
@@ -215,40 +111,6 @@ def named_objects(**given: Any) -> dict[str, Any]:
     return found
 
 
-class RateWatch:
-    """Compares the learning rates of a cache's dense optimizers and of its rows. Warns once."""
-
-    def __init__(self, rows: RowOptimizer) -> None:
-        self._rows = rows
-        self._first: dict[int, list[float]] = {}
-        """By the id of an optimizer, the rates that it began with."""
-        self._is_warned = False
-
-    def begin(self) -> None:
-        """Note the rates that a loop begins with, and warn if a scheduler changes some of them."""
-        self._first.clear()
-        self.check()
-
-    def check(self) -> None:
-        """Warn if dense rates have a scheduler, or changed since the loop began, and those of rows did not."""
-        rows, *dense = [self._follows_schedule(one) for one in (self._rows, *self._rows.dense)]
-        rows |= self._rows.joint.has_scheduler
-        if any(dense) and not rows and not self._is_warned:
-            self._is_warned = True
-            warnings.warn(
-                "the learning rate of an optimizer of this cache follows a schedule, and rows keep theirs: make the "
-                "scheduler of cache.optimizer, whose groups are those of that optimizer and of the tables",
-                stacklevel=4,
-            )
-
-    def _follows_schedule(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer has a scheduler, or other rates than it began with."""
-        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        first = self._first.setdefault(id(optimizer), rates)
-        changed = any(now != then for now, then in zip(rates, first, strict=False))  # groups may come later
-        return changed or hasattr(optimizer.step, "_wrapped_by_lr_sched")
-
-
 class JointOptimizer(torch.optim.Optimizer):
     """Steps dense parameters and rows together; a cache has it as ``cache.optimizer``.
 
@@ -266,8 +128,45 @@ class JointOptimizer(torch.optim.Optimizer):
         """dense: the one that this steps, with its rows; None: all."""
         self.rows = rows
         """The optimizer of rows."""
-        self._dense, self._parts = dense, dict[int, JointOptimizer]()
+        self._dense, self._parts, self._hooks = dense, dict[int, JointOptimizer](), list[Any]()
         super().__init__([{"params": []}], {})
+
+    def bind(self, step: Callable[[torch.optim.Optimizer | None], None]) -> None:
+        """Have steps call ``step``, a method of the cache; neither this nor a scheduler of it keeps the cache alive."""
+        method = weakref.WeakMethod(step)
+
+        def run_step(dense: torch.optim.Optimizer | None) -> None:
+            found = method()
+            if found is None:
+                raise StateError("the cache of this optimizer is gone: keep the cache as long as its loop")
+            found(dense)
+
+        self.rows.run_step = run_step
+
+    def follow(self, objects: Iterable[Any]) -> None:
+        """Step the optimizers among ``objects``, and note the anchors of the modules among them."""
+        rows = self.rows
+        checked = weakref.ref(rows)
+
+        def check_alone(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            if (found := checked()) is not None and not found.is_stepping:
+                found.check_alone(optimizer)
+
+        for value in objects:
+            if isinstance(value, torch.optim.Optimizer) and not any(value is one for one in rows.dense):
+                rows.dense.append(value)
+                rows.anchors.is_stepped = True
+                self._hooks.append(value.register_step_pre_hook(check_alone))
+            for module in table_modules([value]):
+                if module.tables:
+                    rows.anchors.of(module)
+
+    def close(self) -> None:
+        """Remove the hooks of optimizers and anchors."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.rows.anchors.close()
 
     @property
     def dense(self) -> list[torch.optim.Optimizer]:
@@ -338,8 +237,8 @@ class JointOptimizer(torch.optim.Optimizer):
 
         Raises StateError for LBFGS, which evaluates its closure several times in a step.
         """
-        loss = None
-        for one in self.dense:
+        loss, dense = None, self.dense
+        for one in dense:
             if type(one) is torch.optim.LBFGS:
                 raise StateError(
                     "LBFGS evaluates the loss several times in a step and moves parameters in between, and rows move "
@@ -348,7 +247,14 @@ class JointOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.rows.step_behind(self.dense, self._dense)
+        rows = self.rows
+        rows.is_stepping = True
+        try:
+            for one in dense:
+                one.step()
+        finally:
+            rows.is_stepping = False
+        rows.run_step(self._dense)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -387,3 +293,36 @@ class JointOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         tables = ", ".join(group["table"] for group in self.rows.groups_of(self._dense))
         return f"JointOptimizer({', '.join(type(one).__name__ for one in self.dense)}; rows of {tables})"
+
+
+class RateWatch:
+    """Compares the learning rates of a cache's dense optimizers and of its rows. Warns once."""
+
+    def __init__(self, joint: JointOptimizer) -> None:
+        self._joint = joint
+        self._first: dict[int, list[float]] = {}
+        """The rates of each optimizer when the loop began, by its id."""
+        self._is_warned = False
+
+    def begin(self) -> None:
+        """Note the rates that a loop begins with, and warn if a scheduler changes some of them."""
+        self._first.clear()
+        self.check()
+
+    def check(self) -> None:
+        """Warn if dense rates have a scheduler, or changed since the loop began, and those of rows did not."""
+        rows, *dense = [self._follows_schedule(one) for one in (self._joint.rows, *self._joint.dense)]
+        if any(dense) and not rows and not self._joint.has_scheduler and not self._is_warned:
+            self._is_warned = True
+            warnings.warn(
+                "the learning rate of an optimizer of this cache follows a schedule, and rows keep theirs: make the "
+                "scheduler of cache.optimizer, whose groups are those of that optimizer and of the tables",
+                stacklevel=4,
+            )
+
+    def _follows_schedule(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return True if an optimizer has a scheduler, or other rates than it began with."""
+        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        first = self._first.setdefault(id(optimizer), rates)
+        changed = any(now != then for now, then in zip(rates, first, strict=False))  # groups may come later
+        return changed or hasattr(optimizer.step, "_wrapped_by_lr_sched")

@@ -67,7 +67,7 @@ class PassLoop:
         self._run: object = None
         self._closed = False
         self._progress = TrainingProgress(0, shown=False)
-        self._rate_watch = RateWatch(rows.state.optimizer)
+        self._rate_watch = RateWatch(rows.state.joint)
         self._finite = FiniteCheck(on_nonfinite, rows.backend, rows.state.dense)
         self.reports: list[PassReport] = []
         self._rates = rates

@@ -413,7 +413,7 @@ class RankExchange:
             stepped.update(table for table, is_stepped in zip(tables, said, strict=True) if is_stepped)
             if waits:
                 waiting.append(one)
-        self._optimizer.settle(into)
+        into.settle(self._backend.array)
         self._pending.put_back(waiting)
         self._optimizer.count_step(stepped)
         self.rows.step(self._optimizer, rows)

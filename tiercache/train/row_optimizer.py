@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import weakref
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
 import torch
 
 from tiercache.errors import StateError
@@ -14,7 +14,6 @@ from tiercache.rows.backends.optimizer_step import OptimizerStep
 from tiercache.rows.backends.saved_gradients import of_tables
 from tiercache.store.table import Adam, Group
 from tiercache.train.anchors import Anchors
-from tiercache.train.joint_optimizer import JointOptimizer, clip, squared_norm
 from tiercache.train.row_gradients import RowGradients
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ class RowOptimizer(torch.optim.Optimizer):
     row layout share them. All gradients of a row since the last step are summed, in the order of the backward calls,
     then of features and samples; then the row is updated once.
 
-    The optimizer of a cache, `JointOptimizer`, steps it behind the dense ones.
+    The optimizer of a cache, `JointOptimizer`, steps it after the dense ones.
     """
 
     def __init__(self, groups: tuple[Group, ...], backend: Backend) -> None:
@@ -48,47 +47,21 @@ class RowOptimizer(torch.optim.Optimizer):
         """Steps applied so far."""
         self._now: dict[int, tuple[tuple[Any, ...], Group]] = {}
         """Groups as of the step before, by number, and the settings that they were made of."""
-        self._step: Callable[[torch.optim.Optimizer | None], None] | None = None
-        self._is_stepping = False
+        self.run_step: Callable[[torch.optim.Optimizer | None], None] = _of_no_cache
+        """Has the cache step the rows that step with a dense optimizer; None: all."""
+        self.is_stepping = False
+        """True while `JointOptimizer` steps the dense optimizers."""
         self.dense: list[torch.optim.Optimizer] = []
         """The optimizers of dense parameters that the cache was given."""
         tables = [{"params": [], **_settings(table)} for group in groups for table in group.tables]
         all_adam = all("betas" in table for table in tables)
         super().__init__(tables, {"betas": (0.9, 0.999)} if all_adam else {})
         self._of = {group["table"]: group for group in self.param_groups}
-        self._joint: weakref.ref[JointOptimizer] | None = None
-
-    @property
-    def joint(self) -> JointOptimizer:
-        """The optimizer that a loop steps. Its cache keeps it; it is not kept here, because it keeps this one."""
-        found = None if self._joint is None else self._joint()
-        if found is None:
-            found = JointOptimizer(self)
-            self._joint = weakref.ref(found)
-        return found
 
     # -- as torch's optimizers ----------------------------------------------------------------------------
 
-    def bind(self, step: Callable[[torch.optim.Optimizer | None], None]) -> None:
-        """Let ``step()`` call this; whoever has this is not kept alive by a scheduler on it."""
-        self._step = step
-
-    def follow(self, dense: torch.optim.Optimizer) -> Any:
-        """Step rows with ``dense``, one of the optimizers that the cache was given; returns a hook to be removed."""
-        self.dense.append(dense)
-        self.anchors.is_stepped = True
-        check = weakref.WeakMethod(self._check_alone)
-
-        def checked(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            if (found := check()) is not None:
-                found(optimizer)
-
-        return dense.register_step_pre_hook(checked)
-
-    def _check_alone(self, dense: torch.optim.Optimizer) -> None:
-        """Raise StateError where a dense optimizer is stepped by itself while its rows have gradients."""
-        if self._is_stepping:
-            return
+    def check_alone(self, dense: torch.optim.Optimizer) -> None:
+        """Raise StateError if a dense optimizer is stepped by itself while its rows have gradients."""
         for anchor in self.anchors:
             if not anchor.has_arrived:
                 continue
@@ -101,29 +74,14 @@ class RowOptimizer(torch.optim.Optimizer):
                     "cache.optimizer.part(optimizer) is one with its rows)"
                 )
 
-    def step(self, closure: Callable[[], Any] | None = None, *, dense: torch.optim.Optimizer | None = None) -> Any:
-        """Update the rows that have gradients. Gradients that were dropped since backward are not applied.
-
-        ``dense``: update only the rows of modules that have their anchors in this optimizer.
-        """
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the rows that have gradients. Gradients that were dropped since backward are not applied."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.step_behind((), dense)
+        self.run_step(None)
         return loss
-
-    def step_behind(self, stepped: Sequence[torch.optim.Optimizer], dense: torch.optim.Optimizer | None = None) -> None:
-        """Step dense optimizers, then the rows as ``step`` does."""
-        self._is_stepping = True
-        try:
-            for one in stepped:
-                one.step()
-        finally:
-            self._is_stepping = False
-        if self._step is None:
-            raise StateError("this optimizer belongs to no cache: step the one that a cache has as cache.optimizer")
-        self._step(dense)
 
     def zero_grad(self, set_to_none: bool = True, *, dense: torch.optim.Optimizer | None = None) -> None:
         """Drop the gradients of rows that have arrived: of modules that step with ``dense``, or of all."""
@@ -236,10 +194,6 @@ class RowOptimizer(torch.optim.Optimizer):
         for table in tables:
             self._of[table]["step"] += 1
 
-    def settle(self, gradients: RowGradients) -> None:
-        """Have ``gradients`` apply what the step that runs does."""
-        gradients.settle(self._backend.array)
-
     def apply(self, rows: Sequence[GroupRows]) -> None:
         """Update ``rows`` by the pending gradients, and drop them."""
         due: list[OptimizerStep] = []
@@ -252,22 +206,33 @@ class RowOptimizer(torch.optim.Optimizer):
         if due:
             self._backend.step(due)
         self.gradients.clear_settled()
-        self.end_step()
-
-    def end_step(self) -> None:
-        """Drop the gradients that were applied."""
         for anchor in self.anchors:
             anchor.end_due()
 
     def step_rows(self, rows: Sequence[GroupRows], dense: torch.optim.Optimizer | None) -> None:
-        """Take the step of ``dense``, or of all tables: `begin_step` and `apply`."""
+        """Step the rows of one rank that step with ``dense``, or all."""
         self.count_step(self.begin_step(dense))
-        self.settle(self.gradients)
+        self.gradients.settle(self._backend.array)
         self.apply(rows)
 
     def squared_norm(self, gradients_G: Sequence[Sequence[SavedGradient]]) -> torch.Tensor:
-        """Return the sum of squares of gradients of rows, float64 0-dim."""
-        return squared_norm(self._groups, gradients_G, self._backend)
+        """Return the sum of squares of row gradients, float64 0-dim: duplicates of a row are added before."""
+        backend = self._backend
+        total = torch.zeros((), dtype=torch.float64, device=backend.device)
+        for group, gradients in zip(self._groups, gradients_G, strict=True):
+            if not gradients:
+                continue
+            slots = [backend.tensor(one.slots) for one in gradients]
+            rows, number = torch.unique(torch.cat(slots), return_inverse=True)
+            numbers = torch.split(number.to(torch.int32), [one.numel() for one in slots])
+            numbered = [
+                replace(one, slots=backend.array(rank), sorted=None)
+                for one, rank in zip(gradients, numbers, strict=True)
+            ]
+            sums = backend.empty((rows.numel(), group.dim), np.float32)
+            backend.sum(numbered, 1.0, sums)
+            total += backend.tensor(sums).double().square().sum()
+        return total
 
     def clip(
         self, max_norm: float, dense: torch.optim.Optimizer | None, due: Sequence[Arrival], row_squares: torch.Tensor,
@@ -275,13 +240,26 @@ class RowOptimizer(torch.optim.Optimizer):
     ) -> torch.Tensor:  # fmt: skip
         """Clip the gradients of ``dense``, or of all dense optimizers, and of the rows that step with it.
 
-        due: the gradients of rows that a step now would apply; row_squares: of the rows that these are of.
+        due: the gradients of outputs that a step now would apply; row_squares: `squared_norm` of them. Returns the norm
+        before, float32 0-dim, as `torch.nn.utils.clip_grad_norm_` does. Raises RuntimeError if it is not finite and
+        ``error_if_nonfinite``.
         """
         anchors = {id(anchor.parameter) for anchor in self.anchors}
         optimizers = self.dense if dense is None else [dense]
-        found = (one for each in optimizers for group in each.param_groups for one in group["params"])
-        parameters = [one for one in found if id(one) not in anchors]
-        return clip(parameters, row_squares, due, max_norm, error_if_nonfinite=error_if_nonfinite)
+        parameters = [one for each in optimizers for group in each.param_groups for one in group["params"]]
+        grads = [one.grad.detach() for one in parameters if id(one) not in anchors and one.grad is not None]
+        squares = [_squares(grad).to(row_squares.device) for grad in grads]
+        norm = torch.stack([row_squares, *squares]).sum().sqrt().float()
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"the norm of gradients is {float(norm)}, and cannot be clipped: skip this step, or give "
+                "error_if_nonfinite=False"
+            )
+        factor = (max_norm / (norm + _EPS)).clamp(max=1.0)
+        for grad in grads + [one.gradient for one in due if one.gradient is not None]:
+            local = grad.to_local() if hasattr(grad, "to_local") else grad
+            local.mul_(factor.to(local.device))
+        return norm
 
     def number(self, table: str) -> int:
         """Return the number of the step that a table takes now: Adam's bias correction and rounding go by it."""
@@ -372,6 +350,8 @@ class RowOptimizer(torch.optim.Optimizer):
                 self._of[table.name].update(_settings(table) | {"lr": rate, "step": self.steps} | changed)
 
 
+_EPS = 1e-6
+"""As torch.nn.utils.clip_grad_norm_ adds to the norm."""
 _HYPERPARAMETERS = ("lr", "weight_decay", "eps", "betas")
 
 
@@ -392,3 +372,14 @@ def _optimizer(optimizer: Optimizer, settings: Mapping[str, Any]) -> Optimizer:
     if hasattr(optimizer, "beta1"):
         changed["beta1"], changed["beta2"] = map(float, settings["betas"])
     return replace(optimizer, **changed)
+
+
+def _squares(grad: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squares of a gradient, of a DTensor that of all its parts."""
+    found = torch.linalg.vector_norm(grad, dtype=torch.float64)
+    whole: torch.Tensor = found.full_tensor() if hasattr(found, "full_tensor") else found
+    return whole.square()
+
+
+def _of_no_cache(_: torch.optim.Optimizer | None) -> NoReturn:
+    raise StateError("this optimizer belongs to no cache: step the one that a cache has as cache.optimizer")
