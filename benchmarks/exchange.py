@@ -49,10 +49,10 @@ from tiercache.store.bits import hash_keys
 from tiercache.store.shards.sharding import ShardingPlan, TableSharding
 from tiercache.store.table import group_tables
 from tiercache.train.arrival import Arrival
-from tiercache.train.lookup import FeaturePart, PooledLookup
 from tiercache.train.row_gradients import RowGradients
 from tiercache.train.row_optimizer import RowOptimizer
 from tiercache.train.row_view import RowView
+from tiercache.train.table_lookup import FeaturePart, PooledLookup
 from tiercache.values.batch import Batch
 from tiercache.values.ids import FeatureIds
 

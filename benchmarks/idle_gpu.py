@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from tiercache.kernels.cuda.device import CudaDevice
+from tiercache.kernels.cuda.cupy_device import CudaDevice
 from tiercache.kernels.cuda.launch import describe
 from tiercache.rows.backends.cuda import CudaBackend
 from tiercache.rows.backends.cuda_runtime import TORCH_DTYPES

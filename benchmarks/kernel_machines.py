@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.machine import middle, say
 from tiercache.kernels.arrays import aligned_zeros
-from tiercache.kernels.cuda.device import CudaError
+from tiercache.kernels.cuda.cupy_device import CudaError
 from tiercache.rows.backends.cuda_runtime import open_runtime
 
 if TYPE_CHECKING:

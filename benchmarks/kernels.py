@@ -43,7 +43,7 @@ from benchmarks.embedding_contenders import Shape, TorchBags
 from benchmarks.kernel_launches import launches
 from benchmarks.kernel_machines import CudaMachine, Machine, Measured, ShimMachine, open_machine
 from benchmarks.machine import Goal, Run, called, console, options_of, say, table_of
-from tiercache.kernels.cuda import device as cuda
+from tiercache.kernels.cuda import cupy_device as cuda
 from tiercache.kernels.pieces import Memory
 from tiercache.kernels.step import Step, Vectors
 

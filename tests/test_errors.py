@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tiercache import errors
-from tiercache.kernels.cuda import device as cuda
+from tiercache.kernels.cuda import cupy_device as cuda
 
 
 def test_every_error_has_its_line_in_the_tree() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tiercache.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from tiercache import init as init
     from tiercache import optim as optim
@@ -39,8 +41,6 @@ if TYPE_CHECKING:
     from tiercache.train.in_memory import InMemoryCache as InMemoryCache
     from tiercache.train.passes import Pass as Pass
     from tiercache.values.batch import Batch as Batch
-
-__version__ = "0.1.0"
 
 _HOME = {
     "Batch": "values.batch",

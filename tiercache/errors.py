@@ -19,7 +19,7 @@ ImportExportWarning tells of files and state that an export or import leaves out
 `tiercache.store.store_errors`.
 """
 
-from tiercache.kernels.cuda.device import CudaError, NoGpuError
+from tiercache.kernels.cuda.cupy_device import CudaError, NoGpuError
 from tiercache.store.store_errors import (
     CorruptBlockError,
     CorruptStoreError,

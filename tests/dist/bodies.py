@@ -159,15 +159,15 @@ def talks_after_leaving(ranks: AnyCommunicator) -> None:
 
 def compare(ranks: AnyCommunicator, by_rank: list[dict[str, Any]], version: str | None = None) -> None:
     """Compare facts; the last rank has another version of the package where one is given."""
-    import tiercache
+    from tiercache.dist import consistency
 
-    kept = tiercache.__version__
+    kept = consistency.__version__
     try:
         if version and ranks.rank == ranks.size - 1:
-            tiercache.__version__ = version
+            consistency.__version__ = version
         check_same(ranks, by_rank[ranks.rank])
     finally:
-        tiercache.__version__ = kept
+        consistency.__version__ = kept
 
 
 def waits_of_groups(ranks: AnyCommunicator) -> list[float]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike, NDArray
 
-    from tiercache.kernels.cuda.device import CudaDevice
+    from tiercache.kernels.cuda.cupy_device import CudaDevice
     from tiercache.kernels.cuda.launch import Argument
 
 

@@ -13,8 +13,7 @@ import pytest
 
 from tests.kernels.cubin import kernels_of
 from tiercache.kernels.cpu.jit import KERNELS, cache_folder
-from tiercache.kernels.cuda import device as cubins
-from tiercache.kernels.cuda import device as cuda
+from tiercache.kernels.cuda import cupy_device as cuda
 from tiercache.kernels.cuda import launch
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +28,7 @@ def test_every_kernel_compiles_to_machine_code(architecture: str) -> None:
     """NVRTC needs neither driver nor GPU; a cubin is an ELF file."""
     cubins = cuda.compile_all(architecture)
     assert set(cubins) == {path.stem for path in (ROOT / "kernels" / "cuda").glob("*.cu")}
-    assert all(cubin[:4] == b"\x7fELF" for cubin in cubins.values())
+    assert all(cubin[:4] == b"\x7fELF" for cubin in cuda.values())
 
 
 @needs_cupy
@@ -137,7 +136,7 @@ def test_a_machine_that_cannot_run_cuda_is_told_what_it_lacks(
 def test_importing_tiercache_or_the_launch_side_imports_no_cupy() -> None:
     """CuPy is imported when a device is asked for."""
     code = (
-        "import sys, tiercache, tiercache.kernels.cuda.device, tiercache.kernels.cuda.gathering;"
+        "import sys, tiercache, tiercache.kernels.cuda.cupy_device, tiercache.kernels.cuda.gathering;"
         "print([name for name in sys.modules if name.startswith('cupy')])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=False)
@@ -168,14 +167,14 @@ class Compiler:
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     """Begin with nothing in memory."""
-    monkeypatch.setattr(cubins, "_IN_MEMORY", {})
+    monkeypatch.setattr(cuda, "_IN_MEMORY", {})
     return Compiler()
 
 
 def in_a_new_process(folder: Path | None, made_from: str, make: Compiler) -> bytes:
     """Ask where memory is empty."""
-    cubins._IN_MEMORY.clear()
-    return cubins.kept(folder, "sorting.sm_90.cuda", made_from, make)
+    cuda._IN_MEMORY.clear()
+    return cuda.kept(folder, "sorting.sm_90.cuda", made_from, make)
 
 
 def test_code_is_made_once_for_all_processes(tmp_path: Path, compiler: Compiler) -> None:
@@ -183,7 +182,7 @@ def test_code_is_made_once_for_all_processes(tmp_path: Path, compiler: Compiler)
     assert {in_a_new_process(tmp_path, "source", compiler) for _ in range(3)} == {b"code 1"}
     assert [path.name for path in tmp_path.iterdir()] == ["sorting.sm_90.cuda"]
     assert in_a_new_process(None, "source", compiler) == b"code 2"
-    assert cubins.kept(None, "sorting.sm_90.cuda", "source", compiler) == b"code 2"
+    assert cuda.kept(None, "sorting.sm_90.cuda", "source", compiler) == b"code 2"
 
 
 def test_code_of_anything_else_is_made_anew_and_takes_its_place(tmp_path: Path, compiler: Compiler) -> None:
@@ -219,7 +218,7 @@ def test_a_folder_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path, c
         raise RuntimeError("does not compile")
 
     with pytest.raises(RuntimeError, match="does not compile"):
-        cubins.kept(tmp_path, "rows.sm_90.cuda", "other", fails)
+        cuda.kept(tmp_path, "rows.sm_90.cuda", "other", fails)
     assert not (tmp_path / "rows.sm_90.cuda").exists()
 
 

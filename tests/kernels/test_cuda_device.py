@@ -15,8 +15,7 @@ from tests.kernels.machines import Cpu
 from tests.kernels.shim.device import ShimDevice
 from tests.kernels.test_update import rule_of, stepped
 from tiercache.kernels.cpu import jit
-from tiercache.kernels.cuda import device as cubins
-from tiercache.kernels.cuda import device as cuda
+from tiercache.kernels.cuda import cupy_device as cuda
 from tiercache.kernels.cuda import launch
 from tiercache.kernels.cuda.gathering import Gathered, gather
 from tiercache.kernels.cuda.pooling import Features, Ids, PoolPlan
@@ -184,7 +183,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 
     monkeypatch.setattr(cuda, "_import_cupy", lambda: fake)
     monkeypatch.setattr(cuda, "_nvrtc", lambda: fake.nvrtc)
     monkeypatch.setattr(jit, "cache_folder", lambda: None)
-    monkeypatch.setattr(cubins, "_IN_MEMORY", {})
+    monkeypatch.setattr(cuda, "_IN_MEMORY", {})
     return fake
 
 

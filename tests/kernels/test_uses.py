@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.test_key_index import keys_of_hashes
 from tiercache.kernels.cpu.hashing import hash_keys, key_owners
-from tiercache.kernels.cpu.next_use import hash_range_bound, search_keys, sweep_uses
+from tiercache.kernels.cpu.key_sweeps import hash_range_bound, search_keys, sweep_uses
 from tiercache.kernels.cpu.slots import assign_slots, stable_order_by_distance
 
 

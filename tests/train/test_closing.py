@@ -25,8 +25,8 @@ from tiercache.errors import BudgetError, DatasetError, StateError
 from tiercache.rows.backends.cpu import HostUpload
 from tiercache.rows.backends.cuda import CudaBackend
 from tiercache.rows.backends.cuda_runtime import PinnedUpload
-from tiercache.train.lookup import Collated, PooledLookup, RowLookup
 from tiercache.train.missing_rows import _GatheredRows, _RawRows
+from tiercache.train.table_lookup import Collated, PooledLookup, RowLookup
 from tiercache.values.batch import Batch
 from tiercache.values.ids import FeatureIds, FoundIds
 from tiercache.values.lookups import LookedUp, LookupIds, SavedGradient

@@ -64,7 +64,7 @@ for name, command in (
 
 def _show_version(asked: bool) -> None:
     if asked:
-        from tiercache import __version__
+        from tiercache.version import __version__
 
         typer.echo(f"tiercache {__version__}")
         raise typer.Exit

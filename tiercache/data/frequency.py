@@ -15,7 +15,7 @@ from tiercache.data.keyset import write_key_set
 from tiercache.data.manifest import SubDatasetRecord
 from tiercache.data.raw_batch import NULL_KEY, OOV_KEY, FeatureKeys, RawBatch
 from tiercache.kernels.cpu.hashing import hash_keys
-from tiercache.kernels.cpu.next_use import search_keys
+from tiercache.kernels.cpu.key_sweeps import search_keys
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
 from tiercache.store.files import publish, sync
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tiercache.data.array_file import ArrayFile, ArrayFileWriter
 from tiercache.data.sample_layout import key_set_layout
-from tiercache.kernels.cpu.next_use import hash_range_bound
+from tiercache.kernels.cpu.key_sweeps import hash_range_bound
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

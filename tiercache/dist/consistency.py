@@ -7,9 +7,9 @@ import json
 import socket
 from typing import TYPE_CHECKING, Any
 
-import tiercache
 from tiercache.dist.communicator import rank_names
 from tiercache.errors import RankError
+from tiercache.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,7 +30,7 @@ def check_same(ranks: AnyCommunicator, facts: Mapping[str, Any]) -> None:
     Raises:
         RankError: on every rank, with one sentence that names what differs, its values and on which ranks.
     """
-    mine = {"the version of tiercache": tiercache.__version__, **facts}
+    mine = {"the version of tiercache": __version__, **facts}
     told = ranks.all_gather_object({name: _short(value) for name, value in mine.items()}, _COMPARING)
     names = dict.fromkeys(name for each in told for name in each)
     _refuse({name: _difference([each.get(name, "nothing") for each in told]) for name in names})

@@ -10,7 +10,7 @@ import torch
 from tiercache.data.raw_batch import OOV_KEY
 from tiercache.errors import BudgetError
 from tiercache.kernels.cpu.hashing import key_owners
-from tiercache.kernels.cpu.next_use import search_keys
+from tiercache.kernels.cpu.key_sweeps import search_keys
 from tiercache.sizes import format_bytes
 
 if TYPE_CHECKING:

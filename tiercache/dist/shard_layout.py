@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.errors import RankError
-from tiercache.kernels.cpu.next_use import hash_range_bound
+from tiercache.kernels.cpu.key_sweeps import hash_range_bound
 from tiercache.store.shards.sharding import hash_bounds
 
 if TYPE_CHECKING:

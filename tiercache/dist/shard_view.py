@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from tiercache.dist.shard_layout import find_owners
-from tiercache.kernels.cpu.next_use import hash_range_bound
+from tiercache.kernels.cpu.key_sweeps import hash_range_bound
 from tiercache.store.shards.sharding import hash_bounds
 from tiercache.store.table import group_tables
 

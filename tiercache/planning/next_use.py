@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tiercache.kernels.cpu.hashing import hash_keys
-from tiercache.kernels.cpu.next_use import hash_range_bound, sweep_uses
+from tiercache.kernels.cpu.key_sweeps import hash_range_bound, sweep_uses
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from tiercache.rows.backends.base import Backend, BatchUpload
     from tiercache.train.arrival import Arrival
     from tiercache.train.local_exchange import Exchange
-    from tiercache.train.lookup import Collations, Uploader
     from tiercache.train.row_view import RowView
+    from tiercache.train.table_lookup import Collations, Uploader
     from tiercache.values.batch import BatchRequest
     from tiercache.values.ids import FeatureIds
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from tiercache.train.lookup import MODES, FeaturePart, PooledLookup, ReadyLookup, RowLookup, check_brought
 from tiercache.train.lookup_ops import look_up_bags, look_up_rows, once_differentiable
 from tiercache.train.plain_keys import given_bags, given_rows, shaped_as, table_weight
+from tiercache.train.table_lookup import MODES, FeaturePart, PooledLookup, ReadyLookup, RowLookup, check_brought
 from tiercache.train.table_module import TableModule
 from tiercache.values.batch import Batch, JaggedIds
 from tiercache.values.compiled import not_compiled

@@ -9,7 +9,7 @@ import numpy as np
 
 from tiercache.data.raw_batch import OOV_KEY
 from tiercache.errors import BudgetError
-from tiercache.kernels.cpu.next_use import search_keys
+from tiercache.kernels.cpu.key_sweeps import search_keys
 from tiercache.planning.row_offsets import RowOffsets
 from tiercache.rows.device import group_rows
 from tiercache.sizes import format_bytes

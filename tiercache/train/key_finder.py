@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tiercache.kernels.cpu.key_index import KeySet
-from tiercache.kernels.cpu.next_use import search_keys
+from tiercache.kernels.cpu.key_sweeps import search_keys
 from tiercache.rows.backends.raw_key_indexes import HostFound
 from tiercache.values.ids import FoundIds
 

@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from tiercache.train.batches import make_batch
-from tiercache.train.lookup import Collations, FeaturePart, Key, collate_part
 from tiercache.train.row_gradients import ended_unstepped
+from tiercache.train.table_lookup import Collations, FeaturePart, Key, collate_part
 from tiercache.values.batch import Batch, BatchRequest
 
 if TYPE_CHECKING:

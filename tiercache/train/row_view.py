@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tiercache.kernels.cpu.next_use import hash_range_bound
+from tiercache.kernels.cpu.key_sweeps import hash_range_bound
 from tiercache.store.bits import hash_keys
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tiercache.data.sub_dataset import SampleBuffers
-from tiercache.kernels.cuda.device import CudaError, open_device
+from tiercache.kernels.cuda.cupy_device import CudaError, open_device
 from tiercache.kernels.cuda.sorting import sort_positions
 from tiercache.rows.backends.host_arrays import runs_of
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike, NDArray
 
-    from tiercache.kernels.cuda.device import CudaDevice
+    from tiercache.kernels.cuda.cupy_device import CudaDevice
     from tiercache.kernels.cuda.sorting import RowOffsets, Runs
     from tiercache.rows.backends.base import Event
     from tiercache.rows.backends.host_arrays import Run

@@ -1,0 +1,227 @@
+"""Walks: which files and functions one budget, one batch, one key and one row enter, from a trace of a tiny training.
+
+``python -m tests.walks [--calls]`` prints them. Functions are counted once however often they are called; lambdas,
+comprehensions and code outside the package are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+import tiercache as tc
+from tiercache.data.key_sets import write_dataset
+from tiercache.data.raw_batch import RawBatch
+from tiercache.store import NEVER, Cursor, Range, SegmentLayout, Store, Table, hash_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+PACKAGE = Path(tc.__file__).parent
+DEVICE_BUDGET = 41_943_049
+"""A number of bytes that nothing else in the training is."""
+KEYS = 64
+
+
+class Call(NamedTuple):
+    """A function of the package that was entered."""
+
+    file: str
+    """Relative to the package."""
+    function: str
+    caller: str
+    """The file of the package that called it, other code in between left out; empty if none did."""
+
+
+@dataclass
+class Walk:
+    """The calls of a walk, in order."""
+
+    name: str
+    calls: list[Call] = field(default_factory=list)
+
+    @property
+    def functions(self) -> list[tuple[str, str]]:
+        """Each function once, in the order of its first call."""
+        return list(dict.fromkeys((call.file, call.function) for call in self.calls))
+
+    @property
+    def files(self) -> list[str]:
+        """Each file once, in the order of its first call."""
+        return list(dict.fromkeys(call.file for call in self.calls))
+
+    def inside(self, folder: str) -> Walk:
+        """Return the part of the walk in one folder of the package."""
+        return Walk(self.name, [call for call in self.calls if call.file.startswith(folder)])
+
+    def entries(self, file: str) -> list[str]:
+        """Return the functions of a file that others call, once for each call."""
+        return [call.function for call in self.calls if call.file == file != call.caller]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {len(self.calls)} calls, {len(self.functions)} functions, {len(self.files)} files"
+
+
+def traced(
+    name: str, run: Callable[[], Any], keep: Callable[[FrameType], bool] = lambda _: True, *, threads: bool = False
+) -> Walk:
+    """Run a function and return its walk through the package; with ``threads`` on those that it starts, too.
+
+    keep: tells if a call belongs to the walk, given its frame at the call.
+    """
+    walk = Walk(name)
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(str(PACKAGE)) or code.co_name.startswith("<"):
+            return
+        if keep(frame):
+            walk.calls.append(Call(file_of(frame), code.co_qualname, caller_of(frame)))
+
+    if threads:
+        threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return walk
+
+
+def file_of(frame: FrameType) -> str:
+    """Return the file of a frame, relative to the package."""
+    return Path(frame.f_code.co_filename).relative_to(PACKAGE).as_posix()
+
+
+def caller_of(frame: FrameType) -> str:
+    """Return the file of the package that called a function, or nothing."""
+    above = frame.f_back
+    while above is not None and not above.f_code.co_filename.startswith(str(PACKAGE)):
+        above = above.f_back
+    return "" if above is None else file_of(above)
+
+
+def carries(value: object, number: int, depth: int = 0) -> bool:
+    """Tell if a value is a number of bytes, as an int or as text, or a dataclass or tuple with it in a field."""
+    if isinstance(value, int | str) and not isinstance(value, bool):
+        return value in {number, str(number)}
+    if depth > 1:
+        return False
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [one.name for one in dataclasses.fields(value)]
+        return any(carries(getattr(value, name, None), number, depth + 1) for name in names)
+    return isinstance(value, tuple | list) and any(carries(one, number, depth + 1) for one in value)
+
+
+def arguments_carry(frame: FrameType, number: int) -> bool:
+    """Tell if an argument of the function that a frame begins is, or has, a number."""
+    code = frame.f_code
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    values = [frame.f_locals[name] for name in names if name in frame.f_locals]
+    return any(carries(value, number) for value in values)
+
+
+def walk_training(folder: Path) -> tuple[Walk, Walk, Walk]:
+    """Train two passes; return the walks of the device budget, of one batch, and of its step."""
+    table = tc.Table(name="item", dim=4, optimizer=tc.optim.Adagrad(learning_rate=0.1))
+    schema = tc.Schema(label="label", features=(tc.Feature(name="item", table="item"),), tables=(table,))
+    parts = [np.arange(start, start + KEYS) for start in (0, KEYS // 2)]
+    batches = [RawBatch.of(schema, {"item": keys}, label=keys % 2) for keys in parts]
+    passes = write_dataset(folder / "passes", schema, batches)
+    model = tc.EmbeddingBagCollection(schema)
+    opened: list[tc.TierCache] = []
+
+    def open_cache() -> None:
+        budgets: dict[str, Any] = {"device_budget": DEVICE_BUDGET, "host_budget": "64MiB"}
+        opened.append(tc.TierCache(folder / "model.tc", passes, model=model, progress=False, **budgets))
+
+    budget = traced("device_budget", open_cache, lambda frame: arguments_carry(frame, DEVICE_BUDGET), threads=True)
+    batch = step = Walk("none")
+    with opened[0] as cache:
+        optimizer = cache.optimizer
+        for p in cache.passes(epochs=1):
+            iterator = iter(p.batches(KEYS // 2))
+            made: list[Any] = []
+
+            def train(iterator: Any = iterator, made: list[Any] = made) -> None:
+                made.append(next(iterator))
+                model(made[-1]).sum().backward()
+
+            batch = traced("one batch, forward and backward", train)
+            step = traced("one step", optimizer.step)
+            optimizer.zero_grad()
+            for rest in iterator:
+                model(rest).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return budget, batch, step
+
+
+def walk_store(folder: Path) -> dict[str, Walk]:
+    """Write one segment and read of it; return the walks by name. The same as the review of 2026-11-27 traced."""
+    table = Table(name="user", dim=16)
+    count, half = 40_000, 20_000
+    keys = np.arange(count, dtype=np.int64)
+    keys = keys[np.argsort(hash_keys(keys, table.table_id))]
+    ranges = [Range(1, (half,)), Range(NEVER, (count - half,))]
+    layout = SegmentLayout.of(ranges, row_bytes=table.row_bytes, page_rows=320, block_bytes=4 << 20)
+    path, stores = folder / "walk.tc", list[Store]()
+
+    def blocks() -> Any:
+        for block in range(layout.num_blocks):
+            first, last = layout.rows_of_block(block)
+            yield 0, block, np.zeros((last - first) * table.row_bytes, np.uint8), keys[first:last]
+
+    def publish() -> None:
+        stores[0].publish(Cursor(1, 0), state=b"x" * 100, schedule_digest="", settings={}, environment={})
+
+    def walk(name: str, run: Callable[[], Any]) -> None:
+        walks[name] = traced(name, run, threads=True).inside("store/")
+
+    walks: dict[str, Walk] = {}
+    walk("open a new store", lambda: stores.append(Store.open(path, tables=[table])))
+    walk("append one segment", lambda: stores[0].append(0, [layout], blocks()))
+    walk("publish a commit", publish)
+    stores.pop().close()
+    walk("open to read", lambda: stores.append(Store.open(path, mode="r")))
+    walk("look one key up", lambda: stores[0].lookup("user", np.array([17])))
+    stores.pop().close()
+    return walks
+
+
+def main() -> None:
+    """Print the walks."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--calls", action="store_true", help="print every call in order, not each function once")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        walks = [*walk_training(Path(folder)), *walk_store(Path(folder)).values()]
+    for walk in walks:
+        if walk.name == "one step":
+            entries = walk.entries("train/row_optimizer.py")
+            sys.stdout.write(f"== one step enters train/row_optimizer.py {len(entries)} times: {', '.join(entries)}\n")
+        sys.stdout.write(f"== {walk}\n")
+        steps = [(call.file, call.function) for call in walk.calls] if options.calls else walk.functions
+        by_file: list[tuple[str, list[str]]] = []
+        for file, function in steps:
+            if not by_file or by_file[-1][0] != file:
+                by_file.append((file, []))
+            by_file[-1][1].append(function)
+        for file, functions in by_file:
+            sys.stdout.write(f"   {file}: {', '.join(functions)}\n")
+
+
+if __name__ == "__main__":
+    main()
