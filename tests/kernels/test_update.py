@@ -18,7 +18,7 @@ from tests.kernels.shim.device import ShimDevice
 from tests.kernels.test_pooling import pool
 from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
 from tiercache.kernels.cuda.launch import most_parts, struct
-from tiercache.kernels.cuda.sorting import STRETCH, RowOffsets, sort_positions
+from tiercache.kernels.cuda.sorting import STRETCH, LookupPositions, sort_positions
 from tiercache.kernels.step import (
     ADAGRAD,
     NO_ROUNDING,
@@ -429,8 +429,8 @@ def test_ids_in_the_order_of_their_positions_step_the_same_rows_on_cuda(dim: int
     fields = [rng.standard_normal((300, dim)).astype(F4), *states("adagrad", 300, dim, rng)]
     for m in machines("cuda"):
         wanted = stepped(m, "adagrad", fields, slots, m.one_id(gradient))
-        few = RowOffsets(m.place(ids[:9]), np.array([0, 9]), bases[:1], limits[:1])
-        _, runs = sort_positions(m.device, [few, RowOffsets(m.place(ids), starts, bases, limits)])
+        few = LookupPositions(m.place(ids[:9]), np.array([0, 9]), bases[:1], limits[:1])
+        _, runs = sort_positions(m.device, [few, LookupPositions(m.place(ids), starts, bases, limits)])
         assert np.array_equal(m.pairs(runs) >> np.uint64(32), np.sort(ids + bases[feature]))
         vectors, placed = m.vectors(fields[0]), [m.place(field) for field in fields[1:]]
         runs = runs._replace(slot_of=m.place(slot_of))

@@ -13,7 +13,7 @@ from tiercache.errors import StateError
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
 from tiercache.kernels.cpu.gathering import check_ids
 from tiercache.kernels.cpu.pooling import MAX, MEAN, SUM
-from tiercache.kernels.cuda.sorting import RowOffsets
+from tiercache.kernels.cuda.sorting import LookupPositions
 from tiercache.train.row_gradients import NOBODY_STEPS
 from tiercache.values.ids import FoundIds
 from tiercache.values.lookups import FeatureRuns, LookedUp, LookupIds, SavedGradient, SortedSlots, feature_spans
@@ -89,7 +89,7 @@ class Collated:
     """(F * N + 1,) on the device, where they are bags."""
     weights: Array | None
     """(E,) on the device: those of the data, where it has some and they were asked for."""
-    positions: RowOffsets | None = None
+    positions: LookupPositions | None = None
     """Where the ids may be sorted ahead of the step, what their positions are."""
     runs: Any = None
     """The order of the ids by position, where they were."""
@@ -118,7 +118,7 @@ def collate_part(
         bad = _first_bad(runs, starts, limits)
         if bad is None and starts[-1]:
             bases = np.array([group.first[table] for table in part.tables], dtype=np.int64)
-            order = RowOffsets(ids, starts, bases, limits)
+            order = LookupPositions(ids, starts, bases, limits)
     offsets = brought = None
     if part.bags:
         n = num_samples

@@ -51,7 +51,7 @@ class Runs(NamedTuple):
         return -(-(self.run_at - self.address + 4 * (-(-self.size // STRETCH) + 1)) // 8) * 8
 
 
-class RowOffsets(NamedTuple):
+class LookupPositions(NamedTuple):
     """The ids of some features: those of feature f are ``ids[starts[f]:starts[f + 1]]``, below ``limits[f]``.
 
     Their positions begin at ``bases[f]``. ids (E,) int32 lie on the device.
@@ -85,7 +85,7 @@ def sort_groups(device: Device, groups: Sequence[tuple[Sequence[Any], int]]) -> 
     return _sort_together(device, made)
 
 
-def sort_positions(device: Device, lookups: Sequence[RowOffsets]) -> list[Runs]:
+def sort_positions(device: Device, lookups: Sequence[LookupPositions]) -> list[Runs]:
     """Return the runs of the positions of ids, whose rows a step finds by a map of slots (`Runs.slot_of`).
 
     Of ids that lie on a device in the order of calls nothing is read, so one that is no id is no error here.

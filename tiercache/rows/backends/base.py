@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from tiercache.data.sub_dataset import SampleBuffers
     from tiercache.kernels.cpu.key_index import KeySet
-    from tiercache.kernels.cuda.sorting import RowOffsets
+    from tiercache.kernels.cuda.sorting import LookupPositions
     from tiercache.rows.backends.host_arrays import Run
     from tiercache.rows.backends.optimizer_step import OptimizerStep
     from tiercache.store.table import Table
@@ -153,7 +153,7 @@ class BatchUpload(Protocol):
         """Like `Backend.weights`, with weights of the data."""
         ...
 
-    def sort(self, lookups: Sequence[RowOffsets]) -> Sequence[Any]:
+    def sort(self, lookups: Sequence[LookupPositions]) -> Sequence[Any]:
         """Return the order of the ids of each lookup by position, if it is better found here than in the step."""
         ...
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike, NDArray
 
-    from tiercache.kernels.cuda.sorting import RowOffsets
+    from tiercache.kernels.cuda.sorting import LookupPositions
     from tiercache.rows.backends.base import Event, Layout
     from tiercache.rows.backends.optimizer_step import OptimizerStep
     from tiercache.store.table import Table
@@ -105,7 +105,7 @@ class HostUpload:
         self._beside += joined.nbytes if joined.base is None else 0
         return runs, joined
 
-    def sort(self, lookups: Sequence[RowOffsets]) -> Sequence[Any]:
+    def sort(self, lookups: Sequence[LookupPositions]) -> Sequence[Any]:
         """Return none: lookups sort slots, which is as quick, on all threads."""
         return [None] * len(lookups)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from tiercache.kernels.cuda.cupy_device import CudaDevice
-    from tiercache.kernels.cuda.sorting import RowOffsets, Runs
+    from tiercache.kernels.cuda.sorting import LookupPositions, Runs
     from tiercache.rows.backends.base import Event
     from tiercache.rows.backends.host_arrays import Run
     from tiercache.values.ids import Array
@@ -289,7 +289,7 @@ class PinnedUpload:
             values[first:last] = some
         return self._upload(pinned, (size,))
 
-    def sort(self, lookups: Sequence[RowOffsets]) -> Sequence[Runs]:
+    def sort(self, lookups: Sequence[LookupPositions]) -> Sequence[Runs]:
         """Sort them all at once, on the stream of uploads, beside the training."""
         with self._runtime.uploading():
             found = sort_positions(self._runtime.kernels, lookups)
