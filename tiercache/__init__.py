@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from tiercache.train.embedding import EmbeddingBagCollection as EmbeddingBagCollection
     from tiercache.train.embedding import EmbeddingCollection as EmbeddingCollection
     from tiercache.train.in_memory import InMemoryCache as InMemoryCache
+    from tiercache.train.options import TierCacheOptions as TierCacheOptions
     from tiercache.train.passes import Pass as Pass
     from tiercache.values.batch import Batch as Batch
 
@@ -59,6 +60,7 @@ _HOME = {
     "Table": "store.table",
     "TierCache": "train.cache",
     "TierCacheError": "errors",
+    "TierCacheOptions": "train.options",
     "EmbeddingCollection": "train.embedding",
     "EmbeddingBagCollection": "train.embedding",
     "Pass": "train.passes",
@@ -93,6 +95,7 @@ __all__ = [
     "Table",
     "TierCache",
     "TierCacheError",
+    "TierCacheOptions",
     "convert",
     "export_store",
     "extract",

@@ -251,8 +251,9 @@ def test_an_option_of_the_other_kind_or_of_no_sense_is_refused(
 def test_a_store_is_put_into_the_order_that_a_training_by_overlap_has(folder: Path) -> None:
     """The training finds it so, and reorganizes nothing."""
     assert told("reorganize", "s.tc", "passes", "--order", "overlap")["rewritten"]
-    budgets = {"device_budget": "1MiB", "host_budget": "64MiB", "order": "overlap", "reorganize": False}
-    with tc.Store.open("s.tc") as store, tc.TierCache(store, "passes", progress=False, **budgets):
+    budgets = {"device_budget": "1MiB", "host_budget": "64MiB", "order": "overlap"}
+    options = tc.TierCacheOptions(reorganize=False)
+    with tc.Store.open("s.tc") as store, tc.TierCache(store, "passes", progress=False, options=options, **budgets):
         pass
 
 

@@ -104,8 +104,8 @@ def train(
     """
     passes, host_budget = tc.PassDataset.open(folder / "passes"), HOST_BUDGETS[1 if ranks is None else ranks.size]
     with tc.TierCache(
-        folder / "model.tc", passes, device_budget="1MiB", host_budget=host_budget, seed=3, engine=engine,
-        sharding=SHARDING,
+        folder / "model.tc", passes, device_budget="1MiB", host_budget=host_budget, seed=3,
+        sharding=SHARDING, options=tc.TierCacheOptions(engine=engine),
     ) as cache:  # fmt: skip
         net = Net(ordered=given == "ordered")
         model = net if ranks is None or ranks.size == 1 else DistributedDataParallel(net)

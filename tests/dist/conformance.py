@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import tiercache as tc
+from tests.cache_options import gathered
 from tests.train.cases import Case, Spec
 from tiercache.data.key_sets import write_dataset
 from tiercache.data.raw_batch import OOV_KEY, FeatureKeys, RawBatch
@@ -231,11 +232,11 @@ def open_cache(ranks: AnyCommunicator, entry: Entry, folder: str, **given: Any) 
     passes, path = tc.PassDataset.open(Path(folder) / "passes"), Path(folder) / "model.tc"
     if options["host_budget"] == "smallest":
         try:
-            tc.TierCache(path, passes, **options | {"host_budget": 1})
+            tc.TierCache(path, passes, **gathered(options | {"host_budget": 1}))
         except tc.TierCacheError as error:
             found = re.search(r"raise host_budget to (\d+) bytes", str(error))
             options["host_budget"] = max(ranks.all_gather_object(int(found[1]) if found else 0))
-    return tc.TierCache(path, passes, **options)
+    return tc.TierCache(path, passes, **gathered(options))
 
 
 def train(
@@ -334,4 +335,4 @@ def refused(ranks: AnyCommunicator, name: str, folder: str, *, what: str) -> Non
     }
     if what in wrong:
         passes, options = tc.PassDataset.open(Path(folder) / "passes"), {"device_budget": "1MiB", "host_budget": "9MiB"}
-        tc.TierCache(Path(folder) / "model.tc", passes, **options | wrong[what])
+        tc.TierCache(Path(folder) / "model.tc", passes, **gathered(options | wrong[what]))

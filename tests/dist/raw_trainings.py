@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import tiercache as tc
+from tests.cache_options import gathered
 from tests.dist import trainings
 from tests.dist.trainings import BAGS, OPTIONS, dense_of, model_of, step
 from tests.train.cases import Net
@@ -133,7 +134,7 @@ def train(ranks: AnyCommunicator, folder: str, *, on_shim: bool = False, **optio
     place = Path(folder)
     samples, keys = tc.PassDataset.open(place / "passes"), tc.PassDataset.open(place / "keys")
     options |= {"device": shim()} if on_shim else {}
-    with tc.TierCache(place / "raw.tc", keys, **OPTIONS | options) as cache:
+    with tc.TierCache(place / "raw.tc", keys, **gathered(OPTIONS | options)) as cache:
         model, optimizer = model_of(cache, CASE)
         found = run(cache, samples, model, optimizer, rank=ranks.rank, size=ranks.size, **how)
         assert cache.device_bytes <= 4 << 20

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import tiercache as tc
+from tests.cache_options import gathered
 from tests.dist.pool import RanksPool
 from tests.dist.trainings import assert_same_rows, dense_of, stored
 from tests.train.devices import shim
@@ -28,7 +29,7 @@ def opened(folder: str, name: str, kind: str = "row", **options: Any) -> tc.Tier
     """Open the store of a test."""
     sharding, passes = dict.fromkeys(["a", "b"], kind), tc.PassDataset.open(Path(folder) / "passes")
     budgets: dict[str, Any] = {"device_budget": "96KiB", "host_budget": "16MiB", "progress": False}
-    return tc.TierCache(Path(folder) / name, passes, sharding=sharding, **budgets | options)
+    return tc.TierCache(Path(folder) / name, passes, sharding=sharding, **gathered(budgets | options))
 
 
 def fetch(

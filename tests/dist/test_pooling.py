@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import tiercache as tc
+from tests.cache_options import gathered
 from tests.dist.pool import RanksPool
 from tests.dist.trainings import OPTIONS, assert_same_rows, dense_of, stored
 from tests.train.cases import Case, Spec, table
@@ -69,7 +70,7 @@ def opened(folder: str, name: str, kind: str = "table", **options: Any) -> tc.Ti
     """Open the store of a test, with all tables divided alike."""
     sharding = dict.fromkeys([one.name for one in CASE.tables], kind)
     passes = tc.PassDataset.open(Path(folder) / "passes")
-    return tc.TierCache(Path(folder) / name, passes, sharding=sharding, **OPTIONS | options)
+    return tc.TierCache(Path(folder) / name, passes, sharding=sharding, **gathered(OPTIONS | options))
 
 
 def train(

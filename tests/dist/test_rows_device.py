@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tiercache as tc
+from tests.cache_options import gathered
 from tests.train.cases import SPECS, Case, table
 from tiercache.dist.communicator import LocalCommunicator
 from tiercache.errors import BudgetError
@@ -59,7 +60,7 @@ def opened(folder: Path, **options: Any) -> tc.TierCache:
     """Return a small cache."""
     passes = Case(tables=(table("a", 8),), specs=SPECS[:1], num_samples=64, pass_rows=32).cut(folder / "passes")
     budgets: dict[str, Any] = {"device": "cuda", "device_budget": "1MiB", "host_budget": "1MiB"}
-    return tc.TierCache(folder / "x.tc", passes, **budgets | options)
+    return tc.TierCache(folder / "x.tc", passes, **gathered(budgets | options))
 
 
 def test_process_groups_are_connected_on_the_ranks_device_before_rows_take_its_memory(tmp_path: Path) -> None:

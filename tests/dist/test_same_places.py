@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import tiercache as tc
+from tests.cache_options import gathered
 from tests.dist.meeting import meet
 from tests.dist.pool import RanksPool
 from tests.dist.trainings import CASES, ONE, OPTIONS, on_ranks, stored
@@ -30,7 +31,7 @@ def opened(ranks: AnyCommunicator, folder: str, by_rank: list[dict[str, Any]]) -
         model = None
         if mine.pop("model", False):
             model = tc.EmbeddingBagCollection(passes.schema)
-        tc.TierCache(store, passes, model=model, **OPTIONS | mine).close()
+        tc.TierCache(store, passes, model=model, **gathered(OPTIONS | mine)).close()
 
 
 @pytest.mark.parametrize(

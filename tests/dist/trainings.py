@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import tiercache as tc
+from tests.cache_options import gathered
 from tests.dist.pool import RanksPool
 from tests.train.cases import Case, Net, Result, Spec, table
 from tests.train.devices import shim
@@ -50,7 +51,7 @@ def open_sharded(case: Case, folder: str, *, queued: bool = False, **options: An
     passes = tc.PassDataset.open(Path(folder) / "passes")
     if queued:
         options["device"] = shim()
-    return tc.TierCache(Path(folder) / "model.tc", passes, **OPTIONS | options)
+    return tc.TierCache(Path(folder) / "model.tc", passes, **gathered(OPTIONS | options))
 
 
 def model_of(cache: tc.TierCache, case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:

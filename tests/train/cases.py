@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import tiercache as tc
+from tests.cache_options import gathered
 from tests.train.devices import device_of_tests
 from tiercache.data.key_sets import write_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
@@ -308,7 +309,7 @@ def tiered(store: tc.Store | Path, passes: tc.PassDataset, **options: Any) -> Ti
     options.setdefault("host_budget", "64MiB")
     options.setdefault("device", device_of_tests())
     options.setdefault("reorganize", False)
-    return tc.TierCache(store, passes, **options)
+    return tc.TierCache(store, passes, **gathered(options))
 
 
 def resident(passes: tc.PassDataset, **options: Any) -> tc.InMemoryCache:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -271,3 +273,20 @@ def test_what_is_no_number_of_epochs_is_refused(cache: TierCache, passes: tc.Pas
         with one_sentence(ValueError, f"epochs is {epochs!r}"):
             next(one.passes(epochs))
     assert list(tc.InMemoryCache(passes).passes(0)) == []
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(tc.TierCacheOptions)])
+def test_an_argument_that_moved_to_the_options_says_so(passes: tc.PassDataset, name: str) -> None:
+    """With or without a store; other unknown arguments are refused as by any function."""
+    for make in (partial(tc.TierCache, "model.tc", passes), partial(tc.InMemoryCache, passes)):
+        with one_sentence(TypeError, f"options=tc.TierCacheOptions({name}=...)"):
+            make(**{name: None})
+        with one_sentence(TypeError, "unexpected keyword argument 'devise'"):
+            make(devise="cpu")
+
+
+@pytest.mark.parametrize("name", ["comm_dtype", "on_nonfinite"])
+def test_an_unknown_word_in_the_options_is_refused(name: str) -> None:
+    """When they are made, with the words that there are."""
+    with one_sentence(ValueError, f"{name} 'int8' is unknown: it must be one of '"):
+        tc.TierCacheOptions(**{name: "int8"})

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import tiercache as tc
+from tests.cache_options import gathered
 from tests.train.cases import (
     SPECS,
     Case,
@@ -72,7 +73,7 @@ def test_what_is_said_of_a_store_that_is_open_already_is_refused(tmp_path: Path,
         for options in ({"engine": "zarr"}, {"retention": 3}, {"shard_dirs": [tmp_path]}):
             words = "engine, retention and shard_dirs are of a store that the cache opens"
             with pytest.raises(ValueError, match=words):
-                tc.TierCache(store, passes, **BUDGETS, **options)
+                tc.TierCache(store, passes, **BUDGETS, **gathered(options))
         with pytest.raises(ValueError, match="unknown table 't9'"):
             tc.TierCache(store, passes, **BUDGETS, sharding={"t9": "row"})
 
@@ -85,7 +86,7 @@ def test_a_store_of_other_passes_is_put_into_their_order(
         train(cache, CASE)
     others = Case(tables=CASE.tables, specs=SPECS, num_samples=80, pass_rows=40, data_seed=5).cut(tmp_path / "others")
     with pytest.raises(DatasetError, match="is not the one that"):
-        tc.TierCache(tmp_path / "model.tc", others, reorganize=False, **BUDGETS)
+        tc.TierCache(tmp_path / "model.tc", others, options=tc.TierCacheOptions(reorganize=False), **BUDGETS)
     assert "reorganizing" not in capsys.readouterr().err
     with tc.Store.open(tmp_path / "model.tc", tables=CASE.tables) as store:
         before = store.commits

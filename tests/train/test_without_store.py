@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import tiercache as tc
+from tests.cache_options import gathered
 from tests.train.beside_torch import CASE as LOOPS_CASE
 from tests.train.beside_torch import Ours
 from tests.train.test_bad_input import one_sentence
@@ -66,7 +67,7 @@ NOT_USED = {
 def test_an_argument_about_stores_is_refused(passes: tc.PassDataset, name: str) -> None:
     """By name, and not ignored."""
     with one_sentence(ValueError, f"does not use {name}", "path of a store"):
-        tc.TierCache(None, passes, **{name: NOT_USED[name]})  # type: ignore[arg-type]
+        tc.TierCache(None, passes, **gathered({name: NOT_USED[name]}))  # type: ignore[arg-type]
 
 
 def test_what_needs_a_store_says_so(passes: tc.PassDataset) -> None:

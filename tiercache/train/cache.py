@@ -7,7 +7,7 @@ import sys
 import weakref
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 from torch import nn
@@ -30,13 +30,13 @@ from tiercache.store.commit_reader import warn_unclosed
 from tiercache.store.opening import local_path
 from tiercache.store.table import group_tables
 from tiercache.train.batches import BatchPipeline
-from tiercache.train.commit_state import check_nonfinite
 from tiercache.train.convert import drop_weights, refuse_weights, warn_of_keys_beyond, weight_rows, weights_of
 from tiercache.train.evaluation import Evaluation
 from tiercache.train.joint_optimizer import named_objects, unwrapped_objects
 from tiercache.train.key_finder import IndexPlan
 from tiercache.train.local_exchange import LocalExchange
 from tiercache.train.missing_rows import CommittedRows
+from tiercache.train.options import COMM_DTYPES, TierCacheOptions, refuse_moved
 from tiercache.train.pass_loop import PassLoop
 from tiercache.train.plain_keys import PlainKeys
 from tiercache.train.rank_exchange import RankExchange
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
-    from torch.distributed import ProcessGroup
     from torch.utils.tensorboard import SummaryWriter
 
     from tiercache.data.dataset import DatasetView
@@ -69,8 +68,6 @@ if TYPE_CHECKING:
     from tiercache.train.missing_rows import Unseen
     from tiercache.train.passes import Pass
     from tiercache.values.batch import Batch
-
-_COMM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class TierCache:
@@ -97,7 +94,6 @@ class TierCache:
         store: str | os.PathLike[str] | Store | None,
         data: PassDataset | str | os.PathLike[str],
         *,
-        group: ProcessGroup | None = None,
         model: nn.Module | Sequence[nn.Module] | None = None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         device: str | torch.device | Backend = "cpu",
@@ -107,29 +103,24 @@ class TierCache:
         store_budget: int | str | None = None,
         plan: str | os.PathLike[str] | None = None,
         sharding: ShardingPlan | ShardingRules | str | Mapping[str, str] = "auto",
-        comm_dtype: str = "float32",
-        shard_dirs: Sequence[str | os.PathLike[str]] | None = None,
-        engine: str | None = None,
-        retention: int | None = None,
-        reorganize: bool = True,
         commit_every: int | None = None,
+        retention: int | None = None,
         seed: int = 0,
         order: Sequence[int] | str | None = None,
         order_seed: int | None = None,
         progress: bool | None = None,
-        on_nonfinite: str = "stop",
+        options: TierCacheOptions | None = None,
+        **unknown: Never,
     ) -> None:
         """Plan the budgets and open the store.
 
         Args:
             store: the path of a store, which is created if it does not exist, or a Store, which stays open. With
-                several ranks, or with ``shard_dirs``, the store is sharded, and with one rank it is a plain one: one
-                that was trained otherwise is rewritten first. A sharded Store that is given open is only read, by as
-                many ranks as it has shards. None: all rows stay on the device, and nothing is committed; the other
-                arguments about stores, budgets and sharding are refused then.
+                several ranks, or with ``shard_dirs`` in ``options``, the store is sharded, and with one rank it is a
+                plain one: one that was trained otherwise is rewritten first. A sharded Store that is given open is only
+                read, by as many ranks as it has shards. None: all rows stay on the device, and nothing is committed;
+                the other arguments about stores, budgets and sharding are refused then.
             data: what `extract` or `write_key_sets` wrote, or its path.
-            group: a process group. Default: torch's default group if there is one, else this process is the only rank.
-                The cache makes process groups of its own from it.
             model: one or several, registered as "model", or "model0", "model1" and so on: see ``register``.
             optimizer: one or several, registered as "optimizer", or "optimizer0" and so on.
             device: where rows are trained: "cpu", "cuda", "cuda:1" or a torch.device. The model belongs there too. With
@@ -148,21 +139,15 @@ class TierCache:
                 "memory_optimized", "cost"), a kind for each table ("row", "table", "column", "replicate"; other tables
                 are sharded by cost), ShardingRules, or a ShardingPlan. "auto" keeps the sharding of the store. If the
                 sharding or the number of ranks differs from the store's, its shards are rewritten first.
-            comm_dtype: the dtype in which rows and gradients travel between ranks: "float32", "bfloat16" or "float16".
-            shard_dirs: a folder for each rank's shard, for example on different disks; default: inside ``store``.
-            engine: as in ``Store.open``, if the cache opens the store.
-            retention: likewise. With several ranks it counts the commits of all ranks.
-            reorganize: whether a store that was trained on another dataset, or in another order, is reorganized for
-                this one first, as by `tiercache.reorganize`. If not, it is refused.
             commit_every: passes between commits; default: 1.
+            retention: as in ``Store.open``, if the cache opens the store. With several ranks it counts the commits of
+                all ranks.
             seed: the seed of shuffled batches.
             order: the order of the sub-datasets in every epoch: a permutation of their numbers, or "overlap", which
                 puts those next to each other that share rows, so that fewer rows move. Default: their own order.
             order_seed: a number shuffles the sub-datasets in each epoch.
             progress: whether to show a progress bar; None: on a terminal.
-            on_nonfinite: what happens if rows, their optimizer state or trainable dense parameters become NaN or
-                infinite. "stop": StateError names pass and table, on a CPU also the batch, and they are not committed;
-                "warn": one warning for each pass; "ignore": nothing is checked.
+            options: what few trainings change.
 
         Raises:
             BudgetError: the passes exceed a budget or the device's memory. Nothing was written.
@@ -173,18 +158,22 @@ class TierCache:
             ValueError: an argument makes no sense.
             StoreError: what ``Store.open`` raises.
         """
+        refuse_moved(unknown)
+        options = options or TierCacheOptions()
+        comm_dtype = COMM_DTYPES[options.comm_dtype]
         self._closed, device = False, device_name(device)
         where = device if isinstance(device, str) else device.device
-        self.communicator = ranks = communicator_of(group, where) if store is not None else only_rank(group, where)
+        find_ranks = only_rank if store is None else communicator_of
+        self.communicator = ranks = find_ranks(options.group, where)
         with closed_on_error(self, "_exchange", "_rows", "_asking", "_beside", "_opened", "communicator"):
             with ranks.raise_on_all("reading the budgets"):
                 self.dataset = data = PassDataset.of(data)
                 planned = Planned.read(plan, data)
-                options = StoreOptions(
-                    sharding=sharding, shard_dirs=shard_dirs, engine=engine, retention=retention,
-                    reorganize=reorganize, order=order_rule(data, planned.order(order, order_seed), order_seed),
+                store_options = StoreOptions(
+                    sharding=sharding, shard_dirs=options.shard_dirs, engine=options.engine, retention=retention,
+                    reorganize=options.reorganize, order=order_rule(data, planned.order(order, order_seed), order_seed),
                 )  # fmt: skip
-                self._opened = TrainingStore(store, data, ranks, options)
+                self._opened = TrainingStore(store, data, ranks, store_options)
                 objects = named_objects(model=model, optimizer=optimizer)
                 weights = weights_of(objects.values())
                 facts = self._opened.facts | {
@@ -195,22 +184,19 @@ class TierCache:
                     refuse_weights(objects.values())
                     _refuse_options(
                         device_budget=device_budget, host_budget=host_budget, eval_budget=eval_budget,
-                        store_budget=store_budget, plan=plan, shard_dirs=shard_dirs, engine=engine,
+                        store_budget=store_budget, plan=plan, shard_dirs=options.shard_dirs, engine=options.engine,
                         retention=retention, commit_every=commit_every,
                         sharding=None if sharding == "auto" else sharding,
                     )  # fmt: skip
                 else:
                     budgets = planned.budgets(device_budget, host_budget, eval_budget, store_budget, commit_every)
                     facts |= budgets.facts
-                check_nonfinite(on_nonfinite)
-                if comm_dtype not in _COMM_DTYPES:
-                    raise ValueError(f"comm_dtype {comm_dtype!r} is unknown: it must be one of {[*_COMM_DTYPES]}")
             if ranks.size > 1:
                 check_same(ranks, self._facts(data) | facts | {
-                    "comm_dtype": comm_dtype, "seed": int(seed), "on_nonfinite": on_nonfinite,
+                    "comm_dtype": options.comm_dtype, "seed": int(seed), "on_nonfinite": options.on_nonfinite,
                 })  # fmt: skip
                 check_same_places(ranks, self._opened.places)
-            source = self._opened.choose(number_bytes=_COMM_DTYPES[comm_dtype].itemsize)
+            source = self._opened.choose(number_bytes=comm_dtype.itemsize)
             with ranks.raise_on_all("opening the device"):
                 opened = str(ranks.device) if isinstance(device, str) else device
                 self._backend = backend = open_backend(opened, source.tables)
@@ -223,9 +209,11 @@ class TierCache:
             if store is None:
                 self.store = None  # type: ignore[assignment]
                 self._clone_ranks()
-                self._rows = self._resident = ResidentRows(source, backend, options.order)
+                self._rows = self._resident = ResidentRows(source, backend, store_options.order)
             else:
-                self._rows, room = self._open_rows(source, budgets, objects, order=options.order, progress=progress)
+                self._rows, room = self._open_rows(
+                    source, budgets, objects, order=store_options.order, progress=progress
+                )
             self.dense, row_optimizer = self._rows.state.dense, self._rows.state.optimizer
             self.optimizer = self._rows.state.joint
             row_optimizer.anchors.is_closed_to_others = store is not None
@@ -234,7 +222,7 @@ class TierCache:
             self._groups = group_tables(data.tables)
             self._modules: list[nn.Module] = []
             """What looks rows up."""
-            self._exchange = self._new_exchange(_COMM_DTYPES[comm_dtype])
+            self._exchange = self._new_exchange(comm_dtype)
             index = IndexPlan.of(data, backend, room)
             self.index_bytes = index.num_bytes
             """Bytes of ``device_budget`` that are planned for the index of raw and plain keys; 0 if they do not fit.
@@ -253,7 +241,7 @@ class TierCache:
                 self._pipeline,
                 seed=seed,
                 shown=shown,
-                on_nonfinite=on_nonfinite,
+                on_nonfinite=options.on_nonfinite,
                 rates=planned.rates,
             )
             self._plain = PlainKeys(self._raw, self)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tiercache.values.lookups import GroupRows
 
 
-_MODES = ("stop", "warn", "ignore")
+NONFINITE_MODES = ("stop", "warn", "ignore")
 _PIECE = 1 << 20
 """Numbers that are read at a time."""
 
@@ -109,12 +109,6 @@ class FiniteCheck:
             flags = torch.stack([_is_finite(one) for _, one in some]).tolist()
             found += [one for one, good in zip(some, flags, strict=True) if not good]
         return found
-
-
-def check_nonfinite(mode: str) -> None:
-    """Raise ValueError for an unknown mode."""
-    if mode not in _MODES:
-        raise ValueError(f"on_nonfinite {mode!r} is unknown: it must be one of {', '.join(map(repr, _MODES))}")
 
 
 def nonfinite_tables(backend: Backend, groups: Sequence[GroupRows]) -> str:

@@ -1,0 +1,66 @@
+"""TierCacheOptions: arguments of TierCache that few trainings change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import torch
+
+from tiercache.train.commit_state import NONFINITE_MODES
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Collection, Sequence
+
+    from torch.distributed import ProcessGroup
+
+COMM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TierCacheOptions:
+    """Settings of a `TierCache` that most trainings leave alone. Raises ValueError for an unknown word."""
+
+    group: ProcessGroup | None = None
+    """The process group to train on. Default: torch's default group if there is one, else this process alone.
+
+    The cache makes process groups of its own from it.
+    """
+    comm_dtype: str = "float32"
+    """The dtype in which rows and gradients travel between ranks: "float32", "bfloat16" or "float16"."""
+    shard_dirs: Sequence[str | os.PathLike[str]] | None = None
+    """A folder for each rank's shard, for example on different disks; default: inside the store's folder."""
+    engine: str | None = None
+    """As in ``Store.open``, if the cache opens the store."""
+    reorganize: bool = True
+    """Whether a store of another dataset, or another order, is reorganized first, as by `tiercache.reorganize`.
+
+    If not, it is refused.
+    """
+    on_nonfinite: str = "stop"
+    """The reaction to rows, optimizer states or trainable dense parameters that become NaN or infinite.
+
+    "stop" raises StateError, which names the pass and table, on a CPU also the batch, and does not commit them; "warn"
+    warns once for each pass; "ignore" checks nothing.
+    """
+
+    def __post_init__(self) -> None:
+        _check_word("comm_dtype", self.comm_dtype, COMM_DTYPES)
+        _check_word("on_nonfinite", self.on_nonfinite, NONFINITE_MODES)
+
+
+def _check_word(name: str, word: str, allowed: Collection[str]) -> None:
+    if word not in allowed:
+        raise ValueError(f"{name} {word!r} is unknown: it must be one of {', '.join(map(repr, allowed))}")
+
+
+def refuse_moved(arguments: Collection[str]) -> None:
+    """Raise TypeError for unknown arguments of a cache, with the place of those that are fields of the options."""
+    for name in arguments:
+        if name in {field.name for field in fields(TierCacheOptions)}:
+            raise TypeError(
+                f"{name} is no argument of a cache but a field of its options: give "
+                f"options=tc.TierCacheOptions({name}=...)"
+            )
+        raise TypeError(f"TierCache() got an unexpected keyword argument {name!r}")
