@@ -174,9 +174,10 @@ class Rank:
         self._look_up(RowView(rows, gradients, "a pass", self.backend), asked.ids)
         pooled = time.perf_counter()
         gradients.settle(self.backend.array)
-        self.exchange.gradients_of(asked, slots, gradients, self.optimizer.gradients)
+        self.exchange.gradients_of(asked, slots, gradients.pending, self.optimizer.gradients.pending)
         seconds["back"] = time.perf_counter() - pooled
-        self.exchange.step(self.optimizer, self.rows)
+        self.exchange.step(self.optimizer.steps_of(self.rows), self.rows)
+        self.optimizer.end_step()
         next_asked = asking.result()
         seconds["step"], seconds["step_cpu"] = time.perf_counter() - begun, time.process_time() - busy
         return seconds, next_asked

@@ -15,7 +15,6 @@ from tiercache.dist.requests import Requester
 from tiercache.dist.shard_layout import Destination, Owners, ShardLayout, out_of_bounds
 from tiercache.kernels.step import Vectors
 from tiercache.store.table import group_tables
-from tiercache.train.batches import Pooled
 from tiercache.train.pending_batches import tensors_of
 from tiercache.values.ids import FeatureIds
 from tiercache.values.lookups import GroupRows, LookedUp, LookupIds
@@ -234,6 +233,6 @@ def test_every_tensor_of_a_batch_is_found_wherever_it_is() -> None:
                         weights=all_[4])  # fmt: skip
     left = LookedUp(all_[5], None, host, all_[6], all_[7])
     asked: Any = None
-    pooled = PooledBatch({"f": Pooled("sum", all_[8])}, asked, ((Served(asked, entries, left),),))
+    pooled = PooledBatch({"f": all_[8]}, asked, ((Served(asked, entries, left),),))
     found = tensors_of(([rows], pooled, None, "words", 3))
     assert {int(tensor[0]) for tensor in found} == set(range(9))

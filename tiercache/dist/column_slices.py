@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from tiercache.kernels.arrays import NONE_F4, NONE_I4
-from tiercache.rows.backends.optimizer_step import OptimizerStep
 from tiercache.store.table import SGD, Group, RowWiseAdagrad
 from tiercache.values.lookups import RowRequest, SavedGradient
 
@@ -22,9 +21,8 @@ if TYPE_CHECKING:
     from tiercache.dist.exchange import Received
     from tiercache.dist.shard_layout import Owners
     from tiercache.rows.backends.base import Backend
-    from tiercache.train.row_gradients import RowGradients
-    from tiercache.train.row_optimizer import RowOptimizer
-    from tiercache.values.lookups import GroupRows
+    from tiercache.rows.backends.optimizer_step import OptimizerStep
+    from tiercache.values.lookups import GroupGradients, GroupRows
 
 _FIRST_COLUMN = np.zeros(1, dtype=np.int64)
 
@@ -33,7 +31,6 @@ _FIRST_COLUMN = np.zeros(1, dtype=np.int64)
 class _Mine:
     """A slice that this rank owns."""
 
-    table: int
     group: int
     """Of this rank's part; no other table is in it."""
     ranks: tuple[int, ...]
@@ -63,55 +60,56 @@ class SliceSteps:
             for d in found:
                 if d.rank == ranks.rank:
                     assert len(part_groups[d.group].tables) == 1, f"slices of {table.name} share a group"
-                    self._mine.append(_Mine(t, d.group, tuple(other.rank for other in found), table.dim))
+                    self._mine.append(_Mine(d.group, tuple(other.rank for other in found), table.dim))
         self._positions: dict[int, list[NDArray[np.int32]]] = {one.group: [] for one in self._mine}
 
-    def note(self, received: Received, into: RowGradients) -> None:
+    def note(self, received: Received, into: GroupGradients) -> None:
         """Note which rows the gradients are of that were added last."""
         for group, noted in self._positions.items():
             if group in received.positions:
                 noted.append(np.concatenate(received.positions[group]))
-            assert len(noted) == len(into.pending[group])
+            assert len(noted) == len(into[group])
 
-    def note_rows(self, group: int, positions: NDArray[np.int32], into: RowGradients) -> None:
+    def note_rows(self, group: int, positions: NDArray[np.int32], into: GroupGradients) -> None:
         """Note the position of each entry of the one gradient that was added last."""
         if group in self._positions:
             self._positions[group].append(positions)
-            assert len(self._positions[group]) == len(into.pending[group])
+            assert len(self._positions[group]) == len(into[group])
 
     def forget(self) -> None:
         """Forget what was noted."""
         for noted in self._positions.values():
             noted.clear()
 
-    def step(self, optimizer: RowOptimizer, rows: Sequence[GroupRows]) -> None:
-        """Step the slices and drop their gradients; all other groups are left for ``optimizer.step``. Collective."""
+    def step(self, steps: Sequence[OptimizerStep], rows: Sequence[GroupRows]) -> list[OptimizerStep]:
+        """Take the steps of slices, and return all others. Collective."""
         if not self._any:
-            return
-        found = [self._merge(one, optimizer, rows[one.group]) for one in self._mine]
-        squares = self._add_up([(gradient * gradient).sum(dim=1) for _, gradient in found])
-        for one, (slots, gradient), total in zip(self._mine, found, squares, strict=True):
+            return [*steps]
+        of_slices = {one.group.index: one for one in steps if one.group.index in self._positions}
+        merged = [self._merge(one, of_slices.get(one.group), rows[one.group]) for one in self._mine]
+        squares = self._add_up([(gradient * gradient).sum(dim=1) for _, gradient in merged])
+        for one, (slots, gradient), total in zip(self._mine, merged, squares, strict=True):
             if slots.numel():
-                self._update(one, optimizer, rows[one.group], slots, gradient, total)
-            optimizer.gradients.pending[one.group].clear()
+                self._update(of_slices[one.group], one.whole_dim, slots, gradient, total)
         self.forget()
+        return [one for one in steps if one.group.index not in of_slices]
 
-    def _merge(self, one: _Mine, optimizer: RowOptimizer, rows: GroupRows) -> tuple[torch.Tensor, torch.Tensor]:
+    def _merge(self, one: _Mine, step: OptimizerStep | None, rows: GroupRows) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the slots (K,) of the rows that have gradients, by position, and their sums (K, dim) with decay."""
-        p, group = self._backend, optimizer.group(one.group)
-        pending = optimizer.gradients.pending[one.group]
-        noted = self._positions[one.group]
+        p, noted = self._backend, self._positions[one.group]
         positions, number = np.unique(np.concatenate([NONE_I4, *noted]), return_inverse=True)
         slots = p.tensor(p.empty((positions.size,), np.int32))
-        gradient, held = (p.tensor(p.empty((positions.size, group.dim), np.float32)) for _ in range(2))
+        dim = self._part_groups[one.group].dim
+        gradient, current = (p.tensor(p.empty((positions.size, dim), np.float32)) for _ in range(2))
         if not positions.size:
             return slots, gradient
+        assert step is not None, "noted gradients wait for a step"
         numbers = torch.split(p.tensor(p.to_device(number.astype(np.int32))), [some.size for some in noted])
-        renamed = [replace(old, slots=p.array(new)) for old, new in zip(pending, numbers, strict=True)]
+        renamed = [replace(old, slots=p.array(new)) for old, new in zip(step.saved, numbers, strict=True)]
         p.sum(renamed, 1.0, p.array(gradient))
-        p.find([RowRequest(rows, p.to_device(positions), p.array(slots), p.array(held))])
-        if group.optimizer.decay:
-            gradient.add_(held, alpha=group.optimizer.decay)
+        p.find([RowRequest(rows, p.to_device(positions), p.array(slots), p.array(current))])
+        if step.group.optimizer.decay:
+            gradient.add_(current, alpha=step.group.optimizer.decay)
         return slots, gradient
 
     def _add_up(self, mine: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -137,22 +135,20 @@ class SliceSteps:
         return totals
 
     def _update(
-        self, one: _Mine, optimizer: RowOptimizer, rows: GroupRows, slots: torch.Tensor, gradient: torch.Tensor,
-        total: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self, step: OptimizerStep, whole_dim: int, slots: torch.Tensor, gradient: torch.Tensor, total: torch.Tensor
+    ) -> None:
         """Add to the state, and step the vectors by rate / (sqrt(state) + eps) times the gradient."""
-        p, group = self._backend, optimizer.group(one.group)
+        p, group = self._backend, step.group
         assert isinstance(group.optimizer, RowWiseAdagrad)
-        state, where = p.tensor(rows.states[0]).view(-1), slots.long()
-        sums = state[where] + total / one.whole_dim
+        state, where = p.tensor(step.rows.states[0]).view(-1), slots.long()
+        sums = state[where] + total / whole_dim
         state[where] = sums
         gradient /= (sums.sqrt() + group.optimizer.eps)[:, None]
-        pending = SavedGradient(
+        merged = SavedGradient(
             slots=p.array(slots), gradient=p.array(gradient.view(-1)), width=group.dim, cols=_FIRST_COLUMN,
             places=None, scales=NONE_F4, argmax=NONE_I4,
         )  # fmt: skip
-        rate, number = optimizer.learning_rate(one.group), optimizer.number(group.tables[0].name)
-        p.step([OptimizerStep(_plain(group, group.dtype), rows, [pending], rate, number)])
+        p.step([replace(step, group=_plain(group, group.dtype), saved=[merged])])
 
 
 def _plain(group: Group, dtype: str) -> Group:

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from tiercache.dist.requests import ExchangedInput, Request
     from tiercache.dist.shard_layout import ShardLayout
     from tiercache.rows.backends.base import Backend
+    from tiercache.rows.backends.optimizer_step import OptimizerStep
     from tiercache.store.table import Group
-    from tiercache.train.row_gradients import RowGradients
-    from tiercache.train.row_optimizer import RowOptimizer
+    from tiercache.values.lookups import GroupGradients
 
 
 class Received:
@@ -58,7 +58,7 @@ class Received:
 
     def add(
         self, backend: Backend, positions: NDArray[np.int32], slots: torch.Tensor, flat: torch.Tensor,
-        rows: Sequence[GroupRows], into: RowGradients,
+        rows: Sequence[GroupRows], into: GroupGradients,
     ) -> None:  # fmt: skip
         """Add the gradients of ``rows``, this rank's, to ``into``, one entry for each rank and row, in rank order.
 
@@ -89,14 +89,13 @@ class Received:
                     self.replicated.setdefault(h, []).append(places[here])
                 first, at = first + count, at + count * dim
         for h, pieces in found.items():
-            into.add(
-                h,
+            into[h].append(
                 SavedGradient(
                     slots=backend.array(torch.cat([some for some, _ in pieces])),
                     gradient=backend.array(flat), width=1, cols=NONE_I8,
                     places=backend.to_device(np.concatenate([where for _, where in pieces])),
                     scales=NONE_F4, argmax=NONE_I4, spans=partial(self._spans, h, rows[h].first),
-                ),
+                )
             )  # fmt: skip
 
     def _spans(self, group: int, first: Mapping[str, int]) -> list[Span]:
@@ -245,7 +244,7 @@ class RowExchange:
     # -- the way back -------------------------------------------------------------------------------------
 
     def gradients_of(
-        self, asked: ExchangedInput, slots: torch.Tensor, gradients: RowGradients, into: RowGradients,
+        self, asked: ExchangedInput, slots: torch.Tensor, gradients: GroupGradients, into: GroupGradients,
         says: Sequence[bool] = (),
     ) -> list[bool]:  # fmt: skip
         """Send the gradients of a batch to the owners of its rows, which add them to ``into``, by group of their part.
@@ -258,7 +257,7 @@ class RowExchange:
         """
         p, s, request, what = self._backend, asked.stretches, asked.request, "exchanging gradients"
         S = 2 * s.num_groups
-        marks_G = [self._rows_with_gradients(asked, g, pending) for g, pending in enumerate(gradients.pending)]
+        marks_G = [self._rows_with_gradients(asked, g, pending) for g, pending in enumerate(gradients)]
         named = [None if mark is None else np.concatenate([[0], np.cumsum(mark)]) for mark in marks_G]
         sent_R = request.rows_R.copy()
         for g, so_far in enumerate(named):
@@ -343,10 +342,10 @@ class RowExchange:
                 raise error
         return {rank: piece for rank, piece in pieces.items() if receive_W[rank]}
 
-    def _sum(self, request: Request, gradients: RowGradients, into: torch.Tensor | None) -> list[torch.Tensor]:
+    def _sum(self, request: Request, gradients: GroupGradients, into: torch.Tensor | None) -> list[torch.Tensor]:
         """Return the sum of each row's gradients over W, of each group (U, dim); of the only one ``into`` memory."""
         p, sums = self._backend, []
-        for group, rows, pending in zip(self._groups, request.num_rows_G.tolist(), gradients.pending, strict=True):
+        for group, rows, pending in zip(self._groups, request.num_rows_G.tolist(), gradients, strict=True):
             flat = p.tensor(p.empty((rows * group.dim,), np.float32)) if into is None else into
             sums.append(flat.view(rows, group.dim))
             if pending:
@@ -366,13 +365,13 @@ class RowExchange:
             buffer[at : at + part.numel()].view(part.shape).copy_(part)
             at += part.numel()
 
-    def step(self, optimizer: RowOptimizer, rows: Sequence[GroupRows]) -> None:
-        """Step the rows that this rank owns, in place of ``optimizer.apply(rows)``; replicas follow.
+    def step(self, steps: Sequence[OptimizerStep], rows: Sequence[GroupRows]) -> None:
+        """Step the rows that this rank owns; replicas follow.
 
         Column slices of a table with row-wise Adagrad add up their squares first.
         """
-        self.slices.step(optimizer, rows)
-        optimizer.apply(rows)
+        if others := self.slices.step(steps, rows):
+            self._backend.step(others)
         self._mirrors.follow(rows)
 
     def discard(self) -> None:

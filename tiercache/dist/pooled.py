@@ -36,9 +36,7 @@ if TYPE_CHECKING:
     from tiercache.dist.shard_layout import Destination, Owners
     from tiercache.rows.backends.base import Backend
     from tiercache.schema import Feature
-    from tiercache.train.batches import Pooled
-    from tiercache.train.row_gradients import RowGradients
-    from tiercache.values.lookups import GroupRows, LookedUp
+    from tiercache.values.lookups import GroupGradients, GroupRows, LookedUp
 
 
 MODES = {"sum": SUM, "mean": MEAN}
@@ -291,10 +289,10 @@ class Served(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PooledBatch:
-    """What the way back of one batch's pooled features needs. It holds their vectors too, which modules look up."""
+    """The pooled vectors of one batch, and what the gradients need on the way back."""
 
-    features: Mapping[str, Pooled]
-    """By name."""
+    vectors: Mapping[str, torch.Tensor]
+    """By feature: (N, dim)."""
     asked: ExchangedBags
     served_W: tuple[tuple[Served, ...], ...]
     """What each rank had pooled here."""
@@ -315,17 +313,16 @@ class Pooling:
         """Begin with a pass: ``rows`` are the groups of this rank's part; none: with no pass."""
         self._rows = rows
 
-    def answer(self, asked: ExchangedBags, features: Mapping[str, Pooled]) -> PooledBatch:
-        """Have ``features`` pooled, by name: they get their vectors. Behind ``RowExchange.answer`` of the same batch.
+    def answer(self, asked: ExchangedBags) -> PooledBatch:
+        """Have features pooled, after ``RowExchange.answer`` of the same batch.
 
         Where the backend queues its work, nothing is waited for.
         """
         entries_W = [[(part, part.on(self._backend)) for part in parts] for parts in asked.parts_W]
         vectors_W, served_W = self._answer(asked, entries_W)
         every = {one.name: p for p, one in enumerate(asked.candidates)}
-        for name, found in features.items():
-            found.vectors = self._vectors(asked, every[name], vectors_W)
-        return PooledBatch(features, asked, served_W)
+        vectors = {name: self._vectors(asked, every[name], vectors_W) for name in asked.modes}
+        return PooledBatch(vectors, asked, served_W)
 
     def _answer(
         self, asked: ExchangedBags, entries_W: Sequence[Sequence[tuple[Part, LookupIds]]]
@@ -366,15 +363,19 @@ class Pooling:
 
     # -- the way back -------------------------------------------------------------------------------------
 
-    def gradients_of(self, batch: PooledBatch, into: RowGradients) -> None:
+    def gradients_of(
+        self, batch: PooledBatch, gradients: Mapping[str, Sequence[torch.Tensor]], into: GroupGradients
+    ) -> None:
         """Send the gradients of a batch's vectors to the owners, which add them to ``into``, averaged over the ranks.
+
+        gradients: by feature, to be added up.
 
         In rank order, in each by feature. Features that no backward came to take no part. Call it behind
         ``RowExchange.gradients_of`` of the same batch.
         """
         asked, P, what = batch.asked, len(batch.asked.candidates), "exchanging gradients of pooled vectors"
-        sums = {name: torch.stack(one.gradients).sum(0) if len(one.gradients) > 1 else one.gradients[0]
-                for name, one in batch.features.items() if one.gradients}  # fmt: skip
+        sums = {name: torch.stack([*some]).sum(0) if len(some) > 1 else some[0]
+                for name, some in gradients.items() if some}  # fmt: skip
         to = np.zeros((self._ranks.size, P + 1), dtype=np.int64)
         for rank, block in enumerate(asked.asked_W):
             for p in block.features:
@@ -394,9 +395,9 @@ class Pooling:
         for rank, out in enumerate(torch.split(sent, send)):
             self._write(asked, sums, rank, mine if rank == here else out)
         self._wire.send(sent, send, receive, came, what)
-        gradients = list(torch.split(came, receive))
-        gradients[here] = mine
-        for rank, gradient in enumerate(gradients):
+        flat_W = list(torch.split(came, receive))
+        flat_W[here] = mine
+        for rank, gradient in enumerate(flat_W):
             self._add(batch, rank, told[rank, :P], gradient, into)
 
     def _write(self, asked: ExchangedBags, sums: Mapping[str, torch.Tensor], rank: int, out: torch.Tensor) -> None:
@@ -414,7 +415,7 @@ class Pooling:
                 torch.div(found[:, owner.first_column : owner.last_column], self._ranks.size, out=columns)
 
     def _add(self, batch: PooledBatch, rank: int, has_P: NDArray[np.int64], gradient: torch.Tensor,
-             into: RowGradients) -> None:  # fmt: skip
+             into: GroupGradients) -> None:  # fmt: skip
         """Add what came from a rank."""
         width = batch.asked.blocks_W[rank].width
         for part, e, found in batch.served_W[rank]:
@@ -425,12 +426,11 @@ class Pooling:
                     continue
                 assert found.places is not None
                 positions = part.entries.ids[some] + np.int32(part.entries.bases[i])
-                into.add(
-                    part.group,
+                into[part.group].append(
                     SavedGradient(
                         slots=found.slots[some], gradient=self._backend.array(gradient), width=width, cols=e.cols,
                         places=found.places[some], scales=found.scales[some], argmax=NONE_I4,
                         spans=partial(position_spans, self._rows[part.group].first, positions),
-                    ),
+                    )
                 )  # fmt: skip
                 self._exchange.slices.note_rows(part.group, positions, into)

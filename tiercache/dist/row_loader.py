@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from tiercache.errors import BudgetError
 from tiercache.kernels.cpu.hashing import key_owners
 from tiercache.kernels.cpu.key_sweeps import search_keys
 from tiercache.sizes import format_bytes
+from tiercache.values.lookups import RowReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +22,18 @@ if TYPE_CHECKING:
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.dist.shard_view import ShardView
     from tiercache.store.table import Table
-    from tiercache.train.evaluation import CurrentRows
-    from tiercache.train.missing_rows import Unseen
+    from tiercache.values.lookups import Unseen
+
+
+class LocalRows(RowReader, Protocol):
+    """Reads this rank's current rows."""
+
+    def fields(self, table_name: str, keys: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
+        """Return the vector and every optimizer state of ``keys``: arrays (n, width)."""
+        ...
+
+
+Rows = TypeVar("Rows", bound=LocalRows)
 
 
 class LoadedRows:
@@ -41,15 +52,15 @@ class LoadedRows:
         np.take(vectors, np.searchsorted(known, keys), axis=0, out=out[0])
 
 
-class RowLoader:
+class RowLoader(Generic[Rows]):
     """Has owners read rows. On the training thread, between batches."""
 
-    def __init__(self, share: ShardView, live_rows: Callable[..., CurrentRows], ranks: AnyCommunicator) -> None:
+    def __init__(self, share: ShardView, live_rows: Callable[..., Rows], ranks: AnyCommunicator) -> None:
         """live_rows: of this rank's cache; of its own rows."""
         self._share, self._live_rows, self._ranks = share, live_rows, ranks
         self._shares_unknown: bool | None = None  # whether a pass has such a row that only one rank owns
 
-    def live_rows(self) -> CurrentRows:
+    def live_rows(self) -> Rows:
         """Return a reader of this rank's rows as of now, that knows the out-of-vocabulary rows of all. Collective."""
         with self._ranks.raise_on_all("beginning to read rows as of now"):
             found = self._live_rows()
@@ -118,7 +129,7 @@ class RowLoader:
         return owners
 
     def _read(
-        self, live_rows: CurrentRows, told_WT: NDArray[np.int64], came: NDArray[np.int64], widths_T: NDArray[np.int64]
+        self, live_rows: LocalRows, told_WT: NDArray[np.int64], came: NDArray[np.int64], widths_T: NDArray[np.int64]
     ) -> NDArray[np.float32]:
         """Return the vectors of the keys that came, which stand by rank and table, in their order."""
         answer = np.empty(int((told_WT * widths_T).sum()), np.float32)
@@ -161,7 +172,7 @@ class RowLoader:
 
 
 def _unknown_rows(
-    share: ShardView, live_rows: CurrentRows, ranks: AnyCommunicator
+    share: ShardView, live_rows: LocalRows, ranks: AnyCommunicator
 ) -> dict[str, list[NDArray[np.float32]]]:
     """Return the out-of-vocabulary rows of tables that are divided by hash: one rank has them, all stand in for it."""
     mine: dict[str, list[list[float]]] = {}
@@ -171,7 +182,7 @@ def _unknown_rows(
     return {name: [np.array([field], dtype=np.float32) for field in fields] for name, fields in found.items()}
 
 
-def _own_unknown_rows(share: ShardView, live_rows: CurrentRows) -> dict[str, list[list[float]]]:
+def _own_unknown_rows(share: ShardView, live_rows: LocalRows) -> dict[str, list[list[float]]]:
     mine = {}
     for table in share.tables:
         if share.sharding.tables[table.name].by_hash:

@@ -65,9 +65,9 @@ if TYPE_CHECKING:
     from tiercache.train.evaluation import CurrentRows
     from tiercache.train.joint_optimizer import JointOptimizer
     from tiercache.train.local_exchange import Exchange
-    from tiercache.train.missing_rows import Unseen
     from tiercache.train.passes import Pass
     from tiercache.values.batch import Batch
+    from tiercache.values.lookups import Unseen
 
 
 class TierCache:

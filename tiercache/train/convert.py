@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from tiercache.store import Store, Table
     from tiercache.store.scan import Chunk
-    from tiercache.train.missing_rows import Unseen
+    from tiercache.values.lookups import Unseen
 
 _CHUNK_BYTES = 16 << 20
 _AFFIXES = {"emb", "embed", "embedding", "embeddings", "bag", "table", "lookup"}

@@ -32,10 +32,9 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group
     from tiercache.train.batches import BatchPipeline
     from tiercache.train.local_exchange import Exchange
-    from tiercache.train.missing_rows import Unseen
     from tiercache.train.resident_rows import InMemoryRows
     from tiercache.values.batch import Batch
-    from tiercache.values.lookups import GroupRows
+    from tiercache.values.lookups import GroupRows, Unseen
 
 
 _CHUNK_BYTES = 1 << 20  # rows on their way, with all their fields

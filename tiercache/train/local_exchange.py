@@ -26,12 +26,11 @@ if TYPE_CHECKING:
     from tiercache.data.dataset import DatasetView
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.rows.backends.base import Backend, BatchUpload
-    from tiercache.train.missing_rows import RowReader, Unseen
     from tiercache.train.rank_exchange import RankExchange
     from tiercache.train.raw_samples import RawSamples
     from tiercache.train.row_optimizer import RowOptimizer
     from tiercache.train.row_view import RowView
-    from tiercache.values.lookups import GroupRows
+    from tiercache.values.lookups import GroupRows, RowReader, Unseen
 
 Exchange: TypeAlias = "LocalExchange | RankExchange"
 

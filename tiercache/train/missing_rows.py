@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from tiercache.store.store_errors import KeyMissingError
 from tiercache.train.row_gradients import RowGradients
 from tiercache.train.row_view import RowView
 from tiercache.values.ids import FeatureIds
-from tiercache.values.lookups import GroupRows, RowRequest, Span
+from tiercache.values.lookups import UNSEEN, GroupRows, RowRequest, Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tiercache.train.row_optimizer import RowOptimizer
     from tiercache.values.batch import Batch
     from tiercache.values.ids import FoundIds
-    from tiercache.values.lookups import SavedGradient
+    from tiercache.values.lookups import RowReader, SavedGradient, Unseen
 
 
 class ResidentKeys:
@@ -77,20 +77,6 @@ class ResidentKeys:
 
 Missing = Literal["error", "zero", "init", "load"]
 MISSING = ("error", "zero", "init", "load")
-Unseen = Literal["initial", "zeros", "error"]
-"""How a key is read that was never trained, if its table has no out-of-vocabulary row: its initial row, zeros, or
-KeyMissingError."""
-UNSEEN: tuple[Unseen, ...] = ("initial", "zeros", "error")
-
-
-class RowReader(Protocol):
-    """Reads rows as of now, of any keys: LiveRows has it."""
-
-    unseen: Unseen
-
-    def fill(self, table_name: str, keys: NDArray[np.int64], out: tuple[NDArray[np.float32], ...]) -> None:
-        """Write the vectors of ``keys``, each given once, to the first array of ``out``."""
-        ...
 
 
 class CommittedRows:

@@ -119,6 +119,8 @@ class BatchRows(RowView):
     def brought(self, groups: Sequence[GroupRows], slots: torch.Tensor, bags: PooledBatch | None) -> None:
         """Take the rows that were brought."""
         self.groups, self.slots, self.bags, self.ended = tuple(groups), slots, bags, False
+        for name, vectors in ({} if bags is None else bags.vectors).items():
+            self.pooled[name].vectors = vectors
 
     def let_go(self) -> None:
         """Drop the rows: a step changes them, and the next lookup brings them anew."""

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
     from tiercache.schema import Feature
     from tiercache.train.cache import TierCache
-    from tiercache.train.missing_rows import RowReader
     from tiercache.train.passes import Pass
     from tiercache.train.raw_keys import RawKeys
     from tiercache.train.table_module import TableModule
+    from tiercache.values.lookups import RowReader
 
 _NONE = torch.empty(0, dtype=torch.float32, device="cpu")
 

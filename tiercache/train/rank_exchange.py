@@ -39,12 +39,11 @@ if TYPE_CHECKING:
     from tiercache.rows.backends.base import Backend
     from tiercache.train.batches import Pooled
     from tiercache.train.evaluation import CurrentRows
-    from tiercache.train.missing_rows import Unseen
     from tiercache.train.raw_samples import RawSamples
     from tiercache.train.row_optimizer import RowOptimizer
     from tiercache.train.row_view import RowView
     from tiercache.values.batch import BatchRequest
-    from tiercache.values.lookups import GroupRows
+    from tiercache.values.lookups import GroupGradients, GroupRows, Unseen
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -300,7 +299,7 @@ class RankExchange:
             error = caught
         with self._backend.streams.exchanging():
             groups, slots = self.rows.answer(asked, error)
-            bags = self.pooling.answer(asked.bags, view.pooled) if asked.bags else None
+            bags = self.pooling.answer(asked.bags) if asked.bags else None
         view.brought(groups, slots, bags)
         self._pending.add(view)
         return self._backend.streams.exchanged()
@@ -409,25 +408,26 @@ class RankExchange:
         mine = [table in stepped for table in tables]
         for one in taken:
             gradients = one.settle()
-            waits, *said = self._send_gradients(one, gradients, into, [one.waits, *mine])
+            waits, *said = self._send_gradients(one, gradients, into.pending, [one.waits, *mine])
             stepped.update(table for table, is_stepped in zip(tables, said, strict=True) if is_stepped)
             if waits:
                 waiting.append(one)
         into.settle(self._backend.array)
         self._pending.put_back(waiting)
         self._optimizer.count_step(stepped)
-        self.rows.step(self._optimizer, rows)
+        self.rows.step(self._optimizer.steps_of(rows), rows)
+        self._optimizer.end_step()
 
     def _send_gradients(
-        self, batch: BatchRows, gradients: RowGradients, into: RowGradients, says: Sequence[bool] = ()
+        self, batch: BatchRows, gradients: RowGradients, into: GroupGradients, says: Sequence[bool] = ()
     ) -> list[bool]:
         """Send the gradients that a step applies to the owners of their rows, and drop them here.
 
         says: what this rank says of the batch, flag by flag; returns what any rank says.
         """
-        said = self.rows.gradients_of(batch.asked.rows, batch.slots, gradients, into, says)
+        said = self.rows.gradients_of(batch.asked.rows, batch.slots, gradients.pending, into, says)
         if batch.bags is not None:
-            self.pooling.gradients_of(batch.bags, into)
+            self.pooling.gradients_of(batch.bags, {name: one.gradients for name, one in batch.pooled.items()}, into)
         gradients.clear_settled()
         return said
 
@@ -443,7 +443,7 @@ class RankExchange:
         due = self._optimizer.due(optimizer)
         into = RowGradients(len(self._optimizer.gradients.pending))
         for one in waiting:
-            self._send_gradients(one, one.applied(due), into)
+            self._send_gradients(one, one.applied(due), into.pending)
         self.rows.discard()
         mine = self._optimizer.squared_norm(into.pending)
         squares = self._beside.all_gather(mine.view(1), [1] * self.ranks.size, "adding up the norms of gradients").sum()

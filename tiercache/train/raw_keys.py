@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tiercache.train.missing_rows import UNSEEN, MissingRows, check_unseen
+from tiercache.train.missing_rows import MissingRows, check_unseen
 from tiercache.train.raw_samples import RawReader
 from tiercache.values.batch import Batch
 from tiercache.values.ids import FeatureIds
+from tiercache.values.lookups import UNSEEN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,10 +22,11 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group
     from tiercache.train.key_finder import IndexPlan
     from tiercache.train.local_exchange import Exchange
-    from tiercache.train.missing_rows import Missing, RowReader, Unseen
+    from tiercache.train.missing_rows import Missing
     from tiercache.train.passes import Pass
     from tiercache.train.raw_samples import RawSamples
     from tiercache.train.row_optimizer import RowOptimizer
+    from tiercache.values.lookups import RowReader, Unseen
 
 
 class _Turn(NamedTuple):

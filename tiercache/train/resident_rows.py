@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from tiercache.rows.backends.base import Backend
     from tiercache.store.table import Group, Table
     from tiercache.train.dense_state import RandomStates
-    from tiercache.train.missing_rows import Unseen
     from tiercache.train.passes import Pass
-    from tiercache.values.lookups import GroupRows
+    from tiercache.values.lookups import GroupRows, Unseen
 
 
 class ResidentRows:

@@ -196,15 +196,23 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def apply(self, rows: Sequence[GroupRows]) -> None:
         """Update ``rows`` by the pending gradients, and drop them."""
-        due: list[OptimizerStep] = []
+        if steps := self.steps_of(rows):
+            self._backend.step(steps)
+        self.end_step()
+
+    def steps_of(self, rows: Sequence[GroupRows]) -> list[OptimizerStep]:
+        """Return the steps of ``rows`` by the pending gradients."""
+        steps: list[OptimizerStep] = []
         for g, (mine, pending) in enumerate(zip(rows, self.gradients.pending, strict=True)):
             if pending:
                 settings = self._shared(g)
                 group, rate = self._with(g, settings), float(settings["lr"])
                 parts = self._by_number(g, pending).items()
-                due += [OptimizerStep(group, mine, saved, rate, number) for number, saved in parts]
-        if due:
-            self._backend.step(due)
+                steps += [OptimizerStep(group, mine, saved, rate, number) for number, saved in parts]
+        return steps
+
+    def end_step(self) -> None:
+        """Drop the gradients that were applied."""
         self.gradients.clear_settled()
         for anchor in self.anchors:
             anchor.end_due()
@@ -279,20 +287,13 @@ class RowOptimizer(torch.optim.Optimizer):
         }
         return {number: part for number, part in parts.items() if part}
 
-    def learning_rate(self, g: int) -> float:
-        """Return the rate of a group."""
-        return float(self._shared(g)["lr"])
-
     @property
     def learning_rates(self) -> list[float]:
         """That of each group."""
-        return [self.learning_rate(g) for g in range(len(self._groups))]
-
-    def group(self, g: int) -> Group:
-        """Return a group whose optimizer has the settings of now."""
-        return self._with(g, self._shared(g))
+        return [float(self._shared(g)["lr"]) for g in range(len(self._groups))]
 
     def _with(self, g: int, settings: Mapping[str, Any]) -> Group:
+        """Return a group whose optimizer has the settings of now."""
         values = settings["weight_decay"], settings.get("eps"), *settings.get("betas", ())
         if g not in self._now or self._now[g][0] != values:  # most steps have the settings of the step before
             group = self._groups[g]

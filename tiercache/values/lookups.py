@@ -7,7 +7,7 @@ and torch tensors on a GPU.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -134,6 +134,10 @@ class SavedGradient:
         return self.sorted.pairs if self.sorted is not None and self.sorted.slots is self.slots else None
 
 
+GroupGradients: TypeAlias = "Sequence[list[SavedGradient]]"
+"""The gradients of each group that a step applies, in the order of the backward calls."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupRows:
     """Rows of one group: row ``slot_of_local[first[table] + local id]`` of the vectors and of each state.
@@ -165,3 +169,19 @@ class RowRequest(NamedTuple):
     """(n,) int32; written."""
     out: Array | None
     """(n, dim) float32 for the vectors; None: only slots are needed."""
+
+
+Unseen = Literal["initial", "zeros", "error"]
+"""How a key is read that was never trained, if its table has no out-of-vocabulary row: its initial row, zeros, or
+KeyMissingError."""
+UNSEEN: tuple[Unseen, ...] = ("initial", "zeros", "error")
+
+
+class RowReader(Protocol):
+    """Reads current rows, of any keys."""
+
+    unseen: Unseen
+
+    def fill(self, table_name: str, keys: NDArray[np.int64], out: tuple[NDArray[np.float32], ...]) -> None:
+        """Write the vectors of ``keys``, each given once, to the first array of ``out``."""
+        ...
