@@ -286,7 +286,7 @@ def test_slices_of_16_bits_round_by_numbers_of_their_own(device: str) -> None:
         loaded = np.array([0xFF], np.uint8)
         assignments = [SlotAssignment(slots, slots, slots, free=keys.size, departing=0, loaded_K=loaded)]
         tier.activate(assignments)
-        tier.note_keys(0, assignments, lambda _p, _t: keys)
+        tier.write_streams(0, assignments, lambda _p, _t: keys)
         streams.append(np.asarray(tier.rows_of(0)[0].streams).copy())
     np.testing.assert_array_equal(streams[0], streams[1])  # it begins where the whole one does
     assert not np.isin(streams[0], streams[2]).any()

@@ -150,14 +150,14 @@ def test_of_16_bit_rows_a_switch_brings_the_keys_of_those_that_are_loaded(tmp_pa
     passes, gpu = case.cut(tmp_path / "passes"), CountingGpu()
     with open_store(tmp_path / "x", case, "memory") as store, tiered(store, passes, device=CudaBackend(gpu)) as cache:
         kept, noted = [], list[int]()
-        note, tier = cache._rows.transfer.device.note_keys, cache._rows.transfer.device
+        note, tier = cache._rows.transfer.device.write_streams, cache._rows.transfer.device
 
         def count(*arguments: Any) -> None:
             copied = gpu.copied
             note(*arguments)
             noted.append(gpu.copied - copied)
 
-        tier.note_keys = count  # type: ignore[method-assign]
+        tier.write_streams = count  # type: ignore[method-assign]
         for p in cache.passes(epochs=2):
             plan = cache._rows.transfer.plan
             assert plan is not None
@@ -205,7 +205,7 @@ def test_of_an_order_a_block_brings_what_it_has(tmp_path: Path) -> None:
             before = gpu.copied
             data = [cache._backend.scratch(layout.bytes_of_block(b)) for b in range(layout.num_blocks)]
             for blocks in together:
-                packer.pack(0, order, packer.target(layout, blocks[0], [data[b] for b in blocks]))
+                packer.pack(0, order, packer.lay_out(layout, blocks[0], [data[b] for b in blocks]))
                 cache._backend.streams.dumped().wait()
             assert gpu.copied - before == 4 * layout.rows
             found.append(np.concatenate(data))

@@ -25,10 +25,10 @@ from tests.train.cases import (
 )
 from tiercache.planning.pass_plan import PassPlan, Planner
 from tiercache.reporting import report
-from tiercache.rows import switch, threads
+from tiercache.rows import threads
 from tiercache.rows.backends.cpu import CpuBackend, CpuStreams
 from tiercache.rows.host import HostTier
-from tiercache.rows.packing import Unpacker
+from tiercache.rows.packing import Packer
 from tiercache.rows.pinned import PinnedArena
 from tiercache.rows.prefetch import RowPrefetcher
 from tiercache.rows.switch import PassSwitcher
@@ -100,12 +100,12 @@ def test_a_pass_that_cannot_be_planned_does_not_end_those_before_it(tmp_path: Pa
 def test_room_that_cannot_be_made_ends_the_training_and_loses_no_commit(tmp_path: Path) -> None:
     """The words of what went wrong reach the training loop; a new run goes on from the last commit to the same bits."""
 
-    def refuse(_host: Any, _packer: Any, _unpacker: Any, plan: PassPlan, *_: Any) -> None:
+    def refuse(_packer: Any, plan: PassPlan, *_: Any) -> None:
         if plan.pass_index == 2:
             raise MemoryError("no room for pass 2")
 
     with goes_on(tmp_path, stands=2) as (cache, patch):
-        precede(patch, switch, "allocate_dump", refuse)
+        precede(patch, Packer, "allocate", refuse)
         with pytest.raises(MemoryError, match="no room for pass 2"):
             train(cache, CASE)
 
@@ -115,13 +115,13 @@ def test_room_that_comes_late_changes_no_bit_within_the_smallest_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
     """A commit inside a pass needs none; what rows are now is read behind it, and the switch waits for it."""
-    passes, allocate_dump = CASE.cut(tmp_path / "passes"), switch.allocate_dump
+    passes, allocate = CASE.cut(tmp_path / "passes"), Packer.allocate
     wanted = [threading.Event() for _ in range(CASE.epochs * len(passes.passes))]
     made, keys = list[int](), passes.passes[0].keys("a")
 
-    def make(host: Any, packer: Any, unpacker: Any, plan: PassPlan, *others: Any) -> Any:
+    def make(packer: Packer, plan: PassPlan, *others: Any) -> Any:
         assert wanted[plan.pass_index].wait(timeout=60), f"nobody trained a batch of pass {plan.pass_index}"
-        room = allocate_dump(host, packer, unpacker, plan, *others)
+        room = allocate(packer, plan, *others)
         made.append(plan.pass_index)
         return room
 
@@ -135,7 +135,7 @@ def test_room_that_comes_late_changes_no_bit_within_the_smallest_budget(
                 cache.live_rows().fields("a", np.asarray(keys))
                 assert pass_index in made
 
-    monkeypatch.setattr(switch, "allocate_dump", make)
+    monkeypatch.setattr(Packer, "allocate", make)
     with open_store(tmp_path / "x", CASE, engine) as store:
         smallest = smallest_host_budget(store, passes)
         with tiered(store, passes, host_budget=smallest) as cache:
@@ -147,15 +147,15 @@ def test_room_that_comes_late_changes_no_bit_within_the_smallest_budget(
 
 def test_a_dump_is_written_behind_the_load_of_rows_that_are_there(tmp_path: Path) -> None:
     """Both want the memory; and a dump behind which a load fails is written all the same."""
-    unpack, loading, seen = Unpacker.unpack, threading.Event(), list[bool]()
+    unpack, loading, seen = Packer.unpack, threading.Event(), list[bool]()
 
-    def slow(self: Unpacker, layout: Any, held_G: Any, departed_G: Any) -> Any:
+    def slow(self: Packer, layout: Any, cached_G: Any, dumped_G: Any) -> Any:
         loading.set()
         try:
             time.sleep(SLOW)  # long enough for the writer to begin
             if layout.staged.plan.pass_index == 3:
                 raise MemoryError("no memory to load pass 3")
-            return unpack(self, layout, held_G, departed_G)
+            return unpack(self, layout, cached_G, dumped_G)
         finally:
             loading.clear()
 
@@ -164,7 +164,7 @@ def test_a_dump_is_written_behind_the_load_of_rows_that_are_there(tmp_path: Path
         seen.append(loading.is_set())
 
     with goes_on(tmp_path, stands=3) as (cache, patch):
-        patch.setattr(Unpacker, "unpack", slow)
+        patch.setattr(Packer, "unpack", slow)
         precede(patch, PassSwitcher, "_write", writing)
         with pytest.raises(MemoryError, match="no memory to load pass 3"):
             train(cache, CASE, each_batch=lambda _, __: cache.drain())
@@ -309,9 +309,9 @@ def test_no_two_threads_are_in_the_host_tier_at_once(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("owner", "method"),
     [
-        (Unpacker, "unpack"),
-        (Unpacker, "activate"),
-        (Unpacker, "lay_out_staged"),
+        (Packer, "unpack"),
+        (Packer, "activate"),
+        (Packer, "lay_out_staged"),
         (HostTier, "keep"),
         (HostTier, "enter"),
     ],

@@ -14,7 +14,7 @@ from tests.train.shim_streams import Event
 from tiercache.rows import packing
 from tiercache.rows.backends.cpu import CompleteEvent, CpuBackend, CpuStreams
 from tiercache.rows.backends.cuda import CudaBackend
-from tiercache.rows.packing import Unpacker
+from tiercache.rows.packing import Packer
 from tiercache.store import CorruptBlockError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ CASE = Case(
 @pytest.fixture(autouse=True)
 def _many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a few rows move by each launch."""
-    monkeypatch.setattr(packing, "_PART_BYTES", 1)
+    monkeypatch.setattr(packing, "_TRANSFER_BYTES", 1)
 
 
 def bits(case: Case, folder: Path, device: Any, *, in_memory: str | None = None) -> None:
@@ -48,7 +48,7 @@ def test_rows_that_move_in_many_parts_have_the_bits_of_a_training_in_memory(tmp_
     bits(CASE, tmp_path, DEVICES[device](), in_memory="cpu" if device == "cpu" else None)
 
 
-@pytest.mark.parametrize(("owner", "wait"), [(Unpacker, "_await_departed"), (Event, "wait")])
+@pytest.mark.parametrize(("owner", "wait"), [(Packer, "_await_dump"), (Event, "wait")])
 def test_who_does_not_wait_for_what_was_begun_before_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, wait: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""Rows within reach of a lookup: what the device tier, a resident table and an evaluation slice all show."""
+"""The device tier: rows in device memory, their slots, and the memory they need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from tiercache.data.pass_builder import device_bytes
 from tiercache.errors import BudgetError, StateError
-from tiercache.kernels.arrays import NONE_U8
+from tiercache.kernels.arrays import NONE_I4, NONE_U8
 from tiercache.kernels.cpu.slots import assign_slots, stable_order_by_distance, take
 from tiercache.rows.backends.base import Layout
 from tiercache.rows.backends.optimizer_step import vectors_of
@@ -40,17 +40,12 @@ def group_rows(
 ) -> GroupRows:
     """Build the rows of a group from the words of each field and from where each table of the group starts.
 
-    ``dtype``: of the vectors where they are brought in another than the group's.
+    ``dtype``: of the vectors, if it is not the group's.
     """
-    names = [table.name for table in group.tables]
-    return GroupRows(
-        vectors_of(fields[0], group.dim, dtype or group.dtype),
-        fields[1:],
-        slots,
-        {name: int(table_starts[i]) for i, name in enumerate(names)},
-        {name: int(table_starts[i + 1] - table_starts[i]) for i, name in enumerate(names)},
-        streams,
-    )
+    names, starts = [table.name for table in group.tables], table_starts.tolist()
+    first, sizes = dict(zip(names, starts, strict=False)), np.diff(table_starts).tolist()
+    vectors = vectors_of(fields[0], group.dim, dtype or group.dtype)
+    return GroupRows(vectors, fields[1:], slots, first, dict(zip(names, sizes, strict=True)), streams)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +61,7 @@ class DeviceMemoryPlan:
 
     @classmethod
     def of(cls, positions: RowOffsets, backend: Backend) -> DeviceMemoryPlan:
-        """Count the rows of these passes on the device of ``backend``."""
+        """Return the plan of these passes on the device of ``backend``."""
         groups = positions.groups
         rows_G = tuple(max(positions.num_rows(p, g) for p in range(positions.num_passes)) for g in range(len(groups)))
         layouts = tuple(
@@ -74,27 +69,26 @@ class DeviceMemoryPlan:
             for rows, group in zip(rows_G, groups, strict=True)
         )
         needs = sum(rows * device_bytes(group) for rows, group in zip(rows_G, groups, strict=True))
-        num_bytes = max(needs, backend.bytes_of(layouts))  # the latter for rows so few that gaps count
+        num_bytes = max(needs, backend.bytes_of(layouts))  # the latter counts padding
         return cls(groups=groups, rows_G=rows_G, layouts=layouts, num_bytes=num_bytes)
 
     def check(self, budget: int, *, num_ranks: int = 1, replicas: int = 0, advice: str = "") -> None:
-        """Raise BudgetError where the passes, and so many bytes of ``replicas``, exceed ``budget``; or slots.
+        """Raise BudgetError if the passes, with so many bytes of ``replicas``, exceed ``budget`` or have too many rows.
 
-        num_ranks: how many devices hold them together. advice: what else to do.
+        num_ranks: the number of devices that share them. advice: what else to do.
         """
         if self.num_bytes + replicas > budget:
-            need, given = told_apart(self.num_bytes + replicas, budget)
-            told = [
-                f"{rows:,} rows of dim {group.fields[0].width}"
-                for rows, group in zip(self.rows_G, self.groups, strict=True)
+            need, allowed = told_apart(self.num_bytes + replicas, budget)
+            parts = [
+                f"{n:,} rows of dim {group.fields[0].width}" for n, group in zip(self.rows_G, self.groups, strict=True)
             ]
-            told += [f"{format_bytes(replicas)} of replicated vectors"] if replicas else []
+            parts += [f"{format_bytes(replicas)} of replicated vectors"] if replicas else []
             each, devices = "", ""
             if num_ranks > 1:
                 each, devices = f" on each of {num_ranks} ranks", f" --devices {num_ranks}"
             raise BudgetError(
-                f"the passes need {need} on the device ({', '.join(told)}) but device_budget is {given}{each}: raise "
-                f"it, extract again with --device-budget {option_bytes(budget)}{devices}, or cut the passes with "
+                f"the passes need {need} on the device ({', '.join(parts)}) but device_budget is {allowed}{each}: "
+                f"raise it, extract again with --device-budget {option_bytes(budget)}{devices}, or cut the passes with "
                 f"tiercache.repartition for this budget{f' and devices={num_ranks}' if devices else ''}{advice}"
             )
         for rows in self.rows_G:
@@ -108,22 +102,22 @@ _KEY_AND_SLOT_BYTES = 12
 
 @dataclass(slots=True)
 class SlotAssignment:
-    """Where the rows of one pass and group go."""
+    """The slots of the rows of one pass and group."""
 
     slots_K: NDArray[np.int32]
     """The slot of each position."""
     dump_order_K: NDArray[np.int32]
     """Positions in dump order: by next use, kept rows first."""
     load_K: NDArray[np.int32]
-    """In the order of loading (kept rows, then segment by segment, then generated rows): positions first, then, once
-    ``settle`` was called, their slots; empty after the load."""
+    """In the order of loading (kept rows, then segment by segment, then generated rows): positions, then, after
+    ``resolve``, their slots; empty after the load."""
     free: int
-    """Places from the first in the order of loading whose slots are theirs, or nobody's: the others' are those of the
-    pass before that depart, in dump order."""
+    """Rows, first in the order of loading, whose slots are kept or free. The others take slots of departing rows of the
+    previous pass, in dump order."""
     departing: int
-    """Rows of the pass before that are not kept."""
+    """Rows of the previous pass that are not kept."""
     loaded_K: NDArray[np.uint8]
-    """A bit for each position, first the highest: whether its row is loaded. Empty where no stream goes with a row."""
+    """A bit for each position, highest first: 1 if its row is loaded. Empty if rows have no streams."""
 
     def loaded_in(self, chunk: slice) -> NDArray[np.int64]:
         """Return the places in a slice of positions whose rows are loaded."""
@@ -131,8 +125,8 @@ class SlotAssignment:
         bits = np.unpackbits(self.loaded_K[first_byte : -(-chunk.stop // 8)])
         return np.flatnonzero(bits[chunk.start - 8 * first_byte :][: chunk.stop - chunk.start])
 
-    def settle(self) -> None:
-        """Turn positions in the order of loading into slots, in place."""
+    def resolve(self) -> None:
+        """Replace the positions of ``load_K`` by their slots, in place."""
         take(self.slots_K, self.load_K, self.load_K)
 
 
@@ -148,67 +142,65 @@ class DeviceTier:
         Raises BudgetError where they exceed ``budget``, or what the device has.
         """
         self._positions, self._backend = positions, backend
-        need = DeviceMemoryPlan.of(positions, backend)
-        need.check(budget)
-        self.capacity_G, self.num_bytes = need.rows_G, need.num_bytes
-        self.arrays_G = backend.reserve(need.layouts, "device_budget holds passes that")
+        plan = DeviceMemoryPlan.of(positions, backend)
+        plan.check(budget)
+        self.capacity_G, self.num_bytes = plan.rows_G, plan.num_bytes
+        self.arrays_G = backend.reserve(plan.layouts, "device_budget holds passes that")
         """The memory of each group's rows."""
         self.slots_G: list[Array] = []
         """The slots of the pass shown, on the device."""
-        self._spare_G: list[NDArray[np.int32]] = []
+        self._free_G: list[NDArray[np.int32]] = []
         self._closed = False
         self.clear()
 
     def close(self) -> None:
-        """Let go of the device's memory, whoever still refers to this; no pass may begin any more."""
+        """Free the device's memory, whoever still refers to this tier; no pass may begin afterwards."""
         self._closed = True
-        self.arrays_G, self.slots_G, self._spare_G, self.num_bytes = [], [], [], 0
+        self.arrays_G, self.slots_G, self._free_G, self.num_bytes = [], [], [], 0
 
     def clear(self) -> None:
-        """Forget all rows: every slot is spare."""
-        self._spare_G, self.slots_G = [], []
+        """Forget all rows: every slot is free."""
+        self._free_G, self.slots_G = [], []
         for rows in [] if self._closed else self.capacity_G:
-            spare = np.arange(rows, -1, -1, dtype=np.int32)
-            spare[:rows] -= 1  # slot 0 is on top
-            spare[-1] = rows
-            self._spare_G.append(spare)
+            free = np.arange(rows, -1, -1, dtype=np.int32)
+            free[:rows] -= 1  # slot 0 is on top
+            free[-1] = rows
+            self._free_G.append(free)
 
     def place(self, plan: PassPlan, uses: NextUses, before: list[SlotAssignment] | None, before_uses: NextUses | None,
               before_sub_dataset: int | None) -> list[SlotAssignment]:  # fmt: skip
-        """Find the slots of the next pass's rows from those of the pass before, or from nothing."""
+        """Assign slots to the rows of the next pass, from those of the previous one if there is one."""
         assignments = []
         for g in range(len(self.capacity_G)):
             span = self._positions.span(plan.sub_dataset, g)
             prev_distance = uses.prev_distance[plan.sub_dataset][span]
             rows = span.stop - span.start
-            slots, order = self._backend.indices(rows), self._backend.indices(rows)
+            slots, order, dump_order = (self._backend.indices(rows) for _ in range(3))
             if plan.within:
                 order[:] = np.arange(rows, dtype=np.int32)
             else:
                 limit = min(plan.longest_wait + 1, uses.longest)
                 stable_order_by_distance(prev_distance, limit, order)
-            spare = int(self._spare_G[g][-1])
+            num_free = int(self._free_G[g][-1])
             if before is None or before_uses is None or before_sub_dataset is None:
-                none, nothing_kept = np.empty(0, dtype=np.int32), np.zeros(rows, dtype=np.int32)
-                departing, taken = 0, (none, none, none, nothing_kept)
+                departing, previous = 0, (NONE_I4, NONE_I4, NONE_I4, np.zeros(rows, dtype=np.int32))
             else:
                 old = before_uses.next_distance[before_sub_dataset][self._positions.span(before_sub_dataset, g)]
                 departing = old.size - plan.kept_G[g]
-                taken = before[g].slots_K, old, before[g].dump_order_K, prev_distance
-            kept = assign_slots(*taken, order, self._spare_G[g], slots)
+                previous = before[g].slots_K, old, before[g].dump_order_K, prev_distance
+            kept = assign_slots(*previous, order, self._free_G[g], slots)
             assert kept == plan.kept_G[g], f"pass {plan.pass_index} keeps {kept} rows, planned {plan.kept_G[g]}"
-            dump_order = self._backend.indices(rows)
             stable_order_by_distance(uses.next_distance[plan.sub_dataset][span], uses.longest, dump_order)
             loaded = np.zeros(0, dtype=np.uint8)
             if self._positions.groups[g].dtype != "float32":
                 is_loaded = np.ones(rows, dtype=np.bool_)
                 is_loaded[order[:kept]] = False
                 loaded = np.packbits(is_loaded)
-            assignments.append(SlotAssignment(slots, dump_order, order, min(rows, kept + spare), departing, loaded))
+            assignments.append(SlotAssignment(slots, dump_order, order, min(rows, kept + num_free), departing, loaded))
         return assignments
 
     def activate(self, assignments: list[SlotAssignment]) -> None:
-        """Have lookups see the rows in these slots from now on."""
+        """Show the rows in these slots to lookups."""
         self.slots_G = [
             self._backend.place(assignment.slots_K, arrays.slots)
             for assignment, arrays in zip(assignments, self.arrays_G, strict=True)
@@ -220,13 +212,13 @@ class DeviceTier:
             raise StateError("rows of a cache that is closed were asked for: ask for them before close()")
         return self._backend.read(self.arrays_G[group].fields[field], slots)
 
-    def note_keys(
+    def write_streams(
         self, sub_dataset: int, assignments: list[SlotAssignment], keys_of: Callable[[int, int], NDArray[np.int64]]
     ) -> None:
-        """Note which key stands in which slot of the rows shown, where these are rounded by it.
+        """Write the random streams of the rows shown, from their keys, for groups whose vectors are rounded.
 
-        Kept rows stand where they did: the keys of loaded rows come to the device, with their slots, and where most are
-        loaded those of a whole chunk, whose slots are there.
+        Kept rows have theirs. The keys of loaded rows are copied to the device with their slots; if most rows of a
+        chunk are loaded, all of its keys are, as the slots are there already.
         """
         for g, group in enumerate(self._positions.groups):
             if group.dtype == "float32":
@@ -235,29 +227,26 @@ class DeviceTier:
             for i, table in enumerate(group.tables):
                 keys = keys_of(sub_dataset, self._positions.first_table(g) + i)
                 for first in range(0, keys.size, _CHUNK_KEYS):
-                    some = keys[first : first + _CHUNK_KEYS]
-                    here = int(starts[i]) + first
-                    chunk = slice(here, here + some.size)
+                    chunk_keys, begin = keys[first : first + _CHUNK_KEYS], int(starts[i]) + first
+                    chunk = slice(begin, begin + chunk_keys.size)
                     loaded = assignments[g].loaded_in(chunk)
                     if not loaded.size:
                         continue
-                    there = slots[chunk]
-                    if loaded.size * _KEY_AND_SLOT_BYTES < some.nbytes:
-                        some = some[loaded]
-                        there = self._backend.place(assignments[g].slots_K[chunk][loaded], arrays.load_slots)
-                    self._backend.note_keys(table, some, arrays.streams, there, arrays.keys)
+                    chunk_slots = slots[chunk]
+                    if loaded.size * _KEY_AND_SLOT_BYTES < chunk_keys.nbytes:
+                        chunk_keys = chunk_keys[loaded]
+                        chunk_slots = self._backend.place(assignments[g].slots_K[chunk][loaded], arrays.load_slots)
+                    self._backend.write_streams(table, chunk_keys, arrays.streams, chunk_slots, arrays.keys)
 
     def rows_of(self, sub_dataset: int) -> list[GroupRows]:
-        """Return what a lookup sees."""
+        """Return the rows that lookups see, by group."""
         return [
             group_rows(
-                group,
-                self.arrays_G[g].fields,
-                self.slots_G[g],
-                self._positions.table_starts(sub_dataset, g),
-                streams=self.arrays_G[g].streams,
+                group, arrays.fields, slots, self._positions.table_starts(sub_dataset, g), streams=arrays.streams
             )
-            for g, group in enumerate(self._positions.groups)
+            for g, (group, arrays, slots) in enumerate(
+                zip(self._positions.groups, self.arrays_G, self.slots_G, strict=True)
+            )
         ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -15,19 +15,11 @@ if TYPE_CHECKING:
     from tiercache.store.layout import SegmentLayout
 
 
-class Run(NamedTuple):
-    """Pages [first, last) of a layout, together in memory."""
-
-    first: int
-    last: int
-    data: NDArray[np.uint8]
-
-
 class HostTier:
     """Blocks of earlier dumps, by (pass, group).
 
-    Used by one thread at a time: by the reader behind a load, by the writer when it makes room behind that, and by the
-    training thread behind ``PassSwitcher.drain`` or when both rest. The writer also reads blocks at any time.
+    Used by one thread at a time: by the reader after a load, then by the writer when it allocates the next dump, and by
+    the training thread after ``PassSwitcher.drain`` or while both are idle. The writer also reads blocks at any time.
     """
 
     def __init__(self, memory: PinnedArena) -> None:
@@ -37,7 +29,7 @@ class HostTier:
         self._layouts: dict[tuple[int, int], SegmentLayout] = {}
 
     def enter(self, pass_index: int, group: int, layout: SegmentLayout) -> list[PinnedRegion]:
-        """Make room for a dump and return its blocks, to be filled."""
+        """Allocate a dump and return its blocks, to be filled."""
         blocks = [self.memory.take(layout.bytes_of_block(block)) for block in range(layout.num_blocks)]
         if blocks:
             self._blocks[pass_index, group] = dict(enumerate(blocks))
@@ -45,13 +37,12 @@ class HostTier:
         return blocks
 
     def keep(self, retained: Mapping[tuple[int, int], CachedRows], *, not_before: int) -> None:
-        """Free all that ``retained`` does not name of the dumps before pass ``not_before``."""
+        """Free everything but ``retained`` of the dumps before pass ``not_before``."""
         for key in [key for key in self._blocks if key[0] < not_before]:
-            held = retained.get(key)
-            if held is None:
-                self._drop(key)
+            if key in retained:
+                self._shrink(key, retained[key])
             else:
-                self._shrink(key, held)
+                self._drop(key)
 
     def clear(self) -> None:
         """Free everything."""
@@ -59,34 +50,26 @@ class HostTier:
             self._drop(key)
 
     def layout(self, pass_index: int, group: int) -> SegmentLayout:
-        """Return how the blocks of a dump are laid out."""
+        """Return the layout of a dump."""
         return self._layouts[pass_index, group]
 
-    def runs(self, pass_index: int, group: int, held: CachedRows) -> Iterator[Run]:
-        """Yield the pages of ``held``, block after block."""
-        key = pass_index, group
-        layout = self._layouts[key]
-        page = held.first
-        while page < held.last:
+    def runs(self, pass_index: int, group: int, cached: CachedRows) -> Iterator[tuple[int, int, NDArray[np.uint8]]]:
+        """Yield the pages of ``cached`` block after block: the first, the one after the last, and their bytes."""
+        layout, blocks = self._layouts[pass_index, group], self._blocks[pass_index, group]
+        page = cached.first
+        while page < cached.last:
             block = layout.block_of_page(page)
-            last = min(held.last, layout.pages_of_block(block)[1])
-            base = layout.byte_of_block(block)
-            data = self._blocks[key][block].data
-            yield Run(
-                page,
-                last,
-                data[layout.byte_of_page(page) - base : layout.byte_of_page(last) - base],
-            )
+            last, base = min(cached.last, layout.pages_of_block(block)[1]), layout.byte_of_block(block)
+            yield page, last, blocks[block].data[layout.byte_of_page(page) - base : layout.byte_of_page(last) - base]
             page = last
 
     def page(self, pass_index: int, group: int, page: int) -> NDArray[np.uint8] | None:
-        """Return the bytes of one page, or None where they are not here."""
-        blocks = self._blocks.get((pass_index, group))
-        if blocks is None:
+        """Return the bytes of one page, None if it is not cached."""
+        layout = self._layouts.get((pass_index, group))
+        if layout is None:
             return None
-        layout = self._layouts[pass_index, group]
         block = layout.block_of_page(page)
-        region = blocks.get(block)
+        region = self._blocks[pass_index, group].get(block)
         if region is None:
             return None
         base = layout.byte_of_block(block)
@@ -98,9 +81,9 @@ class HostTier:
             self.memory.give_back(region)
         del self._layouts[key]
 
-    def _shrink(self, key: tuple[int, int], held: CachedRows) -> None:
+    def _shrink(self, key: tuple[int, int], cached: CachedRows) -> None:
         layout, blocks = self._layouts[key], self._blocks[key]
-        low, high = layout.byte_of_page(held.first), layout.byte_of_page(held.last)
+        low, high = layout.byte_of_page(cached.first), layout.byte_of_page(cached.last)
         for block, region in list(blocks.items()):
             base = layout.byte_of_block(block)
             end = base + region.data.size

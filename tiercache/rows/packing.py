@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -27,101 +28,68 @@ if TYPE_CHECKING:
     from tiercache.values.ids import Array
 
 
-_KEY_ROWS = 1 << 17
-"""Whose keys are looked up at once, if that is more than a block: each look-up gives the interpreter away."""
+_LOOKUP_ROWS = 1 << 17
+"""Rows whose keys are looked up together, if a block has fewer: each lookup releases the interpreter."""
+_TRANSFER_BYTES = 32 << 20
+"""Bytes that one launch moves: half a millisecond over a fast link, so that dumps and loads overlap."""
+_LAST = attrgetter("last")
 
 
-_PART_BYTES = 32 << 20
-"""Of what is moved by one launch: rows leave for these while others come, in half a millisecond over a fast link."""
-
-
-class Part(NamedTuple):
-    """What one launch moves: of rows that are dumped [first, last), of those that are loaded some before ``last``."""
+class Transfer(NamedTuple):
+    """The rows that one launch moves: of a dump those in [first, last), of a load some of those before ``last``."""
 
     first: int
     last: int
     pieces: Pieces
 
 
-class Departed(NamedTuple):
-    """Rows of a group that are dumped from the first one to before ``last``, once a mark has passed."""
+class DumpedRows(NamedTuple):
+    """The rows of a group before ``last`` in dump order, which are in host memory after an event."""
 
     last: int
     packed: Event
 
 
 class StagedLayout(NamedTuple):
-    """What was staged, and where it lies, by group."""
+    """Staged rows, and the transfers that load them by group."""
 
     staged: Staged
-    rows_G: list[list[Part]]
+    rows_G: list[list[Transfer]]
     vectors_G: list[Pieces]
 
 
+class GroupDump(NamedTuple):
+    """The dump of one group."""
+
+    layout: SegmentLayout
+    order: NDArray[np.int32]
+    """The positions of its rows."""
+    regions: list[PinnedRegion]
+    """Its blocks."""
+    transfers: list[Transfer]
+
+
+class SwitchBuffers(NamedTuple):
+    """The host memory of a switch."""
+
+    dumps: list[GroupDump]
+    """The dump of the pass that ends, by group."""
+    cached_G: list[list[Transfer]]
+    """Rows that the next pass loads from blocks of earlier dumps."""
+
+
+class _PageRun(NamedTuple):
+    """Pages [low, high) of a layout, adjacent in memory; ``first``: the place of their first row in moving order."""
+
+    first: int
+    layout: SegmentLayout
+    low: int
+    high: int
+    data: NDArray[np.uint8]
+
+
 class Packer:
-    """Fills the blocks of a dump from the device, and finds the keys of their rows."""
-
-    def __init__(
-        self,
-        device: DeviceTier,
-        backend: Backend,
-        positions: RowOffsets,
-        keys_of: Callable[[int, int], NDArray[np.int64]],
-    ) -> None:
-        self._device, self._backend, self._positions, self._keys_of = device, backend, positions, keys_of
-
-    def target(self, layout: SegmentLayout, first_block: int, blocks: Sequence[NDArray[np.uint8]]) -> list[Part]:
-        """Lay out the pieces of neighboring blocks, given by their bytes. Any thread."""
-        numbers = range(first_block, first_block + len(blocks))
-        of_blocks = ((layout.rows_of_block(n)[0], layout.pages_of_block(n), blocks[n - first_block]) for n in numbers)
-        return _parts(
-            self._backend,
-            layout.row_bytes // 4,
-            [_Run(row, layout, low, high, data) for row, (low, high), data in of_blocks],
-        )
-
-    def pack(self, group: int, order: NDArray[np.int32] | None, target: Sequence[Part]) -> list[Departed]:
-        """Fill blocks; ``order`` has the positions of the layout's rows.
-
-        None: rows stand in the order of their positions. Of an order what these blocks have comes to the device, and
-        no more. The bytes are there when the last mark has passed.
-        """
-        arrays, slots, departed = self._device.arrays_G[group], self._device.slots_G[group], []
-        with self._backend.streams.dumping():
-            for first, last, pieces in target:
-                if order is None:
-                    self._backend.pack(arrays.fields, slots[first:last], NONE_I4, pieces)
-                else:
-                    mine = self._backend.place(order[first:last], arrays.dump_order)
-                    self._backend.pack(arrays.fields, slots, mine, pieces)
-                departed.append(Departed(last, self._backend.streams.dumped()))
-        return departed
-
-    def keys(
-        self, sub_dataset: int, group: int, order: NDArray[np.int32] | None, layout: SegmentLayout
-    ) -> Iterator[NDArray[np.int64]]:
-        """Yield the keys of each block in the order of its rows, as of `pack`; of many they are looked up together."""
-        starts, first_table = self._positions.table_starts(sub_dataset, group), self._positions.first_table(group)
-        keys_T = [np.asarray(self._keys_of(sub_dataset, first_table + i)) for i in range(len(starts) - 1)]
-        at_once = max(1, _KEY_ROWS // layout.block_rows)
-        for block in range(0, layout.num_blocks, at_once):
-            blocks = [layout.rows_of_block(b) for b in range(block, min(block + at_once, layout.num_blocks))]
-            here = slice(blocks[0][0], blocks[-1][1])
-            positions = np.arange(here.start, here.stop, dtype=np.int32) if order is None else order[here]
-            if len(keys_T) == 1:
-                keys = keys_T[0][positions]
-            else:
-                keys = np.empty(positions.size, dtype=np.int64)
-                tables = np.searchsorted(starts, positions, side="right") - 1
-                for i in np.unique(tables):
-                    mine = tables == i
-                    keys[mine] = keys_T[i][positions[mine] - starts[i]]
-            for first, last in blocks:
-                yield keys[first - here.start : last - here.start]
-
-
-class Unpacker:
-    """Brings staged rows and rows in host blocks into their slots."""
+    """Moves rows between the slots of the device and host memory, and finds the keys of dumped rows."""
 
     def __init__(
         self,
@@ -134,118 +102,158 @@ class Unpacker:
         self._device, self._backend, self._host = device, backend, host
         self._positions, self._keys_of = positions, keys_of
 
-    def lay_out_held(self, plan: PassPlan | None) -> list[list[Part]]:
-        """Lay out what a pass takes from host blocks, by group; None: nothing. By who may use the host tier."""
-        runs_G: list[list[_Run]] = [[] for _ in self._positions.groups]
+    # -- dump ---------------------------------------------------------------------------------------------
+
+    def allocate(
+        self, plan: PassPlan, assignments: Sequence[SlotAssignment], upcoming: PassPlan | None
+    ) -> SwitchBuffers:
+        """Allocate the dump of ``plan``; of earlier dumps the host keeps what ``upcoming`` needs."""
+        self._host.keep({} if upcoming is None else _needed(upcoming), not_before=plan.pass_index)
+        dumps = []
+        for g, layout in enumerate(plan.dumps):
+            order = assignments[g].dump_order_K
+            order = order[order.size - layout.rows :]  # without the kept rows if they are not written
+            regions = self._host.enter(plan.pass_index, g, layout)
+            dumps.append(
+                GroupDump(layout, order, regions, self.lay_out(layout, 0, [region.data for region in regions]))
+            )
+        return SwitchBuffers(dumps, self.lay_out_cached(upcoming))
+
+    def lay_out(self, layout: SegmentLayout, first_block: int, blocks: Sequence[NDArray[np.uint8]]) -> list[Transfer]:
+        """Lay out neighboring blocks, given by their bytes. Any thread."""
+        numbered = enumerate(blocks, first_block)
+        runs = [_PageRun(layout.rows_of_block(n)[0], layout, *layout.pages_of_block(n), data) for n, data in numbered]
+        return self._transfers(layout.row_bytes // 4, runs, relative=True)
+
+    def pack(self, group: int, order: NDArray[np.int32] | None, transfers: Sequence[Transfer]) -> list[DumpedRows]:
+        """Fill blocks; ``order`` has the positions of the layout's rows.
+
+        None: rows stand in the order of their positions. Only these blocks' part of an order is copied to the device.
+        """
+        arrays, slots, dumped = self._device.arrays_G[group], self._device.slots_G[group], []
+        with self._backend.streams.dumping():
+            for first, last, pieces in transfers:
+                if order is None:
+                    self._backend.pack(arrays.fields, slots[first:last], NONE_I4, pieces)
+                else:
+                    placed = self._backend.place(order[first:last], arrays.dump_order)
+                    self._backend.pack(arrays.fields, slots, placed, pieces)
+                dumped.append(DumpedRows(last, self._backend.streams.dumped()))
+        return dumped
+
+    def keys(
+        self, sub_dataset: int, group: int, order: NDArray[np.int32] | None, layout: SegmentLayout
+    ) -> Iterator[NDArray[np.int64]]:
+        """Yield the keys of each block in the order of its rows, see `pack`."""
+        starts, first_table = self._positions.table_starts(sub_dataset, group), self._positions.first_table(group)
+        keys_T = [np.asarray(self._keys_of(sub_dataset, first_table + i)) for i in range(len(starts) - 1)]
+        at_once = max(1, _LOOKUP_ROWS // layout.block_rows)
+        for block in range(0, layout.num_blocks, at_once):
+            blocks = [layout.rows_of_block(b) for b in range(block, min(block + at_once, layout.num_blocks))]
+            begin, end = blocks[0][0], blocks[-1][1]
+            positions = np.arange(begin, end, dtype=np.int32) if order is None else order[begin:end]
+            if len(keys_T) == 1:
+                keys = keys_T[0][positions]
+            else:
+                keys = np.empty(positions.size, dtype=np.int64)
+                tables = np.searchsorted(starts, positions, side="right") - 1
+                for i in np.unique(tables):
+                    of_table = tables == i
+                    keys[of_table] = keys_T[i][positions[of_table] - starts[i]]
+            for first, last in blocks:
+                yield keys[first - begin : last - begin]
+
+    # -- load ---------------------------------------------------------------------------------------------
+
+    def lay_out_cached(self, plan: PassPlan | None) -> list[list[Transfer]]:
+        """Lay out the rows that a pass loads from host blocks, by group. For a thread that may use the host tier."""
+        runs_G: list[list[_PageRun]] = [[] for _ in self._positions.groups]
         if plan is not None:
             next_G = list(plan.kept_G)
             for load in plan.loads:
                 if load.host.first < load.host.last:
                     first, layout = next_G[load.group], self._host.layout(load.pass_index, load.group)
                     for low, high, data in self._host.runs(load.pass_index, load.group, load.host):
-                        runs_G[load.group].append(_Run(first, layout, low, high, data))
+                        runs_G[load.group].append(_PageRun(first, layout, low, high, data))
                         first += layout.row_of_page(high) - layout.row_of_page(low)
                 next_G[load.group] += load.rows
-        return self._laid_out(runs_G)
+        return self._load_transfers(runs_G)
 
     def lay_out_staged(self, staged: Staged) -> StagedLayout:
-        """Lay out what was staged. Any thread."""
-        runs_G: list[list[_Run]] = [[] for _ in self._positions.groups]
+        """Lay out staged rows. Any thread."""
+        runs_G: list[list[_PageRun]] = [[] for _ in self._positions.groups]
         for pages in staged.pages:
-            runs_G[pages.group].append(_Run(pages.first_row, pages.layout, *pages.held, pages.data))
+            span = pages.pages
+            runs_G[pages.group].append(_PageRun(pages.first_row, pages.layout, span.first, span.last, pages.data))
         vectors_G = [self._backend.pieces(group.fields[0].words) for group in self._positions.groups]
         for new in staged.rows:
             one_piece = np.array([new.words_RW.shape[0]]), np.zeros(1, dtype=np.int64)
             vectors_G[new.group].add(new.first_row, *one_piece, new.words_RW.reshape(-1))
-        return StagedLayout(staged, self._laid_out(runs_G), vectors_G)
+        return StagedLayout(staged, self._load_transfers(runs_G), vectors_G)
 
-    def _laid_out(self, runs_G: list[list[_Run]]) -> list[list[Part]]:
+    def _load_transfers(self, runs_G: list[list[_PageRun]]) -> list[list[Transfer]]:
         groups = self._positions.groups
-        return [
-            _parts(self._backend, group.row_bytes // 4, runs, apart=True)
-            for group, runs in zip(groups, runs_G, strict=True)
-        ]
+        return [self._transfers(group.row_bytes // 4, runs) for group, runs in zip(groups, runs_G, strict=True)]
 
     def unpack(
-        self, layout: StagedLayout, held_G: list[list[Part]], departed_G: Sequence[Sequence[Departed]]
+        self, layout: StagedLayout, cached_G: list[list[Transfer]], dumped_G: Sequence[Sequence[DumpedRows]]
     ) -> list[Array]:
-        """Load what host memory has of a pass's rows; return the slots of all, by group. Waits for no step.
+        """Load the rows of a pass from host memory; return the slots of all, by group. Waits for no step.
 
-        departed_G: what was dumped of the pass before. Rows go to its slots as soon as its rows have left them.
+        dumped_G: the dump of the previous pass. Slots are filled as soon as its rows have left them.
         """
         staged, backend, slots_G = layout.staged, self._backend, []
         plan = staged.plan
         first_G = [kept + sum(n.rows for n in plan.loads if n.group == g) for g, kept in enumerate(plan.kept_G)]
         with backend.streams.loading():
             for g, (arrays, group) in enumerate(zip(self._device.arrays_G, self._positions.groups, strict=True)):
-                assignment, departed = staged.assignments[g], departed_G[g]
+                assignment, dumped = staged.assignments[g], dumped_G[g]
                 slots = backend.place(assignment.load_K, arrays.load_slots)
-                for part in sorted([*held_G[g], *layout.rows_G[g]], key=_last_row):
-                    self._await_departed(assignment, departed, part.last)
-                    backend.unpack(arrays.fields, slots, part.pieces)
-                self._await_departed(assignment, departed, assignment.load_K.size)
+                for transfer in sorted([*cached_G[g], *layout.rows_G[g]], key=_LAST):
+                    self._await_dump(assignment, dumped, transfer.last)
+                    backend.unpack(arrays.fields, slots, transfer.pieces)
+                self._await_dump(assignment, dumped, assignment.load_K.size)
                 backend.unpack(arrays.fields[:1], slots, layout.vectors_G[g])
                 for state, value in zip(arrays.fields[1:], initial_values(group), strict=True):
                     backend.set_rows(state, slots[first_G[g] : first_G[g] + plan.generated_G[g]], value)
                 slots_G.append(slots)
         return slots_G
 
-    def _await_departed(self, assignment: SlotAssignment, departed: Sequence[Departed], last: int) -> None:
-        """Have what comes next come behind the dump of rows in whose slots rows before ``last`` are loaded."""
+    def _await_dump(self, assignment: SlotAssignment, dumped: Sequence[DumpedRows], last: int) -> None:
+        """Have later loads wait for the dump of rows in whose slots rows before ``last`` are loaded."""
         if last > assignment.free:
-            dumped = departed[-1].last - assignment.departing + last - assignment.free
-            self._backend.streams.wait_event(departed[bisect_left(departed, dumped, key=_last_row)].packed)
+            row = dumped[-1].last - assignment.departing + last - assignment.free
+            self._backend.streams.wait_event(dumped[bisect_left(dumped, row, key=_LAST)].packed)
 
     def activate(self, staged: Staged, slots_G: list[Array]) -> None:
-        """Make what the keys say of rows in their slots, and show all; what was staged is free behind it."""
-        backend, plan = self._backend, staged.plan
+        """Generate rows from their keys and show all rows; afterwards staged memory is free."""
+        backend = self._backend
         with backend.streams.loading():
-            for due in staged.keys:
-                arrays, mine = self._device.arrays_G[due.group], slice(due.first_row, due.first_row + due.keys.size)
-                backend.generate(due.table, due.keys, arrays.fields[0], slots_G[due.group][mine], arrays.keys)
+            for new in staged.keys:
+                arrays, slots = self._device.arrays_G[new.group], slots_G[new.group]
+                slots = slots[new.first_row : new.first_row + new.keys.size]
+                backend.generate(new.table, new.keys, arrays.fields[0], slots, arrays.keys)
             self._device.activate(staged.assignments)
-            self._device.note_keys(plan.sub_dataset, staged.assignments, self._keys_of)
+            self._device.write_streams(staged.plan.sub_dataset, staged.assignments, self._keys_of)
         backend.streams.loaded().wait()
 
-
-class _Run(NamedTuple):
-    """Pages [low, high) of a layout, together in memory, whose rows stand from ``first`` on in the order of moving."""
-
-    first: int
-    layout: SegmentLayout
-    low: int
-    high: int
-    data: NDArray[np.uint8]
-
-    @property
-    def last(self) -> int:
-        """The place behind its rows."""
-        return self.first + self.layout.row_of_page(self.high) - self.layout.row_of_page(self.low)
-
-
-def _last_row(of: Part | Departed) -> int:
-    return of.last
+    def _transfers(self, row_floats: int, runs: Sequence[_PageRun], *, relative: bool = False) -> list[Transfer]:
+        """Divide runs, in moving order, into transfers; ``relative``: rows of each are counted from its first one."""
+        transfers, batch, num_bytes = list[Transfer](), list[_PageRun](), 0
+        for run in [*(run for run in runs if run.low < run.high), None]:
+            if batch and (run is None or num_bytes + run.data.nbytes > _TRANSFER_BYTES):
+                first, end, pieces = batch[0].first, batch[-1], self._backend.pieces(row_floats)
+                _add_runs(pieces, batch, first if relative else 0)
+                last = end.first + end.layout.row_of_page(end.high) - end.layout.row_of_page(end.low)
+                transfers.append(Transfer(first, last, pieces))
+                batch, num_bytes = [], 0
+            if run is not None:
+                batch.append(run)
+                num_bytes += run.data.nbytes
+        return transfers
 
 
-def _parts(backend: Backend, row_floats: int, runs: Sequence[_Run], *, apart: bool = False) -> list[Part]:
-    """Return the runs, which stand in the order of moving, in as many parts as their bytes ask for.
-
-    Rows of a part are counted from its first one, or, where rows of others stand ``apart`` between, from 0.
-    """
-    parts, some, num_bytes = list[Part](), list[_Run](), 0
-    for run in [*(run for run in runs if run.low < run.high), None]:
-        if some and (run is None or num_bytes + run.data.nbytes > _PART_BYTES):
-            first, pieces = some[0].first, backend.pieces(row_floats)
-            _add_runs(pieces, some, 0 if apart else first)
-            parts.append(Part(first, some[-1].last, pieces))
-            some, num_bytes = [], 0
-        if run is not None:
-            some.append(run)
-            num_bytes += run.data.nbytes
-    return parts
-
-
-def _add_runs(pieces: Pieces, runs: Sequence[_Run], before: int) -> None:
+def _add_runs(pieces: Pieces, runs: Sequence[_PageRun], origin: int) -> None:
     """Add all at once: a pass has many, and each call takes the interpreter from the training."""
     rows = np.concatenate([run.layout.page_sizes(run.low, run.high) for run in runs])
     cuts, begin = np.zeros(len(runs) + 1, np.int64), np.zeros(rows.size, np.int64)
@@ -254,51 +262,15 @@ def _add_runs(pieces: Pieces, runs: Sequence[_Run], before: int) -> None:
     begin -= begin[cuts[:-1]].repeat(cuts[1:] - cuts[:-1])
     data = [run.data.view(np.float32) for run in runs]
     row_floats = runs[0].layout.row_bytes // 4
-    pieces.add_each(np.array([run.first - before for run in runs]), rows, begin * row_floats, data, cuts)
+    pieces.add_each(np.array([run.first - origin for run in runs]), rows, begin * row_floats, data, cuts)
 
 
-class DumpBufferPool(NamedTuple):
-    """For the rows of one group."""
-
-    layout: SegmentLayout
-    order: NDArray[np.int32]
-    """Their positions."""
-    regions: list[PinnedRegion]
-    """Their blocks."""
-    target: list[Part]
-
-
-class DumpBuffers(NamedTuple):
-    """What a switch needs to know of the host."""
-
-    dumps: list[DumpBufferPool]
-    """Where the pass that ends goes, by group."""
-    held_G: list[list[Part]]
-    """What the pass that begins takes from blocks of earlier dumps."""
-
-
-def allocate_dump(
-    host: HostTier, packer: Packer, unpacker: Unpacker, plan: PassPlan, assignments: Sequence[SlotAssignment],
-    upcoming: PassPlan | None,
-) -> DumpBuffers:  # fmt: skip
-    """Make room for the dump of ``plan``; of the dumps before it the host keeps what the pass after it wants."""
-    host.keep({} if upcoming is None else _wanted(upcoming), not_before=plan.pass_index)
-    dumps = []
-    for g, layout in enumerate(plan.dumps):
-        order = assignments[g].dump_order_K
-        order = order[order.size - layout.rows :]  # without the kept rows where they are not written
-        regions = host.enter(plan.pass_index, g, layout)
-        target = packer.target(layout, 0, [region.data for region in regions])
-        dumps.append(DumpBufferPool(layout, order, regions, target))
-    return DumpBuffers(dumps, unpacker.lay_out_held(upcoming))
-
-
-def _wanted(upcoming: PassPlan) -> dict[tuple[int, int], CachedRows]:
-    """Return what the host holds until the load of a pass is done: what it takes, and what stays beyond it."""
-    wanted = dict(upcoming.retained)
+def _needed(upcoming: PassPlan) -> dict[tuple[int, int], CachedRows]:
+    """Return the rows that the host keeps until a pass is loaded: those it loads and those cached after it."""
+    needed = dict(upcoming.retained)
     for load in upcoming.loads:
         if load.host.first < load.host.last:
             key = load.pass_index, load.group
-            last = max(wanted[key].last, load.host.last) if key in wanted else load.host.last
-            wanted[key] = CachedRows(load.host.first, last)
-    return wanted
+            last = max(needed[key].last, load.host.last) if key in needed else load.host.last
+            needed[key] = CachedRows(load.host.first, last)
+    return needed

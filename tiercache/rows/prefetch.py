@@ -1,4 +1,4 @@
-"""The vectors of rows that are used for the first time: the one place where a training makes them on the host."""
+"""Prefetching: rows read from the store, and initial vectors generated on the host, before their pass begins."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiercache.store.reading import Pages
 from tiercache.store.table import initializer_code
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -37,8 +37,7 @@ _BATCH_NUMBERS = 1 << 16
 def first_vectors(table: Table, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
     """Write the initial vector of each key (n,) to its words (n, words), rounded to the nearest of the table's dtype.
 
-    For 16-bit dtypes and for column slices takes about 16 bytes a number beside them, for 65,536 numbers or a row at a
-    time: a MiB.
+    For 16-bit dtypes and for column slices this takes another MiB: 16 bytes for each of 65,536 numbers.
     """
     if table.dtype == "float32":
         _write(table, keys, out)
@@ -46,9 +45,9 @@ def first_vectors(table: Table, keys: NDArray[np.int64], out: NDArray[np.float32
     step = max(1, _BATCH_NUMBERS // table.dim)
     vectors = np.empty((min(step, keys.size), table.dim), dtype=np.float32)
     for first in range(0, keys.size, step):
-        some = keys[first : first + step]
-        _write(table, some, vectors[: some.size])
-        to_words(table.fields[0], vectors[: some.size], out[first : first + step])
+        batch = keys[first : first + step]
+        _write(table, batch, vectors[: batch.size])
+        to_words(table.fields[0], vectors[: batch.size], out[first : first + step])
 
 
 def initial_vectors(table: Table, keys: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -68,9 +67,9 @@ def _write(table: Table, keys: NDArray[np.int64], out: NDArray[np.float32]) -> N
     step = max(1, _BATCH_NUMBERS // width)
     whole = np.empty((min(step, keys.size), width), dtype=np.float32)
     for first in range(0, keys.size, step):
-        some = np.ascontiguousarray(keys[first : first + step])
-        initial_rows(some, *how, whole[: some.size])
-        out[first : first + some.size] = whole[: some.size, table.first_column :]
+        batch = np.ascontiguousarray(keys[first : first + step])
+        initial_rows(batch, *how, whole[: batch.size])
+        out[first : first + batch.size] = whole[: batch.size, table.first_column :]
 
 
 _KEY_BYTES = 8
@@ -83,13 +82,13 @@ class StagedPages:
     group: int
     first_row: int
     layout: SegmentLayout
-    held: CachedRows
+    pages: CachedRows
     data: NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
 class StagedRows:
-    """Vectors of rows that no pass has used before; their optimizer state is the initial one."""
+    """Vectors of new rows; their optimizer state is the initial one."""
 
     group: int
     first_row: int
@@ -99,7 +98,7 @@ class StagedRows:
 
 @dataclass(frozen=True, slots=True)
 class StagedKeys:
-    """Keys of one table that no pass has used before, whose vectors the device makes itself."""
+    """New keys of one table, whose vectors the device generates."""
 
     group: int
     first_row: int
@@ -109,7 +108,7 @@ class StagedKeys:
 
 @dataclass(slots=True)
 class Staged:
-    """All that the reader prepared for one pass."""
+    """Rows that the reader prepared for one pass."""
 
     plan: PassPlan
     assignments: list[SlotAssignment]
@@ -124,7 +123,7 @@ class Staged:
 
 
 class RowPrefetcher:
-    """Reads and generates; called on the reader thread."""
+    """Reads and generates rows; called on the reader thread."""
 
     def __init__(
         self,
@@ -137,11 +136,11 @@ class RowPrefetcher:
     ) -> None:
         self._store, self._backend, self._memory, self._segments = store, backend, memory, segments
         self._positions, self._keys_of = positions, keys_of
-        self._room: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
-        self._wanted: list[Pages] = []
+        self._rest: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
+        """The unused bytes of the current region."""
 
     def stage(self, plan: PassPlan, assignments: list[SlotAssignment]) -> Staged:
-        """Bring the rows of ``plan`` that neither device nor host holds into staging."""
+        """Stage the rows of ``plan`` that neither device nor host has."""
         staged = Staged(plan, assignments)
         try:
             self._fill(staged)
@@ -153,72 +152,70 @@ class RowPrefetcher:
 
     def _fill(self, staged: Staged) -> None:
         plan, begun = staged.plan, time.perf_counter()
-        self._room, self._wanted = np.empty(0, dtype=np.uint8), []
-        first_G = list(plan.kept_G)
+        self._rest = np.empty(0, dtype=np.uint8)
+        first_G, requests = list(plan.kept_G), list[Pages]()
         for load in plan.loads:
-            first = first_G[load.group]
+            if load.store.first < load.store.last:
+                first_row = first_G[load.group] + load.rows - load.store_rows
+                requests += self._place_pages(staged, load.pass_index, load.group, load.store, first_row)
             first_G[load.group] += load.rows
-            self._want(staged, load.pass_index, load.group, load.store, first + load.rows - load.store_rows)
-        wanted, self._wanted = self._wanted, []
-        self._store.load(wanted, at_once=1)  # each thread more takes the interpreter from the training more often
+        self._store.load(requests, at_once=1)  # each thread more takes the interpreter from the training more often
         staged.read_span = begun, time.perf_counter()
         for group, rows in enumerate(plan.generated_G):
             if rows:
                 self._generate(staged, group, first_G[group])
         for assignment in staged.assignments:
-            assignment.settle()
+            assignment.resolve()
 
-    def _take(self, staged: Staged, wanted: int, in_page: int | None = None) -> NDArray[np.uint8]:
-        """Return what is left of the current region, or a new one where ``wanted`` bytes do not fit.
+    def _buffer(self, staged: Staged, num_bytes: int, in_page: int | None = None) -> NDArray[np.uint8]:
+        """Return the rest of the current region, or a new region if fewer than ``num_bytes`` are left.
 
-        It begins ``in_page`` bytes behind a page where that is said.
+        in_page: the offset in a page of memory at which the buffer begins; None: any.
         """
-        room = _from(self._room, in_page)
-        if room.size < wanted:
+        buffer = _from(self._rest, in_page)
+        if buffer.size < num_bytes:
             region = self._memory.take(self._memory.region_bytes)
             staged.regions.append(region)
-            room = _from(region.data, in_page)
-            if room.size < wanted:
+            buffer = _from(region.data, in_page)
+            if buffer.size < num_bytes:
                 raise StateError(
-                    f"pass {staged.plan.pass_index} reads a page of {wanted:,} bytes into regions of "
+                    f"pass {staged.plan.pass_index} reads a page of {num_bytes:,} bytes into regions of "
                     f"{self._memory.region_bytes:,}: open the training again, so that its plan knows all of the store"
                 )
-        return room
+        return buffer
 
-    def _want(self, staged: Staged, pass_index: int, group: int, held: CachedRows, first_row: int) -> None:
-        """Find room for pages that are to be read."""
-        if held.first >= held.last:
-            return
+    def _place_pages(
+        self, staged: Staged, pass_index: int, group: int, pages: CachedRows, first_row: int
+    ) -> Iterator[Pages]:
+        """Find memory for pages of the store, and yield the reads that fill it."""
         segment = self._segments[pass_index]
         layout = segment.layouts[group]
-        page, begin, held_end = held.first, layout.byte_of_page(held.first), layout.byte_of_page(held.last)
+        page, begin, pages_end = pages.first, layout.byte_of_page(pages.first), layout.byte_of_page(pages.last)
         first_byte = begin
-        while page < held.last:
-            end, end_byte, first_bytes = held.last, held_end, layout.byte_of_page(page + 1) - begin
+        while page < pages.last:
+            last, end, page_bytes = pages.last, pages_end, layout.byte_of_page(page + 1) - begin
+            in_page = None
             if layout.block_bytes >= ALIGNED_BYTES:
-                block = begin // (layout.block_rows * layout.row_bytes)
-                low, high = layout.rows_of_block(block)
-                if high * layout.row_bytes < end_byte:
-                    end, end_byte = layout.page_of_row(high), high * layout.row_bytes
-            if layout.block_bytes >= ALIGNED_BYTES and end_byte - begin >= ALIGNED_BYTES:
-                inside = begin - low * layout.row_bytes
-                room = self._take(staged, first_bytes, inside)
-            else:
-                room = self._take(staged, first_bytes)
-            last, last_byte = end, end_byte
-            if end_byte - begin > room.size:
-                last = layout.page_of_row((begin + room.size) // layout.row_bytes)
-                last_byte = layout.byte_of_page(last)
-            num_bytes = last_byte - begin
-            data, self._room = room[:num_bytes], room[num_bytes:]
-            self._wanted.append(Pages(segment, group, page, last, data))
-            rows = (begin - first_byte) // layout.row_bytes
-            staged.pages.append(StagedPages(group, first_row + rows, layout, type(held)(page, last), data))
+                low, high = layout.rows_of_block(begin // (layout.block_rows * layout.row_bytes))
+                if high * layout.row_bytes < end:
+                    last, end = layout.page_of_row(high), high * layout.row_bytes
+                if end - begin >= ALIGNED_BYTES:
+                    in_page = begin - low * layout.row_bytes
+            buffer = self._buffer(staged, page_bytes, in_page)
+            if end - begin > buffer.size:
+                last = layout.page_of_row((begin + buffer.size) // layout.row_bytes)
+                end = layout.byte_of_page(last)
+            num_bytes = end - begin
+            data, self._rest = buffer[:num_bytes], buffer[num_bytes:]
+            yield Pages(segment, group, page, last, data)
+            row = first_row + (begin - first_byte) // layout.row_bytes
+            staged.pages.append(StagedPages(group, row, layout, type(pages)(page, last), data))
             staged.rows_read += num_bytes // layout.row_bytes
             staged.bytes_read += num_bytes
-            page, begin = last, last_byte
+            page, begin = last, end
 
     def _generate(self, staged: Staged, group: int, first_row: int) -> None:
+        """Generate new vectors, or stage their keys if the device generates them."""
         plan, spec = staged.plan, self._positions.groups[group]
         width = spec.fields[0].words
         starts = self._positions.table_starts(plan.sub_dataset, group)
@@ -229,35 +226,27 @@ class RowPrefetcher:
             low, high = int(cuts[i]), int(cuts[i + 1])
             keys = self._keys_of(plan.sub_dataset, first_table + i)
             on_device = self._backend.generates(table) and 4 * width >= _KEY_BYTES + 4
+            row_bytes = _KEY_BYTES if on_device else 4 * width
             while low < high:
+                buffer = self._buffer(staged, row_bytes + 4 * on_device)
                 if on_device:
-                    low = self._stage_keys(staged, group, table, keys, order, int(starts[i]), low, high, first_row)
-                    continue
-                room = self._take(staged, 4 * width)
-                rows = min(high - low, room.size // (4 * width))
-                words = room[: rows * 4 * width].view(np.float32).reshape(rows, width)
-                self._room = room[rows * 4 * width :]
-                mine = keys[order[low : low + rows] - starts[i]]
-                first_vectors(table, mine, words)
-                staged.rows.append(StagedRows(group, first_row + low, words))
+                    buffer = buffer[-buffer.ctypes.data % _KEY_BYTES :]
+                rows = min(high - low, buffer.size // row_bytes)
+                data, self._rest = buffer[: rows * row_bytes], buffer[rows * row_bytes :]
+                local = order[low : low + rows] - int(starts[i])
+                if on_device:
+                    new_keys = data.view(np.int64)
+                    np.take(keys, local, out=new_keys)
+                    staged.keys.append(StagedKeys(group, first_row + low, table, new_keys))
+                else:
+                    words = data.view(np.float32).reshape(rows, width)
+                    first_vectors(table, keys[local], words)
+                    staged.rows.append(StagedRows(group, first_row + low, words))
                 low += rows
 
-    def _stage_keys(
-        self, staged: Staged, group: int, table: Table, keys: NDArray[np.int64], order: NDArray[np.int32], start: int,
-        low: int, high: int, first_row: int,
-    ) -> int:  # fmt: skip
-        """Stage keys of places [low, high) of ``order``, as many as there is room for; return the place behind them."""
-        room = self._take(staged, _KEY_BYTES + 4)
-        room = room[-room.ctypes.data % _KEY_BYTES :]
-        rows = min(high - low, room.size // _KEY_BYTES)
-        mine, self._room = room[: rows * _KEY_BYTES].view(np.int64), room[rows * _KEY_BYTES :]
-        np.take(keys, order[low : low + rows] - start, out=mine)
-        staged.keys.append(StagedKeys(group, first_row + low, table, mine))
-        return low + rows
 
-
-def _from(room: NDArray[np.uint8], in_page: int | None) -> NDArray[np.uint8]:
-    """Leave out the bytes before the first that stands so far behind a page as ``in_page`` does."""
+def _from(buffer: NDArray[np.uint8], in_page: int | None) -> NDArray[np.uint8]:
+    """Return a buffer from the first byte at an offset in a page of memory."""
     if in_page is None:
-        return room
-    return room[(in_page - int(room.__array_interface__["data"][0])) % PAGE_BYTES :]
+        return buffer
+    return buffer[(in_page - int(buffer.__array_interface__["data"][0])) % PAGE_BYTES :]

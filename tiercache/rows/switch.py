@@ -1,4 +1,4 @@
-"""Preparing: each pass's plan and the slots of its rows, ahead of its staging, on the reader thread."""
+"""Passes that follow each other: planned and staged by a reader thread, written and committed by a writer thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiercache.planning.next_use import longest_distance
 from tiercache.planning.pass_plan import segments_by_pass
 from tiercache.reporting.report import PassReport
 from tiercache.rows.host import HostTier
-from tiercache.rows.packing import DumpBuffers, Packer, Unpacker, allocate_dump
+from tiercache.rows.packing import Packer, SwitchBuffers
 from tiercache.rows.prefetch import RowPrefetcher, Staged
 from tiercache.rows.threads import nicer_thread, seconds_of_waiting, wait_for
 from tiercache.store import Cursor
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from tiercache.planning.row_offsets import RowOffsets
     from tiercache.rows.backends.base import Backend, Event
     from tiercache.rows.device import DeviceTier, SlotAssignment
-    from tiercache.rows.packing import Departed, DumpBufferPool, Part, StagedLayout
+    from tiercache.rows.packing import DumpedRows, GroupDump, StagedLayout, Transfer
     from tiercache.rows.pinned import PinnedArena
     from tiercache.store import Segment, Store
 
 
-class Prepared(NamedTuple):
-    """A pass whose rows have their slots."""
+class PreparedPass(NamedTuple):
+    """A planned pass whose rows have slots."""
 
     plan: PassPlan
     assignments: list[SlotAssignment]
@@ -51,41 +51,38 @@ class PassPlanner:
     """Prepares the passes of one run, one after the other; called on the reader thread."""
 
     def __init__(self, planner: Planner, device: DeviceTier, next_uses_of: Callable[[int], NextUses]) -> None:
-        self._planner, self._device, self._uses_of = planner, device, next_uses_of
-        self._before: Prepared | None = None
+        self.planner, self._device, self._uses_of = planner, device, next_uses_of
+        self._previous: PreparedPass | None = None
         self._failed = False
 
-    def next(self) -> Prepared:
-        """Plan the next pass, and find the slots of its rows from those of the one before.
+    def next(self) -> PreparedPass:
+        """Plan the next pass and assign slots to its rows.
 
-        Raises StateError where it failed before: slots may be half given out.
+        Raises StateError after a failure, which may have assigned only some slots.
         """
         if self._failed:
             raise StateError("the pass before could not be prepared, so this one is not: begin the run of passes anew")
         self._failed = True
-        plan, before = self._planner.plan_next(), self._before
-        assignments = self._device.place(
-            plan,
-            self._uses_of(plan.epoch),
-            before.assignments if before else None,
-            None if before is None else self._uses_of(before.plan.epoch),
-            None if before is None else before.plan.sub_dataset,
-        )
-        self._before, self._failed = Prepared(plan, assignments), False
-        return self._before
+        plan = self.planner.plan_next()
+        before, before_uses, before_sub_dataset = None, None, None
+        if self._previous is not None:
+            before, before_uses = self._previous.assignments, self._uses_of(self._previous.plan.epoch)
+            before_sub_dataset = self._previous.plan.sub_dataset
+        assignments = self._device.place(plan, self._uses_of(plan.epoch), before, before_uses, before_sub_dataset)
+        self._previous, self._failed = PreparedPass(plan, assignments), False
+        return self._previous
 
 
 StateBytes = tuple["Callable[[], bytes]", dict[str, object]]
-"""What a commit stores beside rows: the dense state, serialized when called, and plain settings."""
+"""The part of a commit besides rows: the dense state, serialized when called, and plain settings."""
 
 
 class PassSwitcher:
     """Moves rows between the tiers as a plan says. Public methods are called on the training thread.
 
-    One reader thread thins out the host tier behind a load, stages passes and prepares those behind them; one writer
-    thread appends segments, publishes commits and makes room for the next dump; each in order. An error of either is
-    raised by the next ``check``, one of preparing when the pass is to be staged; after one, no later pass is
-    published.
+    One reader thread frees host memory after a load, stages passes and prepares those after them. One writer thread
+    appends segments, publishes commits and allocates the next dump. Each works in order. An error of either is raised
+    by the next ``check``; one of preparing when the pass is to be staged. No later pass is published after an error.
     """
 
     def __init__(
@@ -106,8 +103,7 @@ class PassSwitcher:
         self._store, self._backend, self._budget, self._positions = store, backend, budget, positions
         self._keys_of, self._uses_of = keys_of, next_uses_of
         self._digest, self.environment = schedule_digest, environment
-        self._packer = Packer(device, backend, positions, keys_of)
-        self._unpacker = Unpacker(device, backend, self.host, positions, keys_of)
+        self._packer = Packer(device, backend, self.host, positions, keys_of)
         if has_crc32c():
             store.checksums = crc32c
         store.write_within(budget.transaction)
@@ -116,31 +112,31 @@ class PassSwitcher:
         self._pid = os.getpid()
         self._reader, self._writer = nicer_thread("reader", backend), nicer_thread("writer", backend)
         self._segments: dict[int, Segment] = {}
+        self._prefetcher = RowPrefetcher(store, backend, memory, positions, keys_of, self._segments)
         self._pass_planner: PassPlanner | None = None
-        self._following: Future[Prepared] | None = None
+        self._to_prepare = 0
+        self._next: Future[PreparedPass] | None = None
         """The pass that will be staged next."""
-        self._prepared: Future[Prepared] | None = None
-        """The one that is being staged, or was, until it is loaded."""
+        self._prepared: Future[PreparedPass] | None = None
+        """The pass that is staged, until it is loaded."""
         self._staging: Future[StagedLayout] | None = None
         self._writing: Future[None] | None = None
-        self._room: Future[DumpBuffers] | None = None
-        self._thinned: Future[None] | None = None
-        """The host tier without what the last load took; by the reader, before it stages anything."""
-        self._held_G: list[list[Part]] = []
-        """What the next load takes from host blocks."""
-        self._departed_G: list[list[Departed]] = []
-        """What was dumped of the pass before it."""
+        self._buffers: Future[SwitchBuffers] | None = None
+        self._freed: Future[None] | None = None
+        """Frees the host memory of rows that the last load took; the reader does it before it stages anything."""
+        self._cached_G: list[list[Transfer]] = []
+        """Rows that the next load takes from host blocks."""
+        self._dumped_G: list[list[DumpedRows]] = []
+        """The dump of the pass before it."""
         self._failure: BaseException | None = None
         self.plan: PassPlan | None = None
         self.assignments: list[SlotAssignment] = []
-        self._planner: Planner | None = None
-        self._to_prepare = 0
         self.report: PassReport | None = None
 
     # -- a run of passes ---------------------------------------------------------------------------------
 
     def check_process(self) -> None:
-        """Raise StateError in a fork of the process: it has no such threads, and would wait for them forever."""
+        """Raise StateError in a fork of the process, which has no threads and would wait for them forever."""
         if os.getpid() != self._pid:
             raise StateError(
                 f"this cache was opened by process {self._pid} and is used in its fork {os.getpid()}: train, commit "
@@ -157,49 +153,45 @@ class PassSwitcher:
         self._end = end
         self._segments.clear()
         self._segments.update(segments_by_pass(self._store))
-        self._planner = planner
-        self._prefetcher = RowPrefetcher(
-            self._store, self._backend, self.memory, self._positions, self._keys_of, self._segments
-        )
         self._pass_planner, self._to_prepare = PassPlanner(planner, self.device, self._uses_of), planner.next_pass
         self._prepare_next()
         self._stage_next()
-        self._held_G = self._unpacker.lay_out_held(None)
-        self._departed_G = [[] for _ in self._held_G]
+        self._cached_G = self._packer.lay_out_cached(None)
+        self._dumped_G = [[] for _ in self._cached_G]
         self._load(self._backend.streams.trained())
         self._stage_next()
-        self._make_room()
+        self._allocate_dump()
 
     def switch(self, state: StateBytes) -> None:
         """End the pass on the device and bring in the next one."""
         self.check_process()
         trained = self._backend.streams.trained()
         write, staging = self._dump(state, trained), self._staging
-        assert staging is not None, "no pass is staged behind this one"
+        assert staging is not None, "no pass is staged after this one"
         if not staging.done():  # the training waits for the disk, which gets all its work now
             self._writing = self._writer.submit(write)
             self._load(trained)
-        else:  # the writer wants the memory too, and the training waits for the rows
+        else:  # both need memory bandwidth, and the training waits for the rows
             try:
                 self._load(trained)
             finally:
                 self._writing = self._writer.submit(write)
         self._stage_next()
-        self._make_room()
+        self._allocate_dump()
 
     def finish(self, state: StateBytes) -> None:
         """End the last pass and wait until it is durable."""
         self.check_process()
-        report, trained = self._report_now(), self._backend.streams.trained()
+        (_, report), trained = self._current(), self._backend.streams.trained()
         self._writing = self._writer.submit(self._dump(state, trained))
         report.add_wait("durable", seconds_of_waiting(self._writing, trained))
         self._await_writer()
         self.stop()
 
     def stop(self) -> None:
-        """Let both threads come to rest and drop all rows; what is not committed is forgotten.
+        """Wait for both threads and drop all rows; uncommitted ones are lost.
 
-        In a fork of the process, which has neither threads nor the right to write, nothing.
+        Does nothing in a fork of the process, which has no threads and must not write.
         """
         if os.getpid() != self._pid:
             return
@@ -208,8 +200,8 @@ class PassSwitcher:
         self._backend.streams.synchronize()
         if self._staging is not None and self._staging.exception() is None:
             self._release(self._staging.result().staged)
-        self._following = self._prepared = self._staging = self._writing = self._thinned = self._room = None
-        self._held_G, self._departed_G, self._pass_planner, self._failure = [], [], None, None
+        self._next = self._prepared = self._staging = self._writing = self._freed = self._buffers = None
+        self._cached_G, self._dumped_G, self._pass_planner, self._failure = [], [], None, None
         self.plan, self.report, self.assignments = None, None, []
         self.host.clear()
         self.device.clear()
@@ -217,10 +209,7 @@ class PassSwitcher:
             self._store.discard_uncommitted()
 
     def close(self) -> None:
-        """End the threads, and let go of all memory of rows; of all that can be, where a device has failed.
-
-        In a fork of the process nothing, as ``stop``.
-        """
+        """End the threads and free all memory of rows, as far as a failed device allows; in a fork see ``stop``."""
         if os.getpid() != self._pid:
             return
         with ExitStack() as last:
@@ -229,19 +218,19 @@ class PassSwitcher:
             self.stop()
 
     def check(self) -> None:
-        """Raise, with its cause, what went wrong on the reader or the writer."""
-        for future in (self._thinned, self._prepared, self._staging, self._writing, self._room):
+        """Raise the error of the reader or the writer, if any."""
+        for future in (self._freed, self._prepared, self._staging, self._writing, self._buffers):
             if future is not None and future.done() and future.exception() is not None:
                 self._failure = self._failure or future.exception()
         if self._failure is not None:
             raise self._failure
 
     def drain(self) -> None:
-        """Wait until every dump handed to the writer is durable, and the host tier is left alone until the switch."""
+        """Wait until every dump is durable; the host tier then does not change until the switch."""
         self.check_process()
         self._await_writer()
-        if self._room is not None:
-            self._room.exception()
+        if self._buffers is not None:
+            self._buffers.exception()
             self.check()
 
     def await_staging(self) -> None:
@@ -254,30 +243,30 @@ class PassSwitcher:
     # -- commit inside a pass ----------------------------------------------------------------------------
 
     def commit_within(self, sample: int, state: StateBytes) -> None:
-        """Write all rows of the pass as one range and publish a commit at ``sample``; returns when durable.
+        """Write all rows of the pass as one range and publish a commit at ``sample``; returns when it is durable.
 
-        Block by block through one region a group, so that it needs no more than a transaction of memory.
+        Blocks are written one by one through the same memory, so that it needs no more than a transaction.
         """
         self.check_process()
-        plan = self._plan_now()
+        plan, pass_planner = self._current()[0], self._pass_planner
+        assert pass_planner is not None, "no run of passes was begun"
         self._await_writer()
+        ranges_G: list[list[Range]] = [[] for _ in self._positions.groups]
+        for g, ranges in enumerate(ranges_G):
+            if plan.rows_G[g]:
+                table_rows = np.diff(self._positions.table_starts(plan.sub_dataset, g)).tolist()
+                ranges.append(Range(next_use=plan.pass_index, table_rows=tuple(table_rows)))
         layouts = tuple(
-            self._planner_now().layout(
-                group,
-                [Range(next_use=plan.pass_index, table_rows=tuple(
-                    int(n) for n in np.diff(self._positions.table_starts(plan.sub_dataset, g))))]
-                if plan.rows_G[g] else [],
-                self._budget,
-            )
-            for g, group in enumerate(self._positions.groups)
-        )  # fmt: skip
+            pass_planner.planner.layout(group, ranges, self._budget)
+            for group, ranges in zip(self._positions.groups, ranges_G, strict=True)
+        )
 
         def blocks() -> Iterator[tuple[int, int, NDArray[np.uint8], NDArray[np.int64]]]:
             scratch = self._backend.scratch(paged(self._budget.block))
             for g, layout in enumerate(layouts):
                 for b, keys in enumerate(self._packer.keys(plan.sub_dataset, g, None, layout)):
                     data = scratch[: layout.bytes_of_block(b)]
-                    self._packer.pack(g, None, self._packer.target(layout, b, [data]))
+                    self._packer.pack(g, None, self._packer.lay_out(layout, b, [data]))
                     self._backend.streams.dumped().wait()
                     yield g, b, data, keys
 
@@ -286,49 +275,44 @@ class PassSwitcher:
             self._publish(Cursor(pass_index=plan.pass_index, sample=sample), state)
 
         try:
-            write()  # here, as packing is for the training thread
+            write()  # on this thread, as packing is for the training thread
         except BaseException as error:
-            self._failure = error  # its frames hold the scratch, which the device may still write to, until we rest
+            self._failure = error  # its frames keep the scratch, which the device may still write to, until we stop
             raise
 
     # -- dump ---------------------------------------------------------------------------------------------
 
-    def _make_room(self) -> None:
-        """Have the writer make room for the dump of the pass, when the dump before it is durable."""
-        plan, assignments, written, prepared = self._plan_now(), self.assignments, self._writing, self._prepared
-        thinned = self._thinned
-        assert thinned is not None, "no pass was loaded"
+    def _allocate_dump(self) -> None:
+        """Have the writer allocate the dump of the pass after the previous dump is durable."""
+        (plan, _), assignments, written, prepared = self._current(), self.assignments, self._writing, self._prepared
+        freed = self._freed
+        assert freed is not None, "no pass was loaded"
 
-        def make() -> DumpBuffers:
-            thinned.result()
+        def allocate() -> SwitchBuffers:
+            freed.result()
             if written is not None and written.exception() is not None:
-                return DumpBuffers([], [])  # nothing is dumped any more, and nothing loaded
+                return SwitchBuffers([], [])  # nothing is dumped or loaded any more
             upcoming = None if prepared is None or prepared.exception() is not None else prepared.result().plan
-            return allocate_dump(self.host, self._packer, self._unpacker, plan, assignments, upcoming)
+            return self._packer.allocate(plan, assignments, upcoming)
 
-        self._room = self._writer.submit(make)
+        self._buffers = self._writer.submit(allocate)
 
     def _dump(self, state: StateBytes, trained: Event) -> Callable[[], None]:
-        """Pack the rows of the pass, trained then, into host blocks; return what the writer is to do."""
-        plan, report, room = self._plan_now(), self._report_now(), self._room
-        assert room is not None
+        """Pack the rows of the pass into host blocks after ``trained``; return the call that writes them."""
+        (plan, report), buffers = self._current(), self._buffers
+        assert buffers is not None
         report.add_wait("durable", seconds_of_waiting(self._writing, trained))
         self._await_writer()
-        report.add_wait("room", seconds_of_waiting(room, trained))
+        report.add_wait("room", seconds_of_waiting(buffers, trained))
         self.check()
         with report.timing("pack"):
-            dumps, self._held_G = room.result()
-            self._departed_G = [self._packer.pack(g, order, target) for g, (_, order, _, target) in enumerate(dumps)]
-        self._room = None
+            dumps, self._cached_G = buffers.result()
+            self._dumped_G = [self._packer.pack(g, dump.order, dump.transfers) for g, dump in enumerate(dumps)]
+        self._buffers = None
         return partial(self._write, plan, dumps, self._backend.streams.dumped(), state, report)
 
     def _write(
-        self,
-        plan: PassPlan,
-        dumps: list[DumpBufferPool],
-        packed: Event,
-        state: StateBytes,
-        report: PassReport,
+        self, plan: PassPlan, dumps: list[GroupDump], packed: Event, state: StateBytes, report: PassReport
     ) -> None:
         """Runs on the writer thread."""
         packed.wait()
@@ -353,39 +337,30 @@ class PassSwitcher:
         oldest = plan.pass_index - longest_distance(self._positions.num_passes)
         for pass_index in [v for v in self._segments if 0 <= v < oldest]:
             del self._segments[pass_index]
-        report.wrote(
-            begun,
-            time.perf_counter(),
-            rows=counters.rows_written - rows,
-            num_bytes=counters.row_bytes_written - num_bytes,
-        )
+        rows, num_bytes = counters.rows_written - rows, counters.row_bytes_written - num_bytes
+        report.wrote(begun, time.perf_counter(), rows=rows, num_bytes=num_bytes)
 
     def publish_first(self, state: StateBytes) -> None:
-        """Publish the commit that stands before all training."""
+        """Publish the commit before all training."""
         self._publish(Cursor(pass_index=0, sample=0), state)
 
     def _publish(self, cursor: Cursor, state: StateBytes) -> None:
         serialize, settings = state
         self._store.publish(
-            cursor,
-            state=serialize(),
-            schedule_digest=self._digest,
-            settings=settings,
-            environment=self.environment,
+            cursor, state=serialize(), schedule_digest=self._digest, settings=settings, environment=self.environment
         )
 
     # -- load ---------------------------------------------------------------------------------------------
 
     def _prepare_next(self) -> None:
-        """Have the reader prepare the next pass, where it will be trained."""
+        """Have the reader prepare the next pass, if it will be trained."""
         assert self._pass_planner is not None, "no run of passes was begun"
-        ahead = self._to_prepare < self._end
-        self._following = self._reader.submit(self._pass_planner.next) if ahead else None
+        self._next = self._reader.submit(self._pass_planner.next) if self._to_prepare < self._end else None
         self._to_prepare += 1
 
     def _stage_next(self) -> None:
-        """Have the reader stage the pass that is prepared, and prepare the one behind it, in this order."""
-        self._prepared = prepared = self._following
+        """Have the reader stage the prepared pass, then prepare the one after it."""
+        self._prepared = prepared = self._next
         self._staging = None
         if prepared is not None:
             self._staging = self._reader.submit(lambda: self._stage(*prepared.result()))
@@ -394,13 +369,13 @@ class PassSwitcher:
     def _stage(self, plan: PassPlan, assignments: list[SlotAssignment]) -> StagedLayout:
         staged = self._prefetcher.stage(plan, assignments)
         try:
-            return self._unpacker.lay_out_staged(staged)
+            return self._packer.lay_out_staged(staged)
         except BaseException:
             self._release(staged)
             raise
 
     def _load(self, trained: Event) -> None:
-        """Unpack what was staged, behind what is trained."""
+        """Load the staged pass after the steps of the previous one."""
         assert self._staging is not None
         waited = seconds_of_waiting(self._staging, trained)
         self.check()
@@ -411,25 +386,23 @@ class PassSwitcher:
         )
         report.add_wait("store", waited)
         with report.timing("unpack"):
-            slots_G = self._unpacker.unpack(layout, self._held_G, self._departed_G)
+            slots_G = self._packer.unpack(layout, self._cached_G, self._dumped_G)
         trained.wait()
         with report.timing("unpack"):
-            self._unpacker.activate(staged, slots_G)
-            self._prepared, self._staging, self._held_G, self._departed_G = None, None, [], []
+            self._packer.activate(staged, slots_G)
+            self._prepared, self._staging, self._cached_G, self._dumped_G = None, None, [], []
             self._release(staged)
-        self._thinned = self._reader.submit(self.host.keep, plan.retained, not_before=plan.pass_index - 1)
+        self._freed = self._reader.submit(self.host.keep, plan.retained, not_before=plan.pass_index - 1)
         for assignment in staged.assignments:
             assignment.load_K = assignment.load_K[:0].copy()
         self.plan, self.assignments = plan, staged.assignments
 
     def cached_page(self, segment_id: int, group: int, page: int) -> NDArray[np.uint8] | None:
-        """Return the bytes of a page that the host holds, or None."""
+        """Return the bytes of a page in host memory, None if it is not there."""
         for pass_index, segment in self._segments.items():
             if segment.id == segment_id and not segment.within:
                 return self.host.page(pass_index, group, page)
         return None
-
-    # -- small things -------------------------------------------------------------------------------------
 
     def _release(self, staged: Staged) -> None:
         for region in staged.regions:
@@ -441,14 +414,7 @@ class PassSwitcher:
             self.check()
             self._writing = None
 
-    def _plan_now(self) -> PassPlan:
+    def _current(self) -> tuple[PassPlan, PassReport]:
         assert self.plan is not None, "no pass is being trained"
-        return self.plan
-
-    def _planner_now(self) -> Planner:
-        assert self._planner is not None, "no run of passes was begun"
-        return self._planner
-
-    def _report_now(self) -> PassReport:
-        assert self.report is not None, "no pass is being trained"
-        return self.report
+        assert self.report is not None
+        return self.plan, self.report

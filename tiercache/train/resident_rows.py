@@ -110,7 +110,7 @@ class ResidentRows:
             else:
                 backend.write(vectors, _first_vectors(table, keys))
             if group.dtype != "float32":
-                backend.note_keys(table, keys, arrays.streams[mine], None, None)
+                backend.write_streams(table, keys, arrays.streams[mine], None, None)
 
     batch_order = plan = None
     """Commits inside a pass and row moves have these; here they do not exist."""

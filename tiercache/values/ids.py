@@ -111,15 +111,12 @@ class Found(Protocol):
     @property
     def there(self) -> Array:
         """(E,) int32, on the device."""
-        ...
 
     def missing(self) -> Any:
         """Return how many keys are not in the pass (``count``), and the ``first`` of them; waits for the search."""
-        ...
 
     def host(self) -> NDArray[np.int32]:
         """Return the ids (E,) in host memory, read-only; waits for the search."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -60,7 +60,6 @@ class Event(Protocol):
 
     def wait(self) -> None:
         """Wait, on any thread, until the stream has reached it."""
-        ...
 
 
 class Streams(Protocol):
@@ -74,53 +73,42 @@ class Streams(Protocol):
 
         The next steps must come behind a `loading`, or behind a wait for `dumped`.
         """
-        ...
 
     def dumped(self) -> Event:
         """Return the present end of the dumps."""
-        ...
 
     def loading(self) -> AbstractContextManager[None]:
         """Run what writes rows to slots: after all steps so far, beside the dumps.
 
         Work behind the ``with`` comes behind it and behind the dumps.
         """
-        ...
 
     def wait_event(self, dumped: Event) -> None:
         """Have later loads wait for an event of the dumps."""
-        ...
 
     def loaded(self) -> Event:
         """Return the present end of the loads."""
-        ...
 
     def trained(self) -> Event:
         """Return the present end of the training: until it has passed, the device has steps to do."""
-        ...
 
     def exchanging(self) -> AbstractContextManager[None]:
         """Run an exchange: behind what the training has so far, and beside what comes next.
 
         Tensors made inside belong to exchanges, except those given to `receive`.
         """
-        ...
 
     def exchanged(self) -> Any:
         """Return the present end of the exchanges, for `receive`."""
-        ...
 
     def receive(self, exchanged: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Have the training wait for ``exchanged`` and take over ``tensors``, which were made there."""
-        ...
 
     def synchronize(self) -> None:
         """Wait until the device does nothing with host memory any more."""
-        ...
 
     def enter_thread(self) -> None:
         """Make the device current on the calling thread. Every thread that we start calls it first."""
-        ...
 
 
 class BatchUpload(Protocol):
@@ -129,41 +117,32 @@ class BatchUpload(Protocol):
     @property
     def buffers(self) -> SampleBuffers:
         """Fresh memory to read samples into: arrays in it are uploaded without another copy on the host."""
-        ...
 
     @property
     def device_bytes(self) -> int:
         """Bytes on the device; on a CPU all bytes of the batch."""
-        ...
 
     @property
     def host_bytes(self) -> int:
         """Pinned memory in use; 0 on a CPU."""
-        ...
 
     def to_device(self, array: NDArray[Any]) -> Array:
         """Like `Backend.to_device`."""
-        ...
 
     def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[Run], Array]:
         """Like `Backend.join`."""
-        ...
 
     def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:
         """Like `Backend.weights`, with weights of the data."""
-        ...
 
     def sort(self, lookups: Sequence[LookupPositions]) -> Sequence[Any]:
         """Return the order of the ids of each lookup by position, if it is better found here than in the step."""
-        ...
 
     def send(self) -> None:
         """Declare the upload complete. On the thread that made it."""
-        ...
 
     def receive(self) -> None:
         """Let later work on torch's current stream use what was uploaded. On the training thread; does not wait."""
-        ...
 
 
 class Pieces(Protocol):
@@ -171,7 +150,6 @@ class Pieces(Protocol):
 
     def add(self, first: int, rows: NDArray[np.int64], offset: NDArray[np.int64], data: NDArray[np.float32]) -> None:
         """Add pieces in ``data``, as `kernels.pieces.PieceTable` does."""
-        ...
 
     def add_each(
         self,
@@ -182,7 +160,6 @@ class Pieces(Protocol):
         cuts: NDArray[np.int64],
     ) -> None:
         """Add pieces in several arrays, likewise."""
-        ...
 
 
 class KeyIndex(Protocol):
@@ -191,23 +168,19 @@ class KeyIndex(Protocol):
     @property
     def num_bytes(self) -> int:
         """Bytes on the device: what `Backend.index_bytes` says for so many keys and tables."""
-        ...
 
     @property
     def capacity(self) -> int:
         """Places: an index of another pass fits if `kernels.cpu.key_index.capacity_for` its keys is no more."""
-        ...
 
     def build(self, key_sets: Sequence[KeySet]) -> None:
         """Forget all keys and insert those of a pass, from host memory, where they may be mapped files."""
-        ...
 
     def find(self, keys: Sequence[NDArray[np.int64]], starts: NDArray[np.int64], tables: NDArray[np.int64]) -> Found:
         """Search for the keys of some features, in host memory; does not wait for steps of a GPU.
 
         Those of feature f are entries ``starts[f]`` to ``starts[f + 1]``, of table ``tables[f]``.
         """
-        ...
 
 
 class Backend(Protocol):
@@ -225,107 +198,83 @@ class Backend(Protocol):
     @property
     def streams(self) -> Streams:
         """The order of its work."""
-        ...
 
     @property
     def scratch_bytes(self) -> int:
         """What it keeps on the device from batch to batch, beside the budget."""
-        ...
 
     def prepare(self, tables: Sequence[Table]) -> None:
         """Compile what training these tables needs."""
-        ...
 
     def drop_scratch(self) -> None:
         """Free what is kept on the device from step to step; the next step makes it anew."""
-        ...
 
     def random_state(self) -> torch.Tensor | None:
         """Return the state of the device's random generator; None for a CPU, whose generators a commit has anyway."""
-        ...
 
     def set_random_state(self, state: torch.Tensor) -> None:
         """Restore the device's random generator."""
-        ...
 
     # -- arrays --------------------------------------------------------------------------------------------
 
     def array(self, tensor: torch.Tensor) -> Array:
         """Return a tensor of the device as an array, contiguous and detached."""
-        ...
 
     def tensor(self, array: Array) -> torch.Tensor:
         """Return an array as a tensor."""
-        ...
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         """Return an array of undefined content."""
-        ...
 
     def to_device(self, array: NDArray[np.generic]) -> Array:
         """Return a host array on the device: itself on a CPU, else a copy that nobody waits for."""
-        ...
 
     def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[Run], Array]:
         """Concatenate host arrays on the device; also return them in host memory, in one or several runs."""
-        ...
 
     def concat(self, arrays: Sequence[Array]) -> Array:
         """Concatenate arrays of the device; the only one is returned as it is."""
-        ...
 
     def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:
         """Return (size,) float32: 1, but in [first, last) the values of each part, which may be a host array."""
-        ...
 
     def upload(self) -> BatchUpload:
         """Return what brings one batch to the device, on any thread, beside the training."""
-        ...
 
     # -- lookups and steps ---------------------------------------------------------------------------------
 
     def pool(self, parts: Sequence[tuple[GroupRows, LookupIds]], out: Array) -> list[LookedUp]:
         """Pool the ids of several groups into their columns of ``out`` (N, T); returns what backward needs of each."""
-        ...
 
     def gather(self, parts: Sequence[tuple[GroupRows, LookupIds]]) -> tuple[list[Array], list[LookedUp]]:
         """Return the vectors of each feature of several groups, (ids, dim), and what backward needs of each group."""
-        ...
 
     def find(self, requests: Sequence[RowRequest]) -> None:
         """Write slots and vectors of rows by their positions. On one thread at a time, not always the same one."""
-        ...
 
     def named(self, slots: Sequence[Array], num_slots: int) -> NDArray[np.bool_] | None:
         """Return which of the first ``num_slots`` slots are among ``slots``, in host memory; None where all are."""
-        ...
 
     def weight_gradient(self, rows: GroupRows, ids: LookupIds, found: LookedUp, gradient: Array) -> Array:
         """Return d loss / d weight of every id, (E,)."""
-        ...
 
     def sum(self, saved: Sequence[SavedGradient], scale: float, out: Array) -> None:
         """Write ``scale`` times the sum of its gradients to each row of ``out`` (slots, dim) that an id names.
 
         Other rows are undefined. In batch order, as in a step; on the training thread, with its scratch.
         """
-        ...
 
     def step(self, groups: Sequence[OptimizerStep]) -> None:
         """Update each row of each step once; no row is in two of them."""
-        ...
 
     def take_overflow(self) -> bool | None:
         """Return whether a row was not finite after a step since the last call; None: only reading rows tells."""
-        ...
 
     def index_bytes(self, num_keys: int, num_tables: int) -> int:
         """Return what an index of so many raw keys takes on the device."""
-        ...
 
     def key_index(self, num_keys: int, table_ids: NDArray[np.uint64]) -> KeyIndex | None:
         """Return an index with room for so many raw keys; None where the device has too little memory for it."""
-        ...
 
     # -- moving rows ---------------------------------------------------------------------------------------
 
@@ -334,75 +283,59 @@ class Backend(Protocol):
 
         Raises BudgetError, naming ``what`` needs it, where the device has too little.
         """
-        ...
 
     def bytes_of(self, layouts: Sequence[Layout]) -> int:
         """Return the bytes that `reserve` allocates."""
-        ...
 
     def pin(self, address: int, num_bytes: int) -> None:
         """Give the device access to pages of host memory. Any thread."""
-        ...
 
     def unpin(self, address: int) -> None:
         """Undo a ``pin``; the pages may be freed then. Any thread."""
-        ...
 
     def scratch(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return host memory that pieces may lie in."""
-        ...
 
     def indices(self, count: int) -> NDArray[np.int32]:
         """Return host memory for indices, from which `place` is quick. Any thread."""
-        ...
 
     def place(self, indices: NDArray[np.int32], into: Array) -> Array:
         """Return indices on the device, in the first elements of ``into`` if the device has memory of its own.
 
         They must not change until an event behind this call has passed.
         """
-        ...
 
     def pieces(self, row_floats: int) -> Pieces:
         """Return a collection without pieces."""
-        ...
 
     def pack(self, fields: tuple[Array, ...], slots: Array, order: Array, pieces: Any) -> None:
         """Write rows to pieces: row ``order[i]`` of ``slots`` at place i, none at two."""
-        ...
 
     def unpack(self, fields: tuple[Array, ...], slots: Array, pieces: Any) -> None:
         """Write the rows of pieces to their slots."""
-        ...
 
     def generates(self, table: Table) -> bool:
         """Whether new rows of a table are made on the device, from 8 bytes of key each, with the defined bits."""
-        ...
 
     def generate(self, table: Table, keys: NDArray[np.int64], vectors: Array, slots: Array | None,
-                 keys_there: Array | None) -> None:  # fmt: skip
+                 key_buffer: Array | None) -> None:  # fmt: skip
         """Write the initial vectors of keys (n,) to their slots (n,), or to rows (n, words) where these are None.
 
-        ``keys_there``: room for the keys on the device; None: beside the budget.
+        ``key_buffer``: room for the keys on the device; None: beside the budget.
         """
-        ...
 
-    def note_keys(self, table: Table, keys: NDArray[np.int64], streams: Array, slots: Array | None,
-                  keys_there: Array | None) -> None:  # fmt: skip
+    def write_streams(self, table: Table, keys: NDArray[np.int64], streams: Array, slots: Array | None,
+                  key_buffer: Array | None) -> None:  # fmt: skip
         """Write the streams of the rows of keys (n,) to their slots (n,), or to places (n,) where these are None.
 
-        ``keys_there`` as of `generate`.
+        ``key_buffer`` as of `generate`.
         """
-        ...
 
     def set_rows(self, field: Array, slots: Array | None, value: float) -> None:
         """Write ``value`` to all numbers of rows (of all rows: ``slots`` None)."""
-        ...
 
     def write(self, rows: Array, fill: Callable[[NDArray[np.float32], slice], None]) -> None:
         """Call ``fill(words, part)`` to make the words of ``rows``, in one or several parts, in order."""
-        ...
 
     def read(self, field: Array, slots: NDArray[np.int32] | slice) -> NDArray[np.float32]:
         """Return rows of a field in host memory; a view of it on a CPU where a slice is asked for."""
-        ...

@@ -334,12 +334,12 @@ class CpuBackend:
         return False
 
     def generate(self, table: Table, keys: NDArray[np.int64], vectors: Array, slots: Array | None,
-                 keys_there: Array | None) -> None:  # fmt: skip
+                 key_buffer: Array | None) -> None:  # fmt: skip
         """Not called, as `generates` says."""
         raise AssertionError("the reader makes the rows of a CPU")
 
-    def note_keys(self, table: Table, keys: NDArray[np.int64], streams: Array, slots: Array | None,
-                  keys_there: Array | None) -> None:  # fmt: skip
+    def write_streams(self, table: Table, keys: NDArray[np.int64], streams: Array, slots: Array | None,
+                  key_buffer: Array | None) -> None:  # fmt: skip
         """Write them in place."""
         set_streams(streams, slots, keys, table.table_id, table.seed ^ table.first_column)
 

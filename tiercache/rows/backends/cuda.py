@@ -343,16 +343,16 @@ class CudaBackend:
         return table.whole_dim is None and isinstance(table.initializer, (Uniform, Zeros, Constant))
 
     def generate(self, table: Table, keys: NDArray[np.int64], vectors: Array, slots: Array | None,
-                 keys_there: Array | None) -> None:  # fmt: skip
+                 key_buffer: Array | None) -> None:  # fmt: skip
         """Launch it once."""
         how = table.table_id, table.seed, *initializer_code(table.initializer)
         out = vectors_of(vectors, table.dim, table.dtype)
-        initial_rows(self._runtime.kernels, self._keys(keys, keys_there), *how, out, slots)
+        initial_rows(self._runtime.kernels, self._keys(keys, key_buffer), *how, out, slots)
 
-    def note_keys(self, table: Table, keys: NDArray[np.int64], streams: Array, slots: Array | None,
-                  keys_there: Array | None) -> None:  # fmt: skip
+    def write_streams(self, table: Table, keys: NDArray[np.int64], streams: Array, slots: Array | None,
+                  key_buffer: Array | None) -> None:  # fmt: skip
         """Launch it once."""
-        there = self._keys(keys, keys_there)
+        there = self._keys(keys, key_buffer)
         seed = table.seed ^ table.first_column
         set_streams(self._runtime.kernels, streams, slots, there, table.table_id, seed)
 
