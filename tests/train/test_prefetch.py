@@ -325,7 +325,7 @@ def test_memory_of_batches_that_wait_is_reported(passes: tc.PassDataset, tmp_pat
         assert cache.scratch_bytes - kept == cache.pinned_batch_bytes == 0
         batches = p.batches(10, prefetch=2)
         next(batches)
-        wait_for(lambda: all(future.done() for line in cache._pipeline._lines for _, future in line.waiting))
+        wait_for(lambda: all(future.done() for queue in cache._pipeline.queues for future in queue.pending))
         samples = [p.source.read(np.arange(low, low + 10)) for low in (10, 20)]
         read = sum(s.label.nbytes + s.dense.nbytes + sum(one.ids.nbytes for one in s.ids.values()) for s in samples)
         if device == "cuda":

@@ -5,64 +5,34 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-import torch
 
 from tiercache.errors import StateError
 from tiercache.kernels.cpu.samples import shuffled
 from tiercache.store.bits import mix
-from tiercache.values.batch import Batch
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
-    from tiercache.data.sub_dataset import EncodedBatch
     from tiercache.rows.backends.base import Backend, BatchUpload
-    from tiercache.train.arrival import Arrival
     from tiercache.train.local_exchange import Exchange
     from tiercache.train.row_view import RowView
-    from tiercache.train.table_lookup import Collations, Uploader
-    from tiercache.values.batch import BatchRequest
-    from tiercache.values.ids import FeatureIds
+    from tiercache.values.batch import Batch, BatchRequest
 
 
 Order = Callable[[int, int], "NDArray[np.int64]"]
 """Gives the samples at the places from the first up to the last, the latter left out; makes no others."""
 
+SCHEDULES = ("interleaved", "simple")
 SHUFFLED_BY = "feistel"
 """The permutation of shuffled samples: a commit inside a pass that was shuffled by another cannot be gone on from."""
-
-
-@dataclass(slots=True)
-class Pooled:
-    """A feature of one batch that is pooled where its table's rows are: its module finds vectors, and no ids."""
-
-    mode: str
-    """"sum" or "mean"."""
-    vectors: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.float32, device="cpu"))
-    """(N, dim) float32, once the batch is looked up; zeros for an empty bag."""
-    waiting: list[tuple[Arrival, slice]] = field(default_factory=list)
-    """What backward left: the gradient of each lookup, and which of its columns are this feature's."""
-    gradients: list[torch.Tensor] = field(default_factory=list)
-    """What the step applies, to be added up."""
-
-    def settle(self) -> None:
-        """Move to ``gradients`` what the step applies, as `RowGradients.settle` does."""
-        self.take([arrival for arrival, _ in self.waiting if arrival.is_due])
-        self.waiting[:] = [(arrival, columns) for arrival, columns in self.waiting if arrival.is_waiting]
-
-    def take(self, due: Collection[Arrival]) -> None:
-        """Put those of ``due`` into ``gradients``, and let them wait on."""
-        found = [(one.gradient, columns) for one, columns in self.waiting if one in due]
-        self.gradients[:] = [gradient[:, columns] for gradient, columns in found if gradient is not None]
 
 
 def in_order(first: int, last: int) -> NDArray[np.int64]:
@@ -93,42 +63,12 @@ def cut_batches(order: Order, size: int, *, first: int, last: int) -> Iterator[t
         yield end, order(begin, end)
 
 
-def make_batch(
-    samples: EncodedBatch,
-    rows: RowView,
-    *,
-    ids: Mapping[str, FeatureIds] | None = None,
-    weight: float = 1.0,
-    end: int = 0,
-    pooled: Mapping[str, Pooled] | None = None,
-    joins: Collations | None = None,
-    bringer: Uploader | None = None,
-) -> Batch:
-    """Put samples on the device of ``rows``. ``ids``: what means rows there in place of the samples' local ids.
-
-    bringer: what brings label and dense, in place of the backend.
-    """
-    label = np.empty(0, dtype=np.float32) if samples.label is None else samples.label
-    bring = rows.backend.to_device if bringer is None else bringer.to_device
-    return Batch(
-        label=rows.backend.tensor(bring(label)),
-        dense=rows.backend.tensor(bring(samples.dense)),
-        ids=samples.ids if ids is None else ids,
-        rows=rows,
-        num_samples=samples.num_samples,
-        weight=weight,
-        end=end,
-        pooled=pooled or {},
-        joins=joins,
-    )
-
-
 class BatchPipeline:
-    """Makes the batches of one cache. On the training thread; it has threads of its own while somebody iterates."""
+    """Makes the batches of one cache. On the training thread; an iterator over batches has threads of its own."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._lines: weakref.WeakSet[_Line] = weakref.WeakSet()
+        self.queues: weakref.WeakSet[_BatchQueue] = weakref.WeakSet()
 
     def batches(
         self,
@@ -140,101 +80,97 @@ class BatchPipeline:
         before: Callable[[], None] | None = None,
         overlap: bool = False,
         by_owner: bool = False,
-    ) -> Iterator[tuple[int, Batch]]:
-        """Yield the samples behind each batch and the batch, in the order of ``requests``.
+    ) -> Iterator[Batch]:
+        """Yield the batches of ``requests``, in order.
 
-        Samples of up to ``prefetch`` batches are read before their turn, each on one of as many threads; 0: when they
-        are asked for; None: as the backend says, and of several ranks at least 1. ``before`` is called before a batch
-        is handed out, or its rows are brought; its errors, and what goes wrong in making a batch, are raised in its
-        place, on all ranks. ``overlap``: no step comes in between, so that rows may be exchanged ahead too. Threads end
-        with the iterator, or when the rows do. Raises ValueError for less than 0, StateError in the fork of the process
-        that began.
+        Samples of up to ``prefetch`` batches are read before their turn, each on one of as many threads. 0 reads them
+        when they are requested; None is the backend's default, with several ranks at least 1. ``before`` is called
+        before a batch is handed out, or its rows are exchanged. Its errors, and errors in making a batch, are raised in
+        its place, on all ranks. ``overlap``: no step comes between these batches, so rows may be exchanged ahead too.
+        Threads end with the iterator, or when the rows do. Raises ValueError for less than 0, StateError in a fork of
+        the process.
         """
-        most = max(self._backend.ahead, exchange.least_ahead) if prefetch is None else prefetch
-        if most < 0:
-            raise ValueError(f"prefetch is {most}: it must be at least 0 batches")
-        line = _Line(exchange, rows, max(most, exchange.least_ahead) if overlap else most, by_owner=by_owner)
-        self._lines.add(line)
-        with rows.in_use(line.close):
-            begun = (line.pop() for _ in iter(partial(line.advance, requests), False))
+        depth = max(self._backend.ahead, exchange.least_ahead) if prefetch is None else prefetch
+        if depth < 0:
+            raise ValueError(f"prefetch is {depth}: it must be at least 0 batches")
+        queue = _BatchQueue(exchange, rows, max(depth, exchange.least_ahead) if overlap else depth, by_owner=by_owner)
+        self.queues.add(queue)
+        with rows.in_use(queue.close):
+            begun = (queue.pop() for _ in iter(partial(queue.fill, requests), False))
             if overlap:
-                yield from map(line.behind, exchange.overlapped(begun, rows, before))
+                yield from exchange.overlapped(begun, rows, before)
                 return
             for one in begun:  # no name here is a batch's: while one is made, the last is another's
-                yield line.behind(exchange.finish(one, rows, before))
+                yield exchange.finish(one, rows, before)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device of batches that are made and wait; on a CPU all bytes of them."""
-        return sum(one.device_bytes for line in list(self._lines) for one in line.uploads())
+        """Bytes on the device of prefetched batches; on a CPU all their bytes."""
+        return sum(one.device_bytes for one in self._uploads())
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of pinned memory of batches that are made and wait; 0 on a CPU."""
-        return sum(one.host_bytes for line in list(self._lines) for one in line.uploads())
+        """Bytes of pinned memory of prefetched batches; 0 on a CPU."""
+        return sum(one.host_bytes for one in self._uploads())
+
+    def _uploads(self) -> Iterator[BatchUpload]:
+        """Yield the uploads of prefetched batches; with several ranks, batches are uploaded when it is their turn."""
+        futures = [one for queue in list(self.queues) for one in queue.pending if isinstance(one, Future)]
+        for one in futures:
+            is_made = one.done() and not one.cancelled() and one.exception() is None
+            if is_made and (upload := one.result().upload) is not None:
+                yield upload
 
 
-class _Line:
-    """The batches of one iterator that are being made or wait, in order."""
+class _BatchQueue:
+    """The pending batches of one iterator, in order."""
 
-    def __init__(self, exchange: Exchange, rows: RowView, most: int, *, by_owner: bool) -> None:
+    def __init__(self, exchange: Exchange, rows: RowView, depth: int, *, by_owner: bool) -> None:
         self._exchange, self._rows, self._by_owner = exchange, rows, by_owner
-        self._most, self._pid = most, os.getpid()
+        self._depth, self._pid = depth, os.getpid()
         self._threads: ThreadPoolExecutor | None = None
-        if most:
+        if depth:
             enter = rows.backend.streams.enter_thread
-            self._threads = ThreadPoolExecutor(most, thread_name_prefix="tiercache-batches", initializer=enter)
-        self.waiting: deque[tuple[int, Callable[[], Any] | Future[Any]]] = deque()
-        self._last: Any = None
-        """What was begun last, where something else does it."""
-        self.done = 0
-        """Samples of the pass up to the end of the batch that was popped last."""
+            self._threads = ThreadPoolExecutor(depth, thread_name_prefix="tiercache-batches", initializer=enter)
+        self.pending: deque[Callable[[], Any] | Future[Any]] = deque()
+        self._last: Future[Any] | None = None
+        """The newest request, if ranks exchange requests."""
 
-    def advance(self, requests: Iterator[BatchRequest]) -> bool:
-        """Have more read; returns whether one is to be popped: also one that raises what went wrong here."""
+    def fill(self, requests: Iterator[BatchRequest]) -> bool:
+        """Read ahead; return True if there is a batch to pop, or an error in its place."""
         self._rows.check_made()
-        while len(self.waiting) <= self._most:
+        while len(self.pending) <= self._depth:
             try:
                 if (request := next(requests, None)) is None:
                     break
-                self._check()
-                read = self._exchange.read(request, self._rows, ahead=self._most > 0, by_owner=self._by_owner)
+                self._check_process()
+                read = self._exchange.read(request, self._rows, ahead=self._depth > 0, by_owner=self._by_owner)
             except Exception as error:  # told to all ranks, in place of the batch
-                self._begin(self.done, partial(_fail, error))
+                self._begin(partial(fail, error))
                 break
-            self._begin(request.done, read if self._threads is None else self._threads.submit(read))
-        return bool(self.waiting)
+            self._begin(read if self._threads is None else self._threads.submit(read))
+        return bool(self.pending)
 
-    def _begin(self, done: int, read: Callable[[], Any] | Future[Any]) -> None:
-        begun = self._exchange.begin(read, self._rows, by_owner=self._by_owner, behind=self._last)
+    def _begin(self, read: Callable[[], Any] | Future[Any]) -> None:
+        begun = self._exchange.begin(read, self._rows, previous=self._last)
         self._last = begun if isinstance(begun, Future) else None
-        self.waiting.append((done, begun))
-
-    def behind(self, batch: Batch) -> tuple[int, Batch]:
-        """Return the samples up to the end of the batch that was popped last, and the batch that came of it."""
-        return self.done, batch
+        self.pending.append(begun)
 
     def pop(self) -> Callable[[], Any]:
-        """Return what reads the next one, or waits for it."""
-        self._check()
-        self.done, read = self.waiting.popleft()
+        """Return a function that makes the next batch, or waits for it."""
+        self._check_process()
+        read = self.pending.popleft()
         return partial(_result, [read]) if isinstance(read, Future) else read
 
-    def uploads(self) -> list[BatchUpload]:
-        """Return what brought those that wait; several ranks bring them when it is their turn."""
-        ended = [one for _, one in self.waiting if isinstance(one, Future) and one.done() and not one.cancelled()]
-        found = [future.result().upload for future in ended if future.exception() is None]
-        return [upload for upload in found if upload is not None]
-
     def close(self) -> None:
-        """Drop all, and wait until the threads have ended."""
+        """Drop all batches, and wait until the threads have ended."""
         if os.getpid() == self._pid:
-            self._exchange.wait([begun for _, begun in self.waiting])
+            self._exchange.wait(self.pending)
             if self._threads is not None:
                 self._threads.shutdown(wait=True, cancel_futures=True)
-        self.waiting.clear()
+        self.pending.clear()
 
-    def _check(self) -> None:
+    def _check_process(self) -> None:
         if self._threads is not None and os.getpid() != self._pid:
             raise StateError(
                 f"these batches are made on threads of process {self._pid}, and this is its fork {os.getpid()}: ask "
@@ -247,5 +183,12 @@ def _result(future: list[Future[Any]]) -> Any:
     return future.pop().result()
 
 
-def _fail(error: Exception) -> NoReturn:
+def fail(error: Exception) -> NoReturn:
+    """Raise an error in place of a batch."""
     raise error
+
+
+def check_exchange_schedule(schedule: str) -> None:
+    """Raise ValueError for an unknown schedule of exchanges."""
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule {schedule!r} is unknown: it must be one of {', '.join(SCHEDULES)}")

@@ -512,7 +512,8 @@ class TierCache:
         fields of out-of-vocabulary rows, if they are kept elsewhere. Not collective.
         """
         self._check_open()
-        return self._rows.now(self._loop.current, unknown)  # type: ignore[return-value] # or InMemoryRows, likewise
+        current = self._loop.current
+        return self._rows.now(None if current is None else current.index, unknown)  # type: ignore[return-value] # or InMemoryRows, likewise
 
     # -- ending -------------------------------------------------------------------------------------------
 

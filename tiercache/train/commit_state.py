@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tiercache.store import Store
     from tiercache.store.table import Group
     from tiercache.train.dense_state import RandomStates
-    from tiercache.train.passes import Pass
+    from tiercache.train.pass_ledger import PassLedger
     from tiercache.values.lookups import GroupRows
 
 
@@ -48,7 +48,7 @@ class FiniteCheck:
         self._known: set[int] = set()
         """Parameters that were not finite when the loop began."""
         self._found: str | None = None
-        self._warned: Pass | None = None
+        self._warned: PassLedger | None = None
 
     def begin(self) -> None:
         """Begin with what was restored."""
@@ -58,23 +58,23 @@ class FiniteCheck:
             self._known = {id(one) for _, one in self._bad_parameters()}
             self._backend.take_overflow()
 
-    def step(self, current: Pass | None) -> None:
+    def step(self, groups: Sequence[GroupRows], ledger: PassLedger) -> None:
         """Look at the rows that were stepped, where the kernels say that some are not finite."""
-        is_told = self._warned is current or self._found is not None
-        if self._mode == "ignore" or current is None or not self._backend.take_overflow() or is_told:
+        is_told = self._warned is ledger or self._found is not None
+        if self._mode == "ignore" or not self._backend.take_overflow() or is_told:
             return
-        if tables := nonfinite_tables(self._backend, current.rows.groups):
-            self._tell(current, f"rows of {tables} are not finite after the step of {current.ledger.newest}")
+        if tables := nonfinite_tables(self._backend, groups):
+            self._tell(ledger, f"rows of {tables} are not finite after the step of {ledger.newest}")
 
-    def check(self, current: Pass) -> None:
+    def check(self, groups: Sequence[GroupRows], ledger: PassLedger) -> None:
         """Raise StateError if something is not finite that the end of a pass, or a commit inside, would commit."""
         if self._mode == "ignore":
             return
         self.raise_found()
-        if self._backend.take_overflow() is None and (tables := nonfinite_tables(self._backend, current.rows.groups)):
-            self._tell(current, f"rows of {tables} are not finite after {current.ledger.newest}")
+        if self._backend.take_overflow() is None and (tables := nonfinite_tables(self._backend, groups)):
+            self._tell(ledger, f"rows of {tables} are not finite after {ledger.newest}")
         if bad := [name for name, one in self._bad_parameters() if id(one) not in self._known]:
-            self._tell(current, f"{len(bad)} parameters ({bad[0]}) are not finite after {current.ledger.newest}")
+            self._tell(ledger, f"{len(bad)} parameters ({bad[0]}) are not finite after {ledger.newest}")
         self.raise_found()
 
     def raise_found(self) -> None:
@@ -82,15 +82,15 @@ class FiniteCheck:
         if self._found is not None:
             raise StateError(self._found)
 
-    def _tell(self, current: Pass, what: str) -> None:
+    def _tell(self, ledger: PassLedger, what: str) -> None:
         if self._mode == "stop":
             self._found = self._found or (
                 f"{what}, so they are not committed: look for the cause, such as a learning rate or a loss, and train "
                 "again from the last commit, or choose on_nonfinite='warn'"
             )
-        elif self._warned is not current:
-            self._warned = current
-            warnings.warn(f"{what}, and are committed with pass {current.index}", stacklevel=5)
+        elif self._warned is not ledger:
+            self._warned = ledger
+            warnings.warn(f"{what}, and are committed with {ledger.name}", stacklevel=5)
 
     def _bad_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the trainable parameters of registered modules that are not finite; waits for each device once."""

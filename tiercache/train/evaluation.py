@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +13,7 @@ from tiercache.planning.row_offsets import RowOffsets
 from tiercache.rows.device import group_rows
 from tiercache.sizes import format_bytes
 from tiercache.store.bits import from_words
-from tiercache.train.batches import cut_batches, in_order
+from tiercache.train.batches import check_exchange_schedule, cut_batches, in_order
 from tiercache.train.missing_rows import unseen_vectors
 from tiercache.train.row_view import RowView
 from tiercache.values.batch import BatchRequest
@@ -179,7 +178,6 @@ def _chunks(count: int, item_bytes: int) -> Iterator[slice]:
 
 MARK_SAMPLES = 65_536  # samples whose ids are looked at together when a slice is cut
 _SCRATCH_BYTES = 40  # for each row that is brought: its key, its place on the device, segment, row and slot
-SCHEDULES = ("interleaved", "simple")
 
 
 class Evaluation:
@@ -205,10 +203,9 @@ class Evaluation:
         check_exchange_schedule(schedule)
         cuts = cut_batches(in_order, size, first=self._first, last=self._last)
         requests = (BatchRequest(self._source, places, places.size, done) for done, places in cuts)
-        made = self._pipeline.batches(
+        yield from self._pipeline.batches(
             self._exchange, requests, self._rows, prefetch=prefetch, overlap=schedule == "interleaved"
         )
-        yield from map(itemgetter(1), made)  # no name here is a batch's, as in a pass
 
     @staticmethod
     def slices(
@@ -249,12 +246,6 @@ class Evaluation:
                 exchange.rest()  # first: it waits for what reads samples for it
                 view.end()
                 first = last
-
-
-def check_exchange_schedule(schedule: str) -> None:
-    """Raise ValueError for an unknown schedule of exchanges."""
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule {schedule!r} is unknown: it must be one of {', '.join(SCHEDULES)}")
 
 
 class LocalInput:

@@ -10,13 +10,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from tiercache.train.batches import make_batch
 from tiercache.train.row_gradients import ended_unstepped
+from tiercache.train.row_view import make_batch
 from tiercache.train.table_lookup import Collations, FeaturePart, Key, collate_part
 from tiercache.values.batch import Batch, BatchRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
 
     import numpy as np
@@ -106,12 +106,12 @@ class LocalExchange:
         return _Brought(batch, upload)
 
     def begin(
-        self, read: Callable[[], Any] | Future[Any], rows: RowView, *, by_owner: bool = False, behind: Any = None
+        self, read: Callable[[], Any] | Future[Any], rows: RowView, *, previous: object = None
     ) -> Callable[[], Any] | Future[Any]:
         """Return ``read``: nothing is exchanged."""
         return read
 
-    def wait(self, begun: Sequence[Any]) -> None:
+    def wait(self, begun: Iterable[Any]) -> None:
         """Do nothing: nobody else waits for what was begun."""
 
     def finish(self, read: Callable[[], Any], rows: RowView, before: Callable[[], None] | None) -> Batch:

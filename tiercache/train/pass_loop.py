@@ -204,11 +204,13 @@ class PassLoop:
 
         Raises StateError if rows are not finite any more; of several ranks, all raise it at the next batch.
         """
-        self._finite.step(self.current)
+        current = self.current
+        assert current is not None
+        self._finite.step(current.rows.groups, current.ledger)
         if self._ranks.size == 1:
             self._finite.raise_found()
         late = self._ahead is not None or self._is_over
-        if late and self._random is None and self.current is not None and self.current.is_trained:
+        if late and self._random is None and current.is_trained:
             self._random = self._rows.state.dense.random_states()
 
     # -- inside -------------------------------------------------------------------------------------------
@@ -293,7 +295,7 @@ class PassLoop:
             if self._exchange.pending:
                 raise StateError(unstepped)
             if self.current is not None:
-                self._finite.check(self.current)
+                self._finite.check(self.current.rows.groups, self.current.ledger)
             self._exchange.leave(left)
             self._rows.check()
             if self._opened.is_sharded:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
 from tiercache.errors import StateError
-from tiercache.train.batches import SHUFFLED_BY, cut_batches, sample_order
-from tiercache.train.evaluation import check_exchange_schedule
+from tiercache.train.batches import SHUFFLED_BY, check_exchange_schedule, cut_batches, fail, sample_order
 from tiercache.train.pass_ledger import PassLedger
 from tiercache.values.batch import BatchRequest
 
@@ -132,9 +131,9 @@ class Pass:
             Exception: errors of the reader and writer threads, with their cause.
         """
 
-        def counted(made: tuple[int, Batch]) -> Batch:
-            self.samples_done, batch = made
-            self.ledger.make(self.samples_done)
+        def counted(batch: Batch) -> Batch:
+            self.samples_done = batch.end
+            self.ledger.make(batch.end)
             return batch
 
         by_owner = _read_by_owner(read_by)
@@ -187,12 +186,11 @@ class Pass:
                 for part in parts:
                     self.ledger.make(part.done)
             except Exception as error:  # told to all ranks, by the first micro-batch
-                requests = iter(partial(_fail, error), None)
-            made = self._pipeline.batches(
+                requests = iter(partial(fail, error), None)
+            yield self._pipeline.batches(
                 self._exchange, requests, self.rows, prefetch=0, before=self._before,
                 overlap=schedule == "interleaved", by_owner=by_owner,
             )  # fmt: skip
-            yield map(itemgetter(1), made)
 
     def _cuts(self, size: int, shuffle: bool) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Yield the samples behind each batch and its places, from where the pass stands at the first."""
@@ -332,10 +330,19 @@ class Pass:
             RuntimeError: the pass has ended.
             Exception: errors of the reader and writer threads, with their cause.
         """
-        batch = self._raw.batch(self, keys, missing=missing, weights=weights, label=label, dense=dense)
-        if batch is None:
+        made = self._raw.batch(
+            self.source.whole, self.rows, self.batches_done, keys,
+            begin=self._begin_raw, missing=missing, weights=weights, label=label, dense=dense,
+        )  # fmt: skip
+        if made is None:
             self.ledger.exhaust(raw=True)
-        return batch
+            return None
+        batch, num_samples = made
+        self.batches_done += 1
+        self.samples_done += num_samples
+        self.order = {"raw_batches": self.batches_done}
+        self.ledger.make(self.samples_done, raw=True)
+        return replace(batch, end=self.samples_done)
 
     def wrap(
         self,
@@ -365,7 +372,7 @@ class Pass:
                 return
             yield batch
 
-    def begin_raw(self) -> None:
+    def _begin_raw(self) -> None:
         """Check that a batch of raw keys can be made now, and bring the rows of the pass."""
         self.rows.check_made()
         if self.is_left:
@@ -399,13 +406,6 @@ class Pass:
             self.samples_done += self._plain_samples
             self._plain_samples, self.order = 0, {"raw_batches": self.batches_done}
 
-    def count_raw(self, num_samples: int) -> None:
-        """Count a batch of raw keys."""
-        self.batches_done += 1
-        self.samples_done += num_samples
-        self.order = {"raw_batches": self.batches_done}
-        self.ledger.make(self.samples_done, raw=True)
-
     def log_loss(self, loss: float) -> None:
         """Add a loss of this rank to the report of the pass."""
         self.losses.append(loss)
@@ -431,10 +431,6 @@ def _parts_of(item: Any) -> Mapping[str, Any]:
 
 def _nothing(_: Pass) -> None:
     """Of a cache that wants to know nothing."""
-
-
-def _fail(error: Exception) -> NoReturn:
-    raise error
 
 
 def _read_by_owner(given: str) -> bool:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tiercache.train.batches import Pooled
 from tiercache.train.row_gradients import RowGradients, is_unstepped
-from tiercache.train.row_view import RowView
+from tiercache.train.row_view import Pooled, RowView
 from tiercache.values.ids import FeatureIds
 
 if TYPE_CHECKING:

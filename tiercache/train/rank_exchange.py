@@ -18,15 +18,15 @@ from tiercache.dist.shard_view import ShardView
 from tiercache.errors import StateError
 from tiercache.rows.threads import share_threads
 from tiercache.store.table import group_tables
-from tiercache.train.batches import make_batch
 from tiercache.train.pending_batches import BatchIds, BatchRows, ExchangedBatch, PendingBatches, tensors_of
 from tiercache.train.row_gradients import NOBODY_STEPS, RowGradients, ended_unstepped
+from tiercache.train.row_view import make_batch
 from tiercache.train.table_module import poolings
 from tiercache.values.batch import Batch
 from tiercache.values.ids import FeatureIds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch
     from numpy.typing import NDArray
@@ -37,11 +37,10 @@ if TYPE_CHECKING:
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.dist.requests import Layout
     from tiercache.rows.backends.base import Backend
-    from tiercache.train.batches import Pooled
     from tiercache.train.evaluation import CurrentRows
     from tiercache.train.raw_samples import RawSamples
     from tiercache.train.row_optimizer import RowOptimizer
-    from tiercache.train.row_view import RowView
+    from tiercache.train.row_view import Pooled, RowView
     from tiercache.values.batch import BatchRequest
     from tiercache.values.lookups import GroupGradients, GroupRows, Unseen
 
@@ -198,18 +197,17 @@ class RankExchange:
         return read
 
     def begin(
-        self, read: Callable[[], Any] | Future[Any], rows: RowView, *, by_owner: bool = False,
-        behind: Future[ExchangedBatch] | None = None,
-    ) -> Future[ExchangedBatch]:  # fmt: skip
+        self, read: Callable[[], Any] | Future[Any], rows: RowView, *, previous: Future[ExchangedBatch] | None = None
+    ) -> Future[ExchangedBatch]:
         """Have a batch asked for; whatever ``read`` raises is raised, on the others as RankError.
 
-        behind: the batch before of the same loop. Where it failed it did so on all ranks, none of which asks for more.
+        previous: the batch before. Where it failed it did so on all ranks, none of which asks for more.
         """
         layout, trained = self._layouts[rows], rows.gradients is not None
         name = f"a step of {rows.name}" if trained else rows.name
 
         def ask() -> ExchangedBatch:
-            if behind is not None and (failed := behind.exception()) is not None:
+            if previous is not None and (failed := previous.exception()) is not None:
                 raise failed
             mine, error = _Read(None, LocalInput()), None
             try:
@@ -222,7 +220,7 @@ class RankExchange:
         return self._threads.asking.submit(ask)
 
     @staticmethod
-    def wait(begun: Sequence[Any]) -> None:
+    def wait(begun: Iterable[Any]) -> None:
         """Wait until batches that nobody takes were asked for: the other ranks ask for them too."""
         wait(begun)
 

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from tiercache.rows.switch import StateBytes
     from tiercache.store import Store
     from tiercache.train.dense_state import RandomStates
-    from tiercache.train.passes import Pass
     from tiercache.values.lookups import GroupRows
 
 _TRAINED_BY: weakref.WeakKeyDictionary[Store, weakref.ref[RankRows]] = weakref.WeakKeyDictionary()
@@ -208,17 +207,17 @@ class RankRows:
         """The most bytes of rows that the host has held so far."""
         return self.memory.peak_bytes
 
-    def now(self, current: Pass | None, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None) -> CurrentRows:
-        """Return a reader of any rows as of now, amid ``current`` or outside; waits until every dump is durable.
+    def now(self, index: int | None, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None) -> CurrentRows:
+        """Return a reader of any rows as of now, inside pass ``index`` or outside; waits until every dump is durable.
 
         ``unknown``: fields of out-of-vocabulary rows that stand elsewhere.
         """
         self.transfer.drain()
         return CurrentRows(
-            store=self.store, device=self.device if current else None, assignments=self.transfer.assignments,
-            sub_dataset=current.sub_dataset if current else None, positions=self.positions, keys_of=self._keys_of,
-            after=current.index if current else self.plans.cursor[0] - 1, cached=self.transfer.cached_page,
-            trained=self.source, unknown=unknown,
+            store=self.store, device=self.device, assignments=self.transfer.assignments,
+            sub_dataset=None if index is None else self.schedule.sub_dataset_of(index), positions=self.positions,
+            keys_of=self._keys_of, after=self.plans.cursor[0] - 1 if index is None else index,
+            cached=self.transfer.cached_page, trained=self.source, unknown=unknown,
         )  # fmt: skip
 
     def close(self) -> None:

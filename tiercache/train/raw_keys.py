@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,7 +13,7 @@ from tiercache.values.ids import FeatureIds
 from tiercache.values.lookups import UNSEEN
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from tiercache.data.sub_dataset import SubDataset
     from tiercache.rows.backends.base import Backend
@@ -23,9 +22,9 @@ if TYPE_CHECKING:
     from tiercache.train.key_finder import IndexPlan
     from tiercache.train.local_exchange import Exchange
     from tiercache.train.missing_rows import Missing
-    from tiercache.train.passes import Pass
     from tiercache.train.raw_samples import RawSamples
     from tiercache.train.row_optimizer import RowOptimizer
+    from tiercache.train.row_view import RowView
     from tiercache.values.lookups import RowReader, Unseen
 
 
@@ -69,18 +68,27 @@ class RawKeys:
         """Let go of the index."""
         self.reader.close()
 
-    def batch(self, current: Pass, keys: Mapping[str, Any] | None, *, missing: Missing, **given: Any) -> Batch | None:
-        """Return this rank's part of the next batch of a pass: ``Pass.batch`` promises it.
+    def batch(
+        self,
+        source: SubDataset,
+        rows: RowView,
+        number: int,
+        keys: Mapping[str, Any] | None,
+        *,
+        begin: Callable[[], None],
+        missing: Missing,
+        **samples: Any,
+    ) -> tuple[Batch, int] | None:
+        """Return this rank's part of batch ``number`` of a pass, and the samples of all ranks; see ``Pass.batch``.
 
-        given: as of ``RawReader.read``.
+        begin: called first; its errors are raised on all ranks. samples: as of ``RawReader.read``.
         """
-        source, number = current.source.whole, current.batches_done
         mine, error = None, None
-        name = f"batch {number} of pass {current.index}"
+        name = f"batch {number} of {rows.name}"
         try:
-            current.begin_raw()
+            begin()
             if keys is not None:
-                mine = self.reader.read(source, current.rows.name, keys, number=number, missing=missing, **given)
+                mine = self.reader.read(source, rows.name, keys, number=number, missing=missing, **samples)
                 self._dense_columns = mine.dense.shape[1]
         except Exception as caught:  # told to all ranks
             error = caught
@@ -97,11 +105,10 @@ class RawKeys:
         if any(turn.loads for turn in turns):
             lacking = mine if missing == "load" else None
             reader = self.exchange.load(lambda: {} if lacking is None else self.reader.keys_of(lacking))
-        made, ids = self.exchange.raw(mine, current.rows, name, self._weight(sizes))
+        made, ids = self.exchange.raw(mine, rows, name, self._weight(sizes))
         if ids is not None:
             made = self.exchange.named(self.missing.add(made, mine.features, ids, missing, reader))
-        current.count_raw(sum(sizes))
-        return replace(made, end=current.samples_done)
+        return made, sum(sizes)
 
     def evaluate(
         self, keys: Mapping[str, Any] | None, budget: int, *, unseen: Unseen = "initial", **given: Any

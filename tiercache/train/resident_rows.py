@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from tiercache.rows.backends.base import Backend
     from tiercache.store.table import Group, Table
     from tiercache.train.dense_state import RandomStates
-    from tiercache.train.passes import Pass
     from tiercache.values.lookups import GroupRows, Unseen
 
 
@@ -190,9 +189,9 @@ class ResidentRows:
             )
 
     def now(
-        self, current: Pass | None, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None
+        self, index: int | None, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None
     ) -> InMemoryRows:
-        """Return a reader of any rows as of now, amid ``current`` or outside."""
+        """Return a reader of any rows as of now, inside pass ``index`` or outside."""
         last = min(self._begun, 2 * self.schedule.num_passes)
         trained = {self.schedule.sub_dataset_of(index) for index in range(last)}
         return InMemoryRows(self, sorted(trained))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,16 +11,20 @@ import torch
 
 from tiercache.kernels.cpu.key_sweeps import hash_range_bound
 from tiercache.store.bits import hash_keys
+from tiercache.values.batch import Batch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from tiercache.data.sub_dataset import EncodedBatch
     from tiercache.rows.backends.base import Backend
     from tiercache.schema import Schema
+    from tiercache.train.arrival import Arrival
     from tiercache.train.pass_ledger import PassLedger
     from tiercache.train.row_gradients import RowGradients
+    from tiercache.train.table_lookup import Collations, Uploader
     from tiercache.values.ids import FeatureIds, FoundIds
     from tiercache.values.lookups import GroupRows
 
@@ -144,3 +149,57 @@ class RowView:
         finally:
             self._users.remove(close)
             close()
+
+
+@dataclass(slots=True)
+class Pooled:
+    """A feature of one batch that is pooled where its table's rows are: its module finds vectors, and no ids."""
+
+    mode: str
+    """"sum" or "mean"."""
+    vectors: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.float32, device="cpu"))
+    """(N, dim) float32, once the batch is looked up; zeros for an empty bag."""
+    waiting: list[tuple[Arrival, slice]] = field(default_factory=list)
+    """What backward left: the gradient of each lookup, and which of its columns are this feature's."""
+    gradients: list[torch.Tensor] = field(default_factory=list)
+    """What the step applies, to be added up."""
+
+    def settle(self) -> None:
+        """Move to ``gradients`` what the step applies, as `RowGradients.settle` does."""
+        self.take([arrival for arrival, _ in self.waiting if arrival.is_due])
+        self.waiting[:] = [(arrival, columns) for arrival, columns in self.waiting if arrival.is_waiting]
+
+    def take(self, due: Collection[Arrival]) -> None:
+        """Put those of ``due`` into ``gradients``, and let them wait on."""
+        found = [(one.gradient, columns) for one, columns in self.waiting if one in due]
+        self.gradients[:] = [gradient[:, columns] for gradient, columns in found if gradient is not None]
+
+
+def make_batch(
+    samples: EncodedBatch,
+    rows: RowView,
+    *,
+    ids: Mapping[str, FeatureIds] | None = None,
+    weight: float = 1.0,
+    end: int = 0,
+    pooled: Mapping[str, Pooled] | None = None,
+    joins: Collations | None = None,
+    bringer: Uploader | None = None,
+) -> Batch:
+    """Put samples on the device of ``rows``. ``ids``: what means rows there in place of the samples' local ids.
+
+    bringer: what brings label and dense, in place of the backend.
+    """
+    label = np.empty(0, dtype=np.float32) if samples.label is None else samples.label
+    bring = rows.backend.to_device if bringer is None else bringer.to_device
+    return Batch(
+        label=rows.backend.tensor(bring(label)),
+        dense=rows.backend.tensor(bring(samples.dense)),
+        ids=samples.ids if ids is None else ids,
+        rows=rows,
+        num_samples=samples.num_samples,
+        weight=weight,
+        end=end,
+        pooled=pooled or {},
+        joins=joins,
+    )

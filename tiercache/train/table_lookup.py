@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from tiercache.rows.backends.host_arrays import Run
     from tiercache.train.arrival import Arrival
-    from tiercache.train.batches import Pooled
-    from tiercache.train.row_view import RowView
+    from tiercache.train.row_view import Pooled, RowView
     from tiercache.values.batch import Batch
     from tiercache.values.ids import Array, FeatureIds
     from tiercache.values.lookups import GroupRows
