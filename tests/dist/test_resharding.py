@@ -14,13 +14,13 @@ from tests.dist.meeting import meet
 from tests.dist.reshardings import let_through, made, on_ranks, one_case, sharded, train_to_cursor, ways
 from tests.dist.sharded_world import TABLES, WHOLE, expected, old_shards, one_store, sharding_on, whole_row
 from tests.train.cases import assert_same_bits, result_of, table
-from tiercache.dist.budget_checks import Budgets
 from tiercache.dist.communicator import communicator_of
 from tiercache.dist.resharding import copy_share
 from tiercache.dist.shard_opening import open_for_share
 from tiercache.dist.shard_view import ShardView
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.errors import BudgetError, DatasetError, RankError
+from tiercache.planning.budgets import Budgets
 from tiercache.planning.schedule import Schedule
 from tiercache.store import Cursor, MemoryEngine, Store, hash_keys
 from tiercache.store.shards.shard_manifest import Manifest

@@ -69,7 +69,7 @@ def reuse_of(data: PassDataset, order: OrderRule, *, counted: bool = False) -> R
 
     positions = RowOffsets.of(data, group_tables(data.tables))
     names = [table.name for table in positions.tables]
-    schedule = Schedule(num_passes=len(data), dataset_digest=data.digest, order=order)
+    schedule = Schedule.of(data, order)
     counts_of = (lambda p, t: data.passes[p].counts(names[t])) if counted else None
     return Reuse.of(schedule, positions, positions.keys_of(data), counts_of)
 

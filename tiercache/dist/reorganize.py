@@ -71,7 +71,7 @@ def reorganize(
     """
     check_tables(store, passes)
     rule = order_rule(passes, order, order_seed)
-    schedule = Schedule(num_passes=len(passes.passes), dataset_digest=passes.digest, order=rule)
+    schedule = Schedule.of(passes, rule)
     commit = store.commit
     if start is None and commit is not None:
         start = commit.cursor if commit.overlaid == schedule.digest else _continued(commit, passes, rule)
@@ -115,7 +115,7 @@ def import_rows(
     that it lacks get their first row. Memory and temporary files as for ``reorganize``, of all rows; killed at any
     moment, the store is empty or has them. Raises ValueError for a store that is not empty, and StoreFullError.
     """
-    schedule = Schedule(num_passes=len(passes.passes), dataset_digest=passes.digest, order=order)
+    schedule = Schedule.of(passes, order)
     first, layout = first_uses(store, passes, schedule, Cursor(0, 0))
     prepare_kernels()
     rows_used = sum(sum(first.counts(table.name).values()) for table in store.tables)
@@ -140,7 +140,7 @@ def reorganize_plan(
     check_tables(store, passes)
     positions = RowOffsets.of(passes, store.groups)
     rule = order_rule(passes, order, order_seed)
-    schedule = Schedule(num_passes=len(passes.passes), dataset_digest=passes.digest, order=rule)
+    schedule = Schedule.of(passes, rule)
     files = 1 if schedule.repeats else 2  # an epoch that is entered in its midst needs the next one's uses, too
     return ReorganizePlan.of(
         store.groups,

@@ -207,7 +207,7 @@ class _Copy:
     def __init__(self, old: Shards, store: Store, share: ShardView, order: OrderRule, *, reorganized: bool) -> None:
         self._old, self._store, self._share = old, store, share
         self.start = _start(old, share, order, reorganized=reorganized)
-        schedule = Schedule(num_passes=len(share), dataset_digest=share.digest, order=order)
+        schedule = Schedule.of(share, order)
         self._digest = schedule.digest
         self._uses, self._layout = first_uses(store, share, schedule, self.start)
         commit = old.shards[0].commit

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from tiercache.dist.budget_checks import check_plan, check_store
 from tiercache.dist.reorganize import reorganize
 from tiercache.dist.resharding import place_of, reshard
 from tiercache.dist.shard_writer import ShardWriter
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tiercache.data.dataset import PassDataset
-    from tiercache.dist.budget_checks import Budgets
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.dist.shard_view import ShardView
+    from tiercache.planning.budgets import Budgets
     from tiercache.planning.schedule import OrderRule
     from tiercache.planning.sharding_rules import ShardingRules
     from tiercache.store import Cursor, Store
@@ -84,19 +85,19 @@ def open_for_share(
     """Open the shards of a store, or make them; rows of a plain store, other ranks or another sharding are moved.
 
     Passes that were split from the ones trained so far go on where these stand. No row is written anew for a training
-    that ``budgets`` would not hold, but for what `Budgets.check_store` says alone. Commits beyond ``retention`` stay
+    that ``budgets`` would not hold, but for what `check_store` says alone. Commits beyond ``retention`` stay
     until `ShardWriter.drop_older`. ``plain``: one rank makes a plain store of shards.
 
     Raises what `ShardWriter.open` and `reshard` raise, and BudgetError.
     """
 
-    def check_plan(folder: Path, **options: int) -> None:
+    def check_share(folder: Path, **options: int) -> None:
         if budgets is not None:
-            budgets.check_plan(share, order=order, folder=folder, **options)
+            check_plan(budgets, share, order=order, folder=folder, **options)
 
-    def check_store(store: Store) -> None:
+    def check_shard(store: Store) -> None:
         if budgets is not None:
-            budgets.check_store(share, store, order=order)
+            check_store(budgets, share, store, order=order)
 
     store_budget = None if budgets is None else budgets.store_budget
     stands: list[Any] | None = None
@@ -107,11 +108,11 @@ def open_for_share(
     if stands is not None and not stands[0]:
         commits = (retention or stands[1]) + 1  # of a shard
         with ranks.raise_on_all(_PLANNING):
-            check_plan(store_path(path), commits=commits)
+            check_share(store_path(path), commits=commits)
         return reshard(
             path, share, ranks,
             engine=engine, shard_dirs=shard_dirs, retention=retention, order=order, reorganized=reorganized,
-            store_budget=store_budget, check=check_store, plain=plain,
+            store_budget=store_budget, check=check_shard, plain=plain,
         )  # fmt: skip
     opened = ShardWriter.open(
         path, share.whole.tables, share.sharding, ranks, engine=engine, shard_dirs=shard_dirs, retention=retention,
@@ -121,7 +122,7 @@ def open_for_share(
         try:
             follow = _Following(opened.store, share, order, reorganized=reorganized)
             with ranks.raise_on_all(_PLANNING):
-                follow.check(check_plan)
+                follow.check(check_share)
             with ranks.raise_on_all("putting rows into another order"):
                 follow.run(store_budget)
             assert opened.store.commit is not None
@@ -157,8 +158,7 @@ class _Following:
         assert self._store.commit is not None
         if self._start() is None and not self._reorganized:
             return False
-        schedule = Schedule(num_passes=len(self._share), dataset_digest=self._share.digest, order=self._order)
-        return self._store.commit.schedule_digest != schedule.digest
+        return self._store.commit.schedule_digest != Schedule.of(self._share, self._order).digest
 
     def check(self, check_plan: Callable[..., None]) -> None:
         """Have the plan checked where rows have to move. Raises what it raises."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiercache.dist.budget_checks import check_plan
 from tiercache.dist.consistency import check_same
 from tiercache.dist.reorganize import import_rows, reorganize
 from tiercache.dist.shard_opening import choose_sharding, open_for_share
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from tiercache.data.dataset import DatasetView, PassDataset
-    from tiercache.dist.budget_checks import Budgets
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.dist.shard_writer import ShardWriter
+    from tiercache.planning.budgets import Budgets
     from tiercache.planning.schedule import OrderRule
     from tiercache.planning.sharding_rules import ShardingRules
     from tiercache.store import Table
@@ -229,10 +230,10 @@ class TrainingStore:
     def _check_order(self, store: Store, budgets: Budgets) -> None:
         """Raise BudgetError where rows would move for a training that the budgets do not hold."""
         commit, order, passes = store.commit, self._options.order, self._passes
-        schedule = Schedule(num_passes=len(passes.passes), dataset_digest=passes.digest, order=order)
+        schedule = Schedule.of(passes, order)
         if commit is None or commit.schedule_digest != schedule.digest:
-            budgets.check_plan(
-                passes, order=order, folder=scratch_of(store), commits=store.retention,
+            check_plan(
+                budgets, passes, order=order, folder=scratch_of(store), commits=store.retention,
                 state_bytes=0 if commit is None else commit.state_bytes, start=0,
             )  # fmt: skip
 

@@ -1,11 +1,14 @@
-"""How the host budget is shared out: pure arithmetic, the same in the plan and in the tiers."""
+"""The budgets of a training, and the division of the host budget: pure arithmetic."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
+
+from tiercache.errors import BudgetError
+from tiercache.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,6 +42,45 @@ def distance_bytes(num_positions: int) -> tuple[int, int]:
     """Return the bytes of the distances of so many positions, of all passes, and of their checksums in a file."""
     distances = 8 * num_positions
     return distances, 4 * -(-distances // CHECKED_BYTES)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budgets:
+    """Limits of a training; those in bytes count for each rank. Raises ValueError for ``commit_every`` below 1."""
+
+    device_budget: int
+    """Bytes on the device for rows, slot maps and, if it fits, the index of raw keys."""
+    host_budget: int
+    """Bytes of anonymous and pinned memory on the host."""
+    eval_budget: int | None = None
+    """The part of ``host_budget`` that is reserved for evaluation; None: a sixteenth."""
+    store_budget: int | None = None
+    """The most bytes of the store; None: no limit."""
+    commit_every: int = 1
+    """Passes between commits."""
+
+    def __post_init__(self) -> None:
+        if self.commit_every < 1:
+            raise ValueError(f"commit_every is {self.commit_every}: it must be at least 1 pass")
+
+    @classmethod
+    def parse(cls, planned: Budgets | None, **arguments: int | str | None) -> Self:
+        """Read the arguments of a cache; those that are None are the plan's.
+
+        Raises BudgetError for invalid sizes, and if neither has a device and a host budget.
+        """
+        given = {name: value for name, value in arguments.items() if value is not None}
+        chosen: dict[str, int | str | None] = ({} if planned is None else asdict(planned)) | given
+        device, host = chosen.get("device_budget"), chosen.get("host_budget")
+        if device is None or host is None:
+            raise BudgetError(
+                f"device_budget is {device!r} and host_budget {host!r}: give both, or the plan of `tiercache plan`"
+            )
+        every = chosen.pop("commit_every", None)
+        return cls(
+            commit_every=1 if every is None else int(every),
+            **{name: parse_bytes(size) for name, size in chosen.items() if size is not None},
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tiercache.errors import DatasetError
 from tiercache.schema_parts import difference
-from tiercache.train.table_module import named_table_modules
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from tiercache.data.dataset import DatasetView
     from tiercache.planning.schedule import Schedule
-    from tiercache.store import Commit, Store
-
-
-def check_modules(objects: Mapping[str, object], passes: DatasetView) -> None:
-    """Raise DatasetError for a module among ``objects``, by name, that was made with another schema's tables."""
-    for name, one in objects.items():
-        for path, module in named_table_modules(one):
-            module.check(f"{name}.{path}" if path else name, passes.schema, f"the dataset {passes.path}")
+    from tiercache.store import Store
 
 
 def check_tables(store: Store, passes: DatasetView) -> None:
@@ -76,19 +65,3 @@ def check_schedule(store: Store, passes: DatasetView, schedule: Schedule) -> Non
         f"{store.label} has no training schedule at commit {commit.id} (it was compacted, or rows were imported): call "
         "tiercache.reorganize(store, passes) first, or do not give reorganize=False"
     )
-
-
-def check_environment(commit: Commit, here: dict[str, Any]) -> None:
-    """Warn where a commit was trained elsewhere than it goes on."""
-    if commit.environment and commit.environment != here:
-        warnings.warn(
-            f"commit {commit.id} was trained with {commit.environment} and goes on with {here}: other threads or "
-            "another CPU can change the last bits of dense layers",
-            stacklevel=5,
-        )
-
-
-def check_commit_every(passes: int) -> None:
-    """Raise ValueError where there are not passes between commits."""
-    if passes < 1:
-        raise ValueError(f"commit_every is {passes}: it must be at least 1 pass")

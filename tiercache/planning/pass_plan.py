@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from tiercache.planning.budgets import Budgets
     from tiercache.planning.next_use import NextUses
     from tiercache.planning.row_offsets import RowOffsets
     from tiercache.planning.schedule import Schedule
@@ -371,13 +372,10 @@ class Plans:
         schedule: Schedule,
         positions: RowOffsets,
         next_uses_of: Callable[[int], NextUses],
-        budget: HostBudget,
-        *,
-        commit_every: int,
-        store_budget: int | None,
+        host: HostBudget,
+        budgets: Budgets,
     ) -> None:
-        self._store, self._schedule, self._positions = store, schedule, positions
-        self._budget, self._commit_every, self._store_budget = budget, commit_every, store_budget
+        self._store, self.schedule, self.positions, self.host, self._budgets = store, schedule, positions, host, budgets
         self._counts = ReuseCounts(schedule, positions, next_uses_of)
 
     @property
@@ -386,31 +384,27 @@ class Plans:
         commit = self._store.commit
         return (0, 0) if commit is None else (commit.cursor.pass_index, commit.cursor.sample)
 
-    def planner(self, end: int | None = None) -> Planner:
-        """Return the planner of a training up to pass ``end``."""
-        return self._planner(end)
-
     def passes(self, count: int | None) -> list[PassPlan]:
         """Plan the next passes, one epoch and one pass more where not said; beside a training too."""
-        planner = self._planner(None)
-        return [planner.plan_next() for _ in range(self._schedule.num_passes + 1 if count is None else count)]
+        planner = self.planner()
+        return [planner.plan_next() for _ in range(self.schedule.num_passes + 1 if count is None else count)]
 
     def store_plan(self, state_bytes: int) -> StorePlan:
         """Return what the store takes at its fullest, with so many bytes of dense state in a commit."""
-        planner, stored = self._planner(None), self._store.history
-        return planner.store_plan(stored, commits=self._store.retention, state_bytes=state_bytes)
+        return self.planner().store_plan(self._store.history, commits=self._store.retention, state_bytes=state_bytes)
 
     def check_store(self, state_bytes: Callable[[], int]) -> None:
         """Raise BudgetError where the store may come to take more than its budget, if it has one."""
-        if self._store_budget is not None:
-            self.store_plan(state_bytes()).check(self._store_budget)
+        if self._budgets.store_budget is not None:
+            self.store_plan(state_bytes()).check(self._budgets.store_budget)
 
-    def _planner(self, end: int | None) -> Planner:
+    def planner(self, end: int | None = None) -> Planner:
+        """Return the planner of a training up to pass ``end``."""
         pass_index, sample = self.cursor
         stored = {v: segment.layouts for v, segment in segments_by_pass(self._store).items()}
         return Planner(
-            self._schedule, self._positions, self._counts, self._budget, start=pass_index, within=sample > 0,
-            commit_every=self._commit_every, end=end, stored=stored,
+            self.schedule, self.positions, self._counts, self.host, start=pass_index, within=sample > 0,
+            commit_every=self._budgets.commit_every, end=end, stored=stored,
         )  # fmt: skip
 
 

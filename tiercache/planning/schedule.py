@@ -56,6 +56,11 @@ class Schedule:
             if self.order == tuple(range(self.num_passes)):
                 object.__setattr__(self, "order", None)  # one order has one digest
 
+    @classmethod
+    def of(cls, dataset: DatasetView, order: OrderRule) -> Schedule:
+        """Return the schedule of a dataset."""
+        return cls(num_passes=len(dataset.passes), dataset_digest=dataset.digest, order=order)
+
     @property
     def digest(self) -> str:
         """Hexadecimal digest of dataset and order; neither epochs nor budgets change it."""

@@ -6,6 +6,7 @@ import os
 import sys
 import weakref
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Never
 
@@ -13,14 +14,16 @@ import torch
 from torch import nn
 
 from tiercache.data.dataset import PassDataset
+from tiercache.dist.budget_checks import check_device
 from tiercache.dist.communicator import communicator_of, only_rank
 from tiercache.dist.consistency import check_same, check_same_places
 from tiercache.dist.shard_opening import closed_on_error
 from tiercache.dist.shard_view import ShardView
 from tiercache.dist.training_store import StoreOptions, TrainingStore
 from tiercache.errors import BudgetError, StateError
-from tiercache.planning.matching import check_features, check_modules
-from tiercache.planning.plan_file import Planned
+from tiercache.planning.budgets import Budgets
+from tiercache.planning.matching import check_features
+from tiercache.planning.plan_file import TrainingPlan
 from tiercache.planning.schedule import order_rule
 from tiercache.reporting.progress import prepare_kernels
 from tiercache.reporting.report import write_json_lines, write_scalars
@@ -43,7 +46,7 @@ from tiercache.train.rank_exchange import RankExchange
 from tiercache.train.rank_rows import RankRows
 from tiercache.train.raw_keys import RawKeys
 from tiercache.train.resident_rows import ResidentRows
-from tiercache.train.table_module import table_modules
+from tiercache.train.table_module import check_modules, table_modules
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -53,7 +56,6 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
     from tiercache.data.dataset import DatasetView
-    from tiercache.dist.budget_checks import Budgets
     from tiercache.planning.pass_plan import PassPlan
     from tiercache.planning.schedule import OrderRule
     from tiercache.planning.sharding_rules import ShardingRules
@@ -168,10 +170,16 @@ class TierCache:
         with closed_on_error(self, "_exchange", "_rows", "_asking", "_beside", "_opened", "communicator"):
             with ranks.raise_on_all("reading the budgets"):
                 self.dataset = data = PassDataset.of(data)
-                planned = Planned.read(plan, data)
+                planned = None if plan is None else TrainingPlan.read(plan, data)
+                if order is None and order_seed is None and planned is not None:
+                    order = planned.order
+                limits = {
+                    "device_budget": device_budget, "host_budget": host_budget, "eval_budget": eval_budget,
+                    "store_budget": store_budget, "commit_every": commit_every,
+                }  # fmt: skip
                 store_options = StoreOptions(
                     sharding=sharding, shard_dirs=options.shard_dirs, engine=options.engine, retention=retention,
-                    reorganize=options.reorganize, order=order_rule(data, planned.order(order, order_seed), order_seed),
+                    reorganize=options.reorganize, order=order_rule(data, order, order_seed),
                 )  # fmt: skip
                 self._opened = TrainingStore(store, data, ranks, store_options)
                 objects = named_objects(model=model, optimizer=optimizer)
@@ -183,14 +191,12 @@ class TierCache:
                 if store is None:
                     refuse_weights(objects.values())
                     _refuse_options(
-                        device_budget=device_budget, host_budget=host_budget, eval_budget=eval_budget,
-                        store_budget=store_budget, plan=plan, shard_dirs=options.shard_dirs, engine=options.engine,
-                        retention=retention, commit_every=commit_every,
-                        sharding=None if sharding == "auto" else sharding,
+                        **limits, plan=plan, shard_dirs=options.shard_dirs, engine=options.engine,
+                        retention=retention, sharding=None if sharding == "auto" else sharding,
                     )  # fmt: skip
                 else:
-                    budgets = planned.budgets(device_budget, host_budget, eval_budget, store_budget, commit_every)
-                    facts |= budgets.facts
+                    budgets = Budgets.parse(None if planned is None else planned.budgets.to_budgets(), **limits)
+                    facts |= asdict(budgets)
             if ranks.size > 1:
                 check_same(ranks, self._facts(data) | facts | {
                     "comm_dtype": options.comm_dtype, "seed": int(seed), "on_nonfinite": options.on_nonfinite,
@@ -242,7 +248,7 @@ class TierCache:
                 seed=seed,
                 shown=shown,
                 on_nonfinite=options.on_nonfinite,
-                rates=planned.rates,
+                rates=None if planned is None else planned.machine,
             )
             self._plain = PlainKeys(self._raw, self)
             self.reports: list[PassReport] = self._loop.reports
@@ -263,7 +269,7 @@ class TierCache:
         """Open the store and allocate memory for its rows. Returns them and the bytes left of the device budget."""
         ranks, weights = self.communicator, weights_of(objects.values())
         with ranks.raise_on_all("planning the budgets"):  # before the store is made, or written anew for them
-            device_bytes = budgets.check_device(source, self._backend)
+            budgets = check_device(budgets, source, self._backend)
         if ranks.rank == 0:
             warn_of_keys_beyond(weights, self.dataset)
         first = partial(weight_rows, weights=weights) if weights else None
@@ -272,11 +278,11 @@ class TierCache:
             drop_weights(objects.values())
             self._clone_ranks()
             with ranks.raise_on_all("planning the budgets"):
-                rows = RankRows(self.store, source, self._backend, budgets, device_bytes=device_bytes, order=order)
+                rows = RankRows(self.store, source, self._backend, budgets, order=order)
         except BudgetError:
             self._opened.discard_new()
             raise
-        return rows, device_bytes - rows.device_bytes
+        return rows, budgets.device_budget - rows.device_bytes
 
     def _clone_ranks(self) -> None:
         """Connect the ranks for other threads. NCCL takes memory of the device for it: before the rows do."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from tiercache.dist.budget_checks import plans_of
 from tiercache.errors import BudgetError, StateError
-from tiercache.planning.budgets import HostBudget
 from tiercache.planning.matching import check_schedule, check_tables
-from tiercache.planning.pass_plan import Plans, waiting_streams
 from tiercache.planning.row_offsets import RowOffsets
 from tiercache.planning.schedule import Schedule
 from tiercache.rows.device import DeviceTier
-from tiercache.rows.next_use_files import NextUseFiles
 from tiercache.rows.pinned import PinnedArena
 from tiercache.rows.switch import PassSwitcher
 from tiercache.train.commit_state import CommitState
@@ -25,8 +23,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.data.dataset import DatasetView
-    from tiercache.dist.budget_checks import Budgets
     from tiercache.dist.communicator import AnyCommunicator
+    from tiercache.planning.budgets import Budgets
     from tiercache.planning.pass_plan import PassPlan
     from tiercache.planning.schedule import OrderRule
     from tiercache.reporting.report import PassReport
@@ -47,40 +45,23 @@ class RankRows:
     """The error message for calls after ``close``."""
 
     def __init__(
-        self,
-        store: Store,
-        source: DatasetView,
-        backend: Backend,
-        budgets: Budgets,
-        *,
-        device_bytes: int,
-        order: OrderRule,
+        self, store: Store, source: DatasetView, backend: Backend, budgets: Budgets, *, order: OrderRule
     ) -> None:
-        """Plan, and take the memory. device_bytes: of the device's budget, for rows and slot maps.
+        """Plan, and allocate the memory.
 
-        Raises BudgetError where the plan exceeds a budget or the device, DatasetError where passes and store do not
-        belong together, StateError where the store is being trained.
+        Raises BudgetError if the plan exceeds a budget or the device, DatasetError if passes and store do not match,
+        StateError if the store is being trained.
         """
         self.store, self.source, self.backend = store, source, backend
         self.check_alone()
         check_tables(store, source)
-        self.schedule = Schedule(num_passes=len(source.passes), dataset_digest=source.digest, order=order)
+        self.schedule = Schedule.of(source, order)
         check_schedule(store, source, self.schedule)
         self.positions = positions = RowOffsets.of(source, store.groups)
-        self.device = DeviceTier(positions, device_bytes, backend)
-        self.budget = HostBudget.of(
-            positions, budgets.host_budget, budgets.eval_budget, waiting_streams(store),
-            seeded=not self.schedule.repeats,
-        )  # fmt: skip
+        self.device = DeviceTier(positions, budgets.device_budget, backend)
+        self.plans, self._uses = plans_of(budgets, source, store, order=order)
+        self.budget = self.plans.host
         self._keys_of = positions.keys_of(source)  # nothing that the cache has refers to it: it goes when dropped
-        self._uses = NextUseFiles(
-            self.schedule, positions, self._keys_of, store.path if store.mode == "a" else None,
-            keys_per_range=self.budget.keys_per_sweep,
-        )  # fmt: skip
-        self.plans = Plans(
-            store, self.schedule, positions, self._uses.of, self.budget, commit_every=budgets.commit_every,
-            store_budget=budgets.store_budget,
-        )  # fmt: skip
         self._check_plans()  # a budget that cannot hold says so here, not in the middle of a run
         self.memory = PinnedArena(self.budget.rows, self.budget.region, backend)
         self.state = CommitState(store.groups, backend)

@@ -49,7 +49,7 @@ class ResidentRows:
         self.source, self.backend = source, backend
         self.groups = group_tables(source.tables)
         self.positions = RowOffsets.of(source, self.groups)
-        self.schedule = Schedule(num_passes=len(source.passes), dataset_digest=source.digest, order=order)
+        self.schedule = Schedule.of(source, order)
         self.state = CommitState(self.groups, backend)
         self.trained = 0
         """Passes trained so far."""

@@ -17,6 +17,7 @@ from tiercache.values.compiled import number_module
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from tiercache.data.dataset import DatasetView
     from tiercache.schema import Feature
     from tiercache.train.plain_keys import Given
     from tiercache.train.row_view import RowView
@@ -268,6 +269,13 @@ def named_table_modules(one: object) -> list[tuple[str, TableModule]]:
     if not isinstance(one, nn.Module):
         return []
     return [(name, part) for name, part in one.named_modules() if isinstance(part, TableModule)]
+
+
+def check_modules(objects: Mapping[str, object], passes: DatasetView) -> None:
+    """Raise DatasetError for a module among ``objects``, by name, that was made with another schema's tables."""
+    for name, one in objects.items():
+        for path, module in named_table_modules(one):
+            module.check(f"{name}.{path}" if path else name, passes.schema, f"the dataset {passes.path}")
 
 
 def anchor_ids(objects: Iterable[object]) -> set[int]:
