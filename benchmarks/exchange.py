@@ -48,7 +48,7 @@ from tiercache.rows.threads import share_threads
 from tiercache.store.bits import hash_keys
 from tiercache.store.shards.sharding import ShardingPlan, TableSharding
 from tiercache.store.table import group_tables
-from tiercache.train.arrival import Arrival
+from tiercache.train.anchors import Arrival, State
 from tiercache.train.row_gradients import RowGradients
 from tiercache.train.row_optimizer import RowOptimizer
 from tiercache.train.row_view import RowView
@@ -173,8 +173,8 @@ class Rank:
         seconds["there"] = time.perf_counter() - begun
         self._look_up(RowView(rows, gradients, "a pass", self.backend), asked.ids)
         pooled = time.perf_counter()
-        gradients.settle(self.backend.array)
-        self.exchange.gradients_of(asked, slots, gradients.pending, self.optimizer.gradients.pending)
+        gradients.collect(self.backend.array)
+        self.exchange.gradients_of(asked, slots, gradients.collected, self.optimizer.gradients.collected)
         seconds["back"] = time.perf_counter() - pooled
         self.exchange.step(self.optimizer.steps_of(self.rows), self.rows)
         self.optimizer.end_step()
@@ -188,8 +188,8 @@ class Rank:
         self.ranks.barrier()
         begun, busy = time.perf_counter(), time.process_time()
         self._look_up(RowView(self.all_rows, gradients, "a pass", self.backend), self.batches[batch])
-        gradients.settle(self.backend.array)
-        self.backend.step([OptimizerStep(self.groups[0], self.all_rows[0], gradients.pending[0], 0.01, 1)])
+        gradients.collect(self.backend.array)
+        self.backend.step([OptimizerStep(self.groups[0], self.all_rows[0], gradients.collected[0], 0.01, 1)])
         return time.perf_counter() - begun, time.process_time() - busy
 
     def _look_up(self, rows: RowView, ids: dict[str, FeatureIds]) -> None:
@@ -200,7 +200,7 @@ class Rank:
         (lookup.found,) = self.backend.pool([(lookup.rows, lookup.entries)], out)
         arrival = Arrival(cast("Any", None), torch.from_numpy(self.gradient), frozenset(), 0)  # of no module
         lookup.backward(self.gradient.shape[1], arrival)
-        arrival.take()
+        arrival.state = State.STEPPING
 
     def bare(self, asked: ExchangedInput, *, times: float = 1.0) -> tuple[float, float]:
         """Return seconds, and those of CPU, of three bare all-to-all of the same bytes, or ``times`` as many."""

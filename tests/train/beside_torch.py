@@ -120,7 +120,7 @@ class World:
     @property
     def waiting(self) -> int:
         """How many gradients wait for a step."""
-        return sum(len(anchor.waiting) for anchor in self.optimizer.rows.anchors)
+        return sum(len(anchor.pending) for anchor in self.optimizer.rows.anchors)
 
 
 def plain(model: nn.Module, optimizer: Any, given: Any) -> None:

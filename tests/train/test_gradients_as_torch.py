@@ -202,7 +202,7 @@ def test_the_gradients_of_what_was_put_side_by_side_are_not_copied(world: World)
     for out in outs:
         out.register_hook(lambda gradient: seen.append(gradient.data_ptr()))
     torch.cat(outs, dim=1).square().sum().backward()
-    held = [one.gradient.data_ptr() for anchor in world.optimizer.rows.anchors for one in anchor.waiting]
+    held = [one.gradient.data_ptr() for anchor in world.optimizer.rows.anchors for one in anchor.pending]
     assert sorted(held) == sorted(seen)
 
 

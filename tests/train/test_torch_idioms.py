@@ -187,7 +187,7 @@ def test_gradients_that_are_only_asked_for_leave_nothing(world: World) -> None:
     parameters = [*world.model.parameters()]
     for _ in range(5):
         torch.autograd.grad(world.model(world.batches[0]).square().mean(), parameters)
-    assert sum(len(anchor._arrived) for anchor in world.optimizer.rows.anchors) == 2
+    assert sum(len(anchor.arrived) for anchor in world.optimizer.rows.anchors) == 2
     with torch.no_grad():
         for parameter in parameters:
             parameter.copy_(parameter.clone())

@@ -1,10 +1,10 @@
 """Anchors make gradients of rows gradients that torch knows.
 
 A module that looks rows up has a parameter of one element, its *anchor*: the differentiable input of its lookups. When
-backward brings the gradient of an output, a *placeholder* is made: a leaf tensor of the output's shape that takes no
-memory, and whose ``.grad`` is that gradient, as it came. It is a parameter of the optimizer of rows until the step, so
-unscaling, clipping and dropping reach it as they reach any gradient of a parameter. The anchor's own gradient is 2^-60
-for each backward. If it is None or 0, the loop dropped the gradients of the module's parameters.
+backward delivers the gradient of an output, it becomes the ``.grad`` of a *placeholder*: a leaf tensor of the output's
+shape that takes no memory. Until the step it is a parameter of the row optimizer, so unscaling, clipping and dropping
+reach it as they reach any gradient of a parameter. The anchor's own gradient is 2^-60 for each backward. If it is None
+or 0, the loop dropped the gradients of the module's parameters.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
+from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from tiercache.errors import StateError
-from tiercache.train.arrival import Arrival, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +38,74 @@ _ROUNDING = 1e-3
 """How far the average of several ranks may be from a whole number of units."""
 
 
+class State(Enum):
+    """How far the gradient of an output has come."""
+
+    PENDING = auto()
+    STEPPING = auto()
+    """The running step applies it."""
+    ENDED = auto()
+    """Stepped or dropped."""
+
+
+class Arrival:
+    """The gradient of one output of a lookup, from its backward to the step."""
+
+    __slots__ = ("_gradient", "_placeholder", "_version", "anchor", "is_accumulated", "is_passed_over", "state",
+                 "tables", "task")  # fmt: skip
+
+    def __init__(self, anchor: Anchor, gradient: torch.Tensor, tables: frozenset[str], task: int) -> None:
+        self.anchor, self.tables, self.task = anchor, tables, task
+        self._gradient: torch.Tensor | None = gradient
+        self._version, self.state = gradient._version, State.PENDING
+        self._placeholder: torch.Tensor | None = None
+        self.is_accumulated = False
+        """True once its backward has ended and added to the anchor's gradient."""
+        self.is_passed_over = False
+        """True once another optimizer has stepped."""
+
+    @property
+    def placeholder(self) -> torch.Tensor:
+        """A leaf of the output's shape that has the gradient; made on demand, as most steps need none."""
+        if self._placeholder is None:
+            assert self._gradient is not None, "a placeholder was requested of a gradient that was dropped"
+            zero = torch.zeros((), dtype=self._gradient.dtype, device=self._gradient.device)
+            self._placeholder = zero.expand(self._gradient.shape).requires_grad_()
+            self._placeholder.grad = self._gradient
+        return self._placeholder
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """The current gradient; None if it was dropped."""
+        return self._gradient if self._placeholder is None else self._placeholder.grad
+
+    @property
+    def is_pending(self) -> bool:
+        """True until it is stepped or dropped."""
+        current = self._gradient if self._placeholder is None else self._placeholder.grad
+        return current is not None and self.state is State.PENDING
+
+    @property
+    def is_untouched(self) -> bool:
+        """True if the gradient is the one that arrived, and no in-place write that torch counts has changed it."""
+        current = self.gradient
+        return current is not None and current is self._gradient and current._version == self._version
+
+    def flat(self, array_of: Callable[[torch.Tensor], Any]) -> Any:
+        """Return the current gradient as a flat float32 array: a copy if it is not contiguous."""
+        gradient = self.gradient
+        assert gradient is not None, "a gradient is stepped that was dropped"
+        if gradient.dtype != torch.float32:
+            gradient = gradient.float()
+        return array_of(gradient.reshape(-1))
+
+    def end(self) -> None:
+        """Free its memory, as it was stepped or dropped."""
+        self.state, self._gradient = State.ENDED, None
+        if self._placeholder is not None:
+            self._placeholder.grad = None
+
+
 class Anchor:
     """The gradients of one module's rows since the last step."""
 
@@ -47,8 +115,10 @@ class Anchor:
         """Names of the tables, as messages have them."""
         self.table_names = tuple(module.tables)
         self.first_table = module.tables[0] if module.tables else ""
-        self._arrived: list[Arrival] = []
-        self._left = ""
+        self.arrived: list[Arrival] = []
+        """The gradients since the last step, in the order of their backward passes; some of them may be dropped."""
+        self.expired = ""
+        """The pass whose gradients the loop has to drop, because it has ended and its rows are gone."""
         self._task = -1
         self._lookups = 0
         """Lookups whose gradients arrived since the anchor's was None or 0. Each has added a unit to it."""
@@ -58,35 +128,25 @@ class Anchor:
         """The backward passes that run and have added to the anchor's gradient."""
         self._is_lent = False
         """True if FSDP has the parameter: it lends lookups another one, and takes its gradient when backward ends."""
-        self._seen: Any = lambda: None
+        self._last_grad: Any = lambda: None
         self._version = -1
-        self._value: int | None = None
+        self._parameter_version: int | None = None
         """The version of the anchor after a backward that has not been stepped yet."""
-        self._is_climbed = False
-        """True once the loop changed parameters while gradients waited, and then dropped the gradients."""
+        self._is_perturbed = False
+        """True once the loop changed parameters while gradients were pending, and then dropped the gradients."""
         self._hooked: nn.Parameter | None = None
-        self._hooks: list[Any] = []
+        self._hook: Any = None
 
     @property
     def parameter(self) -> nn.Parameter | None:
-        """The parameter; None where its module is gone."""
+        """The parameter; None if its module is gone."""
         module = self._module()
         return None if module is None else module._parameters["anchor"]
 
     @property
-    def waiting(self) -> list[Arrival]:
-        """The gradients that wait for a step, in the order in which they came."""
-        return [one for one in self._arrived if one.state is State.WAITING and one.gradient is not None]
-
-    @property
-    def has_arrived(self) -> bool:
-        """True if gradients came since the last step; some of them may be dropped."""
-        return bool(self._arrived)
-
-    @property
-    def is_left(self) -> bool:
-        """True if gradients are of rows that are gone, and the loop has to drop them."""
-        return bool(self._left)
+    def pending(self) -> list[Arrival]:
+        """The gradients that the loop has neither stepped nor dropped."""
+        return [one for one in self.arrived if one.state is State.PENDING and one.gradient is not None]
 
     # -- in backward ----------------------------------------------------------------------------------------
 
@@ -98,78 +158,77 @@ class Anchor:
         """
         task = int(torch._C._current_graph_task_id())
         if parameter is not self._hooked:
-            self._hook(parameter)
+            self._follow(parameter)
         if task != self._task:
-            if self._arrived and not self._is_lent:
+            if self.arrived and not self._is_lent:
                 self.drop_dropped()
-                self._arrived = self.waiting  # without those that were only asked for
-            if self._left:
-                self.check_left()
+                self.arrived = self.pending  # without those that were only returned
+            if self.expired:
+                self._check_expired()
             if parameter.grad is None or (self._has_hooks and float(parameter.grad) == 0.0):
                 self._lookups = 0
             self._task = task
-            _behind_backward(partial(self._end, task, weakref.ref(parameter)))
+            _after_backward(partial(self._end, task, weakref.ref(parameter)))
         found = [
             None if one is None else Arrival(self, self._anchors.own(one), some, task)
             for one, some in zip(gradients, tables, strict=True)
         ]
-        self._arrived += [one for one in found if one is not None]
+        self.arrived += [one for one in found if one is not None]
         self._in_task[task] = self._in_task.get(task, 0) + any(one is not None for one in found)
         return found
 
-    def _hook(self, parameter: nn.Parameter) -> None:
-        """Be told when a backward pass adds to the gradient of a parameter, in place of another one's."""
+    def _follow(self, parameter: nn.Parameter) -> None:
+        """Note the backward passes that add to the gradient of a parameter, in place of another one's."""
         self.remove()
-        note = weakref.WeakMethod(self._accumulate)
+        accumulated = self._accumulated  # and not this: the parameter does not keep it alive
 
-        def tell(_: torch.Tensor) -> None:
-            if (found := note()) is not None:
-                found()
+        def note(_: torch.Tensor) -> None:
+            accumulated.add(int(torch._C._current_graph_task_id()))
 
         self._hooked = parameter
-        self._hooks.append(parameter.register_post_accumulate_grad_hook(tell))  # type: ignore[no-untyped-call]
-
-    def _accumulate(self) -> None:
-        """Note that a backward pass has added to the anchor's gradient."""
-        self._accumulated.add(int(torch._C._current_graph_task_id()))
+        self._hook = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     def _end(self, task: int, used: weakref.ref[nn.Parameter]) -> None:
-        """Forget gradients of a backward pass that were only asked for, as by ``torch.autograd.grad``."""
+        """Drop the gradients of a backward pass that were only returned, as by ``torch.autograd.grad``."""
         is_kept, parameter = task in self._accumulated, used()
         self._is_lent |= is_kept and parameter is not None and parameter.grad is None
         self._accumulated.discard(task)
         count = self._in_task.pop(task, 0)
         if is_kept:
             self._lookups += count
-            self._value = None if parameter is None or self._is_lent else parameter._version
+            self._parameter_version = None if parameter is None or self._is_lent else parameter._version
         self._task = -1 if self._task == task else self._task
-        for one in self._arrived:
+        for one in self.arrived:
             if one.task == task and not one.is_accumulated:
                 one.is_accumulated = is_kept
                 if not is_kept:
                     one.end()
         self._note(used)
-        _behind_backward(partial(self._note, used))  # after DistributedDataParallel, which asks later than we do
+        _after_backward(partial(self._note, used))  # DistributedDataParallel queues its own before this one
 
     def _note(self, used: weakref.ref[nn.Parameter]) -> None:
         """Note the anchor's gradient as backward left it."""
         parameter = used()
         grad = None if parameter is None else parameter.grad
         if grad is not None:
-            self._seen, self._version = weakref.ref(grad), grad._version
+            self._last_grad, self._version = weakref.ref(grad), grad._version
 
-    def check_value(self, parameter: torch.Tensor) -> None:
+    def check_parameter(self, parameter: torch.Tensor) -> None:
         """Raise StateError if the loop changed parameters, dropped the gradients, and now looks rows up again.
 
         Only warn if it may have dropped them first, as after a skipped batch.
         """
-        if self._is_climbed:
+        if self._is_perturbed:
             raise StateError(
                 f"parameters were changed between a backward and the next forward, as sharpness-aware minimization "
                 f"does, but the rows of {self.tables} cannot be: change parameters only after optimizer.step()"
             )
-        if self._value is not None and parameter.grad is None and parameter._version != self._value:
-            self._value = None
+        if (
+            self._parameter_version is not None
+            and parameter.grad is None
+            and parameter._version != self._parameter_version
+        ):
+            self._parameter_version = None
             warnings.warn(
                 f"parameters were changed after a backward that was never stepped: if that was sharpness-aware "
                 f"minimization, the rows of {self.tables} did not move with them",
@@ -177,8 +236,8 @@ class Anchor:
             )
 
     def end_step(self) -> None:
-        """Note that parameters may change from now on."""
-        self._value, self._is_climbed = None, False
+        """Allow changes of parameters until the next backward."""
+        self._parameter_version, self._is_perturbed = None, False
 
     # -- at the step ----------------------------------------------------------------------------------------
 
@@ -198,8 +257,8 @@ class Anchor:
         written = None
         if grad is not None and not _is_sharded(grad) and (self._is_changed(grad) or self._has_hooks):
             written = grad
-        if self._arrived and (grad is None or (written is not None and float(written) == 0.0)):
-            self._drop([one for one in self._arrived if one.is_accumulated])
+        if self.arrived and (grad is None or (written is not None and float(written) == 0.0)):
+            self._drop([one for one in self.arrived if one.is_accumulated])
             self._lookups = 0
         return written
 
@@ -212,14 +271,14 @@ class Anchor:
 
     def _is_changed(self, grad: torch.Tensor) -> bool:
         """Return True if the anchor's gradient was written or replaced since the last backward."""
-        return self._seen() is not grad or grad._version != self._version
+        return self._last_grad() is not grad or grad._version != self._version
 
     @property
     def _has_hooks(self) -> bool:
         """True if the anchor has hooks of the loop's, which may change its gradient."""
         return self._hooked is not None and bool(self._hooked._backward_hooks)
 
-    def _is_another(self, grad: torch.Tensor) -> bool:
+    def _is_rescaled(self, grad: torch.Tensor) -> bool:
         """Return True if the anchor's gradient, written or seen by hooks, is not what the lookups added up to.
 
         Several ranks may average gradients by hand, which leaves a number of units divided by the number of ranks.
@@ -229,13 +288,13 @@ class Anchor:
             return self._is_changed(grad) or units != self._lookups
         return math.isfinite(units) and abs(units * ranks - round(units * ranks)) > _ROUNDING
 
-    def due(self) -> list[Arrival]:
+    def ready(self) -> list[Arrival]:
         """Return the gradients that a step applies. Raises StateError if only the anchor's gradient was changed.
 
         Waits for a GPU only if it may have been changed.
         """
         written = self.drop_dropped()
-        found = self.waiting if self._arrived else []
+        found = self.pending if self.arrived else []
         if not found:
             if written is not None and self._is_changed(written) and _num_ranks() == 1 and float(written) != 0.0:
                 raise StateError(
@@ -243,9 +302,9 @@ class Anchor:
                     f"{self.tables} were not: call backward() on the loss, or on a sum of losses, instead"
                 )
             return []
-        if self._left:
-            self.check_left()
-        if written is not None and any(one.is_untouched for one in found) and self._is_another(written):
+        if self.expired:
+            self._check_expired()
+        if written is not None and any(one.is_untouched for one in found) and self._is_rescaled(written):
             raise StateError(
                 f"gradients were changed between backward and step, and those of the rows of {self.tables} were not, "
                 "as by torch.nn.utils.clip_grad_norm_(model.parameters()), whose norm leaves out the rows of tables: "
@@ -253,46 +312,45 @@ class Anchor:
             )
         return found
 
-    def leave(self, where: str) -> None:
-        """Note that rows of the gradients so far are gone as ``where`` has ended: a loop has to drop them."""
-        if self.waiting:
-            self._left = where
+    def expire(self, where: str) -> None:
+        """Note that the rows of pending gradients are gone, because ``where`` has ended: the loop has to drop them."""
+        if self.pending:
+            self.expired = where
 
-    def check_left(self) -> None:
-        """Raise StateError where gradients of rows that are gone were not dropped."""
-        if self._left and self.waiting:
+    def _check_expired(self) -> None:
+        """Raise StateError unless the gradients of rows that are gone were dropped."""
+        if self.pending:
             raise StateError(
-                f"gradients of {self.tables} from {self._left} were neither stepped nor dropped when it ended: "
+                f"gradients of {self.tables} from {self.expired} were neither stepped nor dropped when it ended: "
                 "call zero_grad() of their optimizer before its next backward"
             )
-        self._left = ""
+        self.expired = ""
 
     def clear(self) -> None:
         """Forget the gradients so far."""
-        if self._value is not None and self._arrived and (parameter := self.parameter) is not None:
-            self._is_climbed = parameter._version != self._value
-        self._value = None
-        self._drop(self._arrived)
-        self._left, self._lookups = "", 0
+        if self._parameter_version is not None and self.arrived and (parameter := self.parameter) is not None:
+            self._is_perturbed = parameter._version != self._parameter_version
+        self._parameter_version = None
+        self._drop(self.arrived)
+        self.expired, self._lookups = "", 0
 
-    def end_due(self) -> None:
+    def end_stepped(self) -> None:
         """Forget the gradients that were stepped."""
-        self._drop([one for one in self._arrived if one.state is State.DUE])
+        self._drop([one for one in self.arrived if one.state is State.STEPPING])
 
     def _drop(self, arrivals: Sequence[Arrival]) -> None:
         if not arrivals:
             return
         for one in arrivals:
             one.end()
-        self._arrived = [] if len(arrivals) == len(self._arrived) else self.waiting
+        self.arrived = [] if len(arrivals) == len(self.arrived) else self.pending
         self._anchors.forget()
 
     def remove(self) -> None:
-        """Follow the anchor no more."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        self._hooked = None
+        """Remove the hook of the parameter."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = self._hooked = None
 
 
 class Anchors:
@@ -301,8 +359,8 @@ class Anchors:
     def __init__(self) -> None:
         self._anchors: dict[int, Anchor] = {}
         """By id of the module. A plain dictionary, because every step iterates over it several times."""
-        self._held: set[int] = set()
-        """Addresses at which gradients that wait begin."""
+        self._addresses: set[int] = set()
+        """The addresses of pending gradients."""
         self.flags_overflow = False
         """True to make an anchor's gradient infinite if a gradient of its rows is not finite. Ranks that average it all
         see it then, and the GradScaler of each one skips the step."""
@@ -332,7 +390,7 @@ class Anchors:
         A copy, as an average of a model has it, may look rows up, and is refused when gradients arrive.
         """
         if (found := self._anchors.get(id(module))) is not None:
-            found.check_value(module.anchor)
+            found.check_parameter(module.anchor)
         is_known = not self.is_closed_to_others or module in self.readers
         if not is_known and all(module.copied_from != one.number for one in self.readers):
             self.refuse_reader(module.tables)
@@ -348,28 +406,28 @@ class Anchors:
         )
 
     def own(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return a gradient that may be written in place: a copy where it overlaps itself, or another that waits.
+        """Return a gradient that may be written in place: a copy if it overlaps itself, or another pending one.
 
-        As of ``out.sum()``, whose gradient is one number, and of ``a + b``, whose gradients are one tensor.
+        ``out.sum()`` has a gradient of one number, and ``a + b`` one tensor for both.
         """
         gradient = gradient.detach() if gradient.requires_grad else gradient
         steps = gradient.stride()
         overlaps = 0 in steps and any(n > 1 for step, n in zip(steps, gradient.shape, strict=True) if step == 0)
         place = gradient.data_ptr()
-        if overlaps or place in self._held:
+        if overlaps or place in self._addresses:
             gradient = gradient.clone(memory_format=torch.contiguous_format)
             place = gradient.data_ptr()
         if place:  # 0 of no numbers
-            self._held.add(place)
+            self._addresses.add(place)
         return gradient
 
     def forget(self) -> None:
-        """Forget where gradients are, once none waits."""
-        if not any(one.has_arrived for one in self._anchors.values()):
-            self._held.clear()
+        """Forget the addresses of gradients once none is left."""
+        if not any(one.arrived for one in self._anchors.values()):
+            self._addresses.clear()
 
     def gradient_of(self, parameter: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Return the gradient of an anchor in a backward that brought ``gradients`` of outputs."""
+        """Return the gradient of an anchor in a backward that delivers ``gradients`` of outputs."""
         found = torch.full_like(parameter, unit_of(parameter))
         if self.flags_overflow:
             for one in gradients:
@@ -378,7 +436,7 @@ class Anchors:
         return found
 
     def note_overflow(self, found: torch.Tensor) -> None:
-        """Have anchors say that a step is skipped where ``found``, of one element, is not 0; waits for no GPU."""
+        """Make anchors skip a step if ``found``, of one element, is not 0; does not wait for a GPU."""
         for anchor in self:
             grad = None if anchor.parameter is None else anchor.parameter.grad
             if grad is not None and not _is_sharded(grad):
@@ -400,7 +458,7 @@ class Anchors:
             self.ledger.drop()
 
     def close(self) -> None:
-        """Follow nothing any more."""
+        """Remove all hooks."""
         for anchor in self:
             anchor.remove()
 
@@ -410,8 +468,8 @@ def unit_of(anchor: torch.Tensor) -> float:
     return _HALF_UNIT if anchor.dtype == torch.float16 else _UNIT
 
 
-def _behind_backward(call: Callable[[], None]) -> None:
-    """Call a function when the backward pass that runs has ended, after what was asked for before."""
+def _after_backward(call: Callable[[], None]) -> None:
+    """Call a function when the running backward pass has ended, after those that were queued before."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     from tiercache.rows.backends.base import Backend
     from tiercache.schema import Schema
-    from tiercache.train.anchors import Anchor, Anchors
-    from tiercache.train.arrival import Arrival
+    from tiercache.train.anchors import Anchor, Anchors, Arrival
 
 
 class EmbeddingBagCollection(TableModule):

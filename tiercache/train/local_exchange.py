@@ -61,9 +61,9 @@ class LocalExchange:
         return self._optimizer.pending
 
     @property
-    def is_awaited(self) -> bool:
+    def awaits_backward(self) -> bool:
         """Whether rows were looked up to be trained, and neither a backward nor a step came since."""
-        return self._optimizer.gradients.is_awaited
+        return self._optimizer.gradients.awaits_backward
 
     @property
     def ended_unstepped(self) -> str:
@@ -180,16 +180,16 @@ class LocalExchange:
         self, max_norm: float, optimizer: torch.optim.Optimizer | None, *, error_if_nonfinite: bool
     ) -> torch.Tensor:
         """Clip gradients, as `TierCache.clip_grad_norm_` says."""
-        due = self._optimizer.due(optimizer)
-        squares = self._optimizer.squared_norm(self._optimizer.gradients.applied(due, self._backend.array))
-        return self._optimizer.clip(max_norm, optimizer, due, squares, error_if_nonfinite=error_if_nonfinite)
+        ready = self._optimizer.ready(optimizer)
+        squares = self._optimizer.squared_norm(self._optimizer.gradients.preview(ready, self._backend.array))
+        return self._optimizer.clip(max_norm, optimizer, ready, squares, error_if_nonfinite=error_if_nonfinite)
 
     def follow(self, scaler: torch.amp.GradScaler) -> None:
         """Do nothing."""
 
-    def leave(self, where: str) -> None:
+    def expire(self, where: str) -> None:
         """Give up the gradients that the step of another optimizer left, as ``where`` ends."""
-        self._optimizer.gradients.leave(where)
+        self._optimizer.gradients.expire(where)
 
     def discard(self) -> None:
         """Drop the gradients."""

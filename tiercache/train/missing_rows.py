@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tiercache.schema import Schema
     from tiercache.store import Store
     from tiercache.store.table import Group, Table
-    from tiercache.train.arrival import Arrival
+    from tiercache.train.anchors import Arrival
     from tiercache.train.row_optimizer import RowOptimizer
     from tiercache.values.batch import Batch
     from tiercache.values.ids import FoundIds
@@ -291,10 +291,10 @@ class _HeldGradients(RowGradients):
         super().__init__(0, trained.anchors)
         self._trained, self._added, self._backend = trained, added, backend
 
-    def wait(self, group: int, save: Callable[..., SavedGradient], arrival: Arrival) -> None:
+    def defer(self, group: int, save: Callable[..., SavedGradient], arrival: Arrival) -> None:
         """Add the gradient of one lookup. Waits for a GPU."""
         if group not in self._added:
-            self._trained.wait(group, save, arrival)
+            self._trained.defer(group, save, arrival)
             return
         saved = save(gradient=arrival.flat(self._backend.array))
         added = self._added[group]
@@ -305,7 +305,7 @@ class _HeldGradients(RowGradients):
             return
         slots = given(seen(added.slots_R)[numbers[kept]])
         if len(kept) == len(numbers):
-            self._trained.wait(group, partial(replace, saved, slots=slots, looked_up=None), arrival)
+            self._trained.defer(group, partial(replace, saved, slots=slots, looked_up=None), arrival)
             return
         argmax, scales = saved.argmax, saved.scales
         if argmax.shape[0]:  # it names entries by their numbers, which change; without a maximum it is anything
@@ -319,7 +319,7 @@ class _HeldGradients(RowGradients):
         places = given(seen(places_of(self._backend, saved))[kept])
         spans = None if saved.spans is None else partial(_kept_spans, saved.spans, kept)
         kinds: dict[str, Any] = {"slots": slots, "places": places, "scales": scales, "argmax": argmax, "spans": spans}
-        self._trained.wait(group, partial(replace, saved, looked_up=None, **kinds), arrival)
+        self._trained.defer(group, partial(replace, saved, looked_up=None, **kinds), arrival)
 
 
 def _kept_spans(spans: Callable[[], list[Span]], kept: torch.Tensor) -> list[Span]:

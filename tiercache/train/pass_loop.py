@@ -296,7 +296,7 @@ class PassLoop:
                 raise StateError(unstepped)
             if self.current is not None:
                 self._finite.check(self.current.rows.groups, self.current.ledger)
-            self._exchange.leave(left)
+            self._exchange.expire(left)
             self._rows.check()
             if self._opened.is_sharded:
                 self._rows.drain()

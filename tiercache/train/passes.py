@@ -226,7 +226,7 @@ class Pass:
     @property
     def is_trained(self) -> bool:
         """Whether every batch that was yielded or made has been looked up, and its backward has run."""
-        return self.ledger.is_looked_up and not self._exchange.is_awaited
+        return self.ledger.is_looked_up and not self._exchange.awaits_backward
 
     def check_ends(self, following: Pass) -> None:
         """Raise StateError if a lookup without gradients would end the pass before it is trained."""

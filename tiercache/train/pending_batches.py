@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from tiercache.data.sub_dataset import EncodedBatch
     from tiercache.dist.pooled import PooledBatch
     from tiercache.dist.requests import ExchangedInput
-    from tiercache.train.anchors import Anchors
-    from tiercache.train.arrival import Arrival
+    from tiercache.train.anchors import Anchors, Arrival
     from tiercache.values.ids import FoundIds
     from tiercache.values.lookups import GroupRows
 
@@ -108,7 +107,7 @@ class BatchRows(RowView):
         self.of_pass.look_up(end, trains=trains)
         self.bring()
         if self.gradients is not None and torch.is_grad_enabled():
-            self.gradients.is_awaited = True
+            self.gradients.awaits_backward = True
 
     def bring(self) -> None:
         """Bring the rows, where they are not there."""
@@ -133,28 +132,28 @@ class BatchRows(RowView):
     @property
     def waits(self) -> bool:
         """Whether gradients of this rank wait for a step."""
-        return any(one.is_waiting for one in self._arrivals)
+        return any(one.is_pending for one in self._arrivals)
 
     @property
     def _arrivals(self) -> list[Arrival]:
         of_rows = [] if self.gradients is None else [*self.gradients.arrivals]
-        return of_rows + [arrival for one in self.pooled.values() for arrival, _ in one.waiting]
+        return of_rows + [arrival for one in self.pooled.values() for arrival, _ in one.pending]
 
-    def settle(self) -> RowGradients:
-        """Take what the step applies, as `RowGradients.settle` does, and return it."""
+    def collect(self) -> RowGradients:
+        """Take what the step applies, as `RowGradients.collect` does, and return it."""
         assert self.gradients is not None
-        self.gradients.settle(self.backend.array)
+        self.gradients.collect(self.backend.array)
         for one in self.pooled.values():
-            one.settle()
+            one.collect()
         return self.gradients
 
-    def applied(self, due: Collection[Arrival]) -> RowGradients:
-        """Return what ``settle`` would take were ``due`` due, and let all wait on; pooled features have it so."""
+    def preview(self, ready: Collection[Arrival]) -> RowGradients:
+        """Return what ``collect`` would take if ``ready`` were stepped, and leave all pending."""
         assert self.gradients is not None
         for one in self.pooled.values():
-            one.take(due)
-        found = RowGradients(len(self.gradients.pending))
-        found.pending = self.gradients.applied(due, self.backend.array)
+            one.take(ready)
+        found = RowGradients(len(self.gradients.collected))
+        found.collected = self.gradients.preview(ready, self.backend.array)
         return found
 
 
@@ -175,9 +174,9 @@ class PendingBatches:
         return any(one.pending for one in self.batches)
 
     @property
-    def is_awaited(self) -> bool:
+    def awaits_backward(self) -> bool:
         """Whether one was looked up to be trained, and neither a backward nor a step came since."""
-        return any(one.gradients is not None and one.gradients.is_awaited for one in self.batches)
+        return any(one.gradients is not None and one.gradients.awaits_backward for one in self.batches)
 
     def take(self) -> list[BatchRows]:
         """Return them; their rows are of before the step."""
@@ -190,11 +189,11 @@ class PendingBatches:
         """Keep those of which some tables wait for another optimizer's step, on any rank."""
         self.batches[:0] = waiting
 
-    def leave(self, where: str) -> None:
-        """Give up gradients, as `RowGradients.leave` does."""
+    def expire(self, where: str) -> None:
+        """Give up gradients, as `RowGradients.expire` does."""
         for one in self.batches:
             if one.gradients is not None:
-                one.gradients.leave(where)
+                one.gradients.expire(where)
 
     def discard(self) -> None:
         """Drop them and their gradients."""

@@ -134,9 +134,9 @@ class RankExchange:
         return self._pending.pending
 
     @property
-    def is_awaited(self) -> bool:
+    def awaits_backward(self) -> bool:
         """Whether rows were looked up to be trained, and neither a backward nor a step came since."""
-        return self._pending.is_awaited
+        return self._pending.awaits_backward
 
     @property
     def ended_unstepped(self) -> str:
@@ -405,12 +405,12 @@ class RankExchange:
         tables = [table.name for table in self._share.whole.tables]
         mine = [table in stepped for table in tables]
         for one in taken:
-            gradients = one.settle()
-            waits, *said = self._send_gradients(one, gradients, into.pending, [one.waits, *mine])
+            gradients = one.collect()
+            waits, *said = self._send_gradients(one, gradients, into.collected, [one.waits, *mine])
             stepped.update(table for table, is_stepped in zip(tables, said, strict=True) if is_stepped)
             if waits:
                 waiting.append(one)
-        into.settle(self._backend.array)
+        into.collect(self._backend.array)
         self._pending.put_back(waiting)
         self._optimizer.count_step(stepped)
         self.rows.step(self._optimizer.steps_of(rows), rows)
@@ -423,10 +423,10 @@ class RankExchange:
 
         says: what this rank says of the batch, flag by flag; returns what any rank says.
         """
-        said = self.rows.gradients_of(batch.asked.rows, batch.slots, gradients.pending, into, says)
+        said = self.rows.gradients_of(batch.asked.rows, batch.slots, gradients.collected, into, says)
         if batch.bags is not None:
             self.pooling.gradients_of(batch.bags, {name: one.gradients for name, one in batch.pooled.items()}, into)
-        gradients.clear_settled()
+        gradients.clear_collected()
         return said
 
     def clip(
@@ -438,14 +438,14 @@ class RankExchange:
         """
         self.rest()
         waiting = self._pending.batches
-        due = self._optimizer.due(optimizer)
-        into = RowGradients(len(self._optimizer.gradients.pending))
+        ready = self._optimizer.ready(optimizer)
+        into = RowGradients(len(self._optimizer.gradients.collected))
         for one in waiting:
-            self._send_gradients(one, one.applied(due), into.pending)
+            self._send_gradients(one, one.preview(ready), into.collected)
         self.rows.discard()
-        mine = self._optimizer.squared_norm(into.pending)
+        mine = self._optimizer.squared_norm(into.collected)
         squares = self._beside.all_gather(mine.view(1), [1] * self.ranks.size, "adding up the norms of gradients").sum()
-        return self._optimizer.clip(max_norm, optimizer, due, squares, error_if_nonfinite=error_if_nonfinite)
+        return self._optimizer.clip(max_norm, optimizer, ready, squares, error_if_nonfinite=error_if_nonfinite)
 
     def follow(self, scaler: torch.amp.GradScaler) -> None:
         """Have all ranks skip a step in which the gradients of one overflow: ``scaler.unscale_`` is collective then.
@@ -469,9 +469,9 @@ class RankExchange:
         found.copy_(flags.max())
         self._optimizer.anchors.note_overflow(found)
 
-    def leave(self, where: str) -> None:
+    def expire(self, where: str) -> None:
         """Give up the gradients that the step of another optimizer left, as ``where`` ends."""
-        self._pending.leave(where)
+        self._pending.expire(where)
 
     def discard(self) -> None:
         """Drop the pending row gradients. Not collective."""

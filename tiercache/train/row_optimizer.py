@@ -13,7 +13,7 @@ from tiercache.errors import StateError
 from tiercache.rows.backends.optimizer_step import OptimizerStep
 from tiercache.rows.backends.saved_gradients import of_tables
 from tiercache.store.table import Adam, Group
-from tiercache.train.anchors import Anchors
+from tiercache.train.anchors import Anchors, State
 from tiercache.train.row_gradients import RowGradients
 
 if TYPE_CHECKING:
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from tiercache.rows.backends.base import Backend
     from tiercache.store.optimizer import Optimizer
     from tiercache.store.table import Table
-    from tiercache.train.anchors import Anchor
-    from tiercache.train.arrival import Arrival
+    from tiercache.train.anchors import Anchor, Arrival
     from tiercache.values.lookups import GroupRows, SavedGradient
 
 
@@ -63,11 +62,11 @@ class RowOptimizer(torch.optim.Optimizer):
     def check_alone(self, dense: torch.optim.Optimizer) -> None:
         """Raise StateError if a dense optimizer is stepped by itself while its rows have gradients."""
         for anchor in self.anchors:
-            if not anchor.has_arrived:
+            if not anchor.arrived:
                 continue
             anchor.drop_dropped()
             is_mine = len(self.dense) == 1 or self._owned().get(id(anchor.parameter)) is dense
-            if is_mine and anchor.waiting:
+            if is_mine and anchor.pending:
                 raise StateError(
                     f"{type(dense).__name__} was stepped by itself, and gradients of the rows of {anchor.tables} wait "
                     "to be stepped with it: write optimizer = cache.optimizer before the loop (of several optimizers, "
@@ -101,7 +100,7 @@ class RowOptimizer(torch.optim.Optimizer):
         for anchor in mine:
             parameter = anchor.parameter
             alone = [] if parameter is None or id(parameter) in owned else [parameter]
-            found.setdefault(anchor.first_table, []).extend(alone + [one.placeholder for one in anchor.waiting])
+            found.setdefault(anchor.first_table, []).extend(alone + [one.placeholder for one in anchor.pending])
         for group in self.param_groups:
             group["params"] = found.get(group["table"], [])
         if dense is None:
@@ -113,7 +112,7 @@ class RowOptimizer(torch.optim.Optimizer):
         self, anchor: Anchor, dense: torch.optim.Optimizer, owned: Mapping[int, torch.optim.Optimizer]
     ) -> bool:
         """Return whether a module's rows step with ``dense``; one that is in no optimizer and trains none does not."""
-        is_idle = id(anchor.parameter) not in owned and not anchor.waiting
+        is_idle = id(anchor.parameter) not in owned and not anchor.pending
         if is_idle and any(id(one.parameter) in owned for one in self.anchors):
             return False
         return self.owner(anchor, owned) is dense
@@ -163,29 +162,29 @@ class RowOptimizer(torch.optim.Optimizer):
         return self.gradients.is_pending
 
     def discard(self) -> None:
-        """Drop the gradients of a pass that has ended; those that `leave` noted wait to be dropped by the loop."""
+        """Drop the gradients of a pass that has ended; those that `expire` noted wait to be dropped by the loop."""
         self.gradients.clear()
         for anchor in self.anchors:
             anchor.end_step()
-            if not anchor.is_left:
+            if not anchor.expired:
                 anchor.clear()
 
-    def due(self, dense: torch.optim.Optimizer | None) -> list[Arrival]:
+    def ready(self, dense: torch.optim.Optimizer | None) -> list[Arrival]:
         """Return the gradients that the step of ``dense``, or of all, applies."""
-        mine = [anchor for anchor in self.anchors if anchor.has_arrived]
+        mine = [anchor for anchor in self.anchors if anchor.arrived]
         if dense is not None:
             owned = self._owned()
             for anchor in mine:
                 anchor.drop_dropped()
-            mine = [anchor for anchor in mine if anchor.waiting and self.owner(anchor, owned) is dense]
-        return [one for anchor in mine for one in anchor.due()]
+            mine = [anchor for anchor in mine if anchor.pending and self.owner(anchor, owned) is dense]
+        return [one for anchor in mine for one in anchor.ready()]
 
     def begin_step(self, dense: torch.optim.Optimizer | None) -> set[str]:
         """Have gradients applied by the step of ``dense``, or of all tables; return the tables that it updates."""
-        found = self.due(dense)
+        found = self.ready(dense)
         for one in found:
-            one.take()
-        self.anchors.note_step(applied=bool(found) or any(self.gradients.pending))
+            one.state = State.STEPPING
+        self.anchors.note_step(applied=bool(found) or any(self.gradients.collected))
         return {table for one in found for table in one.tables}
 
     def count_step(self, tables: Collection[str]) -> None:
@@ -194,34 +193,29 @@ class RowOptimizer(torch.optim.Optimizer):
         for table in tables:
             self._of[table]["step"] += 1
 
-    def apply(self, rows: Sequence[GroupRows]) -> None:
-        """Update ``rows`` by the pending gradients, and drop them."""
-        if steps := self.steps_of(rows):
-            self._backend.step(steps)
-        self.end_step()
-
     def steps_of(self, rows: Sequence[GroupRows]) -> list[OptimizerStep]:
-        """Return the steps of ``rows`` by the pending gradients."""
+        """Return the steps of ``rows`` by the collected gradients."""
         steps: list[OptimizerStep] = []
-        for g, (mine, pending) in enumerate(zip(rows, self.gradients.pending, strict=True)):
-            if pending:
-                settings = self._shared(g)
-                group, rate = self._with(g, settings), float(settings["lr"])
-                parts = self._by_number(g, pending).items()
-                steps += [OptimizerStep(group, mine, saved, rate, number) for number, saved in parts]
+        for g, (of_group, gradients) in enumerate(zip(rows, self.gradients.collected, strict=True)):
+            if gradients:
+                group, rate = self.group(g), float(self._of[self._groups[g].tables[0].name]["lr"])
+                parts = self._by_number(g, gradients).items()
+                steps += [OptimizerStep(group, of_group, saved, rate, number) for number, saved in parts]
         return steps
 
     def end_step(self) -> None:
         """Drop the gradients that were applied."""
-        self.gradients.clear_settled()
+        self.gradients.clear_collected()
         for anchor in self.anchors:
-            anchor.end_due()
+            anchor.end_stepped()
 
     def step_rows(self, rows: Sequence[GroupRows], dense: torch.optim.Optimizer | None) -> None:
         """Step the rows of one rank that step with ``dense``, or all."""
         self.count_step(self.begin_step(dense))
-        self.gradients.settle(self._backend.array)
-        self.apply(rows)
+        self.gradients.collect(self._backend.array)
+        if steps := self.steps_of(rows):
+            self._backend.step(steps)
+        self.end_step()
 
     def squared_norm(self, gradients_G: Sequence[Sequence[SavedGradient]]) -> torch.Tensor:
         """Return the sum of squares of row gradients, float64 0-dim: duplicates of a row are added before."""
@@ -269,16 +263,12 @@ class RowOptimizer(torch.optim.Optimizer):
             local.mul_(factor.to(local.device))
         return norm
 
-    def number(self, table: str) -> int:
-        """Return the number of the step that a table takes now: Adam's bias correction and rounding go by it."""
-        return int(self._of[table]["step"])
-
     def _by_number(self, g: int, pending: Sequence[SavedGradient]) -> dict[int, list[SavedGradient]]:
-        """Return the gradients of a group by the number of the step that their tables take now."""
+        """Return the gradients of a group by the step number of their tables: Adam and rounding depend on it."""
         tables = self._groups[g].tables
         names: dict[int, list[str]] = {}
         for table in tables:
-            names.setdefault(self.number(table.name), []).append(table.name)
+            names.setdefault(int(self._of[table.name]["step"]), []).append(table.name)
         if len(names) == 1 or not (isinstance(tables[0].optimizer, Adam) or tables[0].dtype != "float32"):
             return {max(names): [*pending]}  # other rules do not go by it
         parts = {
@@ -289,11 +279,12 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @property
     def learning_rates(self) -> list[float]:
-        """That of each group."""
+        """The learning rate of each group."""
         return [float(self._shared(g)["lr"]) for g in range(len(self._groups))]
 
-    def _with(self, g: int, settings: Mapping[str, Any]) -> Group:
-        """Return a group whose optimizer has the settings of now."""
+    def group(self, g: int) -> Group:
+        """Return a group whose optimizer has the current settings."""
+        settings = self._shared(g)
         values = settings["weight_decay"], settings.get("eps"), *settings.get("betas", ())
         if g not in self._now or self._now[g][0] != values:  # most steps have the settings of the step before
             group = self._groups[g]

@@ -11,6 +11,7 @@ import torch
 
 from tiercache.kernels.cpu.key_sweeps import hash_range_bound
 from tiercache.store.bits import hash_keys
+from tiercache.train.anchors import State
 from tiercache.values.batch import Batch
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from tiercache.data.sub_dataset import EncodedBatch
     from tiercache.rows.backends.base import Backend
     from tiercache.schema import Schema
-    from tiercache.train.arrival import Arrival
+    from tiercache.train.anchors import Arrival
     from tiercache.train.pass_ledger import PassLedger
     from tiercache.train.row_gradients import RowGradients
     from tiercache.train.table_lookup import Collations, Uploader
@@ -122,7 +123,7 @@ class RowView:
         if self.ledger is not None:
             self.ledger.look_up(end, gradients=gradients, trains=gradients and trains)
         if gradients:
-            self.gradients.is_awaited = True
+            self.gradients.awaits_backward = True
             self.gradients.unstepped.add(end)
 
     def leave(self) -> None:
@@ -159,19 +160,19 @@ class Pooled:
     """"sum" or "mean"."""
     vectors: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.float32, device="cpu"))
     """(N, dim) float32, once the batch is looked up; zeros for an empty bag."""
-    waiting: list[tuple[Arrival, slice]] = field(default_factory=list)
+    pending: list[tuple[Arrival, slice]] = field(default_factory=list)
     """What backward left: the gradient of each lookup, and which of its columns are this feature's."""
     gradients: list[torch.Tensor] = field(default_factory=list)
     """What the step applies, to be added up."""
 
-    def settle(self) -> None:
-        """Move to ``gradients`` what the step applies, as `RowGradients.settle` does."""
-        self.take([arrival for arrival, _ in self.waiting if arrival.is_due])
-        self.waiting[:] = [(arrival, columns) for arrival, columns in self.waiting if arrival.is_waiting]
+    def collect(self) -> None:
+        """Move to ``gradients`` what the step applies, as `RowGradients.collect` does."""
+        self.take([arrival for arrival, _ in self.pending if arrival.state is State.STEPPING])
+        self.pending[:] = [(arrival, columns) for arrival, columns in self.pending if arrival.is_pending]
 
-    def take(self, due: Collection[Arrival]) -> None:
-        """Put those of ``due`` into ``gradients``, and let them wait on."""
-        found = [(one.gradient, columns) for one, columns in self.waiting if one in due]
+    def take(self, arrivals: Collection[Arrival]) -> None:
+        """Put those of ``arrivals`` into ``gradients``, and leave them pending."""
+        found = [(one.gradient, columns) for one, columns in self.pending if one in arrivals]
         self.gradients[:] = [gradient[:, columns] for gradient, columns in found if gradient is not None]
 
 

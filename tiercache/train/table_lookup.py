@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.rows.backends.host_arrays import Run
-    from tiercache.train.arrival import Arrival
+    from tiercache.train.anchors import Arrival
     from tiercache.train.row_view import Pooled, RowView
     from tiercache.values.batch import Batch
     from tiercache.values.ids import Array, FeatureIds
@@ -247,7 +247,7 @@ class PooledLookup:
         if gradients is None or starts[-1] == 0:
             return
         self.batch.rows.check()  # slots mean other rows in the next pass
-        gradients.wait(
+        gradients.defer(
             self.part.group,
             partial(
                 SavedGradient, slots=found.slots, width=width, cols=self.part.cols,
@@ -282,8 +282,8 @@ class ReadyLookup:
         """Leave the gradient for the step."""
         self._rows.check()  # as above
         if self._rows.gradients is not None:
-            self._rows.gradients.is_awaited = False
-        self._found.waiting.append((arrival, self._columns))
+            self._rows.gradients.awaits_backward = False
+        self._found.pending.append((arrival, self._columns))
 
 
 class RowLookup:
@@ -312,7 +312,7 @@ class RowLookup:
         slots, known = self.found.slots[first:last], self.found.sorted
         if known is not None and isinstance(known.pairs, FeatureRuns):
             known = SortedSlots(slots, known.pairs._replace(number=feature, num_parts=len(self.part.features)))
-        gradients.wait(
+        gradients.defer(
             self.part.group,
             partial(
                 SavedGradient, slots=slots, width=self.rows.vectors.dim,
