@@ -105,7 +105,7 @@ class Rank:
         ]
         self.tables = tuple(sorted(tables, key=lambda table: table.table_id))
         self.groups = group_tables(self.tables)
-        self.sharding = ShardingPlan(ranks.size, {table.name: TableSharding("row") for table in self.tables})
+        self.sharding = ShardingPlan(ranks.size, {table.name: TableSharding("row_wise") for table in self.tables})
         plain = np.arange(shape.rows, dtype=np.int64)
         keys = {table.name: plain[np.argsort(hash_keys(plain, table.table_id))] for table in self.tables}
         self.owners: Owners = find_owners(self.sharding, 0, self.tables, [self.groups] * ranks.size, keys.__getitem__)

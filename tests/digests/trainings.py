@@ -41,8 +41,8 @@ EPOCHS = 2
 HOST_BUDGETS = {1: "1340KiB", 2: "1104KiB", 4: "1040KiB"}
 """Of each of so many ranks: little more than the least, so that rows come from the store. No digest depends on them."""
 SHARDING = {
-    "sgd": "row", "sgd_too": "row", "adagrad": "table", "rowwise": "row", "adam": "column", "sgd_bf16": "row",
-    "adagrad_bf16": "replicate", "rowwise_bf16": "table", "adam_bf16": "row",
+    "sgd": "row_wise", "sgd_too": "row_wise", "adagrad": "table_wise", "rowwise": "row_wise", "adam": "column_wise",
+    "sgd_bf16": "row_wise", "adagrad_bf16": "data_parallel", "rowwise_bf16": "table_wise", "adam_bf16": "row_wise",
 }  # fmt: skip
 """How several ranks divide the tables: in each way. Slices of columns are of float32, as others round by other bits."""
 MOVES = ("kept", "generated", "read", "written")

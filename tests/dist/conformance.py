@@ -22,7 +22,7 @@ from tiercache.data.raw_batch import OOV_KEY, FeatureKeys, RawBatch
 from tiercache.dist.communicator import AnyCommunicator
 from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, sliced
 
-WAYS = ("row", "replicate", "column", "table")
+WAYS = ("row_wise", "data_parallel", "column_wise", "table_wise")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +106,9 @@ def in_turn(*ways: str) -> Callable[[Entry, int], ShardingPlan]:
         tables = {}
         for i, one in enumerate(entry.tables):
             way = ways[i % len(ways)]
-            if way == "table" or (way == "column" and min(size, one.dim) == 1):
-                tables[one.name] = TableSharding("table", (Slice((i + 1) % size, 0, one.dim),))
-            elif way == "column":
+            if way == "table_wise" or (way == "column_wise" and min(size, one.dim) == 1):
+                tables[one.name] = TableSharding("table_wise", (Slice((i + 1) % size, 0, one.dim),))
+            elif way == "column_wise":
                 tables[one.name] = sliced(one.dim, [(i + k) % size for k in range(min(size, one.dim))])
             else:
                 tables[one.name] = TableSharding(way)  # type: ignore[arg-type]
@@ -327,7 +327,7 @@ def refused(ranks: AnyCommunicator, name: str, folder: str, *, what: str) -> Non
     """Do what is refused, on all ranks."""
     entry = known(name)
     wrong: dict[str, Any] = {
-        "a table that there is not": {"sharding": {"t9": "row"}},
+        "a table that there is not": {"sharding": {"t9": "row_wise"}},
         "a kind that there is not": {"sharding": {"t0": "data_parallel"}},
         "another number of ranks": {"sharding": entry.sharding(entry, ranks.size + 1)},
         "a wire dtype": {"comm_dtype": "int8"},

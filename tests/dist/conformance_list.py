@@ -80,8 +80,8 @@ EVERYTHING = Entry(
 
 MERLIN = {
     "basic": Entry(**tables_of(SIX), specs=a_feature_each(6), sharding=strategy("basic")),
-    "row slices": Entry(**tables_of(SIX), specs=a_feature_each(6), sharding=in_turn("row")),
-    "all replicated": Entry(**tables_of(SIX), specs=a_feature_each(6), sharding=in_turn("replicate")),
+    "row slices": Entry(**tables_of(SIX), specs=a_feature_each(6), sharding=in_turn("row_wise")),
+    "all replicated": Entry(**tables_of(SIX), specs=a_feature_each(6), sharding=in_turn("data_parallel")),
     "memory balanced": Entry(**tables_of(SIX), specs=a_feature_each(6), sharding=strategy("memory_balanced")),
     "memory optimized": Entry(**tables_of(SIX), specs=a_feature_each(6), sharding=strategy("memory_optimized")),
     "by cost": Entry(**tables_of(SIX), specs=a_feature_each(6), sharding=strategy("cost")),
@@ -107,7 +107,7 @@ MERLIN = {
     "slices that stand on other ranks than the first": Entry(
         **tables_of(((30, 15), (20, 6))), specs=a_feature_each(2),
         sharding=lambda entry, size: ShardingPlan(
-            size, {"t0": sliced(15, [size - 1, *range(size - 1), size - 1]), "t1": TableSharding("row")}
+            size, {"t0": sliced(15, [size - 1, *range(size - 1), size - 1]), "t1": TableSharding("row_wise")}
         ),
     ),
     "all ways at once": Entry(
@@ -116,13 +116,13 @@ MERLIN = {
     ),
     "more rows than memory": Entry(
         **tables_of(((400, 8), (300, 8)), *RULES[1:3]), specs=a_feature_each(2, RAGGED, {}), pass_samples=16,
-        num_samples=128, epochs=3, sharding=in_turn("row", "column"), options={"host_budget": "smallest"},
+        num_samples=128, epochs=3, sharding=in_turn("row_wise", "column_wise"), options={"host_budget": "smallest"},
     ),
     "ragged lists and more ranks than tables": Entry(
         **tables_of(((30, 8),)), specs=a_feature_each(1, RAGGED), sharding=lambda entry, size: "auto"
     ),
     "two tables on more ranks, each on one": Entry(
-        **tables_of(((30, 8), (20, 8))), specs=a_feature_each(2, RAGGED), sharding=in_turn("table")
+        **tables_of(((30, 8), (20, 8))), specs=a_feature_each(2, RAGGED), sharding=in_turn("table_wise")
     ),
 }  # fmt: skip
 MERLIN |= {
@@ -135,18 +135,20 @@ test_conformance.py for what is refused here; a batch that ranks do not divide t
 BEYOND = {
     "means": Entry(**tables_of(FOUR), specs=a_feature_each(4, MEAN, LIST | {"mode": "mean"}), sharding=ALL),
     "largest of a bag": Entry(**tables_of(FOUR), specs=a_feature_each(4, MEAN | {"mode": "max"}), sharding=ALL),
-    "row slices of lists": Entry(**tables_of(FOUR), specs=a_feature_each(4, LIST, RAGGED), sharding=in_turn("row")),
+    "row slices of lists": Entry(
+        **tables_of(FOUR), specs=a_feature_each(4, LIST, RAGGED), sharding=in_turn("row_wise")
+    ),
     "shared tables in every sharding": Entry(**tables_of(FOUR), specs=SHARED, sharding=ALL),
-    "shared tables in column slices": Entry(**tables_of(FOUR), specs=SHARED, sharding=in_turn("column")),
+    "shared tables in column slices": Entry(**tables_of(FOUR), specs=SHARED, sharding=in_turn("column_wise")),
     "replicated tables of ragged lists": Entry(
-        **tables_of(FOUR), specs=a_feature_each(4, RAGGED, MEAN), sharding=in_turn("replicate")
+        **tables_of(FOUR), specs=a_feature_each(4, RAGGED, MEAN), sharding=in_turn("data_parallel")
     ),
     "empty bags": Entry(**tables_of(FOUR), specs=a_feature_each(4, RAGGED, MEAN), sharding=ALL, empty=0.9),
     "sgd with decay": Entry(**tables_of(FOUR, RULES[0]), specs=SHARED, sharding=ALL),
     "adagrad with decay": Entry(**tables_of(FOUR, RULES[1]), specs=SHARED, sharding=ALL),
     "row-wise adagrad with decay": Entry(**tables_of(FOUR, RULES[2]), specs=SHARED, sharding=ALL),
     "row-wise adagrad in column slices": Entry(
-        **tables_of(FOUR, RULES[2]), specs=SHARED, sharding=in_turn("column"), accumulate=2
+        **tables_of(FOUR, RULES[2]), specs=SHARED, sharding=in_turn("column_wise"), accumulate=2
     ),
     "adam with decay": Entry(**tables_of(FOUR, RULES[3]), specs=SHARED, sharding=ALL),
     "duplicates in a bag and between ranks": Entry(
@@ -190,7 +192,8 @@ BEYOND = {
     ),
     "dims from 1 to 130": Entry(
         **tables_of([(20, dim) for dim in (1, 2, 3, 7, 31, 64, 127, 128, 130)], *RULES),
-        specs=a_feature_each(9, RAGGED, {}), sharding=in_turn("row", "column", "replicate", "table", "column"),
+        specs=a_feature_each(9, RAGGED, {}),
+        sharding=in_turn("row_wise", "column_wise", "data_parallel", "table_wise", "column_wise"),
     ),
     "everything at once": EVERYTHING,
 }  # fmt: skip
@@ -214,23 +217,24 @@ OTHERS = {
     "no sum is rounded": EXACT,
     "no sum is rounded, bfloat16 rows": replace(
         EXACT, tables=tuple(replace(one, dtype="bfloat16") for one in EXACT.tables),
-        sharding=in_turn("row", "replicate", "row", "table"),
+        sharding=in_turn("row_wise", "data_parallel", "row_wise", "table_wise"),
     ),
     "no sum is rounded, float16 rows": replace(
         EXACT, tables=tuple(replace(one, dtype="float16") for one in EXACT.tables),
-        sharding=in_turn("table", "row", "replicate", "row"),
+        sharding=in_turn("table_wise", "row_wise", "data_parallel", "row_wise"),
     ),
     "many steps": replace(EVERYTHING, num_samples=640, pass_samples=160, epochs=5, singles=()),
     "three epochs": replace(EVERYTHING, epochs=3),
     "keys of 32 and of 64 bits": Entry(
-        **tables_of(((40, 8), (30, 4))), sharding=in_turn("row", "column"), pass_samples=32,
+        **tables_of(((40, 8), (30, 4))), sharding=in_turn("row_wise", "column_wise"), pass_samples=32,
         specs=(Spec(name="narrow", table="t0"), Spec(name="wide", table="t0"), Spec(name="list", table="t1", **RAGGED)),
     ),
     "evaluated": Entry(
         **tables_of(FOUR, *RULES), specs=SHARED, sharding=ALL, pass_samples=16, options={"eval_budget": 6000}
     ),
     "evaluated, with rows for unknown keys": Entry(
-        **tables_of(FOUR, *RULES), specs=SHARED, sharding=in_turn("row", "table", "column", "replicate"),
+        **tables_of(FOUR, *RULES), specs=SHARED,
+        sharding=in_turn("row_wise", "table_wise", "column_wise", "data_parallel"),
         pass_samples=16, unknown=0.1,
     ),
 }  # fmt: skip

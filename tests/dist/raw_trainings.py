@@ -224,7 +224,7 @@ def train_samples(ranks: AnyCommunicator, folder: str, **options: Any) -> dict[s
 def evaluate_unknown(ranks: AnyCommunicator, folder: str, *, asked: list[int]) -> dict[str, Any]:
     """Train passes that have the out-of-vocabulary row; then look up keys that no pass has, as many as the rank."""
     passes = tc.PassDataset.open(Path(folder) / "passes")
-    with tc.TierCache(Path(folder) / "model.tc", passes, sharding={"a": "row"}, **OPTIONS) as cache:
+    with tc.TierCache(Path(folder) / "model.tc", passes, sharding={"a": "row_wise"}, **OPTIONS) as cache:
         rows = tc.EmbeddingCollection(cache.schema)
         cache.register(rows=rows)
         for p in cache.passes(epochs=1):

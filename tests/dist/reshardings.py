@@ -35,11 +35,11 @@ def one_case(**options: Any) -> Case:
 
 def ways(size: int, turn: int) -> ShardingPlan:
     """Return sharding plans of all kinds."""
-    whole = TableSharding("table", (Slice(size - 1, 0, 5),))
-    columns = sliced(6, list(range(size))) if size > 1 else TableSharding("row")
-    kinds = [whole, columns, TableSharding("replicate")]
+    whole = TableSharding("table_wise", (Slice(size - 1, 0, 5),))
+    columns = sliced(6, list(range(size))) if size > 1 else TableSharding("row_wise")
+    kinds = [whole, columns, TableSharding("data_parallel")]
     if turn:
-        kinds = [TableSharding("row"), TableSharding("row"), sliced(3, list(range(min(3, size)))[::-1])]
+        kinds = [TableSharding("row_wise"), TableSharding("row_wise"), sliced(3, list(range(min(3, size)))[::-1])]
     return ShardingPlan(size, dict(zip(("item", "user", "place"), kinds, strict=True)))
 
 

@@ -42,13 +42,18 @@ UNIVERSE = 60
 def sharding_on(num_ranks: int, turn: int = 0) -> ShardingPlan:
     """Return a sharding of every kind; another one for another ``turn``."""
     ways = [
-        TableSharding("row"),
-        sliced(5, list(range(num_ranks))) if num_ranks > 1 else TableSharding("replicate"),
-        TableSharding("table", (Slice(num_ranks - 1, 0, 3),)),
-        TableSharding("replicate"),
+        TableSharding("row_wise"),
+        sliced(5, list(range(num_ranks))) if num_ranks > 1 else TableSharding("data_parallel"),
+        TableSharding("table_wise", (Slice(num_ranks - 1, 0, 3),)),
+        TableSharding("data_parallel"),
     ]
     if turn:
-        ways = [sliced(8, list(range(num_ranks))[::-1]), ways[0], ways[0], TableSharding("table", (Slice(0, 0, 3),))]
+        ways = [
+            sliced(8, list(range(num_ranks))[::-1]),
+            ways[0],
+            ways[0],
+            TableSharding("table_wise", (Slice(0, 0, 3),)),
+        ]
     return ShardingPlan(num_ranks, {table.name: way for table, way in zip(TABLES, ways, strict=True)})
 
 

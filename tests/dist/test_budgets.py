@@ -74,7 +74,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def trained(ranks_pool: RanksPool, folder: Path) -> None:
     """Train the case on two ranks, with two commits kept."""
     CASES["one"].cut(folder / "passes")
-    ranks_pool.run(2, TRAIN, case="one", folder=str(folder), sharding=sharded("row"), retention=2)
+    ranks_pool.run(2, TRAIN, case="one", folder=str(folder), sharding=sharded("row_wise"), retention=2)
 
 
 def assert_refused(errors: list[tuple[str, str] | None], sentence: str) -> None:
@@ -83,7 +83,7 @@ def assert_refused(errors: list[tuple[str, str] | None], sentence: str) -> None:
     assert {"BudgetError", "ValueError"} & {error[0] for error in errors if error is not None}
 
 
-@pytest.mark.parametrize(("size", "kind"), [(1, "row"), (2, "table")])
+@pytest.mark.parametrize(("size", "kind"), [(1, "row_wise"), (2, "table_wise")])
 def test_parts_are_not_written_anew_for_a_budget_that_is_too_small(
     ranks_pool: RanksPool, tmp_path: Path, size: int, kind: str
 ) -> None:
@@ -107,7 +107,7 @@ def test_parts_that_were_written_anew_are_given_up_where_the_budget_is_too_small
 ) -> None:
     """As where they have rows of earlier passes, of which sizes alone do not tell: the store has its bytes again."""
     CASES["one"].cut(tmp_path / "passes")
-    options: dict[str, Any] = {"folder": str(tmp_path), "sharding": sharded("row"), "order_seed": order_seed}
+    options: dict[str, Any] = {"folder": str(tmp_path), "sharding": sharded("row_wise"), "order_seed": order_seed}
     ranks_pool.run(2, TRAIN, case="one", **options)
     (tmp_path / "passes").rename(tmp_path / "old")
     Case(tables=ONE.tables, specs=ONE.specs, num_samples=32, data_seed=7).cut(tmp_path / "passes")
@@ -126,7 +126,7 @@ def test_commits_are_not_dropped_for_a_training_that_is_refused(ranks_pool: Rank
     """Opened with a smaller retention, or a larger one; one that is not refused drops them."""
     trained(ranks_pool, tmp_path)
     before = files_of(tmp_path / "model.tc")
-    options: dict[str, Any] = {"folder": str(tmp_path), "sharding": sharded("row")}
+    options: dict[str, Any] = {"folder": str(tmp_path), "sharding": sharded("row_wise")}
 
     for name, sentence in SENTENCES.items():
         for retention in (1, 3):
@@ -182,7 +182,7 @@ def test_passes_cut_for_several_devices_are_trained_on_as_many(
 
     found = ranks_pool.run(
         size, "tests.dist.test_budgets:trained_large", folder=str(tmp_path), device_budget=budget,
-        sharding=sharded("row"),
+        sharding=sharded("row_wise"),
     )  # fmt: skip
 
     assert_as_alone(stored(tmp_path), found[0], resident(LARGE, passes))
@@ -198,7 +198,10 @@ def test_passes_cut_for_all_devices_together_are_refused_with_what_to_do(ranks_p
         "--devices 2, "
     )
 
-    for kind, more in (("row", "devices=2"), ("table", "that counts with tables that are all sharded by row")):
+    for kind, more in (
+        ("row_wise", "devices=2"),
+        ("table_wise", "that counts with tables that are all sharded row_wise"),
+    ):
         errors = ranks_pool.errors(2, OPEN, folder=str(tmp_path), device_budget=budget, sharding=sharded(kind))
         assert_refused(errors, advice)
         assert all(error is not None and error[1].endswith(more) for error in errors)

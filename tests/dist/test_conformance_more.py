@@ -169,10 +169,10 @@ def train(ranks: AnyCommunicator, folder: str) -> dict[str, Any]:
 
 def sharded(way: str, size: int) -> TableSharding:
     """Place a table of two columns."""
-    if way == "column" and size > 1:
+    if way == "column_wise" and size > 1:
         return sliced(2, [size - 1, 0])
-    if way in {"column", "table"}:
-        return TableSharding("table", (Slice(size - 1, 0, 2),))
+    if way in {"column_wise", "table_wise"}:
+        return TableSharding("table_wise", (Slice(size - 1, 0, 2),))
     return TableSharding(way)  # type: ignore[arg-type]
 
 

@@ -25,7 +25,7 @@ class GivenUpError(Exception):
     """A loop is left by an error."""
 
 
-def opened(folder: str, name: str, kind: str = "row", **options: Any) -> tc.TierCache:
+def opened(folder: str, name: str, kind: str = "row_wise", **options: Any) -> tc.TierCache:
     """Open the store of a test."""
     sharding, passes = dict.fromkeys(["a", "b"], kind), tc.PassDataset.open(Path(folder) / "passes")
     budgets: dict[str, Any] = {"device_budget": "96KiB", "host_budget": "16MiB", "progress": False}
@@ -33,7 +33,7 @@ def opened(folder: str, name: str, kind: str = "row", **options: Any) -> tc.Tier
 
 
 def fetch(
-    ranks: AnyCommunicator, folder: str, name: str, *, depth: int, prefetch: int | None = None, kind: str = "row",
+    ranks: AnyCommunicator, folder: str, name: str, *, depth: int, prefetch: int | None = None, kind: str = "row_wise",
     queued: bool = False, steps: int | None = None, how: str = "closed",
 ) -> dict[str, Any]:  # fmt: skip
     """Train with batches fetched ahead; given up, committed inside or closed behind so many steps."""
@@ -116,8 +116,8 @@ def assert_same(folder: Path, name: str, found: dict[str, Any], plain: dict[str,
 
 @pytest.mark.parametrize(
     ("depth", "prefetch", "options"),
-    [(1, None, {}), (3, 2, {}), (3, None, {"kind": "table"}), (1, 0, {"kind": "column", "queued": True}),
-     (3, None, {"kind": "replicate"})],
+    [(1, None, {}), (3, 2, {}), (3, None, {"kind": "table_wise"}), (1, 0, {"kind": "column_wise", "queued": True}),
+     (3, None, {"kind": "data_parallel"})],
 )  # fmt: skip
 def test_a_loop_that_fetches_ahead_ends_with_the_same_bits(
     ranks_pool: RanksPool, folder: Path, plain: Plain, depth: int, prefetch: int | None, options: dict[str, Any]

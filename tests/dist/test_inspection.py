@@ -33,12 +33,14 @@ def test_info_counts_every_row_once(path: Path) -> None:
     assert found["commits"] == [{"id": 3, "pass": 2, "sample": 0, "shards": [3, 3, 3]}]
     assert [shard["commit"]["id"] for shard in found["shards"]] == [3, 3, 3]
     word = next(table for table in found["tables"] if table["name"] == "word")
-    assert word["sharding"] == {"kind": "column", "slices": [[0, 0, 2], [1, 2, 4], [2, 4, 5]]}
+    assert word["sharding"] == {"kind": "column_wise", "slices": [[0, 0, 2], [1, 2, 4], [2, 4, 5]]}
+    kept = json.loads((path / "shards.json").read_text())["sharding"]["tables"]
+    assert {one["kind"] for one in kept.values()} == {"row", "table", "column", "replicate"}  # bytes on disk stay
     shown = run("info", path)
     assert "shards   3, one a rank" in shown
     assert "commit   3, training goes on at pass 2" in shown
-    assert "column: 2 on rank 0, 2 on rank 1, 1 on rank 2" in shown
-    assert "table: rank 2" in shown
+    assert "column_wise: 2 on rank 0, 2 on rank 1, 1 on rank 2" in shown
+    assert "table_wise: rank 2" in shown
     assert "shard-0-2" in shown
     assert "segments of shard 2" in run("info", path, "--segments")
 

@@ -26,7 +26,7 @@ CASE = Case(
     tables=(table("a", 4, tc.optim.SGD(learning_rate=0.1)), table("b", 6)), specs=SPECS, num_samples=96, pass_rows=48
 )
 """2 passes of 3 batches."""
-ROWS = {"a": "row", "b": "row"}
+ROWS = {"a": "row_wise", "b": "row_wise"}
 OPTIONS: dict[str, Any] = {"device_budget": "1MiB", "host_budget": "32MiB", "sharding": ROWS, "progress": False}
 
 

@@ -66,7 +66,7 @@ class Model(nn.Module):
         return self.top(torch.cat([left, right, batch.dense], dim=1)).squeeze(1)
 
 
-def opened(folder: str, name: str, kind: str = "table", **options: Any) -> tc.TierCache:
+def opened(folder: str, name: str, kind: str = "table_wise", **options: Any) -> tc.TierCache:
     """Open the store of a test, with all tables divided alike."""
     sharding = dict.fromkeys([one.name for one in CASE.tables], kind)
     passes = tc.PassDataset.open(Path(folder) / "passes")
@@ -238,10 +238,10 @@ def assert_equal(
 @pytest.mark.parametrize(
     ("size", "kind", "options"),
     [
-        (2, "table", {}),
-        (3, "column", {}),
-        (4, "table", {"micro_batches": 3}),
-        (2, "column", {"accumulate": 2}),
+        (2, "table_wise", {}),
+        (3, "column_wise", {}),
+        (4, "table_wise", {"micro_batches": 3}),
+        (2, "column_wise", {"accumulate": 2}),
     ],
 )
 def test_features_pooled_by_their_owners_train_as_on_one_rank(
@@ -251,7 +251,7 @@ def test_features_pooled_by_their_owners_train_as_on_one_rank(
 
     Rows without a gradient keep row and state, in spite of Adam and decay.
     """
-    theirs = train_on(ranks_pool, 1, tmp_path, "theirs", "row", **options)
+    theirs = train_on(ranks_pool, 1, tmp_path, "theirs", "row_wise", **options)
     ours = train_on(ranks_pool, size, tmp_path, "ours", kind, **options)
 
     assert all(one["pooled"] == POOLED for one in ours)
@@ -265,13 +265,13 @@ def test_two_runs_with_pooled_features_end_with_the_same_bits(
 ) -> None:
     """Gradients are added in the order of ranks and features."""
     options = {"read_by": read_by, "comm_dtype": "bfloat16", "micro_batches": 2}
-    ours = train_on(ranks_pool, 3, tmp_path, "ours", "column", **options)
-    theirs = train_on(ranks_pool, 3, tmp_path, "theirs", "column", **options)
+    ours = train_on(ranks_pool, 3, tmp_path, "ours", "column_wise", **options)
+    theirs = train_on(ranks_pool, 3, tmp_path, "theirs", "column_wise", **options)
 
     assert_equal(tmp_path, ours, theirs, tolerance=0)
 
 
-@pytest.mark.parametrize(("size", "kind"), [(3, "table"), (2, "column")])
+@pytest.mark.parametrize(("size", "kind"), [(3, "table_wise"), (2, "column_wise")])
 def test_reading_by_owner_ends_the_same_and_sends_fewer_bytes(
     ranks_pool: RanksPool, tmp_path: Path, size: int, kind: str
 ) -> None:
@@ -289,8 +289,8 @@ def test_pooled_vectors_are_fewer_bytes_than_rows(ranks_pool: RanksPool, tmp_pat
 
     Of so small batches a third of the bytes are counts, which both send.
     """
-    pooled = train_on(ranks_pool, 2, tmp_path, "ours", "table")
-    rows = train_on(ranks_pool, 2, tmp_path, "theirs", "table", by_rows=True)
+    pooled = train_on(ranks_pool, 2, tmp_path, "ours", "table_wise")
+    rows = train_on(ranks_pool, 2, tmp_path, "theirs", "table_wise", by_rows=True)
 
     assert all(one["pooled"] == [] for one in rows)
     assert_equal(tmp_path, pooled, rows)

@@ -21,7 +21,7 @@ from tiercache.data.raw_batch import OOV_KEY, RawBatch
 
 BODIES = "tests.dist.raw_trainings:"
 NAMES = [table.name for table in CASE.tables]
-KINDS = ("column", "row", "table", "replicate")
+KINDS = ("column_wise", "row_wise", "table_wise", "data_parallel")
 
 
 def mixed(turn: int) -> dict[str, str]:
@@ -192,7 +192,7 @@ def test_weights_that_the_schema_does_not_know_or_that_are_not_given_are_those_o
     ranks_pool: RanksPool, place: Path, alone: Any
 ) -> None:
     """Though the owners of tables that are kept whole would pool their features."""
-    found = ranks_pool.run(2, BODIES + "train", folder=str(place), reweighs=True, sharding=every("table"))
+    found = ranks_pool.run(2, BODIES + "train", folder=str(place), reweighs=True, sharding=every("table_wise"))
 
     assert_close(place, found[0], alone(reweighs=True)[0])
 
@@ -218,11 +218,15 @@ def test_where_the_budget_has_no_room_for_an_index_keys_are_searched(
     ranks_pool: RanksPool, place: Path, alone: Any
 ) -> None:
     """The same training, in the bytes of the rows alone."""
-    told = ranks_pool.run(2, BODIES + "train", folder=str(place), sharding=every("row"))
+    told = ranks_pool.run(2, BODIES + "train", folder=str(place), sharding=every("row_wise"))
     (place / "raw.tc").rename(place / "before.tc")
 
     found = ranks_pool.run(
-        2, BODIES + "train", folder=str(place), sharding=every("row"), device_budget=max(one["room"] for one in told)
+        2,
+        BODIES + "train",
+        folder=str(place),
+        sharding=every("row_wise"),
+        device_budget=max(one["room"] for one in told),
     )
 
     assert max(one["index_bytes"] for one in found) < min(one["index_bytes"] for one in told) / 10  # of a small pass

@@ -28,7 +28,7 @@ def evaluated(ranks: AnyCommunicator, case: str, folder: str, *, given: bool) ->
             with pytest.raises(StateError, match="is open for reading: to train, give a path"):
                 next(cache.passes(epochs=9))
             with pytest.raises(ValueError, match=r"was opened with shards for 2 ranks: give it to as many ranks"):
-                tc.TierCache(store, passes, sharding="row", **OPTIONS)
+                tc.TierCache(store, passes, sharding="row_wise", **OPTIONS)
             assert store.commit is not None
             store.close()
     return {"logits": torch.cat(logits).numpy(), "planned": planned}

@@ -59,7 +59,7 @@ def check(owners: Owners, rank: int, ids: dict[str, list[int]]) -> None:
                 for t, one in enumerate(owners.tables):
                     first, low, high = owners.first_TW[t, owner], owners.low_TW[t, owner], owners.high_TW[t, owner]
                     if owners.group_TW[t, owner] == group and first <= address < first + high - low:
-                        replicated = owners.kinds[t] == "replicate"
+                        replicated = owners.kinds[t] == "data_parallel"
                         assert replicated == (section >= len(GROUPS))
                         asked.append((owner, t, int(address - first + low), group))
                         assert one.name in ids
@@ -87,7 +87,7 @@ def test_a_request_asks_each_owner_for_each_of_its_rows_once(data: st.DataObject
     """For any cuts between two owners, ids, and replicated tables; slots of a group are numbered without gaps."""
     rows = data.draw(st.lists(st.integers(0, 30), min_size=3, max_size=3))
     cuts = [[data.draw(st.integers(0, count))] for count in rows]
-    kinds = data.draw(st.lists(st.sampled_from(["row", "replicate"]), min_size=3, max_size=3))
+    kinds = data.draw(st.lists(st.sampled_from(["row_wise", "data_parallel"]), min_size=3, max_size=3))
     ids = {
         one.name: data.draw(st.lists(st.integers(0, count - 1), max_size=40)) if count else []
         for one, count in zip(TABLES, rows, strict=True)
@@ -103,7 +103,7 @@ def test_a_pass_may_have_more_rows_than_an_int32_counts() -> None:
         one.name: [0, count - 1, cut - 1, cut, 5, count - 1, 77]
         for one, count, (cut,) in zip(TABLES, rows, cuts, strict=True)
     }
-    owners = owners_of(rows, cuts, ["row", "row", "row"])
+    owners = owners_of(rows, cuts, ["row_wise", "row_wise", "row_wise"])
     assert len(ShardLayout(owners, GROUPS, 0, len(GROUPS)).sets) == 3
     for rank in range(2):
         check(owners, rank, ids)
@@ -111,13 +111,13 @@ def test_a_pass_may_have_more_rows_than_an_int32_counts() -> None:
 
 def test_ids_of_no_feature_are_no_rows() -> None:
     """A rank may ask for nothing at all."""
-    check(owners_of([3, 3, 3], [[1], [1], [1]], ["row"] * 3), 0, {})
+    check(owners_of([3, 3, 3], [[1], [1], [1]], ["row_wise"] * 3), 0, {})
 
 
 @pytest.mark.parametrize("id_", [-1, 3, 2**31 - 1])
 def test_an_id_outside_its_table_is_refused_by_name(id_: int) -> None:
     """The smallest entry that is wrong, in the words of a lookup."""
-    stretches = ShardLayout(owners_of([3, 3, 3], [[1], [1], [1]], ["row"] * 3), GROUPS, 0, len(GROUPS))
+    stretches = ShardLayout(owners_of([3, 3, 3], [[1], [1], [1]], ["row_wise"] * 3), GROUPS, 0, len(GROUPS))
     ids = {"f": FeatureIds(np.array([0, 2, id_, id_], np.int32), None, None)}
     with pytest.raises(
         IndexError, match=rf"feature 'f' has local id {id_} at entry 2 .* table 'b' .* 0 to 2 in pass 3"

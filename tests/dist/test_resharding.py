@@ -33,11 +33,11 @@ def shardings(draw: st.DrawFn) -> ShardingPlan:
     size = draw(st.integers(1, 4))
     tables = {}
     for one in TABLES:
-        ways = ["row", "replicate", "table"] + (["column"] if size > 1 else [])
+        ways = ["row_wise", "data_parallel", "table_wise"] + (["column_wise"] if size > 1 else [])
         match draw(st.sampled_from(ways)):
-            case "table":
-                tables[one.name] = TableSharding("table", (Slice(draw(st.integers(0, size - 1)), 0, one.dim),))
-            case "column":
+            case "table_wise":
+                tables[one.name] = TableSharding("table_wise", (Slice(draw(st.integers(0, size - 1)), 0, one.dim),))
+            case "column_wise":
                 ranks = draw(st.permutations(range(size)))[: draw(st.integers(2, min(size, one.dim)))]
                 tables[one.name] = sliced(one.dim, ranks)
             case kind:
@@ -88,7 +88,7 @@ def test_every_key_and_column_is_in_one_new_part_with_its_state(
 
 def test_only_shards_and_pieces_with_wanted_rows_are_read() -> None:
     """From two ranks by row to three: the first of three reads nothing of the second of two."""
-    ways = {one.name: TableSharding("row") for one in TABLES}
+    ways = {one.name: TableSharding("row_wise") for one in TABLES}
     old, new = ShardingPlan(2, ways), ShardingPlan(3, ways)
     shards = old_shards(old, 4)
     with Store.open(None, tables=new.shard_tables(TABLES, 0), engine=MemoryEngine()) as store:
@@ -278,7 +278,7 @@ def test_a_rank_that_fails_ends_the_work_of_the_others(tmp_path: Path, monkeypat
 def test_learning_rates_follow_tables_to_their_new_groups() -> None:
     """A table cut into columns had a group of its own; where its rate differs, it cannot join the others."""
     alike = tuple(table(name, 4, tc.optim.RowWiseAdagrad(learning_rate=0.1)) for name in ("a", "b"))
-    row = TableSharding("row")
+    row = TableSharding("row_wise")
     old = ShardingPlan(2, {"a": row, "b": sliced(4, [0, 1])})
     new = ShardingPlan(1, {"a": row, "b": row})
     for rates, answer in (({"a": 0.5, "b": 0.5}, [0.5]), ({"a": 0.5, "b": 0.25}, None)):

@@ -18,7 +18,7 @@ from tiercache.planning.sharding_planner import sharding_of
 from tiercache.rows.backends.cpu import CpuBackend
 from tiercache.train.dense_state import DenseState
 
-KINDS = ("row", "table", "column", "replicate")
+KINDS = ("row_wise", "table_wise", "column_wise", "data_parallel")
 
 
 def assert_close(folder: Path, case: str, dense: dict[str, np.ndarray], *, steps: int | None = None) -> None:
@@ -221,7 +221,12 @@ def sharded(case: str, kind: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("within", [False, True])
 @pytest.mark.parametrize(
-    ("before", "after"), [((2, "row"), (1, "row")), ((1, "row"), (3, "column")), ((3, "table"), (2, "replicate"))]
+    ("before", "after"),
+    [
+        ((2, "row_wise"), (1, "row_wise")),
+        ((1, "row_wise"), (3, "column_wise")),
+        ((3, "table_wise"), (2, "data_parallel")),
+    ],
 )
 def test_a_training_goes_on_with_another_number_of_ranks(
     ranks_pool: RanksPool, tmp_path: Path, before: tuple[int, str], after: tuple[int, str], within: bool

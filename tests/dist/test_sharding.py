@@ -20,6 +20,7 @@ from tiercache.dist.communicator import AnyCommunicator
 from tiercache.planning.sharding_planner import sharding_of
 from tiercache.store.shards.sharding import (
     HASHES,
+    KINDS,
     ShardingPlan,
     Slice,
     TableSharding,
@@ -50,8 +51,8 @@ def test_fifteen_columns_on_eight_ranks_are_seven_slices_of_two_and_one_of_one()
 
 def test_slices_of_one_rank_become_neighbors_and_one() -> None:
     """So a rank has one slice of a table, and a rank alone the whole table."""
-    assert sliced(8, [2, 0, 2, 1]) == TableSharding("column", (Slice(2, 0, 4), Slice(0, 4, 6), Slice(1, 6, 8)))
-    assert sliced(8, [1, 1]) == TableSharding("table", (Slice(1, 0, 8),))
+    assert sliced(8, [2, 0, 2, 1]) == TableSharding("column_wise", (Slice(2, 0, 4), Slice(0, 4, 6), Slice(1, 6, 8)))
+    assert sliced(8, [1, 1]) == TableSharding("table_wise", (Slice(1, 0, 8),))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 7, 1024])
@@ -66,7 +67,9 @@ def test_ranges_of_hashes_follow_one_another_and_are_alike(num_ranks: int) -> No
 @settings(max_examples=50, deadline=None)
 @given(
     ranks=st.integers(1, 6),
-    kinds=st.dictionaries(st.text(max_size=5), st.sampled_from(["row", "replicate"]) | st.lists(st.integers(0, 5))),
+    kinds=st.dictionaries(
+        st.text(max_size=5), st.sampled_from(["row_wise", "data_parallel"]) | st.lists(st.integers(0, 5))
+    ),
 )
 def test_a_record_gives_the_same_sharding_back(ranks: int, kinds: dict[str, Any]) -> None:
     """Through JSON, with the same digest, whatever the order of tables."""
@@ -94,10 +97,11 @@ def test_a_record_gives_the_same_sharding_back(ranks: int, kinds: dict[str, Any]
         ({"tables": {"a": "row"}}, "table 'a' is 'row': it must be an object"),
         ({"tables": {"a": {}}}, "table 'a' lacks 'kind'"),
         ({"tables": {"a": {"kind": "row", "rank": 1}}}, "unknown 'rank'"),
-        ({"tables": {"a": {"kind": "best"}}}, "table 'a' is 'best': it must be 'row'"),
-        ({"tables": {"a": {"kind": ["row"]}}}, "it must be 'row'"),
-        ({"tables": {"a": {"kind": "row", "slices": [[0, 0, 4]]}}}, "'row' with 1 slices: it has no slices"),
-        ({"tables": {"a": {"kind": "table"}}}, "'table' with 0 slices: it has 1 slice"),
+        ({"tables": {"a": {"kind": "best"}}}, "table 'a' is 'best': it must be one of 'row', 'table'"),
+        ({"tables": {"a": {"kind": ["row"]}}}, "it must be one of 'row'"),
+        ({"tables": {"a": {"kind": "row_wise"}}}, "it must be one of 'row'"),
+        ({"tables": {"a": {"kind": "row", "slices": [[0, 0, 4]]}}}, "'row_wise' with 1 slices: it has no slices"),
+        ({"tables": {"a": {"kind": "table"}}}, "'table_wise' with 0 slices: it has 1 slice"),
         ({"tables": {"a": {"kind": "column", "slices": [[0, 0, 4]]}}}, "it has 2 or more slices"),
         ({"tables": {"a": {"kind": "table", "slices": [[0, 4]]}}}, "each is \\[rank, first column, column behind\\]"),
         ({"tables": {"a": {"kind": "table", "slices": [[0, 0, 4.0]]}}}, "each is \\[rank"),
@@ -114,6 +118,14 @@ def test_a_record_of_something_else_is_refused(change: Any, words: str) -> None:
     ShardingPlan.from_record(USUAL)
     with pytest.raises(ValueError, match=words):
         ShardingPlan.from_record({**USUAL, **change} if isinstance(change, dict) else change)
+
+
+def test_records_keep_the_words_of_the_format() -> None:
+    """With the digest that shards were bound to before kinds had the names that users give."""
+    sharding = ShardingPlan.from_record(USUAL)
+    assert [one.kind for one in sharding.tables.values()] == list(KINDS)
+    assert sharding.to_record() == USUAL
+    assert sharding.digest == "bcd5bb70674a43649432680433c10deef2097d06dab99126221350d02f67fb92"
 
 
 JSON = st.recursive(
@@ -173,14 +185,17 @@ def chosen(ranks: AnyCommunicator, folder: str, asked: list[Any], **options: Any
     [
         (["basic", "cost"], "sharding (basic on rank 0, cost on rank 1)"),
         (
-            [{"users": "row"}, {"users": "table"}],
-            'sharding ({"users": "row"} on rank 0, {"users": "table"} on rank 1)',
+            [{"users": "row_wise"}, {"users": "table_wise"}],
+            'sharding ({"users": "row_wise"} on rank 0, {"users": "table_wise"} on rank 1)',
         ),
         (["auto", {"rules": {}}], "sharding (auto on rank 0, digest "),
         ([{"rules": {}}, {"rules": {"row_threshold": 1}}], "sharding (digest "),
         ([{"rules": {}}, {"rules": {}, "costs": {"samples": 1}}], "sharding (digest "),
         (
-            [{"plan": {"users": "row", "items": "row"}}, {"plan": {"users": "replicate", "items": "row"}}],
+            [
+                {"plan": {"users": "row_wise", "items": "row_wise"}},
+                {"plan": {"users": "data_parallel", "items": "row_wise"}},
+            ],
             "sharding (digest ",
         ),
     ],
@@ -204,24 +219,24 @@ def test_thresholds_say_where_tables_stand(ranks_pool: RanksPool, tmp_path: Path
     """Of the bytes of a table's rows in its largest pass; equal rules on all ranks go on."""
     passes = ONE.cut(tmp_path / "passes")
     size = max(one.rows("users") for one in passes) * ONE.tables[0].row_bytes
-    rules: dict[str, Any] = {"strategy": "basic", "kinds": {"items": "table"}}
+    rules: dict[str, Any] = {"strategy": "basic", "kinds": {"items": "table_wise"}}
     for name, most, kind in (
-        ("", 0, "table"),
-        ("replicate_threshold", size, "replicate"),
-        ("replicate_threshold", size - 1, "table"),
-        ("column_threshold", size - 1, "column"),
-        ("row_threshold", f"{size - 1}", "row"),
-        ("row_threshold", "1MiB", "table"),
+        ("", 0, "table_wise"),
+        ("replicate_threshold", size, "data_parallel"),
+        ("replicate_threshold", size - 1, "table_wise"),
+        ("column_threshold", size - 1, "column_wise"),
+        ("row_threshold", f"{size - 1}", "row_wise"),
+        ("row_threshold", "1MiB", "table_wise"),
     ):
         asked = {"rules": rules | ({name: most} if name else {})}
         told = ranks_pool.run(2, OPEN, folder=str(tmp_path), asked=[asked])
-        assert told == [{"users": kind, "items": "table"}] * 2, (name, most)
+        assert told == [{"users": kind, "items": "table_wise"}] * 2, (name, most)
 
 
 def test_costs_say_where_tables_stand(ranks_pool: RanksPool, tmp_path: Path) -> None:
     """Where every piece from another rank costs much, tables stand on one rank whole."""
     ONE.cut(tmp_path / "passes")
-    for seconds, kind in ((1e-6, "row"), (1.0, "table")):
+    for seconds, kind in ((1e-6, "row_wise"), (1.0, "table_wise")):
         asked = {"rules": {}, "costs": {"piece_seconds": seconds}}
         assert ranks_pool.run(2, OPEN, folder=str(tmp_path), asked=[asked]) == [{"users": kind, "items": kind}] * 2
 
@@ -271,8 +286,11 @@ def test_what_is_no_sharding_is_refused(ranks_pool: RanksPool, tmp_path: Path) -
     ONE.cut(tmp_path / "passes")
     for asked, words in (
         (5, "sharding is 5: it must be a strategy, kinds by table, ShardingRules or a ShardingPlan"),
-        ({"rules": {"kinds": {"users": "rows"}}}, "to be sharded by 'rows': it must be one of 'row', 'table'"),
-        ({"rules": {"kinds": {"user": "row"}}}, "unknown table 'user': the tables are"),
+        (
+            {"rules": {"kinds": {"users": "rows"}}},
+            "to be sharded by 'rows': it must be one of 'row_wise', 'table_wise'",
+        ),
+        ({"rules": {"kinds": {"user": "row_wise"}}}, "unknown table 'user': the tables are"),
     ):
         errors = ranks_pool.errors(2, OPEN, folder=str(tmp_path), asked=[asked])
         assert all(error is not None and words in error[1] for error in errors), errors

@@ -14,7 +14,7 @@ from tiercache.data.key_sets import write_dataset
 from tiercache.data.raw_batch import RawBatch
 from tiercache.planning.sharding_planner import TableStats, plan_sharding, sharding_of, stats_of
 from tiercache.planning.sharding_rules import STRATEGIES, CostModel
-from tiercache.store.shards.sharding import ShardingPlan, TableSharding
+from tiercache.store.shards.sharding import KINDS, ShardingPlan, TableSharding
 
 SGD = tc.optim.SGD(learning_rate=1.5)
 
@@ -51,7 +51,7 @@ def owned_bytes(sharding: ShardingPlan, tables: list[tc.Table], table_stats: dic
             for name in ("replicate_threshold", "column_threshold", "row_threshold")
         },
     ),
-    asked=st.lists(st.sampled_from([None, "row", "table", "column", "replicate"]), max_size=12),
+    asked=st.lists(st.sampled_from([None, "row_wise", "table_wise", "column_wise", "data_parallel"]), max_size=12),
 )
 def test_every_strategy_shards_every_column_once(
     given_sizes: list[tuple[int, int]], num_ranks: int, strategy: str, thresholds: Any, asked: list[str | None]
@@ -66,9 +66,9 @@ def test_every_strategy_shards_every_column_once(
     for name, kind in kinds.items():
         found = sharding.tables[name].kind
         if num_ranks == 1:
-            assert found == "row"
+            assert found == "row_wise"
         else:
-            assert found == kind or (kind == "column" and found == "table")
+            assert found == kind or (kind == "column_wise" and found == "table_wise")
     for rank in range(num_ranks):
         assert {one.name for one in sharding.shard_tables(tables, rank)} == {one.name for one in tables}
 
@@ -93,7 +93,7 @@ def test_memory_optimized_divides_what_is_larger_than_a_fair_share() -> None:
     tables, table_stats = sizes([(1000, 8), (10, 8), (30, 8), (500, 4), (20, 4)])
     balanced = plan_sharding(tables, table_stats, 4, strategy="memory_balanced")
     optimized = plan_sharding(tables, table_stats, 4, strategy="memory_optimized")
-    assert optimized.tables["t0"] == TableSharding("row")
+    assert optimized.tables["t0"] == TableSharding("row_wise")
     fair = sum(owned_bytes(optimized, tables, table_stats)) / 4
     assert max(owned_bytes(balanced, tables, table_stats)) > 2 * fair
     assert max(owned_bytes(optimized, tables, table_stats)) < 2 * fair
@@ -118,14 +118,14 @@ def test_slices_above_a_threshold_are_merged_where_they_meet(
             len({part.rank for part in table_sharding.slices}) == len(table_sharding.slices) <= min(num_ranks, one.dim)
         )
         if num_ranks > 1 and table_stats[one.name].rows * one.dim > threshold and strategy in {"basic", "auto"}:
-            assert table_sharding.kind == "column"
+            assert table_sharding.kind == "column_wise"
 
 
 def test_slices_that_meet_on_the_emptiest_rank_are_one() -> None:
     """Two ranks are full with tables that are as large as the slices of the third one together."""
     tables, table_stats = sizes([(100, 1), (100, 1), (52, 2)])
     sharding = plan_sharding(tables, table_stats, 3, strategy="memory_balanced", column_threshold=4 * 100)
-    assert sharding.tables["t2"].kind == "table"
+    assert sharding.tables["t2"].kind == "table_wise"
     assert sorted(owned_bytes(sharding, tables, table_stats)) == [400, 400, 416]
 
 
@@ -144,7 +144,7 @@ def test_by_cost_large_tables_go_by_row_and_many_tiny_ones_whole() -> None:
     """A table that is asked for little costs less where few ranks answer for it; tiny ones are spread over ranks."""
     tables, table_stats = sizes([(1_000_000, 64)] * 2 + [(2, 4)] * 40)
     sharding = plan_sharding(tables, table_stats, 4)
-    assert [sharding.tables[f"t{i}"].kind for i in range(2)] == ["row", "row"]
+    assert [sharding.tables[f"t{i}"].kind for i in range(2)] == ["row_wise", "row_wise"]
     ranks = [sharding.tables[f"t{i}"].slices[0].rank for i in range(2, 42)]
     assert np.bincount(ranks, minlength=4).tolist() == [10, 10, 10, 10]
 
@@ -152,15 +152,17 @@ def test_by_cost_large_tables_go_by_row_and_many_tiny_ones_whole() -> None:
 def test_by_cost_a_wide_table_of_few_rows_is_cut_into_columns() -> None:
     """A single row that all ranks ask for has one owner by hash; its columns can have all ranks."""
     tables, table_stats = sizes([(1, 65_536)])
-    assert plan_sharding(tables, table_stats, 4).tables["t0"].kind == "column"
+    assert plan_sharding(tables, table_stats, 4).tables["t0"].kind == "column_wise"
 
 
 def test_by_cost_a_hot_table_is_copied_where_steps_are_rare() -> None:
     """Rows are sent once a step in place of once a batch."""
     tables = [table("t0", 64, SGD)]
     table_stats = {"t0": TableStats(rows=2000, samples=1_000_000, hotness=10.0)}
-    assert plan_sharding(tables, table_stats, 2).tables["t0"].kind == "row"
-    assert plan_sharding(tables, table_stats, 2, costs=CostModel(batches_per_step=8)).tables["t0"].kind == "replicate"
+    assert plan_sharding(tables, table_stats, 2).tables["t0"].kind == "row_wise"
+    assert (
+        plan_sharding(tables, table_stats, 2, costs=CostModel(batches_per_step=8)).tables["t0"].kind == "data_parallel"
+    )
 
 
 def test_wrong_words_are_refused_with_those_that_are_allowed() -> None:
@@ -168,10 +170,15 @@ def test_wrong_words_are_refused_with_those_that_are_allowed() -> None:
     tables, table_stats = sizes([(5, 1)])
     with pytest.raises(ValueError, match="strategy of sharding is 'best': it must be one of 'auto', 'basic'"):
         plan_sharding(tables, table_stats, 2, strategy="best")
-    with pytest.raises(ValueError, match="to be sharded by 'rows': it must be one of 'row', 'table'"):
+    with pytest.raises(ValueError, match="to be sharded by 'rows': it must be one of 'row_wise', 'table_wise'"):
         plan_sharding(tables, table_stats, 2, kinds={"t0": "rows"})
+    for old, new in zip(("row", "table", "column", "replicate"), KINDS, strict=True):
+        with pytest.raises(ValueError, match=f"sharded by '{old}', an old word for '{new}': use that"):
+            plan_sharding(tables, table_stats, 2, kinds={"t0": old})
+        with pytest.raises(ValueError, match=f"table 't0' is '{old}', an old word for '{new}': use that"):
+            ShardingPlan(2, {"t0": TableSharding(old)})
     with pytest.raises(ValueError, match="unknown table 't1': the tables are 't0'"):
-        plan_sharding(tables, table_stats, 2, kinds={"t1": "row"})
+        plan_sharding(tables, table_stats, 2, kinds={"t1": "row_wise"})
 
 
 @settings(max_examples=40, deadline=None)
@@ -221,7 +228,7 @@ def test_statistics_are_those_of_the_largest_sub_dataset(tmp_path: Path) -> None
     assert (table_stats["unused"].rows, table_stats["unused"].unique(100)) == (0, 0)
     for strategy in STRATEGIES:
         sharding_of(passes, 3, strategy).check(passes.tables)
-    assert sharding_of(passes, 3, {"b": "replicate"}).tables["b"].kind == "replicate"
+    assert sharding_of(passes, 3, {"b": "data_parallel"}).tables["b"].kind == "data_parallel"
     sharding = sharding_of(passes, 2, "auto")
     assert sharding_of(passes, 2, sharding) is sharding
     with pytest.raises(ValueError, match="for 2 ranks and there are 3"):

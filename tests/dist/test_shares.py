@@ -39,10 +39,10 @@ NAMES = [one.name for one in CASE.tables]
 MIXED = ShardingPlan(
     4,
     {
-        "a": TableSharding("row"),
-        "b": TableSharding("table", (Slice(1, 0, 4),)),
+        "a": TableSharding("row_wise"),
+        "b": TableSharding("table_wise", (Slice(1, 0, 4),)),
         "c": sliced(6, [2, 0]),
-        "d": TableSharding("replicate"),
+        "d": TableSharding("data_parallel"),
     },
 )
 ONE_RANK = ShardingPlan(3, {one.name: sliced(one.dim, [1]) for one in CASE.tables})
@@ -61,7 +61,7 @@ def shardings(draw: st.DrawFn, tables: tuple[tc.Table, ...] = CASE.tables) -> Sh
     table_shardings = {}
     for one in tables:
         owners = draw(st.lists(st.integers(0, ranks - 1), min_size=1, max_size=one.dim))
-        how = draw(st.sampled_from(["row", "replicate", "slices"]))
+        how = draw(st.sampled_from(["row_wise", "data_parallel", "slices"]))
         table_shardings[one.name] = sliced(one.dim, owners) if how == "slices" else TableSharding(cast("Any", how))
     return ShardingPlan(ranks, table_shardings)
 
@@ -155,7 +155,7 @@ def test_a_share_says_what_it_is_of(passes: tc.PassDataset) -> None:
         with pytest.raises(ValueError, match="has no share: the sharding has 4 ranks"):
             ShardView(passes, MIXED, rank)
     with pytest.raises(ValueError, match="differ in b, c, d"):
-        ShardView(passes, ShardingPlan(2, {"a": TableSharding("row")}), 0)
+        ShardView(passes, ShardingPlan(2, {"a": TableSharding("row_wise")}), 0)
 
 
 def test_a_group_of_more_rows_than_an_address_can_count_is_refused() -> None:

@@ -47,7 +47,7 @@ def alternate(ranks: AnyCommunicator, folder: str, name: str, *, sharding: dict[
         return {group["table"]: group["step"] for group in cache.optimizer.rows.param_groups}
 
 
-@pytest.mark.parametrize("sharding", ["row", "table", "column", "replicate"])
+@pytest.mark.parametrize("sharding", ["row_wise", "table_wise", "column_wise", "data_parallel"])
 def test_a_table_counts_the_steps_of_any_rank(ranks_pool: RanksPool, tmp_path: Path, sharding: str) -> None:
     """Tables of one layout end as those of two layouts, which differ in what no number shows."""
     adam = tc.optim.Adam(learning_rate=0.01)

@@ -75,7 +75,7 @@ def test_what_is_said_of_a_store_that_is_open_already_is_refused(tmp_path: Path,
             with pytest.raises(ValueError, match=words):
                 tc.TierCache(store, passes, **BUDGETS, **gathered(options))
         with pytest.raises(ValueError, match="unknown table 't9'"):
-            tc.TierCache(store, passes, **BUDGETS, sharding={"t9": "row"})
+            tc.TierCache(store, passes, **BUDGETS, sharding={"t9": "row_wise"})
 
 
 def test_a_store_of_other_passes_is_put_into_their_order(

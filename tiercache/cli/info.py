@@ -102,8 +102,8 @@ def _sharding(sharding: dict[str, Any]) -> str:
     slices = sharding.get("slices", [])
     if not slices:
         return str(sharding["kind"])
-    if sharding["kind"] == "table":
-        return f"table: rank {slices[0][0]}"
+    if sharding["kind"] == "table_wise":
+        return f"table_wise: rank {slices[0][0]}"
     return f"{sharding['kind']}: " + ", ".join(f"{last - first} on rank {rank}" for rank, first, last in slices)
 
 

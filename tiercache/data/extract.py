@@ -70,7 +70,7 @@ def extract(
     schema: a Schema, or the path of a TOML file; None for Criteo's files.
     format: of every file, whatever its suffix: as [source] format in the schema, "criteo" for one.
     device_budget: what the rows of a pass, with their optimizer state and slot maps, may take; the same as in training.
-    devices: how many devices of that budget hold a pass together, their tables sharded by row: passes are as large as
+    devices: how many devices of that budget hold a pass together, their tables sharded row-wise: passes are as large as
     fits with a margin for keys that do not divide evenly (``tiercache.data.pass_builder.most_rows``).
     split_by: ``budget`` closes a pass before the budget is exceeded, ``rows=N`` after N samples, ``file`` and
     ``column=NAME`` where the file or the value of a column changes.

@@ -45,15 +45,15 @@ def check_device(budgets: Budgets, source: DatasetView, backend: Backend) -> Bud
     if replicas > budgets.device_budget:
         raise BudgetError(
             f"the replicated tables need {format_bytes(replicas)} on every device and device_budget is "
-            f"{format_bytes(budgets.device_budget)}: raise it, or shard them by row"
+            f"{format_bytes(budgets.device_budget)}: raise it, or shard them row_wise"
         )
     num_ranks = source.sharding.num_ranks
-    divided = num_ranks == 1 or all(one.kind == "row" for one in source.sharding.tables.values())
+    divided = num_ranks == 1 or all(one.kind == "row_wise" for one in source.sharding.tables.values())
     needs.check(
         budgets.device_budget,
         num_ranks=num_ranks,
         replicas=replicas,
-        advice="" if divided else "; that counts with tables that are all sharded by row",
+        advice="" if divided else "; that counts with tables that are all sharded row_wise",
     )
     return replace(budgets, device_budget=budgets.device_budget - replicas)
 
@@ -121,7 +121,7 @@ def replica_bytes(share: ShardView) -> int:
     """Return the bytes that the vectors of replicated tables take on every device; one rank has no copies."""
     if share.sharding.num_ranks == 1:
         return 0
-    copied = [table for table in share.whole.tables if share.sharding.tables[table.name].kind == "replicate"]
+    copied = [table for table in share.whole.tables if share.sharding.tables[table.name].kind == "data_parallel"]
     return max((sum(4 * table.dim * p.rows(table.name) for table in copied) for p in share.whole.passes), default=0)
 
 

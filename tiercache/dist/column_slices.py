@@ -53,7 +53,7 @@ class SliceSteps:
         self._mine: list[_Mine] = []
         self._any = False
         for t, table in enumerate(owners.tables):
-            if owners.kinds[t] != "column" or not isinstance(table.optimizer, RowWiseAdagrad):
+            if owners.kinds[t] != "column_wise" or not isinstance(table.optimizer, RowWiseAdagrad):
                 continue
             self._any = True
             found = owners.destinations[t]

@@ -69,7 +69,7 @@ def candidates_of(owners: Owners, features: Sequence[Feature]) -> tuple[Candidat
     found = []
     for feature in features:
         t = owners.index(feature.table)
-        if owners.kinds[t] in ("table", "column"):
+        if owners.kinds[t] in ("table_wise", "column_wise"):
             length = 1 if feature.hotness == "one_hot" else feature.length
             found.append(
                 Candidate(

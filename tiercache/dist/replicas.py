@@ -49,7 +49,7 @@ class Replicas:
         self._owners, self._mirrors, self._changed = owners, {}, {}
         for t, kind in enumerate(() if owners is None else owners.kinds):
             assert owners is not None
-            if kind != "replicate":
+            if kind != "data_parallel":
                 continue
             dim, low_W, rows_W = owners.tables[t].dim, owners.low_TW[t], owners.high_TW[t] - owners.low_TW[t]
             replica = torch.empty((int(owners.rows_T[t]), dim), dtype=torch.float32, device=p.device)

@@ -126,7 +126,7 @@ def find_owners(
             if ends[-1] >= 1 << 31:
                 raise ValueError(
                     f"rank {rank} owns {int(ends[-1]):,} rows of one group in sub-dataset {sub_dataset}, and a "
-                    "position is an int32: shard tables by row, add ranks or extract smaller passes"
+                    "position is an int32: shard tables row_wise, add ranks or extract smaller passes"
                 )
     found = []
     for t, table in enumerate(tables):
@@ -198,7 +198,7 @@ class ShardLayout:
             self.rows_H[int(owners.group_TW[t, rank])] += int(owners.high_TW[t, rank] - owners.low_TW[t, rank])
         found = []
         for t, table in enumerate(owners.tables):
-            is_mirrored = replicated and owners.kinds[t] == "replicate"
+            is_mirrored = replicated and owners.kinds[t] == "data_parallel"
             for d in owners.destinations[t]:
                 kind = _MIRRORED if is_mirrored else _WHOLE if d.last_column - d.first_column == table.dim else _SLICED
                 turn = d.rank if d.rank != rank else owners.num_ranks

@@ -92,7 +92,7 @@ class ShardView:
     """What one rank owns of a dataset: sub-datasets with its own keys, for the tables of its shard.
 
     Its samples have local ids of the whole sub-dataset. Key sets are in hash order, so a rank's keys of a table
-    sharded by row are one stretch of them: nothing is copied.
+    sharded row-wise are one stretch of them: nothing is copied.
     """
 
     def __init__(self, passes: PassDataset, sharding: ShardingPlan, rank: int) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.planning.sharding_rules import CostModel, ShardingRules, check_strategy, listed
-from tiercache.store.shards.sharding import KINDS, ShardingPlan, TableSharding, slice_widths, sliced
+from tiercache.store.shards.sharding import KINDS, ShardingPlan, TableSharding, slice_widths, sliced, unknown_kind
 from tiercache.store.table import RowWiseAdagrad
 
 if TYPE_CHECKING:
@@ -114,17 +114,17 @@ def plan_sharding(
     row_threshold: int | None = None,
     costs: CostModel | None = None,
 ) -> ShardingPlan:
-    """Divide every table over so many ranks. Equal arguments give equal plans; on one rank every table is "row".
+    """Divide every table over so many ranks. Equal arguments give equal plans; on one rank every table is "row_wise".
 
-    What decides a table's kind, the first that speaks: ``kinds`` ("row", "table", "column", "replicate", by name of the
-    table); the thresholds, in bytes of the rows of its largest pass with their optimizer state: replicated where it has
-    at most ``replicate_threshold``, by row above ``row_threshold``, in column slices above ``column_threshold``; the
-    strategy. Columns are cut in 2, 4, 8 ... slices until each is within the threshold, in as many as there are ranks
-    (or columns) at most; slices that meet on a rank are one.
+    What decides a table's kind, the first that speaks: ``kinds`` ("row_wise", "table_wise", "column_wise",
+    "data_parallel", by name of the table); the thresholds, in bytes of the rows of its largest pass with their
+    optimizer state: data_parallel at most ``replicate_threshold``, row_wise above ``row_threshold``, column_wise above
+    ``column_threshold``; the strategy. Columns are cut in 2, 4, 8 ... slices until each is within the threshold, in as
+    many as there are ranks (or columns) at most; slices that meet on a rank are one.
 
     "basic": whole tables and slices go to one rank after the other, in the order given. "memory_balanced": the largest
     goes first, each to the rank with the fewest bytes so far. "memory_optimized": the same, and tables that are larger
-    than a rank's fair share of all bytes are sharded by row where no threshold was given. "cost", which "auto" stands
+    than a rank's fair share of all bytes are sharded row-wise where no threshold was given. "cost", which "auto" stands
     for: the kind and ranks for which the busiest rank spends the least seconds on a batch (``_Busy``).
 
     Raises ValueError for an unknown strategy, kind or name.
@@ -132,7 +132,7 @@ def plan_sharding(
     check_strategy(strategy)
     asked = _asked(tables, kinds or {})
     if num_ranks == 1:
-        return ShardingPlan(1, {table.name: TableSharding("row") for table in tables})
+        return ShardingPlan(1, {table.name: TableSharding("row_wise") for table in tables})
     num_bytes = {table.name: table_stats[table.name].rows * table.row_bytes for table in tables}
     if strategy == "memory_optimized" and row_threshold is None and column_threshold is None:
         row_threshold = sum(num_bytes.values()) // num_ranks
@@ -140,11 +140,11 @@ def plan_sharding(
     for table in tables:
         kind, size, slices = asked.get(table.name), num_bytes[table.name], min(num_ranks, table.dim)
         if kind is None and replicate_threshold is not None and size <= replicate_threshold:
-            kind = "replicate"
+            kind = "data_parallel"
         elif kind is None and row_threshold is not None and size > row_threshold:
-            kind = "row"
+            kind = "row_wise"
         elif kind is None and column_threshold is not None and size > column_threshold:
-            kind, slices = "column", min(slices, 1 << (-(-size // max(1, column_threshold)) - 1).bit_length())
+            kind, slices = "column_wise", min(slices, 1 << (-(-size // max(1, column_threshold)) - 1).bit_length())
         wanted[table.name] = kind, slices
     if strategy in {"auto", "cost"}:
         return _by_cost(tables, table_stats, num_ranks, wanted, costs or CostModel())
@@ -191,7 +191,7 @@ def _asked(tables: Sequence[Table], kinds: Mapping[str, str]) -> dict[str, Kind]
             if kind == asked:
                 found[name] = kind
         if name not in found:
-            raise ValueError(f"table {name!r} is to be sharded by {asked!r}: it must be one of {listed(KINDS)}")
+            raise ValueError(f"table {name!r} is to be sharded by {unknown_kind(asked)}")
     return found
 
 
@@ -209,11 +209,11 @@ def _by_bytes(
     pieces: list[tuple[float, Table]] = []
     for table in tables:
         kind, slices = wanted[table.name]
-        if kind in {"row", "replicate"}:
+        if kind in {"row_wise", "data_parallel"}:
             shardings[table.name] = TableSharding(kind)
             held = [some + num_bytes[table.name] / num_ranks for some in held]
         else:
-            widths = slice_widths(table.dim, slices if kind == "column" else 1)
+            widths = slice_widths(table.dim, slices if kind == "column_wise" else 1)
             pieces += [(num_bytes[table.name] * width / table.dim, table) for width in widths]
     if not in_turn:
         pieces.sort(key=lambda piece: -piece[0])
@@ -236,14 +236,14 @@ def _by_cost(
     """Shard the table that keeps ranks busiest first, each as it keeps the busiest rank least busy."""
     models = [_Busy(table, table_stats[table.name], num_ranks, costs) for table in tables]
     busy, chance, shardings = np.zeros(num_ranks), 0.0, {}
-    for model in sorted(models, key=lambda model: -model.of(TableSharding("row"))[0][0]):
+    for model in sorted(models, key=lambda model: -model.of(TableSharding("row_wise"))[0][0]):
         kind, slices = wanted[model.table.name]
         best: tuple[tuple[float, float], TableSharding, NDArray[np.float64], float] | None = None
         for choice in _choices(model.table, kind, slices, busy, all_ranks=len(tables) < num_ranks):
             seconds, variance = model.of(choice)
             after, risk = busy + seconds, chance + variance
             most = float(after.max()) + math.sqrt(2 * math.log(num_ranks) * risk)
-            if kind is None and choice.kind == "column":
+            if kind is None and choice.kind == "column_wise":
                 most *= _COLUMNS_SAVE
             score = most, float(after.sum())
             if best is None or score < best[0]:
@@ -258,19 +258,19 @@ def _choices(
 ) -> Iterator[TableSharding]:
     """Yield the ways to shard a table among which cost decides; the least busy ranks get slices."""
     order = np.argsort(busy, kind="stable").tolist()
-    if kind in {None, "row"}:
-        yield TableSharding("row")
-    if kind == "table" or (kind is None and not all_ranks):
+    if kind in {None, "row_wise"}:
+        yield TableSharding("row_wise")
+    if kind == "table_wise" or (kind is None and not all_ranks):
         yield sliced(table.dim, order[:1])
-    if kind == "column":
+    if kind == "column_wise":
         yield sliced(table.dim, order[:slices])
     elif kind is None:
         counts = [1 << i for i in range(1, len(order).bit_length()) if 1 << i < len(order)] + [len(order)]
         for count in counts[-1:] if all_ranks else counts:
             if count <= table.dim:
                 yield sliced(table.dim, order[:count])
-    if kind in {None, "replicate"}:
-        yield TableSharding("replicate")
+    if kind in {None, "data_parallel"}:
+        yield TableSharding("data_parallel")
 
 
 class _Busy:
@@ -280,13 +280,14 @@ class _Busy:
     vector, b bytes of a number and a batches between two steps; a rank asks with addresses of 4 bytes, gets rows, and
     sends gradients. Bytes in and out of a rank that owns the share f of the rows:
 
-    * row: ``u (4 + 2 b D) (f (W - 1) + 1 - f)`` with f = 1/W. Hashes do not give all ranks the same: f has the variance
-      ``(1 - 1/W) / (W u)``, that of all tables adds up, and the busiest of W ranks has ``sqrt(2 ln W variance)`` more.
-    * table: the same with f = 1 for the owner and f = 0 for others.
-    * column: the same, summed over the slices with their own widths; every slice is asked. With row-wise Adagrad each
-      of S slices gets and sends ``4 U (S - 1) / a`` more.
-    * replicate: ``u (4 + b D) (f (W - 1) + 1 - f)`` for addresses and gradients, and ``2 U b D (W - 1) / (W a)`` for
-      the rows that owners send to all after a step; lookups bring no rows.
+    * row_wise: ``u (4 + 2 b D) (f (W - 1) + 1 - f)`` with f = 1/W. Hashes do not give all ranks the same: f has the
+      variance ``(1 - 1/W) / (W u)``, that of all tables adds up, and the busiest of W ranks has ``sqrt(2 ln W
+      variance)`` more.
+    * table_wise: the same with f = 1 for the owner and f = 0 for others.
+    * column_wise: the same, summed over the slices with their own widths; every slice is asked. With row-wise Adagrad
+      each of S slices gets and sends ``4 U (S - 1) / a`` more.
+    * data_parallel: ``u (4 + b D) (f (W - 1) + 1 - f)`` for addresses and gradients, and ``2 U b D (W - 1) / (W a)``
+      for the rows that owners send to all after a step; lookups bring no rows.
 
     These bytes are divided by those a second of the link. Owning all rows costs ``W u 4 D + 2 U row_bytes / a`` bytes
     of memory, gathered and stepped, and ``2 rows row_bytes / (batches of the pass)`` bytes of the store, loaded and
@@ -309,9 +310,9 @@ class _Busy:
         if not table_sharding.by_hash:
             return self._of_slices(table_sharding), 0.0
         ranks, dim, link = self._ranks, self.table.dim, self._costs.link_bytes_per_second
-        ways = 1 if table_sharding.kind == "replicate" else 2
+        ways = 1 if table_sharding.kind == "data_parallel" else 2
         seconds = self._traffic(dim, 1 / ranks, ways) + self._owner_seconds / ranks
-        if table_sharding.kind == "replicate":
+        if table_sharding.kind == "data_parallel":
             vector = self._number_bytes * dim
             updates = 2 * self._stepped * vector * (ranks - 1) / ranks
             seconds += (updates + self._stats.rows * 4 * dim / self._batches) / link

@@ -57,16 +57,16 @@ class ShardingRules:
 
     strategy: str = "auto"
     """ "basic": whole tables go to one rank after the other; "memory_balanced": the largest first, to the rank with the
-    fewest bytes; "memory_optimized": the same, with tables above a rank's fair share sharded by row; "cost", which
+    fewest bytes; "memory_optimized": the same, with tables above a rank's fair share sharded row-wise; "cost", which
     "auto" stands for: as it keeps the busiest rank least busy."""
     kinds: Mapping[str, str] = field(default_factory=dict)
-    """ "row", "table", "column" or "replicate", by name of the table."""
+    """ "row_wise", "table_wise", "column_wise" or "data_parallel", by name of the table."""
     replicate_threshold: int | str | None = None
     """Tables of at most so many bytes are copied to all ranks."""
     column_threshold: int | str | None = None
     """Larger ones are cut into 2, 4, 8 ... slices of columns, until each is within it."""
     row_threshold: int | str | None = None
-    """Larger ones are sharded by row."""
+    """Larger ones are sharded row-wise."""
     costs: CostModel = CostModel()
     """What the strategy "cost" counts with."""
 

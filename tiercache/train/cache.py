@@ -138,9 +138,10 @@ class TierCache:
             plan: the file that `tiercache plan` wrote. Budgets, order and commit_every that are not given here are
                 those of the plan, and the reports have its predicted seconds beside the measured ones.
             sharding: how tables are divided over ranks: a strategy ("auto", "basic", "memory_balanced",
-                "memory_optimized", "cost"), a kind for each table ("row", "table", "column", "replicate"; other tables
-                are sharded by cost), ShardingRules, or a ShardingPlan. "auto" keeps the sharding of the store. If the
-                sharding or the number of ranks differs from the store's, its shards are rewritten first.
+                "memory_optimized", "cost"), a kind for each table ("row_wise", "table_wise", "column_wise",
+                "data_parallel"; other tables are sharded by cost), ShardingRules, or a ShardingPlan. "auto" keeps the
+                sharding of the store. If the sharding or the number of ranks differs from the store's, its shards are
+                rewritten first.
             commit_every: passes between commits; default: 1.
             retention: as in ``Store.open``, if the cache opens the store. With several ranks it counts the commits of
                 all ranks.

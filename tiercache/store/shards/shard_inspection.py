@@ -45,14 +45,13 @@ def describe_shards(path: Path, manifest: Manifest) -> dict[str, Any]:
                 for one in store.named
             ]
             shards = [_described(store, rank) for rank in range(manifest.num_ranks)]
-    sharding, record = manifest.sharding, manifest.sharding.to_record()
     tables = []
     for table in manifest.tables:
-        slices = sharding.tables[table.name].slices
-        counting = shards[slices[0].rank : slices[0].rank + 1] if slices else shards
+        sharding = manifest.sharding.tables[table.name]
+        counting = shards[sharding.slices[0].rank : sharding.slices[0].rank + 1] if sharding.slices else shards
         rows = sum(one["rows"] for shard in counting for one in shard["tables"] if one["name"] == table.name)
         tables.append(
-            {**table.to_record(), "sharding": record["tables"][table.name], "rows": rows, "row_bytes": table.row_bytes}
+            {**table.to_record(), "sharding": sharding.described(), "rows": rows, "row_bytes": table.row_bytes}
         )
     cursor = manifest.cursor
     return {

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
     from tiercache.store.table import Table
 
-Kind = Literal["row", "table", "column", "replicate"]
+Kind = Literal["row_wise", "table_wise", "column_wise", "data_parallel"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 HASHES = 1 << 64
 """How many hashes keys can have."""
-_WAYS = "'row', 'table', 'column' or 'replicate'"
+_STORED_KINDS: Mapping[Kind, str] = dict(zip(KINDS, ("row", "table", "column", "replicate"), strict=True))
+"""The words for the kinds in manifests and digests, whose bytes do not change."""
+_KIND_OF = {word: kind for kind, word in _STORED_KINDS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +39,25 @@ class Slice:
 class TableSharding:
     """How the rows of one table are divided among ranks.
 
-    "row": each rank owns the keys of its range of hashes (``hash_bounds``). "replicate": the same, and every rank holds
-    a copy of the vectors beside. "table": one rank owns all rows. "column": several ranks own all keys, each some
-    columns of the vector with the optimizer state of these.
+    "row_wise": each rank owns the keys of its range of hashes (``hash_bounds``). "data_parallel": the same, and every
+    rank also has a copy of all vectors. "table_wise": one rank owns all rows. "column_wise": several ranks own all
+    keys, each some columns of the vector with their optimizer state.
     """
 
     kind: Kind
     slices: tuple[Slice, ...] = ()
-    """Of kind "table": one with all columns; "column": two and more in the order of columns, each of another rank;
-    else none."""
+    """Of kind "table_wise": one with all columns; "column_wise": two and more in the order of columns, each of another
+    rank; else none."""
 
     @property
     def by_hash(self) -> bool:
         """Whether the hash of a key says which rank owns it."""
-        return self.kind in {"row", "replicate"}
+        return self.kind in {"row_wise", "data_parallel"}
+
+    def described(self) -> dict[str, Any]:
+        """Return the kind, and the slices if there are any, as plain JSON values."""
+        slices = [[part.rank, part.first, part.last] for part in self.slices]
+        return {"kind": self.kind, "slices": slices} if slices else {"kind": self.kind}
 
     def slice_of(self, rank: int) -> Slice | None:
         """Return the columns that a rank owns, None where it owns none or where hashes decide."""
@@ -91,7 +98,7 @@ class ShardingPlan:
     @classmethod
     def of_one(cls, tables: Iterable[Table]) -> ShardingPlan:
         """Return the sharding of a plain store: one rank has all rows."""
-        return cls(1, {table.name: TableSharding("row") for table in tables})
+        return cls(1, {table.name: TableSharding("row_wise") for table in tables})
 
     def shard_tables(self, tables: Iterable[Table], rank: int) -> tuple[Table, ...]:
         """Return the tables of one rank's shard, in the order of table ids: all of them, by name.
@@ -123,10 +130,9 @@ class ShardingPlan:
         return hashlib.sha256(json.dumps(self.to_record(), sort_keys=True).encode()).hexdigest()
 
     def to_record(self) -> dict[str, Any]:
-        """Return the sharding as plain JSON values; ``from_record`` reads them."""
+        """Return the sharding as plain JSON values, with the words on disk for kinds; ``from_record`` reads them."""
         tables = {
-            name: {"kind": table_sharding.kind}
-            | ({"slices": [[s.rank, s.first, s.last] for s in table_sharding.slices]} if table_sharding.slices else {})
+            name: table_sharding.described() | {"kind": _STORED_KINDS[table_sharding.kind]}
             for name, table_sharding in self.tables.items()
         }
         return {"num_ranks": self.num_ranks, "tables": tables}
@@ -145,7 +151,10 @@ class ShardingPlan:
                 for part in slices
             ):
                 raise ValueError(f"{what} has the slices {_shown(slices)}: each is [rank, first column, column behind]")
-            tables[name] = TableSharding(table_sharding["kind"], tuple(Slice(*part) for part in slices))
+            word = table_sharding["kind"]
+            if not isinstance(word, str) or word not in _KIND_OF:
+                raise ValueError(f"{what} is {_shown(word)}: it must be one of {_listed(_KIND_OF)}")
+            tables[name] = TableSharding(_KIND_OF[word], tuple(Slice(*part) for part in slices))
         return cls(fields["num_ranks"], tables)
 
 
@@ -177,16 +186,23 @@ def sliced(dim: int, ranks: Sequence[int]) -> TableSharding:
     for rank, width in widths.items():
         slices.append(Slice(rank, first, first + width))
         first += width
-    return TableSharding("table" if len(slices) == 1 else "column", tuple(slices))
+    return TableSharding("table_wise" if len(slices) == 1 else "column_wise", tuple(slices))
+
+
+def unknown_kind(kind: Any) -> str:
+    """Return the end of an error message about a kind that does not exist."""
+    if isinstance(kind, str) and kind in _KIND_OF:
+        return f"{kind!r}, an old word for {_KIND_OF[kind]!r}: use that"
+    return f"{_shown(kind)}: it must be one of {_listed(KINDS)}"
 
 
 def _check_table(name: str, table_sharding: TableSharding, num_ranks: int) -> None:
     """Raise ValueError where the sharding of a table contradicts itself."""
     what, slices = f"the sharding of table {name!r}", table_sharding.slices
     if table_sharding.kind not in KINDS:
-        raise ValueError(f"{what} is {_shown(table_sharding.kind)}: it must be {_WAYS}")
-    allowed = {"table": "1 slice", "column": "2 or more slices"}.get(table_sharding.kind, "no slices")
-    if (min(len(slices), 2)) != {"table": 1, "column": 2}.get(table_sharding.kind, 0):
+        raise ValueError(f"{what} is {unknown_kind(table_sharding.kind)}")
+    allowed = {"table_wise": "1 slice", "column_wise": "2 or more slices"}.get(table_sharding.kind, "no slices")
+    if (min(len(slices), 2)) != {"table_wise": 1, "column_wise": 2}.get(table_sharding.kind, 0):
         raise ValueError(f"{what} is {table_sharding.kind!r} with {len(slices)} slices: it has {allowed}")
     if not slices:
         return
@@ -216,6 +232,10 @@ def _fields(record: Any, what: str, needed: set[str], allowed: set[str]) -> dict
     for name in sorted(map(str, fields.keys() - needed - allowed)):
         raise ValueError(f"{what} has the unknown {name!r}: it must be what a sharding plan wrote")
     return fields
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(map(repr, words))
 
 
 def _shown(value: Any) -> str:
