@@ -96,7 +96,8 @@ def _all_lanes(builder: Any, count: Any) -> Any:
     return builder.icmp_signed(">=", count, ir.Constant(count.type, WIDTH))
 
 
-def _call(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
+def call(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
+    """Emit a call of an LLVM intrinsic or a C function; result: its type."""
     function_type = ir.FunctionType(result, [argument.type for argument in arguments])
     function = cgutils.get_or_insert_function(builder.module, function_type, name)  # type: ignore[no-untyped-call]
     return builder.call(function, arguments)
@@ -111,7 +112,7 @@ def masked_load(context: Any, builder: Any, array_type: Any, array: Any, offset:
             plain, plain_block = builder.load(address, align=align), builder.block
         with some_of_them:
             inputs = [address, _INT(align), _mask(builder, count), ir.Constant(kind, [kind.element(0)] * WIDTH)]
-            masked, masked_block = _call(builder, f"llvm.masked.load.{name}.p0", kind, inputs), builder.block
+            masked, masked_block = call(builder, f"llvm.masked.load.{name}.p0", kind, inputs), builder.block
     value = builder.phi(kind)
     value.add_incoming(plain, plain_block)
     value.add_incoming(masked, masked_block)
@@ -127,7 +128,7 @@ def masked_store(context: Any, builder: Any, array_type: Any, array: Any, offset
             builder.store(value, address, align=align)
         with some_of_them:
             inputs = [value, address, _INT(align), _mask(builder, count)]
-            _call(builder, f"llvm.masked.store.{name}.p0", ir.VoidType(), inputs)
+            call(builder, f"llvm.masked.store.{name}.p0", ir.VoidType(), inputs)
 
 
 @intrinsic
@@ -179,7 +180,7 @@ def sqrt(_typing: Any, value: Any) -> Any:
     """Return the correctly rounded square roots."""
 
     def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return _call(builder, "llvm.sqrt.v16f32", _VECTOR, [arguments[0]])
+        return call(builder, "llvm.sqrt.v16f32", _VECTOR, [arguments[0]])
 
     return lanes(lanes), emit
 
@@ -218,7 +219,7 @@ def prefetch(_typing: Any, array: Any, offset: Any) -> Any:
         address = element_address(context, builder, array, arguments[0], arguments[1])
         # for reading, into the second-level cache: more of them can be under way than of those into the first
         inputs = [builder.bitcast(address, cgutils.voidptr_t), _INT(0), _INT(2), _INT(1)]
-        _call(builder, "llvm.prefetch.p0", ir.VoidType(), inputs)
+        call(builder, "llvm.prefetch.p0", ir.VoidType(), inputs)
         return context.get_dummy_value()
 
     return types.void(array, types.intp), emit
