@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiercache.sizes import format_bytes, option_bytes, parse_bytes, told_apart
+from tiercache.sizes import distinct_sizes, format_bytes, option_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,9 @@ def test_sizes_are_shown_with_three_digits() -> None:
 
 def test_two_sizes_that_look_alike_are_told_to_the_byte() -> None:
     """Others are rounded."""
-    assert told_apart(1 << 20, 3 << 20) == ("1 MiB", "3 MiB")
-    assert told_apart((1 << 20) + 1, 1 << 20) == ("1,048,577 bytes", "1,048,576 bytes")
-    assert told_apart(1 << 20, 1 << 20) == ("1 MiB", "1 MiB")
+    assert distinct_sizes(1 << 20, 3 << 20) == ("1 MiB", "3 MiB")
+    assert distinct_sizes((1 << 20) + 1, 1 << 20) == ("1,048,577 bytes", "1,048,576 bytes")
+    assert distinct_sizes(1 << 20, 1 << 20) == ("1 MiB", "1 MiB")
 
 
 @pytest.mark.parametrize(("num_bytes", "text"), [(1, "1"), (1 << 20, "1MiB"), (3 << 29, "1536MiB"), (10**6, "1000000")])

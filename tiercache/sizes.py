@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them."""
+"""Sizes in bytes and counts, as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
 
 def parse_bytes(size: int | str) -> int:
-    """Return the number of bytes meant by ``size``: a number, or text such as ``"64MiB"``, ``"8 GB"``, ``"512"``.
+    """Return the bytes of a ``size``: a number, or text such as ``"64MiB"``, ``"8 GB"``, ``"512"``.
 
     KiB, MiB, GiB and TiB are powers of 1024; KB, MB, GB and TB, and K, M, G and T alone, are powers of 1000.
     Raises BudgetError for anything else, for fractions of a byte and for less than 1 byte.
@@ -48,14 +48,14 @@ def format_bytes(num_bytes: float) -> str:
     raise AssertionError("unreachable")
 
 
-def told_apart(one: int, other: int) -> tuple[str, str]:
-    """Return two numbers of bytes for people, to the byte where both would look alike."""
-    told = format_bytes(one), format_bytes(other)
-    return told if one == other or told[0] != told[1] else (f"{one:,} bytes", f"{other:,} bytes")
+def distinct_sizes(one: int, other: int) -> tuple[str, str]:
+    """Return two numbers of bytes for people, to the byte if both would look the same."""
+    texts = format_bytes(one), format_bytes(other)
+    return texts if one == other or texts[0] != texts[1] else (f"{one:,} bytes", f"{other:,} bytes")
 
 
 def option_bytes(num_bytes: int) -> str:
-    """Return ``num_bytes`` as one would give them to a command: exactly, in the largest unit that they are whole of."""
+    """Return ``num_bytes`` exactly, as an option of a command: in the largest unit that divides them."""
     for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if num_bytes % (1 << power) == 0:
             return f"{num_bytes >> power}{unit}"

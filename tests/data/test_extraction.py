@@ -104,8 +104,8 @@ def test_passes_close_before_the_unit_that_exceeds_the_budget(
     budget = int(slack * 105_000)
     bounds = greedy_bounds(schema, columns, budget, batch_multiple)
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tiercache.data.extract._SMALLEST_CHUNK", chunk)
-        patch.setattr("tiercache.data.extract._LARGEST_CHUNK", chunk)
+        patch.setattr("tiercache.data.extraction_resources._SMALLEST_CHUNK", chunk)
+        patch.setattr("tiercache.data.extraction_resources._LARGEST_CHUNK", chunk)
         folder = Path(name)
         paths = write_parquet(folder, columns, sorted({0, *cuts, 3000}))
         made = extracted(paths, schema, folder / "out", device_budget=budget, batch_multiple=batch_multiple)

@@ -18,7 +18,7 @@ import tiercache as tc
 from tests.data.cases import ROW_BYTES, key_batch, plain_schema, rich_columns, rich_schema
 from tests.train.cases import Case, Spec, assert_same_bits, resident_result, result_of, table, tiered, train
 from tiercache.data.key_sets import write_dataset, write_key_sets
-from tiercache.data.pass_builder import RowBudget, device_bytes, most_rows
+from tiercache.data.pass_builder import RowBudget, device_bytes, max_device_rows
 from tiercache.data.raw_batch import RawBatch
 from tiercache.data.repartition import split_cursor
 from tiercache.errors import DatasetError
@@ -137,7 +137,7 @@ def test_parts_for_several_devices_are_larger_than_one_device_holds(tmp_path: Pa
     budget = 600 * device_bytes(group_tables(old.tables)[0])
     new = tc.repartition(old, tmp_path / "new", device_budget=budget, devices=4, batch_multiple=8)
     most = max(one.rows("a") for one in new)
-    assert most_rows(most, 4) <= 600 < most_rows(most + 8, 4)
+    assert max_device_rows(most, 4) <= 600 < max_device_rows(most + 8, 4)
     assert tc.repartition(old, tmp_path / "new", device_budget=budget, devices=4, batch_multiple=8).digest == new.digest
     with pytest.raises(tc.TierCacheError, match="another dataset already"):
         tc.repartition(old, tmp_path / "new", device_budget=budget, batch_multiple=8)
@@ -287,21 +287,21 @@ def rows_of(keys: NDArray[np.int64], devices: int) -> list[int]:
 def test_no_device_gets_more_rows_than_are_counted_with(rows: int, devices: int, seed: int) -> None:
     """Of random keys: one example in 10^9 / W may."""
     keys = np.unique(np.random.default_rng(seed).integers(-(1 << 63), 1 << 63, rows, dtype=np.int64))
-    assert max(rows_of(keys, devices)) <= most_rows(keys.size, devices)
+    assert max(rows_of(keys, devices)) <= max_device_rows(keys.size, devices)
 
 
 def test_an_even_share_is_too_few() -> None:
     """Hashes do not divide evenly, and few rows may well fall to one device; of many the margin is small."""
     keys = np.arange(10_000)
     assert max(rows_of(keys, 8)) > 10_000 // 8
-    assert most_rows(5, 4) == 5
-    assert most_rows(10**6, 8) < 1.02 * 10**6 / 8
-    assert all(most_rows(n, 3) <= most_rows(n + 1, 3) <= most_rows(n, 3) + 1 for n in range(5000))
+    assert max_device_rows(5, 4) == 5
+    assert max_device_rows(10**6, 8) < 1.02 * 10**6 / 8
+    assert all(max_device_rows(n, 3) <= max_device_rows(n + 1, 3) <= max_device_rows(n, 3) + 1 for n in range(5000))
 
 
 def test_one_device_gets_all_rows() -> None:
     """To the row, as ever."""
-    assert all(most_rows(n, 1) == n for n in (0, 1, 7, 10**9))
+    assert all(max_device_rows(n, 1) == n for n in (0, 1, 7, 10**9))
     assert RowBudget([A], 10**6, devices=1).needed([1000]) == RowBudget([A], 10**6).needed([1000])
 
 
@@ -310,5 +310,5 @@ def test_a_budget_of_several_devices_counts_what_each_holds(devices: int) -> Non
     """The most that a pass gives to any of them."""
     budget = RowBudget([A], 0, devices=devices)
     budget.close([5000])
-    assert budget.needed([3000]) == most_rows(5000, devices) * device_bytes(group_tables([A])[0])
+    assert budget.needed([3000]) == max_device_rows(5000, devices) * device_bytes(group_tables([A])[0])
     assert f"on each of {devices} devices with what earlier passes need" in budget.excess([3000])

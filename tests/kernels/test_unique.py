@@ -129,7 +129,7 @@ def test_unique_keys_come_in_hash_order_with_their_counts(
         keys = np.array(call, np.int64)
         counts, others = list(unique.counts), np.array(forgotten, np.int64)
         add(unique, others)
-        unique.take_back(others, counts)
+        unique.remove(others, counts)
         assert unique.counts == counts
         numbers.append(add(unique, keys))
         given_keys.append(keys)
@@ -172,7 +172,7 @@ def test_counts_go_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     add(unique, np.array([5], np.int64))
     counts = list(unique.counts)
     add(unique, np.array([6, 6], np.int64))
-    unique.take_back(np.array([6, 6], np.int64), counts)
+    unique.remove(np.array([6, 6], np.int64), counts)
     found, occurrences, _ = unique.sorted()
     assert dict(zip(found.tolist(), occurrences.tolist(), strict=True)) == {5: (1 << 32), 6: (1 << 32) - 1}
 

@@ -1,6 +1,6 @@
 """Arrays in one file, with a checksum for each block of it that is checked when the block is first read.
 
-The file is a safetensors file: the length of its header (8 bytes), the header as JSON, the arrays one behind another.
+The file is a safetensors file: the length of its header (8 bytes), the header as JSON, the arrays one after another.
 The last array, ``checksums``, has the XXH64 of each MiB of the arrays before it. The header follows from names, types
 and shapes alone, so it is compared and never parsed.
 """
@@ -40,22 +40,22 @@ class ArraySpec(NamedTuple):
 
 
 class ArrayLayout:
-    """Where arrays lie in their file. Arrays of 8-byte numbers come first, so that all are aligned."""
+    """The offsets of arrays in their file. Arrays of 8-byte numbers come first, so that all are aligned."""
 
     def __init__(self, arrays: Iterable[ArraySpec], metadata: Mapping[str, str]) -> None:
-        """``metadata``: texts that the header has too."""
+        """``metadata``: more texts for the header."""
         self.specs: dict[str, ArraySpec] = {}
         self._begins: dict[str, int] = {}
         end, record = 0, dict[str, Any](__metadata__=dict(metadata))
         for spec in arrays:
             begin, end = end, end + prod(spec.shape) * np.dtype(spec.dtype).itemsize
             self.specs[spec.name], self._begins[spec.name] = spec, begin
-            record[spec.name] = _described(spec, begin, end)
+            record[spec.name] = _header_entry(spec, begin, end)
         self.data_bytes = end
         """Bytes of the arrays, without checksums."""
         self.num_blocks = -(-end // BLOCK_BYTES)
-        """How many checksums there are."""
-        record["checksums"] = _described(ArraySpec("checksums", "<u8", (self.num_blocks,)), end, end + self._sums)
+        """The number of checksums."""
+        record["checksums"] = _header_entry(ArraySpec("checksums", "<u8", (self.num_blocks,)), end, end + self._sums)
         text = json.dumps(record, ensure_ascii=True).encode()
         text += b" " * (-(8 + len(text)) % 64)
         self.header = len(text).to_bytes(8, "little") + text
@@ -83,12 +83,12 @@ class ArrayLayout:
 class ArrayFile:
     """A mapped file of arrays; safe to read from any thread.
 
-    ``digest`` is that of the header and the checksums; so every byte of a file is checked, arrays when they are first
-    asked for by ``check``. Raises DatasetError for a file that is not what was written.
+    ``digest`` covers the header and the checksums, and the checksums cover the arrays, which ``check`` checks when they
+    are first used. Raises DatasetError for a file that differs from what was written.
     """
 
     def __init__(self, path: Path, layout: ArrayLayout, digest: str, label: str = "") -> None:
-        """``label``: what errors begin with."""
+        """``label``: the prefix of error messages."""
         self.path, self.layout, self.label = path, layout, label
         try:
             with path.open("rb") as file:
@@ -111,40 +111,40 @@ class ArrayFile:
         if _digest(layout, sums) != digest:
             raise self._damaged("its checksums do not match their digest")
         self._sums = np.frombuffer(sums, "<u8")
-        self._is_good = np.zeros(layout.num_blocks, bool)
+        self._is_checked = np.zeros(layout.num_blocks, bool)
         self._checked: set[str] = set()  # arrays of which every block is good
 
     def array(self, name: str) -> NDArray[Any]:
-        """Return an array as it is mapped, read-only; what of it is used must be checked."""
+        """Return a mapped array, read-only; ``check`` its rows before you use them."""
         spec = self.layout.specs[name]
         begin = self._first + self.layout.offset(name)
         return np.frombuffer(self._map, spec.dtype, prod(spec.shape), begin).reshape(spec.shape)
 
     def check(self, name: str, begins: NDArray[np.int64] | int, ends: NDArray[np.int64] | int) -> None:
-        """Check the blocks that rows [begin, end) of an array lie in, for each pair, unless they were checked before.
+        """Check the blocks with rows [begin, end) of an array, for each pair, unless they were checked before.
 
-        Raises DatasetError for a block that is damaged.
+        Raises DatasetError for a damaged block.
         """
         if name in self._checked:
             return
         low, high, size = np.atleast_1d(begins), np.atleast_1d(ends), self.layout.row_bytes(name)
-        is_some = low < high
-        if not size or not is_some.any():
+        is_nonempty = low < high
+        if not size or not is_nonempty.any():
             return
         start = self.layout.offset(name)
-        edges = np.bincount((start + low[is_some] * size) // BLOCK_BYTES, minlength=self._is_good.size + 1)
-        edges -= np.bincount((start + high[is_some] * size - 1) // BLOCK_BYTES + 1, minlength=edges.size)
-        self._check_blocks(np.flatnonzero((np.cumsum(edges[:-1]) > 0) & ~self._is_good))
+        edges = np.bincount((start + low[is_nonempty] * size) // BLOCK_BYTES, minlength=self._is_checked.size + 1)
+        edges -= np.bincount((start + high[is_nonempty] * size - 1) // BLOCK_BYTES + 1, minlength=edges.size)
+        self._check_blocks(np.flatnonzero((np.cumsum(edges[:-1]) > 0) & ~self._is_checked))
         end = self.layout.offset(name, self.layout.specs[name].shape[0])
-        if self._is_good[start // BLOCK_BYTES : -(-end // BLOCK_BYTES)].all():
+        if self._is_checked[start // BLOCK_BYTES : -(-end // BLOCK_BYTES)].all():
             self._checked.add(name)
 
-    def check_all(self, tell: Callable[[int], None] | None = None) -> None:
-        """Check every block, those that were checked before too; ``tell`` is called with bytes."""
-        for block in range(self._is_good.size):
+    def check_all(self, progress: Callable[[int], None] | None = None) -> None:
+        """Check every block, also those checked before; ``progress`` is called with the bytes of each."""
+        for block in range(self._is_checked.size):
             self._check_blocks(np.array([block]))
-            if tell is not None:
-                tell(BLOCK_BYTES)
+            if progress is not None:
+                progress(BLOCK_BYTES)
 
     def prefetch(self) -> None:
         """Ask the kernel to read the file ahead; returns at once."""
@@ -152,10 +152,9 @@ class ArrayFile:
 
     def _check_blocks(self, blocks: NDArray[np.int64]) -> None:
         for block in blocks.tolist():
-            found = _checksum(self._bytes[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES])
-            if found != self._sums[block]:
+            if _checksum(self._bytes[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]) != self._sums[block]:
                 raise self._damaged(f"the checksum of MiB {block} does not match")
-            self._is_good[block] = True
+            self._is_checked[block] = True
 
     def _damaged(self, why: str) -> DatasetError:
         return DatasetError(
@@ -171,12 +170,12 @@ class ArrayFileWriter:
         self._file = path.open("w+b", buffering=0)
 
     def write(self, name: str, row: int, values: NDArray[Any]) -> None:
-        """Write rows of an array from ``row`` on. Raises OSError where the disk is full."""
+        """Write rows of an array from ``row`` on. Raises OSError if the disk is full."""
         spec = self._layout.specs[name]
         self._put(np.ascontiguousarray(values, spec.dtype), len(self._layout.header) + self._layout.offset(name, row))
 
     def finish(self) -> str:
-        """Write header and checksums, and return the digest of both: the file is complete, but perhaps not on disk."""
+        """Write header and checksums, and return the digest of both. The file is complete, but not synced."""
         sums = np.empty(self._layout.num_blocks, np.uint64)
         block = np.empty(min(BLOCK_BYTES, self._layout.data_bytes), np.uint8)
         for index in range(sums.size):
@@ -197,7 +196,7 @@ class ArrayFileWriter:
 
 
 def write_all(handle: int, values: NDArray[Any], offset: int) -> int:
-    """Write an array into a file, and return its bytes. Raises OSError where the disk is full."""
+    """Write an array into a file, and return its bytes. Raises OSError if the disk is full."""
     data, done = bytes_of(values), 0
     while done < len(data):
         done += os.pwrite(handle, data[done:], offset + done)
@@ -209,7 +208,7 @@ def bytes_of(array: Any) -> memoryview:
     return memoryview(array.reshape(-1)).cast("B") if array.size else memoryview(b"")
 
 
-def _described(spec: ArraySpec, begin: int, end: int) -> dict[str, Any]:
+def _header_entry(spec: ArraySpec, begin: int, end: int) -> dict[str, Any]:
     return {"dtype": _NAMES[np.dtype(spec.dtype)], "shape": list(spec.shape), "data_offsets": [begin, end]}
 
 

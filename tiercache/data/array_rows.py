@@ -20,10 +20,10 @@ _MOST_HEADER = 100_000
 
 
 class ArrayRows:
-    """Rows of one dtype and shape, one after another in a file that is open at the first."""
+    """Rows of one dtype and shape, one after another in a file that is open at the first row."""
 
     def __init__(self, file: Any, where: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        self._file, self._where, self.dtype, self._width, self._left = file, where, dtype, shape[1:], shape[0]
+        self._file, self._where, self.dtype, self._width, self._remaining = file, where, dtype, shape[1:], shape[0]
         self.count, self.row_bytes = shape[0], dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
 
     @classmethod
@@ -52,17 +52,17 @@ class ArrayRows:
         return cls(file, where, dtype, shape)
 
     def skip(self, rows: int) -> None:
-        """Go on behind the next rows."""
+        """Skip the next rows."""
         self._file.seek(rows * self.row_bytes, 1)
-        self._left -= rows
+        self._remaining -= rows
 
     def read(self, rows: int) -> NDArray[Any]:
         """Return the next rows, fewer at the end."""
-        rows = min(rows, self._left)
+        rows = min(rows, self._remaining)
         data = self._file.read(rows * self.row_bytes)
         if len(data) != rows * self.row_bytes:
             raise SourceError(f"{self._where} is cut short: its header promises {self.count:,} rows")
-        self._left -= rows
+        self._remaining -= rows
         return np.frombuffer(data, self.dtype).reshape(rows, *self._width)
 
 

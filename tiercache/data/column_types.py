@@ -1,4 +1,4 @@
-"""Which types of columns each part of a schema can use."""
+"""The column types that each part of a schema accepts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _USE_OF_KEY: dict[str, Use] = {
     "bucket": "number",
     "cross": "part",
 }
-_WANTED = {
+_EXPECTED = {
     "number": "numbers",
     "integer": "integers",
     "string": "strings",
@@ -37,7 +37,7 @@ _WANTED = {
 
 @dataclass(frozen=True, slots=True)
 class ColumnUse:
-    """One use of a column: by whom, as what, and whether its values are lists."""
+    """One use of a column: the user, the kind of use, and whether values are lists."""
 
     column: str
     who: str
@@ -46,7 +46,7 @@ class ColumnUse:
 
 
 def column_uses(schema: Schema, cut_column: str | None) -> tuple[ColumnUse, ...]:
-    """Return every use that the schema, and the column where passes are cut, make of columns."""
+    """Return every use of a column by the schema, and by the cut of passes."""
     uses = []
     if schema.label is not None:
         uses.append(ColumnUse(schema.label, "the label", "number"))
@@ -61,36 +61,36 @@ def column_uses(schema: Schema, cut_column: str | None) -> tuple[ColumnUse, ...]
     return tuple(uses)
 
 
-def check_columns(path: Path | str, found: Any, uses: Iterable[ColumnUse]) -> None:
+def check_columns(path: Path | str, arrow_schema: Any, uses: Iterable[ColumnUse]) -> None:
     """Raise SourceError unless an Arrow schema has every used column, once, with a type its uses can take."""
     uses = tuple(uses)
     used_as = uses_by_column(uses)
     for use in uses:
-        places = found.get_all_field_indices(use.column)
-        if not places:
-            close = nearest(use.column, set(found.names))
+        indices = arrow_schema.get_all_field_indices(use.column)
+        if not indices:
+            close = nearest(use.column, set(arrow_schema.names))
             raise SourceError(f"{path} has no column {use.column!r}{close}, which {use.who} needs")
-        if len(places) > 1:
-            raise SourceError(f"{path} has {len(places)} columns {use.column!r}: name each column once")
-        kind = found.field(places[0]).type
+        if len(indices) > 1:
+            raise SourceError(f"{path} has {len(indices)} columns {use.column!r}: name each column once")
+        kind = arrow_schema.field(indices[0]).type
         plain = plain_type(kind, used_as[use.column])
         if not _fits(plain, use):
-            wanted = f"lists of {_WANTED[use.use]}" if use.is_list else _WANTED[use.use]
+            expected = f"lists of {_EXPECTED[use.use]}" if use.is_list else _EXPECTED[use.use]
             raise SourceError(
-                f"{path}, column {use.column!r}: it holds {kind}, but {use.who} needs {wanted}: {_change(plain, use)}"
+                f"{path}, column {use.column!r}: it holds {kind}, but {use.who} needs {expected}: {_change(plain, use)}"
             )
 
 
 def uses_by_column(uses: Iterable[ColumnUse]) -> dict[str, set[Use]]:
-    """Return what each column is used as."""
-    found: dict[str, set[Use]] = {}
+    """Return the kinds of use of each column."""
+    by_column: dict[str, set[Use]] = {}
     for use in uses:
-        found.setdefault(use.column, set()).add(use.use)
-    return found
+        by_column.setdefault(use.column, set()).add(use.use)
+    return by_column
 
 
 def kind_of(column_type: Any) -> Literal["integer", "string", "null"] | None:
-    """Return what keys can be made of a type; None: none."""
+    """Return the kind of keys that a type gives; None: no keys."""
     if types.is_dictionary(column_type):
         column_type = column_type.value_type
     if types.is_integer(column_type):
@@ -102,26 +102,26 @@ def kind_of(column_type: Any) -> Literal["integer", "string", "null"] | None:
     return "string" if is_text or is_bytes else None
 
 
-def csv_types(names: Iterable[str], guessed: Any, uses: Iterable[ColumnUse], given: dict[str, str]) -> dict[str, Any]:
+def csv_types(
+    names: Iterable[str], guessed: Any, uses: Iterable[ColumnUse], declared: dict[str, str]
+) -> dict[str, Any]:
     """Return the type to read each used column of a text file as.
 
-    Keys say what they are. Labels and numbers are float64, or bool where the first lines say so. Columns of crosses
-    are what another feature, the schema or the first lines say.
+    The type of a key decides. Labels and numbers are float64, or bool if the first lines are. The type of a column in a
+    cross comes from another feature, the schema (``declared``) or the first lines.
     """
     chosen: dict[str, Any] = {}
-    by_column: dict[str, set[str]] = {}
-    for use in uses:
-        by_column.setdefault(use.column, set()).add(use.use)
+    by_column = uses_by_column(uses)
     for column in (name for name in names if name in by_column and name in guessed.names):
-        wanted, guess = by_column[column], guessed.field(column).type
-        if "integer" in wanted:
+        kinds, guess = by_column[column], guessed.field(column).type
+        if "integer" in kinds:
             chosen[column] = pa.int64()
-        elif "string" in wanted:
+        elif "string" in kinds:
             chosen[column] = pa.string()
-        elif "part" in wanted:
-            kind = given.get(column) or kind_of(guess) or "string"
+        elif "part" in kinds:
+            kind = declared.get(column) or kind_of(guess) or "string"
             chosen[column] = pa.int64() if kind == "integer" else pa.string()
-        elif "number" in wanted:
+        elif "number" in kinds:
             chosen[column] = pa.bool_() if types.is_boolean(guess) else pa.float64()
         else:
             chosen[column] = pa.string()
@@ -147,18 +147,18 @@ def _fits(kind: Any, use: ColumnUse) -> bool:
 
 
 def _change(kind: Any, use: ColumnUse) -> str:
-    """Return what to change so that a column of another type is taken."""
+    """Return the advice for a column of a wrong type."""
     if is_list(kind) and not use.is_list:
         takes_lists = use.use != "part" and use.who.startswith("feature") and _fits(kind, replace(use, is_list=True))
         return 'say hotness = "ragged" for the feature' if takes_lists else "give the column one value in each row"
     if use.is_list and not is_list(kind):
         return 'say hotness = "one_hot" for the feature, or give the column lists'
     inner = kind.value_type if is_list(kind) else kind
-    found = kind_of(inner)
-    if use.use == "integer" and found == "string":
+    key_kind = kind_of(inner)
+    if use.use == "integer" and key_kind == "string":
         return 'say key = "string" for the feature (or "hex" for hexadecimal digits), or cast the column to integers'
-    if use.use == "string" and (found == "integer" or types.is_decimal(inner)):
+    if use.use == "string" and (key_kind == "integer" or types.is_decimal(inner)):
         return 'say key = "integer" for the feature, or cast the column to strings'
     if types.is_nested(inner):
         return "put the values to read in a column of their own"
-    return f"cast the column to {_WANTED[use.use]}"
+    return f"cast the column to {_EXPECTED[use.use]}"

@@ -132,7 +132,7 @@ def _of_list(values: Sequence[Any]) -> Any:
 
 
 def _has_arrays(values: Iterable[Any]) -> bool:
-    """Return True if a value is an array or tensor of any library, of no dimension too."""
+    """Return True if a value is an array or tensor of any library, zero-dimensional ones included."""
     kinds = set(map(type, values))
     return any(
         (hasattr(kind, "ndim") or issubclass(kind, _ARROW)) and not issubclass(kind, np.generic) for kind in kinds
@@ -140,7 +140,7 @@ def _has_arrays(values: Iterable[Any]) -> bool:
 
 
 def _scalar(value: Any) -> Any:
-    """Return an array or tensor of no dimension as the number that it holds, and anything else unchanged."""
+    """Return a zero-dimensional array or tensor as its number, and anything else unchanged."""
     if value is np.ma.masked:
         return None
     return value.item() if getattr(value, "ndim", None) == 0 and not isinstance(value, np.generic) else value
@@ -149,8 +149,8 @@ def _scalar(value: Any) -> Any:
 def _of_parts(parts: Sequence[Any]) -> Any:
     """Return arrays as lists, None as a null list."""
     arrays = [None if part is None else arrow_array(part) for part in parts]
-    some = [array for array in arrays if array is not None]
-    full = [array for array in some if len(array)] or some[:1]  # an empty array may have any type
+    present = [array for array in arrays if array is not None]
+    full = [array for array in present if len(array)] or present[:1]  # an empty array may have any type
     if full:
         merged = pa.unify_schemas([pa.schema([("", a.type)]) for a in full], promote_options="permissive").field(0).type
         values = pa.concat_arrays([array.cast(merged) for array in full])

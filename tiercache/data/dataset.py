@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class SubDatasetView(Protocol):
-    """One sub-dataset with the keys that are trained here, and all its samples."""
+    """One sub-dataset: the keys that this rank trains, and all samples."""
 
     index: int
     samples: int
@@ -37,19 +37,19 @@ class SubDatasetView(Protocol):
         ...
 
     def check_samples(self) -> None:
-        """Raise DatasetError where it has a key set alone."""
+        """Raise DatasetError if it has a key set and no samples."""
         ...
 
     def span(self, table: str) -> slice:
-        """Return the local ids, in the whole sub-dataset, of the keys of a table that are trained here."""
+        """Return the range of local ids, in the whole sub-dataset, of the keys of a table that this rank trains."""
         ...
 
     def rows(self, table: str) -> int:
-        """Return how many keys of a table are trained here."""
+        """Return the number of keys of a table that this rank trains."""
         ...
 
     def keys(self, table: str) -> NDArray[np.int64]:
-        """Return the keys of a table that are trained here, in hash order."""
+        """Return the keys of a table that this rank trains, in hash order."""
         ...
 
     def read(
@@ -59,12 +59,12 @@ class SubDatasetView(Protocol):
         *,
         features: Collection[str] | None = None,
     ) -> EncodedBatch:
-        """Read the samples at ``indices``, in their order, with local ids of the whole sub-dataset."""
+        """Read the samples at ``indices``, in that order, with local ids of the whole sub-dataset."""
         ...
 
 
 class DatasetView(Protocol):
-    """The sub-datasets of a training, with the keys that are trained here."""
+    """The sub-datasets of a training, with the keys that this rank trains."""
 
     @property
     def path(self) -> Path:
@@ -78,7 +78,7 @@ class DatasetView(Protocol):
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        """The tables that are trained here, in the order of table ids."""
+        """The tables that this rank trains, in the order of table ids."""
         ...
 
     @property
@@ -93,7 +93,7 @@ class DatasetView(Protocol):
 
 
 class PassDataset:
-    """A finished dataset. It is never changed; equal digests mean equal content."""
+    """A finished dataset. It never changes; equal digests mean equal content."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self.path = directory
@@ -105,7 +105,7 @@ class PassDataset:
 
     @classmethod
     def of(cls, data: PassDataset | str | os.PathLike[str]) -> PassDataset:
-        """Return a dataset as it is given, or the one at a path. Raises DatasetError for anything else."""
+        """Return a dataset unchanged, or open the one at a path. Raises DatasetError for anything else."""
         if isinstance(data, str | os.PathLike):
             return cls.open(data)
         if not hasattr(data, "passes"):
@@ -116,12 +116,12 @@ class PassDataset:
     def open(cls, path: str | os.PathLike[str]) -> PassDataset:
         """Open the dataset in a directory.
 
-        Checks that every file is there with its size, and reads no content. Raises DatasetError.
+        Checks that every file exists and has the right size, and reads no content. Raises DatasetError.
         """
         directory = dataset_path(path)
         manifest = Manifest.read(directory)
         dataset = cls(directory, manifest)
-        sizes = {one.path: one.num_bytes() for one in dataset.passes}
+        sizes = {sub_dataset.path: sub_dataset.num_bytes() for sub_dataset in dataset.passes}
         if manifest.rare is not None:
             sizes[directory / RARE_KEYS] = key_set_layout(dataset.tables, manifest.rare.rows).num_bytes
         for file, size in sizes.items():
@@ -152,7 +152,7 @@ class PassDataset:
 
     @property
     def summary(self) -> str:
-        """How many passes and samples it has, for people."""
+        """The number of passes and samples, as text."""
         passes = counted(len(self), "pass", "passes")
         if not all(p.has_samples for p in self.passes):
             return f"{passes} of key sets without samples"
@@ -161,39 +161,39 @@ class PassDataset:
     @property
     def num_bytes(self) -> int:
         """Bytes of the files of all sub-datasets."""
-        return sum(one.num_bytes() for one in self.passes)
+        return sum(sub_dataset.num_bytes() for sub_dataset in self.passes)
 
     def rare_keys(self) -> KeySet | None:
-        """Return the keys that were too rare for a row of their own, with counts; None where none was asked for."""
+        """Return the keys that were too rare for a row of their own, with counts; None without ``min_count``."""
         rare = self.manifest.rare
         return None if rare is None else open_key_set(self.path / RARE_KEYS, self.tables, rare.rows, rare.digest)
 
     def check_schema(self, schema: Schema) -> None:
-        """Raise DatasetError unless the set was extracted with a schema of the same meaning.
+        """Raise DatasetError unless the dataset was extracted with a schema of the same meaning.
 
         Dims, optimizers, initializers and seeds of tables may differ.
         """
         if schema.digest != self.schema.digest:
             raise DatasetError(
                 f"the dataset {self.path} was extracted with another schema{_difference(self.schema, schema)}: "
-                "extract again with this schema, or use the one it was extracted with"
+                "extract again with this schema, or use the sub_dataset it was extracted with"
             )
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Read everything and raise DatasetError for the first byte that is not what was extracted.
+        """Read everything and raise DatasetError at the first damaged byte.
 
         ``progress(done, total)`` is called with bytes.
         """
         done, total = 0, self.num_bytes
 
-        def tell(num_bytes: int) -> None:
+        def add(num_bytes: int) -> None:
             nonlocal done
             done = min(total, done + num_bytes)
             if progress is not None:
                 progress(done, total)
 
         for item in self.passes:
-            item.verify(tell)
+            item.verify(add)
             item.close()
         rare = self.rare_keys()
         if rare is not None:
@@ -211,15 +211,15 @@ class PassDataset:
 
 
 def _difference(old: Schema, new: Schema) -> str:
-    for what, mine, yours in (
+    for what, before, after in (
         ("label", old.label, new.label),
         ("dense columns", old.dense, new.dense),
         ("features", [f.name for f in old.features], [f.name for f in new.features]),
         ("tables", {t.name for t in old.tables}, {t.name for t in new.tables}),
     ):
-        if mine != yours:
-            return f" (other {what})"
-    for before, after in zip(old.features, new.features, strict=True):
         if before != after:
-            return f" (feature {before.name!r} is described otherwise)"
+            return f" (other {what})"
+    for feature, changed in zip(old.features, new.features, strict=True):
+        if feature != changed:
+            return f" (feature {feature.name!r} is described otherwise)"
     return ""

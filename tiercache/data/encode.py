@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 
 _FIRST_ROWS = 512
-_WHOLE = {pa.float16(): 1 << 11, pa.float32(): 1 << 24, pa.float64(): 1 << 53}
-"""Floats of a type hold all whole numbers below it: larger ones may have been another number once."""
+_EXACT_BELOW = {pa.float16(): 1 << 11, pa.float32(): 1 << 24, pa.float64(): 1 << 53}
+"""Floats of a type hold all whole numbers below it: a larger one may be a rounded number."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Nulls:
-    """What null and NaN mean in a column of numbers."""
+    """The meaning of null and NaN in a column of numbers."""
 
     advice: str
-    """Said where they, or infinite numbers, are errors."""
+    """The end of the error message for them, and for infinite numbers."""
     fill: float | None = None
     """The number that null and NaN stand for; None: they are errors."""
 
@@ -46,14 +46,14 @@ _WEIGHT = _Nulls("a weight must be a finite number: give it one")
 def encode(schema: Schema, batch: SourceBatch, *, hashed: bool = True) -> RawBatch:
     """Turn the rows of a source batch into samples. Raises SourceError naming file, row and column.
 
-    hashed: False checks everything, but has zeros in place of hashes and needs nothing compiled.
+    hashed: False checks everything, but puts zeros in place of hashes and compiles nothing.
     """
     features = {f.name: encode_feature(f, batch, hashed=hashed) for f in schema.features}
     return RawBatch(encode_label(schema, batch), encode_dense(schema, batch), features)
 
 
 def encode_label(schema: Schema, batch: SourceBatch) -> NDArray[np.float32] | None:
-    """Return the labels (n,); None where the schema has none."""
+    """Return the labels (n,); None if the schema has none."""
     return None if schema.label is None else _reals(batch, schema.label, _LABEL)
 
 
@@ -64,8 +64,8 @@ def encode_dense(schema: Schema, batch: SourceBatch) -> NDArray[np.float32]:
         rule = _Nulls(
             "a dense feature must be a finite number: give the schema a number for null, or drop the row", spec.null
         )
-        found = _reals(batch, spec.column, rule)
-        dense[:, place] = np.log1p(np.maximum(found, 0)) if spec.transform == "log" else found
+        values = _reals(batch, spec.column, rule)
+        dense[:, place] = np.log1p(np.maximum(values, 0)) if spec.transform == "log" else values
     return dense
 
 
@@ -75,7 +75,7 @@ def encode_feature(feature: Feature, batch: SourceBatch, *, hashed: bool = True)
 
 
 def check_first_rows(schema: Schema, source: Source) -> None:
-    """Raise SourceError where one of the first rows cannot be encoded; nothing is compiled for it."""
+    """Raise SourceError if one of the first rows cannot be encoded. Compiles nothing."""
     first = next(source.batches(batch_bytes=_FIRST_ROWS), None)
     if first is not None:
         encode(schema, replace(first, columns=first.columns.slice(0, _FIRST_ROWS)), hashed=False)
@@ -131,21 +131,18 @@ def _single(feature: Feature, batch: SourceBatch, hashed: bool) -> FeatureKeys:
         for place, column in enumerate(feature.columns):
             array = _with_plain_nulls(batch.columns.column(column))
             if types.is_floating(array.type):
-                array = _whole(feature, batch, column, array, None)
+                array = _integers_of_floats(feature, batch, column, array, None)
             words_NC[:, place] = _words(array, hashed)
             if array.null_count:
                 nulls = _null_mask(array)
-                _apply_null_rule(feature, batch, nulls, column)
+                _check_nulls(feature, batch, nulls, column)
                 is_null |= nulls
         keys = _bounded(feature, xxh64_words(words_NC)) if hashed else np.zeros(rows, np.int64)
         keys[is_null] = NULL_KEY
     else:
         array = _with_plain_nulls(batch.columns.column(feature.columns[0]))
         keys = _keys(feature, batch, array, None, hashed)
-    weights = None
-    if feature.weights is not None:
-        weights = _reals(batch, feature.weights, _WEIGHT)
-    return FeatureKeys(keys, None, weights)
+    return FeatureKeys(keys, None, None if feature.weights is None else _reals(batch, feature.weights, _WEIGHT))
 
 
 def _list(feature: Feature, batch: SourceBatch, hashed: bool) -> FeatureKeys:
@@ -153,7 +150,7 @@ def _list(feature: Feature, batch: SourceBatch, hashed: bool) -> FeatureKeys:
     array = batch.columns.column(column)
     is_null, lengths, values = _unpack(array)
     if is_null.any():
-        _apply_null_rule(feature, batch, is_null, column)
+        _check_nulls(feature, batch, is_null, column)
     if feature.length is not None:
         wrong = ~is_null & (lengths != feature.length)
         if wrong.any():
@@ -180,10 +177,10 @@ def _list(feature: Feature, batch: SourceBatch, hashed: bool) -> FeatureKeys:
         weights = None if weights is None else _spread(weights, is_value, 1.0)
         lengths = filled
     if feature.max_length is not None and lengths.max(initial=0) > feature.max_length:
-        # Of a longer list, the last keys stay.
-        behind = np.repeat(np.cumsum(lengths), lengths) - np.arange(keys.size)
-        stays = behind <= feature.max_length
-        keys, weights = keys[stays], None if weights is None else weights[stays]
+        # Of a longer list, keep the last keys.
+        from_end = np.repeat(np.cumsum(lengths), lengths) - np.arange(keys.size)
+        is_kept = from_end <= feature.max_length
+        keys, weights = keys[is_kept], None if weights is None else weights[is_kept]
         lengths = np.minimum(lengths, feature.max_length)
     offsets = np.zeros(lengths.size + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
@@ -193,7 +190,7 @@ def _list(feature: Feature, batch: SourceBatch, hashed: bool) -> FeatureKeys:
 def _keys(
     feature: Feature, batch: SourceBatch, values: Any, lengths: NDArray[np.int64] | None, hashed: bool
 ) -> NDArray[np.int64]:
-    """Return keys of values; lengths: of the lists that the values lie in, None where each row has one."""
+    """Return the keys of values; lengths: of the lists with these values, None if each row has one value."""
     column = feature.columns[0]
     if feature.key == "bucket":
         values, keys = _bucketed(feature, values)
@@ -203,22 +200,20 @@ def _keys(
         if feature.key == "hex":
             values = _of_hex(feature, batch, values, lengths)
         elif types.is_floating(values.type):
-            values = _whole(feature, batch, column, values, lengths)
+            values = _integers_of_floats(feature, batch, column, values, lengths)
         words = _words(values, hashed)
         keys = words.view(np.int64)
         if keys.size and int(keys.min()) <= RESERVED[1]:
-            taken = (keys <= RESERVED[1]) & ~_null_mask(values)
-            if taken.any():
-                at = int(taken.argmax())
+            is_reserved = (keys <= RESERVED[1]) & ~_null_mask(values)
+            if is_reserved.any():
+                at = int(is_reserved.argmax())
                 what = f"key {keys[at]} is reserved: keys start at {RESERVED[1] + 1}"
                 raise batch.error(_row(at, lengths), column, what)
         if feature.num_buckets is not None and hashed:
             keys = _bounded(feature, xxh64_words(words.reshape(-1, 1)))
     if values.null_count:
         nulls = _null_mask(values)
-        if not feature.null_is_key:
-            at = int(nulls.argmax())
-            raise batch.error(_row(at, lengths), column, _null_message(feature))
+        _check_nulls(feature, batch, nulls, column, lengths)
         keys[nulls] = NULL_KEY
     return keys
 
@@ -230,16 +225,16 @@ def _bucketed(feature: Feature, values: Any) -> tuple[Any, NDArray[np.int64]]:
     return pa.array(numbers, from_pandas=True), buckets
 
 
-def _whole(feature: Feature, batch: SourceBatch, column: str, values: Any, lengths: Any) -> Any:
+def _integers_of_floats(feature: Feature, batch: SourceBatch, column: str, values: Any, lengths: Any) -> Any:
     """Return floats as integers, NaN as null. Raises SourceError for one that is no whole number."""
     numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)  # null becomes NaN
-    is_null, most = np.isnan(numbers), _WHOLE[values.type]
+    is_null, limit = np.isnan(numbers), _EXACT_BELOW[values.type]
     numbers = np.where(is_null, 0.0, numbers)
-    is_wrong = (np.floor(numbers) != numbers) | (np.abs(numbers) >= most)
+    is_wrong = (np.floor(numbers) != numbers) | (np.abs(numbers) >= limit)
     if is_wrong.any():
         at = int(is_wrong.argmax())
         kind = "floats" if values.type == pa.float64() else "float32" if values.type == pa.float32() else "float16"
-        bound = f"{kind} only below 2^{most.bit_length() - 1}"
+        bound = f"{kind} only below 2^{limit.bit_length() - 1}"
         what = f"it is {numbers[at]}, but feature {feature.name!r} needs integers ({bound})"
         raise batch.error(_row(at, lengths), column, f"{what}: give the column integers, or the feature buckets")
     return pa.array(numbers.astype(np.int64), mask=is_null)
@@ -280,8 +275,8 @@ def _words(values: Any, hashed: bool) -> NDArray[np.uint64]:
     if types.is_dictionary(values.type):
         if values.null_count == 0:
             words = _words(values.dictionary, hashed)
-            places: NDArray[np.int64] = values.indices.to_numpy(zero_copy_only=False)
-            return words[places]
+            indices: NDArray[np.int64] = values.indices.to_numpy(zero_copy_only=False)
+            return words[indices]
         return _words(values.dictionary_decode(), hashed)
     if types.is_integer(values.type):
         filled = values.fill_null(0) if values.null_count else values
@@ -301,13 +296,13 @@ def _spans(values: Any) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
 
 
 def _with_plain_nulls(array: Any) -> Any:
-    """Return the array without nulls that hide among the values of a dictionary: Arrow does not count those."""
+    """Decode a dictionary with a null among its values, which Arrow does not count as null."""
     hides_nulls = types.is_dictionary(array.type) and array.dictionary.null_count > 0
     return array.dictionary_decode() if hides_nulls else array
 
 
 def _bounded(feature: Feature, hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return hashes as keys: modulo the feature's buckets, or whole; one that hits a reserved key is moved by 2."""
+    """Return hashes as keys: modulo the feature's buckets, or all bits; one equal to a reserved key moves by 2."""
     if feature.num_buckets is not None:
         hashes = hashes % np.uint64(feature.num_buckets)
     keys = hashes.view(np.int64)
@@ -330,13 +325,17 @@ def _unpack(array: Any) -> tuple[NDArray[np.bool_], NDArray[np.int64], Any]:
     )
 
 
-def _apply_null_rule(feature: Feature, batch: SourceBatch, nulls: NDArray[np.bool_], column: str) -> None:
+def _check_nulls(
+    feature: Feature,
+    batch: SourceBatch,
+    nulls: NDArray[np.bool_],
+    column: str,
+    lengths: NDArray[np.int64] | None = None,
+) -> None:
+    """Raise SourceError for the first null, unless the feature embeds nulls."""
     if not feature.null_is_key:
-        raise batch.error(int(nulls.argmax()), column, _null_message(feature))
-
-
-def _null_message(feature: Feature) -> str:
-    return f'it is null, an error for feature {feature.name!r}: say null = "embed" in the schema, or drop the row'
+        what = f'it is null, an error for feature {feature.name!r}: say null = "embed" in the schema, or drop the row'
+        raise batch.error(_row(int(nulls.argmax()), lengths), column, what)
 
 
 def _null_mask(values: Any) -> NDArray[np.bool_]:
@@ -358,8 +357,8 @@ def key_of(*values: str | bytes | int | None, num_buckets: int | None = None) ->
     """Return the int64 key that extraction gives to a value, or to a cross of several values.
 
     One text or byte string: its hash, the key of a feature with ``key = "string"``. One integer: itself. Several
-    values: the key of a cross of columns with these values, in the order of the schema. None is null, and so is a cross
-    with a null: the key of the null row. ``num_buckets``: that of the feature in the schema, where it has one.
+    values: the key of a cross of columns with these values, in the order of the schema. None, alone or in a cross: the
+    key of the null row. ``num_buckets``: that of the feature in the schema, if it has one.
 
     >>> store.lookup("user", np.array([tc.key_of("alice")]))
 
@@ -385,7 +384,7 @@ def key_of(*values: str | bytes | int | None, num_buckets: int | None = None) ->
 
 
 def _word(value: str | bytes | int) -> int:
-    """Return the 64 bits that stand for a value: an integer itself, a text's hash."""
+    """Return the 64 bits of a value: an integer itself, the hash of a text."""
     if isinstance(value, str):
         return xxh64(value.encode())
     if isinstance(value, bytes):
@@ -401,6 +400,6 @@ def _signed(word: int) -> int:
 
 
 def _off_reserved(word: int) -> int:
-    """Return a hash as a key; one that hits a reserved key is moved by 2."""
+    """Return a hash as a key; a hash equal to a reserved key moves by 2."""
     key = _signed(word)
     return key + 2 if key <= RESERVED[1] else key

@@ -15,7 +15,7 @@ from tiercache.data.encode import check_first_rows, encode_dense, encode_feature
 from tiercache.data.extraction_progress import ExtractionProgress, ProgressReporter
 from tiercache.data.extraction_resources import MemoryShares, Workers
 from tiercache.data.frequency import FrequencyFilter, KeyCounter, decide, run_name
-from tiercache.data.inputs import find_inputs
+from tiercache.data.inputs import check_read, find_inputs
 from tiercache.data.keyset import open_key_set
 from tiercache.data.manifest import RARE_KEYS, VERSION, Manifest, file_name, is_finished
 from tiercache.data.open_pass import PassCloser
@@ -26,7 +26,7 @@ from tiercache.data.resume import ExtractionState, WorkFolder, check_rules, chec
 from tiercache.data.sample_layout import SampleLayout
 from tiercache.data.source import Source
 from tiercache.data.stages import Job
-from tiercache.errors import ExtractionError, SourceError
+from tiercache.errors import ExtractionError
 from tiercache.kernels.cpu.compile import is_cached, prepare
 from tiercache.schema import Schema
 from tiercache.sizes import parse_bytes
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 _FEW = 4
-"""Sub-datasets of whose sizes nobody is warned."""
+"""Fewer sub-datasets than this cause no warning about their sizes."""
 
 
 def extract(
@@ -68,27 +68,26 @@ def extract(
     data: files, folders, patterns and URLs of Parquet, Arrow IPC, CSV or TSV (plain, gz, zst), NumPy and split-binary
     files; or an iterable of batches, which must give the same ones each time (``docs/schema.md`` says which).
     schema: a Schema, or the path of a TOML file; None for Criteo's files.
-    format: of every file, whatever its suffix: as [source] format in the schema, "criteo" for one.
-    device_budget: what the rows of a pass, with their optimizer state and slot maps, may take; the same as in training.
-    devices: how many devices of that budget hold a pass together, their tables sharded row-wise: passes are as large as
-    fits with a margin for keys that do not divide evenly (``tiercache.data.pass_builder.most_rows``).
+    format: the format of every file, whatever its suffix, as [source] format in the schema: for example "criteo".
+    device_budget: the device memory for the rows of a pass, their optimizer state and slot maps, as in training.
+    devices: the number of devices with that budget that train a pass together, tables sharded row-wise. Passes leave a
+    margin for keys that do not divide evenly (``tiercache.data.pass_builder.max_device_rows``).
     split_by: ``budget`` closes a pass before the budget is exceeded, ``rows=N`` after N samples, ``file`` and
-    ``column=NAME`` where the file or the value of a column changes.
-    batch_multiple: passes end at multiples of so many samples, for budget and rows; the last one ends with the data.
+    ``column=NAME`` when the file or the value of a column changes.
+    batch_multiple: for budget and rows, every pass but the last ends at a multiple of this many samples.
     min_count: keys with fewer occurrences, in all of ``data`` and ``prior_counts``, share the out-of-vocabulary row.
-    memory_limit: memory for samples on their way and tables of keys, beside what Python itself takes; it does not
-    change the result.
-    workers: threads; None: one for each core that the process may use. They do not change the result.
-    samples: whether samples are written too; without them ``Pass.batch`` looks keys up that a loader of yours gives.
-    append: add sub-datasets of those files that the dataset in ``out`` does not have yet; those it has stay.
-    prior_counts: earlier datasets of the same model, whose counts go on.
+    memory_limit: memory for samples in progress and tables of keys, besides Python itself. Does not change the result.
+    workers: threads; None: one for each core that the process may use. Does not change the result.
+    samples: False writes key sets alone: ``Pass.batch`` then looks up the keys that your own loader gives.
+    append: add sub-datasets for the files that the dataset in ``out`` does not have yet, and keep the others.
+    prior_counts: earlier datasets of the same model, whose counts are added.
     dask: the address of a Dask scheduler, or a ``distributed.Client``: its workers read the files and write the passes.
-    ``out`` may then be a URL. memory_limit and workers (default 1) are those of each stage; min_count is not supported.
-    progress: a bar, nothing, or a function that is called with an ExtractionProgress.
+    ``out`` may then be a URL. memory_limit and workers (default 1) are per stage; min_count is not supported.
+    progress: True shows a bar, False nothing; a function is called with each ExtractionProgress.
 
-    Killed at any moment, the same call goes on from the last closed pass (counting: from the last run) to the same
-    files, bit for bit. A finished set of equal inputs and options is returned as it is. Options that decide nothing
-    about the content (memory_limit, progress; learning rates, initializers and seeds of tables) may change.
+    After a kill, the same call resumes from the last closed pass (while counting: from the last run) and writes the
+    same bits. A finished dataset with equal inputs and options is returned unchanged. Options that do not change the
+    content may differ: memory_limit, progress, and learning rates, initializers and seeds of tables.
 
     Raises SchemaError, SourceError (names file, row and column), BudgetError, ExtractionError.
     """
@@ -108,7 +107,7 @@ def extract(
             f"min_count is {min_count}, but a cluster does not count keys: leave out min_count or dask"
         )
     inputs = find_inputs(data, schema.source.format)
-    place = str(out)
+    label = str(out)
     out = Path(out) if dask is not None and is_url(out) else _local(out)
     options: dict[str, Any] = {
         "schema": schema.digest,
@@ -133,11 +132,11 @@ def extract(
                 "extract the new files into another dataset, with prior_counts"
             )
         if not append or not any(record not in old for record in records):
-            made = _finished(out, manifest, schema, options, old if append else records)
+            dataset = _finished(out, manifest, schema, options, old if append else records)
             with closing(ProgressReporter(progress, 0)) as reporter:
-                reporter.passes = len(made)
-                reporter.finish(made.samples, f"{place}: {made.summary}, extracted before", "")
-            return made
+                reporter.passes = len(dataset)
+                reporter.finish(dataset.samples, f"{label}: {dataset.summary}, extracted before", "")
+            return dataset
         check_same(manifest.options, old, options, old, out)
         check_rules(manifest.version, out)
         inputs = tuple(file for file, record in zip(inputs, records, strict=True) if record not in old)
@@ -145,6 +144,7 @@ def extract(
     source = Source(inputs, schema, cut_column=cut.column)
     check_first_rows(schema, source)
     memory = MemoryShares.plan(memory_bytes, source.decoding_bytes)
+    begin = ExtractionState(options=options, inputs=records, passes=kept, version=VERSION)
     if dask is not None:
         from tiercache.data.stages import extract_on
 
@@ -152,47 +152,41 @@ def extract(
             schema=schema, cut=cut, unit=batch_multiple, device_bytes=device_bytes, devices=devices,
             memory_bytes=memory_bytes, workers=workers or 1, with_samples=samples,
         )  # fmt: skip
-        begin = ExtractionState(options=options, inputs=records, passes=kept, version=VERSION)
-        with _room_in(out):
-            made = extract_on(dask, job, inputs, begin, place, progress)
-        _warn_of_small(made.manifest.passes[:-1], cut, batch_multiple)
-        return made
+        with _disk_errors(out):
+            dataset = extract_on(dask, job, inputs, begin, label, progress)
+        _warn_of_small(dataset.manifest.passes[:-1], cut, batch_multiple)
+        return dataset
     with (
-        _room_in(out),
+        _disk_errors(out),
         closing(WorkFolder(out)) as work,
         closing(ProgressReporter(progress, source.total_bytes)) as reporter,
         closing(Workers(workers)) as pool,
     ):
-        begin = ExtractionState(options=options, inputs=records, passes=kept, version=VERSION)
         state = ExtractionState.read(work.path) or begin
         state.check_same(options, records, out)
         if not is_cached():
             reporter.begin("compile")
             prepare()
         run = _Extraction(source, SampleLayout(schema), work, memory, reporter, pool)
-        wanted = None
+        rare_filter = None
         if min_count > 1:
             if not state.is_counted:
                 state = run.count(state)
-            wanted = run.decide(state, earlier, min_count)
+            rare_filter = run.decide(state, earlier, min_count)
         rows = RowBudget(schema.tables, device_bytes, devices)
-        state = run.number(state, cut, batch_multiple, rows, wanted, with_samples=samples)
-        if len(state.passes) == len(kept):
-            others = f" and {len(inputs) - 1} more" if len(inputs) > 1 else ""
-            raise SourceError(f"no row was found in {inputs[0].path}{others}: give some data")
-        for file in inputs:
-            file.check_unchanged()
-        rare = None if wanted is None else wanted.write_rare(out / RARE_KEYS)
+        state = run.number(state, cut, batch_multiple, rows, rare_filter, with_samples=samples)
+        check_read(inputs, has_rows=len(state.passes) > len(kept))
+        rare = None if rare_filter is None else rare_filter.write_rare(out / RARE_KEYS)
         Manifest(schema=schema, passes=state.passes, options=options, inputs=records, rare=rare).write(out)
         work.remove()
         _warn_of_small(state.passes[:-1], cut, batch_multiple)
-        made = PassDataset.open(out)
-        reporter.finish(made.samples, f"{place}: {made.summary}", str(source.bad_rows))
-    return made
+        dataset = PassDataset.open(out)
+        reporter.finish(dataset.samples, f"{label}: {dataset.summary}", str(source.bad_rows))
+    return dataset
 
 
 def _local(out: str | Path) -> Path:
-    """Return where the dataset is to be, as an absolute path. Raises ExtractionError."""
+    """Return the absolute path of the dataset. Raises ExtractionError."""
     try:
         return local_path(out, "a dataset that one machine writes", "give a path, or dask= to write it on a cluster")
     except ValueError as error:
@@ -200,8 +194,8 @@ def _local(out: str | Path) -> Path:
 
 
 @contextmanager
-def _room_in(out: Path) -> Iterator[None]:
-    """Say what a disk that fills means for the extraction."""
+def _disk_errors(out: Path) -> Iterator[None]:
+    """Turn errors of a full disk into an ExtractionError."""
     try:
         yield
     except OSError as error:
@@ -216,16 +210,16 @@ def _room_in(out: Path) -> Iterator[None]:
 def _finished(
     out: Path, manifest: Manifest, schema: Schema, options: dict[str, Any], records: tuple[dict[str, Any], ...]
 ) -> PassDataset:
-    """Return the finished set in ``out`` where it is the one that was asked for."""
+    """Return the finished dataset in ``out`` if its options and inputs are the requested ones."""
     check_same(manifest.options, manifest.inputs, options, records, out)
-    WorkFolder(out).remove()  # left over where the end of the extraction was cut off
+    WorkFolder(out).remove()  # left if the extraction was killed at its end
     if manifest.schema != schema:
         manifest.with_tables_of(schema).write(out)
     return PassDataset.open(out)
 
 
 def _warn_of_small(passes: Sequence[SubDatasetRecord], cut: Cut, batch_multiple: int) -> None:
-    """Warn where most sub-datasets are as small as can be: each switch moves every row of a pass."""
+    """Warn if most sub-datasets have the smallest size: each switch moves every row of a pass."""
     small = sum(record.samples == batch_multiple for record in passes)
     if cut.kind == "budget" and len(passes) >= _FEW and small > len(passes) // 2:
         warnings.warn(
@@ -247,7 +241,7 @@ class _Extraction:
     workers: Workers
 
     def count(self, state: ExtractionState) -> ExtractionState:
-        """Count all keys into runs on disk; the state on disk goes on with every run."""
+        """Count all keys into runs on disk, and write the state with every run."""
         counter = KeyCounter(self.layout.schema, self.memory.keys, self.workers)
 
         def write_run() -> tuple[SubDatasetRecord, ...]:
@@ -256,7 +250,7 @@ class _Extraction:
         self.reporter.begin("count")
         for batch in self._batches(state):
             is_full = counter.add(self._encoded(batch))
-            self._tell(batch)
+            self._report(batch)
             if is_full:
                 row = batch.first_row + batch.columns.num_rows
                 state = replace(state, runs=write_run(), file_index=batch.file_index, row=row)
@@ -266,7 +260,7 @@ class _Extraction:
         return state
 
     def decide(self, state: ExtractionState, earlier: Sequence[PassDataset], min_count: int) -> FrequencyFilter:
-        """Merge the runs; the same again after a stop, so that nothing but the runs needs to be durable."""
+        """Merge the runs. A resumed extraction merges them again, so only the runs need to be durable."""
         schema, folder = self.layout.schema, self.work.path
         runs = [
             open_key_set(folder / run_name(index), schema.ordered_tables, run.rows, run.digest)
@@ -281,16 +275,16 @@ class _Extraction:
         cut: Cut,
         unit: int,
         rows: RowBudget,
-        wanted: FrequencyFilter | None,
+        rare_filter: FrequencyFilter | None,
         *,
         with_samples: bool,
     ) -> ExtractionState:
-        """Go through the samples and close passes, from the state's cursor to the end of the data."""
+        """Number the samples from the state's cursor to the end of the data, and close passes."""
         self.work.clear(keep={file_name(index) for index in range(len(state.passes))})
 
         def on_close(passes: int) -> None:
             self.reporter.passes = passes
-            self.reporter.tell(self.source.done_bytes, "close")
+            self.reporter.update(self.source.done_bytes, "close")
 
         closer = PassCloser(self.work, state, self.workers)
         builder = PassBuilder(
@@ -311,34 +305,34 @@ class _Extraction:
         try:
             for batch in self._batches(state):
                 samples = self._encoded(batch)
-                if wanted is not None:
-                    samples = wanted.apply(samples)
+                if rare_filter is not None:
+                    samples = rare_filter.apply(samples)
                 builder.note(batch)
                 for begins_pass, piece in cutter.pieces(batch, samples):
                     if begins_pass:
                         builder.cut()
                     builder.add(piece)
-                self._tell(batch)
+                self._report(batch)
             builder.finish()
         finally:
             builder.abandon()
         return closer.state
 
     def _batches(self, state: ExtractionState) -> Iterator[SourceBatch]:
-        """Read from the state's cursor on, within the memory limit; the next batch while one is used."""
+        """Read from the state's cursor, within the memory limit; the next batch is read while one is in use."""
         memory = self.memory
         batches = self.source.batches(
             state.file_index, state.row, batch_bytes=memory.chunk // 2, use_threads=memory.use_threads
         )
-        is_users = self.source.files[0].format == "python"  # which may be usable on the user's thread only
-        return batches if is_users else self.workers.prefetch(batches)
+        is_python = self.source.files[0].format == "python"  # an iterable may work on the user's thread only
+        return batches if is_python else self.workers.prefetch(batches)
 
     def _encoded(self, batch: SourceBatch) -> RawBatch:
         """Turn rows into samples. Raises SourceError naming file, row and column."""
-        schema, found = self.layout.schema, dict[str, Any]()
+        schema, encoded = self.layout.schema, dict[str, Any]()
 
         def encode(name: str, column: Callable[[], Any]) -> None:
-            found[name] = column()
+            encoded[name] = column()
 
         work: dict[str, Callable[[], Any]] = {
             "": partial(encode_label, schema, batch),
@@ -346,8 +340,8 @@ class _Extraction:
         }
         work |= {f"feature {f.name}": partial(encode_feature, f, batch) for f in schema.features}
         self.workers.run(partial(encode, *one) for one in work.items())
-        return RawBatch(found[""], found["dense"], {f.name: found[f"feature {f.name}"] for f in schema.features})
+        return RawBatch(encoded[""], encoded["dense"], {f.name: encoded[f"feature {f.name}"] for f in schema.features})
 
-    def _tell(self, batch: SourceBatch) -> None:
+    def _report(self, batch: SourceBatch) -> None:
         self.reporter.samples += batch.columns.num_rows
-        self.reporter.tell(self.source.done_bytes)
+        self.reporter.update(self.source.done_bytes)

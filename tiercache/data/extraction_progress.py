@@ -1,4 +1,4 @@
-"""Showing how far an extraction is: a bar on a terminal, one closing line elsewhere."""
+"""Progress of an extraction: a bar on a terminal, one closing line elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STAGES = {
 
 @dataclass(frozen=True, slots=True)
 class ExtractionProgress:
-    """How far an extraction is."""
+    """Progress of an extraction."""
 
     stage: Literal["compile", "count", "number", "close", "done"]
     samples: int
@@ -28,18 +28,18 @@ class ExtractionProgress:
     passes: int
     """Passes that are closed or being closed, earlier processes included."""
     done_bytes: int
-    """About how many bytes of the files are behind."""
+    """About how many bytes of the files are done."""
     total_bytes: int
     seconds: float
     """Since this stage began."""
 
 
 class ProgressReporter:
-    """Tells the user, or a function of the user's, how far an extraction is.
+    """Reports the progress of an extraction to the user, or to a function of the user.
 
-    progress: True shows a bar on a terminal, with samples per second, time left and passes so far, and elsewhere a line
-    on standard error where kernels are compiled, and a closing one; False shows nothing; a function is called with each
-    ExtractionProgress instead.
+    progress: True shows a bar on a terminal, with samples per second, time left and passes so far; elsewhere a line on
+    standard error when kernels are compiled, and a closing one. False shows nothing. A function is called with each
+    ExtractionProgress.
     """
 
     def __init__(self, progress: bool | Callable[[ExtractionProgress], None], total_bytes: int) -> None:
@@ -62,32 +62,30 @@ class ProgressReporter:
         self._stage, self._stage_began, self.samples = stage, time.monotonic(), 0
         if stage == "compile" and self._is_shown and self._bar is None:
             print("compiling kernels (first run, about half a minute) ...", file=sys.stderr)  # noqa: T201 - progress
-        self.tell(0)
+        self.update(0)
 
-    def tell(self, done_bytes: int, stage: Literal["close"] | None = None) -> None:
-        """Report ``samples``, ``passes`` and the bytes that are behind."""
+    def update(self, done_bytes: int, stage: Literal["close"] | None = None) -> None:
+        """Report ``samples``, ``passes`` and the bytes done."""
         seconds = time.monotonic() - self._stage_began
         name: Any = stage or self._stage
         if self._call is not None:
-            event = ExtractionProgress(name, self.samples, self.passes, done_bytes, self._total, seconds)
-            self._call(event)
+            self._call(ExtractionProgress(name, self.samples, self.passes, done_bytes, self._total, seconds))
         elif self._bar is not None:
             rate = f"{self.samples / seconds:,.0f} samples/s" if seconds > 0.5 else ""
             self._bar.update(self._task, description=_STAGES[name], completed=done_bytes, rate=rate, passes=self.passes)
 
     def finish(self, samples: int, what: str, bad_rows: str) -> None:
-        """Report the end: ``samples`` of all passes, what there is now, and what rows were bad, if any."""
+        """Report the end: ``samples`` of all passes, a description of the result, and of bad rows, if any."""
         self.close()
         seconds = time.monotonic() - self._began
         if self._call is not None:
-            event = ExtractionProgress("done", samples, self.passes, self._total, self._total, seconds)
-            self._call(event)
+            self._call(ExtractionProgress("done", samples, self.passes, self._total, self._total, seconds))
         elif self._is_shown:
             line = f"{what}, {seconds:.1f} s" + ("; " + bad_rows if bad_rows else "")
             print(line, file=sys.stderr)  # noqa: T201 - the one line that stays
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -23,7 +23,7 @@ from tiercache.data.python_batches import PythonBatches
 from tiercache.errors import SourceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from tiercache.data.column_types import ColumnUse
 
@@ -217,6 +217,15 @@ def find_inputs(data: Any, format: str | None = None) -> tuple[InputFile, ...]: 
             raise SourceError(f"{path} is given twice: name every file once")
         seen.add(name)
     return tuple(_describe(path, format) for path in paths)
+
+
+def check_read(files: Sequence[InputFile], *, has_rows: bool) -> None:
+    """Raise SourceError if files had no rows, or one changed while it was read."""
+    if not has_rows:
+        others = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        raise SourceError(f"no row was found in {files[0].path}{others}: give some data")
+    for file in files:
+        file.check_unchanged()
 
 
 def open_binary(path: Path | str) -> Any:

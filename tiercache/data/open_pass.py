@@ -31,46 +31,46 @@ if TYPE_CHECKING:
     from tiercache.schema import Feature
 
 
-class Piece(NamedTuple):
-    """Numbers of one array of samples in the scratch file."""
+class ScratchArray(NamedTuple):
+    """A part of one array of samples in the scratch file."""
 
     name: str
-    """Of the array; ``ids`` are (S, n) here, feature by feature."""
+    """Of the array. ``ids`` are (S, n) in the scratch file, feature by feature."""
     offset: int
     dtype: Any
     size: int
     row: int
-    """Where they begin in the array of the whole sub-dataset."""
+    """The first row of the part in the array of the sub-dataset."""
 
 
-class Stretch(NamedTuple):
-    """Some samples of the scratch file."""
+class ScratchBatch(NamedTuple):
+    """The samples of one batch in the scratch file."""
 
     samples: int
-    pieces: tuple[Piece, ...]
+    arrays: tuple[ScratchArray, ...]
 
 
 class OpenPass:
-    """A pass that still takes samples.
+    """A pass that takes more samples.
 
-    Numbers depend on how samples were cut into batches; the positions that replace them when the pass closes do not.
+    Numbers depend on how samples were cut into batches. The positions that replace them when the pass closes do not.
     """
 
     def __init__(
         self, layout: SampleLayout, path: Path, workers: Workers, *, expected: Sequence[int], with_samples: bool
     ) -> None:
-        """``expected``: about how many keys each table will have, in the order of table ids."""
+        """``expected``: the estimated number of keys of each table, in the order of table ids."""
         self.layout, self.path = layout, path
         self.samples = 0
         """Samples taken so far."""
-        self.stretches: list[Stretch] = []
+        self.batches: list[ScratchBatch] = []
         self.values = dict.fromkeys((f.name for f in layout.ragged), 0) if with_samples else None
         """Ids of all lists so far, by feature with any number of them; None: the pass gets a key set alone."""
         self._workers = workers
         tables = layout.schema.ordered_tables
-        parts = 1 << max(0, (2 * workers.count // len(tables)).bit_length() - 1)  # so that all workers have some
+        parts = 1 << max(0, (2 * workers.count // len(tables)).bit_length() - 1)  # so that all workers have work
         self.unique = {
-            table.name: UniqueKeys(table.table_id, parts, room) for table, room in zip(tables, expected, strict=True)
+            table.name: UniqueKeys(table.table_id, parts, count) for table, count in zip(tables, expected, strict=True)
         }
         self._features: dict[str, list[Feature]] = {table.name: [] for table in tables}
         for feature in layout.schema.features:
@@ -83,28 +83,28 @@ class OpenPass:
         return [unique.count for unique in self.unique.values()]
 
     def number(self, batches: Sequence[RawBatch]) -> list[dict[str, NDArray[np.int32]]]:
-        """Return the numbers of the keys of every feature, new ones where they have none; writes nothing."""
+        """Return the numbers of the keys of every feature; new keys get new ones. Writes nothing."""
         numbers = [{name: np.empty(f.keys.size, np.int32) for name, f in batch.features.items()} for batch in batches]
 
         def add(name: str, part: int) -> None:
-            for batch, mine in zip(batches, numbers, strict=True):  # table by table: its slots stay in the caches
+            for batch, out in zip(batches, numbers, strict=True):  # table by table: its slots stay in the caches
                 for feature in self._features[name]:
-                    self.unique[name].add(batch.features[feature.name].keys, mine[feature.name], part)
+                    self.unique[name].add(batch.features[feature.name].keys, out[feature.name], part)
 
         self._each(add)
         return numbers
 
     def counts(self) -> dict[str, list[int]]:
-        """Return what ``take_back`` goes back to."""
+        """Return the counts of keys that ``undo`` restores."""
         return {name: list(unique.counts) for name, unique in self.unique.items()}
 
-    def take_back(self, batches: Sequence[RawBatch], counts: dict[str, list[int]]) -> None:
-        """Forget the batches that were numbered last, before which ``counts()`` was ``counts``."""
+    def undo(self, batches: Sequence[RawBatch], counts: dict[str, list[int]]) -> None:
+        """Forget the batches numbered last; ``counts``: what ``counts()`` returned before them."""
 
         def forget(name: str) -> None:
             for batch in batches:
                 for feature in self._features[name]:
-                    self.unique[name].take_back(batch.features[feature.name].keys, counts[name])
+                    self.unique[name].remove(batch.features[feature.name].keys, counts[name])
 
         self._workers.run(partial(forget, name) for name in self.unique)
 
@@ -114,48 +114,48 @@ class OpenPass:
         self.samples += batch.num_samples
         if self.values is None:
             return
-        pieces = []
+        arrays = []
         singles = [numbers[feature.name] for feature in self.layout.schema.singles]
         if singles:
-            pieces.append(self._write("ids", first, *singles))
+            arrays.append(self._write("ids", first, *singles))
         if batch.label is not None:
-            pieces.append(self._write("label", first, batch.label))
+            arrays.append(self._write("label", first, batch.label))
         if batch.dense.shape[1]:
-            pieces.append(self._write("dense", first, batch.dense))
+            arrays.append(self._write("dense", first, batch.dense))
         for feature in features:
             entry, row = batch.features[feature.name], first
             if feature in self.layout.ragged:
                 assert entry.offsets is not None
                 row = self.values[feature.name]
-                pieces.append(self._write(f"offsets.{feature.name}", first + 1, entry.offsets[1:] + row))
+                arrays.append(self._write(f"offsets.{feature.name}", first + 1, entry.offsets[1:] + row))
                 self.values[feature.name] += entry.keys.size
             if feature.hotness != "one_hot":
-                pieces.append(self._write(f"ids.{feature.name}", row, numbers[feature.name]))
+                arrays.append(self._write(f"ids.{feature.name}", row, numbers[feature.name]))
             if entry.weights is not None:
-                pieces.append(self._write(f"weights.{feature.name}", row, entry.weights))
-        self.stretches.append(Stretch(batch.num_samples, tuple(pieces)))
+                arrays.append(self._write(f"weights.{feature.name}", row, entry.weights))
+        self.batches.append(ScratchBatch(batch.num_samples, tuple(arrays)))
 
-    def read(self, piece: Piece) -> NDArray[Any]:
-        """Return what the scratch file has of an array, flat; from any thread."""
-        out = np.empty(piece.size, piece.dtype)
+    def read(self, array: ScratchArray) -> NDArray[Any]:
+        """Return a part of an array from the scratch file, flat. Any thread may call it."""
+        out = np.empty(array.size, array.dtype)
         view, done = bytes_of(out), 0
         while done < len(view):
-            done += os.preadv(self._file.fileno(), [view[done:]], piece.offset + done)
+            done += os.preadv(self._file.fileno(), [view[done:]], array.offset + done)
         return out
 
     def numbering_bytes(self, batches: Sequence[RawBatch]) -> int:
-        """Return the most host bytes that keys take while ``batches`` are numbered, were all their keys new."""
+        """Return the peak host bytes of keys while ``batches`` are numbered, if all their keys are new."""
         new = {
-            name: sum(batch.features[f.name].keys.size for f in some for batch in batches)
-            for name, some in self._features.items()
+            name: sum(batch.features[f.name].keys.size for f in features for batch in batches)
+            for name, features in self._features.items()
         }
         return sum(unique.grown_bytes(new[name]) for name, unique in self.unique.items())
 
     def closing_bytes(self) -> int:
-        """Return the most host bytes that keys take while the pass closes."""
+        """Return the peak host bytes of keys while the pass closes."""
         counts = sorted((unique.count for unique in self.unique.values()), reverse=True)
-        held = sum(unique.nbytes for unique in self.unique.values())
-        return held + 4 * sum(counts) + 40 * sum(counts[: self._workers.count])
+        table_bytes = sum(unique.nbytes for unique in self.unique.values())
+        return table_bytes + 4 * sum(counts) + 40 * sum(counts[: self._workers.count])
 
     def discard(self) -> None:
         """Delete the scratch file."""
@@ -163,16 +163,15 @@ class OpenPass:
         self.path.unlink(missing_ok=True)
 
     def _each(self, work: Callable[[str, int], None]) -> None:
-        """Do something for each part of each table, the longest first."""
-        size = {name: len(some) for name, some in self._features.items()}
-        names = sorted(self.unique, key=lambda name: -size[name])
+        """Run ``work`` for each part of each table, the longest first."""
+        names = sorted(self.unique, key=lambda name: -len(self._features[name]))
         self._workers.run(partial(work, name, part) for name in names for part in range(self.unique[name].parts))
 
-    def _write(self, name: str, row: int, *arrays: NDArray[Any]) -> Piece:
+    def _write(self, name: str, row: int, *arrays: NDArray[Any]) -> ScratchArray:
         begin = self._end
         for array in arrays:
             self._end += write_all(self._file.fileno(), np.ascontiguousarray(array), self._end)
-        return Piece(name, begin, arrays[0].dtype, sum(array.size for array in arrays), row)
+        return ScratchArray(name, begin, arrays[0].dtype, sum(array.size for array in arrays), row)
 
 
 _SYNC_SECONDS = 1.0
@@ -196,24 +195,24 @@ def close_pass(open_pass: OpenPass, path: Path, workers: Workers) -> SubDatasetR
 
     workers.run(partial(sort, name) for name in rows)
     singles = layout.schema.singles
-    names = list(dict.fromkeys(f.table for f in singles))  # their positions one behind another: one kernel has them all
+    names = list(dict.fromkeys(f.table for f in singles))  # one kernel takes the positions of all
     firsts = dict(zip(names, np.cumsum([0, *(positions[name].size for name in names)]).tolist(), strict=False))
-    joined = np.concatenate([*(positions[name] for name in names), np.empty(0, np.int32)])
+    all_positions = np.concatenate([*(positions[name] for name in names), np.empty(0, np.int32)])
     bases = np.array([firsts[f.table] for f in singles], np.int64)
 
-    def rewrite(stretch: Stretch) -> None:
-        for piece in stretch.pieces:
-            values = open_pass.read(piece)
-            kind, _, feature = piece.name.partition(".")
-            if piece.name == "ids":
-                ids = np.empty((stretch.samples, bases.size), np.int32)
-                permute_columns(values, joined, bases, ids)
+    def rewrite(batch: ScratchBatch) -> None:
+        for array in batch.arrays:
+            values = open_pass.read(array)
+            kind, _, feature = array.name.partition(".")
+            if array.name == "ids":
+                ids = np.empty((batch.samples, bases.size), np.int32)
+                permute_columns(values, all_positions, bases, ids)
                 values = ids
             elif kind == "ids":
                 permute(values, positions[layout.schema.feature(feature).table])
-            writer.write(piece.name, piece.row, values)
+            writer.write(array.name, array.row, values)
 
-    workers.run(partial(rewrite, stretch) for stretch in open_pass.stretches)
+    workers.run(partial(rewrite, batch) for batch in open_pass.batches)
     for name in values or ():
         writer.write(f"offsets.{name}", 0, np.zeros(1, np.int64))
     open_pass.discard()
@@ -221,47 +220,47 @@ def close_pass(open_pass: OpenPass, path: Path, workers: Workers) -> SubDatasetR
 
 
 class PassCloser:
-    """Closes passes on a thread of its own, one after the other, and keeps the state on disk behind them.
+    """Closes passes on a separate thread, one after the other, and then writes the state.
 
-    What is closed is synced to the disk together with what was closed in the second before it: a sync for each of many
-    small passes would take longer than the passes. Errors come with the next call.
+    Passes closed within one second are synced together: a sync for each of many small passes would take longer than the
+    passes. The next call raises an error of the thread.
     """
 
     def __init__(self, work: WorkFolder, state: ExtractionState, workers: Workers) -> None:
         self.state = state
-        """With every pass that is closed; on disk it may be a second older."""
+        """With every closed pass; the state on disk may be a second older."""
         self._work, self._workers = work, workers
         self._thread = ThreadPoolExecutor(1, "closing")
         self._running: Future[None] | None = None
-        self._held_bytes = 0
+        self._closing_bytes = 0
         self._unsynced: list[Path] = []
         self._synced_at = time.monotonic()
 
     @property
-    def held_bytes(self) -> int:
-        """The most host bytes that a pass takes which is being closed; 0 where none is."""
-        return 0 if self._running is None or self._running.done() else self._held_bytes
+    def closing_bytes(self) -> int:
+        """The peak host bytes of the pass that is being closed; 0 if none is."""
+        return 0 if self._running is None or self._running.done() else self._closing_bytes
 
     def close(self, open_pass: OpenPass, file_index: int, row: int) -> None:
-        """Close a pass, behind which the cursor is; returns before it is closed, but not before the last one is."""
+        """Start to close a pass that ends at the cursor (file_index, row), after the last one is closed."""
         self.wait()
-        self._held_bytes = open_pass.closing_bytes()
+        self._closing_bytes = open_pass.closing_bytes()
         self._running = self._thread.submit(partial(self._close, open_pass, file_index, row))
 
     def wait(self) -> None:
-        """Return when no pass is being closed."""
+        """Wait until no pass is being closed."""
         if self._running is not None:
             self._running.result()
             self._running = None
 
     def finish(self) -> None:
-        """Return when every pass is closed and on disk."""
+        """Wait until every pass is closed and on disk."""
         self.wait()
         self._sync()
         self._thread.shutdown()
 
     def abandon(self) -> None:
-        """End the thread where something else failed: what is closed stays, if it can be synced."""
+        """End the thread after a failure elsewhere. Closed passes stay, if they can be synced."""
         with contextlib.suppress(Exception):
             self.finish()
         self._thread.shutdown()

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from tiercache.data.open_pass import OpenPass
 from tiercache.data.raw_batch import RawBatch
 from tiercache.errors import BudgetError, ExtractionError
-from tiercache.sizes import format_bytes, told_apart
+from tiercache.sizes import distinct_sizes, format_bytes
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
 
 
 SLOT_MAP_BYTES = 28
-"""Bytes on the device for each row beside the row itself: int32 maps from local ids to slots of this pass and the
+"""Bytes on the device for each row, besides the row itself: int32 maps from local ids to slots of this pass and the
 next, the order of loading, the orders of the last dump, this one and the next, and spare slots."""
 STREAM_BYTES = 8
-"""Bytes on the device for each row of a 16-bit dtype beside these: its key, which stochastic rounding takes its random
+"""More bytes on the device for each row of a 16-bit dtype: its key, which stochastic rounding takes its random
 bits from."""
 _UNLIKELY = 21.0
 """The natural logarithm of one in 10^9."""
 
 
 def device_bytes(group: Group) -> int:
-    """Return the bytes on the device of a row of ``group``, with all that stands beside it."""
+    """Return the bytes on the device for a row of ``group``, slot maps included."""
     return group.row_bytes + SLOT_MAP_BYTES + (0 if group.dtype == "float32" else STREAM_BYTES)
 
 
-def most_rows(rows: int, devices: int) -> int:
-    """Return how many of ``rows`` one of so many devices gets at most where the hashes of their keys divide them.
+def max_device_rows(rows: int, devices: int) -> int:
+    """Return the most of ``rows`` that one of so many devices gets if the hashes of keys divide them.
 
     Each of n keys falls to one of W devices with the chance 1/W: a device gets a binomial number of them, n/W in the
     mean with the variance v = n/W (1 - 1/W), and, by Bernstein's inequality, more than
@@ -62,18 +62,18 @@ def most_rows(rows: int, devices: int) -> int:
 
 
 class RowBudget:
-    """Bytes of each of some devices against rows.
+    """The device budget of passes, in bytes of each device.
 
-    Each group of tables has memory for the most rows that any pass needs, so a pass counts with the high water of
-    the passes before it. ``rows`` are always by table, in the order of table ids, of all devices together; a device has
-    ``most_rows`` of them.
+    Each group of tables has memory for the most rows of any pass, so a pass counts with the high-water marks of earlier
+    passes. ``rows`` are always by table, in the order of table ids, of all devices together; a device has
+    ``max_device_rows`` of them.
     """
 
     def __init__(self, tables: Sequence[Table], num_bytes: int, devices: int = 1) -> None:
         groups = group_tables(tables)
-        places = {t.name: g.index for g in groups for t in g.tables}
+        indices = {t.name: g.index for g in groups for t in g.tables}
         self.num_bytes, self.devices = num_bytes, devices
-        self._group_of = [places[t.name] for t in sorted(tables, key=lambda table: table.table_id)]
+        self._group_of = [indices[t.name] for t in sorted(tables, key=lambda table: table.table_id)]
         self._row_bytes = [device_bytes(group) for group in groups]
         self._high_water = [0] * len(groups)
 
@@ -85,7 +85,7 @@ class RowBudget:
         )
 
     def fits(self, rows: Sequence[int]) -> bool:
-        """Say whether a pass with ``rows`` may still grow to this size."""
+        """Return True if a pass with ``rows`` fits."""
         return self.needed(rows) <= self.num_bytes
 
     def close(self, rows: Sequence[int]) -> None:
@@ -93,19 +93,19 @@ class RowBudget:
         self._high_water = [max(high, new) for high, new in zip(self._high_water, self._by_group(rows), strict=True)]
 
     def excess(self, rows: Sequence[int]) -> str:
-        """Say, for an error, what ``rows`` would need and what there is."""
-        need, given = told_apart(self.needed(rows), self.num_bytes)
+        """Return the part of an error message that compares the need of ``rows`` with the budget."""
+        need, budget = distinct_sizes(self.needed(rows), self.num_bytes)
         device = "the device" if self.devices == 1 else f"each of {self.devices} devices"
         return (
             f"needs {sum(rows):,} rows, {need} on {device} with what earlier passes need, "
-            f"but the device budget is {given}"
+            f"but the device budget is {budget}"
         )
 
     def _by_group(self, rows: Sequence[int]) -> list[int]:
         totals = [0] * len(self._row_bytes)
         for group, count in zip(self._group_of, rows, strict=True):
             totals[group] += count
-        return [most_rows(total, self.devices) for total in totals]
+        return [max_device_rows(total, self.devices) for total in totals]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Cut:
 
 
 class Cutter:
-    """Cuts batches where the data begins another pass. It starts at the beginning of a pass."""
+    """Cuts batches where the data begins another pass. The first batch begins a pass."""
 
     def __init__(self, cut: Cut) -> None:
         self._cut = cut
@@ -148,19 +148,19 @@ class Cutter:
         self._last: list[Any] = []
 
     def pieces(self, batch: SourceBatch, keys: RawBatch) -> Iterator[tuple[bool, RawBatch]]:
-        """Cut the samples of a batch: give (whether a pass begins before it, piece) for each piece."""
-        places = set(self._places(batch))
-        for low, high in pairwise(sorted({0, *places, keys.num_samples})):
-            yield low in places, keys.slice(low, high)
+        """Yield (True if a pass begins before the piece, piece) for each piece of a batch."""
+        cuts = set(self._cut_rows(batch))
+        for low, high in pairwise(sorted({0, *cuts, keys.num_samples})):
+            yield low in cuts, keys.slice(low, high)
 
-    def _places(self, batch: SourceBatch) -> list[int]:
+    def _cut_rows(self, batch: SourceBatch) -> list[int]:
         rows = batch.columns.num_rows
         if self._cut.kind == "rows":
-            # A cut stands before the next sample, so that no pass begins where the data ends.
+            # A cut comes before the next sample, so no pass begins at the end of the data.
             first = -(-max(1, self._samples) // self._cut.rows) * self._cut.rows
-            places = list(range(first - self._samples, rows, self._cut.rows))
+            cuts = list(range(first - self._samples, rows, self._cut.rows))
             self._samples += rows
-            return places
+            return cuts
         if self._cut.kind == "file":
             begins = self._file is not None and self._file != batch.file_index
             self._file = batch.file_index
@@ -169,25 +169,25 @@ class Cutter:
             array = batch.columns.column(self._cut.column)
             if hasattr(array, "dictionary_decode"):
                 array = array.dictionary_decode()
-            places = []
+            cuts = []
             if not pa.types.is_null(array.type):
                 changed = pc.fill_null(pc.not_equal(array.slice(1), array.slice(0, rows - 1)), True)
                 both_null = pc.and_(array.slice(1).is_null(), array.slice(0, rows - 1).is_null())
-                places = [int(i) + 1 for i in pc.indices_nonzero(pc.and_not(changed, both_null)).to_pylist()]
+                cuts = [int(i) + 1 for i in pc.indices_nonzero(pc.and_not(changed, both_null)).to_pylist()]
             first_value, last_value = array[0].as_py(), array[rows - 1].as_py()
             if self._last and self._last[0] != first_value:
-                places.insert(0, 0)
+                cuts.insert(0, 0)
             self._last = [last_value]
-            return places
+            return cuts
         return []
 
 
 class PassBuilder:
-    """Takes samples in their order and hands passes over to be closed.
+    """Takes samples in order and hands passes over to be closed.
 
-    Where the row budget cuts, samples are numbered in stretches of whole units, each as long as is likely to fit. One
-    that does not is taken back and halved, until a single unit does not fit: where a pass ends depends on units and
-    budget only, not on how samples were cut into stretches.
+    If the row budget cuts, samples are numbered in chunks of whole units, each as long as is likely to fit. A chunk
+    that does not fit is undone and halved, until a single unit does not fit: the end of a pass depends on units and
+    budget only, not on the chunks.
     """
 
     def __init__(
@@ -205,9 +205,9 @@ class PassBuilder:
         on_close: Callable[[int], None],
         first_pass: int = 0,
     ) -> None:
-        """unit: samples that a pass has or has not together. with_samples: not key sets alone.
+        """unit: samples that stay in one pass together. with_samples: False writes key sets alone.
 
-        ``on_close`` is called with the number of passes when one was handed over. first_pass: passes that others write.
+        ``on_close`` is called with the number of passes after each handover. first_pass: passes that others write.
         """
         self._layout, self._work, self._closer, self._workers = layout, work, closer, workers
         self._cut, self._unit, self._rows, self._memory = cut, unit, rows, memory
@@ -219,28 +219,28 @@ class PassBuilder:
         self._last_rows = [0] * len(layout.schema.tables)
         self._pending: list[RawBatch] = []
         self._pending_bytes = self._pending_samples = 0
-        self._taken = 0  # samples given by note() since this object was made
+        self._noted = 0  # samples passed to note()
         self._closed = 0  # samples of these in closed passes
         self._trail: deque[tuple[int, int, int]] = deque()  # (samples before, file, row) of batches not closed yet
         self._open: OpenPass | None = None
 
     def note(self, batch: SourceBatch) -> None:
-        """Remember where the samples that come next stand in the files."""
-        self._trail.append((self._taken, batch.file_index, batch.first_row))
-        self._taken += batch.columns.num_rows
+        """Remember the position in the files of the samples that come next."""
+        self._trail.append((self._noted, batch.file_index, batch.first_row))
+        self._noted += batch.columns.num_rows
 
     def add(self, samples: RawBatch) -> None:
-        """Take samples. Raises BudgetError where they cannot be part of any pass."""
+        """Add samples. Raises BudgetError if they fit no pass."""
         self._pending.append(samples)
         self._pending_bytes += samples.num_bytes
         self._pending_samples += samples.num_samples
         if self._pending_bytes < self._memory.chunk:
             return
-        whole = self._pending_samples
+        count = self._pending_samples
         if self._cut.kind == "budget":
-            whole -= whole % self._unit
-        if whole:
-            self._absorb(whole)
+            count -= count % self._unit
+        if count:
+            self._absorb(count)
         elif self._pending_bytes > self._memory.unit:
             raise BudgetError(
                 f"one batch multiple of {self._unit:,} samples takes more than {format_bytes(self._memory.unit)} of "
@@ -259,7 +259,7 @@ class PassBuilder:
         self._closer.finish()
 
     def abandon(self) -> None:
-        """Let go of the open pass: it will be started over."""
+        """Discard the open pass: it will be started over."""
         self._closer.abandon()
         if self._open is not None:
             self._open.discard()
@@ -268,7 +268,7 @@ class PassBuilder:
         """Put the first ``count`` pending samples into passes."""
         if not count:
             return
-        batches, rest = self._pending, _stretch(self._pending, count, self._pending_samples)
+        batches, rest = self._pending, _slice_batches(self._pending, count, self._pending_samples)
         self._pending = [batch.copy() for batch in rest]  # a view would keep the whole batch alive
         self._pending_bytes = sum(batch.num_bytes for batch in self._pending)
         self._pending_samples -= count
@@ -276,7 +276,7 @@ class PassBuilder:
         while low < count:
             step = self._step(count - low, failing)
             high = min(count, low + step * self._unit) if self._cut.kind == "budget" else count
-            samples = _stretch(batches, low, high)
+            samples = _slice_batches(batches, low, high)
             failure = self._try(samples)
             if failure is None:
                 low, failing = high, max(0, failing - step)
@@ -289,16 +289,16 @@ class PassBuilder:
                 failing = 0
 
     def _step(self, samples: int, failing: int) -> int:
-        """Return how many units are to be numbered next."""
-        most = -(-samples // self._unit)
+        """Return the number of units to number next."""
+        limit = -(-samples // self._unit)
         if failing:
             return max(1, failing // 2)
         units, rows = self._last_units, sum(self._last_rows)
         if not units or self._open is None:
-            return min(most, max(1, units * 7 // 8)) if units else most
+            return min(limit, max(1, units * 7 // 8)) if units else limit
         done = self._open.samples / self._unit
-        left = units * (1 - sum(self._open.rows()) / rows) if done < units else done / 8
-        return min(most, max(1, int(left * 7 / 8)))
+        remaining = units * (1 - sum(self._open.rows()) / rows) if done < units else done / 8
+        return min(limit, max(1, int(remaining * 7 / 8)))
 
     def _opened(self) -> OpenPass:
         if self._open is None:
@@ -314,39 +314,39 @@ class PassBuilder:
         counts, parts = target.counts(), list[RawBatch]()
         numbers = self._number(target, samples, parts)
         if numbers is not None and self._rows.fits(target.rows()):
-            for part, mine in zip(parts, numbers, strict=True):
-                target.append(part, mine)
+            for part, part_numbers in zip(parts, numbers, strict=True):
+                target.append(part, part_numbers)
             return None
         failure: Literal["device", "host"] = "device" if not self._rows.fits(target.rows()) else "host"
-        target.take_back(parts, counts)
+        target.undo(parts, counts)
         return failure
 
     def _number(self, target: OpenPass, samples: list[RawBatch], parts: list[RawBatch]) -> list[_Numbers] | None:
-        """Number samples in ``parts`` as far as the host memory for keys goes; None where that is not all the way."""
+        """Number samples and add them to ``parts``; None if the host memory for keys is too small for all."""
         keys = self._memory.keys
-        if target.numbering_bytes(samples) + self._closer.held_bytes > keys:
+        if target.numbering_bytes(samples) + self._closer.closing_bytes > keys:
             self._closer.wait()
         if target.numbering_bytes(samples) > keys:
-            # That counted every key as new: smaller parts are nearer to the truth.
+            # That estimate counted every key as new: smaller parts have better ones.
             size = sum(batch.num_samples for batch in samples)
-            first = self._number(target, _stretch(samples, 0, size // 2), parts) if size > 1 else None
-            second = first and self._number(target, _stretch(samples, size // 2, size), parts)
+            first = self._number(target, _slice_batches(samples, 0, size // 2), parts) if size > 1 else None
+            second = first and self._number(target, _slice_batches(samples, size // 2, size), parts)
             return first + second if first and second else None
         parts += samples
         numbers = target.number(samples)
-        if target.closing_bytes() + self._closer.held_bytes > keys:
+        if target.closing_bytes() + self._closer.closing_bytes > keys:
             self._closer.wait()
         return numbers if target.closing_bytes() <= keys else None
 
     def _explain(self, failure: str, samples: list[RawBatch], count: int) -> str:
-        """Say which budget ``samples``, the next ``count`` of the open pass, exceed."""
+        """Return the error message for ``samples``, the next ``count`` of the open pass, that exceed a budget."""
         target = self._opened()
         index, before = self._num_passes, target.samples
         if failure == "host":
-            total, share = format_bytes(self._memory.total), format_bytes(self._memory.keys)
+            total, keys = format_bytes(self._memory.total), format_bytes(self._memory.keys)
             return (
                 f"sub-dataset {index} has {sum(target.rows()):,} rows after {before:,} samples, and their keys "
-                f"fill the {share} that the memory limit of {total} has for keys: raise memory_limit, or make passes "
+                f"fill the {keys} that the memory limit of {total} has for keys: raise memory_limit, or make passes "
                 "smaller"
             )
         self._number(target, samples, [])
@@ -373,12 +373,12 @@ class PassBuilder:
         self._on_close(self._num_passes)
 
 
-def _stretch(batches: Sequence[RawBatch], low: int, high: int) -> list[RawBatch]:
-    """Return samples [low, high) of batches that follow one another, as views."""
-    found, first = [], 0
+def _slice_batches(batches: Sequence[RawBatch], low: int, high: int) -> list[RawBatch]:
+    """Return samples [low, high) of consecutive batches, as views."""
+    sliced, first = [], 0
     for batch in batches:
         begin, end = max(low, first) - first, min(high, first + batch.num_samples) - first
         if begin < end:
-            found.append(batch.slice(begin, end))
+            sliced.append(batch.slice(begin, end))
         first += batch.num_samples
-    return found
+    return sliced

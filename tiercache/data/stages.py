@@ -24,7 +24,7 @@ from tiercache.data.dataset import PassDataset
 from tiercache.data.encode import encode
 from tiercache.data.extraction_progress import ProgressReporter
 from tiercache.data.extraction_resources import MemoryShares, Workers
-from tiercache.data.inputs import file_system
+from tiercache.data.inputs import check_read, file_system
 from tiercache.data.manifest import MANIFEST, UNFINISHED, Manifest, file_name
 from tiercache.data.open_pass import PassCloser
 from tiercache.data.pass_builder import Cut, Cutter, PassBuilder, RowBudget
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What all stages of an extraction share."""
+    """The options that all stages of an extraction share."""
 
     schema: Schema
     cut: Cut
     unit: int
-    """Samples that a pass has or has not together, where the row budget cuts."""
+    """Samples that stay in one pass together if the row budget cuts."""
     device_bytes: int
     devices: int
     memory_bytes: int
@@ -65,7 +65,7 @@ class Job:
     with_samples: bool
 
     def row_budget(self, passes: Iterable[SubDatasetRecord]) -> RowBudget:
-        """Return the row budget behind some closed passes."""
+        """Return the row budget after some closed passes."""
         budget = RowBudget(self.schema.tables, self.device_bytes, self.devices)
         for record in passes:
             budget.close([record.rows[table.name] for table in self.schema.ordered_tables])
@@ -85,17 +85,17 @@ class PassRange(NamedTuple):
 
 
 def scan_file(job: Job, file: InputFile, row: int = 0) -> pa.Table:
-    """Return what the rows of a file, from its ``row``-th kept row on, say about where passes end.
+    """Scan the rows of a file, from its ``row``-th kept row on, and return what decides where passes end.
 
-    The table has one row for each stretch of samples: ``samples`` (int64) counts them. Where the row budget cuts, a
-    stretch is ``job.unit`` samples, and ``keys.TABLE``, ``first.TABLE`` and ``last.TABLE`` are lists of its unique keys
-    and of the first and last sample of the stretch that has each: a unit of all the data may begin inside a stretch.
-    Where a column cuts, a stretch ends where the column changes, and ``value`` is its value. Otherwise a stretch is the
-    file. The metadata has ``bad_rows`` as JSON. Raises SourceError naming file, row and column.
+    The table has one row for each chunk of samples: ``samples`` (int64) counts them. If the row budget cuts, a chunk is
+    ``job.unit`` samples, and ``keys.TABLE``, ``first.TABLE`` and ``last.TABLE`` are lists of its unique keys and of the
+    first and last sample of the chunk with each: a unit of all the data may begin inside a chunk. If a column cuts, a
+    chunk ends where the column changes, and ``value`` is its value. Otherwise a chunk is the file. The metadata has
+    ``bad_rows`` as JSON. Raises SourceError naming file, row and column.
     """
     sizes, values, found = list[int](), list[Any](), list[dict[str, Any]]()
     with _reading(job, [file], row) as (source, _, _, batches):
-        for value, samples in _stretches(job, batches):
+        for value, samples in _chunks(job, batches):
             sizes.append(samples.num_samples)
             values.append(value)
             found.append(_appearances(job.schema, samples) if job.cut.kind == "budget" else {})
@@ -116,13 +116,13 @@ def place_passes(
     file_index: int = 0,
     row: int = 0,
 ) -> Iterator[PassRange]:
-    """Yield where each pass is, as soon as the tables that ``scan_file`` made of the files say it.
+    """Yield the range of each pass, as soon as the tables of ``scan_file`` decide it.
 
-    tables: of all files from ``file_index`` on, the first one from its ``row``-th kept row on. passes: those before.
-    workers: threads that number keys.
-    Memory: one table, and the keys of one pass. Raises BudgetError where one unit exceeds the row budget.
+    tables: of all files from ``file_index`` on, the first one from its ``row``-th kept row on. passes: the earlier
+    ones. workers: threads that number keys.
+    Memory: one table, and the keys of one pass. Raises BudgetError if one unit exceeds the row budget.
     """
-    begins = [0]  # samples before each file, and behind the last one
+    begins = [0]  # samples before each file, and after the last one
 
     def counted() -> Iterator[pa.Table]:
         for table in tables:
@@ -148,12 +148,11 @@ def place_passes(
 def write_pass(job: Job, files: Sequence[InputFile], row: int, samples: int, index: int, out: str) -> SubDatasetRecord:
     """Write sub-dataset ``index`` into ``out``, the path of a directory or a URL, and return its record.
 
-    It has ``samples`` samples from the ``row``-th kept row of the first file on; ``files`` are those it lies in.
-    Its file is there whole or not at all, where the file system of a URL writes files in one step. Raises BudgetError
-    where its keys exceed the memory limit.
+    It has ``samples`` samples from the ``row``-th kept row of the first of its ``files`` on. Its file appears in one
+    step if the file system does that. Raises BudgetError if its keys exceed the memory limit.
     """
     fs, folder = file_system(out)
-    is_local, name, left = "file" in fs.protocol, file_name(index), samples
+    is_local, name, remaining = "file" in fs.protocol, file_name(index), samples
     scratch = f"{folder}/{UNFINISHED}" if is_local else None
     if scratch is not None and not fs.isdir(scratch):
         raise ExtractionError(f"a worker does not find {scratch}: give a directory that all machines share, or a URL")
@@ -178,22 +177,22 @@ def write_pass(job: Job, files: Sequence[InputFile], row: int, samples: int, ind
         )
         try:
             for batch in batches:
-                part = encode(job.schema, batch).slice(0, min(left, batch.columns.num_rows))
+                part = encode(job.schema, batch).slice(0, min(remaining, batch.columns.num_rows))
                 builder.note(batch)
                 builder.add(part)
-                left -= part.num_samples
-                if not left:
+                remaining -= part.num_samples
+                if not remaining:
                     break
             builder.finish()
         finally:
             builder.abandon()
-        if left:
+        if remaining:
             raise SourceError(f"{files[-1].path} was changed while it was read: delete the dataset and start over")
-        made = work.out / file_name(0)
+        written = work.out / file_name(0)
         if is_local:
-            publish(made, Path(folder) / name)
+            publish(written, Path(folder) / name)
         else:
-            fs.put_file(str(made), f"{folder}/{name}")
+            fs.put_file(str(written), f"{folder}/{name}")
         return closer.state.passes[0]
 
 
@@ -209,24 +208,24 @@ def _reading(
         yield source, memory, workers, prefetched
 
 
-def _stretches(job: Job, batches: Iterable[SourceBatch]) -> Iterator[tuple[Any, RawBatch]]:
-    """Yield the stretches of one file, each with the value of the column that cuts."""
+def _chunks(job: Job, batches: Iterable[SourceBatch]) -> Iterator[tuple[Any, RawBatch]]:
+    """Yield the chunks of one file, each with the value of the column that cuts."""
     by_kind = {"budget": Cut("rows", rows=job.unit), "rows": Cut("file")}  # rows are counted over files
-    cutter, held, value = Cutter(by_kind.get(job.cut.kind, job.cut)), list[RawBatch](), None
+    cutter, pending, value = Cutter(by_kind.get(job.cut.kind, job.cut)), list[RawBatch](), None
     for batch in batches:
         at, count = 0, batch.columns.num_rows
         is_encoded = job.cut.kind == "budget"
         samples = encode(job.schema, batch) if is_encoded else RawBatch(None, np.empty((count, 0), np.float32), {})
         for begins, piece in cutter.pieces(batch, samples):
-            if begins and held:
-                yield value, join(held)
-                held.clear()
-            if not held and job.cut.column is not None:
+            if begins and pending:
+                yield value, join(pending)
+                pending.clear()
+            if not pending and job.cut.column is not None:
                 value = batch.columns.column(job.cut.column)[at].as_py()
-            held.append(piece)
+            pending.append(piece)
             at += piece.num_samples
-    if held:
-        yield value, join(held)
+    if pending:
+        yield value, join(pending)
 
 
 def _appearances(schema: Schema, samples: RawBatch) -> dict[str, NDArray[Any]]:
@@ -234,9 +233,9 @@ def _appearances(schema: Schema, samples: RawBatch) -> dict[str, NDArray[Any]]:
     found: dict[str, NDArray[Any]] = {}
     every = np.arange(samples.num_samples, dtype=np.int32)
     for table in schema.ordered_tables:
-        some = [samples.features[f.name] for f in schema.features if f.table == table.name]
-        keys = np.concatenate([np.empty(0, np.int64), *(one.keys for one in some)])
-        at = [every if one.offsets is None else np.repeat(every, np.diff(one.offsets)) for one in some]
+        entries = [samples.features[f.name] for f in schema.features if f.table == table.name]
+        keys = np.concatenate([np.empty(0, np.int64), *(one.keys for one in entries)])
+        at = [every if one.offsets is None else np.repeat(every, np.diff(one.offsets)) for one in entries]
         places = np.concatenate([every[:0], *at])
         unique, numbers = UniqueKeys(table.table_id), np.empty(keys.size, np.int32)
         unique.add(keys, numbers)
@@ -250,7 +249,7 @@ def _appearances(schema: Schema, samples: RawBatch) -> dict[str, NDArray[Any]]:
 
 
 def _ends(cut: Cut, tables: Iterable[pa.Table]) -> Iterator[int]:
-    """Yield the samples before the end of each pass but the last, where they are counted or the data says it."""
+    """Yield the end, in samples, of each pass but the last, if counts or the data decide it."""
     end, done, last = 0, 0, None
     for table in tables:
         for samples, value in zip(table["samples"].to_pylist(), table["value"].to_pylist(), strict=True):
@@ -265,7 +264,7 @@ def _ends(cut: Cut, tables: Iterable[pa.Table]) -> Iterator[int]:
 
 
 def _budget_ends(job: Job, budget: RowBudget, tables: Iterable[pa.Table], workers: Workers) -> Iterator[int]:
-    """Yield the samples before the end of each pass but the last, where the row budget cuts."""
+    """Yield the end, in samples, of each pass but the last, if the row budget cuts."""
     rows = [0] * len(job.schema.tables)
     unique = _no_keys(job.schema, rows)
     unit: dict[str, list[NDArray[np.int64]]] = {name: [] for name in unique}
@@ -300,11 +299,11 @@ def _budget_ends(job: Job, budget: RowBudget, tables: Iterable[pa.Table], worker
         if not table.num_rows:
             continue
         lists = {name: [_list(table, f"{kind}.{name}") for kind in ("keys", "first", "last")] for name in unique}
-        for stretch, samples in enumerate(table["samples"].to_pylist()):
+        for chunk, samples in enumerate(table["samples"].to_pylist()):
             head = min(samples, job.unit - done % job.unit)
             for low, high in ((0, head), (head, samples)):
                 for name, columns in lists.items():
-                    keys, first, last = (values[ends[stretch] : ends[stretch + 1]] for ends, values in columns)
+                    keys, first, last = (values[ends[chunk] : ends[chunk + 1]] for ends, values in columns)
                     unit[name].append(keys[(first < high) & (last >= low)])
                 done += high - low
                 if low == 0 and done % job.unit == 0:
@@ -315,8 +314,8 @@ def _budget_ends(job: Job, budget: RowBudget, tables: Iterable[pa.Table], worker
 
 def _no_keys(schema: Schema, expected: Sequence[int]) -> dict[str, UniqueKeys]:
     return {
-        table.name: UniqueKeys(table.table_id, room=room)
-        for table, room in zip(schema.ordered_tables, expected, strict=True)
+        table.name: UniqueKeys(table.table_id, expected=count)
+        for table, count in zip(schema.ordered_tables, expected, strict=True)
     }
 
 
@@ -341,8 +340,8 @@ def extract_on(
     """Run an extraction on a cluster, write its dataset to ``out`` and return it; that of a URL cannot be read here.
 
     dask: the address of a scheduler, or a client. inputs: the last files of ``begin``. out: a directory that all
-    machines share, or a URL. Stopped at any moment, the same call goes on behind the last pass that was gathered; with
-    a URL it starts over.
+    machines share, or a URL. After a stop, the same call resumes after the last pass that was gathered; with a URL it
+    starts over.
     """
     if any(file.batches is not None for file in inputs):
         raise ExtractionError("a Python iterable cannot be read on a cluster: give files, or leave dask out")
@@ -365,9 +364,9 @@ def extract_on(
         work.clear(keep={file_name(index) for index in range(len(state.passes))})
         reporter.begin("number")
         bad_rows, done_bytes = BadRows(), 0
-        left = inputs[state.file_index :]
-        rows = [state.row if index == 0 else 0 for index in range(len(left))]
-        scans = deque(zip(left, client.map(scan_file, [job] * len(left), left, rows, **_AGAIN), strict=True))
+        unread = inputs[state.file_index :]
+        rows = [state.row if index == 0 else 0 for index in range(len(unread))]
+        scans = deque(zip(unread, client.map(scan_file, [job] * len(unread), unread, rows, **_AGAIN), strict=True))
 
         def tables() -> Iterator[Any]:
             nonlocal bad_rows, done_bytes
@@ -376,7 +375,7 @@ def extract_on(
                 table = future.result()
                 bad_rows += BadRows(**json.loads(table.schema.metadata[b"bad_rows"]))
                 done_bytes += file.size
-                reporter.tell(done_bytes)
+                reporter.update(done_bytes)
                 yield table
 
         first, writes = len(state.passes), []
@@ -397,25 +396,21 @@ def extract_on(
             state = state.closed(record, at.last_file, at.last_row)
             state.write(work.path)
             reporter.samples, reporter.passes = reporter.samples + at.samples, len(state.passes)
-            reporter.tell(scanned + scanned * reporter.samples // samples)
-        if len(state.passes) == len(begin.passes):
-            others = f" and {len(inputs) - 1} more" if len(inputs) > 1 else ""
-            raise SourceError(f"no row was found in {inputs[0].path}{others}: give some data")
-        for file in inputs:
-            file.check_unchanged()
+            reporter.update(scanned + scanned * reporter.samples // samples)
+        check_read(inputs, has_rows=len(state.passes) > len(begin.passes))
         manifest = Manifest(schema=job.schema, passes=state.passes, options=begin.options, inputs=begin.inputs)
         manifest.write(root)
         if not is_local:
             fs.put_file(str(root / MANIFEST), f"{folder}/{MANIFEST}")
         work.remove()
-        made = PassDataset.open(root) if is_local else PassDataset(Path(out), manifest)
-        reporter.finish(made.samples, f"{out}: {made.summary}", str(bad_rows))
-    return made
+        dataset = PassDataset.open(root) if is_local else PassDataset(Path(out), manifest)
+        reporter.finish(dataset.samples, f"{out}: {dataset.summary}", str(bad_rows))
+    return dataset
 
 
 @contextmanager
 def _connected(dask: Any) -> Iterator[Any]:
-    """Give a client of the cluster. Raises ExtractionError where there is none, or where stages end their workers."""
+    """Yield a client of the cluster. Raises ExtractionError if there is none, or if stages kill their workers."""
     try:
         import distributed
     except ImportError:

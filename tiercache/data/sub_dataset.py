@@ -47,9 +47,9 @@ class EncodedBatch:
 
 
 class SampleBuffers:
-    """Memory that reads fill again and again, so that a batch costs no fresh pages.
+    """Memory that reads reuse, so that a batch touches no new pages.
 
-    What was read into it is valid until the next read into it. Not for use by two threads at once.
+    A batch read into it is valid until the next read into it. Not for use by two threads at once.
     """
 
     def __init__(self, allocate: Callable[[int, Any], NDArray[Any]] = np.empty) -> None:
@@ -58,34 +58,32 @@ class SampleBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of it."""
+        """Bytes of all arrays."""
         return sum(int(flat.nbytes) for flat in self._flat.values())
 
     def array(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Return an uninitialized C-contiguous array; the last one of this name loses its content."""
+        """Return an uninitialized C-contiguous array, which replaces the last one of this name."""
         size = math.prod(shape)
         flat = self._flat.get(name)
         if flat is None or flat.size < size or flat.dtype != dtype:
             flat = self._flat[name] = self._allocate(size + (size >> 3), dtype)
-        found: NDArray[Any] = flat[:size].reshape(shape)
-        return found
+        return flat[:size].reshape(shape)
 
 
 class SubDataset:
-    """The samples and the key set of a pass, mapped at first use and held until ``close``.
+    """The samples and the key set of a pass, mapped at first use until ``close``.
 
-    A sub-dataset of ``write_key_sets`` has a key set alone. Each MiB of the file is checked when something of it is
-    first read, whoever reads: a damaged one raises DatasetError. Any number of threads may read at once, each into
-    buffers of its own.
+    A sub-dataset of ``write_key_sets`` has a key set and no samples. Each MiB of the file is checked when it is first
+    read; a damaged one raises DatasetError. Any number of threads may read at once, each into its own buffers.
     """
 
     def __init__(self, directory: Path, index: int, record: SubDatasetRecord, layout: SampleLayout) -> None:
         self.index = index
-        """Its place in the dataset."""
+        """Its position in the dataset."""
         self.samples = record.samples
-        """How many samples it has."""
+        """The number of samples."""
         self.digest = record.digest
-        """Over all its content."""
+        """Hexadecimal digest of all its content."""
         self.path = directory / file_name(index)
         self._record, self._layout = record, layout
         self.schema = layout.schema
@@ -99,12 +97,12 @@ class SubDataset:
         return self
 
     def span(self, table: str) -> slice:
-        """Return the local ids of a table: all of them are trained."""
+        """Return the range of local ids of a table: all of them."""
         return slice(0, self.rows(table))
 
     @property
     def has_samples(self) -> bool:
-        """Whether it has samples; opens nothing."""
+        """True unless it has a key set alone; opens nothing."""
         return self._record.values is not None
 
     def num_bytes(self) -> int:
@@ -112,7 +110,7 @@ class SubDataset:
         return self._arrays.num_bytes
 
     def check_samples(self) -> None:
-        """Raise DatasetError where it has a key set alone, or its file cannot be opened."""
+        """Raise DatasetError if it has no samples, or its file cannot be opened."""
         if not self.has_samples:
             raise DatasetError(
                 f"sub-dataset {self.index} of {self.path.parent} has a key set and no samples: give the keys of each "
@@ -144,11 +142,11 @@ class SubDataset:
         *,
         features: Collection[str] | None = None,
     ) -> EncodedBatch:
-        """Read the samples at ``indices`` (n,), in their order; each may stand any number of times.
+        """Read the samples at ``indices`` (n,), in that order; an index may repeat.
 
-        features: those whose ids are read, all where not given. The arrays are fresh, or lie in ``into`` and are valid
-        until the next read into it. Raises IndexError for an index below 0 or past the last sample, DatasetError for
-        what is damaged and for an id that is no place in the key set of its table.
+        features: the features whose ids are read; None: all. The arrays are new, or lie in ``into`` and are valid until
+        the next read into it. Raises IndexError for an index below 0 or past the last sample, and DatasetError for
+        damage and for an id outside the key set of its table.
         """
         self.check_samples()
         indices = np.ascontiguousarray(indices, dtype=np.int64)
@@ -163,7 +161,7 @@ class SubDataset:
         return samples
 
     def num_values(self, feature: str, low: int, high: int) -> int:
-        """Return how many ids samples [low, high) have of a feature with any number of them."""
+        """Return the number of ids of samples [low, high) for a feature with lists of any length."""
         name = f"offsets.{feature}"
         self._file.check(name, np.array([low, high]), np.array([low + 1, high + 1]))
         first, last = self._file.array(name)[[low, high]].tolist()
@@ -173,15 +171,12 @@ class SubDataset:
         """Ask the kernel to read the file ahead; returns at once."""
         self._file.prefetch()
 
-    def verify(self, tell: Callable[[int], None] | None = None) -> None:
-        """Read every byte and raise DatasetError for the first that is not what was extracted.
-
-        ``tell`` is called with bytes.
-        """
-        self._file.check_all(tell)
+    def verify(self, progress: Callable[[int], None] | None = None) -> None:
+        """Read every byte and raise DatasetError at the first damaged one. ``progress`` is called with bytes."""
+        self._file.check_all(progress)
 
     def close(self) -> None:
-        """Let go of the mapped file; it goes when no array looks into it, and comes back at the next use."""
+        """Release the mapped file; the next use maps it again. Arrays that look into it keep it alive."""
         self._opened = None
 
     @property
@@ -208,7 +203,7 @@ class SubDataset:
 
 
 class _Reading:
-    """One reading of samples."""
+    """One read of samples."""
 
     def __init__(
         self,
@@ -226,7 +221,7 @@ class _Reading:
     def samples(self) -> EncodedBatch:
         """Read them."""
         for column in self._layout.columns:
-            if column.width is not None and column.name != "ids" and self._is_wanted(column):
+            if column.width is not None and column.name != "ids" and self._is_selected(column):
                 out = self._buffers.array(column.name, (self._indices.size, column.width), np.int32)
                 gather_rows(self._words(column.name), self._indices, out)
                 self._fixed[column.name] = out.view(column.dtype)
@@ -239,24 +234,24 @@ class _Reading:
         ordered = {f.name: ids[f.name] for f in self._layout.schema.features if f.name in ids}
         return EncodedBatch(label=label, dense=dense, singles=singles, ids=ordered)
 
-    def _is_wanted(self, column: SampleColumn) -> bool:
+    def _is_selected(self, column: SampleColumn) -> bool:
         return self._features is None or column.feature is None or column.feature in self._features
 
     def _words(self, name: str) -> NDArray[np.int32]:
-        """Return an array as words, whose rows at the indices are checked."""
+        """Return an array as words, after checking its rows at the indices."""
         self._file.check(name, self._indices, self._indices + 1)
         return self._file.array(name).reshape(-1).view(np.int32)
 
     def _singles(self) -> tuple[dict[str, FeatureIds], NDArray[np.int32]]:
-        wanted, columns = self._layout.singles, self._layout.single_columns
+        selected, columns = self._layout.singles, self._layout.single_columns
         if self._features is not None:
-            chosen = [i for i, feature in enumerate(wanted) if feature.name in self._features]
-            wanted, columns = tuple(wanted[i] for i in chosen), columns[chosen]
-        singles = self._buffers.array("ids", (len(wanted), self._indices.size), np.int32)
-        if wanted:
+            chosen = [i for i, feature in enumerate(selected) if feature.name in self._features]
+            selected, columns = tuple(selected[i] for i in chosen), columns[chosen]
+        singles = self._buffers.array("ids", (len(selected), self._indices.size), np.int32)
+        if selected:
             gather_columns(self._words("ids"), self._indices, len(self._layout.singles), columns, singles)
         ids = {}
-        for row, feature in zip(singles, wanted, strict=True):
+        for row, feature in zip(singles, selected, strict=True):
             weights = self._fixed.get(f"weights.{feature.name}")
             ids[feature.name] = FeatureIds(row, None, None if weights is None else weights.reshape(-1))
         return ids, singles
@@ -281,11 +276,11 @@ class _Reading:
                 f"{self._file.label}feature {name!r} of sample {sample} in {self._file.path} has the values {first} to "
                 f"{last}, and there are {values.size}: delete the dataset and extract it again"
             )
-        found = {}
+        gathered = {}
         for array in (f"ids.{name}", weights_name):
             if array in self._file.layout.specs:
                 self._file.check(array, begins, begins + np.diff(offsets))
-                found[array] = self._buffers.array(array, (int(offsets[-1]),), np.int32)
-                gather_lists(self._file.array(array).view(np.int32), begins, offsets, found[array])
-        weights = found[weights_name].view(np.float32) if weights_name in found else None
-        return FeatureIds(found[f"ids.{name}"], offsets, weights)
+                gathered[array] = self._buffers.array(array, (int(offsets[-1]),), np.int32)
+                gather_lists(self._file.array(array).view(np.int32), begins, offsets, gathered[array])
+        weights = gathered[weights_name].view(np.float32) if weights_name in gathered else None
+        return FeatureIds(gathered[f"ids.{name}"], offsets, weights)

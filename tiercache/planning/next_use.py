@@ -92,7 +92,7 @@ def key_ranges(
             end_P = [hash_range_bound(keys, table_id, r * below // ranges) for keys in keys_P]
             starts = np.concatenate([[0], np.cumsum(np.subtract(end_P, begin_P))]).astype(np.int64)
             if starts[-1]:
-                names = UniqueKeys(room=int(np.diff(starts).max()))
+                names = UniqueKeys(expected=int(np.diff(starts).max()))
                 numbers = np.empty(starts[-1], dtype=np.int32)
                 for p, keys in enumerate(keys_P):
                     here = np.ascontiguousarray(keys[begin_P[p] : end_P[p]])

@@ -13,7 +13,7 @@ from tiercache.kernels.arrays import NONE_I4, NONE_U8
 from tiercache.kernels.cpu.slots import assign_slots, stable_order_by_distance, take
 from tiercache.rows.backends.base import Layout
 from tiercache.rows.backends.optimizer_step import vectors_of
-from tiercache.sizes import format_bytes, option_bytes, told_apart
+from tiercache.sizes import distinct_sizes, format_bytes, option_bytes
 from tiercache.values.lookups import GroupRows
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class DeviceMemoryPlan:
         num_ranks: the number of devices that share them. advice: what else to do.
         """
         if self.num_bytes + replicas > budget:
-            need, allowed = told_apart(self.num_bytes + replicas, budget)
+            need, allowed = distinct_sizes(self.num_bytes + replicas, budget)
             parts = [
                 f"{n:,} rows of dim {group.fields[0].width}" for n, group in zip(self.rows_G, self.groups, strict=True)
             ]

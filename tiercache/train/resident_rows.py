@@ -84,7 +84,7 @@ class ResidentRows:
         group, rows = self.groups[g], 0
         for i, table in enumerate(group.tables):
             most = sum(p.rows(table.name) for p in self.source.passes)
-            names = UniqueKeys(room=most)
+            names = UniqueKeys(expected=most)
             for p, source in enumerate(self.source.passes):
                 starts = self.positions.table_starts(p, g)
                 numbers = self._slots_PG[p][g][starts[i] : starts[i + 1]]

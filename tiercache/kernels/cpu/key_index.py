@@ -45,19 +45,16 @@ class Missing:
     """The least such entry; -1 where there is none."""
 
 
-def capacity_for(room: int) -> int:
-    """Return how many places an index for `room` keys has.
-
-    Raises ValueError where positions would be no int32.
-    """
-    if not 0 <= room <= MOST_POSITIONS:
-        raise ValueError(f"an index for {room:,} keys: positions are int32, so at most {MOST_POSITIONS:,} fit.")
-    return 1 << max(4, (-(-room * 5 // 4) - 1).bit_length())
+def capacity_for(num_keys: int) -> int:
+    """Return the number of places of an index for `num_keys` keys. Raises ValueError if positions do not fit int32."""
+    if not 0 <= num_keys <= MOST_POSITIONS:
+        raise ValueError(f"an index for {num_keys:,} keys: positions are int32, so at most {MOST_POSITIONS:,} fit.")
+    return 1 << max(4, (-(-num_keys * 5 // 4) - 1).bit_length())
 
 
-def bytes_for(room: int, num_tables: int) -> int:
-    """Return how many bytes an index for `room` keys of so many tables holds."""
-    return 16 * capacity_for(room) + 8 * num_tables
+def bytes_for(num_keys: int, num_tables: int) -> int:
+    """Return the bytes of an index for `num_keys` keys of so many tables."""
+    return 16 * capacity_for(num_keys) + 8 * num_tables
 
 
 def check_key_sets(key_sets: Sequence[KeySet], num_tables: int, count: int, capacity: int) -> int:
@@ -168,22 +165,22 @@ def _find(
 class KeyIndex:
     """Positions (int32) of the keys of several tables; table t has id `table_ids[t]`.
 
-    room: how many keys fit. Not thread-safe.
+    num_keys: the most keys that fit. Not thread-safe.
     """
 
-    def __init__(self, room: int, table_ids: U8) -> None:
+    def __init__(self, num_keys: int, table_ids: U8) -> None:
         expect("table_ids", table_ids, np.uint64)
         self._table_ids = table_ids.copy()
-        self.capacity = capacity_for(room)
+        self.capacity = capacity_for(num_keys)
         self.count = 0
-        """Keys taken in."""
+        """Keys in the index."""
         self._places = np.empty((self.capacity, 2), np.int64)
         self._apart = np.empty(self._table_ids.size, np.int64)
         self.clear()
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of the index."""
         return self._places.nbytes + self._apart.nbytes
 
     def clear(self) -> None:

@@ -7,7 +7,6 @@ Legend: n keys given, C slots of a part (a power of two), K unique keys of a par
 """
 
 import mmap
-from concurrent.futures import Executor
 
 import numpy as np
 
@@ -85,12 +84,12 @@ def _add(
 
 
 @serial
-def _take_back(
+def _remove(
     keys: I8, table_id: Word, part: int, part_bits: int, slots: Written[U8], carried: Written[I8], before: int
 ) -> None:
-    """Take back occurrences of keys that are all in the table; keys with numbers from `before` on go with their last.
+    """Remove occurrences of keys that are all in the table; keys numbered `before` or higher leave with their last.
 
-    What stands behind a key that goes moves up, so that every other key is found (Knuth, volume 3, algorithm 6.4R).
+    The keys after one that leaves move up, so that every other key is found (Knuth, volume 3, algorithm 6.4R).
     """
     mask, ring = slots.size // 2 - 1, slots.size - 1
     for i in range(keys.size):
@@ -238,19 +237,19 @@ class UniqueKeys:
     much for the old slots of a part while it grows; sorting takes 36 to 44 bytes a key.
     """
 
-    def __init__(self, table_id: int = 0, parts: int = 1, room: int = 0) -> None:
-        """``room``: keys that are expected; the table grows beyond."""
+    def __init__(self, table_id: int = 0, parts: int = 1, expected: int = 0) -> None:
+        """``expected``: the estimated number of keys; the table grows beyond it."""
         self.table_id, self.parts = table_id, parts
         self._bits = parts.bit_length() - 1
-        pairs = max(64, 1 << (room // parts * 8 // 5).bit_length())
+        pairs = max(64, 1 << (expected // parts * 8 // 5).bit_length())
         self._slots = [_slots(pairs) for _ in range(parts)]
         self._carried = [NONE_I8] * parts
         self.counts = [0] * parts
-        """How many keys each part has."""
+        """The number of keys of each part."""
 
     @property
     def count(self) -> int:
-        """How many keys there are."""
+        """The number of keys."""
         return sum(self.counts)
 
     @property
@@ -259,17 +258,17 @@ class UniqueKeys:
         return sum(slots.nbytes for slots in self._slots) + sum(c.nbytes for c in self._carried)
 
     def grown_bytes(self, new: int) -> int:
-        """Return the most bytes held while so many more keys come, were all of them new and of one part."""
-        held = largest = 0
+        """Return the peak bytes while so many more keys are added, if all are new and of one part."""
+        total = largest = 0
         for slots, count in zip(self._slots, self.counts, strict=True):
             size = slots.nbytes
             while size // 16 * 5 // 8 < count + -(-new // self.parts) * (2 if self.parts > 1 else 1):
                 size *= 2
-            held, largest = held + size, max(largest, size // 2 if size > slots.nbytes else 0)
-        return held + largest
+            total, largest = total + size, max(largest, size // 2 if size > slots.nbytes else 0)
+        return total + largest
 
     def add(self, keys: I8, out: I4, part: int = 0) -> None:
-        """Write the number of each key (n,) of a part to `out` (n,). Raises ValueError where it would be no int32."""
+        """Write the number of each key (n,) of a part to `out` (n,). Raises ValueError if it would not fit int32."""
         same_length(keys=keys, out=out)
         done = 0
         while done < keys.size:
@@ -278,7 +277,7 @@ class UniqueKeys:
             )
             done += step
             if done < keys.size:
-                self._make_room(part)
+                self._grow(part)
 
     def keys(self) -> I8:
         """Return the key of each number; of several parts, numbers that no key has are 0."""
@@ -287,14 +286,14 @@ class UniqueKeys:
             _by_number(slots, self.table_id, part, self._bits, _INVERSES, keys)
         return keys
 
-    def take_back(self, keys: I8, counts: list[int]) -> None:
-        """Take back the keys (n,) that were added last; `counts` is what it was before the first of them."""
+    def remove(self, keys: I8, counts: list[int]) -> None:
+        """Remove the keys (n,) that were added last; `counts`: the attribute before the first of them."""
         for part, before in enumerate(counts):
-            _take_back(keys, self.table_id, part, self._bits, self._slots[part], self._carried[part], before)
+            _remove(keys, self.table_id, part, self._bits, self._slots[part], self._carried[part], before)
             self.counts[part] = before
 
-    def sorted(self, pool: Executor | None = None, *, with_positions: bool = True) -> tuple[I8, I8, I4]:
-        """Return keys (K,) in hash order, their counts (K,), and the place of each number among them, if wanted.
+    def sorted(self, *, with_positions: bool = True) -> tuple[I8, I8, I4]:
+        """Return keys (K,) in hash order, their counts (K,), and the position of each number among them.
 
         The table is empty then.
         """
@@ -302,8 +301,7 @@ class UniqueKeys:
         keys, counts = np.empty(firsts[-1], np.int64), np.empty(firsts[-1], np.int64)
         carries = any(carried.size for carried in self._carried)
         positions = np.empty(max(self.counts) << self._bits if with_positions or carries else 0, np.int32)
-
-        def sort(part: int) -> None:
+        for part in range(self.parts):
             low, high = firsts[part], firsts[part + 1]
             slots, carried, self._slots[part] = self._slots[part], self._carried[part], _slots(64)
             bits = max(0, (high - low).bit_length() - 12)
@@ -316,13 +314,11 @@ class UniqueKeys:
             size = min(carried.size, high - low)
             if size:
                 counts[positions[np.arange(size) * self.parts + part]] += carried[:size]
-
-        list((map if pool is None else pool.map)(sort, range(self.parts)))
         self.counts, self._carried = [0] * self.parts, [NONE_I8] * self.parts
         return keys, counts, positions
 
-    def _make_room(self, part: int) -> None:
-        """Make a table larger that is full, or its counts smaller."""
+    def _grow(self, part: int) -> None:
+        """Enlarge a full table, or move counts that are about to overflow."""
         slots, count = self._slots[part], self.counts[part]
         if count < slots.size // 2 * 5 // 8:
             carried = np.zeros(count, np.int64)
@@ -337,9 +333,9 @@ class UniqueKeys:
 
 
 def _slots(pairs: int) -> U8:
-    """Return zeros for so many slots; large ones in huge pages, as every key is in another place."""
+    """Return zeros for so many slots. A large table is in huge pages, as keys are scattered over it."""
     if 16 * pairs < 2 * _HUGE:
         return np.zeros(2 * pairs, np.uint64)
-    held = mmap.mmap(-1, 16 * pairs, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    held.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(held, np.uint64)
+    memory = mmap.mmap(-1, 16 * pairs, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint64)

@@ -6,22 +6,16 @@ from typing import Any
 import numpy as np
 
 from tiercache.kernels.arrays import I8, U8, expect
-from tiercache.kernels.cpu.key_index import (
-    KeySet,
-    Missing,
-    capacity_for,
-    check_entries,
-    check_key_sets,
-)
+from tiercache.kernels.cpu.key_index import KeySet, Missing, capacity_for, check_entries, check_key_sets
 from tiercache.kernels.cuda.launch import Device, blocks_for, launch_parts, struct, view
 
 _INSERT, _FIND = struct("InsertPart", "key_index"), struct("FindPart", "key_index")
 _TASK = 256  # keys
 
 
-def bytes_for(room: int, num_tables: int) -> int:
-    """Return how many bytes an index for `room` keys of so many tables holds: a word more than on a CPU."""
-    return 16 * capacity_for(room) + 8 + 8 * max(1, num_tables)
+def bytes_for(num_keys: int, num_tables: int) -> int:
+    """Return the bytes of an index for `num_keys` keys of so many tables: one word more than on a CPU."""
+    return 16 * capacity_for(num_keys) + 8 + 8 * max(1, num_tables)
 
 
 class MissingKeys:
@@ -45,28 +39,28 @@ class MissingKeys:
 class KeyIndex:
     """Positions (int32) of the keys of several tables; table t has id `table_ids[t]` (a NumPy array).
 
-    room: how many keys fit. Nothing waits for the device. No search may run beside an insert on another stream.
+    num_keys: the most keys that fit. Nothing waits for the device. Do not search during an insert on another stream.
     """
 
-    def __init__(self, device: Device, room: int, table_ids: U8) -> None:
+    def __init__(self, device: Device, num_keys: int, table_ids: U8) -> None:
         self._device = device
         expect("table_ids", table_ids, np.uint64)
         self._table_ids = [int(table_id) for table_id in table_ids]
-        self.capacity = capacity_for(room)
+        self.capacity = capacity_for(num_keys)
         self.count = 0
-        """Keys taken in."""
+        """Keys in the index."""
         # a word more, so that places can begin at a multiple of 16 bytes wherever the memory does
-        self._held = device.empty(2 * self.capacity + 1, np.uint64)
-        address = view(device, "places", self._held, np.uint64, written=True).address
+        self._memory = device.empty(2 * self.capacity + 1, np.uint64)
+        address = view(device, "places", self._memory, np.uint64, written=True).address
         self._places = (address + 15) // 16 * 16
-        self._apart_held = device.empty(max(1, len(self._table_ids)), np.uint64)
-        self._apart = view(device, "apart", self._apart_held, np.uint64, written=True).address
+        self._apart_memory = device.empty(max(1, len(self._table_ids)), np.uint64)
+        self._apart = view(device, "apart", self._apart_memory, np.uint64, written=True).address
         self.clear()
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
-        return int(self._held.nbytes) + int(self._apart_held.nbytes)
+        """Bytes of the index."""
+        return int(self._memory.nbytes) + int(self._apart_memory.nbytes)
 
     def clear(self) -> None:
         """Forget all keys."""
@@ -91,14 +85,7 @@ class KeyIndex:
         launch_parts(self._device, "key_index.insert", _INSERT, parts, tasks, *arguments)
         self.count += more
 
-    def find(
-        self,
-        keys: Any,
-        entry_starts: I8,
-        tables: I8,
-        positions: Any,
-        missing: MissingKeys | None = None,
-    ) -> None:
+    def find(self, keys: Any, entry_starts: I8, tables: I8, positions: Any, missing: MissingKeys | None = None) -> None:
         """Write the position of each key (E,) to `positions` (E,), -1 where it is missing, and add those to `missing`.
 
         The entries of feature f, of table `tables[f]`, are `entry_starts[f]` to `entry_starts[f + 1]`, NumPy arrays.
