@@ -109,7 +109,7 @@ def test_a_closed_cache_leaves_nothing_on_the_device_whoever_still_refers_to_it(
         model(batch).sum().backward()
         optimizer.step()
     rows = batch.rows
-    assert cache._raw.index_bytes > 0
+    assert cache._raw.reader.index_bytes > 0
     assert cache._backend.scratch_bytes > 0
     assert gpu.held > need(kind, passes)
     cache.close()

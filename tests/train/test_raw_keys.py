@@ -386,7 +386,7 @@ def test_an_index_on_the_device_takes_what_is_planned_of_the_budget(
         rows, indexes = cache.device_bytes, []
         for current in cache.passes(epochs=1):
             check_ids(passes, current, keys[current.sub_dataset])
-            index = cache._raw.reader._finder._index
+            index = cache._raw.reader._index
             assert isinstance(index, raw_key_indexes.CudaKeyIndex)
             held = index._index._held, index._index._apart_held, index._coming
             planned = cache._backend.index_bytes(max(p.rows("a") + p.rows("b") for p in passes.passes), 2)

@@ -117,7 +117,7 @@ def _device_bytes(data: PassDataset, device: str, budget: int | None, *, plain_k
     from tiercache.rows.device import DeviceMemoryPlan
     from tiercache.sizes import format_bytes, option_bytes
     from tiercache.store.table import group_tables
-    from tiercache.train.key_finder import IndexPlan
+    from tiercache.train.raw_keys import IndexPlan
 
     backend = open_backend(device, data.tables)
     need = DeviceMemoryPlan.of(RowOffsets.of(data, group_tables(data.tables)), backend)

@@ -36,7 +36,6 @@ from tiercache.train.batches import BatchPipeline
 from tiercache.train.convert import drop_weights, refuse_weights, warn_of_keys_beyond, weight_rows, weights_of
 from tiercache.train.evaluation import Evaluation
 from tiercache.train.joint_optimizer import named_objects, unwrapped_objects
-from tiercache.train.key_finder import IndexPlan
 from tiercache.train.local_exchange import LocalExchange
 from tiercache.train.missing_rows import CommittedRows
 from tiercache.train.options import COMM_DTYPES, TierCacheOptions, refuse_moved
@@ -44,7 +43,7 @@ from tiercache.train.pass_loop import PassLoop
 from tiercache.train.plain_keys import PlainKeys
 from tiercache.train.rank_exchange import RankExchange
 from tiercache.train.rank_rows import RankRows
-from tiercache.train.raw_keys import RawKeys
+from tiercache.train.raw_keys import IndexPlan, RawKeys
 from tiercache.train.resident_rows import ResidentRows
 from tiercache.train.table_module import check_modules, table_modules
 
@@ -551,7 +550,7 @@ class TierCache:
             return
         with ExitStack() as last:
             for close in (
-                self._opened.close, self._backend.drop_scratch, self._rows.close, self._raw.close,
+                self._opened.close, self._backend.drop_scratch, self._rows.close, self._raw.reader.close,
                 partial(self.communicator.close, failed=failed), partial(self._beside.close, failed=failed),
                 partial(self._asking.close, failed=failed), self._exchange.close, self.optimizer.close,
             ):  # fmt: skip
@@ -592,7 +591,7 @@ class TierCache:
     @property
     def device_bytes(self) -> int:
         """Bytes on the device of rows, slot maps, replicated tables and, after raw keys, the index of keys."""
-        return self._rows.device_bytes + self._exchange.device_bytes + self._raw.index_bytes
+        return self._rows.device_bytes + self._exchange.device_bytes + self._raw.reader.index_bytes
 
     @property
     def scratch_bytes(self) -> int:

@@ -101,7 +101,7 @@ class LocalExchange:
                 joined[key] = replace(joined[key], runs=runs)
         weight = samples.num_samples / request.step_samples
         joins = Collations(self._seen, joined)
-        batch = make_batch(samples, rows, weight=weight, end=request.done, joins=joins, bringer=upload)
+        batch = make_batch(samples, rows, weight=weight, end=request.done, joins=joins, to_device=upload.to_device)
         upload.send()
         return _Brought(batch, upload)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tiercache.store import Store
     from tiercache.store.table import Group, Table
     from tiercache.train.anchors import Arrival
+    from tiercache.train.raw_samples import Missing
     from tiercache.train.row_optimizer import RowOptimizer
     from tiercache.values.batch import Batch
     from tiercache.values.ids import FoundIds
@@ -73,10 +74,6 @@ class ResidentKeys:
         for p in trained - self._marked:
             self._trained[self._slots_P[p] - self._first] = True
         self._marked = trained
-
-
-Missing = Literal["error", "zero", "init", "load"]
-MISSING = ("error", "zero", "init", "load")
 
 
 class CommittedRows:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from tiercache.data.dataset import SubDatasetView
     from tiercache.train.batches import BatchPipeline
     from tiercache.train.local_exchange import Exchange
-    from tiercache.train.missing_rows import Missing
     from tiercache.train.raw_keys import RawKeys
+    from tiercache.train.raw_samples import Missing
     from tiercache.train.row_view import RowView
     from tiercache.values.batch import Batch
 

@@ -1,47 +1,232 @@
-"""Finds raw keys in the key set of the pass being trained: by an index where the device budget leaves room for one."""
+"""Batches of raw keys: their samples are read, and their keys found in the key set of the pass being trained."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
+import torch
 
+from tiercache.errors import BudgetError, KeyNotInPassError
+from tiercache.kernels.cpu.key_index import KeySet
+from tiercache.kernels.cpu.key_sweeps import search_keys
+from tiercache.rows.backends.raw_key_indexes import HostFound
+from tiercache.sizes import format_bytes
 from tiercache.train.missing_rows import MissingRows, check_unseen
-from tiercache.train.raw_samples import RawReader
+from tiercache.train.raw_samples import MISSING, RawSamples, dense_numbers, feature_keys
 from tiercache.values.batch import Batch
-from tiercache.values.ids import FeatureIds
+from tiercache.values.ids import FeatureIds, FoundIds
 from tiercache.values.lookups import UNSEEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from numpy.typing import NDArray
+
+    from tiercache.data.dataset import PassDataset
+    from tiercache.data.raw_batch import FeatureKeys
     from tiercache.data.sub_dataset import SubDataset
-    from tiercache.rows.backends.base import Backend
+    from tiercache.rows.backends.base import Backend, KeyIndex
     from tiercache.schema import Schema
-    from tiercache.store.table import Group
-    from tiercache.train.key_finder import IndexPlan
+    from tiercache.store.table import Group, Table
     from tiercache.train.local_exchange import Exchange
-    from tiercache.train.missing_rows import Missing
-    from tiercache.train.raw_samples import RawSamples
+    from tiercache.train.raw_samples import Missing
     from tiercache.train.row_optimizer import RowOptimizer
     from tiercache.train.row_view import RowView
+    from tiercache.values.ids import Found
     from tiercache.values.lookups import RowReader, Unseen
 
 
-class _Turn(NamedTuple):
-    """What a rank tells the others of its part of a batch."""
+_SHARED_KEYS = 1 << 15  # fewer are found before other threads have begun
+SCRATCH_BYTES = 40  # for each row that is read, in addition to its vector
+
+
+class IndexPlan(NamedTuple):
+    """The index of the raw keys of a pass, as it is planned."""
+
+    num_keys: int
+    """Keys of the largest pass, of all tables."""
+    num_bytes: int
+    """Bytes on the device; 0 if no index is built."""
+
+    @classmethod
+    def of(cls, data: PassDataset, backend: Backend, room: int | None = None) -> IndexPlan:
+        """Plan an index for the passes of a dataset. room: bytes of the device's budget that are left for it."""
+        num_keys = max(sum(one.rows(table.name) for table in data.tables) for one in data.passes)
+        num_bytes = backend.index_bytes(num_keys, len(data.tables))
+        return cls(num_keys, num_bytes if room is None or num_bytes <= room else 0)
+
+
+class RawReader:
+    """Reads the samples of loaders, and finds their keys in the key set of a pass. On the training thread.
+
+    The backend's index has room for the largest pass and is built at the first batch of each pass. If it does not fit
+    the budget, keys are searched on the CPU in the mapped key set, which takes no memory: keys are in hash order, so a
+    search is an interpolation. It takes 4 to 9 times as long as the CPU's index.
+    """
+
+    def __init__(self, schema: Schema, tables: Sequence[Table], backend: Backend, plan: IndexPlan) -> None:
+        self._schema, self._tables, self._backend, self._plan = schema, tuple(tables), backend, plan
+        self._table_numbers = {table.name: t for t, table in enumerate(self._tables)}
+        self._table_of = {feature.name: feature.table for feature in schema.features}
+        self._index: KeyIndex | None = None
+        self._indexed: SubDataset | None = None
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the index; 0 before the first batch, and if none is planned."""
+        return 0 if self._index is None else self._index.num_bytes
+
+    def close(self) -> None:
+        """Free the index; the next search would build another."""
+        self._index = self._indexed = None
+
+    def find(self, source: SubDataset, features: dict[str, FeatureKeys]) -> tuple[Found, dict[str, FoundIds]]:
+        """Return the local ids of keys in the key sets of ``source``, of all features in one array and by feature."""
+        tables = np.array([self._table_numbers[self._table_of[name]] for name in features], np.int64)
+        starts = np.zeros(tables.size + 1, np.int64)
+        np.cumsum([feature.keys.size for feature in features.values()], out=starts[1:])
+        keys = [feature.keys for feature in features.values()]
+        index = self._index_of(source)
+        found = self._search(source, keys, starts, tables) if index is None else index.find(keys, starts, tables)
+        ends = starts.tolist()
+        return found, {
+            name: FoundIds(found, first, last, feature.offsets, feature.weights)
+            for (name, feature), first, last in zip(features.items(), ends[:-1], ends[1:], strict=True)
+        }
+
+    def read(
+        self,
+        source: SubDataset | None,
+        keys: Mapping[str, Any],
+        *,
+        pass_name: str = "",
+        number: int = 0,
+        missing: Missing = "load",
+        weights: Mapping[str, Any] | None = None,
+        label: Any = None,
+        dense: Any = None,
+    ) -> RawSamples:
+        """Return the samples of batch ``number`` of a pass over ``source``; None: of no pass.
+
+        Raises KeyNotInPassError for a missing key if ``missing`` is "error", and the errors of ``Pass.batch``.
+        """
+        if missing not in MISSING:
+            raise ValueError(f"missing is {missing!r}: it must be one of {', '.join(map(repr, MISSING))}")
+        num_samples, features = feature_keys(self._schema, keys, weights, (label, dense))
+        found, ids = (None, {}) if source is None else self.find(source, features)
+        labels = self._to_device("label", label, (0,), (num_samples,))
+        columns = self._to_device("dense", dense, (num_samples, 0), (num_samples, -1))
+        lost = None if found is None else found.missing()  # all copies have begun: this waits for the search only
+        if lost is not None and lost.count and missing == "error":
+            self._refuse(lost.first, features, ids, pass_name, number)
+        return RawSamples(num_samples, features, labels, columns, ids, lost is None or lost.count > 0)
+
+    def keys_of(self, samples: RawSamples) -> dict[str, NDArray[np.int64]]:
+        """Return by table the unique keys of samples that their pass lacks, ascending; no table without any."""
+        found: dict[str, list[NDArray[np.int64]]] = {}
+        if samples.lacking:
+            for name, places in samples.places().items():
+                found.setdefault(self._table_of[name], []).append(samples.features[name].keys[places < 0])
+        return {table: np.unique(np.concatenate(keys)) for table, keys in found.items() if sum(map(len, keys))}
+
+    def check_budget(self, num_samples: int, keys: Mapping[str, NDArray[np.int64]], budget: int) -> None:
+        """Raise BudgetError if the rows of an evaluation's unique keys, by table, exceed ``budget`` bytes."""
+        dims = {table.name: table.dim for table in self._tables}
+        num_bytes = sum(unique.size * (4 * dims[name] + SCRATCH_BYTES) for name, unique in keys.items())
+        if num_bytes > budget:
+            raise BudgetError(
+                f"the rows of {num_samples:,} samples take {format_bytes(num_bytes)}, but eval_budget is "
+                f"{format_bytes(budget)}: give smaller batches, or raise eval_budget (and host_budget, which holds it)"
+            )
+
+    def _to_device(
+        self, what: str, values: Any, absent: tuple[int, ...], shape: tuple[int, int] | tuple[int]
+    ) -> torch.Tensor:
+        """Return numbers on the device; without ``values`` an empty tensor of shape ``absent``."""
+        if values is None:
+            numbers = torch.empty(absent, dtype=torch.float32, device="cpu")
+        else:
+            numbers = dense_numbers(what, values, shape)
+        if numbers.device == self._backend.device:
+            return numbers
+        return self._backend.tensor(self._backend.to_device(numbers.numpy()))
+
+    def _refuse(
+        self, entry: int, features: dict[str, FeatureKeys], ids: dict[str, FoundIds], pass_name: str, number: int
+    ) -> NoReturn:
+        """Raise KeyNotInPassError for an entry of all features."""
+        name, found = next((name, found) for name, found in ids.items() if found.first <= entry < found.last)
+        at, table = entry - found.first, self._table_of[name]
+        key = int(features[name].keys[at])
+        wrapped = "" if not -(1 << 31) <= key < 0 else "; ids from 2**31 on are negative where they were int32"
+        raise KeyNotInPassError(
+            f"batch {number} of {pass_name} has the key {key} of table {table!r} at entry {at} of feature "
+            f"{name!r}, and the key set of its pass lacks it: give samples of this pass, write key sets that have "
+            f"all keys, or choose missing='load', 'init' or 'zero', which train no row for it{wrapped}",
+            table=table,
+            key=key,
+            batch=number,
+        )
+
+    def _index_of(self, source: SubDataset) -> KeyIndex | None:
+        """Return the index of a pass; None if none is planned, or the device has no memory for it."""
+        if self._indexed is source or not self._plan.num_bytes:
+            return self._index
+        self._indexed = None
+        if self._index is None:
+            table_ids = np.array([table.table_id for table in self._tables], np.uint64)
+            self._index = self._backend.key_index(self._plan.num_keys, table_ids)
+        if self._index is not None:
+            self._index.build([KeySet(t, source.keys(table.name), 0) for t, table in enumerate(self._tables)])
+        self._indexed = source
+        return self._index
+
+    def _search(
+        self,
+        source: SubDataset,
+        keys: Sequence[NDArray[np.int64]],
+        starts: NDArray[np.int64],
+        tables: NDArray[np.int64],
+    ) -> Found:
+        found = np.empty(int(starts[-1]), np.int32)
+        threads = torch.get_num_threads() if found.size >= _SHARED_KEYS else 1
+        step = max(1, -(-found.size // threads))
+        mapped = [source.keys(self._tables[t].name) for t in tables]
+        parts = [
+            (f, low, min(low + step, part.size)) for f, part in enumerate(keys) for low in range(0, part.size, step)
+        ]
+
+        def search(part: tuple[int, int, int]) -> None:
+            f, low, high = part
+            places = np.empty(high - low, np.int64)
+            search_keys(mapped[f], self._tables[tables[f]].table_id, keys[f][low:high], places)
+            found[starts[f] + low : starts[f] + high] = places
+
+        if threads == 1:
+            for part in parts:
+                search(part)
+        else:
+            with ThreadPoolExecutor(threads, thread_name_prefix="tiercache-search") as pool:
+                list(pool.map(search, parts))
+        return HostFound(found, self._backend.to_device(found))
+
+
+class _Part(NamedTuple):
+    """A rank's part of a batch, as it tells the other ranks."""
 
     num_samples: int = 0
     loads: bool = False
-    """Whether it has keys to load."""
+    """True if it has keys to load."""
     ended: bool = False
-    """Whether it had no keys to give."""
+    """True if its loader has ended."""
     unseen: int = 0
-    """How it asks for keys to be read that were never trained: a place in `UNSEEN`."""
+    """Its choice for keys that were never trained, by its index in `UNSEEN`."""
 
 
 class RawKeys:
-    """Makes the batches of raw keys of one cache. Every call but ``close`` is collective; on the training thread."""
+    """Makes the batches of raw keys of one cache. Collective; on the training thread."""
 
     def __init__(
         self,
@@ -59,15 +244,6 @@ class RawKeys:
         self.missing = MissingRows(schema, groups, optimizer, backend)
         self._dense_columns = len(schema.dense)
 
-    @property
-    def index_bytes(self) -> int:
-        """Bytes of the index of keys."""
-        return self.reader.index_bytes
-
-    def close(self) -> None:
-        """Let go of the index."""
-        self.reader.close()
-
     def batch(
         self,
         source: SubDataset,
@@ -83,111 +259,106 @@ class RawKeys:
 
         begin: called first; its errors are raised on all ranks. samples: as of ``RawReader.read``.
         """
-        mine, error = None, None
+        read, error = None, None
         name = f"batch {number} of {rows.name}"
         try:
             begin()
             if keys is not None:
-                mine = self.reader.read(source, rows.name, keys, number=number, missing=missing, **samples)
-                self._dense_columns = mine.dense.shape[1]
+                read = self.reader.read(source, keys, pass_name=rows.name, number=number, missing=missing, **samples)
+                self._dense_columns = read.dense.shape[1]
         except Exception as caught:  # told to all ranks
             error = caught
-        turn = _Turn(ended=True) if mine is None else _Turn(mine.num_samples, missing == "load" and mine.lacking)
-        turns = self._turns(turn, f"making {name}", error)
-        if all(turn.ended for turn in turns):
+        part = _Part(ended=True) if read is None else _Part(read.num_samples, missing == "load" and read.lacking)
+        parts = self._exchange_parts(part, f"making {name}", error)
+        if all(part.ended for part in parts):
             return None
-        sizes = [turn.num_samples for turn in turns]
+        sizes = [part.num_samples for part in parts]
         if any(sizes) and not all(sizes):
-            mine, missing = self._borrowed(source, mine, missing, sizes)
-        elif mine is None:
-            mine = self._nothing(source)
+            read, missing = self._borrow(source, read, missing, sizes)
+        elif read is None:
+            read = self._no_samples(source)
         reader: RowReader | None = None
-        if any(turn.loads for turn in turns):
-            lacking = mine if missing == "load" else None
+        if any(part.loads for part in parts):
+            lacking = read if missing == "load" else None
             reader = self.exchange.load(lambda: {} if lacking is None else self.reader.keys_of(lacking))
-        made, ids = self.exchange.raw(mine, rows, name, self._weight(sizes))
+        made, ids = self.exchange.raw(read, rows, name, self._weight(sizes))
         if ids is not None:
-            made = self.exchange.named(self.missing.add(made, mine.features, ids, missing, reader))
+            made = self.exchange.named(self.missing.add(made, read.features, ids, missing, reader))
         return made, sum(sizes)
 
     def evaluate(
-        self, keys: Mapping[str, Any] | None, budget: int, *, unseen: Unseen = "initial", **given: Any
+        self, keys: Mapping[str, Any] | None, budget: int, *, unseen: Unseen = "initial", **samples: Any
     ) -> Batch | None:
-        """Return a batch outside any pass: ``TierCache.evaluate_batch`` promises it."""
+        """Return a batch outside any pass; see ``TierCache.evaluate_batch``."""
         check_unseen(unseen)
-        what, mine, error, wanted = "an evaluation of raw keys", None, None, dict[str, Any]()
+        what, read, error, missing_keys = "an evaluation of raw keys", None, None, dict[str, Any]()
         try:
             if keys is not None:
-                mine = self.exchange.used(self.reader.read(None, "", keys, **given))
-                self._dense_columns = mine.dense.shape[1]
-                wanted = self.reader.keys_of(mine)
-                self.reader.check_budget(mine.num_samples, wanted, budget)
+                read = self.exchange.used(self.reader.read(None, keys, **samples))
+                self._dense_columns = read.dense.shape[1]
+                missing_keys = self.reader.keys_of(read)
+                self.reader.check_budget(read.num_samples, missing_keys, budget)
         except Exception as caught:  # told to all ranks
             error = caught
-        turn = _Turn(0 if mine is None else mine.num_samples, True, mine is None, UNSEEN.index(unseen))
-        turns = self._turns(turn, f"making a batch of {what}", error)
-        if len(asked := {one.unseen for one in turns}) > 1:
-            listed = ", ".join(repr(UNSEEN[one]) for one in sorted(asked))
+        part = _Part(0 if read is None else read.num_samples, True, read is None, UNSEEN.index(unseen))
+        parts = self._exchange_parts(part, f"making a batch of {what}", error)
+        if len(choices := {one.unseen for one in parts}) > 1:
+            listed = ", ".join(repr(UNSEEN[one]) for one in sorted(choices))
             raise ValueError(f"ranks gave different values of unseen ({listed}): give the same one on all ranks")
-        if all(turn.ended for turn in turns):
+        if all(part.ended for part in parts):
             return None
-        reader = self.exchange.load(lambda: wanted, budget, unseen)
-        mine = self.exchange.used(self._nothing(None)) if mine is None else mine
-        places = mine.places()
-        ids = {name: FeatureIds(places[name], one.offsets, one.weights) for name, one in mine.features.items()}
-        weight = self._weight([turn.num_samples for turn in turns])
-        made = Batch(mine.label, mine.dense, ids, self.missing.no_rows(what), mine.num_samples, weight)
-        return self.exchange.named(self.missing.add(made, mine.features, places, "load", reader))
+        reader = self.exchange.load(lambda: missing_keys, budget, unseen)
+        read = self.exchange.used(self._no_samples(None)) if read is None else read
+        places = read.places()
+        ids = {name: FeatureIds(places[name], one.offsets, one.weights) for name, one in read.features.items()}
+        weight = self._weight([part.num_samples for part in parts])
+        made = Batch(read.label, read.dense, ids, self.missing.no_rows(what), read.num_samples, weight)
+        return self.exchange.named(self.missing.add(made, read.features, places, "load", reader))
 
-    def _turns(self, mine: _Turn, what: str, error: Exception | None) -> list[_Turn]:
-        """Tell the others of this rank's part; raises where any rank has an error."""
-        told = self.exchange.tell([*map(int, mine)], what, error)
-        return [_Turn(samples, bool(loads), bool(ended), unseen) for samples, loads, ended, unseen in told]
+    def _exchange_parts(self, part: _Part, what: str, error: Exception | None) -> list[_Part]:
+        """Return the parts of all ranks. Raises on all ranks if one has an error."""
+        told = self.exchange.tell([*map(int, part)], what, error)
+        return [_Part(samples, bool(loads), bool(ended), unseen) for samples, loads, ended, unseen in told]
 
     def _weight(self, sizes: Sequence[int]) -> float:
-        """Return what the mean loss of this rank's samples counts for; 1 of one rank."""
+        """Return the weight of the mean loss of this rank's samples; 1 with one rank."""
         return self._ranks.size * (sizes[self._ranks.rank] / max(1, sum(sizes))) if len(sizes) > 1 else 1.0
 
-    def _borrowed(
-        self, source: SubDataset, mine: RawSamples | None, missing: Missing, sizes: Sequence[int]
+    def _borrow(
+        self, source: SubDataset, samples: RawSamples | None, missing: Missing, sizes: Sequence[int]
     ) -> tuple[RawSamples, Missing]:
-        """Return this rank's samples; the first one of the first rank that has some in place of none."""
+        """Return this rank's samples; if it has none, the first sample of the first rank that has some."""
         lender = next(rank for rank, size in enumerate(sizes) if size)
-        lent = self._lent(mine, missing) if self._ranks.rank == lender and mine is not None else None
-        lent = self._ranks.all_gather_object(lent, "lending a sample to ranks without")[lender]
+        lent = self._first_sample(samples) if self._ranks.rank == lender and samples is not None else None
+        lent, choice = self._ranks.all_gather_object((lent, missing), "lending a sample to ranks without")[lender]
         borrowed = None
         with self._ranks.raise_on_all("borrowing a sample"):
-            if mine is None or not mine.num_samples:
-                keys = {name: tuple(given) if ragged else given for name, (given, ragged) in lent["keys"].items()}
-                others = {name: lent[name] for name in ("weights", "label", "dense", "missing")}
-                borrowed = self.reader.read(source, "", keys, **others)
+            if samples is None or not samples.num_samples:
+                ragged = {feature.name for feature in self._schema.features if feature.hotness == "ragged"}
+                keys = {name: tuple(one) if name in ragged else one for name, one in lent.pop("keys").items()}
+                borrowed = self.reader.read(source, keys, **lent, missing=choice)
         if borrowed is None:
-            assert mine is not None
-            return mine, missing
-        return borrowed, lent["missing"]
+            assert samples is not None
+            return samples, missing
+        return borrowed, choice
 
-    def _lent(self, mine: RawSamples, missing: Missing) -> dict[str, Any]:
-        """Return the first sample as its reader takes it."""
-        keys, weights = {}, {}
+    def _first_sample(self, samples: RawSamples) -> dict[str, Any]:
+        """Return the first sample as arguments of `RawReader.read`."""
+        keys, weights = dict[str, Any](), {}
         for feature in self._schema.features:
-            one, ragged = mine.features[feature.name].slice(0, 1), feature.hotness == "ragged"
-            values, shape = one.keys, (1, -1) if feature.hotness == "multi_hot" else (-1,)
-            given = values.reshape(shape).tolist()
-            keys[feature.name] = ([given, [0, values.size]] if ragged else given), ragged
+            one = samples.features[feature.name].slice(0, 1)
+            shape = (1, -1) if feature.hotness == "multi_hot" else (-1,)
+            values = one.keys.reshape(shape).tolist()
+            keys[feature.name] = (values, [0, one.keys.size]) if feature.hotness == "ragged" else values
             if one.weights is not None:
                 weights[feature.name] = one.weights.reshape(shape).tolist()
-        return {
-            "keys": keys,
-            "weights": weights,
-            "label": mine.label[:1].tolist() or None,
-            "dense": mine.dense[:1].tolist(),
-            "missing": missing,
-        }
+        label, dense = samples.label[:1].tolist() or None, samples.dense[:1].tolist()
+        return {"keys": keys, "weights": weights, "label": label, "dense": dense}
 
-    def _nothing(self, source: SubDataset | None) -> RawSamples:
-        """Return no samples, with as many dense columns as those before."""
+    def _no_samples(self, source: SubDataset | None) -> RawSamples:
+        """Return no samples, with as many dense columns as the samples before."""
         keys: dict[str, Any] = {}
         for feature in self._schema.features:
             none = np.empty(0, np.int64)
             keys[feature.name] = none.reshape(0, feature.length or 0) if feature.hotness == "multi_hot" else none
-        return self.reader.read(source, "", keys, dense=np.empty((0, self._dense_columns), np.float32))
+        return self.reader.read(source, keys, dense=np.empty((0, self._dense_columns), np.float32))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from tiercache.train.anchors import Arrival
     from tiercache.train.pass_ledger import PassLedger
     from tiercache.train.row_gradients import RowGradients
-    from tiercache.train.table_lookup import Collations, Uploader
-    from tiercache.values.ids import FeatureIds, FoundIds
+    from tiercache.values.ids import Array, FeatureIds, FoundIds
     from tiercache.values.lookups import GroupRows
 
 
@@ -184,18 +183,18 @@ def make_batch(
     weight: float = 1.0,
     end: int = 0,
     pooled: Mapping[str, Pooled] | None = None,
-    joins: Collations | None = None,
-    bringer: Uploader | None = None,
+    joins: Any = None,
+    to_device: Callable[[NDArray[np.float32]], Array] | None = None,
 ) -> Batch:
-    """Put samples on the device of ``rows``. ``ids``: what means rows there in place of the samples' local ids.
+    """Return a batch on the device of ``rows``. ``ids`` replace the samples' local ids.
 
-    bringer: what brings label and dense, in place of the backend.
+    joins: `Collations` of the batch. to_device: copies label and dense, in place of the backend's.
     """
     label = np.empty(0, dtype=np.float32) if samples.label is None else samples.label
-    bring = rows.backend.to_device if bringer is None else bringer.to_device
+    to_device = to_device or rows.backend.to_device
     return Batch(
-        label=rows.backend.tensor(bring(label)),
-        dense=rows.backend.tensor(bring(samples.dense)),
+        label=rows.backend.tensor(to_device(label)),
+        dense=rows.backend.tensor(to_device(samples.dense)),
         ids=samples.ids if ids is None else ids,
         rows=rows,
         num_samples=samples.num_samples,
