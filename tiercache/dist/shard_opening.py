@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tiercache.dist.budget_checks import check_plan, check_store
@@ -19,7 +18,7 @@ from tiercache.store.shards.sharding import ShardingPlan
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from tiercache.data.dataset import PassDataset
@@ -32,18 +31,6 @@ if TYPE_CHECKING:
 
 
 _PLANNING = "planning the budgets"
-
-
-@contextmanager
-def closed_on_error(opened: object, *names: str) -> Iterator[None]:
-    """Close attributes of ``opened``, as far as there are any, where the body fails: this process can open it again."""
-    try:
-        yield
-    except BaseException:
-        for name in names:
-            if hasattr(opened, name):
-                getattr(opened, name).close()
-        raise
 
 
 def choose_sharding(

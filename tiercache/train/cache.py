@@ -3,48 +3,27 @@
 from __future__ import annotations
 
 import os
-import sys
 import weakref
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
-from functools import partial
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Never
 
 import torch
 from torch import nn
 
-from tiercache.data.dataset import PassDataset
-from tiercache.dist.budget_checks import check_device
-from tiercache.dist.communicator import communicator_of, only_rank
-from tiercache.dist.consistency import check_same, check_same_places
-from tiercache.dist.shard_opening import closed_on_error
-from tiercache.dist.shard_view import ShardView
-from tiercache.dist.training_store import StoreOptions, TrainingStore
-from tiercache.errors import BudgetError, StateError
-from tiercache.planning.budgets import Budgets
+from tiercache.errors import StateError
 from tiercache.planning.matching import check_features
-from tiercache.planning.plan_file import TrainingPlan
-from tiercache.planning.schedule import order_rule
-from tiercache.reporting.progress import prepare_kernels
 from tiercache.reporting.report import write_json_lines, write_scalars
-from tiercache.rows.backends.open_backend import device_name, open_backend
-from tiercache.rows.threads import share_threads
 from tiercache.store.commit_reader import warn_unclosed
 from tiercache.store.opening import local_path
 from tiercache.store.table import group_tables
-from tiercache.train.batches import BatchPipeline
-from tiercache.train.convert import drop_weights, refuse_weights, warn_of_keys_beyond, weight_rows, weights_of
+from tiercache.train.cache_parts import CacheParts
+from tiercache.train.convert import refuse_weights
 from tiercache.train.evaluation import Evaluation
-from tiercache.train.joint_optimizer import named_objects, unwrapped_objects
-from tiercache.train.local_exchange import LocalExchange
+from tiercache.train.joint_optimizer import unwrapped_objects
 from tiercache.train.missing_rows import CommittedRows
-from tiercache.train.options import COMM_DTYPES, TierCacheOptions, refuse_moved
-from tiercache.train.pass_loop import PassLoop
+from tiercache.train.options import TierCacheOptions, refuse_moved
 from tiercache.train.plain_keys import PlainKeys
-from tiercache.train.rank_exchange import RankExchange
 from tiercache.train.rank_rows import RankRows
-from tiercache.train.raw_keys import IndexPlan, RawKeys
-from tiercache.train.resident_rows import ResidentRows
 from tiercache.train.table_module import check_modules, table_modules
 
 if TYPE_CHECKING:
@@ -54,9 +33,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch.utils.tensorboard import SummaryWriter
 
-    from tiercache.data.dataset import DatasetView
+    from tiercache.data.dataset import PassDataset
     from tiercache.planning.pass_plan import PassPlan
-    from tiercache.planning.schedule import OrderRule
     from tiercache.planning.sharding_rules import ShardingRules
     from tiercache.planning.store_plan import StorePlan
     from tiercache.reporting.report import PassReport
@@ -65,7 +43,6 @@ if TYPE_CHECKING:
     from tiercache.store.shards.sharding import ShardingPlan
     from tiercache.train.evaluation import CurrentRows
     from tiercache.train.joint_optimizer import JointOptimizer
-    from tiercache.train.local_exchange import Exchange
     from tiercache.train.passes import Pass
     from tiercache.values.batch import Batch
     from tiercache.values.lookups import Unseen
@@ -126,14 +103,12 @@ class TierCache:
             optimizer: one or several, registered as "optimizer", or "optimizer0" and so on.
             device: where rows are trained: "cpu", "cuda", "cuda:1" or a torch.device. The model belongs there too. With
                 several ranks, "cuda" is the GPU of LOCAL_RANK, or the only visible one.
-            device_budget: bytes (or "64MiB") on the device for rows and slot maps, and for the index of raw keys if it
-                fits.
+            device_budget: bytes (or "64MiB") on the device for rows, slot maps and, if it fits, the index of raw keys.
             host_budget: bytes of anonymous memory for planning, batches, dump, prefetched and cached rows, one write
                 transaction and evaluation.
             eval_budget: the part of ``host_budget`` that is reserved for evaluation; default: a sixteenth.
-            store_budget: the most bytes that the store may ever need. It is checked here and, with the dense state,
-                before training. It does not stop writes; that of ``Store.open`` does. All budgets count for each
-                rank.
+            store_budget: the most bytes that the store may ever need, checked here and, with the dense state, before
+                training. It does not stop writes; that of ``Store.open`` does. All budgets count for each rank.
             plan: the file that `tiercache plan` wrote. Budgets, order and commit_every that are not given here are
                 those of the plan, and the reports have its predicted seconds beside the measured ones.
             sharding: how tables are divided over ranks: a strategy ("auto", "basic", "memory_balanced",
@@ -142,8 +117,7 @@ class TierCache:
                 sharding of the store. If the sharding or the number of ranks differs from the store's, its shards are
                 rewritten first.
             commit_every: passes between commits; default: 1.
-            retention: as in ``Store.open``, if the cache opens the store. With several ranks it counts the commits of
-                all ranks.
+            retention: as in ``Store.open``, which the cache then calls; it counts the commits of all ranks together.
             seed: the seed of shuffled batches.
             order: the order of the sub-datasets in every epoch: a permutation of their numbers, or "overlap", which
                 puts those next to each other that share rows, so that fewer rows move. Default: their own order.
@@ -161,149 +135,34 @@ class TierCache:
             StoreError: what ``Store.open`` raises.
         """
         refuse_moved(unknown)
-        options = options or TierCacheOptions()
-        comm_dtype = COMM_DTYPES[options.comm_dtype]
-        self._closed, device = False, device_name(device)
-        where = device if isinstance(device, str) else device.device
-        find_ranks = only_rank if store is None else communicator_of
-        self.communicator = ranks = find_ranks(options.group, where)
-        with closed_on_error(self, "_exchange", "_rows", "_asking", "_beside", "_opened", "communicator"):
-            with ranks.raise_on_all("reading the budgets"):
-                self.dataset = data = PassDataset.of(data)
-                planned = None if plan is None else TrainingPlan.read(plan, data)
-                if order is None and order_seed is None and planned is not None:
-                    order = planned.order
-                limits = {
-                    "device_budget": device_budget, "host_budget": host_budget, "eval_budget": eval_budget,
-                    "store_budget": store_budget, "commit_every": commit_every,
-                }  # fmt: skip
-                store_options = StoreOptions(
-                    sharding=sharding, shard_dirs=options.shard_dirs, engine=options.engine, retention=retention,
-                    reorganize=options.reorganize, order=order_rule(data, order, order_seed),
-                )  # fmt: skip
-                self._opened = TrainingStore(store, data, ranks, store_options)
-                objects = named_objects(model=model, optimizer=optimizer)
-                weights = weights_of(objects.values())
-                facts = self._opened.facts | {
-                    "the model and the optimizer": [*objects],
-                    "tables with weights": sorted(weights),
-                }
-                if store is None:
-                    refuse_weights(objects.values())
-                    _refuse_options(
-                        **limits, plan=plan, shard_dirs=options.shard_dirs, engine=options.engine,
-                        retention=retention, sharding=None if sharding == "auto" else sharding,
-                    )  # fmt: skip
-                else:
-                    budgets = Budgets.parse(None if planned is None else planned.budgets.to_budgets(), **limits)
-                    facts |= asdict(budgets)
-            if ranks.size > 1:
-                check_same(ranks, self._facts(data) | facts | {
-                    "comm_dtype": options.comm_dtype, "seed": int(seed), "on_nonfinite": options.on_nonfinite,
-                })  # fmt: skip
-                check_same_places(ranks, self._opened.places)
-            source = self._opened.choose(number_bytes=comm_dtype.itemsize)
-            with ranks.raise_on_all("opening the device"):
-                opened = str(ranks.device) if isinstance(device, str) else device
-                self._backend = backend = open_backend(opened, source.tables)
-                prepare_kernels(source.tables)
-                share_threads()
-            with ranks.raise_on_all("looking at the model"):
-                check_modules(objects, data)
-            room: int | None = None
-            self._rows: RankRows | ResidentRows
-            if store is None:
-                self.store = None  # type: ignore[assignment]
-                self._clone_ranks()
-                self._rows = self._resident = ResidentRows(source, backend, store_options.order)
-            else:
-                self._rows, room = self._open_rows(
-                    source, budgets, objects, order=store_options.order, progress=progress
-                )
-            self.dense, row_optimizer = self._rows.state.dense, self._rows.state.optimizer
-            self.optimizer = self._rows.state.joint
-            row_optimizer.anchors.is_closed_to_others = store is not None
-            row_optimizer.anchors.flags_overflow = ranks.size > 1
-            self._opened.drop_older()  # nothing is refused any more
-            self._groups = group_tables(data.tables)
-            self._modules: list[nn.Module] = []
-            """What looks rows up."""
-            self._exchange = self._new_exchange(comm_dtype)
-            index = IndexPlan.of(data, backend, room)
-            self.index_bytes = index.num_bytes
-            """Bytes of ``device_budget`` that are planned for the index of raw and plain keys; 0 if they do not fit.
-
-            Keys are then searched on the CPU. The index is built when a pass first looks keys up.
-            """
-            self._raw = RawKeys(data.schema, self._groups, self._exchange, row_optimizer, backend, index)
-            self._pipeline = BatchPipeline(backend)
-            self.optimizer.bind(self._step)
-            shown = ranks.rank == 0 and (sys.stderr.isatty() if progress is None else progress)
-            self._loop = PassLoop(
-                self._opened,
-                self._rows,
-                self._exchange,
-                self._raw,
-                self._pipeline,
-                seed=seed,
-                shown=shown,
-                on_nonfinite=options.on_nonfinite,
-                rates=None if planned is None else planned.machine,
-            )
-            self._plain = PlainKeys(self._raw, self)
-            self.reports: list[PassReport] = self._loop.reports
-            """What this rank moved, a report for each pass trained by this object; the last one while it runs."""
-            self._scalars_written = 0
-            self.register(**objects)
-        self._pid = os.getpid()
-
-    def _open_rows(
-        self,
-        source: DatasetView,
-        budgets: Budgets,
-        objects: Mapping[str, Any],
-        *,
-        order: OrderRule,
-        progress: bool | None,
-    ) -> tuple[RankRows, int]:
-        """Open the store and allocate memory for its rows. Returns them and the bytes left of the device budget."""
-        ranks, weights = self.communicator, weights_of(objects.values())
-        with ranks.raise_on_all("planning the budgets"):  # before the store is made, or written anew for them
-            budgets = check_device(budgets, source, self._backend)
-        if ranks.rank == 0:
-            warn_of_keys_beyond(weights, self.dataset)
-        first = partial(weight_rows, weights=weights) if weights else None
-        try:
-            self.store = self._opened.open(source, budgets, first=first, progress=progress)
-            drop_weights(objects.values())
-            self._clone_ranks()
-            with ranks.raise_on_all("planning the budgets"):
-                rows = RankRows(self.store, source, self._backend, budgets, order=order)
-        except BudgetError:
-            self._opened.discard_new()
-            raise
-        return rows, budgets.device_budget - rows.device_bytes
-
-    def _clone_ranks(self) -> None:
-        """Connect the ranks for other threads. NCCL takes memory of the device for it: before the rows do."""
-        self._beside, self._asking = self.communicator.clone(), self.communicator.clone(device="cpu")
-
-    @staticmethod
-    def _facts(data: PassDataset) -> dict[str, Any]:
-        """Return what has to be the same on all ranks of what is trained."""
-        tables = [str(table) for table in data.tables]
-        return {"the schema": data.schema.digest, "the tables": tables, "the dataset": data.digest}
-
-    def _new_exchange(self, comm_dtype: torch.dtype) -> Exchange:
-        ranks, backend, optimizer = self.communicator, self._backend, self.optimizer.rows
-        if ranks.size == 1:
-            return LocalExchange(ranks, backend, optimizer, self.live_rows)
-        share = self._rows.source
-        assert isinstance(share, ShardView)
-        return RankExchange(
-            ranks, self._beside, self._asking, share, backend, optimizer, self.live_rows, self._modules,
-            comm_dtype=comm_dtype,
+        limits = {
+            "device_budget": device_budget, "host_budget": host_budget, "eval_budget": eval_budget,
+            "store_budget": store_budget, "commit_every": commit_every,
+        }  # fmt: skip
+        self._closed = False
+        self._parts = parts = CacheParts(
+            store, data, device, limits, self.live_rows, model=model, optimizer=optimizer, plan=plan,
+            sharding=sharding, retention=retention, seed=seed, order=order, order_seed=order_seed, progress=progress,
+            options=options or TierCacheOptions(),
         )  # fmt: skip
+        self.communicator, self.dataset, self._opened = parts.ranks, parts.dataset, parts.training_store
+        self.store = parts.store  # type: ignore[assignment]
+        self._backend, self._rows, self._exchange, self._raw = parts.backend, parts.rows, parts.exchange, parts.raw
+        self._pipeline, self._loop = parts.pipeline, parts.loop
+        self.dense, self.optimizer = parts.rows.state.dense, parts.rows.state.joint
+        self.optimizer.bind(self._step)
+        self._plain = PlainKeys(parts.raw, self)
+        self.index_bytes = parts.index_bytes
+        """Bytes of ``device_budget`` that are planned for the index of raw and plain keys; 0 if they do not fit.
+
+        Keys are then searched on the CPU. The index is built when a pass first looks keys up.
+        """
+        self.reports: list[PassReport] = parts.loop.reports
+        """What this rank moved, a report for each pass trained by this object; the last one while it runs."""
+        self._scalars_written = 0
+        with parts.closed_on_error():
+            self.register(**parts.objects)
+        self._pid = os.getpid()
 
     # -- before training ----------------------------------------------------------------------------------
 
@@ -324,7 +183,7 @@ class TierCache:
         objects = unwrapped_objects(objects, self.optimizer)
         check_modules(objects, self.dataset)
         self.dense.register(objects)
-        self._modules += [value for value in objects.values() if isinstance(value, nn.Module)]
+        self._parts.modules += [value for value in objects.values() if isinstance(value, nn.Module)]
         self.optimizer.follow(objects.values())
         for value in objects.values():
             if isinstance(value, torch.amp.GradScaler):
@@ -546,32 +405,20 @@ class TierCache:
         if self._closed:
             return
         self._closed = True
-        if os.getpid() != self._pid:
-            return
-        with ExitStack() as last:
-            for close in (
-                self._opened.close, self._backend.drop_scratch, self._rows.close, self._raw.reader.close,
-                partial(self.communicator.close, failed=failed), partial(self._beside.close, failed=failed),
-                partial(self._asking.close, failed=failed), self._exchange.close, self.optimizer.close,
-            ):  # fmt: skip
-                last.callback(close)  # the last one first
-            if failed:  # before anything waits: a rank that waits for this one at an agreement raises
-                self.communicator.close(failed=True)
-            last.callback(self._loop.close)
-            if not failed:
-                last.callback(self._loop.finish)
+        if os.getpid() == self._pid:
+            self._parts.close(failed=failed)
 
     # -- parts --------------------------------------------------------------------------------------------
 
     @property
     def tables(self) -> tuple[Any, ...]:
         """All tables, whole, in the order of table ids."""
-        return tuple(table for group in self._groups for table in group.tables)
+        return tuple(table for group in self.groups for table in group.tables)
 
     @property
     def groups(self) -> tuple[Any, ...]:
         """The tables in groups of the same row layout."""
-        return self._groups
+        return group_tables(self.dataset.tables)
 
     @property
     def schema(self) -> Any:
@@ -624,13 +471,6 @@ class TierCache:
 
     # -- inside -------------------------------------------------------------------------------------------
 
-    def _newest(self) -> Pass | None:
-        """Return the pass that the loop was given last, whose rows may not be there yet."""
-        return self._loop.newest
-
-    def _check_restored(self) -> None:
-        self._rows.check_restored()
-
     def _step(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Apply the pending gradients of the tables that step with ``optimizer``: each row is updated once.
 
@@ -657,12 +497,3 @@ class TierCache:
         if not isinstance(self._rows, RankRows):
             raise StateError(f"{what} needs a store, and this cache has none: give TierCache the path of one")
         return self._rows
-
-
-def _refuse_options(**given: Any) -> None:
-    """Raise ValueError for an argument that a cache without a store has no use for."""
-    if found := [name for name, value in given.items() if value is not None]:
-        raise ValueError(
-            f"a cache without a store does not use {found[0]}, because all rows stay on the device and nothing is "
-            "committed: leave it out, or give the path of a store"
-        )

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.data.dataset import PassDataset
+    from tiercache.train.resident_rows import ResidentRows
 
 
 class InMemoryCache(TierCache):
@@ -22,16 +23,18 @@ class InMemoryCache(TierCache):
     or to measure what the tiers cost. It takes the arguments of ``TierCache(None, data, ...)``.
     """
 
-    def __init__(self, data: PassDataset | str | os.PathLike[str], **options: Any) -> None:
-        super().__init__(None, data, **options)
+    _rows: ResidentRows
+
+    def __init__(self, data: PassDataset | str | os.PathLike[str], **arguments: Any) -> None:
+        super().__init__(None, data, **arguments)
 
     def keys(self, table_name: str) -> NDArray[np.int64]:
         """Return all keys of a table, in the order of ``fields``."""
-        return self._resident.keys[table_name]
+        return self._rows.keys[table_name]
 
     def fields(self, table_name: str) -> tuple[NDArray[np.float32], ...]:
         """Return the vectors and each optimizer state of a table, float32 (rows, width).
 
         They are views on a CPU, except for 16-bit vectors, and copies from a GPU.
         """
-        return self._resident.read(table_name)
+        return self._rows.read(table_name)

@@ -143,8 +143,8 @@ class PlainKeys:
             )
         keys = FeatureKeys(given.keys, given.offsets, None)
         if trains:
-            return self._trained(feature, keys, given, cache._newest())
-        cache._check_restored()
+            return self._trained(feature, keys, given, cache._loop.newest)
+        cache._rows.check_restored()
         return self._read(feature, keys, given, cache.eval_bytes)
 
     def _trained(self, feature: Feature, keys: FeatureKeys, given: Given, current: Pass | None) -> Batch:

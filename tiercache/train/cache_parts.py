@@ -1,0 +1,219 @@
+"""The parts of a cache: opened one after the other, before anything is written what can be refused."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tiercache.data.dataset import PassDataset
+from tiercache.dist.budget_checks import check_device
+from tiercache.dist.communicator import communicator_of, only_rank
+from tiercache.dist.consistency import check_same, check_same_places
+from tiercache.dist.shard_view import ShardView
+from tiercache.dist.training_store import StoreOptions, TrainingStore
+from tiercache.errors import BudgetError
+from tiercache.planning.budgets import Budgets
+from tiercache.planning.plan_file import TrainingPlan
+from tiercache.planning.schedule import order_rule
+from tiercache.reporting.progress import prepare_kernels
+from tiercache.rows.backends.open_backend import device_name, open_backend
+from tiercache.rows.threads import share_threads
+from tiercache.store.table import group_tables
+from tiercache.train.batches import BatchPipeline
+from tiercache.train.convert import drop_weights, refuse_weights, warn_of_keys_beyond, weight_rows, weights_of
+from tiercache.train.joint_optimizer import named_objects
+from tiercache.train.local_exchange import LocalExchange
+from tiercache.train.options import COMM_DTYPES
+from tiercache.train.pass_loop import PassLoop
+from tiercache.train.rank_exchange import RankExchange
+from tiercache.train.rank_rows import RankRows
+from tiercache.train.raw_keys import IndexPlan, RawKeys
+from tiercache.train.resident_rows import ResidentRows
+from tiercache.train.table_module import check_modules
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    import torch
+    from torch import nn
+
+    from tiercache.data.dataset import DatasetView
+    from tiercache.planning.schedule import OrderRule
+    from tiercache.planning.sharding_rules import ShardingRules
+    from tiercache.rows.backends.base import Backend
+    from tiercache.store import Store
+    from tiercache.store.shards.sharding import ShardingPlan
+    from tiercache.train.evaluation import CurrentRows
+    from tiercache.train.local_exchange import Exchange
+    from tiercache.train.options import TierCacheOptions
+
+
+class CacheParts:
+    """The parts of a cache, closed in the reverse of the order in which they were opened."""
+
+    store: Store | None = None
+    """The store, or this rank's shard of it."""
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str] | Store | None,
+        data: PassDataset | str | os.PathLike[str],
+        device: str | torch.device | Backend,
+        limits: Mapping[str, int | str | None],
+        live_rows: Callable[..., CurrentRows],
+        *,
+        model: nn.Module | Sequence[nn.Module] | None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+        plan: str | os.PathLike[str] | None,
+        sharding: ShardingPlan | ShardingRules | str | Mapping[str, str],
+        retention: int | None,
+        seed: int,
+        order: Sequence[int] | str | None,
+        order_seed: int | None,
+        progress: bool | None,
+        options: TierCacheOptions,
+    ) -> None:
+        """Open them. ``limits``: the arguments of ``Budgets.parse``. ``live_rows``: that of the cache, kept weakly."""
+        comm_dtype, device = COMM_DTYPES[options.comm_dtype], device_name(device)
+        where = device if isinstance(device, str) else device.device
+        self.ranks = ranks = (only_rank if store is None else communicator_of)(options.group, where)
+        with self.closed_on_error():
+            with ranks.raise_on_all("reading the budgets"):
+                self.dataset = data = PassDataset.of(data)
+                planned = None if plan is None else TrainingPlan.read(plan, data)
+                if order is None and order_seed is None and planned is not None:
+                    order = planned.order
+                rule = order_rule(data, order, order_seed)
+                store_options = StoreOptions(
+                    sharding=sharding, shard_dirs=options.shard_dirs, engine=options.engine, retention=retention,
+                    reorganize=options.reorganize, order=rule,
+                )  # fmt: skip
+                self.training_store = TrainingStore(store, data, ranks, store_options)
+                self.objects = named_objects(model=model, optimizer=optimizer)
+                tables = [str(table) for table in data.tables]
+                facts = {"the schema": data.schema.digest, "the tables": tables, "the dataset": data.digest}
+                facts |= self.training_store.facts | {
+                    "the model and the optimizer": [*self.objects],
+                    "tables with weights": sorted(weights_of(self.objects.values())),
+                }
+                budgets = None
+                if store is None:
+                    refuse_weights(self.objects.values())
+                    _refuse_unused({
+                        **limits, "plan": plan, "shard_dirs": options.shard_dirs, "engine": options.engine,
+                        "retention": retention, "sharding": None if sharding == "auto" else sharding,
+                    })  # fmt: skip
+                else:
+                    budgets = Budgets.parse(None if planned is None else planned.budgets.to_budgets(), **limits)
+                    facts |= asdict(budgets)
+            if ranks.size > 1:
+                check_same(ranks, facts | {
+                    "comm_dtype": options.comm_dtype, "seed": int(seed), "on_nonfinite": options.on_nonfinite,
+                })  # fmt: skip
+                check_same_places(ranks, self.training_store.places)
+            source = self.training_store.choose(number_bytes=comm_dtype.itemsize)
+            with ranks.raise_on_all("opening the device"):
+                self.backend = open_backend(str(ranks.device) if isinstance(device, str) else device, source.tables)
+                prepare_kernels(source.tables)
+                share_threads()
+            with ranks.raise_on_all("looking at the model"):
+                check_modules(self.objects, data)
+            self.rows: RankRows | ResidentRows
+            free_bytes = None
+            if budgets is None:
+                self._clone_ranks()
+                self.rows = ResidentRows(source, self.backend, rule)
+            else:
+                self.rows, free_bytes = self._open_rows(source, budgets, order=rule, progress=progress)
+            self.training_store.drop_older()  # nothing is refused any more
+            row_optimizer = self.rows.state.optimizer
+            row_optimizer.anchors.is_closed_to_others = store is not None
+            row_optimizer.anchors.flags_overflow = ranks.size > 1
+            self.modules: list[nn.Module] = []
+            """The registered modules: what looks rows up."""
+            self.exchange = self._open_exchange(live_rows, comm_dtype)
+            index = IndexPlan.of(data, self.backend, free_bytes)
+            self.index_bytes = index.num_bytes
+            groups = group_tables(data.tables)
+            self.raw = RawKeys(data.schema, groups, self.exchange, row_optimizer, self.backend, index)
+            self.pipeline = BatchPipeline(self.backend)
+            self.loop = PassLoop(
+                self.training_store, self.rows, self.exchange, self.raw, self.pipeline, seed=seed,
+                shown=ranks.rank == 0 and (sys.stderr.isatty() if progress is None else progress),
+                on_nonfinite=options.on_nonfinite, rates=None if planned is None else planned.machine,
+            )  # fmt: skip
+
+    def _open_rows(
+        self, source: DatasetView, budgets: Budgets, *, order: OrderRule, progress: bool | None
+    ) -> tuple[RankRows, int]:
+        """Open the store and allocate memory for its rows. Returns them and the bytes left of the device budget."""
+        ranks, objects = self.ranks, self.objects.values()
+        weights = weights_of(objects)
+        with ranks.raise_on_all("planning the budgets"):  # before the store is made, or written anew for them
+            budgets = check_device(budgets, source, self.backend)
+        if ranks.rank == 0:
+            warn_of_keys_beyond(weights, self.dataset)
+        first = partial(weight_rows, weights=weights) if weights else None
+        try:
+            self.store = self.training_store.open(source, budgets, first=first, progress=progress)
+            drop_weights(objects)
+            self._clone_ranks()
+            with ranks.raise_on_all("planning the budgets"):
+                rows = RankRows(self.store, source, self.backend, budgets, order=order)
+        except BudgetError:
+            self.training_store.discard_new()
+            raise
+        return rows, budgets.device_budget - rows.device_bytes
+
+    def _clone_ranks(self) -> None:
+        """Connect the ranks for other threads. NCCL takes memory of the device for it: before the rows do."""
+        self._beside, self._asking = self.ranks.clone(), self.ranks.clone(device="cpu")
+
+    def _open_exchange(self, live_rows: Callable[..., CurrentRows], comm_dtype: torch.dtype) -> Exchange:
+        optimizer = self.rows.state.optimizer
+        if self.ranks.size == 1:
+            return LocalExchange(self.ranks, self.backend, optimizer, live_rows)
+        assert isinstance(self.rows.source, ShardView)
+        return RankExchange(
+            self.ranks, self._beside, self._asking, self.rows.source, self.backend, optimizer, live_rows, self.modules,
+            comm_dtype=comm_dtype,
+        )  # fmt: skip
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Close the parts that are open if the body fails, so that this process can open them again."""
+        try:
+            yield
+        except BaseException:
+            for name in ("exchange", "rows", "_asking", "_beside", "training_store", "ranks"):
+                if hasattr(self, name):
+                    getattr(self, name).close()
+            raise
+
+    def close(self, *, failed: bool) -> None:
+        """End the loop, unless the training failed, and close all parts."""
+        with ExitStack() as last:
+            for close in (
+                self.training_store.close, self.backend.drop_scratch, self.rows.close, self.raw.reader.close,
+                partial(self.ranks.close, failed=failed), partial(self._beside.close, failed=failed),
+                partial(self._asking.close, failed=failed), self.exchange.close, self.rows.state.joint.close,
+            ):  # fmt: skip
+                last.callback(close)  # the last one first
+            if failed:  # before anything waits: a rank that waits for this one at an agreement raises
+                self.ranks.close(failed=True)
+            last.callback(self.loop.close)
+            if not failed:
+                last.callback(self.loop.finish)
+
+
+def _refuse_unused(arguments: Mapping[str, object]) -> None:
+    """Raise ValueError for an argument that a cache without a store has no use for."""
+    if found := [name for name, value in arguments.items() if value is not None]:
+        raise ValueError(
+            f"a cache without a store does not use {found[0]}, because all rows stay on the device and nothing is "
+            "committed: leave it out, or give the path of a store"
+        )
