@@ -1,6 +1,6 @@
-"""The command ``tiercache``: exit code 0 where all is well, 1 for an error or damage, 2 for wrong usage.
+"""The command ``tiercache``: exit code 0 for success, 1 for an error or damage, 2 for wrong usage.
 
-An expected failure is one sentence on standard error. Every command takes ``--json``, which prints one JSON value and
+An expected failure is one line on standard error. Every command takes ``--json``, which prints one JSON value and
 nothing else, and ``--quiet``, which prints nothing but errors.
 """
 
@@ -17,7 +17,7 @@ from tiercache.errors import CudaError, StoreError, TierCacheError
 
 
 class _Commands(TyperGroup):
-    """Turns an expected failure of a command into one sentence and exit code 1."""
+    """Turns an expected failure of a command into one line and exit code 1."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -62,8 +62,8 @@ for name, command in (
     app.command(name)(command)
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(requested: bool) -> None:
+    if requested:
         from tiercache.version import __version__
 
         typer.echo(f"tiercache {__version__}")

@@ -1,4 +1,4 @@
-"""What ``tiercache info`` says of a dataset: sizes, overlap, reuse and skew, and what host memory buys."""
+"""``tiercache info`` of a dataset: sizes, overlap, reuse and skew, and the effect of host memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def describe(path: Path, *, plot: Path | None = None, curve: bool = False) -> tuple[dict[str, Any], list[Point]]:
-    """Return what is in a dataset as plain values, and its capacity curve; sweeps its key sets a hash range at a time.
+    """Return the facts of a dataset as plain values, and its capacity curve, by a sweep of its key sets.
 
-    curve: with the rows and bytes of an epoch at several host budgets. plot: a file for the same as pictures.
+    curve: include the rows and bytes of an epoch at several host budgets. plot: a file for the same as pictures.
     Raises DatasetError, and TierCacheError for a plot without matplotlib.
     """
     from tiercache.data.dataset import PassDataset
@@ -43,7 +43,7 @@ def show(console: Console, record: dict[str, Any], points: Sequence[Point]) -> N
 
 
 def verify(path: Path, progress: Callable[[int, int], None]) -> dict[str, Any]:
-    """Read all of a dataset and check it; "problems" has a sentence for the first damage that was found."""
+    """Read and check a dataset; "problems" has a message for the first damage."""
     from tiercache.data.dataset import PassDataset
 
     dataset, problems = PassDataset.open(path), []
@@ -61,7 +61,7 @@ def verify(path: Path, progress: Callable[[int, int], None]) -> dict[str, Any]:
 
 
 def reuse_of(data: PassDataset, order: OrderRule, *, counted: bool = False) -> Reuse:
-    """Return the reuse of the keys of a dataset in an order that repeats; counted: with how often each key occurs."""
+    """Return the reuse of the keys of a dataset in a repeated order; counted: include occurrences of keys."""
     from tiercache.planning.reuse import Reuse
     from tiercache.planning.row_offsets import RowOffsets
     from tiercache.planning.schedule import Schedule
@@ -86,7 +86,7 @@ def curve_record(point: Point) -> dict[str, Any]:
 
 
 def curve_table(points: Sequence[Point], *, seconds: bool = False) -> Any:
-    """Return the curve for people."""
+    """Return the curve as a table."""
     from tiercache.sizes import format_bytes
 
     names = ["rows read", "read", "rows written", "written", *(["predicted seconds"] if seconds else [])]

@@ -1,4 +1,4 @@
-"""``tiercache extract``: files to a dataset."""
+"""``tiercache extract``, and ``warmup`` and ``report``."""
 
 from __future__ import annotations
 
@@ -16,47 +16,48 @@ def extract(
     data: Annotated[
         list[str], typer.Argument(help="Files, folders, patterns and URLs: Parquet, Arrow IPC, CSV, TSV, NumPy.")
     ],
-    out: Annotated[str, typer.Option(help="The directory of the dataset; with --dask a URL, too.")],
-    device_budget: Annotated[str, typer.Option(help="What the rows of a pass may take, such as 8GiB.")],
+    out: Annotated[str, typer.Option(help="The directory of the dataset; with --dask also a URL.")],
+    device_budget: Annotated[str, typer.Option(help="Device memory for the rows of a pass, such as 8GiB.")],
     schema: Annotated[
-        Path | None, typer.Option(help="What the columns mean: a TOML file; not needed with --format criteo.")
+        Path | None, typer.Option(help="A TOML file that describes the columns; not needed with --format criteo.")
     ] = None,
     format: Annotated[  # noqa: A002 - what users call it
-        str | None, typer.Option(help="Of every file, whatever its suffix: as \\[source] format in the schema.")
+        str | None,
+        typer.Option(help="The format of every file, whatever its suffix: \\[source] format in the schema."),
     ] = None,
-    devices: Annotated[int, typer.Option(help="How many devices of that budget hold a pass together.")] = 1,
+    devices: Annotated[int, typer.Option(help="Devices with that budget that train a pass together.")] = 1,
     split_by: Annotated[str, typer.Option(help="Where passes end: budget, rows=N, file, column=NAME.")] = "budget",
     batch_multiple: Annotated[
-        int, typer.Option(help="Passes by budget and rows end at multiples of so many samples.")
+        int, typer.Option(help="With budget and rows, passes end at multiples of this many samples.")
     ] = 8192,
     min_count: Annotated[int, typer.Option(help="Keys with fewer occurrences share one row.")] = 1,
-    memory_limit: Annotated[str, typer.Option(help="Memory for samples on their way and key tables.")] = "1GiB",
-    workers: Annotated[int | None, typer.Option(help="Threads; all cores where not given.")] = None,
+    memory_limit: Annotated[str, typer.Option(help="Memory for samples in progress and key tables.")] = "1GiB",
+    workers: Annotated[int | None, typer.Option(help="Threads; all cores if not given.")] = None,
     samples: Annotated[
-        bool, typer.Option("--samples/--no-samples", help="With samples, or key sets alone for a loader of yours.")
+        bool, typer.Option("--samples/--no-samples", help="Write samples, or key sets alone for your own loader.")
     ] = True,
     append: Annotated[
-        bool, typer.Option("--append", help="Add sub-datasets of the files that the dataset does not have yet.")
+        bool, typer.Option("--append", help="Add sub-datasets for files that the dataset does not have yet.")
     ] = False,
     prior_counts: Annotated[
-        list[Path] | None, typer.Option(help="An earlier dataset whose counts go on; may be given several times.")
+        list[Path] | None, typer.Option(help="An earlier dataset whose counts are added; may be repeated.")
     ] = None,
     dask: Annotated[
-        str | None, typer.Option(help="The address of a Dask scheduler whose workers do it, as tcp://host:8786.")
+        str | None, typer.Option(help="Run on a Dask cluster: the address of its scheduler, such as tcp://host:8786.")
     ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Turn files of samples into passes that fit the device.
 
-    Killed at any moment, the same command goes on from the last closed pass to the same files.
+    After a kill, the same command resumes from the last closed pass and writes the same files.
     """
     from tiercache.data.extract import extract as run
     from tiercache.errors import ExtractionError
 
     output = Output(as_json, quiet)
     try:
-        made = run(
+        dataset = run(
             data,
             schema,
             out,
@@ -77,17 +78,17 @@ def extract(
     except KeyboardInterrupt:
         raise ExtractionError(f"stopped; the same command goes on from the last closed pass in {out}") from None
     if as_json:
-        output.result({"path": str(out), "passes": len(made), "samples": made.samples}, "")
+        output.result({"path": str(out), "passes": len(dataset), "samples": dataset.samples}, "")
 
 
 def warmup(
-    device: Annotated[str, typer.Option(help="Also compile the kernels of this device: cuda, or cuda:1.")] = "cpu",
+    device: Annotated[str, typer.Option(help="The device whose kernels are compiled too: cuda, or cuda:1.")] = "cpu",
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Compile all kernels ahead of the first extraction or training.
 
-    The compiled code is kept on disk, beside the package or in your cache folder, for this version and CPU.
+    The compiled code stays on disk for this version and CPU, next to the package or in your cache folder.
     """
     from tiercache.kernels.cpu.jit import cache_folder
     from tiercache.reporting.progress import prepare_kernels
@@ -105,10 +106,10 @@ def warmup(
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="What cache.write_report() wrote: a JSON object a line.")],
+    run: Annotated[Path, typer.Argument(help="The file of cache.write_report(): one JSON object per line.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The page: an HTML file.")] = Path("report.html"),
-    title: Annotated[str | None, typer.Option(help="Its title; the name of the run where not given.")] = None,
-    png: Annotated[bool, typer.Option("--png", help="Write the pictures beside it too, as PNGs.")] = False,
+    title: Annotated[str | None, typer.Option(help="The title of the page; the name of the run if not given.")] = None,
+    png: Annotated[bool, typer.Option("--png", help="Also write the pictures as PNG files.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:

@@ -1,7 +1,8 @@
-"""``tiercache info`` and ``verify``: what a store or a dataset holds, and whether it is whole."""
+"""``tiercache info`` and ``verify``: the content of a store or a dataset, and a check of all its bytes."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def show(console: Console, found: dict[str, Any], *, segments: bool) -> None:
-    """Print what ``tiercache.store.info`` returned: a summary, and with ``segments`` each segment of each shard."""
+    """Print a result of ``tiercache.store.info``: a summary, and with ``segments`` each segment of each shard."""
     is_sharded = "shards" in found
     console.print(found["path"], style="bold", soft_wrap=True)
     lines = [
@@ -44,7 +45,7 @@ def show(console: Console, found: dict[str, Any], *, segments: bool) -> None:
 
 
 def verified(report: dict[str, Any]) -> str:
-    """Return the sentence for a store without a problem."""
+    """Return the message for a store without a problem."""
     commits = len(report["commits"])
     shards = f"{report['ranks']} shards that belong together at " if "ranks" in report else ""
     return (
@@ -55,7 +56,7 @@ def verified(report: dict[str, Any]) -> str:
 
 
 def _position(found: dict[str, Any]) -> str:
-    """Return the newest commit and where training goes on from it."""
+    """Return the newest commit and the position of training in it."""
     if not found["commits"]:
         return "none yet"
     newest = found["commits"][-1]
@@ -124,15 +125,15 @@ def info(
     path: AnyPath,
     segments: Annotated[bool, typer.Option("--segments", help="Show each segment of a store.")] = False,
     curve: Annotated[
-        bool, typer.Option("--curve", help="Show what an epoch of a dataset reads and writes by host memory.")
+        bool, typer.Option("--curve", help="For a dataset: show the reads and writes of an epoch by host memory.")
     ] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw what a dataset holds into this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="For a dataset: draw the same into this file.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show what a store or a dataset holds: tables, rows, bytes, and commits or passes.
+    """Show the tables, rows and bytes of a store or a dataset, and its commits or passes.
 
-    Of a dataset also overlap, reuse and skew of its keys; of a store no row is read.
+    For a dataset also the overlap, reuse and skew of its keys. Reads no row of a store.
     """
     found: dict[str, Any]
     is_dataset = kind_of(path) == "dataset"
@@ -151,24 +152,21 @@ def info(
 
 
 def verify(path: AnyPath, as_json: Json = False, quiet: Quiet = False) -> None:
-    """Read everything that a store's kept commits, or a dataset, hold and check it; exit code 1 where it is damaged."""
+    """Read and check all bytes of a store's kept commits, or of a dataset. Exit code 1 if damaged."""
     from tiercache.store import verify as check
 
     output = Output(as_json, quiet)
     is_dataset = kind_of(path) == "dataset"
-    with output.working("bytes") as tell:
-
-        def done_of(done: int, total: int) -> None:
-            tell("verify", done, total)
-
-        report = dataset_info.verify(path, done_of) if is_dataset else check(path, progress=done_of)
+    with output.working("bytes") as report_progress:
+        progress = partial(report_progress, "verify")
+        report = dataset_info.verify(path, progress) if is_dataset else check(path, progress=progress)
     if is_dataset:
-        whole = f"{path} is whole: {report['summary']}, as extracted"
+        text = f"{path} is whole: {report['summary']}, as extracted"
     else:
-        whole = "" if report["problems"] else verified(report)
+        text = "" if report["problems"] else verified(report)
     for problem in report["problems"]:
         typer.echo(f"error: {problem}", err=True)
     if as_json or not report["problems"]:
-        output.result(report, whole)
+        output.result(report, text)
     if report["problems"]:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""What all commands share: options, and how results, warnings and progress are shown."""
+"""Shared parts of all commands: options, results, warnings and progress."""
 
 from __future__ import annotations
 
@@ -30,36 +30,36 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but er
 
 
 def printable(text: str) -> str:
-    """Return text with control characters and others that a terminal obeys as Python's escapes, but for line breaks."""
+    """Return text with all control characters but line breaks as Python's escapes."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where a command's result goes: JSON, text, or nowhere."""
+    """The output of a command: JSON, text, or nothing."""
 
     as_json: bool
     quiet: bool
 
     @property
     def is_text(self) -> bool:
-        """Whether a person reads along."""
+        """True if text is printed."""
         return not self.as_json and not self.quiet
 
     @contextmanager
     def working(self, unit: str = "rows") -> Iterator[Callable[[str, int, int | None], None]]:
-        """Yield ``tell(stage, done, total)``; afterward each different warning is a line on standard error."""
+        """Yield ``progress(stage, done, total)``; then print each distinct warning on standard error."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            with progress_bars(shown=self.is_text, unit=unit) as tell:
-                yield tell
+            with progress_bars(shown=self.is_text, unit=unit) as progress:
+                yield progress
         for message in {} if self.quiet else dict.fromkeys(str(warning.message) for warning in caught):
             typer.echo(printable(f"warning: {message}"), err=True)
 
-    def result(self, found: Any, text: str | Callable[[Console], None]) -> None:
-        """Print what was found as JSON, or as text."""
+    def result(self, record: Any, text: str | Callable[[Console], None]) -> None:
+        """Print ``record`` as JSON, or the text."""
         if self.as_json:
-            typer.echo(json.dumps(found, indent=2))
+            typer.echo(json.dumps(record, indent=2))
         elif self.quiet:
             return
         elif isinstance(text, str):
@@ -69,7 +69,7 @@ class Output:
 
 
 def _console() -> Console:
-    """Return a console that shows brackets and control characters of names and texts and obeys none."""
+    """Return a console that prints brackets and control characters of names literally."""
     from rich.console import Console
 
     class Printable(Console):
@@ -91,7 +91,7 @@ def new_table(title: str, first: str, *others: str) -> Table:
 
 
 def kind_of(path: Path) -> Literal["store", "dataset"]:
-    """Return what a directory holds. Raises DatasetError for an unfinished dataset and NotAStoreError for neither."""
+    """Return the kind of a directory. Raises DatasetError for an unfinished dataset and NotAStoreError for neither."""
     from tiercache.data import manifest as dataset
     from tiercache.data.dataset import PassDataset
     from tiercache.store import NotAStoreError, StoreMissingError
@@ -102,14 +102,14 @@ def kind_of(path: Path) -> Literal["store", "dataset"]:
     if (path / dataset.MANIFEST).exists():
         return "dataset"
     if (path / dataset.UNFINISHED).exists():
-        PassDataset.open(path)  # says what is unfinished
+        PassDataset.open(path)  # raises
     if not path.exists():
         raise StoreMissingError(f"there is nothing at {path}: give the directory of a store or a dataset")
     raise NotAStoreError(f"{path} is neither a store nor a dataset: give the directory of one")
 
 
 def open_store(path: Path, commit: int | None = None, *, mode: str = "r") -> Store:
-    """Open a store, for reading at ``commit`` where one is given. Raises ValueError for a dataset."""
+    """Open a store, at ``commit`` if given. Raises ValueError for a dataset."""
     from tiercache.store import Store
 
     if kind_of(path) == "dataset":

@@ -1,4 +1,4 @@
-"""``tiercache plan``: budgets that fit this machine, and what each pass will take, before anything is trained."""
+"""``tiercache plan``: budgets for this machine, and the predicted cost of each pass."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
     from tiercache.data.dataset import PassDataset
 
 _MEMORY_SHARE = 0.7
-"""Of the machine's memory that is free, what a plan takes at most."""
+"""The most of the free memory that a plan takes."""
 
 
 def plan(
-    dataset: Annotated[Path, typer.Argument(help="The dataset that will be trained.")],
-    store: Annotated[Path | None, typer.Option(help="Where the store will be: its disk is measured.")] = None,
+    dataset: Annotated[Path, typer.Argument(help="The dataset to train.")],
+    store: Annotated[Path | None, typer.Option(help="The directory of the store: its disk is measured.")] = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="The plan: a TOML file for TierCache(plan=).")] = None,
     optimize: Annotated[str, typer.Option(help="speed, or memory: the least host memory that trains.")] = "speed",
-    order: Annotated[str | None, typer.Option(help="overlap: sub-datasets that share rows become neighbors.")] = None,
-    device: Annotated[str, typer.Option(help="Where rows are trained: cpu, cuda or cuda:1.")] = "cpu",
-    device_budget: Annotated[str | None, typer.Option(help="Device memory; what the passes need if not given.")] = None,
-    plain_keys: Annotated[bool, typer.Option("--plain-keys", help="Count the index of plain and raw keys.")] = False,
-    host_budget: Annotated[str | None, typer.Option(help="The most host memory; 70 % of the free memory.")] = None,
-    eval_budget: Annotated[str | None, typer.Option(help="Host memory for evaluation; a sixteenth.")] = None,
-    store_budget: Annotated[str | None, typer.Option(help="The most bytes of the store; no limit.")] = None,
+    order: Annotated[str | None, typer.Option(help="overlap: sub-datasets that share rows come together.")] = None,
+    device: Annotated[str, typer.Option(help="The device: cpu, cuda or cuda:1.")] = "cpu",
+    device_budget: Annotated[str | None, typer.Option(help="Device memory; by default what passes need.")] = None,
+    plain_keys: Annotated[bool, typer.Option("--plain-keys", help="Include the index for plain and raw keys.")] = False,
+    host_budget: Annotated[str | None, typer.Option(help="Host memory limit; default: 70 % of free memory.")] = None,
+    eval_budget: Annotated[str | None, typer.Option(help="Host memory for evaluation; default: a sixteenth.")] = None,
+    store_budget: Annotated[str | None, typer.Option(help="The most bytes of the store; default: no limit.")] = None,
     commit_every: Annotated[
         int | None, typer.Option(min=1, help="Passes between commits; chosen if not given.")
     ] = None,
-    samples_per_second: Annotated[float | None, typer.Option(min=1e-3, help="How fast your model trains.")] = None,
-    trial: Annotated[bool, typer.Option("--trial", help="Train a small model on one pass to find this out.")] = False,
+    samples_per_second: Annotated[float | None, typer.Option(min=1e-3, help="The speed of your model.")] = None,
+    trial: Annotated[bool, typer.Option("--trial", help="Train a small model on one pass to measure this.")] = False,
     measure: Annotated[bool, typer.Option("--measure", help="Measure the machine again.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -62,8 +62,8 @@ def plan(
         raise ValueError(f"--optimize is {optimize!r}: it must be speed or memory")
     data = PassDataset.open(dataset)
     reuse = reuse_of(data, order_rule(data, order))
-    given = None if device_budget is None else parse_bytes(device_budget)
-    need = _device_bytes(data, device, given, plain_keys=plain_keys)
+    budget = None if device_budget is None else parse_bytes(device_budget)
+    need = _device_bytes(data, device, budget, plain_keys=plain_keys)
     rates = measured_rates(store or dataset, device=device, again=measure)
     eval_bytes = None if eval_budget is None else parse_bytes(eval_budget)
     samples_P = [p.samples for p in data]
@@ -107,9 +107,9 @@ def plan(
 
 
 def _device_bytes(data: PassDataset, device: str, budget: int | None, *, plain_keys: bool) -> int:
-    """Return the device memory that was given, or of the largest pass, with its index of keys if these are plain.
+    """Return the budget, or the need of the largest pass, with its index if keys are plain.
 
-    Raises BudgetError if that needs more.
+    Raises BudgetError if the need exceeds the budget.
     """
     from tiercache.errors import BudgetError
     from tiercache.planning.row_offsets import RowOffsets

@@ -1,9 +1,10 @@
-"""``tiercache compact``, ``rollback`` and ``reorganize`` a store, and ``repartition`` a dataset."""
+"""Commands on the rows of a store, such as ``tiercache lookup`` and ``compact``; and ``tiercache repartition``."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +24,7 @@ _Dataset = Annotated[Path, typer.Argument(help="The directory of the dataset.")]
 
 
 def compact(path: StorePath, as_json: Json = False, quiet: Quiet = False) -> None:
-    """Leave one range for each table, in hash order, for serving; training goes on after a reorganization."""
+    """Rewrite each table as one range in hash order, for serving. The next training reorganizes the store."""
     from tiercache.reporting.progress import rewrite_bars
 
     output = Output(as_json, quiet)
@@ -36,11 +37,11 @@ def compact(path: StorePath, as_json: Json = False, quiet: Quiet = False) -> Non
 
 def rollback(
     path: StorePath,
-    to: Annotated[int, typer.Option(help="A commit that is kept.")],
+    to: Annotated[int, typer.Option(help="A commit that the store keeps.")],
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Go back to the rows, the dense state and the position of an older commit, as a new commit."""
+    """Make a new commit with the rows, the dense state and the position of an older one."""
     with open_store(path, mode="a") as store:
         commit = store.rollback(to)
     done = {"commit": commit.id, "pass": commit.cursor.pass_index, "sample": commit.cursor.sample}
@@ -50,13 +51,13 @@ def rollback(
 def reorganize(
     path: StorePath,
     dataset: _Dataset,
-    order: Annotated[str | None, typer.Option(help="overlap, where the training has that order.")] = None,
+    order: Annotated[str | None, typer.Option(help="overlap, if the training has that order.")] = None,
     order_seed: Annotated[int | None, typer.Option(help="The seed of the training's order of passes.")] = None,
-    store_budget: Annotated[str | None, typer.Option(help="What the store may take meanwhile, such as 200GiB.")] = None,
+    store_budget: Annotated[str | None, typer.Option(help="The store's limit meanwhile, such as 200GiB.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Put the rows of a store in the order in which a dataset will use them; training does it by itself."""
+    """Put the rows of a store in the order in which a dataset uses them. Training does it automatically."""
     from tiercache.data.dataset import PassDataset
     from tiercache.dist.reorganize import reorganize as run
 
@@ -79,44 +80,44 @@ def reorganize(
 def repartition(
     dataset: _Dataset,
     out: Annotated[Path, typer.Argument(help="The directory of the new dataset.")],
-    device_budget: Annotated[str | None, typer.Option(help="What the rows of a pass may take, such as 8GiB.")] = None,
-    devices: Annotated[int, typer.Option(help="How many devices of that budget hold a pass together.")] = 1,
-    rows: Annotated[int | None, typer.Option(help="Instead of a budget: the most keys of a pass.")] = None,
+    device_budget: Annotated[str | None, typer.Option(help="Device memory for rows of a pass, such as 8GiB.")] = None,
+    devices: Annotated[int, typer.Option(help="Devices with that budget that train a pass together.")] = 1,
+    rows: Annotated[int | None, typer.Option(help="The most keys of a pass, instead of a budget.")] = None,
     batch_multiple: Annotated[
-        int | None, typer.Option(help="Passes end at multiples of so many samples; as extracted where not given.")
+        int | None, typer.Option(help="Passes end at multiples of this many samples; as extracted if not given.")
     ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Cut the passes of a dataset into smaller ones: for fewer devices, or devices that hold less."""
+    """Cut the passes of a dataset into smaller ones, for fewer devices or devices with less memory."""
     from tiercache.data.repartition import repartition as run
 
-    made = run(
+    parts = run(
         dataset, out, device_budget=device_budget, devices=devices, rows=rows, batch_multiple=batch_multiple
     )  # fmt: skip
-    done = {"path": str(out), "passes": len(made), "samples": made.samples}
-    Output(as_json, quiet).result(done, f"{out} has {len(made):,} passes with {made.samples:,} samples")
+    done = {"path": str(out), "passes": len(parts), "samples": parts.samples}
+    Output(as_json, quiet).result(done, f"{out} has {len(parts):,} passes with {parts.samples:,} samples")
 
 
 def lookup(
     path: StorePath,
     table: Annotated[str, typer.Argument(help="The name of the table.")],
     keys: Annotated[
-        list[str] | None, typer.Argument(help="Integer keys; put -- before them where one is negative.")
+        list[str] | None, typer.Argument(help="Integer keys; put -- before them if one is negative.")
     ] = None,
-    string: Annotated[bool, typer.Option("--string", help="Look texts up: KEYS are texts, not integers.")] = False,
+    string: Annotated[bool, typer.Option("--string", help="KEYS are texts, not integers.")] = False,
     cross: Annotated[
         bool,
         typer.Option(
             "--cross",
-            help="Look one cross up: KEYS are its values, in the order of the schema's columns. Whole numbers are "
-            'values of integer columns; put "..." around a text of digits.',
+            help="KEYS are the values of one cross, in the order of the schema's columns. Whole numbers are values of "
+            'integer columns; put "..." around a text of digits.',
         ),
     ] = False,
-    num_buckets: Annotated[int | None, typer.Option(min=1, help="Those of the feature in the schema.")] = None,
+    num_buckets: Annotated[int | None, typer.Option(min=1, help="num_buckets of the feature in the schema.")] = None,
     keys_file: Annotated[Path | None, typer.Option("--keys", help="A .npy file of keys (int64).")] = None,
     missing: Annotated[str, typer.Option(help="Rows of missing keys: error, initial or zeros.")] = "error",
-    commit: Annotated[int | None, typer.Option(help="The commit to read; the newest where not given.")] = None,
+    commit: Annotated[int | None, typer.Option(help="The commit to read; the newest if not given.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -125,25 +126,25 @@ def lookup(
 
     if string and cross:
         raise ValueError("give either --string or --cross: a cross may have texts among its values")
-    texts, wanted = _keys(keys or [], num_buckets, string=string, cross=cross)
+    texts, lookup_keys = _keys(keys or [], num_buckets, string=string, cross=cross)
     if keys_file is not None:
         stored = _read_keys(keys_file)
-        wanted, texts = np.concatenate([wanted, stored]), [*texts, *map(str, stored.tolist())]
-    if not wanted.size:
+        lookup_keys, texts = np.concatenate([lookup_keys, stored]), [*texts, *map(str, stored.tolist())]
+    if not lookup_keys.size:
         raise ValueError("there is no key to look up: give keys, or a file of them with --keys")
     output = Output(as_json, quiet)
-    with open_store(path, commit) as store, output.working() as tell:
+    with open_store(path, commit) as store, output.working() as progress:
         try:
-            fields = store.lookup(table, wanted, missing=missing, progress=tell)
+            fields = store.lookup(table, lookup_keys, missing=missing, progress=progress)
         except KeyMissingError as error:
-            gone = [text for text, key in zip(texts, wanted.tolist(), strict=True) if key in error.keys]
-            shown = ", ".join(gone[:3]) + (", ..." if len(gone) > 3 else "")
+            missing_texts = [text for text, key in zip(texts, lookup_keys.tolist(), strict=True) if key in error.keys]
+            shown = ", ".join(missing_texts[:3]) + (", ..." if len(missing_texts) > 3 else "")
             seen = str(error).rpartition(" (")[0]  # the keys follow, hashes of the texts
             raise ValueError(f"{seen} ({shown}): leave them out, or give --missing initial or zeros") from error
     found = [
         {"key": key, **({"text": text} if string or cross else {})}
         | {name: values[i].tolist() for name, values in fields.items()}
-        for i, (key, text) in enumerate(zip(wanted.tolist(), texts, strict=True))
+        for i, (key, text) in enumerate(zip(lookup_keys.tolist(), texts, strict=True))
     ]
 
     def show(console: Console) -> None:
@@ -161,7 +162,7 @@ def changes(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Count the rows of each table that changed after a commit; `export --since` writes them."""
+    """Count the rows of each table that changed after a commit; export --since writes them."""
     output = Output(as_json, quiet)
     with open_store(path) as store, output.working():
         newest = -1 if store.commit is None else store.commit.id
@@ -174,13 +175,13 @@ def changes(
 
 def diff(
     path: StorePath,
-    other: Annotated[Path | None, typer.Argument(help="Another store; not given: the same one.")] = None,
+    other: Annotated[Path | None, typer.Argument(help="Another store; the same one if not given.")] = None,
     commit: Annotated[int | None, typer.Option("--from", help="A commit of the first store.")] = None,
     other_commit: Annotated[int | None, typer.Option("--to", help="A commit of the second store.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Compare two stores, or two commits of one, row by row and bit by bit; exit code 1 where they differ."""
+    """Compare two stores, or two commits of one, row by row and bit by bit; exit code 1 if they differ."""
     from tiercache.store import differences
 
     output = Output(as_json, quiet)
@@ -191,8 +192,8 @@ def diff(
         stack.callback(second.close)
         first = first if commit is None else first.at(commit)
         second = second if other_commit is None else second.at(other_commit)
-        tell = stack.enter_context(output.working())
-        found = differences(first, second, progress=lambda done, total: tell("diff", done, total))
+        progress = stack.enter_context(output.working())
+        found = differences(first, second, progress=partial(progress, "diff"))
     same = not any(one.only_first or one.only_second or one.different for one in found)
 
     def show(console: Console) -> None:
@@ -209,18 +210,18 @@ def diff(
 
 
 def _keys(
-    given: Sequence[str], num_buckets: int | None, *, string: bool, cross: bool
+    texts: Sequence[str], num_buckets: int | None, *, string: bool, cross: bool
 ) -> tuple[list[str], NDArray[np.int64]]:
-    """Return how the rows are called, and the keys."""
+    """Return the labels of rows, and their keys."""
     from tiercache.data.encode import key_of
 
     if cross:
-        keys = [key_of(*map(_cross_value, given), num_buckets=num_buckets)]
-        return [" x ".join(given)], np.array(keys, dtype=np.int64)
+        keys = [key_of(*map(_cross_value, texts), num_buckets=num_buckets)]
+        return [" x ".join(texts)], np.array(keys, dtype=np.int64)
     if string:
-        return list(given), np.array([key_of(text, num_buckets=num_buckets) for text in given], dtype=np.int64)
+        return list(texts), np.array([key_of(text, num_buckets=num_buckets) for text in texts], dtype=np.int64)
     keys = []
-    for text in given:
+    for text in texts:
         try:
             key = int(text)
         except ValueError:
@@ -228,7 +229,7 @@ def _keys(
         if not -(1 << 63) <= key < 1 << 63:
             raise ValueError(f"key {key} is beyond int64, which keys are: give keys of -2**63 to 2**63 - 1")
         keys.append(key_of(key, num_buckets=num_buckets) if num_buckets else key)
-    return list(given), np.array(keys, dtype=np.int64)
+    return list(texts), np.array(keys, dtype=np.int64)
 
 
 def _cross_value(text: str) -> str | int:

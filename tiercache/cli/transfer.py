@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,14 +21,14 @@ def export(
     format: Annotated[  # noqa: A002 - what users call it
         str, typer.Option(help="numpy, parquet, safetensors, hugectr or torch.")
     ],
-    table: Annotated[list[str] | None, typer.Option(help="A table; may be given several times.")] = None,
-    since: Annotated[int | None, typer.Option(help="Only rows that changed after this commit.")] = None,
-    state: Annotated[bool, typer.Option("--state/--no-state", help="With the optimizer state.")] = True,
-    commit: Annotated[int | None, typer.Option(help="The commit to export; the newest where not given.")] = None,
+    table: Annotated[list[str] | None, typer.Option(help="A table; may be repeated. All if not given.")] = None,
+    since: Annotated[int | None, typer.Option(help="Export only rows that changed after this commit.")] = None,
+    state: Annotated[bool, typer.Option("--state/--no-state", help="Export the optimizer state too.")] = True,
+    commit: Annotated[int | None, typer.Option(help="The commit to export; the newest if not given.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write the rows of a store's commit to files, all or those changed since another one, or a dataset's key sets."""
+    """Write rows of a store to files, all or those changed after a commit; or the key sets of a dataset."""
     from tiercache.io.exporting import export_store
 
     output, began = Output(as_json, quiet), time.perf_counter()
@@ -36,10 +37,10 @@ def export(
             raise ValueError(f"{path} is a dataset: its key sets are exported whole, so give --format alone")
         _export_keys(path, out, format, output)
         return
-    with open_store(path, commit) as store, output.working() as tell:
+    with open_store(path, commit) as store, output.working() as progress:
         manifest = export_store(
             store, out, format=format, tables=table, since=since, with_state=state,
-            progress=lambda done, total: tell("export", done, total),
+            progress=partial(progress, "export"),
         )  # fmt: skip
     _report(manifest, out, time.perf_counter() - began, output)
 
@@ -67,27 +68,28 @@ def import_(
     path: Annotated[
         Path,
         typer.Argument(
-            help="The directory of the store: a new one, or one whose rows are replaced where keys are equal."
+            help="The directory of the store: a new one, or an existing one, where rows of equal keys are replaced."
         ),
     ],
     format: Annotated[  # noqa: A002 - what users call it
-        str | None, typer.Option(help="numpy, parquet, safetensors, hugectr or torch; as tables.json says.")
+        str | None, typer.Option(help="numpy, parquet, safetensors, hugectr or torch; default: as in tables.json.")
     ] = None,
-    schema: Annotated[Path | None, typer.Option(help="The tables: a TOML file; as tables.json says.")] = None,
+    schema: Annotated[Path | None, typer.Option(help="A TOML file with the tables; default: tables.json.")] = None,
     table: Annotated[
-        list[str] | None, typer.Option(help="A table of the schema or the store; several may be given.")
+        list[str] | None, typer.Option(help="A table of the schema or the store; may be repeated.")
     ] = None,
     map_: Annotated[
-        list[str] | None, typer.Option("--map", help="TABLE=TENSOR of a state dict; may be given several times.")
+        list[str] | None, typer.Option("--map", help="TABLE=TENSOR of a state dict; may be repeated.")
     ] = None,
     initial_state: Annotated[
-        bool, typer.Option("--initial-state", help="Begin with initial optimizer state where the source has none.")
+        bool, typer.Option("--initial-state", help="Begin with initial optimizer state if the source has none.")
     ] = False,
     reserved_keys: Annotated[
-        bool, typer.Option("--reserved-keys", help="INT64_MIN and the key above it are the shared rows of a table.")
+        bool, typer.Option("--reserved-keys", help="Import INT64_MIN and INT64_MIN + 1 as the shared rows of a table.")
     ] = False,
     steps: Annotated[
-        int | None, typer.Option(help="Steps trained so far, for Adam and 16-bit dtypes; as tables.json says.")
+        int | None,
+        typer.Option(help="Steps trained so far, for Adam and 16-bit dtypes; default: as in tables.json."),
     ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -111,10 +113,10 @@ def import_(
                 f"{', '.join(map(repr, known))}"
             )
         tables = tuple(known[name] for name in table)
-    with output.working() as tell:
+    with output.working() as progress:
         manifest = import_store(
             source, path, format=format, tables=tables, names=names, initial_state=initial_state,
-            reserved_keys=reserved_keys, steps=steps, progress=tell,
+            reserved_keys=reserved_keys, steps=steps, progress=progress,
         )  # fmt: skip
     _report(manifest, path, time.perf_counter() - began, output)
 

@@ -1,7 +1,7 @@
-"""Which keys are frequent enough for a row of their own: counts over all data, in bounded memory.
+"""The keys that are frequent enough for a row of their own: counts over all data, in bounded memory.
 
-Counting fills a table of keys; whenever it is full it becomes a run on disk, a key set like those of passes. Deciding
-merges the runs and the key sets of earlier datasets one hash range at a time.
+Counting fills a table of keys, which becomes a run on disk when it is full: a key set like those of passes. The
+decision merges the runs and the key sets of earlier datasets, one hash range at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tiercache.kernels.cpu.unique_keys import UniqueKeys
 from tiercache.store.files import publish, sync
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -45,10 +45,10 @@ class KeyCounter:
 
     def __init__(self, schema: Schema, num_bytes: int, workers: Workers) -> None:
         self._schema, self._num_bytes, self._workers = schema, num_bytes, workers
-        self._unique = self._emptied()
+        self._unique = self._empty_tables()
 
     def add(self, batch: RawBatch) -> bool:
-        """Count the keys of a batch; say whether memory is full, so that a run should be written."""
+        """Count the keys of a batch; return True if memory is full and a run should be written."""
 
         def count(table: str) -> None:
             for feature in self._schema.features:
@@ -61,17 +61,14 @@ class KeyCounter:
         return 2 * sum(unique.nbytes for unique in self._unique.values()) > self._num_bytes
 
     def write_run(self, path: Path) -> SubDatasetRecord:
-        """Write what was counted as a key set and start over; it is on disk on return."""
+        """Write the counts as a key set, on disk on return, and start over."""
         rows = {name: unique.count for name, unique in self._unique.items()}
-        temporary = path.with_name(path.name + ".tmp")
         columns = (unique.sorted()[:2] for unique in self._unique.values())
-        digest = write_key_set(temporary, self._schema.ordered_tables, rows, columns)
-        sync(temporary)
-        publish(temporary, path)
-        self._unique = self._emptied()
-        return SubDatasetRecord(samples=0, rows=rows, values=None, digest=digest)
+        record = _write_durably(path, self._schema.ordered_tables, rows, columns)
+        self._unique = self._empty_tables()
+        return record
 
-    def _emptied(self) -> dict[str, UniqueKeys]:
+    def _empty_tables(self) -> dict[str, UniqueKeys]:
         return {table.name: UniqueKeys(table.table_id) for table in self._schema.ordered_tables}
 
 
@@ -88,8 +85,7 @@ def decide(
 
     ``admitted-TABLE`` holds the keys that occur at least ``min_count`` times in runs and earlier datasets together,
     ``rare-TABLE`` and ``counts-TABLE`` the keys of the runs that do not, with their counts in the runs; all in hash
-    order.
-    Returns their paths, table by table. Memory: about ``num_bytes``.
+    order. Returns their paths, table by table. Memory: about ``num_bytes``.
     """
     before = [key_set for dataset in earlier for key_set in _key_sets(dataset, schema)]
     paths: list[Path] = []
@@ -107,7 +103,7 @@ def decide(
 
 
 class FrequencyFilter:
-    """The decision: every rare key becomes the out-of-vocabulary key. Null keys always keep their row."""
+    """Replaces every rare key by the out-of-vocabulary key. Null keys always keep their row."""
 
     def __init__(self, schema: Schema, paths: Sequence[Path]) -> None:
         self._schema = schema
@@ -126,8 +122,10 @@ class FrequencyFilter:
             numbers = {name: np.empty(batch.features[name].keys.size, np.int32) for name in names}
             for name in names:
                 distinct.add(batch.features[name].keys, numbers[name])
-            keys, _, places = distinct.sorted()
-            kept = np.where(self._is_admitted(keys, table, self._columns[3 * index]), keys, OOV_KEY)[places]
+            keys, _, positions = distinct.sorted()
+            admitted = np.empty(keys.size, np.int64)
+            search_keys(self._columns[3 * index], table.table_id, keys, admitted)
+            kept = np.where((admitted >= 0) | (keys == NULL_KEY), keys, OOV_KEY)[positions]
             for name in names:
                 entry = batch.features[name]
                 features[name] = FeatureKeys(kept[numbers[name]], entry.offsets, entry.weights)
@@ -137,18 +135,21 @@ class FrequencyFilter:
         """Write the rare keys of this data with their counts as a key set; it is on disk on return."""
         pairs = [(self._columns[3 * i + 1], self._columns[3 * i + 2]) for i in range(len(self._tables))]
         rows = {table.name: keys.size for table, (keys, _) in zip(self._tables, pairs, strict=True)}
-        temporary = path.with_name(path.name + ".tmp")
-        digest = write_key_set(temporary, self._tables, rows, pairs)
-        sync(temporary)
-        publish(temporary, path)
-        return SubDatasetRecord(samples=0, rows=rows, values=None, digest=digest)
+        return _write_durably(path, self._tables, rows, pairs)
 
-    @staticmethod
-    def _is_admitted(keys: NDArray[np.int64], table: Table, admitted: NDArray[np.int64]) -> NDArray[np.bool_]:
-        places = np.empty(keys.size, np.int64)
-        search_keys(admitted, table.table_id, keys, places)
-        found: NDArray[np.bool_] = (places >= 0) | (keys == NULL_KEY)
-        return found
+
+def _write_durably(
+    path: Path,
+    tables: Sequence[Table],
+    rows: dict[str, int],
+    columns: Iterable[tuple[NDArray[np.int64], NDArray[np.int64]]],
+) -> SubDatasetRecord:
+    """Write a key set in one step; it is on disk on return."""
+    temporary = path.with_name(path.name + ".tmp")
+    digest = write_key_set(temporary, tables, rows, columns)
+    sync(temporary)
+    publish(temporary, path)
+    return SubDatasetRecord(samples=0, rows=rows, values=None, digest=digest)
 
 
 def _merged(

@@ -1,4 +1,4 @@
-"""The files that an extraction reads: found, named and told apart by their suffixes."""
+"""The input files of an extraction: how they are found, and their formats by suffix."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ _BOOLS = {"true": True, "false": False}
 
 
 def partition_values(file: InputFile, uses: Iterable[ColumnUse]) -> dict[str, Any]:
-    """Return columns that the folders of a file give, as Arrow scalars; uses: of columns that the file lacks.
+    """Return the columns in the folder names of a file, as Arrow scalars; uses: of columns that the file lacks.
 
-    A column that some use needs as strings is a string; other keys are integers, which keep 64 bits up to 2^64.
-    Columns of crosses and cuts alone are integers if they look so. Raises SourceError for a value that does not fit.
+    A column with a use as strings is a string; other keys are integers, which keep 64 bits up to 2^64. Columns used in
+    crosses and cuts alone are integers if they look like integers. Raises SourceError for a value that does not fit.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     by_column: dict[str, dict[str, str]] = {}
     for use in uses:
         by_column.setdefault(use.column, {}).setdefault(use.use, use.who)
     for name, text in partition_texts(file, by_column).items():
-        found[name] = pa.scalar(None, pa.null()) if text is None else _scalar(file, name, text, by_column[name])
-    return found
+        values[name] = pa.scalar(None, pa.null()) if text is None else _scalar(file, name, text, by_column[name])
+    return values
 
 
 def partition_texts(file: InputFile, names: Iterable[str]) -> dict[str, str | None]:
-    """Return the texts of those columns that the folders of a file give. Raises SourceError if two folders differ."""
+    """Return the texts of those columns that are in the folder names. Raises SourceError if two folders differ."""
     found = {}
     for name in names:
         texts = {text for column, text in file.partition if column == name}
@@ -81,9 +81,9 @@ def check_repeated(file: InputFile, name: str, text: str | None, array: Any, row
         differs = pa.repeat(True, len(plain))
     if differs.true_count:
         at = int(np.argmax(differs.to_numpy(zero_copy_only=False)))
-        said = "null" if text is None else repr(text)
+        folder = "null" if text is None else repr(text)
         raise SourceError(
-            f"{file.path}, row {row + at}, column {name!r}: it is {plain[at].as_py()!r}, but its folder says {said}: "
+            f"{file.path}, row {row + at}, column {name!r}: it is {plain[at].as_py()!r}, but its folder says {folder}: "
             "correct one of them, or rename the folder"
         )
 
@@ -94,28 +94,28 @@ def _integer(text: str) -> int:
     return int(text)
 
 
-def _scalar(file: InputFile, name: str, value: str, wanted: dict[str, str]) -> Any:
+def _scalar(file: InputFile, name: str, value: str, uses: dict[str, str]) -> Any:
     def refuse(use: str, what: str, change: str) -> SourceError:
         return SourceError(
-            f"{file.path}, column {name!r}: its folder says {value!r}, but {wanted[use]} needs {what}: {change}"
+            f"{file.path}, column {name!r}: its folder says {value!r}, but {uses[use]} needs {what}: {change}"
         )
 
     if any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise refuse(next(iter(wanted)), "text in UTF-8", "rename the folder")
-    if "string" in wanted:
+        raise refuse(next(iter(uses)), "text in UTF-8", "rename the folder")
+    if "string" in uses:
         return pa.scalar(value)
     number = int(value) if _INTEGER.fullmatch(value) and len(value) < 400 else None
     if number is not None and -(1 << 63) <= number < 1 << 64:
         return pa.scalar(number, pa.int64() if number < 1 << 63 else pa.uint64())
-    if "integer" in wanted:
+    if "integer" in uses:
         raise refuse("integer", "integers from -2^63 to 2^64 - 1", 'rename the folder, or say key = "string"')
-    if "number" in wanted:
+    if "number" in uses:
         if value.lower() in _BOOLS:
             return pa.scalar(_BOOLS[value.lower()])
         if not _NUMBER.fullmatch(value):
             raise refuse("number", "numbers", "rename the folder")
         return pa.scalar(float(value))
-    if "part" in wanted and number is not None:
+    if "part" in uses and number is not None:
         raise refuse("part", "integers below 2^64 or strings", "rename the folder")
     return pa.scalar(value)
 
@@ -133,7 +133,7 @@ _FORMATS = {
     ".npz": ("numpy", ""),
     ".npy": ("numpy", ""),
 }
-_GIVEN = {"csv": ("csv", ","), "tsv": ("csv", "\t"), "criteo": ("criteo", "\t")}
+_NAMED_FORMATS = {"csv": ("csv", ","), "tsv": ("csv", "\t"), "criteo": ("criteo", "\t")}
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _ADVICE = "give files, folders or patterns such as 'day-*.parquet'"
@@ -147,35 +147,35 @@ class InputFile:
     """
 
     path: Path | str
-    """Of a local file a Path, of others a URL."""
+    """A Path for a local file, a URL for others."""
     format: str
     """"parquet", "ipc", "csv", "criteo", "numpy", "split_binary" or "python"."""
     delimiter: str
-    """Of text files."""
+    """The delimiter of a text file."""
     compression: str | None
-    """Of text files as a whole; other formats compress inside."""
+    """The compression of a text file as a whole; other formats compress inside."""
     size: int
     """Bytes."""
     mtime_ns: int
     """Time of the last change; 0 where there is none."""
     version: str = ""
-    """What else tells it from a changed one: of remote files, and a digest of the first batch of an iterable."""
+    """The version of a remote file, or a digest of the first batch of an iterable."""
     partition: tuple[tuple[str, str | None], ...] = ()
-    """Names and values of the folders ``name=value`` that it lies in, from the outermost: columns of one value."""
+    """Names and values of its folders ``name=value``, from the outermost: columns with one value."""
     split: str = ""
-    """Which part of a split-binary data set: "train", "test"."""
+    """The part of a split-binary data set: "train", "test"."""
     batches: PythonBatches | None = field(default=None, compare=False, repr=False)
-    """Of format "python"."""
+    """The batches of format "python"."""
 
     def record(self) -> dict[str, Any]:
-        """Return what tells the file from a changed one."""
+        """Return the values that identify the file and its version."""
         name = self.path.name if isinstance(self.path, Path) else self.path
         more = {"version": self.version, "partition": [list(p) for p in self.partition], "split": self.split}
         record = {"name": name, "size": self.size, "mtime_ns": self.mtime_ns}
         return record | {key: value for key, value in more.items() if value}
 
     def check_unchanged(self) -> None:
-        """Raise SourceError where the file was changed since it was found."""
+        """Raise SourceError if the file was changed since it was found."""
         if self.batches is None and _stat(self) != (self.size, self.mtime_ns, self.version):
             raise SourceError(f"{self.path} was changed while it was read: delete the dataset and start over")
 
@@ -183,11 +183,11 @@ class InputFile:
 def find_inputs(data: Any, format: str | None = None) -> tuple[InputFile, ...]:  # noqa: A002 - what users call it
     """Return the files named by paths, URLs, patterns (``*``, ``?``, ``[...]``, ``**``) and folders.
 
-    Named files keep their order; those of one pattern or folder are sorted by name. A folder is read with the folders
-    in it; names that begin with "." or "_" are left out. An iterable of anything but paths is one file of batches.
-    format: of every file, whatever its suffix (``SourceFormat.format``).
+    Named files keep their order; those of one pattern or folder are sorted by name. A folder includes its subfolders;
+    names that begin with "." or "_" are left out. An iterable of anything but paths is one file of batches.
+    format: the format of every file, whatever its suffix (``SourceFormat.format``).
 
-    Raises SourceError where nothing matches, a file stands twice, is empty, or has an unknown suffix.
+    Raises SourceError if nothing matches, or a file is repeated, empty, or of an unknown suffix.
     """
     is_structured = getattr(getattr(data, "dtype", None), "names", None) is not None
     if isinstance(data, str | Path | Mapping) or hasattr(data, "columns") or is_structured:  # one path, or one batch
@@ -229,7 +229,7 @@ def check_read(files: Sequence[InputFile], *, has_rows: bool) -> None:
 
 
 def open_binary(path: Path | str) -> Any:
-    """Open a local file, or that of a URL, as an Arrow file that can seek."""
+    """Open a local file or a URL as a seekable Arrow file."""
     if isinstance(path, Path):
         return pa.OSFile(str(path))
     fs, name = file_system(path)
@@ -247,7 +247,7 @@ def file_system(path: Path | str) -> tuple[Any, str]:
     return fs, str(name)
 
 
-def _expand(item: Path | str, given: str | None) -> list[Path | str]:
+def _expand(item: Path | str, format_name: str | None) -> list[Path | str]:
     if not str(item) or "\0" in str(item):
         raise SourceError(f"{str(item)!r} is no name of a file: {_ADVICE}")
     fs, name = file_system(item)
@@ -258,9 +258,10 @@ def _expand(item: Path | str, given: str | None) -> list[Path | str]:
         elif fs.exists(f"{name}/{FEATURE_SPEC}"):
             names = [f"{name}/{FEATURE_SPEC}"]
         else:
-            found = _walk(name) if is_local else fs.find(name)
-            files = [one for one in found if not _is_hidden(one.removeprefix(name))]
-            names = [one for one in files if given or _kind(PurePosixPath(one), None) is not None]
+            files = [
+                one for one in (_walk(name) if is_local else fs.find(name)) if not _is_hidden(one.removeprefix(name))
+            ]
+            names = [one for one in files if format_name or _kind(PurePosixPath(one), None) is not None]
             if is_local and names and all(one.endswith(".npy") for one in names) and not _is_structured(names[0]):
                 names = [name]
     except OSError as error:
@@ -296,24 +297,24 @@ def _is_structured(name: str) -> bool:
         return ArrayRows.of_npy(file, name).dtype.names is not None
 
 
-def _kind(path: Path | PurePosixPath, given: str | None) -> tuple[str, str, str | None] | None:
+def _kind(path: Path | PurePosixPath, format_name: str | None) -> tuple[str, str, str | None] | None:
     suffix, compression = path.suffix.lower(), None
     if suffix in _COMPRESSIONS:
         compression, suffix = _COMPRESSIONS[suffix], Path(path.stem).suffix.lower()
-    format_ = _GIVEN.get(given, (given, "")) if given else _FORMATS.get(suffix)
+    format_ = _NAMED_FORMATS.get(format_name, (format_name, "")) if format_name else _FORMATS.get(suffix)
     if format_ is None or (compression is not None and format_[0] not in {"csv", "criteo"}):
         return None
     return (*format_, compression)
 
 
-def _describe(path: Path | str, given: str | None) -> InputFile:
+def _describe(path: Path | str, format_name: str | None) -> InputFile:
     pure, split = PurePosixPath(path), ""
     if isinstance(path, Path):
         name, _, part = path.name.partition("#")
-        if name == FEATURE_SPEC or given == "split_binary":
+        if name == FEATURE_SPEC or format_name == "split_binary":
             path, split = path.with_name(name), part or "train"
     is_folder = isinstance(path, Path) and path.is_dir()
-    kind = ("split_binary", "", None) if split else ("numpy", "", None) if is_folder else _kind(pure, given)
+    kind = ("split_binary", "", None) if split else ("numpy", "", None) if is_folder else _kind(pure, format_name)
     if kind is None:
         raise SourceError(f"{path} has no known suffix: {_known()}; or give --format, or [source] format in the schema")
     file = InputFile(
@@ -343,16 +344,16 @@ def _stat(file: InputFile) -> tuple[int, int, str]:
         stats = [one.stat() for one in paths]
     except OSError as error:
         raise SourceError(f"{error.filename} cannot be read: {error.strerror}") from error
-    for one, found in zip(paths, stats, strict=True):
-        if not S_ISREG(found.st_mode):
+    for one, stat in zip(paths, stats, strict=True):
+        if not S_ISREG(stat.st_mode):
             raise SourceError(f"{one} is no regular file: write what it gives to a file first")
     return sum(s.st_size for s in stats), max(s.st_mtime_ns for s in stats), ""
 
 
 def _partition(path: PurePosixPath) -> tuple[tuple[str, str | None], ...]:
-    """Return the columns that the folders ``name=value`` of a path are; Hive's name for null, and nothing, are null.
+    """Return the columns in the folders ``name=value`` of a path. An empty value and Hive's name for null are null.
 
-    Bytes that are no UTF-8 become surrogates, as in names of files.
+    Bytes that are not UTF-8 become surrogates, as in file names.
     """
     found = []
     for part in path.parts[:-1]:

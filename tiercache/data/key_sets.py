@@ -1,4 +1,4 @@
-"""Datasets of key sets alone: for those who read samples with a loader of their own and look raw keys up."""
+"""Datasets of key sets alone, for a loader of your own with lookups by raw key; and datasets from arrays."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 def write_dataset(
     out: str | Path, schema: Schema, passes: Iterable[RawBatch], options: dict[str, Any] | None = None
 ) -> PassDataset:
-    """Write one pass per batch, as given: nothing is closed early, no key is too rare, no budget is checked.
+    """Write one pass per batch, without closing passes early, dropping rare keys or checking a budget.
 
-    The slow and obvious definition of an extraction's result. ``out`` is made where it does not exist.
+    The slow and obvious definition of an extraction's result. Creates ``out`` if it does not exist.
     """
     directory = new_folder(out)
     if (directory / MANIFEST).exists():
@@ -85,26 +85,28 @@ _CHUNK_KEYS = 1 << 20
 def write_key_sets(
     out: str | Path, tables: Schema | Iterable[Table], passes: Iterable[Mapping[str, Any]]
 ) -> PassDataset:
-    """Write a dataset whose sub-datasets have key sets and no samples; ``Pass.batch`` looks keys up in it.
+    """Write a dataset whose sub-datasets have key sets and no samples; ``Pass.batch`` looks up keys in it.
 
-    tables: the tables, each looked up by one feature of its name with any number of keys a sample; or a schema, whose
-    features are looked up by their names and hotness.
-    passes: for each sub-dataset its keys by table, as one array or an iterable of arrays: integers, NumPy or torch, in
-    any order, also files that ``tiercache.io.key_set_file.read_key_set`` mapped. A key may occur more than once:
-    occurrences are counted. A table that is not named has no keys in the sub-dataset.
+    tables: the tables, each with one feature of the same name and any number of keys per sample; or a schema.
+    passes: for each sub-dataset its keys by table, as one array or an iterable of arrays: integers of NumPy or torch in
+    any order, or files mapped by ``tiercache.io.key_set_file.read_key_set``. A key may repeat: occurrences are counted.
+    A missing table has no keys in the sub-dataset.
 
-    Passes are taken one at a time, and in each one table at a time, in stretches of a million keys; memory is 16 bytes
-    for each unique key of a sub-dataset and up to 100 for each of one table. The set is finished when this returns:
-    a call that was killed is made again. Raises DatasetError for INT64_MIN and INT64_MIN + 1, which no data has, for
-    unknown tables and for a directory with a dataset, ValueError for what are no integers.
+    Reads one pass at a time, and in it one table at a time, in chunks of a million keys. Memory: 16 bytes for each
+    unique key of a sub-dataset and up to 100 for each of one table. The dataset is finished on return; after a kill,
+    call again. Raises DatasetError for the reserved keys INT64_MIN and INT64_MIN + 1, for unknown tables and for a
+    directory with a dataset, and ValueError for anything but integers.
     """
-    schema = tables if isinstance(tables, Schema) else _schema_of(tuple(tables))
+    if isinstance(tables, Schema):
+        schema = tables
+    else:
+        tables = tuple(tables)
+        features = tuple(Feature(name=t.name, table=t.name, hotness="ragged") for t in tables)
+        schema = Schema(features=features, tables=tables)
     directory = new_folder(out)
     if (directory / MANIFEST).exists():
         raise DatasetError(f"{directory} holds a dataset already: choose another directory")
-    if passes is None:
-        raise DatasetError("no passes were given: give the keys of at least one")
-    records = tuple(_write(directory, index, schema, keys) for index, keys in enumerate(passes))
+    records = tuple(_write(directory, index, schema, keys) for index, keys in enumerate(passes or ()))
     if not records:
         raise DatasetError("no passes were given: give the keys of at least one")
     Manifest(schema=schema, passes=records, options={}, inputs=()).write(directory)
@@ -112,7 +114,7 @@ def write_key_sets(
 
 
 def as_keys(what: str, values: Any) -> NDArray[np.int64]:
-    """Return integers of NumPy, torch or Python as int64, in their shape; not a copy where they are int64 already.
+    """Return integers of NumPy, torch or Python as int64, in their shape, without a copy if they are int64.
 
     Raises ValueError, which begins with ``what``, for anything else.
     """
@@ -133,12 +135,8 @@ def _numpy(values: Any) -> NDArray[Any]:
         return values.detach().numpy(force=True)  # type: ignore[no-any-return]
     if isinstance(values, np.ndarray):
         return values
-    found: NDArray[Any] = np.asarray(values)
-    return found if found.size else found.astype(np.int64)  # NumPy takes an empty list for floats
-
-
-def _schema_of(tables: tuple[Table, ...]) -> Schema:
-    return Schema(features=tuple(Feature(name=t.name, table=t.name, hotness="ragged") for t in tables), tables=tables)
+    array: NDArray[Any] = np.asarray(values)
+    return array if array.size else array.astype(np.int64)  # NumPy takes an empty list for floats
 
 
 def _write(directory: Path, index: int, schema: Schema, keys: Mapping[str, Any]) -> SubDatasetRecord:
@@ -153,37 +151,36 @@ def _write(directory: Path, index: int, schema: Schema, keys: Mapping[str, Any])
                 f"{', '.join(sorted(known))}"
             )
     columns = [_column(table, f"sub-dataset {index}", keys.get(table.name, ())) for table in tables]
-    rows = {table.name: found.size for table, (found, _) in zip(tables, columns, strict=True)}
+    rows = {table.name: unique.size for table, (unique, _) in zip(tables, columns, strict=True)}
     path = directory / file_name(index)
     digest = write_key_set(path, tables, rows, columns)
     sync(path)
     return SubDatasetRecord(samples=0, rows=rows, values=None, digest=digest)
 
 
-def _column(table: Table, where: str, given: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the unique keys of one table in hash order, and how often each was given."""
+def _column(table: Table, where: str, keys: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the unique keys of one table in hash order, and their counts."""
     unique, numbers = UniqueKeys(table.table_id), np.empty(_CHUNK_KEYS, np.int32)
-    for keys in _stretches(f"the keys of table {table.name!r} in {where}", given):
-        if int(keys.min()) <= NULL_KEY:
+    for chunk in _chunks(f"the keys of table {table.name!r} in {where}", keys):
+        if int(chunk.min()) <= NULL_KEY:
             raise DatasetError(
-                f"{where} has the key {int(keys.min())} in table {table.name!r}: INT64_MIN and INT64_MIN + 1 are the "
+                f"{where} has the key {int(chunk.min())} in table {table.name!r}: INT64_MIN and INT64_MIN + 1 are the "
                 "keys of the out-of-vocabulary row and the null row, so give such values another key"
             )
-        unique.add(keys, numbers[: keys.size])
+        unique.add(chunk, numbers[: chunk.size])
     return unique.sorted()[:2]
 
 
-def _stretches(what: str, given: Any) -> Iterator[NDArray[np.int64]]:
-    """Go through the keys of one array or of several, none of the stretches empty."""
-    arrays = [given] if _is_array(given) else given
-    for array in arrays:
+def _chunks(what: str, keys: Any) -> Iterator[NDArray[np.int64]]:
+    """Yield the keys of one array or of several, in chunks that are not empty."""
+    for array in [keys] if _is_array(keys) else keys:
         flat = _numpy(array).reshape(-1)
         for low in range(0, flat.size, _CHUNK_KEYS):
             yield np.ascontiguousarray(as_keys(what, flat[low : low + _CHUNK_KEYS]))
 
 
-def _is_array(given: Any) -> bool:
-    """Whether these are keys, not arrays of keys."""
-    if hasattr(given, "__array__"):
+def _is_array(keys: Any) -> bool:
+    """Return True for one array of keys, False for several."""
+    if hasattr(keys, "__array__"):
         return True
-    return isinstance(given, list | tuple | range) and all(isinstance(key, int | np.integer) for key in given)
+    return isinstance(keys, list | tuple | range) and all(isinstance(key, int | np.integer) for key in keys)

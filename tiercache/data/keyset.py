@@ -19,35 +19,35 @@ if TYPE_CHECKING:
 
 
 class KeySet:
-    """The keys and counts of a file that has them, checked when they are first asked for; safe from any thread."""
+    """The keys and counts in a file, checked at their first use. Any thread may use it."""
 
     def __init__(self, file: ArrayFile) -> None:
         self._file = file
 
     def rows(self, table: str) -> int:
-        """Return the number of unique keys of a table. Raises KeyError for a table that is not in the schema."""
+        """Return the number of unique keys of a table. Raises KeyError for an unknown table."""
         return self._file.layout.specs[f"keys.{table}"].shape[0]
 
     def keys(self, table: str) -> NDArray[np.int64]:
-        """Return the keys of a table in hash order: mapped, read-only. Raises DatasetError where they are damaged."""
+        """Return the keys of a table in hash order: mapped, read-only. Raises DatasetError for damage."""
         return self._array(f"keys.{table}")
 
     def counts(self, table: str) -> NDArray[np.int64]:
-        """Return how often each of the keys occurs: mapped, read-only. Raises DatasetError where they are damaged."""
+        """Return the number of occurrences of each key: mapped, read-only. Raises DatasetError for damage."""
         return self._array(f"counts.{table}")
 
     def place(self, table: Table, hash_bound: int) -> int:
-        """Return how many keys of ``table`` have a hash below ``hash_bound`` (0 .. 2^64)."""
+        """Return the number of keys of ``table`` with a hash below ``hash_bound`` (0 .. 2^64)."""
         return hash_range_bound(self.keys(table.name), table.table_id, hash_bound)
 
     def _array(self, name: str) -> NDArray[np.int64]:
-        found = self._file.array(name)
-        self._file.check(name, 0, found.size)
-        return found
+        values = self._file.array(name)
+        self._file.check(name, 0, values.size)
+        return values
 
 
 def open_key_set(path: Path, tables: Sequence[Table], rows: Mapping[str, int], digest: str) -> KeySet:
-    """Open what ``write_key_set`` wrote and returned. Raises DatasetError where it is damaged."""
+    """Open a file of ``write_key_set``. Raises DatasetError for damage."""
     return KeySet(ArrayFile(path, key_set_layout(tables, rows), digest))
 
 
@@ -57,10 +57,10 @@ def write_key_set(
     rows: Mapping[str, int],
     columns: Iterable[tuple[NDArray[np.int64], NDArray[np.int64]]],
 ) -> str:
-    """Write a key set and return its digest; the file is complete, but perhaps not on disk.
+    """Write a key set and return its digest. The file is complete, but not synced.
 
     rows: unique keys by table. columns: for each table, in the order of table ids, its keys in hash order and their
-    counts. They are taken one table at a time, so that an iterator needs to hold only one.
+    counts; an iterator is read one table at a time.
     """
     writer = ArrayFileWriter(path, key_set_layout(tables, rows))
     for table, (keys, counts) in zip(tables, columns, strict=True):

@@ -1,4 +1,4 @@
-"""What a dataset holds, as the one small file that makes it finished."""
+"""The manifest of a dataset: the small file that makes it finished."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 MANIFEST = "dataset.json"
 UNFINISHED = "unfinished"
-"""The folder that an extraction works in; it is gone when the dataset is finished."""
+"""The working folder of an extraction, deleted when the dataset is finished."""
 RARE_KEYS = "rare.safetensors"
-"""Keys that were too rare for a row of their own, with counts; only where a least count was asked for."""
+"""Keys that were too rare for a row of their own, with counts; only with ``min_count``."""
 _OLD_MANIFEST = "passes.json"
 VERSION = 3
-"""Of what is written. Version 2 has the same files; its texts and floats became keys by other rules."""
+"""The format version. Version 2 has the same files, but other rules for keys of texts and floats."""
 _READ = (2, VERSION)
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -39,7 +39,7 @@ def file_name(index: int) -> str:
 
 
 def dataset_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a dataset as an absolute one. Raises DatasetError for what is none."""
+    """Return the absolute path of a dataset. Raises DatasetError for an invalid one."""
     try:
         return local_path(path, "a dataset that is read", "copy the dataset to this machine and give its path")
     except (TypeError, ValueError) as error:
@@ -47,7 +47,7 @@ def dataset_path(path: str | os.PathLike[str]) -> Path:
 
 
 def is_finished(directory: Path) -> bool:
-    """Return True if there is a dataset; no path that cannot be has one."""
+    """Return True if the directory has a finished dataset; False also for an invalid path."""
     try:
         return (directory / MANIFEST).exists()
     except OSError:
@@ -55,10 +55,7 @@ def is_finished(directory: Path) -> bool:
 
 
 def new_folder(out: str | os.PathLike[str]) -> Path:
-    """Return the directory of a dataset to be written, made where it does not exist.
-
-    Raises DatasetError where it cannot be made.
-    """
+    """Return the directory for a new dataset, and create it if needed. Raises DatasetError if that fails."""
     try:
         directory = local_path(out, "a dataset that is written")
         directory.mkdir(parents=True, exist_ok=True)
@@ -69,7 +66,7 @@ def new_folder(out: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def file_errors(directory: Path) -> Iterator[None]:
-    """Raise DatasetError, naming the path, for an error of the system in writing a dataset."""
+    """Turn an OSError into a DatasetError that names the path."""
     try:
         yield
     except OSError as error:
@@ -81,7 +78,7 @@ def file_errors(directory: Path) -> Iterator[None]:
 
 
 def checksum_of(record: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of the values of a manifest: those that its digest leaves out decide about rows too."""
+    """Return the SHA-256 of all values of a manifest, also those that its digest leaves out."""
     values = {name: value for name, value in record.items() if name != "checksum"}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
@@ -92,13 +89,13 @@ class SubDatasetRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     samples: _Count
-    """How many samples it has."""
+    """The number of samples."""
     rows: dict[str, _Count]
     """Unique keys, by table."""
     values: dict[str, _Count] | None
-    """Ids of all its lists, by feature with any number of them; None: it has a key set and no samples."""
+    """Ids of all lists, by feature with lists of any length; None: it has a key set and no samples."""
     digest: _Digest
-    """Of its file, and so of its content."""
+    """Digest of its file, and so of its content."""
 
 
 class _Record(BaseModel):
@@ -124,24 +121,24 @@ class Manifest:
     schema: Schema
     passes: tuple[SubDatasetRecord, ...]
     options: dict[str, Any]
-    """What the extraction was asked for, as far as it decides the content; empty for datasets from arrays."""
+    """The options of the extraction that decide the content; empty for datasets from arrays."""
     inputs: tuple[dict[str, Any], ...]
-    """Name, size and time of change of each file it was made from; empty for datasets from arrays."""
+    """Name, size and time of change of each input file; empty for datasets from arrays."""
     rare: SubDatasetRecord | None = None
     """The file of rare keys; None: there is none."""
     version: int = VERSION
-    """Of the rules by which its data became keys."""
+    """Version of the rules that made keys of its data."""
 
     @property
     def digest(self) -> str:
-        """Hexadecimal digest of the content: what samples mean and what the sub-datasets hold."""
+        """Hexadecimal digest of the content: the meaning of samples, and the sub-datasets."""
         digest = hashlib.sha256(self.schema.digest.encode())
         for record in self.passes:
             digest.update(record.digest.encode())
         return digest.hexdigest()
 
     def write(self, directory: Path) -> None:
-        """Make the dataset in ``directory`` a finished one, in one step."""
+        """Finish the dataset in ``directory``, in one step."""
         record = {
             "format": "tiercache dataset",
             "version": self.version,
@@ -161,7 +158,7 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Read the manifest of a finished dataset. Raises DatasetError where there is none, or one damaged."""
+        """Read the manifest of a finished dataset. Raises DatasetError for a missing or damaged one."""
         path = directory / MANIFEST
         if not path.exists():
             if (directory / UNFINISHED).exists():

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 def num_samples(
     counts: Iterable[int], lists: Mapping[str, tuple[int, int, int]], *, as_bags: bool = False
 ) -> int | None:
-    """Return how many samples a batch has whose offsets may lack the last, as `nn.EmbeddingBag` takes them.
+    """Return the number of samples of a batch whose offsets may lack the last one, as `nn.EmbeddingBag` allows.
 
-    counts: the samples of all columns that say so. lists: of each column of values and offsets, the number of offsets,
-    the last of them (0 if there is none), and the number of values. None: no number fits all of them.
+    counts: the lengths of plain columns. lists: for each column of values and offsets, the number of offsets, the last
+    of them (0 if there is none), and the number of values. None: no number fits all of them.
 
-    Two numbers fit if nothing else says it: offsets that end at the number of values may have the last or lack it.
+    Two numbers fit if nothing else decides: offsets that end at the number of values may include the last or lack it.
     as_bags: then they lack it, as those of `nn.EmbeddingBag` do; otherwise raises ValueError.
     """
     fits: set[int] | None = None
@@ -56,12 +56,12 @@ RESERVED = (OOV_KEY, NULL_KEY)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureKeys:
-    """The keys of one feature: E in all, those of one sample side by side."""
+    """The keys of one feature: E in all, sample by sample."""
 
     keys: NDArray[np.int64]
     """(E,)"""
     offsets: NDArray[np.int64] | None = None
-    """(n + 1,) where each sample's keys begin; None: one key per sample, so E = n."""
+    """(n + 1,) the offset of each sample's keys; None: one key per sample, so E = n."""
     weights: NDArray[np.float32] | None = None
     """(E,) one per key; None: all 1."""
 
@@ -85,7 +85,7 @@ class RawBatch:
     """n samples with keys."""
 
     label: NDArray[np.float32] | None
-    """(n,); None where the schema has no label."""
+    """(n,); None if the schema has no label."""
     dense: NDArray[np.float32]
     """(n, D), D may be 0."""
     features: dict[str, FeatureKeys]
@@ -108,15 +108,15 @@ class RawBatch:
         """
         features = {}
         for feature in schema.features:
-            given, given_weights = keys[feature.name], (weights or {}).get(feature.name)
+            values, value_weights = keys[feature.name], (weights or {}).get(feature.name)
             offsets = None
             if feature.hotness != "one_hot":
-                offsets = np.zeros(len(given) + 1, np.int64)
-                np.cumsum([len(row) for row in given], out=offsets[1:])
+                offsets = np.zeros(len(values) + 1, np.int64)
+                np.cumsum([len(row) for row in values], out=offsets[1:])
             features[feature.name] = FeatureKeys(
-                _flat(given, offsets, np.int64),
+                _flat(values, offsets, np.int64),
                 offsets,
-                None if given_weights is None else _flat(given_weights, offsets, np.float32),
+                None if value_weights is None else _flat(value_weights, offsets, np.float32),
             )
         num_samples = len(keys[schema.features[0].name])
         return cls(
@@ -127,7 +127,7 @@ class RawBatch:
 
     @property
     def num_samples(self) -> int:
-        """N."""
+        """Samples of the batch."""
         return int(self.dense.shape[0])
 
     @property
@@ -147,12 +147,12 @@ class RawBatch:
         )
 
     def copy(self) -> RawBatch:
-        """Return the same samples in arrays of their own."""
+        """Return a copy that shares no arrays."""
         return join([self, self.slice(0, 0)])
 
 
 def join(batches: Sequence[RawBatch]) -> RawBatch:
-    """Return the samples of at least one batch as one; not a copy where there is only one."""
+    """Join one or more batches; a single one is returned without a copy."""
     if len(batches) == 1:
         return batches[0]
     features = {}

@@ -1,4 +1,4 @@
-"""How the rows of one file are read: a class for each format, all with the same calls."""
+"""Readers of one input: a class for each format, all with the same methods."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 
 LARGEST_BATCH = 1 << 15
 _MOST_DECODING_BYTES = 4 << 20
-"""Of one Parquet column: pages are 1 MiB, compressed and not, and so are dictionary and buffer."""
+"""Of one Parquet column: 1 MiB each for a page, compressed and decompressed, its dictionary and a buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some neighboring rows of a file."""
+    """Consecutive rows of a file."""
 
     columns: Any
-    """A RecordBatch of the columns that were asked for."""
-    share: float
-    """How much of the file lies behind it, 0 to 1."""
+    """A RecordBatch of the requested columns."""
+    fraction: float
+    """The fraction of the file read so far, 0 to 1."""
     rows: NDArray[np.int64] | None = None
-    """Their rows in the file, 0-based; None: they are those that follow the rows given before."""
+    """Their rows in the file, 0-based; None: the rows after the previous piece."""
 
 
 class FileReader(ABC):
@@ -54,22 +54,22 @@ class FileReader(ABC):
     schema: Any
     """The Arrow schema of the file."""
     decoding_bytes: int = 0
-    """About how much memory decoding takes beside the batches given out; twice that with threads."""
+    """The approximate memory for decoding, besides the batches it yields; twice that with threads."""
     skipped: int = 0
-    """Rows that were left out so far because their number of fields is wrong."""
+    """Rows skipped so far because their number of fields is wrong."""
     padded: int = 0
-    """Rows that were filled with null so far because fields are missing."""
+    """Rows filled with null so far because fields are missing."""
 
     @abstractmethod
     def __init__(self, file: InputFile, schema: Schema, uses: Sequence[ColumnUse]) -> None:
-        """uses: of all columns that will be read, and others."""
+        """uses: the uses of all columns that will be read, and perhaps of others."""
 
     @abstractmethod
     def pieces(self, columns: Sequence[str], row: int, *, batch_bytes: int, use_threads: bool) -> Iterator[Piece]:
-        """Read columns from ``row`` to the end; rows that are left out do not count. One reading at a time."""
+        """Read columns from ``row`` to the end, not counting skipped rows. One iteration at a time."""
 
     def explain(self, error: Exception) -> SourceError | None:
-        """Return a better sentence about an error of Arrow; None: there is none."""
+        """Return a better message for an error of Arrow; None if there is none."""
         return None
 
 
@@ -158,12 +158,12 @@ class IpcReader(FileReader):
             is_file = isinstance(reader, pa.ipc.RecordBatchFileReader)
             parts = map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
             for index, part in enumerate(parts):
-                share = (index + 1) / reader.num_record_batches if is_file else source.tell() / self._file.size
+                fraction = (index + 1) / reader.num_record_batches if is_file else source.tell() / self._file.size
                 dropped = min(row, part.num_rows)
                 row -= dropped
                 step = batch_rows(batch_bytes, part.nbytes // max(1, part.num_rows))
                 for low in range(dropped, part.num_rows, step):
-                    yield Piece(part.slice(low, step).select(list(columns)), share)
+                    yield Piece(part.slice(low, step).select(list(columns)), fraction)
 
     def _open(self) -> Any:
         path = self._file.path
@@ -171,15 +171,15 @@ class IpcReader(FileReader):
 
 
 def batch_rows(batch_bytes: int, row_bytes: int) -> int:
-    """Return how many rows a batch has."""
+    """Return the number of rows of a batch."""
     return max(256, min(LARGEST_BATCH, batch_bytes // max(1, row_bytes)))
 
 
 def _dictionary_columns(meta: Any) -> list[str]:
-    """Return the columns that stay dictionaries when they are read: a value is hashed once, not once a row.
+    """Return the columns to read as dictionaries, so that a value is hashed once, not once a row.
 
-    Those whose values take few bytes in the first row group. Where a dictionary grew too large, the rest of a column
-    is plain, and making a dictionary of that would cost more than hashing it.
+    These are the columns whose values take few bytes in the first row group. If a dictionary grew too large, the rest
+    of its column is plain, and making a dictionary of that would cost more than hashing it.
     """
     group = meta.row_group(0) if meta.num_row_groups else None
     columns = [] if group is None else [group.column(i) for i in range(group.num_columns)]
@@ -194,7 +194,7 @@ def _dictionary_columns(meta: Any) -> list[str]:
 
 
 def _decoding_bytes(meta: Any, names: set[str]) -> int:
-    """Estimate what decoding holds from the first row group: pages, dictionaries and buffers of each column."""
+    """Estimate the memory for decoding from the first row group: pages, dictionaries and buffers of each column."""
     if not meta.num_row_groups:
         return 0
     group = meta.row_group(0)
@@ -210,7 +210,7 @@ def _open_ipc(source: Any, options: Any = None) -> Any:
 
 
 class _ArrayReader(FileReader):
-    """Reads columns of arrays side by side."""
+    """Reads the columns of several arrays, row by row."""
 
     def __init__(self, file: InputFile, schema: Schema, uses: Sequence[ColumnUse]) -> None:
         self._file = file
@@ -252,7 +252,7 @@ class _ArrayReader(FileReader):
 
     @contextmanager
     def _damaged(self) -> Iterator[None]:
-        """Say in a sentence what zipfile, NumPy and its parser of headers raise for damaged files."""
+        """Turn what zipfile, NumPy and its header parser raise for damaged files into a SourceError."""
         try:
             yield
         except (SourceError, OSError, MemoryError):
@@ -263,24 +263,25 @@ class _ArrayReader(FileReader):
             ) from error
 
     @abstractmethod
-    def _parts(self, stack: ExitStack, wanted: set[str] | None) -> Mapping[str, ArrayRows]:
-        """Open the arrays that hold the wanted columns, None: all, at their first rows."""
+    def _parts(self, stack: ExitStack, columns: set[str] | None) -> Mapping[str, ArrayRows]:
+        """Open the arrays with these columns, None: all, at their first rows."""
 
     @abstractmethod
     def _split(self, name: str, rows: NDArray[Any]) -> dict[str, NDArray[Any]]:
-        """Return the columns that one array holds."""
+        """Return the columns of one array."""
 
 
 class NumpyReader(_ArrayReader):
     """Reads a .npz file or a folder of .npy files, a column each, or a .npy file of a structured dtype."""
 
-    def _parts(self, stack: ExitStack, wanted: set[str] | None) -> Mapping[str, ArrayRows]:
+    def _parts(self, stack: ExitStack, columns: set[str] | None) -> Mapping[str, ArrayRows]:
         path = self._file.path
         if isinstance(path, Path) and path.is_dir():
             names = {one.stem: one for one in sorted(path.glob("*.npy"))}
-            chosen = {name: one for name, one in names.items() if wanted is None or name in wanted}
             return {
-                name: ArrayRows.of_npy(stack.enter_context(open_binary(one)), str(one)) for name, one in chosen.items()
+                name: ArrayRows.of_npy(stack.enter_context(open_binary(one)), str(one))
+                for name, one in names.items()
+                if columns is None or name in columns
             }
         source = stack.enter_context(open_binary(path))
         if not str(path).endswith(".npz"):
@@ -293,7 +294,7 @@ class NumpyReader(_ArrayReader):
         return {
             name: ArrayRows.of_npy(stack.enter_context(archive.open(member)), f"{path}, array {name!r}")
             for name, member in names_in.items()
-            if wanted is None or name in wanted
+            if columns is None or name in columns
         }
 
     def _split(self, name: str, rows: NDArray[Any]) -> dict[str, NDArray[Any]]:
@@ -303,13 +304,13 @@ class NumpyReader(_ArrayReader):
 class SplitBinaryReader(_ArrayReader):
     """Reads one part of a data set that a ``feature_spec.yaml`` describes, as NVIDIA's DLRM example writes it."""
 
-    def _parts(self, stack: ExitStack, wanted: set[str] | None) -> Mapping[str, ArrayRows]:
+    def _parts(self, stack: ExitStack, columns: set[str] | None) -> Mapping[str, ArrayRows]:
         path = Path(self._file.path)
         parts = {}
         spec, chunks = read_split_spec(path, self._file.split)
         for chunk in chunks:
             names = [str(name) for name in chunk["features"]]
-            if wanted is not None and not wanted & set(names):
+            if columns is not None and not columns & set(names):
                 continue
             try:
                 (dtype,) = {np.dtype(spec["feature_spec"][name]["dtype"]) for name in names}
@@ -338,7 +339,7 @@ class PythonReader(FileReader):
         self.schema = self._record_batch(0, self._batches.first, [use.column for use in uses]).schema
 
     def pieces(self, columns: Sequence[str], row: int, *, batch_bytes: int, use_threads: bool) -> Iterator[Piece]:
-        """Go through the batches; those before ``row`` are skipped."""
+        """Read the batches from ``row`` on."""
         for number, item in enumerate(self._batches):
             batch = self._record_batch(number, item, columns)
             if batch.schema != self.schema:
@@ -350,7 +351,7 @@ class PythonReader(FileReader):
                 yield Piece(batch.slice(low, step), 0.0)
 
     def _record_batch(self, number: int, item: Any, columns: Sequence[str]) -> Any:
-        """Return those of the columns that a batch has."""
+        """Return the columns that a batch has."""
         where = f"{self._file.path}, batch {number}"
         values: dict[str, Any] = {}
         for name, value in self._values(where, item):
@@ -373,8 +374,8 @@ class PythonReader(FileReader):
             samples = num_samples(map(len, arrays.values()), ends)
         for name, one in offsets.items():
             with _named_errors(f"{where}, column {name!r}"):
-                whole = np.append(one, ends[name][2]) if lacks_last(samples, *ends[name]) else one
-                arrays[name] = list_array(values[name][0], whole)
+                full = np.append(one, ends[name][2]) if lacks_last(samples, *ends[name]) else one
+                arrays[name] = list_array(values[name][0], full)
         lengths = {name: len(arrays[name]) for name in used}
         if len(set(lengths.values())) > 1:
             seen = ", ".join(f"{name}: {length}" for name, length in lengths.items())

@@ -1,4 +1,4 @@
-"""Smaller passes from a dataset that exists: for fewer devices, or devices that hold less."""
+"""Smaller passes from an existing dataset: for fewer devices, or devices with less memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _CHUNK_SAMPLES = 1 << 15
 _ALIGN = 8192
 _PARTS = "parts"
-"""The option of a split set that says, for each pass of the old one, the samples of each of its parts."""
+"""The option with the samples of each part, for each pass of the source."""
 
 
 def repartition(
@@ -48,18 +48,17 @@ def repartition(
 ) -> PassDataset:
     """Cut every pass into parts that fit, and return the new dataset in the directory ``out``.
 
-    The samples are the same, in the same order: batches of a size that divides ``batch_multiple`` are too, where
-    samples are not shuffled. A part begins at a multiple of ``batch_multiple`` samples of its pass (None: as the set
-    was extracted, else 8,192) and is as long as fits: its rows on so many ``devices`` of ``device_budget`` each as an
-    extraction counts them, or its keys, of all tables, in ``rows``. Passes that fit are parts by themselves: their
-    files are linked, or copied to another file system. Key sets, counts and digests are what an extraction of these
-    parts gives.
+    The samples keep their order. Batches whose size divides ``batch_multiple`` stay the same if samples are not
+    shuffled. A part begins at a multiple of ``batch_multiple`` samples of its pass (None: as extracted, else 8,192) and
+    is as long as fits: its rows on ``devices`` devices of ``device_budget`` each, as an extraction counts them, or its
+    keys, of all tables, in ``rows``. Passes that fit stay whole: their files are linked, or copied to another file
+    system. Key sets, counts and digests are those of an extraction of these parts.
 
-    Takes a few MiB, some 30,000 samples (or ``batch_multiple``) and at most 13 bytes for each key of a pass; reads what
-    is cut twice. A call that was killed is made again; a finished set of the same arguments is returned as it is.
-    Raises BudgetError where ``batch_multiple`` samples do not fit, DatasetError for passes without samples, for a full
-    disk, and for a directory with another set or that another process writes to, ValueError where not exactly one of
-    ``device_budget`` and ``rows`` is given.
+    Memory: a few MiB, about 30,000 samples (or ``batch_multiple``) and at most 13 bytes for each key of a pass. Passes
+    that are cut are read twice. After a kill, call again; a finished dataset of the same arguments is returned
+    unchanged. Raises BudgetError if ``batch_multiple`` samples do not fit, DatasetError for passes without samples, for
+    a full disk, and for a directory with another dataset or in use by another process, and ValueError unless exactly
+    one of ``device_budget`` and ``rows`` is given.
     """
     old = passes if isinstance(passes, PassDataset) else PassDataset.open(passes)
     if (device_budget is None) == (rows is None):
@@ -84,13 +83,13 @@ def repartition(
     if devices > 1:  # sets of one device say nothing of it
         options["devices"] = devices
     directory = new_folder(out)
-    with file_errors(directory), _alone(directory):
+    with file_errors(directory), _exclusive(directory):
         if (directory / MANIFEST).exists():
             return _finished(directory, options)
-        return _cut(old, directory, limit, options)
+        return _split(old, directory, limit, options)
 
 
-def _cut(old: PassDataset, directory: Path, limit: _Limit, options: dict[str, Any]) -> PassDataset:
+def _split(old: PassDataset, directory: Path, limit: _Limit, options: dict[str, Any]) -> PassDataset:
     batch_multiple = options["batch_multiple"]
     records: list[SubDatasetRecord] = []
     parts: list[list[int]] = []
@@ -99,14 +98,15 @@ def _cut(old: PassDataset, directory: Path, limit: _Limit, options: dict[str, An
         sizes = []
         for low, high, seen in _parts(source, old.schema, limit, batch_multiple):
             if high - low == source.samples:
-                records.append(_link(old, source, directory, len(records)))
+                _link_or_copy(source.path, directory / file_name(len(records)))
+                records.append(old.manifest.passes[source.index])
             else:
                 records.append(_write(old, source, directory, len(records), low, high, seen))
             sizes.append(high - low)
         parts.append(sizes)
         source.close()
     if old.manifest.rare is not None:
-        _bring(old.path / RARE_KEYS, directory / RARE_KEYS)
+        _link_or_copy(old.path / RARE_KEYS, directory / RARE_KEYS)
     Manifest(
         schema=old.schema,
         passes=tuple(records),
@@ -119,10 +119,10 @@ def _cut(old: PassDataset, directory: Path, limit: _Limit, options: dict[str, An
 
 
 @contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """Hold the folder against other processes. Raises DatasetError if one writes there.
+def _exclusive(directory: Path) -> Iterator[None]:
+    """Lock the folder. Raises DatasetError if another process holds the lock.
 
-    The lock is the folder itself, which a call that was killed leaves as it was.
+    The lock is on the folder itself, so a killed call leaves nothing behind.
     """
     handle = os.open(directory, os.O_RDONLY)
     try:
@@ -133,7 +133,7 @@ def _alone(directory: Path) -> Iterator[None]:
                 f"another process is writing a dataset to {directory}: wait for it, or choose another directory"
             ) from error
         except OSError:
-            pass  # a file system without locks, on which nobody waits
+            pass  # a file system without locks
         yield
     finally:
         os.close(handle)
@@ -141,16 +141,16 @@ def _alone(directory: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class SplitSource:
-    """What a dataset was split from."""
+    """The source of a split dataset."""
 
     digest: str
-    """Of that dataset."""
+    """Digest of the source."""
     parts: tuple[tuple[int, ...], ...]
-    """For each of its passes the samples of each part."""
+    """For each pass of the source, the samples of each part."""
 
 
 def split_source(passes: PassDataset) -> SplitSource | None:
-    """Return what ``passes`` were split from; None where they were not."""
+    """Return the source of a dataset of ``repartition``; None for other datasets."""
     options = passes.manifest.options
     if "split_of" not in options:
         return None
@@ -167,12 +167,11 @@ def split_cursor(
     order: Mapping[str, object] | None = None,
     order_seed: int | None = None,
 ) -> tuple[int, int]:
-    """Return where training stands in ``passes`` when it stands at ``cursor`` in what they were split from.
+    """Return the cursor in ``passes`` that matches ``cursor`` in the dataset they were split from.
 
-    ``cursor``: next pass and samples of it that are trained already. ``order``: how the samples of that pass are
-    ordered, as a commit inside it says. Raises DatasetError for a set that was not split, and where no place of the
-    new schedule has the same samples behind it: inside a pass that is shuffled or took raw keys, and inside an epoch
-    of a seeded order.
+    ``cursor``: the next pass, and its samples that are already trained. ``order``: the sample order of that pass, from
+    a commit inside it. Raises DatasetError for a dataset that was not split, and if no cursor of the new schedule has
+    the same samples before it: inside a pass that is shuffled or took raw keys, and inside an epoch of a seeded order.
     """
     source = split_source(passes)
     if source is None:
@@ -198,46 +197,46 @@ def split_cursor(
 
 
 class _Limit(Protocol):
-    """What a part has to fit; ``rows`` are always by table, in the order of table ids."""
+    """The limit of a part; ``rows`` are always by table, in the order of table ids."""
 
     def fits(self, rows: Sequence[int]) -> bool:
-        """Say whether it may have so many."""
+        """Return True if a part may have these rows."""
 
     def close(self, rows: Sequence[int]) -> None:
-        """Count one that has."""
+        """Count a part with these rows."""
 
     def excess(self, rows: Sequence[int]) -> str:
-        """Say what so many need and what there is."""
+        """Return the part of an error message that compares these rows with the limit."""
 
 
 class _Keys:
-    """A number of keys, of all tables."""
+    """A limit of the number of keys of all tables."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
 
     def fits(self, rows: Sequence[int]) -> bool:
-        return sum(rows) <= self._most
+        return sum(rows) <= self._limit
 
     def close(self, rows: Sequence[int]) -> None:
         pass
 
     def excess(self, rows: Sequence[int]) -> str:
-        return f"has {sum(rows):,} keys, but a part may have {self._most:,}"
+        return f"has {sum(rows):,} keys, but a part may have {self._limit:,}"
 
 
 def _finished(directory: Path, options: dict[str, Any]) -> PassDataset:
-    made = PassDataset.open(directory)
-    wanted = {"devices": None} | options
-    if {name: made.manifest.options.get(name) for name in wanted} != wanted:
+    dataset = PassDataset.open(directory)
+    expected = {"devices": None} | options
+    if {name: dataset.manifest.options.get(name) for name in expected} != expected:
         raise DatasetError(f"{directory} holds another dataset already: choose another directory")
-    return made
+    return dataset
 
 
 def _parts(
     source: SubDataset, schema: Schema, limit: _Limit, batch_multiple: int
 ) -> Iterator[tuple[int, int, dict[str, NDArray[np.bool_]]]]:
-    """Yield first sample and end of each part of a pass, and which of its keys the part has, by table."""
+    """Yield first sample and end of each part of a pass, and masks of its keys that the part has, by table."""
     names = [table.name for table in schema.ordered_tables]
     rows = [source.rows(name) for name in names]
     if limit.fits(rows):
@@ -280,7 +279,7 @@ def _parts(
 def _new_ids(
     schema: Schema, samples: EncodedBatch, table: str, seen: NDArray[np.bool_], batch_multiple: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Return the ids of a table that are not ``seen`` yet, each once, and the aligned unit that is first to have it."""
+    """Return the ids of a table that are not ``seen`` yet, each once, and the first unit with it."""
     ids, units = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
     unit_N = np.arange(samples.num_samples, dtype=np.int64) // batch_multiple
     for feature in schema.features:
@@ -345,13 +344,7 @@ def _write(
     return SubDatasetRecord(samples=high - low, rows=rows, values=values, digest=digest)
 
 
-def _link(old: PassDataset, source: SubDataset, directory: Path, index: int) -> SubDatasetRecord:
-    """Take a pass over as it is, as pass ``index`` of the new set."""
-    _bring(source.path, directory / file_name(index))
-    return old.manifest.passes[source.index]
-
-
-def _bring(source: Path, target: Path) -> None:
+def _link_or_copy(source: Path, target: Path) -> None:
     """Link a file that never changes, or copy it; on disk on return."""
     temporary = target.with_name(target.name + ".tmp")
     temporary.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What an unfinished extraction knows of itself, so that it can go on after any stop."""
+"""The state of an unfinished extraction, from which it resumes after any stop."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _LOCK = "lock"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExtractionState:
-    """How far an extraction is: everything before the cursor is in closed passes, or in counted runs."""
+    """Progress of an extraction: everything before the cursor is in closed passes, or in counted runs."""
 
     options: dict[str, Any]
-    """What decides the content beside the inputs."""
+    """The options that decide the content, besides the inputs."""
     inputs: tuple[dict[str, Any], ...]
-    """What tells the input files from changed ones."""
+    """The records of the input files, to detect changes."""
     passes: tuple[SubDatasetRecord, ...] = ()
     """The closed passes."""
     file_index: int = 0
-    """The cursor: the file ..."""
+    """The file of the cursor."""
     row: int = 0
-    """... and its first row that is not done."""
+    """The first row of that file that is not done."""
     runs: tuple[SubDatasetRecord, ...] = ()
     """Runs of counted keys on disk."""
     is_counted: bool = False
-    """Whether counting is over."""
+    """True after counting."""
     version: int = 2
-    """Of the rules by which data becomes keys (``Manifest.version``); states of version 2 do not say it."""
+    """Version of the rules that make keys of data (``Manifest.version``); a state without it has version 2."""
 
     def write(self, folder: Path) -> None:
         """Replace the state in ``folder`` in one step."""
@@ -65,17 +65,17 @@ class ExtractionState:
             raise ExtractionError(f"{path} cannot be read: {error}: delete {folder.parent} and start over") from error
 
     def closed(self, record: SubDatasetRecord, file_index: int, row: int) -> ExtractionState:
-        """Return the state after one more pass, with the cursor behind it."""
+        """Return the state after one more pass, with the cursor at its end."""
         return replace(self, passes=(*self.passes, record), file_index=file_index, row=row)
 
     def check_same(self, options: dict[str, Any], inputs: tuple[dict[str, Any], ...], where: Path) -> None:
-        """Raise ExtractionError where options, inputs or rules are not those that the work in ``where`` began with."""
+        """Raise ExtractionError if options, inputs or rules differ from those of the work in ``where``."""
         check_rules(self.version, where)
         check_same(self.options, self.inputs, options, inputs, where)
 
 
 def check_rules(version: int, where: Path) -> None:
-    """Raise ExtractionError if data became keys by other rules in ``where``: one dataset has one meaning of a text."""
+    """Raise ExtractionError if keys in ``where`` follow other rules: a text has one key in a dataset."""
     if version != VERSION:
         raise ExtractionError(
             f"{where} was extracted by the rules of dataset version {version}, and texts and floats become keys by "
@@ -90,7 +90,7 @@ def check_same(
     inputs: tuple[dict[str, Any], ...],
     where: Path,
 ) -> None:
-    """Raise ExtractionError where options or inputs differ from the old ones: names the first that does."""
+    """Raise ExtractionError if options or inputs differ from the old ones, naming the first that does."""
     advice = "choose another directory, or delete this one to start over"
     append = "add files to a finished dataset with --append"
     for name in sorted({*old_options, *options}):
@@ -108,7 +108,7 @@ def check_same(
 
 
 class WorkFolder:
-    """The folder ``unfinished`` of a dataset in the making, held by one process at a time."""
+    """The folder ``unfinished`` of a dataset in progress, locked by one process at a time."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -142,13 +142,13 @@ class WorkFolder:
             ) from error
 
     def clear(self, keep: set[str]) -> None:
-        """Delete the open pass that a stop left behind, and files of passes that are not in ``keep``."""
+        """Delete the open pass of an interrupted run, and files of passes that are not in ``keep``."""
         for path in [*self.path.glob("pass-*"), *self.out.glob("pass-*.safetensors")]:
             if path.parent == self.path or path.name not in keep:
                 path.unlink()
 
     def remove(self) -> None:
-        """Delete the folder: the dataset is finished. A stage that a stop left on a cluster may write in it yet."""
+        """Delete the folder: the dataset is finished. A leftover stage on a cluster may still write in it."""
         while self.path.exists():
             try:
                 shutil.rmtree(self.path)
@@ -158,7 +158,7 @@ class WorkFolder:
         self._lock.close()
 
     def close(self) -> None:
-        """Let others work here; everything stays."""
+        """Release the lock; the files stay."""
         self._lock.close()
 
 

@@ -1,4 +1,4 @@
-"""Which arrays a sub-dataset has, and in what order they lie in its file."""
+"""The arrays of a sub-dataset, and their order in its file."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class SampleColumn:
     name: str
     dtype: type[np.int32] | type[np.float32]
     width: int | None
-    """Numbers per sample, side by side; None: any number, with offsets."""
+    """Numbers per sample; None: any number, with offsets."""
     feature: str | None = None
-    """The feature whose ids or weights it holds; None for label, dense and the single ids."""
+    """The feature of its ids or weights; None for label, dense and the single ids."""
 
     def shape(self, samples: int, values: int) -> tuple[int, ...]:
-        """Return its shape for so many samples, or values of lists."""
+        """Return its shape for a number of samples, or of values of lists."""
         if self.width is None:
             return (values,)
         return (samples,) if self.name == "label" else (samples, self.width)
@@ -43,10 +43,9 @@ class SampleColumn:
 class SampleLayout:
     """The arrays of samples.
 
-    ``label`` (N,), ``dense`` (N, D), ``ids`` (N, S): the features with one id in the schema's order, which lie side by
-    side so that a shuffled sample costs one place of memory and not S. Then for each feature with lists ``ids.NAME``,
-    and for each feature with weights ``weights.NAME``: (N, L) for lists of L, (E,) for others, whose ``offsets.NAME``
-    (N + 1,) say where each sample's begin.
+    ``label`` (N,), ``dense`` (N, D), ``ids`` (N, S): the features with one id in the schema's order, adjacent so that a
+    shuffled sample costs one memory access and not S. Then for each feature with lists ``ids.NAME``, and for each
+    feature with weights ``weights.NAME``: (N, L) for lists of L, (E,) for others, with ``offsets.NAME`` (N + 1,).
     """
 
     schema: Schema
@@ -71,7 +70,7 @@ class SampleLayout:
 
     @cached_property
     def ragged(self) -> tuple[Feature, ...]:
-        """The features with any number of ids, in the schema's order."""
+        """The features with lists of any length, in the schema's order."""
         return tuple(f for f in self.schema.lists if f.length is None)
 
     @cached_property
@@ -82,14 +81,14 @@ class SampleLayout:
 
     @cached_property
     def single_columns(self) -> NDArray[np.int64]:
-        """(S,): for each of ``singles``, its place in the file's order."""
-        places = {f.name: i for i, f in enumerate(self.schema.singles)}
-        return np.array([places[f.name] for f in self.singles], dtype=np.int64)
+        """(S,): for each of ``singles``, its index in the file's order."""
+        indices = {f.name: i for i, f in enumerate(self.schema.singles)}
+        return np.array([indices[f.name] for f in self.singles], dtype=np.int64)
 
     def file(self, samples: int, rows: Mapping[str, int], values: Mapping[str, int] | None) -> ArrayLayout:
         """Return the file of a sub-dataset.
 
-        rows: unique keys by table. values: ids of all lists, by feature with any number of them; None: the sub-dataset
+        rows: unique keys by table. values: ids of all lists, by feature with lists of any length; None: the sub-dataset
         has a key set and no samples.
         """
         tables = self.schema.ordered_tables

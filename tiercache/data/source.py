@@ -1,4 +1,4 @@
-"""Files as a stream of record batches that know where they come from."""
+"""Files as a stream of record batches with their file and row."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ READERS: dict[str, type[FileReader]] = {
 
 @dataclass(frozen=True, slots=True)
 class SourceBatch:
-    """Some rows of one file."""
+    """Rows of one file."""
 
     file: InputFile
     file_index: int
     first_row: int
-    """How many rows of the file were kept before it: with ``file_index``, the cursor where it begins."""
+    """The kept rows of the file before it: with ``file_index``, the cursor where it begins."""
     columns: Any
-    """A RecordBatch with at least the columns that the schema reads."""
+    """A RecordBatch with at least the columns of the schema."""
     rows: NDArray[np.int64] | None = None
     """Their rows in the file, 0-based, the header not counted; None: they follow ``first_row``."""
 
@@ -60,20 +60,20 @@ class SourceBatch:
 
 @dataclass(frozen=True, slots=True)
 class BadRows:
-    """How many rows were not taken as they are."""
+    """The number of rows that were skipped or changed."""
 
     skipped: int = 0
-    """Left out: their number of fields is wrong."""
+    """Skipped: their number of fields is wrong."""
     padded: int = 0
     """Filled with null: fields are missing."""
     unlabeled: int = 0
-    """Left out: their label is null."""
+    """Skipped: their label is null."""
 
     def __add__(self, other: BadRows) -> BadRows:
         return BadRows(self.skipped + other.skipped, self.padded + other.padded, self.unlabeled + other.unlabeled)
 
     def __str__(self) -> str:
-        """Say what there is; nothing where there is nothing."""
+        """Return the counts that are not 0, as text."""
         counts = {"skipped": self.skipped, "padded": self.padded, "dropped without a label": self.unlabeled}
         return ", ".join(f"{counted(count, 'row')} {what}" for what, count in counts.items() if count)
 
@@ -93,15 +93,15 @@ class Source:
         for file in self.files:
             reader = self._open(file)
             self._decoding_bytes = max(self._decoding_bytes, reader.decoding_bytes)
-            found = reader.schema
+            arrow_schema = reader.schema
             for name, value in self._constants(file, reader).items():
-                found = found.append(pa.field(name, value.type))
+                arrow_schema = arrow_schema.append(pa.field(name, value.type))
             try:
-                check_columns(file.path, found, self._uses)
+                check_columns(file.path, arrow_schema, self._uses)
             except UnicodeError as error:  # in the name of a column
                 raise _unreadable(file, reader, error) from error
             for use in self._uses:
-                kind = kind_of(plain_type(found.field(use.column).type, self._used_as[use.column]))
+                kind = kind_of(plain_type(arrow_schema.field(use.column).type, self._used_as[use.column]))
                 if use.use == "part" and kind in ("integer", "string"):
                     first, before = kinds.setdefault(use.column, (file, str(kind)))
                     if before != kind:
@@ -117,17 +117,17 @@ class Source:
 
     @property
     def done_bytes(self) -> int:
-        """About how many of ``total_bytes`` lie behind the batch given out last."""
+        """About how many of ``total_bytes`` were read up to the last batch."""
         return self._done_before + int(self._done_in_file)
 
     @property
     def decoding_bytes(self) -> int:
-        """About how much memory decoding takes beside the batches given out; twice that with threads."""
+        """The approximate memory for decoding, besides the batches; twice that with threads."""
         return self._decoding_bytes
 
     @property
     def bad_rows(self) -> BadRows:
-        """Of the files that the last reading went through, each counted from its first row; others are not counted."""
+        """The bad rows of the files of the last iteration, each counted from its first row."""
         return sum(self._counts.values(), BadRows())
 
     def batches(
@@ -135,9 +135,9 @@ class Source:
     ) -> Iterator[SourceBatch]:
         """Read from a cursor to the end of the last file, in batches of about ``batch_bytes``.
 
-        The cursor (file_index, row) counts the rows of a file that are kept: a reading that begins behind
-        (batch.file_index, batch.first_row + its rows) goes on exactly where that batch ended. Only one reading goes on
-        at a time. Raises SourceError naming what cannot be read.
+        The cursor (file_index, row) counts the kept rows of a file: an iteration from (batch.file_index,
+        batch.first_row + its rows) continues exactly where that batch ended. One iteration at a time. Raises
+        SourceError naming what cannot be read.
         """
         self._done_before = sum(file.size for file in self.files[:file_index])
         self._counts = {}
@@ -157,7 +157,7 @@ class Source:
         file, unlabeled = self.files[index], 0
         constants = self._constants(file, reader)
         drops = self._schema.label_null == "drop"
-        read = 0 if drops else row  # rows that the reader has given, or left behind
+        read = 0 if drops else row  # rows that the reader has yielded or skipped
         skip, kept = row - read, read
         own = [name for name in self._columns if name not in constants]
         repeated = partition_texts(file, own)
@@ -171,7 +171,7 @@ class Source:
                 batch, rows = self._labeled(batch, read, piece.rows, is_first=not unlabeled)
                 unlabeled += count - batch.num_rows
             read += count
-            self._done_in_file = file.size * piece.share
+            self._done_in_file = file.size * piece.fraction
             self._counts[index] = BadRows(reader.skipped, reader.padded, unlabeled)
             dropped = min(skip, batch.num_rows)
             skip, kept = skip - dropped, kept + dropped
@@ -198,7 +198,7 @@ class Source:
     def _labeled(
         self, batch: Any, read: int, rows: NDArray[np.int64] | None, *, is_first: bool
     ) -> tuple[Any, NDArray[np.int64] | None]:
-        """Leave out rows whose label is null or NaN; is_first: none was left out before."""
+        """Drop rows whose label is null or NaN; is_first: none was dropped before."""
         label = batch.column(self._schema.label)
         keep = pc.invert(pc.is_null(label, nan_is_null=True))
         if is_first and keep.false_count == 0:
@@ -214,7 +214,7 @@ class Source:
             raise _unreadable(file, None, error) from error
 
     def _constants(self, file: InputFile, reader: FileReader) -> dict[str, Any]:
-        """Return the columns that the folders of a file give and the file lacks, as scalars."""
+        """Return the columns in the folder names that the file lacks, as scalars."""
         return partition_values(file, [use for use in self._uses if use.column not in reader.schema.names])
 
 

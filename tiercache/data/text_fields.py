@@ -1,4 +1,4 @@
-"""The bytes of a text file on their way to the CSV parser: its encoding, its delimiter and its quotes are checked."""
+"""The bytes and fields of text files: checks before the CSV parser, and conversions of text to numbers and lists."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 UNIT_SEPARATOR = b"\x1f"
-"""What a delimiter of several characters becomes: the parser knows single ones."""
+"""Replaces a delimiter of several characters: the parser supports single ones only."""
 _LINE_ENDS = (0x0A, 0x0D)
 _BOMS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
@@ -34,7 +34,7 @@ class TextStream(io.RawIOBase):
     def __init__(self, path: Path | str, source: Any, delimiter: bytes, quote: bytes) -> None:
         self._path, self._source, self._delimiter = path, source, delimiter
         self._quotes = _Quotes(path, delimiter, quote) if quote else None
-        self._is_first, self._held = True, b""
+        self._is_first, self._partial = True, b""
 
     def readable(self) -> bool:
         """Return True."""
@@ -52,7 +52,7 @@ class TextStream(io.RawIOBase):
             self._is_first = False
             self._check_encoding(data[:64])
         if self._quotes is not None:
-            self._quotes.take(data)
+            self._quotes.feed(data)
         return self._single(data, size) if len(self._delimiter) > 1 else data
 
     def _check_encoding(self, head: bytes) -> None:
@@ -64,17 +64,17 @@ class TextStream(io.RawIOBase):
             )
 
     def _single(self, data: bytes, size: int) -> bytes:
-        """Replace the delimiter; the start of one at the end of the data waits for the rest."""
+        """Replace the delimiter. The start of one at the end of the data is kept for the next read."""
         if UNIT_SEPARATOR in data:
             raise SourceError(
                 f"{self._path} contains the character 0x1f, which a delimiter of several characters cannot be read "
                 "with: give it a delimiter of one character"
             )
         is_end = not data
-        data = (self._held + data).replace(self._delimiter, UNIT_SEPARATOR)
+        data = (self._partial + data).replace(self._delimiter, UNIT_SEPARATOR)
         keep = next((n for n in range(len(self._delimiter) - 1, 0, -1) if data.endswith(self._delimiter[:n])), 0)
         keep = 0 if is_end else keep
-        data, self._held = data[: len(data) - keep], data[len(data) - keep :]
+        data, self._partial = data[: len(data) - keep], data[len(data) - keep :]
         return data or (b"" if is_end else self.read(size))
 
 
@@ -91,8 +91,8 @@ class _Quotes:
         self._inside, self._spans_lines = False, False
         self._lines, self._began = 1, 1
 
-    def take(self, data: bytes) -> None:
-        """Check the next block; an empty one is the end. The last byte waits, as what follows it decides."""
+    def feed(self, data: bytes) -> None:
+        """Check the next block; an empty one is the end. The last byte waits for the next block."""
         block, self._tail = self._tail + data[:-1] if data else self._tail, data[-1:]
         if not block:
             return
@@ -106,12 +106,12 @@ class _Quotes:
     def _check(self, block: NDArray[np.uint8], after: int) -> None:
         at = np.flatnonzero(block == self._quote)
         before = np.where(at > 0, block[at - 1], self._before)
-        behind = np.where(at < block.size - 1, block[np.minimum(at + 1, block.size - 1)], after)
+        following = np.where(at < block.size - 1, block[np.minimum(at + 1, block.size - 1)], after)
         opens = self._ends[before] | (before == self._quote)
-        closes = self._ends[behind] | (behind == self._quote)
+        closes = self._ends[following] | (following == self._quote)
         first = int(self._inside)  # quotes that open a field or end an escaped pair have this parity
         if not (opens[first::2].all() and closes[1 - first :: 2].all()):
-            self._walk(block, at, before, behind)
+            self._walk(block, at, before, following)
         elif (at.size + first) % 2 == 0:
             self._inside = False
         else:
@@ -124,26 +124,26 @@ class _Quotes:
             self._inside = True
             self._spans_lines |= bool((block[start:] == 0x0A).any())
 
-    def _line_of(self, block: NDArray[np.uint8], place: int) -> int:
-        return self._lines + int(np.count_nonzero(block[:place] == 0x0A))
+    def _line_of(self, block: NDArray[np.uint8], position: int) -> int:
+        return self._lines + int(np.count_nonzero(block[:position] == 0x0A))
 
-    def _walk(self, block: NDArray[np.uint8], at: NDArray[np.int64], before: Any, behind: Any) -> None:
-        """Do the same quote by quote, where some are plain characters."""
+    def _walk(self, block: NDArray[np.uint8], at: NDArray[np.int64], before: Any, following: Any) -> None:
+        """Do the same quote by quote, for text with quotes that are plain characters."""
         number, start = 0, 0
         while number < at.size:
-            place = int(at[number])
+            position = int(at[number])
             if not self._inside:
                 if self._ends[before[number]]:
-                    self._inside, self._spans_lines, start = True, False, place
-                    self._began = self._line_of(block, place)
-            elif behind[number] == self._quote:
+                    self._inside, self._spans_lines, start = True, False, position
+                    self._began = self._line_of(block, position)
+            elif following[number] == self._quote:
                 number += 1
             else:
-                spans = self._spans_lines or bool((block[start:place] == 0x0A).any())
-                if spans and not self._ends[behind[number]]:
+                spans = self._spans_lines or bool((block[start:position] == 0x0A).any())
+                if spans and not self._ends[following[number]]:
                     raise SourceError(
                         f"{self._path}, line {self._began}: a quoted field goes on to line "
-                        f"{self._line_of(block, place)} and ends in the middle of a "
+                        f"{self._line_of(block, position)} and ends in the middle of a "
                         'field there: double the quotes within a field, or say quote = "" in [csv] if quotes are '
                         "plain characters"
                     )

@@ -42,10 +42,10 @@ CRITEO_COLUMNS = ("label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in 
 """The columns of Criteo's files, which have no header."""
 _BLOCK_BYTES = 2 << 20
 _MOST_BLOCK_BYTES = _BLOCK_BYTES << 9
-"""1 GiB, of a file that has so long a row."""
+"""1 GiB, for a file with such a long row."""
 _NUMBERS = (pa.int64(), pa.float64(), pa.bool_())
 _DELIMITERS = (",", ";", "\t", "|", "::", ":", " ")
-"""What may separate the fields of a file that the schema's delimiter does not fit."""
+"""The delimiters to suggest if the schema's does not fit a file."""
 _SNIFFED = 64 << 10
 
 
@@ -122,17 +122,17 @@ class TextReader(FileReader):
                 )
 
     def _grows(self, error: Exception) -> bool:
-        """Return whether a row was longer than a block, and blocks are larger from here on."""
+        """Enlarge blocks if a row was longer than one; return True if so."""
         if "straddling object" not in str(error) or self._block_bytes >= _MOST_BLOCK_BYTES:
             return False
         self._block_bytes = self.decoding_bytes = 8 * self._block_bytes
         return True
 
     def pieces(self, columns: Sequence[str], row: int, *, batch_bytes: int, use_threads: bool) -> Iterator[Piece]:
-        """Read from the beginning of the file, since nobody knows where a row begins.
+        """Read from the beginning of the file, as the offset of a row is unknown.
 
-        A column of numbers with a field that the parser does not take is read as text from the row after the last one
-        given, and its fields are converted by the rule of `text_values`.
+        If the parser rejects a field of a column of numbers, the column is read as text from the row after the last one
+        yielded, and its fields are converted as `text_fields` says.
         """
         kinds = {name: self._kinds.get(name, self.schema.field(name).type) for name in columns}
         types = {name: pa.string() if name in self._lists else kind for name, kind in kinds.items()}
@@ -159,27 +159,25 @@ class TextReader(FileReader):
         good = 0
         for batch in chain(self._batches(self._open, convert), [None]):
             is_end = batch is None
-            batch = pa.RecordBatch.from_pylist([], schema=self._as_read(columns, types)) if is_end else batch  # noqa: PLW2901
-            whole, rows = self._merged(batch, good, convert, is_end=is_end)
+            if is_end:
+                fields = [pa.field(name, types[name]) for name in columns]
+                batch = pa.RecordBatch.from_pylist([], schema=pa.schema(fields))  # noqa: PLW2901
+            merged, rows = self._merged(batch, good, convert, is_end=is_end)
             good += batch.num_rows
             where = np.arange(good - batch.num_rows, good) if rows is None else rows
             for name in columns:
-                whole = self._converted(whole, name, types[name], kinds[name], where)
-            dropped = min(skip, whole.num_rows)
+                merged = self._converted(merged, name, types[name], kinds[name], where)
+            dropped = min(skip, merged.num_rows)
             skip -= dropped
-            share = 1.0 if is_end else min(1.0, self._raw.tell() / self._file.size)
-            for low in range(dropped, whole.num_rows, LARGEST_BATCH):
+            fraction = 1.0 if is_end else min(1.0, self._raw.tell() / self._file.size)
+            for low in range(dropped, merged.num_rows, LARGEST_BATCH):
                 part = None if rows is None else rows[low : low + LARGEST_BATCH]
-                yield Piece(whole.slice(low, LARGEST_BATCH), share, part)
-
-    @staticmethod
-    def _as_read(columns: Sequence[str], types: dict[str, Any]) -> Any:
-        return pa.schema([pa.field(name, types[name]) for name in columns])
+                yield Piece(merged.slice(low, LARGEST_BATCH), fraction, part)
 
     def _batches(self, opened: Callable[[], Any], convert: Any, names: list[str] | None = None) -> Iterator[Any]:
-        """Yield batches whose fields with lists are null only if a null word stands there: an empty one is empty.
+        """Yield batches whose fields with lists are null only for a null word, and empty for an empty field.
 
-        The parser calls both null. Where it does, the fields are read again with no null word but the empty one.
+        The parser calls both null. If it does, the fields are read again with no null word but the empty one.
         """
         lists = [name for name in convert.include_columns if name in self._lists]
         again = pacsv.ConvertOptions(
@@ -187,7 +185,7 @@ class TextReader(FileReader):
             quoted_strings_can_be_null=True, null_values=[""],
         )  # fmt: skip
         with ExitStack() as stack:
-            reader, other, behind = self._reader(stack.enter_context(opened()), convert, names), None, 0
+            reader, other, num_read = self._reader(stack.enter_context(opened()), convert, names), None, 0
             for number, batch in enumerate(reader):
                 marked = batch
                 if any(batch.column(name).null_count for name in lists):
@@ -195,9 +193,9 @@ class TextReader(FileReader):
                         raw: Any = self._raw
                         other = self._reader(stack.enter_context(opened()), again, names, quiet=True)
                         self._raw = raw
-                    for _ in range(number - behind):
+                    for _ in range(number - num_read):
                         other.read_next_batch()
-                    texts, behind = other.read_next_batch(), number + 1
+                    texts, num_read = other.read_next_batch(), number + 1
                     for name in lists:
                         is_empty = pc.and_(batch.column(name).is_null(), texts.column(name).is_null())
                         place = marked.schema.get_field_index(name)
@@ -207,14 +205,14 @@ class TextReader(FileReader):
     def _merged(self, batch: Any, good: int, convert: Any, *, is_end: bool) -> tuple[Any, NDArray[np.int64] | None]:
         """Return a batch of good rows with the padded rows between them, and the row of each in the file.
 
-        good: how many good rows came before. is_end: no good row comes after the batch.
+        good: the number of earlier good rows. is_end: True if no good row comes after the batch.
         """
-        gone = self.skipped + self.padded
-        if not gone and not self._bad:
+        num_bad = self.skipped + self.padded
+        if not num_bad and not self._bad:
             return batch, None
-        before = np.array([bad.row for bad in self._bad], np.int64) - np.arange(gone, gone + len(self._bad))
-        places = np.arange(good, good + batch.num_rows)
-        rows = places + gone + np.searchsorted(before, places, side="right")
+        before = np.array([bad.row for bad in self._bad], np.int64) - np.arange(num_bad, num_bad + len(self._bad))
+        positions = np.arange(good, good + batch.num_rows)
+        rows = positions + num_bad + np.searchsorted(before, positions, side="right")
         taken = before.size if is_end else int(np.searchsorted(before, good + batch.num_rows))
         filled = [(bad, text) for bad in self._bad[:taken] if (text := self._filled(bad)) is not None]
         if filled:
@@ -233,17 +231,17 @@ class TextReader(FileReader):
         return batch, rows
 
     def _filled(self, bad: _BadRow) -> str | None:
-        """Return a row with as many fields as the first line: empty ones are added, or removed after the last."""
+        """Return a row with as many fields as the first line, by adding empty ones or removing them at the end."""
         if self._csv.bad_rows != "pad":
             return None
         delimiter = self._parsed_delimiter
         if bad.fields < bad.expected:
             return bad.text + delimiter * (bad.expected - bad.fields)
-        behind = delimiter * (bad.fields - bad.expected)
-        return bad.text.removesuffix(behind) if bad.text.endswith(behind) else None
+        surplus = delimiter * (bad.fields - bad.expected)
+        return bad.text.removesuffix(surplus) if bad.text.endswith(surplus) else None
 
     def explain(self, error: Exception) -> SourceError | None:
-        """Name row and column, as far as Arrow or the handler of bad rows knows them."""
+        """Name row and column, if Arrow or the handler of bad rows knows them."""
         text = " ".join(str(error).split()).rstrip(".")
         if bad := re.search(r"parse error: Row #(\d+): Expected (\d+) columns, got (\d+)", text):
             number, expected, fields = map(int, bad.groups())
@@ -289,7 +287,7 @@ class TextReader(FileReader):
         return f"; if its delimiter is {fits[0]!r}, say {_say(fits[0])} in [csv]" if fits else ""
 
     def _advice(self, column: str) -> str:
-        """Return what else would take a field that is no number."""
+        """Return the advice for a field that is no number."""
         uses = {use.use for use in self._uses if use.column == column}
         if "integer" in uses:
             return ', or say key = "string" for the feature'
@@ -298,7 +296,7 @@ class TextReader(FileReader):
         return ", or leave the row out"
 
     def _converted(self, batch: Any, name: str, read_as: Any, kind: Any, rows: NDArray[np.int64]) -> Any:
-        """Return a batch with a column of text as its kind: numbers and lists by the rule of `text_values`."""
+        """Return a batch with a column of text as its kind: numbers and lists as `text_fields` says."""
         column = batch.column(name)
         owners = rows
         try:
@@ -347,12 +345,12 @@ class TextReader(FileReader):
 
     @property
     def _parsed_delimiter(self) -> str:
-        """The one that the parser sees."""
+        """The delimiter for the parser."""
         return self._delimiter if len(self._delimiter) == 1 else UNIT_SEPARATOR.decode()
 
-    def _note(self, found: list[_BadRow], bad: Any) -> str:
-        """Take a row with another number of fields than the first line."""
-        found.append(_BadRow(bad.number - self._first_row, bad.actual_columns, bad.expected_columns, bad.text))
+    def _note(self, noted: list[_BadRow], bad: Any) -> str:
+        """Note a row with another number of fields than the first line."""
+        noted.append(_BadRow(bad.number - self._first_row, bad.actual_columns, bad.expected_columns, bad.text))
         return "skip"
 
     def _open(self) -> Any:
@@ -363,7 +361,7 @@ class TextReader(FileReader):
         return TextStream(self._file.path, source, self._delimiter.encode(), self._quote.encode())
 
     def _reader(self, stream: Any, convert: Any = None, names: list[str] | None = None, *, quiet: bool = False) -> Any:
-        """quiet: rows with another number of fields are left out, and nobody is told."""
+        """quiet: rows with another number of fields are skipped without a note."""
         names = names or self._names
         return pacsv.open_csv(
             stream,
