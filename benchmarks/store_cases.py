@@ -27,7 +27,8 @@ from benchmarks.disk_raw import BareDisk, Replay, slot_bytes
 from benchmarks.machine import PeakMemory, files_below, middle, of_process
 from benchmarks.store_runs import PASSES, RAW_SLOTS, SEGMENTS, Cycle, Dump, wide
 from tiercache.store import NEVER, SGD, Range, SegmentLayout, Store, Table, Zeros, hash_keys, info, verify
-from tiercache.store.segment import base_layout, blocks_of
+from tiercache.store.row_codec import blocks_of
+from tiercache.store.segment import base_layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

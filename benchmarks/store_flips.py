@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.store.segment_writer import RowBlock
+    from tiercache.store.row_codec import RowBlock
 
 
 Places = dict[str, list[tuple[str, int]]]

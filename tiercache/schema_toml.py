@@ -20,7 +20,7 @@ from tiercache.schema_parts import (
     nearest,
     unknown_key,
 )
-from tiercache.store.opening import local_path
+from tiercache.store.files import local_path
 from tiercache.store.optimizer import initializer_from_record, optimizer_from_record
 from tiercache.store.table import Table
 

@@ -15,7 +15,7 @@ from tests.store.world import World
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.errors import RankError
 from tiercache.store import Adagrad, Adam, Cursor, MemoryEngine, RowWiseAdagrad, Store, Table, Uniform, Zeros, hash_keys
-from tiercache.store.bits import row_words
+from tiercache.store.row_codec import row_words
 from tiercache.store.shards.shard_manifest import GlobalCommit, Manifest, ShardCommit, shard_name
 from tiercache.store.shards.sharded_store import Shards
 from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, hash_bounds, sliced

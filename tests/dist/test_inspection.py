@@ -11,8 +11,7 @@ import pytest
 from tests.cli.command import error_of, run
 from tests.dist.meeting import meet
 from tests.dist.sharded_world import TABLES, divide_anew, expected, sharding_on, train_shards
-from tiercache.store import Cursor, Store, StoreInUseError, TableMismatchError, info, verify
-from tiercache.store.shards import shard_inspection
+from tiercache.store import Cursor, Store, StoreInUseError, TableMismatchError, info, inspect, verify
 from tiercache.store.shards.shard_manifest import Manifest, ShardCommit
 
 
@@ -114,8 +113,8 @@ def test_a_training_beside_verification_is_no_damage(
 
         return call
 
-    monkeypatch.setattr(shard_inspection, "verify", counted(shard_inspection.verify))
-    monkeypatch.setattr(shard_inspection, "_strays", counted(shard_inspection._strays))
+    monkeypatch.setattr(inspect, "_verify_plain", counted(inspect._verify_plain))
+    monkeypatch.setattr(inspect, "_strays", counted(inspect._strays))
     assert verify(path)["problems"] == []
     assert info(path)["rows"]
 

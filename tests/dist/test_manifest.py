@@ -22,8 +22,8 @@ from tiercache.store import (
     NotAStoreError,
     StoreError,
 )
-from tiercache.store.commit_reader import Lease
 from tiercache.store.directory import StoreDirectory
+from tiercache.store.locks import Lease
 from tiercache.store.shards.shard_manifest import GlobalCommit, Manifest, ShardCommit
 from tiercache.store.shards.shard_mark import Mark, delete_shard
 

@@ -50,7 +50,7 @@ def load(store: Store, pass_index: int) -> dict[int, bytes]:
     loaded = {}
     for segment in store.segments:
         layout = segment.layouts[0]
-        for index in range(store.first_range(segment, 0), layout.num_ranges):
+        for index in range(store.snapshot.first_range(segment, 0), layout.num_ranges):
             if layout.ranges[index].next_use == pass_index:
                 low, high = layout.pages_of_range(index)
                 out = np.empty(layout.byte_of_page(high) - layout.byte_of_page(low), np.uint8)

@@ -14,7 +14,6 @@ from tests.store.test_retained_segments import check
 from tests.store.world import World, WorldUses
 from tiercache.store import MemoryEngine, Range, SegmentLayout, Store, Table, Zeros, hash_keys
 from tiercache.store.optimizer import SGD
-from tiercache.store.scan import live_rows
 
 WIDE = Table(name="wide", dim=64, optimizer=SGD(learning_rate=0.1), initializer=Zeros())
 
@@ -59,7 +58,7 @@ def test_what_a_schedule_moves_is_in_proportion_to_what_it_uses(spread: bool) ->
         assert done["row_bytes_read"] == len(pages) * 8 * 256
         assert done["key_bytes_read"] == 8 * passes * rows + 8 * 64 * len(blocks)
         assert done["spill_bytes_written"] == 0
-        assert live_rows(store, "wide") == passes * rows + 50
+        assert store.live_rows("wide") == passes * rows + 50
         assert {
             key: values[0, 0]
             for keys, fields in store.changes("wide", since=-1)

@@ -14,7 +14,7 @@ from tests.files import files_of
 from tests.store.big import BIG, dump, load, publish
 from tests.store.damage import assert_sentence
 from tiercache.store import LmdbEngine, Store, StoreError, StoreInUseError, ZarrEngine, verify
-from tiercache.store.directory import WriterLock
+from tiercache.store.locks import WriterLock
 
 KINDS = pytest.mark.parametrize("kind", ["lmdb", "zarr"])
 

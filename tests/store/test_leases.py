@@ -14,8 +14,8 @@ from tests.store.big import BIG, dump, load, publish
 from tests.store.conftest import held_blocks
 from tests.store.reader import READER
 from tiercache.store import CommitMissingError, CorruptBlockError, Store, StoreFullError, load_rows, verify
-from tiercache.store.commit_reader import Lease, leased_commits
-from tiercache.store.rewrite import NoUses
+from tiercache.store.compaction_plan import NoUses
+from tiercache.store.locks import Lease, leased_commits
 
 
 @pytest.fixture(params=["lmdb", "zarr"])

@@ -9,8 +9,7 @@ import pytest
 from tests.store.big import BIG, dump, load, publish
 from tests.store.damage import assert_sentence
 from tiercache.store import LmdbEngine, MemoryEngine, Store, ZarrEngine, info, verify
-from tiercache.store.files import ScratchFile
-from tiercache.store.opening import is_url, local_path
+from tiercache.store.files import ScratchFile, is_url, local_path
 
 URLS = [
     "s3://bucket/model.tc",

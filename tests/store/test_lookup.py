@@ -27,7 +27,8 @@ from tiercache.store import (
 from tiercache.store.engines.block_file import BlockFile
 from tiercache.store.engines.write_queue import PAGE_BYTES
 from tiercache.store.initial_rows import initial_rows
-from tiercache.store.segment import base_layout, blocks_of
+from tiercache.store.row_codec import blocks_of
+from tiercache.store.segment import base_layout
 
 
 def trained(seed: int, passes: int) -> tuple[Store, World]:

@@ -187,7 +187,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 
 
 @pytest.mark.parametrize("killed", [False, True])
-@pytest.mark.parametrize("gap", [700.0, 300.0, 150.0, 50.0])
+@pytest.mark.parametrize("distance", [700.0, 300.0, 150.0, 50.0])
 def test_what_a_short_run_leaves_is_deleted_by_a_later_one(runs: Runs, distance: float, killed: bool) -> None:
     """So the objects of a store are bounded, whatever the length of its runs and however they end."""
     most: list[int] = []

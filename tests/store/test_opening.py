@@ -111,7 +111,9 @@ sys.stdin.read()
 """Opens an engine's instance for writing and holds it."""
 
 
-@pytest.mark.parametrize(("module", "engine"), [("zarr_engine", "ZarrEngine"), ("lmdb_engine", "LmdbEngine")])
+@pytest.mark.parametrize(
+    ("module", "engine"), [("engines.zarr_engine", "ZarrEngine"), ("engines.lmdb_engine", "LmdbEngine")]
+)
 def test_a_second_writer_is_refused_whatever_way_the_first_was_opened(tmp_path: Path, module: str, engine: str) -> None:
     """Instances of an engine hold the lock too: in this process and another, and against stores opened by path."""
     engine_of: Any = getattr(import_module(f"tiercache.store.{module}"), engine)

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from tests.store.conftest import Home
     from tiercache.store import Table
-    from tiercache.store.engines.engine import FieldSource, ReadSource
-    from tiercache.store.layout import Part, Read
+    from tiercache.store.engines.engine import FieldSource, Read, ReadSource
+    from tiercache.store.layout import Part
 
 pytestmark = [
     pytest.mark.disk,
@@ -44,7 +44,7 @@ def live(store: Store) -> list[Pages]:
     wanted = []
     for segment in store.segments:
         for group, layout in enumerate(segment.layouts):
-            for index in range(store.first_range(segment, group), layout.num_ranges):
+            for index in range(store.snapshot.first_range(segment, group), layout.num_ranges):
                 low, high = layout.pages_of_range(index)
                 size = layout.byte_of_page(high) - layout.byte_of_page(low)
                 wanted.append(Pages(segment, group, low, high, np.zeros(size, np.uint8)))
@@ -69,8 +69,7 @@ def counting(store: Store) -> list[int]:
 
 def checked(store: Store, wanted: Sequence[Pages]) -> None:
     """Compare pages with their checksums, and no more."""
-    for pages in wanted:
-        store.check(*pages)
+    store.reader.load(wanted, 1, only_check=True)
 
 
 @pytest.mark.parametrize("at_once", [None, 1, 3])

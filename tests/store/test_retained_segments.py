@@ -30,7 +30,7 @@ def live_keys(store: Store) -> Iterator[tuple[int, int, int, Key]]:
     for segment in store.segments:
         for group in store.groups:
             layout = segment.layouts[group.index]
-            first = layout.first_row_R.item(store.first_range(segment, group.index))
+            first = layout.first_row_R.item(store.snapshot.first_range(segment, group.index))
             counts = [count for rows in layout.ranges for count in rows.table_rows]
             places = np.repeat(np.tile(np.arange(len(group.tables)), layout.num_ranges), counts).tolist()
             for block in range(first // layout.block_rows, layout.num_blocks) if first < layout.rows else ():

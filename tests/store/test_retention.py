@@ -12,7 +12,6 @@ from tests.store.failing import FailingEngine
 from tests.store.test_retained_segments import rewritten
 from tests.store.world import World
 from tiercache.store import CommitMissingError, CorruptStoreError, MemoryEngine, Store, StoreFullError, verify
-from tiercache.store.commit_writer import keep, release
 from tiercache.store.layout import STATE
 from tiercache.store.verification import Verification
 
@@ -117,7 +116,7 @@ def test_keys_that_only_commits_given_up_have_are_not_lost() -> None:
     world, engine = World(small_tables(), num_passes=4), MemoryEngine()
     with Store.open(None, tables=world.tables, engine=engine, retention=4) as store:
         committed(store, world, 3, {})
-        keep(store, range(5))
+        store.commit_writer.keep(range(5))
         store.rollback(0)
         assert Verification(store).run()["problems"] == []
         store.rollback(1)
@@ -138,9 +137,9 @@ def test_commits_that_something_else_names_are_kept_until_it_names_others() -> N
     world, past, engine = World(small_tables(), num_passes=4), dict[int, World](), FailingEngine(MemoryEngine())
     with Store.open(None, tables=world.tables, engine=engine, retention=2) as store:
         committed(store, world, 3, past)
-        keep(store, [1])
+        store.commit_writer.keep([1])
         committed(store, world, 2, past)
-        keep(store, [1, 3, 4])
+        store.commit_writer.keep([1, 3, 4])
         committed(store, world, 1, past)
         assert [commit.id for commit in store.commits] == [1, 4, 5]
         store.rollback(1)
@@ -151,15 +150,15 @@ def test_commits_that_something_else_names_are_kept_until_it_names_others() -> N
         past[4].check_changes(store, 4)
         past[4].check_changes(store, 1)
         assert [commit.id for commit in store.commits] == [1, 4, 7]
-        keep(store, [4])
+        store.commit_writer.keep([4])
         engine.fail_in(1)
         with pytest.raises(StoreFullError):
-            release(store)
+            store.commit_writer.release()
         engine.fail_in(None)
         check(store, past[4])
-        release(store)
+        store.commit_writer.release()
         assert [commit.id for commit in store.commits] == [4, 7]
-        release(store)
+        store.commit_writer.release()
         check(store, past[4])
         past[4].run(store, 1)
         assert [commit.id for commit in store.commits] == [4, 8]

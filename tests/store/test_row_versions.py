@@ -24,10 +24,9 @@ from tiercache.store import (
     load_rows,
     verify,
 )
-from tiercache.store.changes import changed_rows
+from tiercache.store.compaction_plan import NoUses
 from tiercache.store.layout import CHANGED
-from tiercache.store.rewrite import NoUses
-from tiercache.store.row_versions import CHANGED_BYTES
+from tiercache.store.segment import CHANGED_BYTES
 from tiercache.store.verification import Verification
 
 
@@ -93,7 +92,7 @@ def test_only_what_may_have_changed_is_read() -> None:
         assert 0 < asked <= 2 * (stored + 8 * CHANGED_BYTES * len(store.tables))
         assert 0 < rows < segment.row_bytes
         before = store.counters.row_bytes_read
-        assert sum(changed_rows(store, table.name, newest - 1) for table in store.tables) == 5 * 30
+        assert sum(store.changed_rows(table.name, since=newest - 1) for table in store.tables) == 5 * 30
         assert store.counters.row_bytes_read == before
 
 
@@ -153,7 +152,7 @@ def test_a_flipped_bit_in_last_changes_is_refused_and_found_by_verify(tables: li
     with Store.open(None, engine=engine, mode="r") as store:
         table = store.groups[0].tables[0].name
         with pytest.raises(CorruptBlockError, match=words):
-            changed_rows(store, table, 2)
+            store.changed_rows(table, since=2)
         with pytest.raises(CorruptBlockError, match=words):
             list(store.changes(table, since=2))
         assert rows_of(store)

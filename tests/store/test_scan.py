@@ -13,7 +13,6 @@ from tests.store.big import BIG, dump, publish
 from tests.store.conftest import Careless, Home, small_tables
 from tests.store.world import World
 from tiercache.store import CorruptStoreError, MemoryEngine, Store, Table, hash_keys
-from tiercache.store.scan import live_rows
 
 
 def scanned(store: Store, name: str, **options: Any) -> dict[int, bytes]:
@@ -37,7 +36,7 @@ def check(store: Store, world: World, **options: Any) -> None:
     for table in store.tables:
         expected = {key: row for (name, key), row in world.rows.items() if name == table.name}
         assert scanned(store, table.name, **options) == expected
-        assert live_rows(store, table.name) == len(expected)
+        assert store.live_rows(table.name) == len(expected)
 
 
 @settings(max_examples=30, deadline=None)
@@ -126,7 +125,7 @@ def test_memory_is_bounded_and_pages_are_read_once(tmp_path: Path, num_ranges: i
             uses = {pass_index + 10 + i: rows // 2 // num_ranges for i in range(num_ranges)}
             dump(store, pass_index, uses)
         publish(store, 2)
-        stored = live_rows(store, "big") * BIG.row_bytes
+        stored = store.live_rows("big") * BIG.row_bytes
         assert stored > 5 * memory
         names = {entry.name for entry in (*tmp_path.iterdir(), *(tmp_path / "s").iterdir())}
         tracemalloc.start()

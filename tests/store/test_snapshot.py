@@ -12,7 +12,6 @@ from tests.store.conftest import engine_of, held_blocks, small_tables
 from tests.store.failing import Between
 from tests.store.world import World
 from tiercache.store import CommitMissingError, CorruptBlockError, Store, StoreClosedError, StoreError
-from tiercache.store.changes import changed_rows
 from tiercache.store.lookup import read_found
 
 Rows = dict[int, bytes]
@@ -142,10 +141,10 @@ def test_rows_that_were_located_before_a_commit_are_not_zeros_after_it(trained: 
     keys = np.append(trained.keys, 999)
     ids, rows = trained.store.locate(NAME, keys, after=-1)
     group = next(g.index for g in trained.store.groups if NAME in [table.name for table in g.tables])
-    assert not read_found(trained.store, group, ids, rows)[0][-1].any()
+    assert not read_found(trained.store.reader, trained.store.snapshot, group, ids, rows)[0][-1].any()
     trained.run(6)
     with pytest.raises(StoreError, match=r"has no segment \d+ any more, where rows were found: locate them again"):
-        read_found(trained.store, group, ids, rows)
+        read_found(trained.store.reader, trained.store.snapshot, group, ids, rows)
 
 
 @pytest.mark.parametrize("since", [-1, 4])
@@ -153,7 +152,7 @@ def test_changes_are_of_one_commit_whatever_is_made_meanwhile(trained: Trained, 
     """Whichever read it comes before: every row is that of the commit with which it began."""
     for nth in trained.places:
         trained.engine.in_reads(nth, lambda: trained.run(2))
-        before, expected = trained.seen[-1], changed_rows(trained.store, NAME, since)
+        before, expected = trained.seen[-1], trained.store.changed_rows(NAME, since=since)
         given = 0
         for keys, fields in trained.store.changes(NAME, since=since):
             given += keys.size
@@ -173,7 +172,7 @@ def test_changes_of_retained_segments_are_of_one_commit(tmp_path: Path) -> None:
     assert trained.store.commit.retained
     for since in (-1, 3, trained.store.commit.id - 1):
         reads = trained.store.counters.row_bytes_read
-        expected = changed_rows(trained.store, NAME, since)
+        expected = trained.store.changed_rows(NAME, since=since)
         assert trained.store.counters.row_bytes_read == reads
         trained.engine.in_reads(2, lambda: trained.run(1))
         assert sum(keys.size for keys, _ in trained.store.changes(NAME, since=since)) == expected

@@ -15,8 +15,7 @@ from tests.store.big import BIG, dump, load, publish
 from tests.store.conftest import small_tables
 from tests.store.damage import assert_sentence
 from tiercache.store import NEVER, Range, SegmentLayout, Store, StoreError, load_rows, verify
-from tiercache.store.commit_reader import Lease, leased_commits
-from tiercache.store.directory import WriterLock
+from tiercache.store.locks import Lease, WriterLock, leased_commits
 
 KINDS = pytest.mark.parametrize("kind", ["lmdb", "zarr"])
 

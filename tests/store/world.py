@@ -10,13 +10,13 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tiercache.store.bits import hash_keys, row_words
+from tiercache.store.bits import hash_keys
 from tiercache.store.bulk_load import load_rows
-from tiercache.store.changes import changed_rows
 from tiercache.store.commit import Commit, Cursor
 from tiercache.store.initial_rows import initial_rows
 from tiercache.store.layout import NEVER, Range, SegmentLayout
 from tiercache.store.lookup import locate
+from tiercache.store.row_codec import row_words
 from tiercache.store.segment import Segment
 from tiercache.store.store import Store
 from tiercache.store.table import Group, Table
@@ -251,13 +251,14 @@ class World:
                 key: self.rows[key] for key, commit in self.changed.items() if commit > since and key[0] == table.name
             }
             assert given == wanted, (table.name, since)
-            assert changed_rows(store, table.name, since) == len(wanted)
+            assert store.changed_rows(table.name, since=since) == len(wanted)
 
     def check(self, store: Store, *, after: int) -> None:
         """Assert that every row that is not of pass ``after`` or older uses is found, with the right bits."""
         for group in store.groups:
             wanted = {table.name: np.arange(-self.universe // 2, self.universe // 2 + 1) for table in group.tables}
-            found = locate(store, wanted, after=after)
+            with store.pinned() as snapshot:
+                found = locate(store.reader, snapshot, wanted, after=after)
             for name, keys in wanted.items():
                 ids, rows = found[name]
                 for key, id_ in zip(keys.tolist(), ids.tolist(), strict=True):
@@ -293,7 +294,7 @@ class World:
     def load_range(self, store: Store, segment: Segment, group: Group, pass_index: int) -> dict[Key, bytes]:
         """Read the live range with next use ``pass_index`` of a layout, row by row."""
         layout, loaded = segment.layouts[group.index], {}
-        for index in range(store.first_range(segment, group.index), layout.num_ranges):
+        for index in range(store.snapshot.first_range(segment, group.index), layout.num_ranges):
             if layout.ranges[index].next_use != pass_index:
                 continue
             low, high = layout.pages_of_range(index)

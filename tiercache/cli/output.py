@@ -95,9 +95,10 @@ def kind_of(path: Path) -> Literal["store", "dataset"]:
     from tiercache.data import manifest as dataset
     from tiercache.data.dataset import PassDataset
     from tiercache.store import NotAStoreError, StoreMissingError
-    from tiercache.store.directory import MANIFEST, MARKER
+    from tiercache.store.locks import MARKER
+    from tiercache.store.openers import SHARD_MANIFEST
 
-    if (path / MARKER).exists() or (path / MANIFEST).is_file():
+    if (path / MARKER).exists() or (path / SHARD_MANIFEST).is_file():
         return "store"
     if (path / dataset.MANIFEST).exists():
         return "dataset"

@@ -53,7 +53,7 @@ def plan(
     from tiercache.planning.schedule import order_rule
     from tiercache.rows.machine_rates import existing_folder, measured_rates
     from tiercache.sizes import format_bytes, parse_bytes
-    from tiercache.store.opening import local_path
+    from tiercache.store.files import local_path
 
     if trial:
         from tiercache.train.trial import samples_per_second as tried

@@ -30,7 +30,7 @@ from tiercache.errors import ExtractionError
 from tiercache.kernels.cpu.compile import is_cached, prepare
 from tiercache.schema import Schema
 from tiercache.sizes import parse_bytes
-from tiercache.store.opening import is_url, local_path
+from tiercache.store.files import is_url, local_path
 from tiercache.store.table import group_tables
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tiercache.errors import DatasetError
 from tiercache.schema import Schema
-from tiercache.store.files import FULL, read_whole, replace_file
-from tiercache.store.opening import local_path
+from tiercache.store.files import FULL, local_path, read_whole, replace_file
 
 if TYPE_CHECKING:
     import os

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.data.manifest import MANIFEST, UNFINISHED, VERSION, SubDatasetRecord
 from tiercache.errors import ExtractionError
-from tiercache.store.directory import IN_USE
 from tiercache.store.files import FULL, read_whole, replace_file
+from tiercache.store.locks import IN_USE
 
 if TYPE_CHECKING:
     from pathlib import Path

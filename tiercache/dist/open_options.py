@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from tiercache.errors import StateError
 from tiercache.store import group_tables
-from tiercache.store.opening import ENGINES, compare_tables, local_path
+from tiercache.store.files import local_path
+from tiercache.store.opening import ENGINES, compare_tables
 from tiercache.store.shards.shard_manifest import HERE, Manifest, shard_name
 
 if TYPE_CHECKING:

@@ -24,7 +24,6 @@ from tiercache.sizes import format_bytes, parse_bytes
 from tiercache.store import Cursor
 from tiercache.store.bulk_load import load_sorted
 from tiercache.store.inspect import file_bytes_of
-from tiercache.store.scan import live_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -86,7 +85,7 @@ def reorganize(
     first, layout = first_uses(store, passes, schedule, begin)
     shown = sys.stderr.isatty() if progress is None else progress
     prepare_kernels()
-    rows = {table: live_rows(store, table.name) for table in store.tables}
+    rows = {table: store.live_rows(table.name) for table in store.tables}
     if progress is not False:
         most = sum(count * table.row_bytes for table, count in rows.items())
         Console(stderr=True).print(

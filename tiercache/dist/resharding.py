@@ -20,8 +20,8 @@ from tiercache.reporting.progress import prepare_kernels
 from tiercache.sizes import format_bytes
 from tiercache.store import Cursor, StoreError
 from tiercache.store.bulk_load import load_sorted
-from tiercache.store.files import scratch_of
-from tiercache.store.row_versions import CHANGED_BYTES
+from tiercache.store.files import scratch_in
+from tiercache.store.segment import CHANGED_BYTES
 from tiercache.store.shards.open_shards import open_shards
 from tiercache.store.table import find_table
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tiercache.dist.shard_view import ShardView
     from tiercache.planning.schedule import OrderRule
     from tiercache.store import Commit, Store, Table
-    from tiercache.store.rewrite import FirstUses
+    from tiercache.store.compaction_plan import FirstUses
     from tiercache.store.scan import Chunk
     from tiercache.store.segment import Layout
     from tiercache.store.shards.sharded_store import Shards
@@ -127,7 +127,7 @@ def copy_share(
     settings = dict(commit.settings)
     if "learning_rates" in settings:
         settings["learning_rates"] = learning_rates(source, settings["learning_rates"], store)
-    scratch = scratch_of(store)
+    scratch = scratch_in(store.path)
 
     def rows(table: Table) -> Iterator[Chunk]:
         hashes = sharding.owned_hashes(table.name, rank)

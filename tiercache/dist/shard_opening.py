@@ -10,7 +10,7 @@ from tiercache.dist.resharding import place_of, reshard
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.planning.schedule import Schedule
 from tiercache.planning.sharding_planner import sharding_of
-from tiercache.store.files import scratch_of
+from tiercache.store.files import scratch_in
 from tiercache.store.opening import store_path
 from tiercache.store.shards.open_shards import plain_manifest
 from tiercache.store.shards.shard_manifest import Manifest
@@ -153,7 +153,9 @@ class _Following:
         assert store.commit is not None
         if self.moves():
             start, _ = self._start() or (0, 0)
-            check_plan(scratch_of(store), commits=store.retention, state_bytes=store.commit.state_bytes, start=start)
+            check_plan(
+                scratch_in(store.path), commits=store.retention, state_bytes=store.commit.state_bytes, start=start
+            )
 
     def run(self, store_budget: int | None) -> None:
         """Move them. Raises what `reorganize` raises."""

@@ -37,8 +37,9 @@ from typing import TYPE_CHECKING, Any, Self
 from tiercache.dist.open_options import OpenOptions
 from tiercache.errors import StateError
 from tiercache.store import Cursor, StoreError
-from tiercache.store.commit_writer import keep, release
-from tiercache.store.directory import MANIFEST, RANKS_LOCK, StoreDirectory, WriterLock
+from tiercache.store.directory import RANKS_LOCK, StoreDirectory
+from tiercache.store.locks import WriterLock
+from tiercache.store.openers import SHARD_MANIFEST
 from tiercache.store.opening import label_of, store_path
 from tiercache.store.shards.open_shards import open_shard, plain_manifest
 from tiercache.store.shards.shard_manifest import Manifest, ShardCommit, in_words
@@ -172,7 +173,7 @@ class ShardWriter:
             self._write(manifest)
         with self._ranks.raise_on_all("dropping older commits"), suppress(StoreError):  # what stays goes with the next
             if len(self.store.commits) > manifest.retention + 1:  # something may have failed to drop them before
-                release(self.store)
+                self.store.commit_writer.release()
 
     def abandon(self) -> None:
         """Delete the shards of a generation that was begun and not published, and close. Collective.
@@ -299,7 +300,7 @@ class ShardWriter:
         """Return what rank 0 has, on every rank."""
         mine = manifest.to_bytes().decode() if self._ranks.rank == 0 and manifest is not None else None
         told = self._ranks.all_gather_object(mine)[0]
-        return None if told is None else Manifest.from_bytes(told.encode(), str(self.path / MANIFEST))
+        return None if told is None else Manifest.from_bytes(told.encode(), str(self.path / SHARD_MANIFEST))
 
     def _create(self, found: Manifest | None, wanted: OpenOptions) -> None:
         """Make the shards of a store without a commit."""
@@ -388,7 +389,7 @@ class ShardWriter:
                 manifest.write(self.path)
         self.manifest = self._next = self._written = manifest
         if self._store is not None and manifest.commits and not manifest.is_plain:
-            keep(self._store, manifest.commits_of(self._ranks.rank))
+            self._store.commit_writer.keep(manifest.commits_of(self._ranks.rank))
 
     def _newest(self) -> list[ShardCommit]:
         """Return the newest commit of every shard, by rank."""
@@ -406,7 +407,7 @@ class ShardWriter:
             return
         if Manifest.read(self.path) not in (known, manifest):
             raise StoreError(
-                f"{self.path / MANIFEST} is not what this training wrote: something else changed or restored it "
+                f"{self.path / SHARD_MANIFEST} is not what this training wrote: something else changed or restored it "
                 "meanwhile. Nothing more is written: put back the folder as one whole, and open it again"
             )
 

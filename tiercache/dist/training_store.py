@@ -20,7 +20,7 @@ from tiercache.planning.sharding_planner import sharding_of
 from tiercache.planning.sharding_rules import asked_words
 from tiercache.store import Store, StoreMissingError
 from tiercache.store.bulk_load import load_sorted
-from tiercache.store.files import scratch_of
+from tiercache.store.files import scratch_in
 from tiercache.store.opening import store_path
 from tiercache.store.shards.shard_manifest import Manifest
 from tiercache.store.shards.sharded_store import Shards
@@ -233,7 +233,7 @@ class TrainingStore:
         schedule = Schedule.of(passes, order)
         if commit is None or commit.schedule_digest != schedule.digest:
             check_plan(
-                budgets, passes, order=order, folder=scratch_of(store), commits=store.retention,
+                budgets, passes, order=order, folder=scratch_in(store.path), commits=store.retention,
                 state_bytes=0 if commit is None else commit.state_bytes, start=0,
             )  # fmt: skip
 

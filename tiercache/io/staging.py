@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tiercache.errors import ImportExportError, TierCacheError
 from tiercache.sizes import format_bytes
-from tiercache.store.opening import local_path
+from tiercache.store.files import local_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from tiercache.errors import PlanError
 from tiercache.planning.budgets import Budgets
 from tiercache.sizes import option_bytes, parse_bytes
-from tiercache.store.opening import local_path
+from tiercache.store.files import local_path
 
 if TYPE_CHECKING:
     import os

@@ -14,7 +14,7 @@ from tiercache.sizes import format_bytes
 from tiercache.store import compaction_plan, external_sort, rewrite
 from tiercache.store.commit import History
 from tiercache.store.layout import NEVER, Range
-from tiercache.store.row_versions import CHANGED_BYTES
+from tiercache.store.segment import CHANGED_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -13,7 +13,7 @@ import numpy as np
 
 from tiercache.reporting.report import PassReport
 from tiercache.sizes import format_bytes
-from tiercache.store.opening import local_path
+from tiercache.store.files import local_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

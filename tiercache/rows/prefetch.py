@@ -11,8 +11,9 @@ import numpy as np
 from tiercache.errors import StateError
 from tiercache.kernels.cpu.initial import initial_rows
 from tiercache.planning.budgets import ALIGNED_BYTES, PAGE_BYTES
-from tiercache.store.bits import nearest, to_words
+from tiercache.store.bits import nearest
 from tiercache.store.reading import Pages
+from tiercache.store.row_codec import to_words
 from tiercache.store.table import initializer_code
 
 if TYPE_CHECKING:

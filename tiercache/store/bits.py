@@ -11,11 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
-
-    from tiercache.store.optimizer import Field
 
     Floats = NDArray[np.float32]
     Bits = NDArray[np.uint16]
@@ -98,7 +94,6 @@ def _round(lane: int, word: int) -> int:
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """By dtype of a vector: bytes of a number."""
-_BATCH_NUMBERS = 1 << 16
 
 
 def vector_words(dim: int, dtype: str) -> int:
@@ -144,39 +139,3 @@ def row_beyond(values: Floats, dtype: str) -> int | None:
         return None
     is_beyond = np.isinf(nearest(values, dtype)) & np.isfinite(values)
     return int(np.argmax(is_beyond.any(axis=1)))
-
-
-def to_words(field: Field, values: Floats, out: Floats) -> None:
-    """Write one field's numbers (n, width) of float32 to its words (n, words), rounded to the nearest of its dtype."""
-    if field.dtype == "float32":
-        out[:] = values
-        return
-    step = max(1, _BATCH_NUMBERS // field.width)
-    for low in range(0, values.shape[0], step):
-        bits = np.zeros((values[low : low + step].shape[0], 2 * field.words), np.uint16)
-        bits[:, : field.width] = to_bits(values[low : low + step], field.dtype)
-        out[low : low + step].view(np.uint32)[:] = bits.view(np.uint32)
-
-
-def row_words(fields: Sequence[Field], values: Sequence[Floats], changed: int | None = None) -> Floats:
-    """Return whole rows (n, words of all fields) from the numbers (n, width) of each field.
-
-    changed: the commit that changed them last, for a word more at the end of each.
-    """
-    words, at = sum(field.words for field in fields), 0
-    out = np.empty((values[0].shape[0], words + (changed is not None)), np.float32)
-    out[:, words:].view(np.uint32)[:] = changed or 0
-    for field, numbers in zip(fields, values, strict=True):
-        to_words(field, numbers, out[:, at : at + field.words])
-        at += field.words
-    return out
-
-
-def from_words(fields: Sequence[Field], words: Sequence[Floats]) -> tuple[Floats, ...]:
-    """Return the numbers (n, width) of each field from its words (n, words): float32 fields are passed on."""
-    return tuple(
-        values
-        if field.dtype == "float32"
-        else from_bits(np.ascontiguousarray(values).view(np.uint16)[:, : field.width], field.dtype)
-        for field, values in zip(fields, words, strict=True)
-    )

@@ -6,23 +6,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.store.bits import hash_keys, keys_of, row_beyond, row_words, to_words
+from tiercache.store.bits import hash_keys, keys_of, row_beyond
 from tiercache.store.commit import Cursor
+from tiercache.store.compaction_plan import NoUses
 from tiercache.store.external_sort import ExternalSorter, flush_largest
-from tiercache.store.files import scratch_of
 from tiercache.store.layout import NEVER, Range
-from tiercache.store.rewrite import FirstUses, NoUses, Rewrite
-from tiercache.store.segment import BASE_PASS, Layout, base_layout, base_pass, blocks_of
+from tiercache.store.rewrite import Rewrite
+from tiercache.store.row_codec import blocks_of, row_words, to_words
+from tiercache.store.segment import BASE_PASS, base_layout, base_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
     from typing import Any
 
     from numpy.typing import NDArray
 
     from tiercache.store.commit import Commit
+    from tiercache.store.compaction_plan import FirstUses
     from tiercache.store.scan import Chunk
+    from tiercache.store.segment import Layout
     from tiercache.store.store import Store
     from tiercache.store.table import Group, Table
 
@@ -69,7 +71,7 @@ def load_rows(
     if len(store.segments) > len(store.snapshot.committed):
         raise ValueError(f"{store.label} has rows that no commit names: call discard_uncommitted() first")
     try:
-        with _BulkLoad(store, scratch_of(store), memory_bytes, progress or (lambda *_: None)) as load:
+        with _BulkLoad(store, memory_bytes, progress or (lambda *_: None)) as load:
             for name, chunk in chunks:
                 load.add(name, chunk, initial_state=initial_state, reserved=name in reserved_keys)
             load.write()
@@ -116,7 +118,8 @@ def load_sorted(
 
     try:
         with Rewrite(
-            store,
+            store.reader,
+            store.snapshot,
             uses or NoUses(),
             first_rows,
             progress or (lambda *_: None),
@@ -139,11 +142,11 @@ def load_sorted(
 class _BulkLoad:
     """Rows of all tables on their way into one segment."""
 
-    def __init__(self, store: Store, scratch: Path, memory_bytes: int, progress: Callable[[str, int], None]) -> None:
+    def __init__(self, store: Store, memory_bytes: int, progress: Callable[[str, int], None]) -> None:
         self._store, self._progress = store, progress
         self._sorters = {
             table.name: ExternalSorter(
-                [("<f4", (table.row_bytes // 4,))], scratch, f"sorting the rows of table {table.name!r}",
+                [("<f4", (table.row_bytes // 4,))], store.reader.scratch, f"sorting the rows of table {table.name!r}",
                 memory_bytes, store.counters,
             )
             for table in store.tables

@@ -10,30 +10,23 @@ import numpy as np
 
 from tiercache.store.bits import hash_keys
 from tiercache.store.external_sort import ExternalSorter
-from tiercache.store.files import scratch_of
-from tiercache.store.lookup import rows_in
-from tiercache.store.row_versions import VersionReader
-from tiercache.store.runs import SortedCursor, hashed, merged, runs_of
-from tiercache.store.scan import SCAN_BYTES, given_bytes, scan_segments, stale_rows
+from tiercache.store.lookup import read_rows
+from tiercache.store.runs import SortedCursor, VersionReader, hashed, merged, runs_of
+from tiercache.store.scan import SCAN_BYTES, given_bytes, scan_segments
 from tiercache.store.store_errors import CommitMissingError
 from tiercache.store.table import find_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import NDArray
 
-    from tiercache.store.runs import RowFilter
-    from tiercache.store.segment import Segment
-    from tiercache.store.store import Store
-
-    Uint32s = NDArray[np.uint32]
-    from collections.abc import Callable, Iterable
-
     from tiercache.store.commit import Snapshot
     from tiercache.store.lookup import Fields
-    from tiercache.store.runs import SortedRun
+    from tiercache.store.reading import BlockReader
+    from tiercache.store.runs import RowFilter, SortedRun
     from tiercache.store.scan import Chunk
+    from tiercache.store.segment import Segment
     from tiercache.store.table import Group, Table
 
 
@@ -42,53 +35,48 @@ _COUNT_BYTES = 64 << 20
 
 
 def changes(
-    store: Store, table_name: str, since: int, *, in_order: bool = False, memory_bytes: int = SCAN_BYTES
-) -> Iterator[tuple[NDArray[np.int64], Fields]]:
+    reader: BlockReader, snapshot: Snapshot, table_name: str, since: int, *, in_order: bool = False,
+    memory_bytes: int = SCAN_BYTES,
+) -> Iterator[tuple[NDArray[np.int64], Fields]]:  # fmt: skip
     """Yield keys and rows that changed after commit ``since`` (see ``Store.changes``).
 
-    ``in_order``: that of hashes, as ``scan`` does and with as much memory. Of moved rows it reads their last changes,
-    where a block has some that changed and others that did not.
+    ``in_order``: that of hashes, as ``scan_segments`` does and with as much memory. Of moved rows it reads their last
+    changes, where a block has some that changed and others that did not.
     """
-    group, table = find_table(store.groups, table_name, store.label)
-    with store.pinned() as snapshot:
-        changed, choice = _changed(store, snapshot, group, since)
-        if in_order or stale_rows(snapshot, changed, group, table):
-            # A moved row keeps its last change, a newer one has a greater: where an older copy is chosen, so is that.
-            rows = max(1, _CHUNK_BYTES // given_bytes(table))
-            chunks = scan_segments(
-                store, snapshot, changed, table_name,
-                choice=choice, alone=False, chunk_rows=rows, memory_bytes=memory_bytes,
-            )  # fmt: skip
-        else:
-            parts = (_live_rows(store, snapshot, segment, group, table, choice) for segment in changed)
-            chunks = chain.from_iterable(parts)
-        for keys, fields in chunks:
-            yield keys, {field.name: values for field, values in zip(table.fields, fields, strict=True)}
+    group, table = find_table(reader.groups, table_name, reader.label)
+    changed, choice = _changed(reader, snapshot, group, since)
+    if in_order or snapshot.stale_rows(changed, group, table):
+        # A moved row keeps its last change, a newer one has a greater: where an older copy is chosen, so is that.
+        rows = max(1, _CHUNK_BYTES // given_bytes(table))
+        chunks = scan_segments(
+            reader, snapshot, changed, table_name,
+            choice=choice, alone=False, chunk_rows=rows, memory_bytes=memory_bytes,
+        )  # fmt: skip
+    else:
+        parts = (_live_rows(reader, snapshot, segment, group, table, choice) for segment in changed)
+        chunks = chain.from_iterable(parts)
+    for keys, fields in chunks:
+        yield keys, {field.name: values for field, values in zip(table.fields, fields, strict=True)}
 
 
-def changed_rows(store: Store, table_name: str, since: int) -> int:
+def changed_rows(reader: BlockReader, snapshot: Snapshot, table_name: str, since: int) -> int:
     """Return how many rows of a table ``changes`` yields; reads none of them. Raises what it raises.
 
     Of moved rows it reads their last changes as ``changes`` does, and, where stale ones are among them, keys.
     """
-    group, table = find_table(store.groups, table_name, store.label)
-    with store.pinned() as snapshot:
-        return _count(store, snapshot, group, table, since)
-
-
-def _count(store: Store, snapshot: Snapshot, group: Group, table: Table, since: int) -> int:
-    changed, choice = _changed(store, snapshot, group, since)
-    stale = stale_rows(snapshot, changed, group, table)
+    group, table = find_table(reader.groups, table_name, reader.label)
+    changed, choice = _changed(reader, snapshot, group, since)
+    stale = snapshot.stale_rows(changed, group, table)
     if choice is None:
-        return rows_in(snapshot, changed, group, table) - stale
-    runs = runs_of(store, snapshot, changed, group, table, choice)
-    return _count_keys(store, runs, group, table, choice) if stale else sum(run.left for run in runs)
+        return snapshot.rows_in(changed, group, table) - stale
+    runs = runs_of(reader, snapshot, changed, group, table, choice)
+    return _count_keys(reader, runs, group, table, choice) if stale else sum(run.left for run in runs)
 
 
-def _count_keys(store: Store, runs: Iterable[SortedRun], group: Group, table: Table, choice: RowFilter) -> int:
+def _count_keys(reader: BlockReader, runs: Iterable[SortedRun], group: Group, table: Table, choice: RowFilter) -> int:
     """Return how many keys the chosen rows of runs have."""
     what = f"counting the changed keys of table {table.name!r}"
-    with ExternalSorter([], scratch_of(store), what, _COUNT_BYTES, store.counters) as sorter:
+    with ExternalSorter([], reader.scratch, what, _COUNT_BYTES, reader.counters) as sorter:
         for run in runs:
             layout = run.segment.layouts[group.index]
             low = run.low
@@ -98,34 +86,36 @@ def _count_keys(store: Store, runs: Iterable[SortedRun], group: Group, table: Ta
                 end = min(run.high, end)
                 chosen = choice(run.segment, group.index, low, end)
                 if np.any(chosen):
-                    keys = store.read_keys(run.segment, group.index, block)[low - start : end - start][chosen]
+                    keys = reader.keys(run.segment, group.index, block)[low - start : end - start][chosen]
                     sorter.add(hash_keys(keys, table.table_id))
                 low = end
         return sum(1 + int(np.count_nonzero(hashes[1:] != hashes[:-1])) for (hashes,) in sorter.sorted())
 
 
-def _changed(store: Store, snapshot: Snapshot, group: Group, since: int) -> tuple[list[Segment], RowFilter | None]:
+def _changed(
+    reader: BlockReader, snapshot: Snapshot, group: Group, since: int
+) -> tuple[list[Segment], RowFilter | None]:
     """Return the segments with rows of a group that changed after commit ``since``, and which rows did; None: all."""
     commit, segments = snapshot.commit, snapshot.segments
     newest = -1 if commit is None else commit.id
     if len(segments) > len(snapshot.committed):
-        raise ValueError(f"{store.label} has rows that no commit names: publish or discard them first")
+        raise ValueError(f"{reader.label} has rows that no commit names: publish or discard them first")
     if not -1 <= since <= newest:
         raise CommitMissingError(
-            f"{store.label} stands at commit {newest} and knows no changes since {since}: give -1 to {newest}"
+            f"{reader.label} stands at commit {newest} and knows no changes since {since}: give -1 to {newest}"
         )
     if commit is None:
         return [], None
     for first, last in commit.abandoned:
         if first <= since <= last:
             raise CommitMissingError(
-                f"commit {since} of {store.label} was given up by a rollback to commit {first - 1}: "
+                f"commit {since} of {reader.label} was given up by a rollback to commit {first - 1}: "
                 f"give {first - 1}, or take all rows with -1"
             )
     changed: list[Segment] = []
-    changes, choice = VersionReader(store, commit.named), None
+    changes, choice = VersionReader(reader, commit.named), None
     for segment in segments:
-        blocks = range(_first_block(snapshot, segment, group), segment.layouts[group.index].num_blocks)
+        blocks = range(snapshot.first_blocks[segment.id][group.index], segment.layouts[group.index].num_blocks)
         bounds = [changes.bounds(segment, group.index, block) for block in blocks]
         if any(newest > since for _, newest in bounds):
             changed.append(segment)
@@ -134,15 +124,8 @@ def _changed(store: Store, snapshot: Snapshot, group: Group, since: int) -> tupl
     return changed, choice
 
 
-def _first_block(snapshot: Snapshot, segment: Segment, group: Group) -> int:
-    """Return the first block of a layout that has a live row; the number of blocks where none has."""
-    layout, live = segment.layouts[group.index], snapshot.first_range(segment, group.index)
-    first = layout.first_row_R.item(live)
-    return first // layout.block_rows if first < layout.rows else layout.num_blocks
-
-
 def _live_rows(
-    store: Store, snapshot: Snapshot, segment: Segment, group: Group, table: Table, choice: RowFilter | None
+    reader: BlockReader, snapshot: Snapshot, segment: Segment, group: Group, table: Table, choice: RowFilter | None
 ) -> Iterator[Chunk]:
     """Yield the live rows of a table in one segment, about ``_CHUNK_BYTES`` at a time, never beyond a block."""
     layout, place = segment.layouts[group.index], group.place(table.name)
@@ -158,8 +141,8 @@ def _live_rows(
             if choice is not None:
                 rows = rows[choice(segment, group.index, low, upto)]
             if rows.size:
-                keys = store.read_keys(segment, group.index, block)[rows - start]
-                yield keys, store.read_rows(segment, group.index, rows)
+                keys = reader.keys(segment, group.index, block)[rows - start]
+                yield keys, read_rows(reader, segment, group.index, rows)
             low = upto
 
 

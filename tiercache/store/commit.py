@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.segment import Segment
-    from tiercache.store.table import Group
+    from tiercache.store.table import Group, Table
 
 
 STATE_CHUNK_BYTES = 4 << 20
@@ -260,20 +260,16 @@ class Liveness:
             pass_index += 1
         return int(segment.layouts[group].next_use_R.searchsorted(pass_index))
 
-    def first_page(self, segment: Segment, group: int) -> int:
-        """Return the first live page of a layout; the number of pages where none is."""
-        layout, index = segment.layouts[group], self.first_range(segment, group)
-        return layout.pages_of_range(index)[0] if index < layout.num_ranges else layout.num_pages
-
     def first_block(self, segment: Segment, group: int) -> int:
-        """Return the first block of a layout that holds a live page; the number of blocks where none does."""
-        layout, page = segment.layouts[group], self.first_page(segment, group)
-        return layout.block_of_page(page) if page < layout.num_pages else layout.num_blocks
+        """Return the first block of a layout that has a live row; the number of blocks where none has."""
+        layout = segment.layouts[group]
+        row = layout.first_row_R.item(self.first_range(segment, group))
+        return row // layout.block_rows if row < layout.rows else layout.num_blocks
 
     def keeps(self, segment: Segment) -> bool:
         """Return whether any row of ``segment`` is live, or it is the one that the cursor's pass wrote."""
         return segment.id == self.within_id or any(
-            self.first_page(segment, group) < layout.num_pages for group, layout in enumerate(segment.layouts)
+            self.first_block(segment, group) < layout.num_blocks for group, layout in enumerate(segment.layouts)
         )
 
 
@@ -305,6 +301,21 @@ class Snapshot:
         if self._liveness is None or segment.id not in self._committed:
             return 0
         return self._liveness.first_range(segment, group)
+
+    def rows_in(self, segments: Iterable[Segment], group: Group, table: Table) -> int:
+        """Return how many rows of a table are in live ranges of ``segments``, the stale ones included."""
+        index, place = group.index, group.place(table.name)
+        return sum(s.layouts[index].rows_of_table(place, self.first_range(s, index)) for s in segments)
+
+    def live_rows(self, group: Group, table: Table) -> int:
+        """Return how many rows a table has at the commit; reads nothing."""
+        return self.rows_in(self.committed, group, table) - self.stale_rows(self.committed, group, table)
+
+    def stale_rows(self, segments: Iterable[Segment], group: Group, table: Table) -> int:
+        """Return how many rows of a table in ``segments`` are stale."""
+        ids, place = {segment.id for segment in segments}, group.place(table.name)
+        retained = () if self.commit is None else self.commit.retained
+        return sum(one.stale_rows[group.index][place] for one in retained if one.segment_id in ids)
 
     @cached_property
     def first_blocks(self) -> dict[int, tuple[int, ...]]:

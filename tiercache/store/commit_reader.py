@@ -2,164 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
-import threading
 import time
-import warnings
-import weakref
-from collections import Counter
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from tiercache.store.commit import COMMIT, History
-from tiercache.store.directory import MANIFEST, MARKER
+from tiercache.store.locks import MARKER, Lease
+from tiercache.store.openers import SHARD_MANIFEST
 from tiercache.store.recovery import check_blocks, kept_ids, recover
-from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, StoreClosedError, StoreError
+from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
+    from contextlib import AbstractContextManager
 
     from tiercache.store.commit import Commit, Snapshot
-    from tiercache.store.commit_writer import CommitWriter
     from tiercache.store.engines.engine import Engine
     from tiercache.store.table import Group
-
-
-class UseCount:
-    """Lets uses through until it is closed; from any thread."""
-
-    def __init__(self, label: str) -> None:
-        """``label`` is the store in the words of a message."""
-        self._label = label
-        self._changed = threading.Condition()
-        self._uses: Counter[int] = Counter()
-        """By thread."""
-        self._closed = False
-
-    @contextmanager
-    def using(self) -> Iterator[None]:
-        """Keep the engine open until this ends. Raises StoreClosedError."""
-        with self._changed:
-            if self._closed:
-                raise StoreClosedError(f"{self._label} is closed: open it again")
-            self._uses[threading.get_ident()] += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._uses[threading.get_ident()] -= 1
-                self._uses = +self._uses
-                self._changed.notify_all()
-
-    def check_outside(self) -> None:
-        """Raise StoreError if this thread is inside a use: closing would wait for itself."""
-        with self._changed:
-            if threading.get_ident() in self._uses:
-                raise StoreError(
-                    f"{self._label} cannot be closed inside a function that it calls, such as progress=: raise an "
-                    "error there to stop the method, and close the store afterward"
-                )
-
-    def close(self) -> None:
-        """Let nothing more through, and wait for what goes on."""
-        with self._changed:
-            self._closed = True
-            self._changed.wait_for(lambda: not self._uses)
-
-
-def warn_unclosed(what: object, label: str) -> None:
-    """Warn of ``what`` nobody can close any more, and which closes itself: with its lock, leases and files."""
-    message = f"{label} was never closed: close it, or open it in a with statement"
-    warnings.warn(message, ResourceWarning, stacklevel=3, source=what)
-
-
-class Lease:
-    """A shared lock on the file of a commit, until ``release``."""
-
-    def __init__(self, path: Path, handle: int) -> None:
-        """Only ``take`` calls this."""
-        self._path = path
-        self._handle: int | None = handle
-        _held.add(self)
-
-    @classmethod
-    def take(cls, folder: Path, commit: int) -> Lease | None:
-        """Return a lease of ``commit``, which may be gone by now; None where the folder takes none."""
-        path = folder / str(commit)
-        try:
-            folder.mkdir(exist_ok=True)
-            while True:
-                handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_SH)
-                    if os.fstat(handle).st_nlink:
-                        return cls(path, handle)
-                except BaseException:
-                    os.close(handle)
-                    raise
-                os.close(handle)  # the writer took it for one that was left behind
-        except OSError:
-            return None
-
-    def __del__(self) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Give it up, and delete its file where nobody else has a lease; a second time does nothing."""
-        if self._handle is not None:
-            with contextlib.suppress(OSError):
-                fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(self._path.stat(), os.fstat(self._handle)):  # the store may be elsewhere by now
-                    self._path.unlink()
-            self.drop()
-
-    def drop(self) -> None:
-        """Close the file, and leave it to whoever else has it open."""
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
-
-
-def leased_commits(folder: Path) -> set[int]:
-    """Return the commits that are leased; deletes what ended leases left. A lease that cannot be looked at counts."""
-    found: set[int] = set()
-    try:
-        names = [path.name for path in folder.iterdir() if path.name.isdecimal()]
-    except OSError:
-        return found
-    for name in names:
-        path = folder / name
-        try:
-            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except FileNotFoundError:
-            continue
-        except OSError:
-            found.add(int(name))
-            continue
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with contextlib.suppress(OSError):  # of another user, in a folder where only they may delete it
-                path.unlink()
-        except OSError:
-            found.add(int(name))
-        finally:
-            os.close(handle)
-    return found
-
-
-_held: weakref.WeakSet[Lease] = weakref.WeakSet()
-
-
-def _drop_in_child() -> None:
-    """Close a forked child's copies, which would keep the lease for as long as the child lives."""
-    for lease in list(_held):
-        lease.drop()
-
-
-os.register_at_fork(after_in_child=_drop_in_child)
 
 
 _TRIES, _PAUSE_SECONDS = 100, 0.01
@@ -202,10 +61,10 @@ class CommitReader:
         raise CommitMissingError(f"commits of {label} are given up faster than they can be read: keep more (retention)")
 
     @classmethod
-    def pinned_in(cls, writer: CommitWriter, engine: Engine, label: str, at: int) -> CommitReader:
-        """Hold a commit of a writer in this process. Raises CommitMissingError."""
+    def pinned_in(cls, engine: Engine, label: str, pinned: AbstractContextManager[Snapshot]) -> CommitReader:
+        """Hold a commit that a writer in this process pins until this is closed. Raises CommitMissingError."""
         holds = ExitStack()
-        snapshot = holds.enter_context(writer.pinned(at))
+        snapshot = holds.enter_context(pinned)
         reader = cls(engine, label, History((snapshot,)), snapshot)
         reader._holds = holds
         return reader
@@ -223,7 +82,7 @@ class CommitReader:
     def explain(self, error: CorruptStoreError) -> StoreError:
         """Return what to raise for damage that was seen: where the commit is gone, nothing is damaged."""
         folder = None if self._engine.lease_folder is None else self._engine.lease_folder.parent
-        if folder is not None and (folder / MANIFEST).exists() and not (folder / MARKER).exists():
+        if folder is not None and (folder / SHARD_MANIFEST).exists() and not (folder / MARKER).exists():
             return StoreError(f"{self._label} was sharded while it was read: open it again")
         if self._is_there() or self.commit is None:
             return error

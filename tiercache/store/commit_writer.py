@@ -24,7 +24,7 @@ from tiercache.store.commit import (
     state_blocks,
     state_chunks,
 )
-from tiercache.store.commit_reader import leased_commits
+from tiercache.store.locks import leased_commits
 from tiercache.store.records import encode
 from tiercache.store.recovery import kept_commits
 from tiercache.store.segment import base_pass
@@ -41,9 +41,8 @@ if TYPE_CHECKING:
     from tiercache.store.layout import Checksums, SegmentLayout
     from tiercache.store.recovery import Recovery
     from tiercache.store.rewrite import Rewrite
+    from tiercache.store.row_codec import MovedBlock, RowBlock
     from tiercache.store.segment import RetainedSegment, Segment
-    from tiercache.store.segment_writer import MovedBlock, RowBlock
-    from tiercache.store.store import Store
     from tiercache.store.table import Group
 
 
@@ -271,8 +270,18 @@ class CommitWriter:
             )  # fmt: skip
             return self._advance(self.history.snapshots, commit, self.segments, chunks)
 
+    def keep(self, commits: Iterable[int]) -> None:
+        """Have commits, rollbacks too, keep these and the newest, whatever the retention, until the store is closed.
+
+        For what makes several stores one: its own record names these commits.
+        """
+        self.named = frozenset(commits)
+
     def release(self) -> None:
-        """Drop the commits that are kept no more, and what was appended since the newest; see ``release`` below."""
+        """Drop the commits that are kept no more, and what was appended since the newest, in one atomic, durable step.
+
+        Raises StoreError, after which the newest commit and those that are kept are there.
+        """
         with self._lock:
             self.discard_uncommitted()
             *before, newest = self.history.snapshots or [self.history.newest]
@@ -464,19 +473,3 @@ def _records_of(snapshots: Iterable[Snapshot]) -> dict[str, Commit | Segment]:
 
 def _id(snapshot: Snapshot) -> int:
     return -1 if snapshot.commit is None else snapshot.commit.id
-
-
-def keep(store: Store, commits: Iterable[int]) -> None:
-    """Have commits of ``store``, rollbacks too, keep these and the newest, whatever its retention, until it is closed.
-
-    For what makes several stores one: its own record names these commits.
-    """
-    store.commit_writer.named = frozenset(commits)
-
-
-def release(store: Store) -> None:
-    """Drop the commits of ``store`` that ``keep`` does not name, but the newest, in one atomic, durable step.
-
-    Raises StoreError, after which the newest commit and those that are named are there.
-    """
-    store.commit_writer.release()

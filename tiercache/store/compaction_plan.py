@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 
 from tiercache.store.bits import hash_keys
 from tiercache.store.external_sort import ExternalSorter, flush_largest
-from tiercache.store.files import ScratchFile, scratch_of
+from tiercache.store.files import ScratchFile
 from tiercache.store.live_keys import READERS, all_keys, live_keys
 from tiercache.store.runs import SortedCursor, hashed, merged
 from tiercache.store.segment import RetainedSegment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from tiercache.store.rewrite import FirstUses
+    from tiercache.store.commit import Snapshot
+    from tiercache.store.reading import BlockReader
     from tiercache.store.segment import Segment
-    from tiercache.store.store import Store
     from tiercache.store.table import Group, Table
 
 MOST_RETAINED = 256
@@ -34,6 +34,28 @@ NUMBER_BYTES = 8
 _IDLE, _STALE, _USED = 0, 1, 2
 """What a row is to the schedule: the newest of a key that it does not use, not the newest, or the newest of one that
 it does."""
+
+
+class FirstUses(Protocol):
+    """When the keys of a schedule are used first."""
+
+    def counts(self, table_name: str) -> Mapping[int, int]:
+        """Return how many keys of a table have each first use."""
+
+    def slices(self, table_name: str) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield keys (n,) in hash order, each once, and their first uses (n,), a bounded number at a time."""
+
+
+class NoUses:
+    """No key is used: all rows in hash order."""
+
+    def counts(self, _table_name: str) -> Mapping[int, int]:
+        """Return none."""
+        return {}
+
+    def slices(self, _table_name: str) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield none."""
+        return iter(())
 
 
 class CompactionPlan:
@@ -49,11 +71,13 @@ class CompactionPlan:
     and where keys exceed the memory, 16 bytes for each of a group's, which are sorted there.
     """
 
-    def __init__(self, store: Store, uses: FirstUses, scratch: Path, progress: Callable[[str, int], None]) -> None:
-        self._store, self._uses, self._progress = store, uses, progress
+    def __init__(
+        self, reader: BlockReader, snapshot: Snapshot, uses: FirstUses, progress: Callable[[str, int], None]
+    ) -> None:
+        self._reader, self._snapshot, self._uses, self._progress = reader, snapshot, uses, progress
         self._files = ExitStack()
         try:
-            self._groups = [_GroupRows(store, group, scratch, self._files) for group in store.groups]
+            self._groups = [_GroupRows(snapshot, group, reader.scratch, self._files) for group in reader.groups]
         except BaseException:
             self._files.close()
             raise
@@ -75,25 +99,24 @@ class CompactionPlan:
         ``overlay``: what was appended since the newest commit hides rows of before, and no segment moves.
         """
         for rows in self._groups:
-            rows.sort(self._store, self._uses, self._progress)
-        needed_S, live_S = (np.zeros(len(self._store.segments), dtype=np.int64) for _ in range(2))
+            rows.sort(self._reader, self._snapshot, self._uses, self._progress)
+        segments = self._snapshot.segments
+        needed_S, live_S = (np.zeros(len(segments), dtype=np.int64) for _ in range(2))
         for rows in self._groups:
             needed_S += rows.group.row_bytes * rows.needed_ST.sum(axis=1)
             live_S += rows.group.row_bytes * rows.live_ST.sum(axis=1)
         if overlay:
-            committed = {segment.id for segment in self._store.snapshot.committed}
-            may_S = np.array([segment.id in committed for segment in self._store.segments], dtype=np.bool_)
+            committed = {segment.id for segment in self._snapshot.committed}
+            may_S = np.array([segment.id in committed for segment in segments], dtype=np.bool_)
             kept = np.nonzero((needed_S > 0) & may_S)[0]
         else:
-            may_S = np.array([not s.within or s.pass_index < 0 for s in self._store.segments], dtype=np.bool_)
+            may_S = np.array([not s.within or s.pass_index < 0 for s in segments], dtype=np.bool_)
             worth = np.nonzero((2 * needed_S >= live_S) & (needed_S > 0) & may_S)[0]
             kept = np.sort(worth[np.argsort(-needed_S[worth], kind="stable")[:MOST_RETAINED]])
         self.retained = tuple(
             RetainedSegment(
-                segment_id=self._store.segments[i].id,
-                first_ranges=tuple(
-                    self._store.first_range(self._store.segments[i], rows.group.index) for rows in self._groups
-                ),
+                segment_id=segments[i].id,
+                first_ranges=tuple(self._snapshot.first_range(segments[i], rows.group.index) for rows in self._groups),
                 stale_rows=tuple(tuple((rows.live_ST[i] - rows.needed_ST[i]).tolist()) for rows in self._groups),
             )
             for i in kept.tolist()
@@ -118,11 +141,11 @@ class _GroupRows:
     greater number is newer.
     """
 
-    def __init__(self, store: Store, group: Group, scratch: Path, files: ExitStack) -> None:
+    def __init__(self, snapshot: Snapshot, group: Group, scratch: Path, files: ExitStack) -> None:
         self.group = group
         counts, self._dead = [], {}
-        for segment in store.segments:
-            layout, first = segment.layouts[group.index], store.first_range(segment, group.index)
+        for segment in snapshot.segments:
+            layout, first = segment.layouts[group.index], snapshot.first_range(segment, group.index)
             counts.append([layout.rows_of_table(place, first) for place in range(len(group.tables))])
             self._dead[segment.id] = layout.first_row_R.item(first)
         self.live_ST = np.array(counts, dtype=np.int64).reshape(len(counts), len(group.tables))
@@ -131,7 +154,7 @@ class _GroupRows:
         """(S, T): those that are neither used nor stale."""
         self._starts_S = np.append(0, np.cumsum(self.live_ST.sum(axis=1)))
         """(S + 1,): the number of each segment's first live row."""
-        self._index = {segment.id: i for i, segment in enumerate(store.segments)}
+        self._index = {segment.id: i for i, segment in enumerate(snapshot.segments)}
         size = max(1, int(self._starts_S[-1]))
         file = files.enter_context(ScratchFile(scratch, "sorting out the rows that a schedule uses"))
         self._marks: NDArray[np.uint8] = file.map(size)
@@ -149,22 +172,24 @@ class _GroupRows:
         """Return how many rows in all segments but those of these ids are neither used nor stale; after ``sort``."""
         return sum(int(self.needed_ST[i].sum()) for id_, i in self._index.items() if id_ not in but)
 
-    def sort(self, store: Store, uses: FirstUses, progress: Callable[[str, int], None]) -> None:
+    def sort(
+        self, reader: BlockReader, snapshot: Snapshot, uses: FirstUses, progress: Callable[[str, int], None]
+    ) -> None:
         """Mark every row."""
         with ExitStack() as stack:
             sorters = [
                 stack.enter_context(
                     ExternalSorter(
-                        ["<i8"], scratch_of(store), f"sorting the keys of table {table.name!r}", MEMORY_BYTES,
-                        store.counters, copies=max(2, len(store.segments)), total_rows=total,
+                        ["<i8"], reader.scratch, f"sorting the keys of table {table.name!r}", MEMORY_BYTES,
+                        reader.counters, copies=max(2, len(snapshot.segments)), total_rows=total,
                     )
                 )
                 for table, total in zip(self.group.tables, self.live_ST.sum(axis=0).tolist(), strict=True)
             ]  # fmt: skip
             readers = stack.enter_context(ThreadPoolExecutor(READERS))
-            snapshot, every = store.snapshot, dict.fromkeys(range(len(sorters)), all_keys)
+            every = dict.fromkeys(range(len(sorters)), all_keys)
             for segment, place, keys, rows in live_keys(
-                store, snapshot, snapshot.segments, self.group, every, readers, after=-1
+                reader, snapshot, snapshot.segments, self.group, every, readers, after=-1
             ):
                 start = int(self._starts_S[self._index[segment.id]]) - self._dead[segment.id]
                 sorters[place].add(hash_keys(keys, self.group.tables[place].table_id), start + rows)

@@ -1,4 +1,4 @@
-"""The error of a disk without room, from what the system says of it."""
+"""Files as the store uses them: paths, room, whole files, syncing, direct I/O, memory for it, temporary files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import resource
 import stat
 import tempfile
@@ -17,14 +18,49 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from tiercache.store.store_errors import BlockReadError, StoreError, StoreFullError
+from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from tiercache.store.store import Store
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+:/")
+"""The start of a URL, also after ``Path`` made one slash of two."""
+
+
+def local_path(path: str | os.PathLike[str], what: str, instead: str = "give a local path") -> Path:
+    """Return the path of ``what`` as an absolute path; symbolic links stay in it.
+
+    Raises ValueError for a URL, which says what to do ``instead``, and for a relative path in a folder that is gone.
+    """
+    text = os.fspath(path)
+    if is_url(text):
+        raise ValueError(f"{text!r} is a URL, but {what} must be a local path: {instead}")
+    try:
+        return Path(path).absolute()
+    except FileNotFoundError:
+        raise ValueError(f"{text!r} is relative, and the current folder was deleted: give an absolute path") from None
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is a URL: such a folder of this machine has to be given as ``./`` or from the root on."""
+    return _URL.match(os.fspath(path)) is not None
+
+
+def reason(error: Exception) -> str:
+    """Return what is wrong, without the path again."""
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+
+
+def unreadable(path: Path, error: OSError) -> StoreError:
+    """Return the error of a file of the store that the system does not open or read."""
+    if isinstance(error, FileNotFoundError):
+        return CorruptStoreError(f"{path} is missing: restore the store from a copy")
+    if isinstance(error, PermissionError):
+        return StoreError(f"{path} cannot be opened ({error}): give this user the right to read and write it")
+    return CorruptStoreError(f"{path} cannot be read ({error}): restore the store from a copy")
 
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -136,9 +172,9 @@ def huge_pages(num_bytes: int) -> NDArray[np.uint8]:
     return everything[-everything.ctypes.data % HUGE_BYTES :][:size]
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Replace ``path`` by ``data`` in one step; both are on disk on return."""
-    temporary = path.with_name(path.name + ".tmp")
+def replace_file(path: Path, data: bytes, *, suffix: str = ".tmp") -> None:
+    """Replace ``path`` by ``data`` in one step; both are on disk on return. A crash may leave the name + ``suffix``."""
+    temporary = path.with_name(path.name + suffix)
     temporary.unlink(missing_ok=True)  # opening a FIFO there would wait forever
     with temporary.open("wb") as file:
         file.write(data)
@@ -153,13 +189,13 @@ def publish(temporary: Path, path: Path) -> None:
     sync(path.parent)
 
 
-def sync(path: Path) -> None:
-    """Return when a file's content, or a directory's names, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+def sync(path: str | Path) -> None:
+    """Return when a file's content, or a folder's names, are on disk. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        os.fsync(handle)
     finally:
-        os.close(descriptor)
+        os.close(handle)
 
 
 PAGE_BYTES = 4096
@@ -345,24 +381,6 @@ def _fill_cached(handle: int, path: str, out: NDArray[np.uint8], low: int, done:
         done += count
 
 
-def sync_file(path: str) -> None:
-    """Return when the bytes of a file and its length are durable. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fdatasync(handle)
-    finally:
-        os.close(handle)
-
-
-def sync_folder(path: str) -> None:
-    """Return when the names in a folder are durable. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 class ScratchFile:
     """Bytes at any offset of a file, from one thread. ``what`` is the purpose of the file, for errors."""
 
@@ -425,11 +443,6 @@ class ScratchFile:
         with room_for(num_bytes, self._folder, self._what):
             os.posix_fallocate(self._file.fileno(), 0, num_bytes)  # a mapped file must not meet a full disk later
         return np.asarray(np.memmap(self._file, dtype=np.uint8, mode="r+", shape=(num_bytes,)))
-
-
-def scratch_of(store: Store) -> Path:
-    """Return the folder for temporary files: the store's own, or the system's where that cannot be written to."""
-    return scratch_in(store.path)
 
 
 def scratch_in(folder: Path | None) -> Path:

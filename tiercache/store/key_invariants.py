@@ -9,7 +9,6 @@ import numpy as np
 
 from tiercache.store.bits import hash_keys
 from tiercache.store.external_sort import ExternalSorter, flush_largest
-from tiercache.store.files import scratch_of
 from tiercache.store.reading import read_ahead
 from tiercache.store.runs import rising
 from tiercache.store.store_errors import CorruptStoreError
@@ -19,9 +18,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike, NDArray
 
-    from tiercache.store.commit import Commit
+    from tiercache.store.commit import Commit, Snapshot
+    from tiercache.store.reading import BlockReader
     from tiercache.store.segment import Segment
-    from tiercache.store.store import Store
     from tiercache.store.table import Group
 
     UInt64s = NDArray[np.uint64]
@@ -43,25 +42,26 @@ class KeyCounts:
     changed after the next. A key that a commit has those after it have, too, but for rollbacks that gave it up.
     """
 
-    def __init__(self, stores: Sequence[Store], group: Group, segments: Sequence[Segment]) -> None:
-        """``stores`` are one store at each of its commits, the oldest first; ``segments`` those of all, by id."""
-        self._group, self._label, self._ids = group, stores[0].label, [segment.id for segment in segments]
-        self._commits = [-1 if store.commit is None else store.commit.id for store in stores]
-        self._before = [_before([store.commit for store in stores[: c + 1]]) for c in range(len(stores))]
+    def __init__(self, label: str, snapshots: Sequence[Snapshot], group: Group, segments: Sequence[Segment]) -> None:
+        """``snapshots`` are the commits of one store, the oldest first; ``segments`` those of all, by id."""
+        self._group, self._label, self._ids = group, label, [segment.id for segment in segments]
+        self._commits = _ids_of(snapshots)
+        commits = [snapshot.commit for snapshot in snapshots]
+        self._before = [_before(commits[: c + 1]) for c in range(len(commits))]
         counts = np.array([segment.layouts[group.index].num_ranges for segment in segments], np.int64)
         self.first_range_S = np.cumsum(counts) - counts
         """(S,): the number of each segment's first range, among those of all."""
         self._segment_N = np.repeat(np.arange(counts.size), counts)
-        self._live_CN = np.zeros((len(stores), self._segment_N.size), np.bool_)
-        shape = len(stores), len(group.tables), len(segments)
+        self._live_CN = np.zeros((len(snapshots), self._segment_N.size), np.bool_)
+        shape = len(snapshots), len(group.tables), len(segments)
         self._stated_CTS, self._found_CTS = np.zeros((2, *shape), np.int64)
         self._twice_CT, self._aged_CT, self._lost_CT = np.zeros((3, *shape[:2]), np.int64)
         place = {id_: i for i, id_ in enumerate(self._ids)}
-        for c, store in enumerate(stores):
-            for segment in store.segments:
+        for c, snapshot in enumerate(snapshots):
+            for segment in snapshot.segments:
                 first, i = int(self.first_range_S[place[segment.id]]), place[segment.id]
-                self._live_CN[c, first + store.first_range(segment, group.index) : first + int(counts[i])] = True
-            for one in () if store.commit is None else store.commit.retained:
+                self._live_CN[c, first + snapshot.first_range(segment, group.index) : first + int(counts[i])] = True
+            for one in () if snapshot.commit is None else snapshot.commit.retained:
                 self._stated_CTS[c, :, place[one.segment_id]] = one.stale_rows[group.index]
 
     def payload(self, table: int) -> list[DTypeLike]:
@@ -130,6 +130,10 @@ class KeyCounts:
         self._aged_CT[c, table] += np.count_nonzero(changed[again] > changed[again + 1])
 
 
+def _ids_of(snapshots: Sequence[Snapshot]) -> list[int]:
+    return [-1 if snapshot.commit is None else snapshot.commit.id for snapshot in snapshots]
+
+
 def _before(commits: Sequence[Commit | None]) -> int | None:
     """Return the place of the commit that the last one came of: of those before it the newest that was not given up."""
     *older, last = commits
@@ -173,19 +177,21 @@ class KeyInvariantChecker:
     Last changes are read with the keys; they take part only where rows are stale.
     """
 
-    def __init__(self, stores: Sequence[Store], group: Group, readers: ThreadPoolExecutor) -> None:
-        """``stores`` are one store, each opened at one commit."""
-        self._store, self._group, self._readers = stores[0], group, readers
-        self._commits = [-1 if store.commit is None else store.commit.id for store in stores]
+    def __init__(
+        self, reader: BlockReader, snapshots: Sequence[Snapshot], group: Group, readers: ThreadPoolExecutor
+    ) -> None:
+        """``snapshots`` are commits of one store, which somebody holds."""
+        self._reader, self._group, self._readers = reader, group, readers
+        self._commits = _ids_of(snapshots)
         self._problems: dict[str, dict[int, None]] = {}
-        segments = {segment.id: segment for store in stores for segment in store.segments}
+        segments = {segment.id: segment for snapshot in snapshots for segment in snapshot.segments}
         self._segments = [segments[id_] for id_ in sorted(segments)]
-        self._firsts = {id_: first for store in stores if store.commit for id_, first in store.commit.named.items()}
+        self._firsts = {id_: first for one in snapshots if one.commit for id_, first in one.commit.named.items()}
         self._unread = set[int]()
         """Commits that need keys which could not be read."""
-        self._counts = KeyCounts(stores, group, self._segments)
-        self._live = [{s.id: store.first_range(s, group.index) for s in store.segments} for store in stores]
-        """For each store, by segment: its first live range."""
+        self._counts = KeyCounts(reader.label, snapshots, group, self._segments)
+        self._live = [{s.id: one.first_range(s, group.index) for s in one.segments} for one in snapshots]
+        """For each commit, by segment: its first live range."""
 
     def run(self) -> dict[str, list[int]]:
         """Read all keys once; returns what is wrong, with the commits it is in. Each thing that is wrong is a sentence.
@@ -193,13 +199,13 @@ class KeyInvariantChecker:
         Keys that exceed the memory of the sort go through temporary files: 8 bytes for each key where one commit is
         kept, 12 where several are, 16 where rows are stale. Raises StoreFullError where there is no room for them.
         """
-        folder = scratch_of(self._store)
+        what = "the check of the keys of a store"
         with ExitStack() as stack:
             sorters = [
                 stack.enter_context(
                     ExternalSorter(
-                        self._counts.payload(table), folder, "the check of the keys of a store", SORT_BYTES,
-                        self._store.counters, copies=MOST_COPIES, total_rows=rows,
+                        self._counts.payload(table), self._reader.scratch, what, SORT_BYTES,
+                        self._reader.counters, copies=MOST_COPIES, total_rows=rows,
                     )
                 )
                 for table, rows in enumerate(self._table_rows())
@@ -239,7 +245,7 @@ class KeyInvariantChecker:
                 index, place = divmod(run, len(self._group.tables))
                 if not rising(hashes, last_hash if run == last_run else None):
                     self._note(
-                        f"segment {segment.id} of {self._store.label} has keys of table "
+                        f"segment {segment.id} of {self._reader.label} has keys of table "
                         f"{self._group.tables[place].name!r} that are not in hash order: restore the store from a copy",
                         self._commits_of(segment, index),
                     )
@@ -289,14 +295,14 @@ class KeyInvariantChecker:
         keys: NDArray[np.int64] | None = None
         changed: LastChanges = min(self._firsts.get(segment.id, 0), _MOST_CHANGED)
         try:
-            keys = self._store.read_keys(segment, group, block)
+            keys = self._reader.keys(segment, group, block)
         except CorruptStoreError as error:
             problems.append(str(error))
         if segment.changed:
             changed = int(segment.changed[group].newest_B[block])
         if segment.changed and segment.changed[group].stored:
             try:
-                changed = self._store.read_changed(segment, group, block)
+                changed = self._reader.changed(segment, group, block)
             except CorruptStoreError as error:
                 problems.append(str(error))
         return keys, changed, problems

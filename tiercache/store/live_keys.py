@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from tiercache.store.commit import Snapshot
     from tiercache.store.layout import SegmentLayout
-    from tiercache.store.store import Store
+    from tiercache.store.reading import BlockReader
 
     Int64s = NDArray[np.int64]
     LocalInput = NDArray[np.uint64] | None
@@ -172,7 +172,7 @@ _PAGES_AT_ONCE = 32
 
 
 def live_keys(
-    store: Store,
+    reader: BlockReader,
     snapshot: Snapshot,
     segments: Iterable[Segment],
     group: Group,
@@ -191,7 +191,7 @@ def live_keys(
     """
     readings = (_readings(snapshot, segment, group, tables, after, recall) for segment in segments)
     sweep = ((some,) for of_segment in readings for some in _together(of_segment))
-    for (some,), found in read_ahead(readers, partial(_read, store), sweep, most=2 * READERS):
+    for (some,), found in read_ahead(readers, partial(_read, reader), sweep, most=2 * READERS):
         for place, keys, rows in found:
             if recall is not None:
                 recall.learn(some[0].segment, group, place, keys, rows)
@@ -228,11 +228,11 @@ def _together(readings: Iterable[_Reading]) -> Iterator[list[_Reading]]:
         yield some
 
 
-def _read(store: Store, readings: Sequence[_Reading]) -> list[tuple[int, Int64s, Int64s]]:
+def _read(reader: BlockReader, readings: Sequence[_Reading]) -> list[tuple[int, Int64s, Int64s]]:
     """Return the keys of all rows that count, and these rows, by place of the table."""
     found: dict[int, list[tuple[Int64s, Int64s]]] = {}
     for one in readings:
-        stored = store.read_keys(one.segment, one.group, one.block, one.first, one.last)
+        stored = reader.keys(one.segment, one.group, one.block, one.first, one.last)
         for place, rows in one.rows.items():
             found.setdefault(place, []).append((stored[rows - one.first_row], rows))
     return [

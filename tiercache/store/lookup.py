@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from tiercache.store.bits import from_words, hash_keys
-from tiercache.store.files import huge_pages
+from tiercache.store.bits import hash_keys
+from tiercache.store.files import PAGE_BYTES, huge_pages
 from tiercache.store.initial_rows import initial_rows
 from tiercache.store.live_keys import READERS, Recall, live_keys
 from tiercache.store.reading import Pages, read_ahead
+from tiercache.store.row_codec import from_words
 from tiercache.store.store_errors import KeyMissingError, StoreError
 from tiercache.store.table import find_table
 
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.commit import Snapshot
+    from tiercache.store.live_keys import KeyMemory
+    from tiercache.store.reading import BlockReader
     from tiercache.store.segment import Segment
-    from tiercache.store.store import Store
     from tiercache.store.table import Group, Table
 
     Found = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -39,21 +41,11 @@ if TYPE_CHECKING:
 MISSING = ("error", "initial", "zeros")
 BATCH_BYTES = 4 << 20
 """Of the pages of a batch, about; while its rows are taken, each of the ``READERS`` reads or holds another batch."""
-_PAGE_BYTES = 4096
 _NO_ROOM: NDArray[np.uint8] = np.empty(0, np.uint8)
 
 
-def locate(store: Store, keys: Mapping[str, NDArray[np.int64]], *, after: int) -> dict[str, Found]:
-    """Return segment ids and rows of the keys of each table (see ``Store.locate``). Raises KeyError for no table.
-
-    Rows of retained segments count whatever their next use, which is a pass of another schedule.
-    """
-    with store.pinned() as snapshot:
-        return locate_at(store, snapshot, keys, after=after)
-
-
-def locate_at(
-    store: Store,
+def locate(
+    reader: BlockReader,
     snapshot: Snapshot,
     keys: Mapping[str, NDArray[np.int64]],
     *,
@@ -61,23 +53,23 @@ def locate_at(
     recall: Recall | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Found]:
-    """Do what ``locate`` does for a snapshot that the caller holds.
+    """Return segment ids and rows of the keys of each table (see ``Store.locate``). Raises KeyError for no table.
 
-    ``recall`` is as for ``live_keys``. ``progress`` is called with how many stored keys were looked at since the last
-    call.
+    Rows of retained segments count whatever their next use, which is a pass of another schedule. ``recall`` is as for
+    ``live_keys``. ``progress`` is called with how many stored keys were looked at since the last call.
     """
     retained = frozenset[int]() if snapshot.commit is None else snapshot.commit.retained_ids
     # The newest row of a key may be one that does not count: it hides the stale one of a retained segment all the same.
     least = -1 if retained else after
-    groups = {table.name: group for group in store.groups for table in group.tables}
+    groups = {table.name: group for group in reader.groups for table in group.tables}
     wanted = {name: _Wanted(groups[name], name, values) for name, values in keys.items()}
     with ThreadPoolExecutor(READERS) as readers:
-        for group in store.groups:
+        for group in reader.groups:
             tables = {group.place(name): w for name, w in wanted.items() if groups[name] is group and w.hashes.size}
             asked = {place: one.left for place, one in tables.items()}
             newest_first = reversed(snapshot.segments)
             for segment, place, stored, rows in live_keys(
-                store, snapshot, newest_first, group, asked, readers, after=least, recall=recall
+                reader, snapshot, newest_first, group, asked, readers, after=least, recall=recall
             ):
                 tables[place].match(segment.id, stored, rows)
                 if progress is not None:
@@ -135,43 +127,43 @@ class _Wanted:
                 self.segment_ids[gone] = self.rows[gone] = -1
 
 
-def read_rows(store: Store, segment: Segment, group: int, rows: NDArray[np.int64], cached: Cached | None) -> _Columns:
+def read_rows(
+    reader: BlockReader, segment: Segment, group: int, rows: NDArray[np.int64], cached: Cached | None = None
+) -> _Columns:
     """Return rows of a layout by index, field by field (see ``Store.read_rows``)."""
     layout = segment.layouts[group]
     rows = np.asarray(rows, dtype=np.int64)
     if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < layout.rows:
         raise ValueError(f"rows {rows.min()} to {rows.max()} are not all in segment {segment.id} of {layout.rows} rows")
-    return _read(store, group, [(segment, np.arange(rows.size))], rows, cached)
+    return _read(reader, group, [(segment, np.arange(rows.size))], rows, cached)
 
 
 def read_found(
-    store: Store,
+    reader: BlockReader,
+    snapshot: Snapshot,
     group: int,
     segment_ids: NDArray[np.int64],
     rows: NDArray[np.int64],
     *,
-    snapshot: Snapshot | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> _Columns:
-    """Return the rows that ``locate`` found, field by field: zeros where it found none.
+    """Return the rows that ``locate`` found in ``snapshot``, field by field: zeros where it found none.
 
-    As ``read_rows`` for each segment, but one segment is read while rows of the one before are taken. ``snapshot`` is
-    where they were found, the store's own where not said. ``progress`` is called with how many rows were read since
-    the last call. Raises StoreError for segments that are not of it.
+    As ``read_rows`` for each segment, but one segment is read while rows of the one before are taken. ``progress`` is
+    called with how many rows were read since the last call. Raises StoreError for segments that are not of it.
     """
-    segments = (snapshot or store.snapshot).segments
-    parts = [(segment, np.nonzero(segment_ids == segment.id)[0]) for segment in segments]
+    parts = [(segment, np.nonzero(segment_ids == segment.id)[0]) for segment in snapshot.segments]
     if sum(places.size for _, places in parts) < np.count_nonzero(segment_ids >= 0):
-        gone = np.setdiff1d(segment_ids[segment_ids >= 0], [segment.id for segment in segments])
+        gone = np.setdiff1d(segment_ids[segment_ids >= 0], [segment.id for segment in snapshot.segments])
         raise StoreError(
-            f"{store.label} has no segment {gone[0]} any more, where rows were found: locate them again, or do both "
+            f"{reader.label} has no segment {gone[0]} any more, where rows were found: locate them again, or do both "
             "with a store that was opened with mode='r', which stays at its commit"
         )
-    return _read(store, group, parts, rows, None, progress)
+    return _read(reader, group, parts, rows, None, progress)
 
 
 def _read(
-    store: Store,
+    reader: BlockReader,
     group: int,
     parts: Sequence[tuple[Segment, NDArray[np.int64]]],
     rows: NDArray[np.int64],
@@ -179,12 +171,12 @@ def _read(
     progress: Callable[[int], None] | None = None,
 ) -> _Columns:
     """Return (n, width) of each field; ``parts`` are segments and the places of ``rows`` (n,) that are theirs."""
-    fields = store.groups[group].fields
+    fields = reader.groups[group].fields
     out = tuple(np.zeros((rows.size, field.words), dtype=np.float32) for field in fields)
     rooms: deque[NDArray[np.uint8]] = deque()
     batches = (batch for segment, places in parts for batch in _batches(segment, group, places, rows, cached, rooms))
     with ThreadPoolExecutor(READERS) as readers:
-        for (batch,), data in read_ahead(readers, partial(_Batch.read, store=store), batches, most=READERS):
+        for (batch,), data in read_ahead(readers, partial(_Batch.read, reader=reader), batches, most=READERS):
             start, page_rows = batch.starts[batch.which] // 4, batch.page_rows[batch.which]
             for field, values in zip(fields, out, strict=True):
                 values[batch.places] = sliding_window_view(data, field.words)[start + batch.local * field.words]
@@ -242,8 +234,8 @@ class _Batch:
         first = np.append(0, np.nonzero(cuts)[0] + 1)
         last = np.append(first[1:], pages.size)
         begins, ends = begin_rows[first] * layout.row_bytes, end_rows[last - 1] * layout.row_bytes
-        inside = (begins - blocks[first] * layout.block_rows * layout.row_bytes) % _PAGE_BYTES
-        room = -(-(inside + ends - begins) // _PAGE_BYTES) * _PAGE_BYTES
+        inside = (begins - blocks[first] * layout.block_rows * layout.row_bytes) % PAGE_BYTES
+        room = -(-(inside + ends - begins) // PAGE_BYTES) * PAGE_BYTES
         at = np.cumsum(room) - room + inside
         self.starts = np.repeat(at - begins, last - first) + begin_rows * layout.row_bytes
         """(pages,): the byte of ``room`` at which each page begins."""
@@ -261,35 +253,49 @@ class _Batch:
             if data is not None:
                 self.room[low : low + data.nbytes] = data.view(np.uint8)
 
-    def read(self, store: Store) -> NDArray[np.float32]:
+    def read(self, reader: BlockReader) -> NDArray[np.float32]:
         """Read and check what no one holds; returns all of the memory."""
-        store.load([Pages(self._segment, self._group, *run) for run in self._runs], at_once=1)
+        reader.load([Pages(self._segment, self._group, *run) for run in self._runs], at_once=1)
         return self.room.view(np.float32)
 
 
 def lookup(
-    store: Store,
+    reader: BlockReader,
+    snapshot: Snapshot,
     table_name: str,
     keys: NDArray[np.int64],
-    missing: str,
+    *,
+    missing: str = "error",
+    memory: KeyMemory | None = None,
     progress: Progress | None = None,
 ) -> Fields:
-    """Return the fields of the rows of ``keys`` (see ``Store.lookup``).
+    """Return the fields of the rows of ``keys`` (see ``Store.lookup``); ``memory`` remembers keys of the store's path.
 
     ``progress(what, done, total)`` is called with "keys" and the stored keys that were looked at, then with "rows" and
     the rows that were read.
     """
     if missing not in MISSING:
         raise ValueError(f"missing={missing!r} is unknown: it must be one of {', '.join(map(repr, MISSING))}")
-    group, table = find_table(store.groups, table_name, store.label)
+    group, table = find_table(reader.groups, table_name, reader.label)
     keys = check_keys(keys)
     distinct, which = np.unique(keys, return_inverse=True)
     twice = distinct.size < keys.size
-    asked = distinct if twice else keys
-    with store.pinned() as snapshot:
-        absent, fields = _find(store, snapshot, group, table, asked, missing, progress or (lambda *_: None))
+    keys = distinct if twice else keys
+    recall = None
+    if memory is not None and reader.folder is not None:
+        recall = Recall(memory, reader.folder, {segment.id for segment in snapshot.segments})
+    count_keys = _counted("keys", snapshot.rows_in(snapshot.segments, group, table), progress)
+    with closing(recall) if recall else nullcontext():
+        found = locate(reader, snapshot, {table.name: keys}, after=-1, recall=recall, progress=count_keys)
+    ids, rows = found[table.name]
+    count_keys(None)  # the others are in pages that cannot have the keys
+    absent = np.nonzero(ids < 0)[0]
+    if absent.size and missing == "error":
+        raise missing_keys(table, np.sort(keys[absent]), keys.size, reader.label)
+    count_rows = _counted("rows", keys.size - absent.size, progress)
+    fields = read_found(reader, snapshot, group.index, ids, rows, progress=count_rows)
     if missing == "initial":
-        for values, first in zip(fields, initial_rows(table, asked[absent]), strict=True):
+        for values, first in zip(fields, initial_rows(table, keys[absent]), strict=True):
             values[absent] = first
     named = zip(table.fields, fields, strict=True)
     return {field.name: values[which] if twice else values for field, values in named}
@@ -316,31 +322,7 @@ def missing_keys(table: Table, gone: NDArray[np.int64], asked: int, label: str) 
     )
 
 
-def _find(
-    store: Store,
-    snapshot: Snapshot,
-    group: Group,
-    table: Table,
-    asked: NDArray[np.int64],
-    missing: str,
-    progress: Progress,
-) -> tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]:
-    """Return which of the keys, all different, have no row, and the fields of all, zeros for those, where it stood."""
-    stored, recall = rows_in(snapshot, snapshot.segments, group, table), None
-    if store.key_memory is not None and store.path is not None:
-        recall = Recall(store.key_memory, store.path, {segment.id for segment in snapshot.segments})
-    swept = _counted("keys", stored, progress)
-    with closing(recall) if recall else nullcontext():
-        ids, rows = locate_at(store, snapshot, {table.name: asked}, after=-1, recall=recall, progress=swept)[table.name]
-    swept(None)  # the others are in pages that cannot have the keys
-    absent = np.nonzero(ids < 0)[0]
-    if absent.size and missing == "error":
-        raise missing_keys(table, np.sort(asked[absent]), asked.size, store.label)
-    read = _counted("rows", asked.size - absent.size, progress)
-    return absent, read_found(store, group.index, ids, rows, snapshot=snapshot, progress=read)
-
-
-def _counted(what: str, total: int, progress: Progress) -> Callable[[int | None], None]:
+def _counted(what: str, total: int, progress: Progress | None) -> Callable[[int | None], None]:
     """Return what turns rows done since the last call, or None for all that are left, into rows done of all."""
     done = 0
 
@@ -348,14 +330,7 @@ def _counted(what: str, total: int, progress: Progress) -> Callable[[int | None]
         nonlocal done
         left = total - done
         done += left if rows is None else rows
-        if rows is not None or left or not total:
+        if progress is not None and (rows is not None or left or not total):
             progress(what, done, total)
 
     return tell
-
-
-def rows_in(snapshot: Snapshot, segments: Iterable[Segment], group: Group, table: Table) -> int:
-    """Return how many rows of a table are in live ranges of ``segments``, the stale ones included."""
-    place = group.place(table.name)
-    first = snapshot.first_range
-    return sum(s.layouts[group.index].rows_of_table(place, first(s, group.index)) for s in segments)

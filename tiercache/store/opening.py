@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tiercache.store.commit import TABLES
-from tiercache.store.commit_reader import UseCount
-from tiercache.store.directory import MANIFEST, StoreDirectory, WriterLock
+from tiercache.store.directory import StoreDirectory
+from tiercache.store.files import local_path
+from tiercache.store.locks import UseCount, WriterLock
+from tiercache.store.openers import SHARD_MANIFEST
 from tiercache.store.records import decode, encode
 from tiercache.store.recovery import commit_ids
 from tiercache.store.shards.shard_mark import refuse_shard
@@ -24,32 +23,11 @@ from tiercache.store.store_errors import (
 from tiercache.store.table import Table, group_tables
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from tiercache.store.engines.engine import Engine
-
-
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+:/")
-"""The start of a URL, also after ``Path`` made one slash of two."""
-
-
-def local_path(path: str | os.PathLike[str], what: str, instead: str = "give a local path") -> Path:
-    """Return the path of ``what`` as an absolute path; symbolic links stay in it.
-
-    Raises ValueError for a URL, which says what to do ``instead``, and for a relative path in a folder that is gone.
-    """
-    text = os.fspath(path)
-    if is_url(text):
-        raise ValueError(f"{text!r} is a URL, but {what} must be a local path: {instead}")
-    try:
-        return Path(path).absolute()
-    except FileNotFoundError:
-        raise ValueError(f"{text!r} is relative, and the current folder was deleted: give an absolute path") from None
-
-
-def is_url(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is a URL: such a folder of this machine has to be given as ``./`` or from the root on."""
-    return _URL.match(os.fspath(path)) is not None
 
 
 def store_path(path: str | os.PathLike[str]) -> Path:
@@ -154,7 +132,7 @@ def _open_path(
     lock = WriterLock(path) if mode == "a" else None
     opened: Engine | None = None
     try:
-        if lock is not None and not of_shards and (path / MANIFEST).exists():
+        if lock is not None and not of_shards and (path / SHARD_MANIFEST).exists():
             raise StoreError(f"{label_of(path)} was sharded while it was opened: open it again")
         found = directory.find()  # another process may have made it before the lock was ours
         kind = directory.engine(tuple(ENGINES), engine) if found else engine or _default(tables)

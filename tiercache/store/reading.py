@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,20 +14,22 @@ import google_crc32c
 import numpy as np
 
 from tiercache.store.engines.engine import LocatingEngine, ReadRequest
-from tiercache.store.files import RangeReader
-from tiercache.store.layout import CHANGED, KEYS, ROWS, checksum, corrupt_block, key_page_bounds, page_checksums
-from tiercache.store.store_errors import BlockReadError, CorruptStoreError
+from tiercache.store.files import RangeReader, scratch_in
+from tiercache.store.layout import CHANGED, KEYS, ROWS, checksum, key_page_bounds, page_checksums
+from tiercache.store.segment import corrupt_block
+from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreClosedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from concurrent.futures import Future
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
     from tiercache.store.commit import Commit
-    from tiercache.store.commit_reader import UseCount
-    from tiercache.store.engines.engine import Block, Counters, Engine, FieldFile, FieldSource
-    from tiercache.store.layout import Checksums, FieldReads, Part, Read, Reads
+    from tiercache.store.engines.engine import Block, Counters, Engine, FieldFile, FieldReads, FieldSource, Read, Reads
+    from tiercache.store.layout import Checksums, Part
+    from tiercache.store.locks import UseCount
     from tiercache.store.segment import Segment
     from tiercache.store.store_errors import StoreError
     from tiercache.store.table import Group
@@ -113,10 +116,12 @@ class BlockReader:
         counters: Counters,
         uses: UseCount,
         explain: Callable[[CorruptStoreError], StoreError],
+        folder: Path | None,
     ) -> None:
-        """``explain`` returns the error to raise for one that was found."""
-        self._engine, self._groups, self._label, self._counters = engine, groups, label, counters
-        self._uses, self._explain = uses, explain
+        """``explain`` returns the error to raise for one that was found; ``folder`` is the store's."""
+        self.groups, self.label, self.counters, self.folder = groups, label, counters, folder
+        self._engine, self._uses, self._explain = engine, uses, explain
+        self._pid, self._closed = os.getpid(), False
         self._locating = engine if isinstance(engine, LocatingEngine) else None
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
@@ -129,15 +134,33 @@ class BlockReader:
         if self._locating is not None:
             self._reads = field_reads if self._locating.fields_apart else reads
 
+    @property
+    def scratch(self) -> Path:
+        """The folder for temporary files: the store's own, or the system's where that cannot be written to."""
+        return scratch_in(self.folder)
+
+    def check_open(self) -> None:
+        """Raise StoreClosedError after ``close``, and in a fork."""
+        if self._closed:
+            raise StoreClosedError(f"{self.label} is closed: open it again")
+        if os.getpid() != self._pid:
+            forked = f"was opened by process {self._pid} and is used in its fork {os.getpid()}"
+            raise StoreClosedError(f"{self.label} {forked}: open it in the process that uses it")
+
     def close(self) -> None:
         """End the threads; what they read is read to its end."""
+        self._closed = True
         with self._lock:
             threads, self._threads = self._threads, None
         if threads is not None:
             threads.shutdown()
 
-    def load(self, wanted: Sequence[Pages], at_once: int | None, *, only_check: bool = False) -> None:
-        """Read and check all of ``wanted``: see ``Store.load`` and ``Store.check``."""
+    def load(self, wanted: Sequence[Pages], at_once: int | None = None, *, only_check: bool = False) -> None:
+        """Read and check all of ``wanted`` as ``Store.load`` does.
+
+        ``only_check``: the contents of the memory to fill are undefined afterward.
+        """
+        self.check_open()
         reads = self._checks if only_check and self._checks is not None else self._reads
         for pages in wanted:
             self._expect(pages)
@@ -211,7 +234,7 @@ class BlockReader:
             last = min(high, last)
             bounds = layout.page_bounds(low, last)
             end = at + int(bounds[-1])
-            named = segment.block(ROWS, self._groups[group], block)
+            named = segment.block(ROWS, self.groups[group], block)
             request = ReadRequest(named, layout.byte_of_page(low) - layout.byte_of_page(first), out[at:end])
             yield _Span(request, bounds, segment, group, block, low, last)
             low, at = last, end
@@ -236,7 +259,7 @@ class BlockReader:
         rows = sum(
             size // span.segment.layouts[span.group].row_bytes for size, span in zip(num_bytes, spans, strict=True)
         )
-        self._counters.add(row_bytes_read=sum(num_bytes), rows_read=rows, reads=len(spans))
+        self.counters.add(row_bytes_read=sum(num_bytes), rows_read=rows, reads=len(spans))
 
     def _check(self, spans: Sequence[_Span]) -> None:
         """Check spans that were read, all by one computation. Raises CorruptBlockError."""
@@ -253,7 +276,7 @@ class BlockReader:
             if at < span.high - span.low:
                 words += f" in page {span.low + at}"
                 raise self._explain(
-                    corrupt_block(self._label, span.segment, self._groups[span.group], span.block, words, wanted)
+                    corrupt_block(self.label, span.segment, self.groups[span.group], span.block, words, wanted)
                 )
             at -= span.high - span.low
 
@@ -261,38 +284,40 @@ class BlockReader:
         self, segment: Segment, group: int, block: int, first: int = 0, last: int | None = None
     ) -> NDArray[np.int64]:
         """Return the keys of the rows of one block, or of its key pages [first, last). Raises CorruptBlockError."""
+        self.check_open()
         layout = segment.layouts[group]
         low, high = layout.rows_of_block(block)
         bounds = key_page_bounds(high - low)[first : None if last is None else last + 1]
         data = np.empty(int(bounds[-1] - bounds[0]), dtype=np.uint8)
-        self._read(ReadRequest(segment.block(KEYS, self._groups[group], block), int(bounds[0]), data), segment)
+        self._read(ReadRequest(segment.block(KEYS, self.groups[group], block), int(bounds[0]), data), segment)
         sums, keys = self.checksums([(data, bounds - bounds[0])]), data.view(np.int64)
         page = layout.key_pages_of_block(block)[0] + first
         wrong = np.nonzero(sums != segment.key_checksums[group][page : page + sums.size])[0]
         if wrong.size:
             at = int(wrong[0])
             words, expected = f"has checksum {sums[at]:08x} over its keys", segment.key_checksums[group].item(page + at)
-            raise self._explain(corrupt_block(self._label, segment, self._groups[group], block, words, expected))
+            raise self._explain(corrupt_block(self.label, segment, self.groups[group], block, words, expected))
         if np.any(keys[(bounds[:-1] - bounds[0]) // 8] != segment.first_keys[group][page : page + sums.size]):
             words = "has other first keys than its record says"
-            raise self._explain(corrupt_block(self._label, segment, self._groups[group], block, words))
-        self._counters.add(key_bytes_read=data.size, reads=1)
+            raise self._explain(corrupt_block(self.label, segment, self.groups[group], block, words))
+        self.counters.add(key_bytes_read=data.size, reads=1)
         return keys
 
     def changed(self, segment: Segment, group: int, block: int) -> NDArray[np.uint32]:
         """Return the last change of each row of a block that has them stored. Raises CorruptBlockError."""
+        self.check_open()
         layout, known = segment.layouts[group], segment.changed[group]
         numbers = np.empty(layout.bytes_of_block(block) // layout.row_bytes, dtype=np.uint32)
         data = numbers.view(np.uint8)
-        self._read(ReadRequest(segment.block(CHANGED, self._groups[group], block), 0, data), segment)
+        self._read(ReadRequest(segment.block(CHANGED, self.groups[group], block), 0, data), segment)
         seen, expected = checksum(data), int(known.checksums_B[block])
         if seen != expected:
             words = f"has checksum {seen:08x} over the commits that changed its rows"
-            raise self._explain(corrupt_block(self._label, segment, self._groups[group], block, words, expected))
+            raise self._explain(corrupt_block(self.label, segment, self.groups[group], block, words, expected))
         if (numbers.min(), numbers.max()) != (known.oldest_B[block], known.newest_B[block]):
             words = "has rows that were changed by other commits than its record says"
-            raise self._explain(corrupt_block(self._label, segment, self._groups[group], block, words))
-        self._counters.add(changed_bytes_read=data.size, reads=1)
+            raise self._explain(corrupt_block(self.label, segment, self.groups[group], block, words))
+        self.counters.add(changed_bytes_read=data.size, reads=1)
         return numbers
 
     def state(self, commit: Commit) -> NDArray[np.uint8]:
@@ -308,11 +333,11 @@ class BlockReader:
                     raise BlockReadError(f"has checksum {seen:08x} where {expected:08x} was written")
             except BlockReadError as error:
                 corrupt = CorruptStoreError(
-                    f"block {i} of the dense state of commit {commit.id} of {self._label} {error.seen}: "
+                    f"block {i} of the dense state of commit {commit.id} of {self.label} {error.seen}: "
                     "restore the store from a copy, or train again from the start"
                 )
                 raise self._explain(corrupt) from error
-        self._counters.add(state_bytes_read=state.size, reads=commit.state_checksums.size)
+        self.counters.add(state_bytes_read=state.size, reads=commit.state_checksums.size)
         return state
 
     def _read(self, request: ReadRequest, segment: Segment) -> None:
@@ -322,7 +347,7 @@ class BlockReader:
                 self._engine.read(request)
         except BlockReadError as error:
             raise self._explain(
-                corrupt_block(self._label, segment, self._groups[block.group], block.index, error.seen)
+                corrupt_block(self.label, segment, self.groups[block.group], block.index, error.seen)
             ) from error
 
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.store.commit import COMMIT, KEPT, SEGMENT, TABLES, Commit, History
-from tiercache.store.layout import corrupt_block
 from tiercache.store.records import decode, whole
-from tiercache.store.segment import Segment
+from tiercache.store.segment import Segment, corrupt_block
 from tiercache.store.segment_writer import check_layouts
 from tiercache.store.store_errors import CommitMissingError, CorruptStoreError
 

@@ -7,32 +7,33 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.store.bits import row_words
 from tiercache.store.compaction_plan import CompactionPlan
-from tiercache.store.files import ScratchFile, check_room, room_for, scratch_of
+from tiercache.store.files import ScratchFile, check_room, room_for
 from tiercache.store.initial_rows import initial_rows
 from tiercache.store.layout import NEVER, Range
-from tiercache.store.row_versions import CHANGED_BYTES
+from tiercache.store.row_codec import moved_blocks_of, row_words
 from tiercache.store.runs import SortedCursor, hashed, merged
-from tiercache.store.scan import live_rows, scan_segments
-from tiercache.store.segment import Layout, moved_blocks_of
+from tiercache.store.scan import scan_segments
+from tiercache.store.segment import CHANGED_BYTES
 from tiercache.store.store_errors import StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
+    from tiercache.store.commit import Snapshot
+    from tiercache.store.compaction_plan import FirstUses
     from tiercache.store.layout import SegmentLayout
+    from tiercache.store.reading import BlockReader
+    from tiercache.store.row_codec import MovedBlock
     from tiercache.store.runs import RowFilter
-    from tiercache.store.segment import RetainedSegment
-    from tiercache.store.segment_writer import MovedBlock
-    from tiercache.store.store import Store
+    from tiercache.store.segment import Layout, RetainedSegment
     from tiercache.store.table import Group, Table
 
     Int64s = NDArray[np.int64]
@@ -43,28 +44,6 @@ if TYPE_CHECKING:
 
 MEMORY_BYTES = 256 << 20
 _WHAT = "a new order of the store's rows"
-
-
-class FirstUses(Protocol):
-    """When the keys of a schedule are used first."""
-
-    def counts(self, table_name: str) -> Mapping[int, int]:
-        """Return how many keys of a table have each first use."""
-
-    def slices(self, table_name: str) -> Iterator[tuple[Int64s, Int64s]]:
-        """Yield keys (n,) in hash order, each once, and their first uses (n,), a bounded number at a time."""
-
-
-class NoUses:
-    """No key is used: all rows in hash order."""
-
-    def counts(self, _table_name: str) -> Mapping[int, int]:
-        """Return none."""
-        return {}
-
-    def slices(self, _table_name: str) -> Iterator[tuple[Int64s, Int64s]]:
-        """Yield none."""
-        return iter(())
 
 
 class Rewrite:
@@ -79,7 +58,8 @@ class Rewrite:
 
     def __init__(
         self,
-        store: Store,
+        reader: BlockReader,
+        snapshot: Snapshot,
         uses: FirstUses,
         first_rows: Callable[[Table, Int64s], Sequence[Floats]] | None,
         progress: Progress,
@@ -88,11 +68,11 @@ class Rewrite:
         retain_segments: bool,
         stored: Callable[[Table], Rows] | None = None,
     ) -> None:
-        self._store, self._uses, self._progress = store, uses, progress
+        self._reader, self._snapshot, self._uses, self._progress = reader, snapshot, uses, progress
         self._retain_segments = retain_segments
         self._stored = stored
         self._first_rows = first_rows or initial_rows
-        self._groups = [_Sorted(group, uses, layout, scratch_of(store)) for group in store.groups]
+        self._groups = [_Sorted(group, uses, layout, reader.scratch) for group in reader.groups]
         self.retained: tuple[RetainedSegment, ...] = ()
         """The segments that stay; known after ``read``."""
 
@@ -113,7 +93,7 @@ class Rewrite:
             compaction: CompactionPlan | None = None
             if self._retain_segments:
                 compaction = stack.enter_context(
-                    CompactionPlan(self._store, self._uses, scratch_of(self._store), self._progress)
+                    CompactionPlan(self._reader, self._snapshot, self._uses, self._progress)
                 )
                 compaction.sort()
                 self.retained, moves = compaction.retained, compaction.moves
@@ -145,16 +125,15 @@ class Rewrite:
             if compaction is not None:
                 rows += compaction.idle_rows(ordered.group.index)
             elif self._stored is None:  # of the rows that are used some are stored, nobody knows which
-                rows = max(rows, sum(live_rows(self._store, table.name) for table in ordered.group.tables))
+                rows = max(rows, sum(self._snapshot.live_rows(ordered.group, table) for table in ordered.group.tables))
             num_bytes += rows * ordered.entry_bytes
-        folder = scratch_of(self._store)
-        with room_for(num_bytes, folder, _WHAT, at_least=not exact):
-            check_room(folder, num_bytes)
+        with room_for(num_bytes, self._reader.scratch, _WHAT, at_least=not exact):
+            check_room(self._reader.scratch, num_bytes)
 
     def _moved(self, table: Table, moves: RowFilter | None) -> Rows:
         """Yield the store's own rows that move."""
         chunks = scan_segments(
-            self._store, self._store.snapshot, self._store.segments, table.name,
+            self._reader, self._snapshot, self._snapshot.segments, table.name,
             choice=moves, memory_bytes=MEMORY_BYTES, as_words=True, changed=True,
         )  # fmt: skip
         return ((keys, np.concatenate(fields, axis=1)) for keys, fields in chunks)
@@ -164,7 +143,7 @@ class Rewrite:
 
         Rows are words, and last their last change.
         """
-        id_ = 0 if self._store.commit is None else self._store.commit.id + 1
+        id_ = 0 if self._snapshot.commit is None else self._snapshot.commit.id + 1
         mine = self._moved(table, moves) if self._stored is None else self._stored(table)
         stored = SortedCursor(hashed(table, mine), np.int64, (np.float32, (table.row_bytes // 4 + 1,)))
         wanted = SortedCursor(hashed(table, self._uses.slices(table.name)), np.int64, np.int64)

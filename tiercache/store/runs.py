@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.store.bits import hash_keys
+from tiercache.store.reading import Pages
+from tiercache.store.row_codec import unpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -18,13 +20,13 @@ if TYPE_CHECKING:
     Columns = tuple[NDArray[Any], ...]
     from tiercache.store.table import Group
 
-    Floats = NDArray[np.float32]
-    from collections.abc import Callable, Sequence
+    Uint32s = NDArray[np.uint32]
+    from collections.abc import Callable, Mapping, Sequence
 
     from tiercache.store.commit import Snapshot
-    from tiercache.store.row_versions import VersionReader
+    from tiercache.store.layout import SegmentLayout
+    from tiercache.store.reading import BlockReader
     from tiercache.store.segment import Segment
-    from tiercache.store.store import Store
 
     Rows = tuple[NDArray[np.int64], NDArray[np.float32]]
     """Keys (n,) and rows (n, W): every field of a row side by side, as words."""
@@ -102,35 +104,6 @@ def whole_keys(parts: Iterable[Columns]) -> Iterator[Columns]:
         yield held
 
 
-def pack(group: Group, page_rows: Iterable[int], rows: Floats, out: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Write rows (n, at least W words) into pages of so many rows each, which fill the front of ``out``; returns it."""
-    end = 0
-    for columns, stored in _fields(group, page_rows, rows, out):
-        stored[:] = columns
-        end += stored.nbytes
-    return out[:end]
-
-
-def unpack(group: Group, page_rows: Iterable[int], pages: NDArray[np.uint8], out: Floats) -> None:
-    """Write the rows of pages of so many rows each into the first words of the rows of ``out``."""
-    for columns, stored in _fields(group, page_rows, out, pages):
-        columns[:] = stored
-
-
-def _fields(
-    group: Group, page_rows: Iterable[int], rows: Floats, pages: NDArray[np.uint8]
-) -> Iterator[tuple[Floats, Floats]]:
-    """Yield a view of each field of each page, in rows and in pages: (rows of the page, words of the field)."""
-    words, at, row = pages.view(np.float32), 0, 0
-    for count in page_rows:
-        column = 0
-        for field in group.fields:
-            size = count * field.words
-            yield rows[row : row + count, column : column + field.words], words[at : at + size].reshape(count, -1)
-            at, column = at + size, column + field.words
-        row += count
-
-
 _CHOICE_ROWS = 1 << 20
 """Rows that are chosen from at once."""
 
@@ -144,7 +117,7 @@ class SortedRun:
 
     def __init__(
         self,
-        store: Store,
+        reader: BlockReader,
         segment: Segment,
         group: Group,
         low: int,
@@ -153,8 +126,8 @@ class SortedRun:
         changed: VersionReader | None = None,
     ) -> None:
         self.segment, self.low, self.high = segment, low, high
-        self.keys_of: Callable[[Segment, int, int], NDArray[np.int64]] = store.read_keys
-        self._store, self._group, self._layout = store, group, segment.layouts[group.index]
+        self.keys_of: Callable[[Segment, int, int], NDArray[np.int64]] = reader.keys
+        self._reader, self._group, self._layout = reader, group, segment.layouts[group.index]
         self._keys: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self._choice, self.changed = choice, changed
         self.left = high - low if choice is None else self._count_chosen(choice)
@@ -197,7 +170,7 @@ class SortedRun:
         last = layout.page_of_row(min(self.high, self.low + rows) - 1) + 1
         start, end = layout.row_of_page(first), min(self.high, layout.row_of_page(last))
         data = np.empty(layout.byte_of_page(last) - layout.byte_of_page(first), dtype=np.uint8)
-        self._store.read(self.segment, self._group.index, first, last, data)
+        self._reader.load([Pages(self.segment, self._group.index, first, last, data)])
         out = np.empty((layout.row_of_page(last) - start, self.words), dtype=np.float32)
         unpack(self._group, layout.page_sizes(first, last).tolist(), data, out)
         keys = self._next_keys(end - self.low)
@@ -257,20 +230,20 @@ class SortedRun:
 class LastKeys:
     """Reads blocks of keys and remembers the last one: neighboring runs share it."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, reader: BlockReader) -> None:
+        self._reader = reader
         self._last: tuple[tuple[int, int, int], NDArray[np.int64]] | None = None
 
     def __call__(self, segment: Segment, group: int, block: int) -> NDArray[np.int64]:
-        """Return what ``Store.read_keys`` does."""
+        """Return what ``BlockReader.keys`` does."""
         wanted = segment.id, group, block
         if self._last is None or self._last[0] != wanted:
-            self._last = wanted, self._store.read_keys(segment, group, block)
+            self._last = wanted, self._reader.keys(segment, group, block)
         return self._last[1]
 
 
 def runs_of(
-    store: Store,
+    reader: BlockReader,
     snapshot: Snapshot,
     segments: Iterable[Segment],
     group: Group,
@@ -287,7 +260,7 @@ def runs_of(
         layout, live = segment.layouts[group.index], snapshot.first_range(segment, group.index)
         for low, high in zip(*(bounds.tolist() for bounds in layout.runs_of_table(place, live)), strict=True):
             last = None if changed is None else changed()
-            runs.append(SortedRun(store, segment, group, low, high, choice, last))
+            runs.append(SortedRun(reader, segment, group, low, high, choice, last))
     return [run for run in runs if run.left]
 
 
@@ -301,3 +274,61 @@ def joined(runs: Sequence[SortedRun], keys_of: Callable[[Segment, int, int], NDA
         else:
             found.append(run)
     return found
+
+
+class VersionReader:
+    """Says which commit last changed rows of layouts; remembers the last block that it read.
+
+    ``firsts`` has for each segment the first commit that named it. Raises CorruptBlockError.
+    """
+
+    def __init__(self, reader: BlockReader, firsts: Mapping[int, int]) -> None:
+        self._reader, self._firsts = reader, firsts
+        self._last: tuple[tuple[int, int, int], Uint32s] | None = None
+
+    def __call__(self, segment: Segment, group: int, low: int, high: int) -> Uint32s:
+        """Return the last changes of rows [low, high): (high - low,)."""
+        found = np.empty(high - low, np.uint32)
+        for block, begin, end in _blocks(segment.layouts[group], low, high):
+            oldest, newest = self.bounds(segment, group, block)
+            start = block * segment.layouts[group].block_rows
+            found[begin - low : end - low] = (
+                oldest if oldest == newest else self._block(segment, group, block)[begin - start : end - start]
+            )
+        return found
+
+    def after(self, since: int) -> RowFilter:
+        """Return what says which rows changed after commit ``since``; reads only blocks with some that did not."""
+
+        def chosen(segment: Segment, group: int, low: int, high: int) -> NDArray[np.bool_]:
+            found = np.empty(high - low, np.bool_)
+            for block, begin, end in _blocks(segment.layouts[group], low, high):
+                oldest, newest = self.bounds(segment, group, block)
+                found[begin - low : end - low] = (
+                    self(segment, group, begin, end) > since if oldest <= since < newest else newest > since
+                )
+            return found
+
+        return chosen
+
+    def bounds(self, segment: Segment, group: int, block: int) -> tuple[int, int]:
+        """Return the least and the greatest last change in a block; reads nothing."""
+        if not segment.changed:
+            return self._firsts[segment.id], self._firsts[segment.id]
+        changed = segment.changed[group]
+        return int(changed.oldest_B[block]), int(changed.newest_B[block])
+
+    def _block(self, segment: Segment, group: int, block: int) -> Uint32s:
+        wanted = segment.id, group, block
+        if self._last is None or self._last[0] != wanted:
+            self._last = wanted, self._reader.changed(segment, group, block)
+        return self._last[1]
+
+
+def _blocks(layout: SegmentLayout, low: int, high: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the blocks that rows [low, high) touch, and which of these rows each has."""
+    while low < high:
+        block = low // layout.block_rows
+        end = min(high, (block + 1) * layout.block_rows)
+        yield block, low, end
+        low = end

@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.store.bits import from_words, hash_keys, keys_of
+from tiercache.store.bits import hash_keys, keys_of
 from tiercache.store.external_sort import ExternalSorter, part_rows
-from tiercache.store.files import scratch_of
-from tiercache.store.row_versions import CHANGED_BYTES, VersionReader
-from tiercache.store.runs import LastKeys, SortedCursor, joined, merged, rising, runs_of, whole_keys
+from tiercache.store.row_codec import from_words
+from tiercache.store.runs import LastKeys, SortedCursor, VersionReader, joined, merged, rising, runs_of, whole_keys
+from tiercache.store.segment import CHANGED_BYTES
 from tiercache.store.store_errors import CorruptStoreError
 from tiercache.store.table import find_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
     from tiercache.store.commit import Snapshot
+    from tiercache.store.reading import BlockReader
     from tiercache.store.runs import RowFilter, Rows, SortedRun
     from tiercache.store.segment import Segment
-    from tiercache.store.store import Store
     from tiercache.store.table import Group, Table
 
     Chunk = tuple[NDArray[np.int64], tuple[NDArray[np.float32], ...]]
@@ -41,49 +41,8 @@ CHUNK_BYTES = 4 << 20
 _KEY_SHARE = 4
 
 
-def live_rows(store: Store, table_name: str) -> int:
-    """Return how many rows a table has at the newest commit; reads nothing. Raises ValueError for no table."""
-    group, table = find_table(store.groups, table_name, store.label)
-    snapshot = store.snapshot
-    segments = snapshot.committed
-    runs = runs_of(store, snapshot, segments, group, table)
-    return sum(run.left for run in runs) - stale_rows(snapshot, segments, group, table)
-
-
-def scan(
-    store: Store,
-    table_name: str,
-    *,
-    chunk_rows: int | None = None,
-    memory_bytes: int = SCAN_BYTES,
-    scratch: Path | None = None,
-) -> Iterator[Chunk]:
-    """Yield all rows of a table at the newest commit in hash order: keys (n,), and each field (n, width).
-
-    Chunks have at most ``chunk_rows`` rows (about 4 MiB where not said). Beside the caller's chunk at most
-    ``memory_bytes`` are taken, or what four pages and the keys of a block take. Every live page is read once and
-    its keys about once (at most a quarter of the rows' bytes more). Where a table lies in too many runs to merge
-    them in that memory, its rows are written to a temporary file without a name in ``scratch`` (the store's folder
-    where not said, or the system's where that cannot be written to) and read again, once for each factor of 256 by
-    which they exceed it. A page is read whole: where ranges are shorter than pages, rows of the group's other tables
-    are read with them. The commit is the newest when the first chunk is asked for, whatever is committed meanwhile.
-
-    Raises ValueError for no table and without a commit, StoreFullError and CorruptStoreError.
-    """
-    _check(store, store.snapshot, table_name, chunk_rows)
-
-    def chunks() -> Iterator[Chunk]:
-        with store.pinned() as snapshot:
-            yield from scan_segments(
-                store, snapshot, snapshot.committed, table_name,
-                chunk_rows=chunk_rows, memory_bytes=memory_bytes, scratch=scratch,
-            )  # fmt: skip
-
-    return chunks()
-
-
 def scan_segments(
-    store: Store,
+    reader: BlockReader,
     snapshot: Snapshot,
     segments: Sequence[Segment],
     table_name: str,
@@ -96,32 +55,42 @@ def scan_segments(
     as_words: bool = False,
     changed: bool = False,
 ) -> Iterator[Chunk]:
-    """Do what ``scan`` does with segments of a snapshot that the caller holds, or with the rows of a ``choice``.
+    """Yield all rows of a table in segments of a snapshot in hash order: keys (n,), and each field (n, width).
+
+    Chunks have at most ``chunk_rows`` rows (about 4 MiB where not said). Beside the caller's chunk at most
+    ``memory_bytes`` are taken, or what four pages and the keys of a block take. Every live page is read once and
+    its keys about once (at most a quarter of the rows' bytes more). Where a table lies in too many runs to merge
+    them in that memory, its rows are written to a temporary file without a name in ``scratch`` (the store's folder
+    where not said, or the system's where that cannot be written to) and read again, once for each factor of 256 by
+    which they exceed it. A page is read whole: where ranges are shorter than pages, rows of the group's other tables
+    are read with them.
 
     Of the segments, none may be left out that has a newer row of a key than one that is there. ``choice`` says of rows
     of a layout which are wanted; pages without one are not read. Where it may have several of a key, not
     ``alone``, the newest of all must be one of them, and is given. ``as_words``: fields are given as they are kept,
-    (n, words); then with ``changed`` the
-    last one, (n, 1), has the last changes.
+    (n, words); then with ``changed`` the last one, (n, 1), has the last changes.
+
+    Raises ValueError for no table and without a commit, StoreFullError and CorruptStoreError.
     """
-    group, table = _check(store, snapshot, table_name, chunk_rows)
+    group, table = check_scan(reader, snapshot, table_name, chunk_rows)
     firsts = {} if snapshot.commit is None else snapshot.commit.named
-    last = (lambda: VersionReader(store, firsts)) if changed else None
-    runs = runs_of(store, snapshot, segments, group, table, choice, last)
-    chunks = _chunks(store, runs, table, chunk_rows or chunk_rows_of(table), memory_bytes, scratch)
-    stale = 0 if choice is not None and alone else stale_rows(snapshot, segments, group, table)
+    last = (lambda: VersionReader(reader, firsts)) if changed else None
+    runs = runs_of(reader, snapshot, segments, group, table, choice, last)
+    chunks = _chunks(reader, runs, table, chunk_rows or chunk_rows_of(table), memory_bytes, scratch)
+    label = f"table {table.name!r} of {reader.label}"
+    stale = 0 if choice is not None and alone else snapshot.stale_rows(segments, group, table)
     if stale:
-        chunks = _newest(chunks, stale, f"table {table.name!r} of {store.label}", all_rows=choice is None)
-    return _checked(store, table, as_words, chunks)
+        chunks = _newest(chunks, stale, label, all_rows=choice is None)
+    return _checked(table, label, as_words, chunks)
 
 
-def _check(store: Store, snapshot: Snapshot, table_name: str, chunk_rows: int | None) -> tuple[Group, Table]:
+def check_scan(reader: BlockReader, snapshot: Snapshot, name: str, chunk_rows: int | None) -> tuple[Group, Table]:
     """Return the group and the table that are to be scanned; raises ValueError where they cannot be."""
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}: it must be at least 1")
-    group, table = find_table(store.groups, table_name, store.label)
+    group, table = find_table(reader.groups, name, reader.label)
     if snapshot.commit is None:
-        raise ValueError(f"{store.label} has no commit yet: publish one first")
+        raise ValueError(f"{reader.label} has no commit yet: publish one first")
     return group, table
 
 
@@ -133,13 +102,6 @@ def chunk_rows_of(table: Table) -> int:
 def given_bytes(table: Table) -> int:
     """Return the bytes of a row as callers get it: its key, and its numbers in float32 whatever their dtype is."""
     return 8 + 4 * sum(field.width for field in table.fields)
-
-
-def stale_rows(snapshot: Snapshot, segments: Iterable[Segment], group: Group, table: Table) -> int:
-    """Return how many rows of a table in ``segments`` are stale."""
-    ids, place = {segment.id for segment in segments}, group.place(table.name)
-    retained = () if snapshot.commit is None else snapshot.commit.retained
-    return sum(one.stale_rows[group.index][place] for one in retained if one.segment_id in ids)
 
 
 def _newest(chunks: Iterator[Rows], stale: int, label: str, *, all_rows: bool) -> Iterator[Rows]:
@@ -160,16 +122,14 @@ def _newest(chunks: Iterator[Rows], stale: int, label: str, *, all_rows: bool) -
         )
 
 
-def _checked(store: Store, table: Table, as_words: bool, chunks: Iterator[Rows]) -> Iterator[Chunk]:
+def _checked(table: Table, label: str, as_words: bool, chunks: Iterator[Rows]) -> Iterator[Chunk]:
     """Cut rows into fields, and raise for a key with two live rows."""
     cuts = list(accumulate(field.words for field in table.fields))
     last: int | None = None
     for keys, rows in chunks:
         hashes = hash_keys(keys, table.table_id)
         if not rising(hashes, last):
-            raise CorruptStoreError(
-                f"a key of table {table.name!r} of {store.label} has two live rows: restore the store from a copy"
-            )
+            raise CorruptStoreError(f"a key of {label} has two live rows: restore the store from a copy")
         last = int(hashes[-1])
         ends = cuts if rows.shape[1] > cuts[-1] else cuts[:-1]
         fields = tuple(np.ascontiguousarray(part) for part in np.split(rows, ends, axis=1))
@@ -177,7 +137,12 @@ def _checked(store: Store, table: Table, as_words: bool, chunks: Iterator[Rows])
 
 
 def _chunks(
-    store: Store, runs: Sequence[SortedRun], table: Table, chunk_rows: int, memory_bytes: int, scratch: Path | None
+    reader: BlockReader,
+    runs: Sequence[SortedRun],
+    table: Table,
+    chunk_rows: int,
+    memory_bytes: int,
+    scratch: Path | None,
 ) -> Iterator[Rows]:
     """Merge or sort the runs, whichever reads less."""
     row_bytes = 4 * runs[0].words if runs else table.row_bytes
@@ -186,13 +151,13 @@ def _chunks(
         yield from _merge(runs, table, chunk_rows, most)
         return
     copies = len({run.segment.id for run in runs})
-    folder = scratch or scratch_of(store)
+    folder = scratch or reader.scratch
     with ExternalSorter(
         [("<f4", (row_bytes // 4,))], folder, f"sorting the rows of table {table.name!r} in {folder}", memory_bytes,
-        store.counters, copies=copies, total_rows=sum(run.left for run in runs),
+        reader.counters, copies=copies, total_rows=sum(run.left for run in runs),
     ) as sorter:  # fmt: skip
         step = max(1, most // 4)
-        for run in joined(runs, LastKeys(store)):
+        for run in joined(runs, LastKeys(reader)):
             while run.left:
                 keys, rows = run.read(step)
                 sorter.add(hash_keys(keys, table.table_id), rows)

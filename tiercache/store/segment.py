@@ -11,9 +11,7 @@ import numpy as np
 from tiercache.store.engines.engine import Block, BlockLayout
 from tiercache.store.layout import CHANGED, KEYS, ROWS, SegmentLayout, compressed_rows
 from tiercache.store.records import decode, encode, whole
-from tiercache.store.row_versions import CHANGED_BYTES, Changed
-from tiercache.store.runs import pack
-from tiercache.store.store_errors import CorruptStoreError
+from tiercache.store.store_errors import CorruptBlockError, CorruptStoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.layout import Range
-    from tiercache.store.segment_writer import MovedBlock, RowBlock
     from tiercache.store.table import Group
 
     Int64s = NDArray[np.int64]
@@ -31,6 +28,48 @@ if TYPE_CHECKING:
 BASE_PASS = -1
 """The pass of a segment whose rows no pass dumped: a schedule begins with it."""
 _PLACES = {ROWS: "rows_at", KEYS: "keys_at", CHANGED: "changed_at"}
+CHANGED_BYTES = 4
+"""Of a row's last change."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Changed:
+    """The last changes of the rows of one layout, which a rewrite wrote. Shapes: B blocks of it.
+
+    What a pass dumped or a fill took has none: all its rows last changed with the first commit that named it.
+    """
+
+    oldest_B: NDArray[np.uint32]
+    """(B,): the least last change in each block."""
+    newest_B: NDArray[np.uint32]
+    """(B,): the greatest."""
+    checksums_B: NDArray[np.uint32]
+    """(B,): CRC32C of the last changes of each block; (0,) where those of the whole layout are one number, and none is
+    stored."""
+
+    @classmethod
+    def to_come(cls, layout: SegmentLayout, *, stored: bool) -> Changed:
+        """Return what is still to be filled in."""
+        oldest, newest, sums = (np.zeros(n, np.uint32) for n in [layout.num_blocks] * 2 + [layout.num_blocks * stored])
+        return cls(oldest_B=oldest, newest_B=newest, checksums_B=sums)
+
+    @property
+    def stored(self) -> bool:
+        """Whether there is a block of last changes beside each of rows."""
+        return self.checksums_B.size > 0
+
+    def check(self, layout: SegmentLayout) -> None:
+        """Raise ValueError where it is not of ``layout``, or contradicts itself."""
+        blocks = layout.num_blocks
+        if not self.oldest_B.size == self.newest_B.size == blocks or self.checksums_B.size not in {0, blocks}:
+            raise ValueError(
+                f"{self.oldest_B.size}, {self.newest_B.size} and {self.checksums_B.size} numbers say which commits "
+                f"changed the rows of {blocks} blocks"
+            )
+        if np.any(self.oldest_B > self.newest_B):
+            raise ValueError("rows of a block were last changed later than the last of them")
+        if blocks and not self.stored and self.oldest_B.min() < self.newest_B.max():
+            raise ValueError("several commits changed rows, and nothing says which row was changed by which")
 
 
 def base_pass(first_pass: int) -> int:
@@ -246,42 +285,17 @@ def base_layout(group: Group, ranges: Iterable[Range]) -> SegmentLayout:
     )
 
 
-def blocks_of(
-    group: Group, layout: SegmentLayout, chunks: Iterable[tuple[NDArray[np.int64], NDArray[np.float32]]]
-) -> Iterator[RowBlock]:
-    """Yield the blocks of a layout from its rows (n, W), every field of a row side by side, and their keys, in order.
-
-    Rows are words. All blocks stand in the same two arrays.
-    """
-    for block, packed, keys, _ in _blocks_of(group, layout, chunks, layout.row_bytes // 4):
-        yield group.index, block, packed, keys
-
-
-def moved_blocks_of(
-    group: Group, layout: SegmentLayout, chunks: Iterable[tuple[NDArray[np.int64], NDArray[np.float32]]]
-) -> Iterator[MovedBlock]:
-    """Do what ``blocks_of`` does with rows (n, W + 1): the last word of each is its last change."""
-    for block, packed, keys, rows in _blocks_of(group, layout, chunks, layout.row_bytes // 4 + 1):
-        yield group.index, block, packed, keys, rows[:, -1].view(np.uint32)
-
-
-def _blocks_of(
-    group: Group, layout: SegmentLayout, chunks: Iterable[tuple[Int64s, Floats]], words: int
-) -> Iterator[tuple[int, NDArray[np.uint8], Int64s, Floats]]:
-    """Yield block, rows as they are stored, keys, and rows (n, ``words``)."""
-    rows = np.empty((min(layout.block_rows, layout.rows), words), dtype=np.float32)
-    keys, packed = np.empty(rows.shape[0], np.int64), np.empty(rows.shape[0] * layout.row_bytes, np.uint8)
-    block = filled = 0
-    for some_keys, some_rows in chunks:
-        taken = 0
-        while taken < some_keys.size:
-            count = min(some_keys.size - taken, keys.size - filled)
-            keys[filled : filled + count] = some_keys[taken : taken + count]
-            rows[filled : filled + count] = some_rows[taken : taken + count]
-            filled, taken = filled + count, taken + count
-            first, last = layout.rows_of_block(block)
-            if filled == last - first:
-                page, last_page = layout.pages_of_block(block)
-                pages = pack(group, layout.page_sizes(page, last_page).tolist(), rows[:filled], packed)
-                yield block, pages, keys[:filled], rows[:filled]
-                block, filled = block + 1, 0
+def corrupt_block(
+    store: str, segment: Segment, group: Group, block: int, seen: str, expected: int | None = None
+) -> CorruptBlockError:
+    """Return the error of a block that is not what was written; where known, with the checksum ``expected``."""
+    tables = tuple(table.name for table in group.tables)
+    named = ", ".join(repr(name) for name in tables[:3]) + (f" and {len(tables) - 3} more" if tables[3:] else "")
+    wanted = "" if expected is None else f" where {expected:08x} was written"
+    return CorruptBlockError(
+        f"block {block} of segment {segment.id} (pass {segment.pass_index}; tables {named}) of {store} {seen}{wanted}: "
+        "restore the store from a copy, or train again from the start",
+        segment=segment.id,
+        block=block,
+        tables=tables,
+    )

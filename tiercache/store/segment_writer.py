@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiercache.store.layout import CHANGED, KEYS, ROWS, key_page_bounds
-from tiercache.store.row_versions import CHANGED_BYTES, Changed
-from tiercache.store.segment import Segment
+from tiercache.store.segment import CHANGED_BYTES, Changed, Segment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -19,12 +18,9 @@ if TYPE_CHECKING:
 
     from tiercache.store.engines.engine import Data, Engine
     from tiercache.store.layout import Checksums, SegmentLayout
+    from tiercache.store.row_codec import MovedBlock, RowBlock
     from tiercache.store.table import Group
 
-    RowBlock = tuple[int, int, NDArray[np.uint8], NDArray[np.int64]]
-    """Group, block, rows, keys."""
-    MovedBlock = tuple[int, int, NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint32]]
-    """The same with the last change of each row."""
     Taken = tuple[int, int, NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint32] | None]
 
 _SEAL_BYTES = 64 << 20

@@ -6,25 +6,27 @@ import os
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tiercache.store.changes import changed_rows, changes
 from tiercache.store.commit import Cursor
-from tiercache.store.commit_reader import CommitReader, warn_unclosed
+from tiercache.store.commit_reader import CommitReader
 from tiercache.store.commit_writer import CommitWriter, find
-from tiercache.store.compaction_plan import CompactionPlan
+from tiercache.store.compaction_plan import CompactionPlan, NoUses
 from tiercache.store.engines.engine import Counters
-from tiercache.store.files import scratch_of
+from tiercache.store.files import is_url, local_path
 from tiercache.store.live_keys import KEY_MEMORY, KeyMemory
+from tiercache.store.locks import warn_unclosed
 from tiercache.store.lookup import locate, lookup, read_rows
-from tiercache.store.opening import Opened, check_options, is_url, label_of, local_path, open_engine, store_path
+from tiercache.store.openers import OPENERS
+from tiercache.store.opening import Opened, check_options, label_of, open_engine, store_path
 from tiercache.store.reading import BlockReader, Pages
 from tiercache.store.recovery import check_blocks, recover
-from tiercache.store.rewrite import FirstUses, NoUses, Rewrite
-from tiercache.store.scan import SCAN_BYTES, live_rows, scan
-from tiercache.store.segment import Layout, base_layout
-from tiercache.store.store_errors import StoreClosedError, StoreError
-from tiercache.store.table import Table, group_tables
+from tiercache.store.rewrite import Rewrite
+from tiercache.store.scan import SCAN_BYTES, check_scan, scan_segments
+from tiercache.store.segment import base_layout
+from tiercache.store.store_errors import StoreError
+from tiercache.store.table import Table, find_table, group_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,12 +35,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.commit import Commit, History, Snapshot
-    from tiercache.store.engines.engine import Engine
-    from tiercache.store.layout import Checksums, FieldReads, Reads, SegmentLayout
+    from tiercache.store.compaction_plan import FirstUses
+    from tiercache.store.engines.engine import Engine, FieldReads, Reads
+    from tiercache.store.layout import Checksums, SegmentLayout
     from tiercache.store.lookup import Fields, Found
+    from tiercache.store.row_codec import RowBlock
     from tiercache.store.scan import Chunk
-    from tiercache.store.segment import Segment
-    from tiercache.store.segment_writer import RowBlock
+    from tiercache.store.segment import Layout, Segment
+
+Item = TypeVar("Item")
 
 
 class Store:
@@ -69,7 +74,7 @@ class Store:
         if held is not None:
             self._commits = CommitReader(engine, label, held.history, held.snapshot)
         elif of is not None and at is not None and isinstance(of._commits, CommitWriter):
-            self._commits = CommitReader.pinned_in(of._commits, engine, label, at)
+            self._commits = CommitReader.pinned_in(engine, label, of._commits.pinned(at))
         elif mode == "r":
             self._commits = CommitReader.leased(engine, self.groups, label, at)
         else:
@@ -79,7 +84,8 @@ class Store:
             self._commits = CommitWriter(engine, self.groups, label, self.counters, found, retention)
         engine.drop_records()
         explain = self._commits.explain if isinstance(self._commits, CommitReader) else opened.explain
-        self._reader = BlockReader(engine, self.groups, label, self.counters, opened.uses, explain)
+        self.reader = BlockReader(engine, self.groups, label, self.counters, opened.uses, explain, path)
+        """Reads its blocks: what functions that read take, with a snapshot."""
         self._closed = False
 
     # -- opening and closing -----------------------------------------------------------------------------
@@ -110,14 +116,12 @@ class Store:
         """
         check_options(mode, commit, retention)
         place = None if path is None else Path(path) if is_url(path) else store_path(path)
-        tables, find = None if tables is None else tuple(tables), None
+        tables, special = None if tables is None else tuple(tables), None
         if path is not None and (engine is None or isinstance(engine, str)):
             place = store_path(path)
-            from tiercache.store.shards.open_shards import open_sharded
-
-            find = partial(open_sharded, place, tables, engine, mode, store_budget, commit, retention)
-            if (sharded := find()) is not None:
-                return sharded
+            special = partial(_open_special, place, tables, engine, mode, store_budget, commit, retention)
+            if (found := special()) is not None:
+                return found
         try:
             opened = open_engine(place, tables, engine, mode, store_budget)
             try:
@@ -126,8 +130,8 @@ class Store:
                 opened.close()
                 raise
         except (StoreError, FileNotFoundError):
-            if mode == "r" and find is not None and (sharded := find()) is not None:  # it was sharded meanwhile
-                return sharded
+            if mode == "r" and special is not None and (found := special()) is not None:  # it was sharded meanwhile
+                return found
             raise
 
     def at(self, commit: int) -> Store:
@@ -135,7 +139,7 @@ class Store:
 
         What the commit needs stays until then. Raises CommitMissingError.
         """
-        self._check_open()
+        self.reader.check_open()
         mine = self._commits if self.commit is not None and self.commit.id == commit else None
         held = mine if isinstance(mine, CommitReader) else None
         return Store(self._opened, self.path, "r", commit, None, self._of or self, held)
@@ -149,7 +153,7 @@ class Store:
             if self._of is None:
                 self._opened.uses.check_outside()
             self._closed = True
-            self._reader.close()
+            self.reader.close()
             if self._of is None:
                 self._opened.close()
             if isinstance(self._commits, CommitReader):
@@ -174,11 +178,11 @@ class Store:
     @property
     def checksums(self) -> Checksums:
         """What computes the CRC32C of pages; a training sets what does so beside it without the GIL."""
-        return self._reader.checksums
+        return self.reader.checksums
 
     @checksums.setter
     def checksums(self, checksums: Checksums) -> None:
-        self._reader.checksums = checksums
+        self.reader.checksums = checksums
 
     def write_within(self, memory_bytes: int) -> None:
         """Have copies of blocks that are being written take so many bytes at most, or one block that is larger."""
@@ -186,7 +190,7 @@ class Store:
 
     def read_with(self, reads: Reads | None, field_reads: FieldReads | None = None) -> None:
         """Have many pages filled and checked by one call, where the engine keeps them, or their fields, in files."""
-        self._reader.read_with(reads, field_reads)
+        self.reader.read_with(reads, field_reads)
 
     @property
     def commit(self) -> Commit | None:
@@ -228,14 +232,14 @@ class Store:
     @contextmanager
     def pinned(self) -> Iterator[Snapshot]:
         """Yield the snapshot of now, and keep all that it needs until this ends, whatever is committed meanwhile."""
-        self._check_open()
+        self.reader.check_open()
         with self._commits.pinned() as snapshot:
             yield snapshot
 
     @property
     def commit_writer(self) -> CommitWriter:
         """What writes commits. Raises ValueError for a store that is open for reading, and StoreClosedError."""
-        self._check_open()
+        self.reader.check_open()
         if isinstance(self._commits, CommitWriter):
             return self._commits
         raise ValueError(f"{self.label} is open for reading: open it with mode='a' to write")
@@ -292,7 +296,7 @@ class Store:
         writer = self.commit_writer
         commit = find(writer.history, to, self.label).commit
         assert commit is not None, "it was found"
-        state = self._reader.state(commit)
+        state = self.reader.state(commit)
         with self._opened.uses.using():
             return writer.rollback(to, state)
 
@@ -325,10 +329,11 @@ class Store:
             at = "has no commit" if self.commit is None else f"stands inside pass {self.commit.cursor.pass_index}"
             raise ValueError(f"{self.label} {at}: train to the end of a pass before its rows are put in another order")
         self.discard_uncommitted()
-        state, begin = self._reader.state(self.commit), Cursor(*(start or (0, 0)))
+        state, begin = self.reader.state(self.commit), Cursor(*(start or (0, 0)))
         whole = Rewrite(
-            self, uses, first_rows, progress or (lambda *_: None), layout=layout, retain_segments=retain_segments
-        )
+            self.reader, self.snapshot, uses, first_rows, progress or (lambda *_: None), layout=layout,
+            retain_segments=retain_segments,
+        )  # fmt: skip
         with whole as rewrite, self._opened.uses.using():
             return writer.rewrite(rewrite, self.checksums, state, schedule_digest, begin)
 
@@ -346,10 +351,10 @@ class Store:
             raise ValueError(f"{self.label} {at}: train to the end of a pass before rows are laid over it")
         with (
             self._opened.uses.using(),
-            CompactionPlan(self, NoUses(), scratch_of(self), lambda *_: None) as compaction,
+            CompactionPlan(self.reader, self.snapshot, NoUses(), lambda *_: None) as compaction,
         ):
             compaction.sort(overlay=True)
-            return writer.overlay(compaction.retained, self._reader.state(commit), settings or {})
+            return writer.overlay(compaction.retained, self.reader.state(commit), settings or {})
 
     def compact(self, *, progress: Callable[[str, int], None] | None = None) -> Commit:
         """Make a commit with one range for each table, in hash order: the fewest bytes, and lookups in one sweep.
@@ -376,7 +381,7 @@ class Store:
 
     def live_rows(self, table_name: str) -> int:
         """Return how many rows a table has at the newest commit; reads nothing. Raises ValueError for no table."""
-        return live_rows(self, table_name)
+        return self.snapshot.live_rows(*find_table(self.groups, table_name, self.label))
 
     def scan(
         self,
@@ -393,14 +398,20 @@ class Store:
         change nothing. Raises ValueError, StoreFullError and CorruptStoreError.
         """
         scratch = None if scratch is None else local_path(scratch, "a folder for temporary files")
-        return scan(self, table_name, chunk_rows=chunk_rows, memory_bytes=memory_bytes, scratch=scratch)
+        check_scan(self.reader, self.snapshot, table_name, chunk_rows)
+        return self._stream(
+            lambda snapshot: scan_segments(
+                self.reader, snapshot, snapshot.committed, table_name,
+                chunk_rows=chunk_rows, memory_bytes=memory_bytes, scratch=scratch,
+            )
+        )  # fmt: skip
 
     def state(self) -> bytes:
         """Return the dense state of the newest commit. Raises CorruptStoreError; ValueError without a commit."""
         with self.pinned() as snapshot:
             if snapshot.commit is None:
                 raise ValueError(f"{self.label} has no commit yet: publish one first")
-            return self._reader.state(snapshot.commit).tobytes()
+            return self.reader.state(snapshot.commit).tobytes()
 
     def read(self, segment: Segment, group: int, low: int, high: int, out: NDArray[np.uint8]) -> None:
         """Read pages [low, high) of a layout into ``out``, as they stand in the layout, and check each.
@@ -409,34 +420,18 @@ class Store:
         """
         self.load([Pages(segment, group, low, high, out)])
 
-    def check(self, segment: Segment, group: int, low: int, high: int, room: NDArray[np.uint8]) -> None:
-        """Compare pages with their checksums, as ``read`` does; the contents of ``room`` are undefined afterward."""
-        self._check_open()
-        self._reader.load([Pages(segment, group, low, high, room)], 1, only_check=True)
-
     def load(self, wanted: Sequence[Pages], *, at_once: int | None = None) -> None:
         """``read`` for many: ``at_once`` of them at a time (None: 2 to 8), on threads as nice as the first caller.
 
         When this returns or raises, nothing is being read into any ``out`` any more. Raises as ``read`` does.
         """
-        self._check_open()
-        self._reader.load(wanted, at_once)
+        self.reader.load(wanted, at_once)
 
     def read_keys(
         self, segment: Segment, group: int, block: int, first: int = 0, last: int | None = None
     ) -> NDArray[np.int64]:
         """Return the keys of the rows of one block, checked. Raises CorruptBlockError."""
-        self._check_open()
-        return self._reader.keys(segment, group, block, first, last)
-
-    def first_range(self, segment: Segment, group: int) -> int:
-        """Return the first range of a layout that is not dead at the newest commit."""
-        return self.snapshot.first_range(segment, group)
-
-    def read_changed(self, segment: Segment, group: int, block: int) -> NDArray[np.uint32]:
-        """Return the commit that last changed each row of a block that was moved. Raises CorruptBlockError."""
-        self._check_open()
-        return self._reader.changed(segment, group, block)
+        return self.reader.keys(segment, group, block, first, last)
 
     def locate(self, table_name: str, keys: NDArray[np.int64], *, after: int) -> Found:
         """Find the rows of distinct ``keys`` (n,): returns segment ids (n,), -1 where there is none, and rows (n,).
@@ -444,7 +439,8 @@ class Store:
         A row is an index into the group's layout of the segment. Only rows with a next use after pass ``after``, or
         in a retained segment, count; of several the newest. Sweeps their stored keys: ask for many keys at once.
         """
-        return locate(self, {table_name: keys}, after=after)[table_name]
+        with self.pinned() as snapshot:
+            return locate(self.reader, snapshot, {table_name: keys}, after=after)[table_name]
 
     def read_rows(
         self,
@@ -459,7 +455,7 @@ class Store:
         Reads whole pages, neighbors together, 4 MiB ahead of 4 MiB. ``cached(segment id, group, page)`` may
         give the bytes of a page that is in memory anyway. Raises CorruptBlockError.
         """
-        return read_rows(self, segment, group, rows, cached)
+        return read_rows(self.reader, segment, group, rows, cached)
 
     def lookup(
         self,
@@ -478,8 +474,11 @@ class Store:
         stores that it opened with mode "r" a process remembers where keys are, 8 bytes each, at most 256 MiB.
         ``progress(what, done, total)`` is called with "keys" and "rows". Raises ValueError and CorruptBlockError.
         """
-        self._check_open()
-        return lookup(self, table_name, keys, missing, progress)
+        with self.pinned() as snapshot:
+            return lookup(
+                self.reader, snapshot, table_name, keys,
+                missing=missing, memory=self.key_memory, progress=progress,
+            )  # fmt: skip
 
     def changes(self, table_name: str, *, since: int) -> Iterator[tuple[NDArray[np.int64], Fields]]:
         """Yield (keys, fields) of the rows of a table that changed after commit ``since``, which may be gone.
@@ -489,19 +488,25 @@ class Store:
         Raises CommitMissingError for a commit that never was or that a rollback gave up, CorruptBlockError, ValueError
         where rows were appended and not committed. Commits that are made meanwhile change nothing.
         """
-        self._check_open()
-        return changes(self, table_name, since)
+        self.reader.check_open()
+        return self._stream(lambda snapshot: changes(self.reader, snapshot, table_name, since))
 
     def changed_rows(self, table_name: str, *, since: int) -> int:
         """Return how many rows of a table ``changes`` yields; reads none of them. Raises what it raises."""
-        self._check_open()
-        return changed_rows(self, table_name, since)
+        with self.pinned() as snapshot:
+            return changed_rows(self.reader, snapshot, table_name, since)
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreClosedError(f"{self.label} is closed: open it again")
-        if os.getpid() != self._pid:
-            forked = f"was opened by process {self._pid} and is used in its fork {os.getpid()}"
-            raise StoreClosedError(f"{self.label} {forked}: open it in the process that uses it")
+    def _stream(self, items: Callable[[Snapshot], Iterator[Item]]) -> Iterator[Item]:
+        """Yield what ``items`` yields of the snapshot of the moment when the first one is asked for."""
+        with self.pinned() as snapshot:
+            yield from items(snapshot)
+
+
+def _open_special(place: Path, *arguments: Any) -> Store | None:
+    """Open a folder that holds more than one plain store; None if there is at most a plain one."""
+    for name, opener in OPENERS.items():
+        if os.path.lexists(place / name) and (found := opener(place, *arguments)) is not None:
+            return found  # type: ignore[no-any-return]
+    return None

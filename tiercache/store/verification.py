@@ -8,13 +8,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tiercache.store import key_invariants
-from tiercache.store.commit import Liveness
 from tiercache.store.files import huge_pages
 from tiercache.store.opening import open_engine, store_path
-from tiercache.store.reading import read_ahead
+from tiercache.store.reading import Pages, read_ahead
 from tiercache.store.recovery import kept_ids, record_problems
 from tiercache.store.shards.sharded_store import Shards
 from tiercache.store.store import Store
@@ -64,9 +64,10 @@ class Verification:
         """Check everything and return the report."""
         begun = time.perf_counter()
         self.counts["segments"] = len({segment.id for one in self._stores for segment in one.segments})
+        snapshots = [one.snapshot for one in self._stores]
         with ThreadPoolExecutor(1) as beside, ThreadPoolExecutor(key_invariants.READERS) as readers:
             keys = [
-                beside.submit(key_invariants.KeyInvariantChecker(self._stores, group, readers).run)
+                beside.submit(key_invariants.KeyInvariantChecker(self.store.reader, snapshots, group, readers).run)
                 for group in self.store.groups
             ]
             self._check_rows()
@@ -92,10 +93,9 @@ class Verification:
         """Note the blocks that the commit of a store needs."""
         if store.commit is None:
             return
-        life = Liveness.of(store.commit, store.segments)
         for segment in store.segments:
             for group, layout in enumerate(segment.layouts):
-                for block in range(life.first_block(segment, group), layout.num_blocks):
+                for block in range(store.snapshot.first_blocks[segment.id][group], layout.num_blocks):
                     _, commits = self._blocks.setdefault((segment.id, group, block), (segment, []))
                     commits.append(store.commit.id)
 
@@ -114,7 +114,8 @@ class Verification:
         if getattr(self._room, "size", 0) < size:
             self._room.size, self._room.data = size, huge_pages(size)
         low, high = layout.pages_of_block(block)
-        return _problem(self.store.check, segment, group, low, high, self._room.data[:size])
+        pages = Pages(segment, group, low, high, self._room.data[:size])
+        return _problem(partial(self.store.reader.load, [pages], 1, only_check=True))
 
     def _count(self, layout: SegmentLayout, block: int) -> None:
         size = layout.bytes_of_block(block)
@@ -165,10 +166,10 @@ def _each_alone(path: str, error: CorruptStoreError) -> dict[str, Any]:
     return {"commits": kept, "problems": in_words(problems, kept) or [str(error)]}
 
 
-def _problem(call: Callable[..., object], *arguments: object) -> list[str]:
+def _problem(call: Callable[[], object]) -> list[str]:
     """Return what is corrupt as ``call`` says it: a sentence, or none."""
     try:
-        call(*arguments)
+        call()
     except CorruptStoreError as error:
         return [str(error)]
     return []

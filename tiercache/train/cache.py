@@ -13,8 +13,8 @@ from torch import nn
 from tiercache.errors import StateError
 from tiercache.planning.matching import check_features
 from tiercache.reporting.report import write_json_lines, write_scalars
-from tiercache.store.commit_reader import warn_unclosed
-from tiercache.store.opening import local_path
+from tiercache.store.files import local_path
+from tiercache.store.locks import warn_unclosed
 from tiercache.store.table import group_tables
 from tiercache.train.cache_parts import CacheParts
 from tiercache.train.convert import refuse_weights

@@ -12,7 +12,7 @@ from tiercache.kernels.cpu.key_sweeps import search_keys
 from tiercache.planning.row_offsets import RowOffsets
 from tiercache.rows.device import group_rows
 from tiercache.sizes import format_bytes
-from tiercache.store.bits import from_words
+from tiercache.store.row_codec import from_words
 from tiercache.train.batches import check_exchange_schedule, cut_batches, in_order
 from tiercache.train.missing_rows import unseen_vectors
 from tiercache.train.row_view import RowView

@@ -16,7 +16,7 @@ from tiercache.reporting.report import PassReport
 from tiercache.rows.backends.base import Layout
 from tiercache.rows.device import group_rows
 from tiercache.rows.prefetch import first_vectors
-from tiercache.store.bits import from_words
+from tiercache.store.row_codec import from_words
 from tiercache.store.table import group_tables
 from tiercache.train.commit_state import CommitState
 from tiercache.train.missing_rows import ResidentKeys, unseen_vectors

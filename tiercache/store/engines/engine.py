@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
     from typing import Any
@@ -14,11 +14,17 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.store.layout import SegmentLayout
+    from tiercache.store.layout import Part, SegmentLayout
     from tiercache.store.table import Group
 
     Data = tuple["Block", NDArray[Any]]
     """A block, and its contiguous bytes."""
+    Read = tuple[NDArray[np.int64], NDArray[np.uint32]]
+    """Bytes read of each part, or -errno, and the checksums of all runs."""
+    Reads = Callable[[Sequence["ReadSource"], Sequence[Part]], Read]
+    """What fills each part from its source at once."""
+    FieldReads = Callable[[Sequence["FieldSource"], Sequence[Part]], Read]
+    """The same for rows whose fields stand apart; the runs of a part are its pages."""
 
 
 class Counters:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import lmdb
 
-from tiercache.store.directory import WriterLock
 from tiercache.store.engines.block_file import BlockFile, Extent
 from tiercache.store.engines.engine import MEMORY_BYTES
 from tiercache.store.engines.lmdb_records import (
@@ -30,7 +29,6 @@ from tiercache.store.engines.lmdb_records import (
     read_head,
     record_keys,
     split_record,
-    unreadable,
 )
 from tiercache.store.files import (
     FULL,
@@ -39,10 +37,11 @@ from tiercache.store.files import (
     check_limit,
     check_room,
     full_disk,
-    sync_file,
-    sync_folder,
+    local_path,
+    sync,
+    unreadable,
 )
-from tiercache.store.opening import local_path
+from tiercache.store.locks import WriterLock
 from tiercache.store.records import Manifest
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError, StoreInUseError
 
@@ -254,8 +253,8 @@ class LmdbEngine:
             end = block.place + places[-1].pages
         if self._manifest.number:
             try:
-                sync_file(str(self.path / DATA))
-                sync_folder(str(self.path))
+                sync(self.path / DATA)
+                sync(self.path)
             except OSError as error:
                 raise self._unwritable(self.path / DATA, error) from error
             self._name_manifest()
@@ -340,7 +339,7 @@ class LmdbEngine:
                 env.close()
             self._check_head()
             (fresh / DATA).replace(self.path / DATA)
-            sync_folder(str(self.path))
+            sync(self.path)
         except OSError as error:
             raise self._unwritable(self.path, error) from error
         finally:

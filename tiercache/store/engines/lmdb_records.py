@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import google_crc32c
 
-from tiercache.store.files import open_file, read_at, sync_folder
+from tiercache.store.files import open_file, read_at, replace_file, unreadable
 from tiercache.store.records import Manifest
-from tiercache.store.store_errors import CorruptStoreError, StoreError
+from tiercache.store.store_errors import CorruptStoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -180,16 +180,9 @@ class Head(NamedTuple):
 
     def create(self, folder: Path) -> None:
         """Write a new file, whole or not at all; durable on return. Raises OSError."""
-        draft = folder / f"{HEAD}.new"
-        handle = open_file(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        try:
-            os.pwrite(handle, bytes(2 * _SLOT_BYTES), 0)
-            os.pwrite(handle, self._pack(), self._place)
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-        draft.replace(folder / HEAD)
-        sync_folder(str(folder))
+        slots = bytearray(2 * _SLOT_BYTES)
+        slots[self._place : self._place + _SLOT.size + _CHECKSUM.size] = self._pack()
+        replace_file(folder / HEAD, bytes(slots), suffix=".new")
 
     def write(self, folder: Path) -> None:
         """Overwrite the older slot; durable on return. Raises OSError."""
@@ -283,15 +276,6 @@ def join_record(name: str, size: int, get: Callable[[bytes], bytes | None]) -> b
             return None
         parts.append(part)
     return b"".join(parts)
-
-
-def unreadable(path: Path, error: OSError) -> StoreError:
-    """Return the error of a file of the store that the system does not open or read."""
-    if isinstance(error, FileNotFoundError):
-        return CorruptStoreError(f"{path} is missing: restore the store from a copy")
-    if isinstance(error, PermissionError):
-        return StoreError(f"{path} cannot be opened ({error}): give this user the right to read and write it")
-    return CorruptStoreError(f"{path} cannot be read ({error}): restore the store from a copy")
 
 
 def _read(folder: Path, label: str, head: Head) -> tuple[Manifest, dict[str, bytes]]:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.store.directory import WriterLock
 from tiercache.store.engines.zarr_chunks import BlockReader, ChunkWriter, DiskWriter, RemoteWriter
 from tiercache.store.engines.zarr_holdings import FREE, Garbage, Holdings, free_key
 from tiercache.store.engines.zarr_layout import NODE, Arrays, Place, epoch_of, group_node, split, state_key
 from tiercache.store.engines.zarr_objects import PROBES, Objects, Records, Span, manifest_key, record_key
 from tiercache.store.files import ROOM_FOR_RECORDS
 from tiercache.store.layout import STATE
+from tiercache.store.locks import WriterLock
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError, StoreInUseError
 
 if TYPE_CHECKING:

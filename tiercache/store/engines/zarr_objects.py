@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 from zarr.abc.store import RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import default_buffer_prototype
-from zarr.core.sync import sync
+from zarr.core.sync import sync as zarr_sync
 from zarr.storage import LocalStore, WrapperStore
 
 from tiercache.store.engines.zarr_layout import NODE
-from tiercache.store.files import RangeReader, punch_hole, read_whole, sync_file, sync_folder, write_whole
-from tiercache.store.opening import local_path
+from tiercache.store.files import RangeReader, local_path, punch_hole, read_whole, sync, write_whole
 from tiercache.store.records import Link, Manifest
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError
 
@@ -100,7 +99,7 @@ class Objects:
         draft = f"{key}.{secrets.token_hex(4)}{LEFTOVER}"
         try:
             self.put(draft, data)
-            sync_file(self.path(draft))
+            sync(self.path(draft))
             self.check()
             (self.root / draft).replace(self.root / key)
         except BaseException:
@@ -266,10 +265,8 @@ class Objects:
     @staticmethod
     def sync(files: Iterable[str], folders: Iterable[str]) -> None:
         """Return when the bytes of files, and the names in folders, are durable."""
-        for path in files:
-            sync_file(path)
-        for path in folders:
-            sync_folder(path)
+        for path in (*files, *folders):
+            sync(path)
 
 
 def _walk(root: str, folder: str) -> dict[str, int | None]:
@@ -295,7 +292,7 @@ async def _collect(keys: Any) -> list[str]:
 def _remote(asked: Coroutine[Any, Any, T]) -> T:
     """Return what a store of Zarr answers; whatever it raises is an OSError."""
     try:
-        return sync(asked)
+        return zarr_sync(asked)
     except (OSError, BlockReadError):
         raise
     except Exception as error:

@@ -1,9 +1,4 @@
-"""The mark of a shard: the file beside its folder that says of which store it is a shard.
-
-A shard is an ordinary store that one rank writes, so nobody alone may write to it. The mark of ``shard-0-1`` is the
-file ``shard-0-1.json`` in the same folder. It is there before the shard is, and goes after it, so a shard that is
-half-made or half-deleted is known for what it is; nothing without a mark is ever deleted.
-"""
+"""Opening a sharded store: the shards that its manifest names, for reading or writing, or one of them for its rank."""
 
 from __future__ import annotations
 
@@ -13,12 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tiercache.store.commit import commit_digest
-from tiercache.store.commit_writer import keep
-from tiercache.store.directory import (
-    RANKS_LOCK,
-    StoreDirectory,
-    WriterLock,
-)
+from tiercache.store.directory import RANKS_LOCK, StoreDirectory
+from tiercache.store.locks import WriterLock
 from tiercache.store.opening import ENGINES, compare_tables, label_of, open_engine
 from tiercache.store.shards.shard_manifest import HERE, GlobalCommit, Manifest, ShardCommit
 from tiercache.store.shards.sharded_store import Shards
@@ -119,7 +110,7 @@ def open_shard(
     try:
         if manifest.newest is not None:
             manifest.check_shard(shard, rank, label)
-            keep(shard, manifest.commits_of(rank))
+            shard.commit_writer.keep(manifest.commits_of(rank))
             assert shard.commit is not None
             if shard.commit.id != manifest.newest.shards[rank]:
                 shard.rollback(manifest.newest.shards[rank])
@@ -187,7 +178,7 @@ def _open_to_write(path: Path, retention: int | None, store_budget: int | None, 
         if manifest != found:
             manifest.write(path)
             for rank, shard in enumerate(opened):
-                keep(shard, manifest.commits_of(rank))
+                shard.commit_writer.keep(manifest.commits_of(rank))
         store = Shards(path, manifest, opened, manifest.commits, mode="a", lock=lock)
         stack.pop_all()
     return store

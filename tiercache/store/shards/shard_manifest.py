@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from tiercache.store.commit import Cursor, commit_digest
-from tiercache.store.directory import FORMAT_VERSION, MANIFEST, StoreDirectory, check_version
+from tiercache.store.directory import FORMAT_VERSION, StoreDirectory, check_version
 from tiercache.store.files import read_whole, replace_file, room_for, sync
+from tiercache.store.openers import SHARD_MANIFEST
 from tiercache.store.opening import ENGINES, label_of
 from tiercache.store.records import checked_digest, whole
 from tiercache.store.shards.shard_mark import Mark, delete_shard
@@ -270,12 +271,12 @@ class Manifest:
         A plain store with nothing obsolete beside it has none. Raises StoreFullError: the one before stands then.
         """
         if self.is_plain and not self.obsolete:
-            (directory / MANIFEST).unlink(missing_ok=True)
+            (directory / SHARD_MANIFEST).unlink(missing_ok=True)
             sync(directory)
             return
         data = self.to_bytes()
         with room_for(len(data), directory, f"the manifest of {label_of(directory)}"):
-            replace_file(directory / MANIFEST, data)
+            replace_file(directory / SHARD_MANIFEST, data)
 
     @classmethod
     def read(cls, directory: Path) -> Manifest | None:
@@ -284,14 +285,14 @@ class Manifest:
         Raises NotAStoreError, FormatVersionError and CorruptStoreError.
         """
         try:
-            data = read_whole(str(directory / MANIFEST))
+            data = read_whole(str(directory / SHARD_MANIFEST))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
             raise NotAStoreError(
-                f"{directory / MANIFEST} cannot be read ({error}): give the path of a store"
+                f"{directory / SHARD_MANIFEST} cannot be read ({error}): give the path of a store"
             ) from error
-        return cls.from_bytes(data, str(directory / MANIFEST))
+        return cls.from_bytes(data, str(directory / SHARD_MANIFEST))
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> Manifest:

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tiercache.store.directory import FORMAT_VERSION, StoreDirectory, check_version, delete_folder
-from tiercache.store.engines.lmdb_records import unreadable
-from tiercache.store.files import read_whole, replace_file, room_for, sync
+from tiercache.store.files import read_whole, replace_file, room_for, sync, unreadable
 from tiercache.store.store_errors import CorruptStoreError, NotAStoreError, StoreMissingError
 
 _FORMAT = "tiercache shard"

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from tiercache.store.bits import hash_keys
-from tiercache.store.changes import changed_rows, changes
-from tiercache.store.commit_writer import keep, release
+from tiercache.store.changes import changes
 from tiercache.store.engines.engine import Counters
+from tiercache.store.files import local_path
 from tiercache.store.lookup import check_keys, missing_keys
-from tiercache.store.opening import label_of, local_path
+from tiercache.store.opening import label_of
 from tiercache.store.runs import LastKeys
-from tiercache.store.scan import SCAN_BYTES, live_rows, scan_segments
+from tiercache.store.scan import SCAN_BYTES, scan_segments
 from tiercache.store.shards.shard_manifest import GlobalCommit, Manifest, ShardCommit
 from tiercache.store.shards.sharding import HASHES, Slice, TableSharding, hash_bounds
 from tiercache.store.store import Store
@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.commit import Commit
-    from tiercache.store.directory import WriterLock
+    from tiercache.store.locks import WriterLock
     from tiercache.store.lookup import Fields
+    from tiercache.store.reading import BlockReader
     from tiercache.store.scan import Chunk
     from tiercache.store.segment import Segment
     from tiercache.store.table import Table
@@ -87,7 +88,7 @@ class Shards(Store):
 
     def __getattr__(self, name: str) -> NoReturn:
         """Refuse what a shard alone has: segments, and what writes them."""
-        if name in {"_commits", "_reader", "_opened"}:
+        if name in {"_commits", "reader", "_opened"}:
             raise ValueError(
                 f"{self.label} has {len(self._all)} shards, which the ranks of a training write together: train on it, "
                 "or train with one rank to make one plain store of it"
@@ -191,7 +192,7 @@ class Shards(Store):
         total = variance = 0.0
         for rank in self._counting(table_name):
             first, last = (bounds[rank], bounds[rank + 1]) if by_hash else (0, HASHES)
-            rows, share = live_rows(self.shards[rank], table_name), max(0, min(hashes[1], last) - max(hashes[0], first))
+            rows, share = self.shards[rank].live_rows(table_name), max(0, min(hashes[1], last) - max(hashes[0], first))
             share_of_all = share / (last - first)
             total, variance = total + rows * share_of_all, variance + rows * share_of_all * (1 - share_of_all)
         return min(self.live_rows(table_name), int(np.ceil(total + 4 * variance**0.5)))
@@ -297,9 +298,14 @@ class Shards(Store):
             # Slices change in the same steps. To look the keys of each chunk up would read all keys for each of them.
             share = SCAN_BYTES // len(sharding.slices)
             found = (
-                changes(self.shards[rank], table_name, commits[rank], in_order=True, memory_bytes=share)
+                self.shards[rank]._stream(
+                    partial(
+                        changes, self.shards[rank].reader, table_name=table_name, since=commits[rank],
+                        in_order=True, memory_bytes=share,
+                    )
+                )
                 for rank in (one.rank for one in sharding.slices)
-            )
+            )  # fmt: skip
             scans = [((keys, tuple(fields.values())) for keys, fields in one) for one in found]
             names = [field.name for field in table.fields]
             for keys, pieces in self._side_by_side(table_name, scans):
@@ -310,7 +316,7 @@ class Shards(Store):
         """Return how many rows of a table ``changes`` yields; reads none of them. Raises what it raises."""
         counting, commits = self._counting(table_name), self._since(since)
         with self._reading():
-            return sum(changed_rows(self.shards[rank], table_name, commits[rank]) for rank in counting)
+            return sum(self.shards[rank].changed_rows(table_name, since=commits[rank]) for rank in counting)
 
     # -- inside ------------------------------------------------------------------------------------------
 
@@ -333,9 +339,9 @@ class Shards(Store):
         for shard in self.shards:
             shard.close()
         for rank, shard in enumerate(self._all):
-            keep(shard, manifest.commits_of(rank))
+            shard.commit_writer.keep(manifest.commits_of(rank))
             with suppress(StoreError):  # what stays goes with the next commit
-                release(shard)
+                shard.commit_writer.release()
         self._stand_at(manifest, manifest.commits)
         return self.commit
 
@@ -404,10 +410,10 @@ def _scan(
     store: Store, table: Table, hashes: tuple[int, int] | None, *, chunk_rows: int | None, memory_bytes: int,
     scratch: Path | None,
 ) -> Iterator[Chunk]:  # fmt: skip
-    choice = None if hashes is None else _InRange(store, table, hashes)
+    choice = None if hashes is None else _InRange(store.reader, table, hashes)
     with store.pinned() as snapshot:
         yield from scan_segments(
-            store, snapshot, snapshot.committed, table.name,
+            store.reader, snapshot, snapshot.committed, table.name,
             choice=choice, alone=False, chunk_rows=chunk_rows, memory_bytes=memory_bytes, scratch=scratch,
         )  # fmt: skip
 
@@ -415,8 +421,8 @@ def _scan(
 class _InRange:
     """Chooses the rows of one table whose keys have hashes in a range."""
 
-    def __init__(self, store: Store, table: Table, hashes: tuple[int, int]) -> None:
-        self._keys, self._table_id = LastKeys(store), table.table_id
+    def __init__(self, reader: BlockReader, table: Table, hashes: tuple[int, int]) -> None:
+        self._keys, self._table_id = LastKeys(reader), table.table_id
         self._first, self._last = np.uint64(hashes[0]), np.uint64(hashes[1] - 1)
 
     def __call__(self, segment: Segment, group: int, low: int, high: int) -> NDArray[np.bool_]:

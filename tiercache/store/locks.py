@@ -1,0 +1,270 @@
+"""Who uses a store: the one writer, readers of a commit in other processes, calls under way in this one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import threading
+import warnings
+import weakref
+from collections import Counter
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from tiercache.store.files import FULL, ROOM_FOR_RECORDS, open_file, reason, room_for, sync
+from tiercache.store.store_errors import StoreClosedError, StoreError, StoreInUseError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+MARKER = "store.json"
+LOCK = "writer.lock"
+IN_USE = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES})
+"""What ``flock`` says of a file that somebody else has locked; SMB says the last one."""
+
+
+class WriterLock:
+    """The right to write to a store, held by one process until ``release`` or its end, however it ends."""
+
+    def __init__(self, directory: Path, name: str = LOCK) -> None:
+        """``name`` is the file's: another one is for what is no store itself, and is made of stores.
+
+        A store's marker is locked with it, as soon as it is there: nobody takes that for stale and deletes it.
+        Raises StoreInUseError, StoreFullError and StoreError.
+        """
+        self._directory = directory
+        self._handles: dict[str, int] = {}
+        """Open files by name; the last one says whose the directory is, and "" is the directory itself."""
+        _held.add(self)
+        try:
+            try:
+                self._handles[""] = os.open(directory, os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY))
+            except OSError as error:
+                raise self._unusable(directory, error) from error
+            self._take(name, os.O_RDWR | os.O_CREAT)
+            if not os.fstat(self._handles[name]).st_size:
+                sync(directory)  # what is without a marker is taken for a store's creation only where this file is
+            if name == LOCK:
+                self.take_marker()
+            self._name_holder(self._handles[name])
+        except BaseException:
+            self.release()
+            raise
+
+    def take_marker(self) -> None:
+        """Lock the marker too, if it is there. Raises StoreInUseError and StoreError."""
+        path = self._directory / MARKER
+        if path.is_file():
+            self._take(MARKER, os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY)
+
+    def check(self) -> None:
+        """Raise StoreError if what is at the path is not what this holds: nothing may be written there then."""
+        for part in ("", next(reversed(self._handles), "")):
+            path = self._directory / part
+            try:
+                if part in self._handles and os.path.samestat(path.stat(), os.fstat(self._handles[part])):
+                    continue
+                seen = f"{path} is not the one that this process opened and locked"
+            except OSError as error:
+                seen = f"{path} cannot be looked at ({reason(error)})"
+            raise StoreError(
+                f"the store at {self._directory} was moved, replaced or deleted while it was written: {seen}. Nothing "
+                "more is written: close it, put the store back in its place, and open it again"
+            )
+
+    def __del__(self) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let others write; a second time does nothing."""
+        while self._handles:
+            os.close(self._handles.popitem()[1])
+
+    def _take(self, name: str, flags: int) -> None:
+        """Open and lock a file of the directory."""
+        path = self._directory / name
+        with room_for(ROOM_FOR_RECORDS, path, f"the lock of the store at {self._directory}"):
+            try:
+                handle = open_file(path, flags)
+            except OSError as error:
+                if error.errno in FULL:
+                    raise
+                raise self._unusable(path, error) from error
+        self._handles[name] = handle
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def _unusable(self, path: Path, error: OSError) -> StoreError:
+        """Return the error of a file or folder that cannot be opened."""
+        return StoreError(
+            f"the lock of the store at {self._directory} cannot be opened ({reason(error)}): mend {path}, or open the "
+            "store with mode='r'"
+        )
+
+    def _refused(self, error: OSError) -> StoreError:
+        """Return the error of a file that was not locked."""
+        if error.errno not in IN_USE:
+            return StoreError(
+                f"the file system of {self._directory} does not lock files ({reason(error)}), so nothing would stop a "
+                "second writer: put the store on one that has flock, or open it with mode='r'"
+            )
+        holder = os.pread(next(self._handles[name] for name in self._handles if name), 32, 0)
+        pid = int(holder) if holder.strip().isdigit() else None
+        who = f"process {pid}" if pid else "another process"
+        mine = " (this process)" if pid == os.getpid() else ""
+        return StoreInUseError(
+            f"the store at {self._directory} is being written by {who}{mine} and may have one writer: close it there, "
+            "or open it here with mode='r'",
+            pid=pid,
+        )
+
+    def _name_holder(self, handle: int) -> None:
+        """Write this process's id into the file: it only serves a message."""
+        os.ftruncate(handle, 0)
+        try:
+            os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:  # a store opens where the disk is full, too
+            if error.errno not in FULL:
+                raise
+
+
+class UseCount:
+    """Lets uses through until it is closed; from any thread."""
+
+    def __init__(self, label: str) -> None:
+        """``label`` is the store in the words of a message."""
+        self._label = label
+        self._changed = threading.Condition()
+        self._uses: Counter[int] = Counter()
+        """By thread."""
+        self._closed = False
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Keep the engine open until this ends. Raises StoreClosedError."""
+        with self._changed:
+            if self._closed:
+                raise StoreClosedError(f"{self._label} is closed: open it again")
+            self._uses[threading.get_ident()] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._uses[threading.get_ident()] -= 1
+                self._uses = +self._uses
+                self._changed.notify_all()
+
+    def check_outside(self) -> None:
+        """Raise StoreError if this thread is inside a use: closing would wait for itself."""
+        with self._changed:
+            if threading.get_ident() in self._uses:
+                raise StoreError(
+                    f"{self._label} cannot be closed inside a function that it calls, such as progress=: raise an "
+                    "error there to stop the method, and close the store afterward"
+                )
+
+    def close(self) -> None:
+        """Let nothing more through, and wait for what goes on."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._uses)
+
+
+def warn_unclosed(what: object, label: str) -> None:
+    """Warn of ``what`` nobody can close any more, and which closes itself: with its lock, leases and files."""
+    message = f"{label} was never closed: close it, or open it in a with statement"
+    warnings.warn(message, ResourceWarning, stacklevel=3, source=what)
+
+
+class Lease:
+    """A shared lock on the file of a commit, until ``release``."""
+
+    def __init__(self, path: Path, handle: int) -> None:
+        """Only ``take`` calls this."""
+        self._path = path
+        self._handle: int | None = handle
+        _held.add(self)
+
+    @classmethod
+    def take(cls, folder: Path, commit: int) -> Lease | None:
+        """Return a lease of ``commit``, which may be gone by now; None where the folder takes none."""
+        path = folder / str(commit)
+        try:
+            folder.mkdir(exist_ok=True)
+            while True:
+                handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_SH)
+                    if os.fstat(handle).st_nlink:
+                        return cls(path, handle)
+                except BaseException:
+                    os.close(handle)
+                    raise
+                os.close(handle)  # the writer took it for one that was left behind
+        except OSError:
+            return None
+
+    def __del__(self) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Give it up, and delete its file where nobody else has a lease; a second time does nothing."""
+        if self._handle is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(self._path.stat(), os.fstat(self._handle)):  # the store may be elsewhere by now
+                    self._path.unlink()
+            self.drop()
+
+    def drop(self) -> None:
+        """Close the file, and leave it to whoever else has it open."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+
+def leased_commits(folder: Path) -> set[int]:
+    """Return the commits that are leased; deletes what ended leases left. A lease that cannot be looked at counts."""
+    found: set[int] = set()
+    try:
+        names = [path.name for path in folder.iterdir() if path.name.isdecimal()]
+    except OSError:
+        return found
+    for name in names:
+        path = folder / name
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            found.add(int(name))
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(OSError):  # of another user, in a folder where only they may delete it
+                path.unlink()
+        except OSError:
+            found.add(int(name))
+        finally:
+            os.close(handle)
+    return found
+
+
+_held: weakref.WeakSet[WriterLock | Lease] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Close a forked child's copies, which would hold locks and leases for as long as the child lives."""
+    for lock in list(_held):
+        if isinstance(lock, Lease):
+            lock.drop()
+        else:
+            lock.release()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
