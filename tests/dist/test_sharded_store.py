@@ -1,6 +1,8 @@
 """A sharded store is read as whole tables by one process, beside a training too."""
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,24 @@ def test_lookup_gives_whole_rows_of_any_keys(tmp_path: Path) -> None:
             store.lookup("item", np.array([0.5]))
         with pytest.raises(ValueError, match="is beyond int64"):
             store.lookup("item", np.array([2**63, 5], dtype=np.uint64))
+
+
+FROM_ITS_OWN_MODULE = """
+import sys
+from tiercache.store.store import Store
+with Store.open(sys.argv[1], mode="r") as store:
+    print(type(store).__name__, sum(store.live_rows(table.name) for table in store.tables))
+"""
+
+
+def test_the_class_opens_a_sharded_store_whatever_module_it_comes_from(tmp_path: Path) -> None:
+    """A process that imports nothing but the module of ``Store`` has it too."""
+    assert train_shards(tmp_path / "s", 2, 3) == [None] * 2
+    with Store.open(tmp_path / "s", mode="r") as store:
+        rows = sum(store.live_rows(table.name) for table in store.tables)
+    command = [sys.executable, "-c", FROM_ITS_OWN_MODULE, str(tmp_path / "s")]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert found.split() == [type(store).__name__, str(rows)]
 
 
 @pytest.mark.parametrize("divided", [False, True])
