@@ -118,10 +118,10 @@ class Rank:
         self.thread = ThreadPoolExecutor(1, initializer=share_threads)
         self.optimizer = RowOptimizer(self.groups, self.backend)
         features = [tc.Feature(name=table.name, table=table.name) for table in self.tables]
-        self.asking = InputDist(ranks.clone(), self.groups, features, torch.float32)
+        self.input_dist = InputDist(ranks.clone(), self.groups, features, torch.float32)
         self.exchange = RowExchange(ranks, self.backend, self.groups, self.groups)
-        self.layout = self.asking.lay_out(self.owners)
-        self.exchange.open_pass(self.layout.stretches, self.rows)
+        self.layout = self.input_dist.lay_out(self.owners)
+        self.exchange.open_pass(self.layout.shards, self.rows)
         names = tuple(table.name for table in self.tables)
         zeros = np.zeros(len(names), dtype=np.int8)
         cols = np.arange(len(names), dtype=np.int64) * shape.dim
@@ -153,14 +153,14 @@ class Rank:
     def ask(self, batch: int) -> ExchangedInput:
         """Ask the owners for the rows of a batch."""
         ids = self.batches[batch]
-        return self.asking.ask(self.layout, LocalInput(ids=ids, modes=dict.fromkeys(ids)), "a batch")
+        return self.input_dist.exchange(self.layout, LocalInput(ids=ids, modes=dict.fromkeys(ids)), "a batch")
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that left this rank."""
-        return self.exchange.wire.bytes_sent + self.asking.wire.bytes_sent
+        return self.exchange.wire.bytes_sent + self.input_dist.wire.bytes_sent
 
-    def train(self, asked: ExchangedInput, following: int) -> tuple[dict[str, float], ExchangedInput]:
+    def train(self, exchanged: ExchangedInput, following: int) -> tuple[dict[str, float], ExchangedInput]:
         """Train a batch while the following one is asked for, as a training does.
 
         Returns the seconds of its exchange there, back, and of both together, and the following one.
@@ -168,17 +168,17 @@ class Rank:
         seconds, gradients = {}, RowGradients(1)
         self.ranks.barrier()
         begun, busy = time.perf_counter(), time.process_time()
-        asking = self.thread.submit(self.ask, following)
-        rows, slots = self.exchange.answer(asked)
+        pending = self.thread.submit(self.ask, following)
+        rows, slots = self.exchange.serve(exchanged)
         seconds["there"] = time.perf_counter() - begun
-        self._look_up(RowView(rows, gradients, "a pass", self.backend), asked.ids)
+        self._look_up(RowView(rows, gradients, "a pass", self.backend), exchanged.ids)
         pooled = time.perf_counter()
         gradients.collect(self.backend.array)
-        self.exchange.gradients_of(asked, slots, gradients.collected, self.optimizer.gradients.collected)
+        self.exchange.send_gradients(exchanged, slots, gradients.collected, self.optimizer.gradients.collected)
         seconds["back"] = time.perf_counter() - pooled
         self.exchange.step(self.optimizer.steps_of(self.rows), self.rows)
         self.optimizer.end_step()
-        next_asked = asking.result()
+        next_asked = pending.result()
         seconds["step"], seconds["step_cpu"] = time.perf_counter() - begun, time.process_time() - busy
         return seconds, next_asked
 
@@ -202,10 +202,10 @@ class Rank:
         lookup.backward(self.gradient.shape[1], arrival)
         arrival.state = State.STEPPING
 
-    def bare(self, asked: ExchangedInput, *, times: float = 1.0) -> tuple[float, float]:
+    def bare(self, exchanged: ExchangedInput, *, times: float = 1.0) -> tuple[float, float]:
         """Return seconds, and those of CPU, of three bare all-to-all of the same bytes, or ``times`` as many."""
         me, size = self.ranks.rank, self.ranks.size
-        send = [0 if r == me else int(times * asked.request.counts_WS[r].sum()) for r in range(size)]
+        send = [0 if r == me else int(times * exchanged.request.counts_WS[r].sum()) for r in range(size)]
         receive = [int(n) for n in self.ranks.exchange_splits(np.array(send, dtype=np.int64)[:, None])[:, 0]]
         calls = []
         for width, dtype, there, back in (
@@ -239,13 +239,13 @@ def be_a_rank(shape: Shape, turns: int, warm_up: int) -> None:
     sent, least = 0, {"once": 0, "each": 0}
     following = rank.ask(0)
     for turn in range(warm_up + turns):
-        batch, before, asked = turn % NUM_BATCHES, rank.bytes_sent, following
-        seconds, following = rank.train(asked, (turn + 1) % NUM_BATCHES)
+        batch, before, exchanged = turn % NUM_BATCHES, rank.bytes_sent, following
+        seconds, following = rank.train(exchanged, (turn + 1) % NUM_BATCHES)
         counted = rank.least_bytes(batch)
         seconds["alone"], seconds["alone_cpu"] = rank.train_alone(batch)
-        seconds["bare"], seconds["bare_cpu"] = rank.bare(asked)
+        seconds["bare"], seconds["bare_cpu"] = rank.bare(exchanged)
         seconds["bare_each"], seconds["bare_each_cpu"] = rank.bare(
-            asked, times=counted["each"] / max(1, counted["once"])
+            exchanged, times=counted["each"] / max(1, counted["once"])
         )
         if turn >= warm_up:
             sent += rank.bytes_sent - before

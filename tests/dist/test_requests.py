@@ -10,8 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.train.cases import table
-from tiercache.dist.pooled import Block, Candidate, Chooser, PooledBatch, Served, cut_bags, message_of
-from tiercache.dist.requests import Requester
+from tiercache.dist.pooled import (
+    PoolableFeature,
+    PooledBatch,
+    PooledBlock,
+    PoolingChoice,
+    ServedPart,
+    encode_block,
+    split_by_rank,
+)
+from tiercache.dist.requests import RequestBuilder
 from tiercache.dist.shard_layout import Destination, Owners, ShardLayout, out_of_bounds
 from tiercache.kernels.step import Vectors
 from tiercache.store.table import group_tables
@@ -47,20 +55,20 @@ def owners_of(rows: list[int], cuts: list[list[int]], kinds: list[str]) -> Owner
 
 def check(owners: Owners, rank: int, ids: dict[str, list[int]]) -> None:
     """Decode a request and compare it with what was asked for."""
-    stretches = ShardLayout(owners, GROUPS, rank, len(GROUPS))
+    layout = ShardLayout(owners, GROUPS, rank, len(GROUPS))
     given_ids = {name: FeatureIds(np.array(some, np.int32), None, None) for name, some in ids.items()}
-    request, renamed = Requester().request(stretches, given_ids, {name: name for name in ids}, "a pass")
+    request, renamed = RequestBuilder().request(layout, given_ids, {name: name for name in ids}, "a pass")
     asked: list[tuple[int, int, int, int]] = []
     at = 0
     for owner in (1 - rank, rank):
-        for section, count in enumerate(request.counts_WS[owner].tolist()):
-            group = section % len(GROUPS)
+        for split, count in enumerate(request.counts_WS[owner].tolist()):
+            group = split % len(GROUPS)
             for address in request.addresses[at : at + count].tolist():
                 for t, one in enumerate(owners.tables):
                     first, low, high = owners.first_TW[t, owner], owners.low_TW[t, owner], owners.high_TW[t, owner]
                     if owners.group_TW[t, owner] == group and first <= address < first + high - low:
                         replicated = owners.kinds[t] == "data_parallel"
-                        assert replicated == (section >= len(GROUPS))
+                        assert replicated == (split >= len(GROUPS))
                         asked.append((owner, t, int(address - first + low), group))
                         assert one.name in ids
             at += count
@@ -117,12 +125,12 @@ def test_ids_of_no_feature_are_no_rows() -> None:
 @pytest.mark.parametrize("id_", [-1, 3, 2**31 - 1])
 def test_an_id_outside_its_table_is_refused_by_name(id_: int) -> None:
     """The smallest entry that is wrong, in the words of a lookup."""
-    stretches = ShardLayout(owners_of([3, 3, 3], [[1], [1], [1]], ["row_wise"] * 3), GROUPS, 0, len(GROUPS))
+    layout = ShardLayout(owners_of([3, 3, 3], [[1], [1], [1]], ["row_wise"] * 3), GROUPS, 0, len(GROUPS))
     ids = {"f": FeatureIds(np.array([0, 2, id_, id_], np.int32), None, None)}
     with pytest.raises(
         IndexError, match=rf"feature 'f' has local id {id_} at entry 2 .* table 'b' .* 0 to 2 in pass 3"
     ):
-        Requester().request(stretches, ids, {"f": "b"}, "pass 3")
+        RequestBuilder().request(layout, ids, {"f": "b"}, "pass 3")
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 5), (-1, 3), (2, 2147483647)])
@@ -142,7 +150,7 @@ def test_rows_that_are_there_may_be_asked_for() -> None:
 
 WHOLE = (Destination(1, 0, 1000, 0, 40, 0, 16),)
 HALVES = (Destination(2, 0, 1000, 1, 0, 0, 8), Destination(0, 0, 1000, 0, 7, 8, 16))
-RAGGED = Candidate("f", "t", None, False, 16, 1000, WHOLE)
+RAGGED = PoolableFeature("f", "t", None, False, 16, 1000, WHOLE)
 
 
 def bags(ids: list[int], lengths: list[int] | None, weights: list[float] | None = None) -> FeatureIds:
@@ -152,9 +160,11 @@ def bags(ids: list[int], lengths: list[int] | None, weights: list[float] | None 
     return FeatureIds(np.array(ids, np.int32), offsets, given)
 
 
-def is_pooled(one: Candidate, some: FeatureIds, num_samples: int, *, item_bytes: int = 4, trained: bool = True) -> bool:
+def is_pooled(
+    one: PoolableFeature, some: FeatureIds, num_samples: int, *, item_bytes: int = 4, trained: bool = True
+) -> bool:
     """Whether the only candidate is pooled."""
-    found = Chooser().choose(
+    found = PoolingChoice().choose(
         [one], {"f": some}, {"f": "sum"}, num_samples, item_bytes=item_bytes, trained=trained, where="a test"
     )
     return found == [0]
@@ -189,7 +199,9 @@ def test_one_id_a_sample_a_maximum_and_empty_bags_stay_rows() -> None:
     many = bags(list(range(64)), [64])
     assert is_pooled(RAGGED, many, 1)
     for mode in ("max", None):
-        assert not Chooser().choose([RAGGED], {"f": many}, {"f": mode}, 1, item_bytes=4, trained=True, where="a test")
+        assert not PoolingChoice().choose(
+            [RAGGED], {"f": many}, {"f": mode}, 1, item_bytes=4, trained=True, where="a test"
+        )
 
 
 def test_a_wrong_id_is_named() -> None:
@@ -200,12 +212,12 @@ def test_a_wrong_id_is_named() -> None:
 
 def test_a_block_has_features_by_group_and_its_message_their_bags() -> None:
     """Lengths where bags may have any number of ids, then ids, then weights."""
-    first = Candidate("f", "t", None, True, 16, 1000, HALVES)
-    second = Candidate("g", "u", 2, False, 16, 1000, (replace(WHOLE[0], rank=2),))
-    block = Block.of([first, second, RAGGED], np.array([3, 3, 0]), 2)
+    first = PoolableFeature("f", "t", None, True, 16, 1000, HALVES)
+    second = PoolableFeature("g", "u", 2, False, 16, 1000, (replace(WHOLE[0], rank=2),))
+    block = PooledBlock.of([first, second, RAGGED], np.array([3, 3, 0]), 2)
 
     assert (block.features, block.cols, block.width) == ((1, 0), (0, 16), 24)
-    pieces = message_of(block, [first, second], {"f": bags([4, 5, 6], [1, 2], [1, 2, 3]), "g": bags([7, 8], [2])})
+    pieces = encode_block(block, [first, second], {"f": bags([4, 5, 6], [1, 2], [1, 2, 3]), "g": bags([7, 8], [2])})
     words = [7, 8, 1, 2, 4, 5, 6, *np.array([1, 2, 3], np.float32).view(np.int32).tolist()]
     assert np.concatenate(pieces).tolist() == words
 
@@ -213,7 +225,7 @@ def test_a_block_has_features_by_group_and_its_message_their_bags() -> None:
 def test_bags_of_all_ranks_are_divided_by_rank() -> None:
     """Offsets of each begin with 0."""
     every = {"f": bags([1, 2, 3, 4], [1, 0, 3], [1, 2, 3, 4]), "g": bags([5, 6, 7], None)}
-    first, second = cut_bags(every, [2, 1])
+    first, second = split_by_rank(every, [2, 1])
 
     assert first["f"].ids.tolist() == [1]
     assert first["g"].ids.tolist() == [5, 6]
@@ -233,6 +245,6 @@ def test_every_tensor_of_a_batch_is_found_wherever_it_is() -> None:
                         weights=all_[4])  # fmt: skip
     left = LookedUp(all_[5], None, host, all_[6], all_[7])
     asked: Any = None
-    pooled = PooledBatch({"f": all_[8]}, asked, ((Served(asked, entries, left),),))
+    pooled = PooledBatch({"f": all_[8]}, asked, ((ServedPart(asked, entries, left),),))
     found = tensors_of(([rows], pooled, None, "words", 3))
     assert {int(tensor[0]) for tensor in found} == set(range(9))

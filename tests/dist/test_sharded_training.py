@@ -60,12 +60,12 @@ def test_ids_and_counts_of_the_next_batch_travel_while_one_is_trained(
 ) -> None:
     """By default: on a thread and a communicator of their own. The training thread brings rows, by another one."""
     for told in on_ranks(ranks_pool, 2, tmp_path, body="asked_ahead", queued=queued):
-        assert {event for event in told if event.startswith("asking")} == {
-            "asking exchange_splits tiercache-asking", "asking all_to_all tiercache-asking"
+        assert {event for event in told if event.startswith("input")} == {
+            "input exchange_splits tiercache-input", "input all_to_all tiercache-input"
         }  # fmt: skip
-        assert {event.split()[-1] for event in told if event.startswith("beside")} == {"MainThread"}
+        assert {event.split()[-1] for event in told if event.startswith("exchange ")} == {"MainThread"}
         before = told[: told.index("step")]
-        assert sum(event.startswith("asking all_to_all") for event in before) >= 2
+        assert sum(event.startswith("input all_to_all") for event in before) >= 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

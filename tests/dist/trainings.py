@@ -239,17 +239,17 @@ def _broken(*_: Any, **__: Any) -> Any:
 
 def noting_rows(rows: Any, events: list[str], check: Callable[[], None] = lambda: None) -> list[threading.Event]:
     """Have what answers for rows note "rows 0", "rows 1" and so on; return what is set then, one after the other."""
-    answer, arrived = rows.answer, [threading.Event() for _ in range(5)]
+    serve, arrived = rows.serve, [threading.Event() for _ in range(5)]
 
     def answered(*arguments: Any, **options: Any) -> Any:
         check()
         number = sum(event.is_set() for event in arrived)
-        found = answer(*arguments, **options)
+        found = serve(*arguments, **options)
         events.append(f"rows {number}")
         arrived[number].set()
         return found
 
-    rows.answer = answered
+    rows.serve = answered
     return arrived
 
 
@@ -268,16 +268,16 @@ def overlapped(ranks: AnyCommunicator, case: str, folder: str, *, schedule: str,
     one, events = CASES[case], list[str]()
     with open_sharded(one, folder, queued=queued) as cache:
         model, optimizer = model_of(cache, one)
-        ask = cache._exchange.asking.ask
+        ask = cache._exchange.input_dist.exchange
 
         def asked(*arguments: Any, **options: Any) -> Any:
-            assert threading.current_thread().name.startswith("tiercache-asking")
+            assert threading.current_thread().name.startswith("tiercache-input")
             return ask(*arguments, **options)
 
         def check() -> None:
             assert (threading.current_thread() is threading.main_thread()) == (queued or schedule == "simple")
 
-        cache._exchange.asking.ask = asked  # type: ignore[method-assign]
+        cache._exchange.input_dist.exchange = asked  # type: ignore[method-assign]
         arrived = noting_rows(cache._exchange.rows, events, check)
         passes = cache.passes(epochs=1)
         for batches in next(passes).steps(one.batch, micro_batches=4, schedule=schedule):
@@ -311,10 +311,10 @@ def asked_ahead(ranks: AnyCommunicator, case: str, folder: str, *, queued: bool)
 
             return made
 
-        for name in ("_asking", "_beside"):
-            there = getattr(cache, name)
+        for name in ("input", "exchange"):
+            there = getattr(cache._parts.communicators, name)
             for method in ("exchange_splits", "all_to_all"):
-                setattr(there, method, noted(f"{name[1:]} {method}", getattr(there, method)))
+                setattr(there, method, noted(f"{name} {method}", getattr(there, method)))
         passes = cache.passes(epochs=1)
         first = next(passes)
         for number, batch in enumerate(first.batches(one.batch)):
@@ -322,9 +322,9 @@ def asked_ahead(ranks: AnyCommunicator, case: str, folder: str, *, queued: bool)
             following = number + 1 < -(-first.num_samples // one.batch)
             with done:
                 wanted = number + 1 + following
-                assert done.wait_for(lambda: _count(events, "asking all_to_all") >= wanted, 30), events  # noqa: B023
+                assert done.wait_for(lambda: _count(events, "input all_to_all") >= wanted, 30), events  # noqa: B023
                 ahead = max(cache._backend.ahead, cache._exchange.least_ahead)
-                assert _count(events, "asking all_to_all") <= number + 1 + ahead, events
+                assert _count(events, "input all_to_all") <= number + 1 + ahead, events
             step([batch], model, optimizer)
             events.append("step")
     return events

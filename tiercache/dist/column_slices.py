@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.dist.exchange import Received
+    from tiercache.dist.exchange import ReceivedGradients
     from tiercache.dist.shard_layout import Owners
     from tiercache.rows.backends.base import Backend
     from tiercache.rows.backends.optimizer_step import OptimizerStep
@@ -28,7 +28,7 @@ _FIRST_COLUMN = np.zeros(1, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class _Mine:
+class _OwnSlice:
     """A slice that this rank owns."""
 
     group: int
@@ -50,7 +50,7 @@ class SliceSteps:
         self, ranks: AnyCommunicator, backend: Backend, owners: Owners, part_groups: tuple[Group, ...]
     ) -> None:
         self._ranks, self._backend, self._part_groups = ranks, backend, part_groups
-        self._mine: list[_Mine] = []
+        self._own_slices: list[_OwnSlice] = []
         self._any = False
         for t, table in enumerate(owners.tables):
             if owners.kinds[t] != "column_wise" or not isinstance(table.optimizer, RowWiseAdagrad):
@@ -60,10 +60,10 @@ class SliceSteps:
             for d in found:
                 if d.rank == ranks.rank:
                     assert len(part_groups[d.group].tables) == 1, f"slices of {table.name} share a group"
-                    self._mine.append(_Mine(d.group, tuple(other.rank for other in found), table.dim))
-        self._positions: dict[int, list[NDArray[np.int32]]] = {one.group: [] for one in self._mine}
+                    self._own_slices.append(_OwnSlice(d.group, tuple(other.rank for other in found), table.dim))
+        self._positions: dict[int, list[NDArray[np.int32]]] = {one.group: [] for one in self._own_slices}
 
-    def note(self, received: Received, into: GroupGradients) -> None:
+    def note(self, received: ReceivedGradients, into: GroupGradients) -> None:
         """Note which rows the gradients are of that were added last."""
         for group, noted in self._positions.items():
             if group in received.positions:
@@ -86,15 +86,15 @@ class SliceSteps:
         if not self._any:
             return [*steps]
         of_slices = {one.group.index: one for one in steps if one.group.index in self._positions}
-        merged = [self._merge(one, of_slices.get(one.group), rows[one.group]) for one in self._mine]
+        merged = [self._merge(one, of_slices.get(one.group), rows[one.group]) for one in self._own_slices]
         squares = self._add_up([(gradient * gradient).sum(dim=1) for _, gradient in merged])
-        for one, (slots, gradient), total in zip(self._mine, merged, squares, strict=True):
+        for one, (slots, gradient), total in zip(self._own_slices, merged, squares, strict=True):
             if slots.numel():
                 self._update(of_slices[one.group], one.whole_dim, slots, gradient, total)
         self.forget()
         return [one for one in steps if one.group.index not in of_slices]
 
-    def _merge(self, one: _Mine, step: OptimizerStep | None, rows: GroupRows) -> tuple[torch.Tensor, torch.Tensor]:
+    def _merge(self, one: _OwnSlice, step: OptimizerStep | None, rows: GroupRows) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the slots (K,) of the rows that have gradients, by position, and their sums (K, dim) with decay."""
         p, noted = self._backend, self._positions[one.group]
         positions, number = np.unique(np.concatenate([NONE_I4, *noted]), return_inverse=True)
@@ -115,7 +115,7 @@ class SliceSteps:
     def _add_up(self, mine: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the squares of whole rows; all owners of a table bring equally many rows. Collective."""
         here, W = self._ranks.rank, self._ranks.size
-        shared = [[i for i, one in enumerate(self._mine) if r in one.ranks and r != here] for r in range(W)]
+        shared = [[i for i, one in enumerate(self._own_slices) if r in one.ranks and r != here] for r in range(W)]
         sizes = [sum(mine[i].numel() for i in some) for some in shared]
         send = [mine[i] for some in shared for i in some]
         flat = (
@@ -127,7 +127,7 @@ class SliceSteps:
         owners = [(r, i) for r, some in enumerate(shared) for i in some]
         pieces = dict(zip(owners, torch.split(came, [mine[i].numel() for _, i in owners]), strict=True))
         totals = []
-        for i, one in enumerate(self._mine):
+        for i, one in enumerate(self._own_slices):
             total = torch.zeros_like(mine[i])
             for r in one.ranks:
                 total += mine[i] if r == here else pieces[r, i]

@@ -10,9 +10,9 @@ import os
 import time
 import warnings
 import zlib
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ import torch.distributed.distributed_c10d as c10d
 from tiercache.errors import RankError, StoreError, TierCacheError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -357,6 +357,28 @@ class LocalCommunicator:
 AnyCommunicator: TypeAlias = Communicator | LocalCommunicator
 
 
+class Communicators(NamedTuple):
+    """The ranks of a cache, connected anew for each thread that exchanges."""
+
+    control: AnyCommunicator
+    """Of agreements, and of what loops do in turn."""
+    exchange: AnyCommunicator
+    """Of rows and gradients."""
+    input: AnyCommunicator
+    """Of the inputs of batches."""
+
+    @classmethod
+    def connect(cls, ranks: AnyCommunicator) -> Communicators:
+        """Clone ``ranks`` for the other two. Collective."""
+        return cls(ranks, ranks.clone(), ranks.clone(device="cpu"))
+
+    def close(self, *, failed: bool = False) -> None:
+        """Close all, the last one first."""
+        with ExitStack() as stack:
+            for one in self:
+                stack.callback(one.close, failed=failed)
+
+
 def communicator_of(group: dist.ProcessGroup | None = None, device: str | torch.device = "cpu") -> AnyCommunicator:
     """Return a communicator of the ranks of ``group``, by default of the default process group. Collective.
 
@@ -390,6 +412,40 @@ def only_rank(group: dist.ProcessGroup | None = None, device: str | torch.device
             stacklevel=4,
         )
     return LocalCommunicator(device)
+
+
+WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Wire:
+    """Sends flat tensors and counts among the ranks; what stays on this rank does not come here."""
+
+    def __init__(self, ranks: AnyCommunicator, dtype: torch.dtype) -> None:
+        """Raises ValueError for a dtype that is none of `WIRE_DTYPES`."""
+        if dtype not in WIRE_DTYPES:
+            raise ValueError(f"rows cannot travel as {dtype}: it must be one of {', '.join(map(str, WIRE_DTYPES))}")
+        self.ranks, self.dtype = ranks, dtype
+        self.bytes_sent = 0
+        """Bytes that left this rank for others so far."""
+
+    def remote(self, sizes_W: Iterable[int]) -> list[int]:
+        """Return sizes by rank without this rank's own."""
+        return [0 if rank == self.ranks.rank else int(size) for rank, size in enumerate(sizes_W)]
+
+    def count(self, to: NDArray[np.int64], what: str) -> NDArray[np.int64]:
+        """Tell every rank its row of ``to``, and return what each told this one. Collective."""
+        self.bytes_sent += 8 * splits_width(to.shape[1]) * (self.ranks.size - 1)
+        return self.ranks.exchange_splits(to, what)
+
+    def send(self, send: torch.Tensor, sizes: list[int], receive: list[int], into: torch.Tensor, what: str) -> None:
+        """Send to the others, float32 in the wire's dtype, and receive ``into``. Collective."""
+        narrow = send.dtype == torch.float32 and self.dtype != torch.float32
+        send = send.to(self.dtype) if narrow else send
+        self.bytes_sent += send.numel() * send.element_size()
+        if narrow:
+            into.copy_(self.ranks.all_to_all(send, sizes, receive, what=what))
+        else:
+            self.ranks.all_to_all(send, sizes, receive, into, what=what)
 
 
 def splits_width(num_splits: int, frame: int = SPLITS_FRAME) -> int:

@@ -1,6 +1,6 @@
 """The exchange of rows: of each batch, unique rows come from their owners, and their gradients go back.
 
-Legend as in `stretches`. On the wire travel, for each batch that was asked for: two numbers that say which one it is,
+Legend as in `layout`. On the wire travel, for each batch that was asked for: two numbers that say which one it is,
 and each unique row; at the step counts and each row's gradient. What a rank owns itself does not travel.
 """
 
@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from tiercache.dist.column_slices import SliceSteps
+from tiercache.dist.communicator import Wire
 from tiercache.dist.replicas import Replicas
 from tiercache.dist.requests import check_tokens
 from tiercache.dist.shard_layout import exclusive, out_of_bounds
-from tiercache.dist.wire import Wire
 from tiercache.kernels.arrays import NONE_F4, NONE_I4, NONE_I8, NONE_U8
 from tiercache.kernels.step import Vectors
 from tiercache.values.lookups import GroupRows, RowRequest, SavedGradient, Span, position_spans
@@ -35,26 +35,26 @@ if TYPE_CHECKING:
     from tiercache.values.lookups import GroupGradients
 
 
-class Received:
+class ReceivedGradients:
     """Gradients of one batch, from every rank, this one too."""
 
     def __init__(
-        self, rank: int, asked_WS: NDArray[np.int64], came_WS: NDArray[np.int64], dims_H: NDArray[np.int64]
+        self, rank: int, requested_WS: NDArray[np.int64], received_WS: NDArray[np.int64], dims_H: NDArray[np.int64]
     ) -> None:
         """asked_WS: rows that each rank asked for. came_WS: gradients that come. dims_H: of this rank's groups."""
-        self._rank, self._asked_WS, self._came_WS = rank, asked_WS, came_WS
+        self._rank, self._requested_WS, self._received_WS = rank, requested_WS, received_WS
         self._dims_S = np.concatenate([dims_H, dims_H])
-        self.numbers_W = (came_WS * self._dims_S).sum(axis=1)
+        self.numbers_W = (received_WS * self._dims_S).sum(axis=1)
         """Numbers that come from each rank."""
-        self._chosen: Mapping[int, NDArray[np.int32]] = {}
+        self._selected: Mapping[int, NDArray[np.int32]] = {}
         self.positions: dict[int, list[NDArray[np.int32]]] = {}
         """By group: where the rows of the gradients stand in the pass, once they are added."""
         self.replicated: dict[int, list[NDArray[np.int32]]] = {}
         """By group: the same of rows that have replicas."""
 
-    def choose(self, chosen: Mapping[int, NDArray[np.int32]]) -> None:
+    def select(self, selected: Mapping[int, NDArray[np.int32]]) -> None:
         """Say by rank which of the rows it asked for have a gradient, where not all have."""
-        self._chosen = chosen
+        self._selected = selected
 
     def add(
         self, backend: Backend, positions: NDArray[np.int32], slots: torch.Tensor, flat: torch.Tensor,
@@ -66,26 +66,26 @@ class Received:
         own first.
         """
         num_groups = self._dims_S.size // 2
-        asked_W = self._asked_WS.sum(axis=1)
+        asked_W = self._requested_WS.sum(axis=1)
         own_last = [rank for rank in range(asked_W.size) if rank != self._rank] + [self._rank]
         own_first = own_last[-1:] + own_last[:-1]
         begin_W, at_W = np.empty_like(asked_W), np.empty_like(asked_W)
         begin_W[own_last] = exclusive(asked_W[own_last])
         at_W[own_first] = exclusive(self.numbers_W[own_first])
         found: dict[int, list[tuple[torch.Tensor, NDArray[np.int64]]]] = {}
-        for rank, counts_S in enumerate(self._came_WS):
+        for rank, counts_S in enumerate(self._received_WS):
             mine, at = slice(int(begin_W[rank]), int(begin_W[rank] + asked_W[rank])), int(at_W[rank])
             places, named = positions[mine], slots[mine]
-            if rank in self._chosen:
-                places = places[self._chosen[rank]]
-                named = named.index_select(0, backend.tensor(backend.to_device(self._chosen[rank])))
+            if rank in self._selected:
+                places = places[self._selected[rank]]
+                named = named.index_select(0, backend.tensor(backend.to_device(self._selected[rank])))
             first = 0
-            for section in np.nonzero(counts_S)[0].tolist():
-                h, count, dim = section % num_groups, int(counts_S[section]), int(self._dims_S[section])
+            for split in np.nonzero(counts_S)[0].tolist():
+                h, count, dim = split % num_groups, int(counts_S[split]), int(self._dims_S[split])
                 here = slice(first, first + count)
                 found.setdefault(h, []).append((named[here], np.arange(at, at + count * dim, dim, dtype=np.int64)))
                 self.positions.setdefault(h, []).append(places[here])
-                if section >= num_groups:
+                if split >= num_groups:
                     self.replicated.setdefault(h, []).append(places[here])
                 first, at = first + count, at + count * dim
         for h, pieces in found.items():
@@ -109,7 +109,7 @@ class RowExchange:
 
     All ranks make the same calls in the same order, one thread at a time: where the backend queues its work the
     training thread, so that all ranks queue it in one order, between the same calls of the user's. On a CPU only
-    ``step`` and ``gradients_of`` are there: they use the backend's scratch.
+    ``step`` and ``send_gradients`` are there: they use the backend's scratch.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class RowExchange:
         self._send, self._remote, self._count = self.wire.send, self.wire.remote, self.wire.count
         self._groups, self._part_groups = groups, part_groups
         self._order = np.array([r for r in range(ranks.size) if r != ranks.rank] + [ranks.rank])
-        self._mirrors = Replicas(ranks, backend, wire_dtype)
+        self._replicas = Replicas(ranks, backend, wire_dtype)
         self._slices: SliceSteps | None = None
         self._rows: Sequence[GroupRows] = ()
 
@@ -142,56 +142,56 @@ class RowExchange:
     @property
     def replica_bytes(self) -> int:
         """Bytes of the replicas of replicated tables on the device."""
-        return self._mirrors.num_bytes
+        return self._replicas.num_bytes
 
-    def open_pass(self, stretches: ShardLayout, rows: Sequence[GroupRows]) -> None:
+    def open_pass(self, layout: ShardLayout, rows: Sequence[GroupRows]) -> None:
         """Begin to exchange rows of a pass: those of ``rows``, the groups of this rank's part, on this rank."""
-        owners = stretches.owners
+        owners = layout.owners
         self._rows = rows
         self._slices = SliceSteps(self.ranks, self._backend, owners, self._part_groups)
-        self._mirrors.open(owners if stretches.replicated else None, rows)
+        self._replicas.open(owners if layout.replicated else None, rows)
 
     def close(self) -> None:
         """Let go of the rows of the pass that is open."""
         self._rows, self._slices = (), None
-        self._mirrors.open(None, ())
+        self._replicas.open(None, ())
 
-    def answer(self, asked: ExchangedInput, error: Exception | None = None) -> tuple[list[GroupRows], torch.Tensor]:
+    def serve(self, batch: ExchangedInput, error: Exception | None = None) -> tuple[list[GroupRows], torch.Tensor]:
         """Bring the rows of a batch: its own rows of each group of whole tables, and the slots of ``positions``.
 
         Every batch has rows of its own, which lookups read and nobody changes. Where the backend queues, nothing on the
         device is waited for. error: what went wrong on this rank since it asked. Where a rank has one, or was asked for
         rows that it has not, every rank raises; and all where they bring different batches.
         """
-        what = f"exchanging rows of {asked.where}"
-        error = error or asked.error
-        told = self._count(np.tile(np.array([asked.token, error is not None], np.int64), (self.ranks.size, 1)), what)
+        what = f"exchanging rows of {batch.where}"
+        error = error or batch.error
+        told = self._count(np.tile(np.array([batch.token, error is not None], np.int64), (self.ranks.size, 1)), what)
         if told[:, 1].any():
-            self.ranks.agree(f"bringing a batch of {asked.where}", error)
-        words = f"looks up another batch than rank {self.ranks.rank} in {asked.where}"
-        check_tokens(told[:, 0], asked.token, words)
-        slots, flat = self._answer(asked, what)
-        return self._groups_of(asked.request, self._unpack(asked.stretches, asked.request, flat)), slots
+            self.ranks.agree(f"bringing a batch of {batch.where}", error)
+        words = f"looks up another batch than rank {self.ranks.rank} in {batch.where}"
+        check_tokens(told[:, 0], batch.token, words)
+        slots, flat = self._serve(batch, what)
+        return self._groups_of(batch.request, self._unpack(batch.layout, batch.request, flat)), slots
 
-    def _answer(self, asked: ExchangedInput, what: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def _serve(self, batch: ExchangedInput, what: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Send every rank the rows that it asked for; return the slots, and rows that came, then this rank's own."""
-        p, H = self._backend, asked.stretches.num_groups
-        positions = p.tensor(p.to_device(asked.positions))
-        slots = p.tensor(p.empty((asked.positions.size,), np.int32))
+        p, H = self._backend, batch.layout.num_groups
+        positions = p.tensor(p.to_device(batch.positions))
+        slots = p.tensor(p.empty((batch.positions.size,), np.int32))
         dims_H = self._part_dims(H)
-        out_W = (asked.counts_WS[:, :H] * dims_H).sum(axis=1)
-        in_W = (asked.request.counts_WS * asked.stretches.width_WS)[:, :H].sum(axis=1)
+        out_W = (batch.counts_WS[:, :H] * dims_H).sum(axis=1)
+        in_W = (batch.request.counts_WS * batch.layout.width_WS)[:, :H].sum(axis=1)
         send, receive = self._remote(out_W), self._remote(in_W)
         flat, sent = (p.tensor(p.empty((int(n),), np.float32)) for n in (in_W.sum(), sum(send)))
         wanted: list[tuple[int, int, int, torch.Tensor | None, int]] = []
-        counts = asked.counts_WS[self._order]
+        counts = batch.counts_WS[self._order]
         ends = (counts.cumsum() - counts.reshape(-1)).reshape(counts.shape)
         at = {True: sum(receive), False: 0}
         for turn, rank in enumerate(self._order.tolist()):
             own = rank == self.ranks.rank
-            for section in np.nonzero(counts[turn])[0].tolist():
-                h, first, count = section % H, int(ends[turn, section]), int(counts[turn, section])
-                target = None if section >= H else flat if own else sent
+            for split in np.nonzero(counts[turn])[0].tolist():
+                h, first, count = split % H, int(ends[turn, split]), int(counts[turn, split])
+                target = None if split >= H else flat if own else sent
                 if wanted and wanted[-1][0] == h and wanted[-1][3] is target and sum(wanted[-1][1:3]) == first:
                     wanted[-1] = (h, wanted[-1][1], wanted[-1][2] + count, target, wanted[-1][4])
                 else:
@@ -221,13 +221,13 @@ class RowExchange:
             for rows, group in zip(request.num_rows_G, self._groups, strict=True)
         ]
         at = 0
-        for r in np.nonzero((request.rows_R > 0) & ~s.runs.mirrored_R)[0].tolist():
+        for r in np.nonzero((request.rows_R > 0) & ~s.runs.replicated_R)[0].tolist():
             rows, columns = request.span(r), s.runs.columns(r)
             size = (rows.stop - rows.start) * (columns.stop - columns.start)
             found[s.runs.group_R[r]][rows, columns] = flat[at : at + size].view(rows.stop - rows.start, -1)
             at += size
         for table, first, local in request.replicated:
-            self._mirrors.read(table, local, found[s.group_T[table]][first : first + local.size])
+            self._replicas.read(table, local, found[s.group_T[table]][first : first + local.size])
         return found
 
     def _groups_of(self, request: Request, found: list[torch.Tensor]) -> list[GroupRows]:
@@ -243,21 +243,21 @@ class RowExchange:
 
     # -- the way back -------------------------------------------------------------------------------------
 
-    def gradients_of(
-        self, asked: ExchangedInput, slots: torch.Tensor, gradients: GroupGradients, into: GroupGradients,
-        says: Sequence[bool] = (),
+    def send_gradients(
+        self, batch: ExchangedInput, slots: torch.Tensor, gradients: GroupGradients, into: GroupGradients,
+        flags: Sequence[bool] = (),
     ) -> list[bool]:  # fmt: skip
         """Send the gradients of a batch to the owners of its rows, which add them to ``into``, by group of their part.
 
-        slots: as of ``answer``. gradients: of lookups in the batch's rows, by group of whole tables; summed for each
+        slots: as of ``serve``. gradients: of lookups in the batch's rows, by group of whole tables; summed for each
         row, and over all ranks averaged. Rows without a gradient take no part. What comes is in rank order. Where the
         backend queues, nothing on the device is waited for, but for gradients of which only it knows the rows.
 
         says: flags that ranks tell one another with it; returns which of them any rank has set.
         """
-        p, s, request, what = self._backend, asked.stretches, asked.request, "exchanging gradients"
+        p, s, request, what = self._backend, batch.layout, batch.request, "exchanging gradients"
         S = 2 * s.num_groups
-        marks_G = [self._rows_with_gradients(asked, g, pending) for g, pending in enumerate(gradients)]
+        marks_G = [self._rows_with_gradients(batch, g, pending) for g, pending in enumerate(gradients)]
         named = [None if mark is None else np.concatenate([[0], np.cumsum(mark)]) for mark in marks_G]
         sent_R = request.rows_R.copy()
         for g, so_far in enumerate(named):
@@ -265,18 +265,18 @@ class RowExchange:
                 mine = s.runs.group_R == g
                 first = request.slot_R[mine]
                 sent_R[mine] = so_far[first + request.rows_R[mine]] - so_far[first]
-        words = np.packbits(np.pad(np.array(says, np.bool_), (0, -len(says) % 64))).view(np.int64)
+        words = np.packbits(np.pad(np.array(flags, np.bool_), (0, -len(flags) % 64))).view(np.int64)
         to = np.zeros((self.ranks.size, S + 1 + words.size), dtype=np.int64)
-        runs_to = s.runs.rank_R * S + s.runs.section_R
+        runs_to = s.runs.rank_R * S + s.runs.split_R
         to[:, :S] = np.bincount(runs_to, sent_R, self.ranks.size * S).reshape(-1, S)
         to[:, S] = any(mark is not None for mark in marks_G)
         to[:, S + 1 :] = words
         told = self._count(to, what)
-        came = Received(self.ranks.rank, asked.counts_WS, told[:, :S], self._part_dims(s.num_groups))
+        received = ReceivedGradients(self.ranks.rank, batch.counts_WS, told[:, :S], self._part_dims(s.num_groups))
         if told[:, S].any():
-            came.choose(self._indices(asked, marks_G, to[:, :S], told[:, :S], what))
+            received.select(self._indices(batch, marks_G, to[:, :S], told[:, :S], what))
         out_W = (to[:, :S] * s.width_WS).sum(axis=1)
-        send, receive = self._remote(out_W), self._remote(came.numbers_W)
+        send, receive = self._remote(out_W), self._remote(received.numbers_W)
         begin, end = sum(send), int(out_W.sum())
         buffer = p.tensor(p.empty((end + sum(receive),), np.float32))
         whole = s.is_plain and marks_G[0] is None
@@ -284,24 +284,24 @@ class RowExchange:
         if not whole:
             self._pack(s, request, marks_G, sums, buffer)
         self._send(buffer[:begin], send, receive, buffer[end:], what)
-        came.add(p, asked.positions, slots, buffer[begin:], self._rows, into)
-        self.slices.note(came, into)
-        self._mirrors.note(came)
-        said = np.bitwise_or.reduce(told[:, S + 1 :], axis=0).view(np.uint8)
-        return np.unpackbits(said, count=len(says)).astype(np.bool_).tolist()
+        received.add(p, batch.positions, slots, buffer[begin:], self._rows, into)
+        self.slices.note(received, into)
+        self._replicas.note(received)
+        any_flags = np.bitwise_or.reduce(told[:, S + 1 :], axis=0).view(np.uint8)
+        return np.unpackbits(any_flags, count=len(flags)).astype(np.bool_).tolist()
 
     def _rows_with_gradients(
-        self, asked: ExchangedInput, g: int, pending: Sequence[SavedGradient]
+        self, batch: ExchangedInput, g: int, pending: Sequence[SavedGradient]
     ) -> NDArray[np.bool_] | None:
         """Return which rows of a group have a gradient; None where all have."""
-        request, num_rows = asked.request, int(asked.request.num_rows_G[g])
+        request, num_rows = batch.request, int(batch.request.num_rows_G[g])
         if not num_rows:
             return None
         known = [one.looked_up for one in pending if one.looked_up is not None]
         if len(known) < len(pending):
             return self._backend.named([one.slots for one in pending], num_rows)
         found = {id(ids): ids for some in known for ids in some}
-        if all(id(ids) in found for ids in asked.features_G[g]):
+        if all(id(ids) in found for ids in batch.features_G[g]):
             return None
         marks = np.zeros(num_rows, dtype=np.bool_)
         for ids in found.values():
@@ -310,7 +310,7 @@ class RowExchange:
 
     def _indices(
         self,
-        asked: ExchangedInput,
+        batch: ExchangedInput,
         marks_G: list[NDArray[np.bool_] | None],
         to_WS: NDArray[np.int64],
         told_WS: NDArray[np.int64],
@@ -320,9 +320,9 @@ class RowExchange:
 
         Nothing is said where all have one. By way of the host, whose numbers are looked at.
         """
-        s, request = asked.stretches, asked.request
+        s, request = batch.layout, batch.request
         wire_R = exclusive(request.rows_R)
-        asked_W, told_W = request.counts_WS.sum(axis=1), asked.counts_WS.sum(axis=1)
+        asked_W, told_W = request.counts_WS.sum(axis=1), batch.counts_WS.sum(axis=1)
         send_W, receive_W = to_WS.sum(axis=1), told_WS.sum(axis=1)
         send_W[send_W == asked_W], receive_W[receive_W == told_W] = 0, 0
         first_W = exclusive(asked_W[self._order])[np.argsort(self._order)]
@@ -333,9 +333,9 @@ class RowExchange:
             found.append((there + (wire_R[r] - first_W[s.runs.rank_R[r]])).astype(np.int32))
         mine = np.concatenate(found)
         send, receive = self._remote(send_W), self._remote(receive_W)
-        came = np.empty(sum(receive), np.int32)
-        self._send(torch.from_numpy(mine[: sum(send)]), send, receive, torch.from_numpy(came), what)
-        pieces = dict(enumerate(np.split(came, np.cumsum(receive)[:-1])))
+        received = np.empty(sum(receive), np.int32)
+        self._send(torch.from_numpy(mine[: sum(send)]), send, receive, torch.from_numpy(received), what)
+        pieces = dict(enumerate(np.split(received, np.cumsum(receive)[:-1])))
         pieces[self.ranks.rank] = mine[sum(send) :]
         for rank, piece in pieces.items():
             if error := out_of_bounds(self.ranks.rank, piece, int(told_W[rank]), f"of those rank {rank} asked for"):
@@ -352,10 +352,10 @@ class RowExchange:
                 p.sum(pending, 1.0 / self.ranks.size, p.array(sums[-1]))
         return sums
 
-    def _pack(self, stretches: ShardLayout, request: Request, marks_G: list[NDArray[np.bool_] | None],
+    def _pack(self, layout: ShardLayout, request: Request, marks_G: list[NDArray[np.bool_] | None],
               sums: list[torch.Tensor], buffer: torch.Tensor) -> None:  # fmt: skip
         """Write the rows that have a gradient in wire order."""
-        p, runs, at = self._backend, stretches.runs, 0
+        p, runs, at = self._backend, layout.runs, 0
         for r in np.nonzero(request.rows_R)[0].tolist():
             g, rows, columns = int(runs.group_R[r]), request.span(r), runs.columns(r)
             mark = marks_G[g]
@@ -372,10 +372,10 @@ class RowExchange:
         """
         if others := self.slices.step(steps, rows):
             self._backend.step(others)
-        self._mirrors.follow(rows)
+        self._replicas.update(rows)
 
     def discard(self) -> None:
-        """Forget what `gradients_of` noted, where its gradients are dropped in place of a step. Not collective."""
+        """Forget what `send_gradients` noted, where its gradients are dropped in place of a step. Not collective."""
         if self._slices is not None:
             self._slices.forget()
-        self._mirrors.forget()
+        self._replicas.forget()

@@ -44,7 +44,7 @@ MODES = {"sum": SUM, "mean": MEAN}
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class PoolableFeature:
     """A feature that may be pooled where its table's rows are: one rank has all rows, whole or in columns."""
 
     name: str
@@ -64,7 +64,7 @@ class Candidate:
         return (num_samples if self.length is None else 0) + num_ids * (2 if self.weighted else 1)
 
 
-def candidates_of(owners: Owners, features: Sequence[Feature]) -> tuple[Candidate, ...]:
+def poolable_features(owners: Owners, features: Sequence[Feature]) -> tuple[PoolableFeature, ...]:
     """Return the features whose tables stand whole on one rank, or in columns on several; in the schema's order."""
     found = []
     for feature in features:
@@ -72,7 +72,7 @@ def candidates_of(owners: Owners, features: Sequence[Feature]) -> tuple[Candidat
         if owners.kinds[t] in ("table_wise", "column_wise"):
             length = 1 if feature.hotness == "one_hot" else feature.length
             found.append(
-                Candidate(
+                PoolableFeature(
                     feature.name, feature.table, length, feature.weights is not None, owners.tables[t].dim,
                     int(owners.rows_T[t]), owners.destinations[t],
                 )
@@ -80,13 +80,13 @@ def candidates_of(owners: Owners, features: Sequence[Feature]) -> tuple[Candidat
     return tuple(found)
 
 
-def by_model(candidates: Sequence[Candidate], modes: Mapping[str, str | None]) -> list[Candidate]:
+def pooled_by_owner(poolable: Sequence[PoolableFeature], modes: Mapping[str, str | None]) -> list[PoolableFeature]:
     """Return the features that are read on the ranks that own their tables, where these read by owner."""
-    return [one for one in candidates if modes.get(one.name) in MODES]
+    return [one for one in poolable if modes.get(one.name) in MODES]
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class PooledBlock:
     """What one rank asks of one owner."""
 
     features: tuple[int, ...]
@@ -99,10 +99,10 @@ class Block:
     """Columns."""
 
     @classmethod
-    def of(cls, candidates: Sequence[Candidate], asked_P: NDArray[np.int64], rank: int) -> Block:
-        """Return what is asked of ``rank``, where ``asked_P`` is not 0."""
+    def of(cls, poolable: Sequence[PoolableFeature], requested_P: NDArray[np.int64], rank: int) -> PooledBlock:
+        """Return what is asked of ``rank``, where ``requested_P`` is not 0."""
         found = [
-            (d.group, p, d) for p in np.nonzero(asked_P)[0].tolist() for d in candidates[p].owners if d.rank == rank
+            (d.group, p, d) for p in np.nonzero(requested_P)[0].tolist() for d in poolable[p].owners if d.rank == rank
         ]
         found.sort(key=lambda one: one[:2])
         cols = [0]
@@ -112,7 +112,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PooledPart:
     """The bags of some features of one group, as one rank asks this one for them. In host memory."""
 
     group: int
@@ -131,22 +131,22 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ExchangedBags:
+class PooledInput:
     """What ranks want one another to pool for one batch, all in host memory: nothing was pooled yet."""
 
-    candidates: tuple[Candidate, ...]
+    poolable: tuple[PoolableFeature, ...]
     modes: dict[str, str]
     """By name, of the features of this rank's batch that are pooled elsewhere."""
     num_samples_W: NDArray[np.int64]
-    asked_W: tuple[Block, ...]
+    outgoing_W: tuple[PooledBlock, ...]
     """What this rank asks of each."""
-    blocks_W: tuple[Block, ...]
+    incoming_W: tuple[PooledBlock, ...]
     """What each asks of this rank."""
-    parts_W: list[list[Part]]
+    parts_W: list[list[PooledPart]]
     """The same, bag by bag."""
 
 
-class Chooser:
+class PoolingChoice:
     """Decides by bytes which features of a batch are pooled by their owners. On one thread at a time.
 
     Rows: an address and a row for each unique row of the feature. Pooled: its bags, and a vector for each sample. In
@@ -159,7 +159,7 @@ class Chooser:
 
     def choose(
         self,
-        candidates: Sequence[Candidate],
+        poolable: Sequence[PoolableFeature],
         ids: Mapping[str, FeatureIds],
         modes: Mapping[str, str | None],
         num_samples: int,
@@ -173,11 +173,11 @@ class Chooser:
         Raises IndexError for a local id that its table does not have in the pass, which ``where`` names.
         """
         found, times = [], 2 if trained else 1
-        for p, one in enumerate(candidates):
+        for p, one in enumerate(poolable):
             if modes.get(one.name) not in MODES or one.length == 1:
                 continue
             some, pieces, number = ids[one.name], len(one.owners), times * one.dim * item_bytes
-            check_bags(one, some.ids, where)
+            check_pooled_ids(one, some.ids, where)
             pooled = 4 * pieces * one.words(num_samples, some.num_ids) + num_samples * number
             row = 4 * pieces + number
             if pooled < min(some.num_ids, one.rows) * row and pooled < self._num_unique(some.ids, one.rows) * row:
@@ -189,7 +189,7 @@ class Chooser:
         return unique_slots(sort_slots(ids, rows, self._sorting), unique, inverse)
 
 
-def check_bags(one: Candidate, ids: NDArray[np.int32], where: str) -> None:
+def check_pooled_ids(one: PoolableFeature, ids: NDArray[np.int32], where: str) -> None:
     """Raise IndexError for a local id that the table does not have, as a lookup does."""
     bad = check_ids(ids, np.array([0, ids.size]), np.array([one.rows]))
     if bad >= 0:
@@ -199,7 +199,7 @@ def check_bags(one: Candidate, ids: NDArray[np.int32], where: str) -> None:
         )
 
 
-def cut_bags(ids: Mapping[str, FeatureIds], num_samples_W: Sequence[int]) -> list[dict[str, FeatureIds]]:
+def split_by_rank(ids: Mapping[str, FeatureIds], num_samples_W: Sequence[int]) -> list[dict[str, FeatureIds]]:
     """Divide the ids of all ranks' samples, which stand in rank order, by rank."""
     found, first = [], 0
     for last in np.cumsum(num_samples_W).tolist():
@@ -217,11 +217,13 @@ def cut_bags(ids: Mapping[str, FeatureIds], num_samples_W: Sequence[int]) -> lis
     return found
 
 
-def message_of(block: Block, candidates: Sequence[Candidate], ids: Mapping[str, FeatureIds]) -> list[NDArray[np.int32]]:
+def encode_block(
+    block: PooledBlock, poolable: Sequence[PoolableFeature], ids: Mapping[str, FeatureIds]
+) -> list[NDArray[np.int32]]:
     """Return the pieces of the message that asks for a block."""
     pieces: list[NDArray[np.int32]] = []
     for p in block.features:
-        one = candidates[p]
+        one = poolable[p]
         some = ids[one.name]
         if one.length is None:
             assert some.offsets is not None
@@ -233,10 +235,15 @@ def message_of(block: Block, candidates: Sequence[Candidate], ids: Mapping[str, 
     return pieces
 
 
-def read_message(
-    rank: int, candidates: Sequence[Candidate], block: Block, message: NDArray[np.int32], counts_P: NDArray[np.int64],
-    modes_P: NDArray[np.int8], n: int,
-) -> list[Part]:  # fmt: skip
+def decode_block(
+    rank: int,
+    poolable: Sequence[PoolableFeature],
+    block: PooledBlock,
+    message: NDArray[np.int32],
+    counts_P: NDArray[np.int64],
+    modes_P: NDArray[np.int8],
+    n: int,
+) -> list[PooledPart]:
     """Return the bags of a message that came to ``rank``, feature after feature, by group.
 
     Raises RankError where another rank asks for what this one has not.
@@ -247,7 +254,7 @@ def read_message(
         some = list(members)
         ids, lengths, weights, starts = [], [], [], [0]
         for f, _, _ in some:
-            one, count = candidates[f], int(counts_P[f])
+            one, count = poolable[f], int(counts_P[f])
             if one.length is None:
                 lengths.append(message[at : at + n])
                 at += n
@@ -275,14 +282,14 @@ def read_message(
             cols=np.array([col for _, _, col in some], dtype=np.int64),
             weights=NONE_F4,
         )
-        parts.append(Part(group, tuple(features), entries, offsets, weights))
+        parts.append(PooledPart(group, tuple(features), entries, offsets, weights))
     return parts
 
 
-class Served(NamedTuple):
+class ServedPart(NamedTuple):
     """Bags that a rank had pooled here."""
 
-    part: Part
+    part: PooledPart
     entries: LookupIds
     found: LookedUp
 
@@ -293,13 +300,13 @@ class PooledBatch:
 
     vectors: Mapping[str, torch.Tensor]
     """By feature: (N, dim)."""
-    asked: ExchangedBags
-    served_W: tuple[tuple[Served, ...], ...]
+    inputs: PooledInput
+    served_W: tuple[tuple[ServedPart, ...], ...]
     """What each rank had pooled here."""
 
 
-class Pooling:
-    """Has features pooled by the ranks that own their tables. ``answer`` and ``gradients_of`` are collective.
+class PooledOutputDist:
+    """Has features pooled by the ranks that own their tables. ``serve`` and ``send_gradients`` are collective.
 
     Beside a `RowExchange`, with its ranks and its wire, and on the same threads.
     """
@@ -313,57 +320,61 @@ class Pooling:
         """Begin with a pass: ``rows`` are the groups of this rank's part; none: with no pass."""
         self._rows = rows
 
-    def answer(self, asked: ExchangedBags) -> PooledBatch:
+    def serve(self, inputs: PooledInput) -> PooledBatch:
         """Have features pooled, after ``RowExchange.answer`` of the same batch.
 
         Where the backend queues its work, nothing is waited for.
         """
-        entries_W = [[(part, part.on(self._backend)) for part in parts] for parts in asked.parts_W]
-        vectors_W, served_W = self._answer(asked, entries_W)
-        every = {one.name: p for p, one in enumerate(asked.candidates)}
-        vectors = {name: self._vectors(asked, every[name], vectors_W) for name in asked.modes}
-        return PooledBatch(vectors, asked, served_W)
+        entries_W = [[(part, part.on(self._backend)) for part in parts] for parts in inputs.parts_W]
+        vectors_W, served_W = self._serve(inputs, entries_W)
+        every = {one.name: p for p, one in enumerate(inputs.poolable)}
+        vectors = {name: self._vectors(inputs, every[name], vectors_W) for name in inputs.modes}
+        return PooledBatch(vectors, inputs, served_W)
 
-    def _answer(
-        self, asked: ExchangedBags, entries_W: Sequence[Sequence[tuple[Part, LookupIds]]]
-    ) -> tuple[list[torch.Tensor], tuple[tuple[Served, ...], ...]]:
+    def _serve(
+        self, inputs: PooledInput, entries_W: Sequence[Sequence[tuple[PooledPart, LookupIds]]]
+    ) -> tuple[list[torch.Tensor], tuple[tuple[ServedPart, ...], ...]]:
         """Pool what each rank asked for; return the vectors of each of this rank's blocks, and what was served."""
-        served_W: list[tuple[Served, ...]] = [()] * self._ranks.size
-        blocks_W, asked_W, num_samples = asked.blocks_W, asked.asked_W, int(asked.num_samples_W[self._ranks.rank])
-        sizes_W = [block.width * int(n) for block, n in zip(blocks_W, asked.num_samples_W, strict=True)]
-        send, receive = self._wire.remote(sizes_W), self._wire.remote(b.width * num_samples for b in asked_W)
-        sent, came = self._flat(sum(send)), self._flat(sum(receive))
+        served_W: list[tuple[ServedPart, ...]] = [()] * self._ranks.size
+        incoming_W, outgoing_W, num_samples = (
+            inputs.incoming_W,
+            inputs.outgoing_W,
+            int(inputs.num_samples_W[self._ranks.rank]),
+        )
+        sizes_W = [block.width * int(n) for block, n in zip(incoming_W, inputs.num_samples_W, strict=True)]
+        send, receive = self._wire.remote(sizes_W), self._wire.remote(b.width * num_samples for b in outgoing_W)
+        sent, received = self._flat(sum(send)), self._flat(sum(receive))
         here = self._flat(sizes_W[self._ranks.rank])
-        for rank, (block, out) in enumerate(zip(blocks_W, torch.split(sent, send), strict=True)):
+        for rank, (block, out) in enumerate(zip(incoming_W, torch.split(sent, send), strict=True)):
             out = here if rank == self._ranks.rank else out  # noqa: PLW2901 - the same, elsewhere
             if out.numel():
                 found = self._backend.pool(
                     [(self._rows[part.group], entries) for part, entries in entries_W[rank]],
                     self._backend.array(out.view(-1, block.width)),
                 )
-                served_W[rank] = tuple(Served(*of, one) for of, one in zip(entries_W[rank], found, strict=True))
-        self._wire.send(sent, send, receive, came, "pooling features")
-        vectors = list(torch.split(came, receive))
+                served_W[rank] = tuple(ServedPart(*of, one) for of, one in zip(entries_W[rank], found, strict=True))
+        self._wire.send(sent, send, receive, received, "pooling features")
+        vectors = list(torch.split(received, receive))
         vectors[self._ranks.rank] = here
-        views = [flat.view(num_samples, block.width) for flat, block in zip(vectors, asked_W, strict=True)]
+        views = [flat.view(num_samples, block.width) for flat, block in zip(vectors, outgoing_W, strict=True)]
         return views, tuple(served_W)
 
     def _flat(self, size: int) -> torch.Tensor:
         return self._backend.tensor(self._backend.empty((size,), np.float32))
 
     @staticmethod
-    def _vectors(asked: ExchangedBags, p: int, vectors_W: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _vectors(inputs: PooledInput, p: int, vectors_W: Sequence[torch.Tensor]) -> torch.Tensor:
         """Put the columns of a feature side by side."""
         found = []
-        for owner in asked.candidates[p].owners:
-            block = asked.asked_W[owner.rank]
+        for owner in inputs.poolable[p].owners:
+            block = inputs.outgoing_W[owner.rank]
             col = block.cols[block.features.index(p)]
             found.append(vectors_W[owner.rank][:, col : col + owner.last_column - owner.first_column])
         return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
     # -- the way back -------------------------------------------------------------------------------------
 
-    def gradients_of(
+    def send_gradients(
         self, batch: PooledBatch, gradients: Mapping[str, Sequence[torch.Tensor]], into: GroupGradients
     ) -> None:
         """Send the gradients of a batch's vectors to the owners, which add them to ``into``, averaged over the ranks.
@@ -373,41 +384,41 @@ class Pooling:
         In rank order, in each by feature. Features that no backward came to take no part. Call it behind
         ``RowExchange.gradients_of`` of the same batch.
         """
-        asked, P, what = batch.asked, len(batch.asked.candidates), "exchanging gradients of pooled vectors"
+        inputs, P, what = batch.inputs, len(batch.inputs.poolable), "exchanging gradients of pooled vectors"
         sums = {name: torch.stack([*some]).sum(0) if len(some) > 1 else some[0]
                 for name, some in gradients.items() if some}  # fmt: skip
         to = np.zeros((self._ranks.size, P + 1), dtype=np.int64)
-        for rank, block in enumerate(asked.asked_W):
+        for rank, block in enumerate(inputs.outgoing_W):
             for p in block.features:
-                to[rank, p] = asked.candidates[p].name in sums
+                to[rank, p] = inputs.poolable[p].name in sums
         to[:, P] = bool(sums)
-        told = self._wire.count(to, what)
-        if not told[:, P].any():
+        flags = self._wire.count(to, what)
+        if not flags[:, P].any():
             return
-        widths = [block.width if to[rank, :P].any() else 0 for rank, block in enumerate(asked.asked_W)]
-        n_W, here = asked.num_samples_W.tolist(), self._ranks.rank
+        widths = [block.width if to[rank, :P].any() else 0 for rank, block in enumerate(inputs.outgoing_W)]
+        n_W, here = inputs.num_samples_W.tolist(), self._ranks.rank
         send = self._wire.remote(width * n_W[here] for width in widths)
         receive = self._wire.remote(
-            block.width * n if told[rank, :P].any() else 0
-            for rank, (block, n) in enumerate(zip(asked.blocks_W, n_W, strict=True))
+            block.width * n if flags[rank, :P].any() else 0
+            for rank, (block, n) in enumerate(zip(inputs.incoming_W, n_W, strict=True))
         )
-        sent, came, mine = self._flat(sum(send)), self._flat(sum(receive)), self._flat(widths[here] * n_W[here])
+        sent, received, mine = self._flat(sum(send)), self._flat(sum(receive)), self._flat(widths[here] * n_W[here])
         for rank, out in enumerate(torch.split(sent, send)):
-            self._write(asked, sums, rank, mine if rank == here else out)
-        self._wire.send(sent, send, receive, came, what)
-        flat_W = list(torch.split(came, receive))
+            self._write(inputs, sums, rank, mine if rank == here else out)
+        self._wire.send(sent, send, receive, received, what)
+        flat_W = list(torch.split(received, receive))
         flat_W[here] = mine
         for rank, gradient in enumerate(flat_W):
-            self._add(batch, rank, told[rank, :P], gradient, into)
+            self._add(batch, rank, flags[rank, :P], gradient, into)
 
-    def _write(self, asked: ExchangedBags, sums: Mapping[str, torch.Tensor], rank: int, out: torch.Tensor) -> None:
+    def _write(self, inputs: PooledInput, sums: Mapping[str, torch.Tensor], rank: int, out: torch.Tensor) -> None:
         """Write the gradient of a block; zeros for features without one, which are not added there."""
-        block = asked.asked_W[rank]
+        block = inputs.outgoing_W[rank]
         if not out.numel():
             return
         gradient = out.view(-1, block.width)
         for p, owner, col in zip(block.features, block.owners, block.cols, strict=True):
-            found = sums.get(asked.candidates[p].name)
+            found = sums.get(inputs.poolable[p].name)
             columns = gradient[:, col : col + owner.last_column - owner.first_column]
             if found is None:
                 columns.zero_()
@@ -417,7 +428,7 @@ class Pooling:
     def _add(self, batch: PooledBatch, rank: int, has_P: NDArray[np.int64], gradient: torch.Tensor,
              into: GroupGradients) -> None:  # fmt: skip
         """Add what came from a rank."""
-        width = batch.asked.blocks_W[rank].width
+        width = batch.inputs.incoming_W[rank].width
         for part, e, found in batch.served_W[rank]:
             starts = e.starts.tolist()
             for i, f in enumerate(part.features):

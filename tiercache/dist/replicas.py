@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.dist.exchange import Received
+    from tiercache.dist.exchange import ReceivedGradients
     from tiercache.dist.shard_layout import Owners
     from tiercache.rows.backends.base import Backend
     from tiercache.values.lookups import GroupRows
@@ -34,19 +34,19 @@ class Replicas:
 
     def __init__(self, ranks: AnyCommunicator, backend: Backend, wire_dtype: torch.dtype) -> None:
         self._ranks, self._backend, self._wire_dtype = ranks, backend, wire_dtype
-        self._mirrors: dict[int, torch.Tensor] = {}
+        self._replicas: dict[int, torch.Tensor] = {}
         self._owners: Owners | None = None
         self._changed: dict[int, list[NDArray[np.int32]]] = {}
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all replicas."""
-        return sum(replica.numel() * replica.element_size() for replica in self._mirrors.values())
+        return sum(replica.numel() * replica.element_size() for replica in self._replicas.values())
 
     def open(self, owners: Owners | None, rows: Sequence[GroupRows]) -> None:
         """Fill replicas with the rows of a pass; ``rows`` are this rank's. None: no replicas. Collective."""
         p, rank = self._backend, self._ranks.rank
-        self._owners, self._mirrors, self._changed = owners, {}, {}
+        self._owners, self._replicas, self._changed = owners, {}, {}
         for t, kind in enumerate(() if owners is None else owners.kinds):
             assert owners is not None
             if kind != "data_parallel":
@@ -57,14 +57,14 @@ class Replicas:
             for first in range(0, int(rows_W.max()), piece):
                 count_W = np.clip(rows_W - first, 0, piece)
                 begin = int(owners.first_TW[t, rank]) + first
-                mine = np.arange(begin, begin + int(count_W[rank]), dtype=np.int32)
-                found = self._find(rows, int(owners.group_TW[t, rank]), p.tensor(p.to_device(mine)), dim)
-                came = self._ranks.all_gather(found.view(-1), (count_W * dim).tolist(), "filling replicas")
+                own = np.arange(begin, begin + int(count_W[rank]), dtype=np.int32)
+                found = self._find(rows, int(owners.group_TW[t, rank]), p.tensor(p.to_device(own)), dim)
+                received = self._ranks.all_gather(found.view(-1), (count_W * dim).tolist(), "filling replicas")
                 at = 0
                 for low, count in zip((low_W + first).tolist(), count_W.tolist(), strict=True):
-                    replica[low : low + count] = came[at : at + count * dim].view(count, dim)
+                    replica[low : low + count] = received[at : at + count * dim].view(count, dim)
                     at += count * dim
-            self._mirrors[t] = replica
+            self._replicas[t] = replica
 
     def _find(self, rows: Sequence[GroupRows], group: int, positions: torch.Tensor, dim: int) -> torch.Tensor:
         """Return vectors by position, in the wire's dtype."""
@@ -77,9 +77,9 @@ class Replicas:
     def read(self, table: int, local: NDArray[np.int32], out: torch.Tensor) -> None:
         """Write the vectors of local ids (n,) of a table to ``out`` (n, dim)."""
         p = self._backend
-        torch.index_select(self._mirrors[table], 0, p.tensor(p.to_device(local)), out=out)
+        torch.index_select(self._replicas[table], 0, p.tensor(p.to_device(local)), out=out)
 
-    def note(self, received: Received) -> None:
+    def note(self, received: ReceivedGradients) -> None:
         """Note the rows whose gradients came: the next step changes them."""
         for group, positions in received.replicated.items():
             self._changed.setdefault(group, []).extend(positions)
@@ -88,9 +88,9 @@ class Replicas:
         """Forget what was noted."""
         self._changed = {}
 
-    def follow(self, rows: Sequence[GroupRows]) -> None:
+    def update(self, rows: Sequence[GroupRows]) -> None:
         """Bring every rank's replicas up to the step that was made. Collective."""
-        if not self._mirrors:
+        if not self._replicas:
             return
         ranks, owners = self._ranks, self._owners
         assert owners is not None
@@ -98,28 +98,30 @@ class Replicas:
         changed = {group: np.unique(np.concatenate(some)) for group, some in self._changed.items()}
         self._changed = {}
         ids, vectors = [], []
-        for t in self._mirrors:
+        for t in self._replicas:
             group, first = int(owners.group_TW[t, ranks.rank]), int(owners.first_TW[t, ranks.rank])
             owned = int(owners.high_TW[t, ranks.rank] - owners.low_TW[t, ranks.rank])
             found = changed.get(group, NONE_I4)
-            mine = found[(found >= first) & (found < first + owned)]
-            ids.append(mine + np.int32(int(owners.low_TW[t, ranks.rank]) - first))
-            vectors.append(self._find(rows, group, p.tensor(p.to_device(mine)), owners.tables[t].dim).view(-1))
+            own = found[(found >= first) & (found < first + owned)]
+            ids.append(own + np.int32(int(owners.low_TW[t, ranks.rank]) - first))
+            vectors.append(self._find(rows, group, p.tensor(p.to_device(own)), owners.tables[t].dim).view(-1))
         numbers = np.array([one.size for one in ids], dtype=np.int64)
         count_WM = ranks.exchange_splits(np.tile(numbers, (ranks.size, 1)), "counting what replicas follow")
         if not count_WM.any():
             return
-        dims = np.array([owners.tables[t].dim for t in self._mirrors], dtype=np.int64)
+        dims = np.array([owners.tables[t].dim for t in self._replicas], dtype=np.int64)
         changed_ids = torch.from_numpy(np.concatenate(ids))
         all_ids = ranks.all_gather(changed_ids, count_WM.sum(axis=1).tolist(), "telling which rows changed").numpy()
-        came = ranks.all_gather(torch.cat(vectors), (count_WM * dims).sum(axis=1).tolist(), "having replicas follow")
+        received = ranks.all_gather(
+            torch.cat(vectors), (count_WM * dims).sum(axis=1).tolist(), "having replicas follow"
+        )
         at_id = at = 0
         for counts in count_WM.tolist():
-            for replica, count in zip(self._mirrors.values(), counts, strict=True):
+            for replica, count in zip(self._replicas.values(), counts, strict=True):
                 dim = replica.shape[1]
-                new = came[at : at + count * dim].view(count, dim)
-                there = all_ids[at_id : at_id + count]
-                if error := out_of_bounds(ranks.rank, there, replica.shape[0], "of a replica, by what changed"):
+                new = received[at : at + count * dim].view(count, dim)
+                local = all_ids[at_id : at_id + count]
+                if error := out_of_bounds(ranks.rank, local, replica.shape[0], "of a replica, by what changed"):
                     raise error
-                replica[p.tensor(p.to_device(there)).long()] = new.to(replica.dtype)
+                replica[p.tensor(p.to_device(local)).long()] = new.to(replica.dtype)
                 at_id, at = at_id + count, at + count * dim

@@ -1,6 +1,6 @@
 """Requests: the rows of one batch, each once, in the order in which their owners are asked for them. On the host.
 
-Legend as in `stretches`.
+Legend as in `layout`.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from tiercache.dist.communicator import Wire
 from tiercache.dist.pooled import (
     MODES,
-    Block,
-    Candidate,
-    Chooser,
-    ExchangedBags,
-    by_model,
-    candidates_of,
-    check_bags,
-    message_of,
-    read_message,
+    PoolableFeature,
+    PooledBlock,
+    PooledInput,
+    PoolingChoice,
+    check_pooled_ids,
+    decode_block,
+    encode_block,
+    poolable_features,
+    pooled_by_owner,
 )
 from tiercache.dist.shard_layout import ShardLayout, exclusive, out_of_bounds
-from tiercache.dist.wire import Wire
 from tiercache.errors import RankError
 from tiercache.kernels.arrays import NONE_I4
 from tiercache.kernels.cpu.gathering import check_ids
@@ -75,7 +75,7 @@ class Request:
         return slice(first, first + int(self.rows_R[run]))
 
 
-class Requester:
+class RequestBuilder:
     """Makes the requests of batches; keeps its scratch from batch to batch. On one thread at a time."""
 
     def __init__(self) -> None:
@@ -84,41 +84,41 @@ class Requester:
         self._scratch: dict[str, NDArray[np.int32]] = {}
 
     def request(
-        self, stretches: ShardLayout, ids: Mapping[str, FeatureIds], tables: Mapping[str, str], where: str
+        self, layout: ShardLayout, ids: Mapping[str, FeatureIds], tables: Mapping[str, str], where: str
     ) -> tuple[Request, dict[str, FeatureIds]]:
         """Return the request of a batch, and its ids as indices of unique rows.
 
         tables: by feature. Raises IndexError for a local id that its table does not have in the pass, which ``where``
         names: as a lookup does.
         """
-        names = sorted(ids, key=lambda name: stretches.table_of[tables[name]])
-        table_F = np.array([stretches.table_of[tables[name]] for name in names], dtype=np.int64)
+        names = sorted(ids, key=lambda name: layout.table_of[tables[name]])
+        table_F = np.array([layout.table_of[tables[name]] for name in names], dtype=np.int64)
         starts = np.zeros(len(names) + 1, dtype=np.int64)
         np.cumsum([ids[name].num_ids for name in names], out=starts[1:])
         joined = self._take("joined", int(starts[-1]))
         np.concatenate([ids[name].ids for name in names] or [joined], out=joined)
-        _check(joined, starts, stretches.rows_T[table_F], names, tables, where)
+        _check(joined, starts, layout.rows_T[table_F], names, tables, where)
         unique = self._take("unique", joined.size)
         inverse = np.empty(joined.size, dtype=np.int32)  # becomes the batch's ids
-        begin_K, end_K = np.zeros_like(stretches.low_K), np.zeros_like(stretches.low_K)
+        begin_K, end_K = np.zeros_like(layout.low_K), np.zeros_like(layout.low_K)
         num_unique = 0
-        for first, end in stretches.sets:
+        for first, end in layout.sets:
             low, high = np.searchsorted(table_F, [first, end]).tolist()
             entries = slice(int(starts[low]), int(starts[high]))
             for f in range(low, high):
-                joined[starts[f] : starts[f + 1]] += np.int32(stretches.base_T[table_F[f]])
+                joined[starts[f] : starts[f + 1]] += np.int32(layout.base_T[table_F[f]])
             room, numbers = unique[num_unique : num_unique + entries.stop - entries.start], inverse[entries]
-            rows = int(stretches.rows_T[first:end].sum())
+            rows = int(layout.rows_T[first:end].sum())
             room = room[: self._unique(joined[entries], rows, room, numbers)]
             if num_unique:
                 numbers += num_unique
-            mine = slice(*np.searchsorted(stretches.by_table_K, [first, end]).tolist())
-            k = stretches.table_order_K[mine]
-            base = stretches.base_T[stretches.table_K[k]]
-            begin_K[k] = num_unique + np.searchsorted(room, base + stretches.low_K[k])
-            end_K[k] = num_unique + np.searchsorted(room, base + stretches.high_K[k])
+            mine = slice(*np.searchsorted(layout.by_table_K, [first, end]).tolist())
+            k = layout.table_order_K[mine]
+            base = layout.base_T[layout.table_K[k]]
+            begin_K[k] = num_unique + np.searchsorted(room, base + layout.low_K[k])
+            end_K[k] = num_unique + np.searchsorted(room, base + layout.high_K[k])
             num_unique += room.size
-        made = _lay_out(stretches, unique[:num_unique], begin_K, end_K)
+        made = _lay_out(layout, unique[:num_unique], begin_K, end_K)
         return made, {name: replace(ids[name], ids=inverse[starts[f] : starts[f + 1]]) for f, name in enumerate(names)}
 
     def _unique(
@@ -140,10 +140,10 @@ class Requester:
 
 
 def _lay_out(
-    stretches: ShardLayout, unique: NDArray[np.int32], begin_K: NDArray[np.int64], end_K: NDArray[np.int64]
+    layout: ShardLayout, unique: NDArray[np.int32], begin_K: NDArray[np.int64], end_K: NDArray[np.int64]
 ) -> Request:
     """Find out where each row goes and stands."""
-    s, rows_K = stretches, end_K - begin_K
+    s, rows_K = layout, end_K - begin_K
     shift_K = s.first_K - s.low_K - s.base_T[s.table_K]
     wire_K = exclusive(rows_K)
     num_groups = s.num_whole_groups
@@ -155,14 +155,14 @@ def _lay_out(
     addresses = np.empty(int(rows_K.sum()), dtype=np.int32)
     slots = np.empty(unique.size, dtype=np.int32)
     lay_out(unique, begin_K, end_K, shift_K, wire_K, np.where(s.is_first_K, slot_K, -1), addresses, slots)
-    num_sections = 2 * s.num_groups
-    counts = np.bincount(s.rank_K * num_sections + s.section_K, rows_K, s.num_ranks * num_sections)
-    replicated = s.mirrored_k[rows_K[s.mirrored_k] > 0].tolist()
+    num_splits = 2 * s.num_groups
+    counts = np.bincount(s.rank_K * num_splits + s.split_K, rows_K, s.num_ranks * num_splits)
+    replicated = s.replicated_k[rows_K[s.replicated_k] > 0].tolist()
     local = [unique[begin_K[k] : end_K[k]] - np.int32(s.base_T[s.table_K[k]]) for k in replicated]
     runs = s.runs
     return Request(
         addresses=addresses,
-        counts_WS=counts.astype(np.int64).reshape(s.num_ranks, num_sections),
+        counts_WS=counts.astype(np.int64).reshape(s.num_ranks, num_splits),
         slots_U=slots,
         num_rows_G=num_rows_G,
         replicated=tuple((int(s.table_K[k]), int(slot_K[k]), one) for k, one in zip(replicated, local, strict=True)),
@@ -194,11 +194,11 @@ _SAMPLES, _POOLED, _MODES, _TOKEN, _ERROR = range(-5, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout:
-    """What batches of a pass are asked for by."""
+class InputLayout:
+    """Where the rows and the poolable features of a pass are."""
 
-    stretches: ShardLayout
-    candidates: tuple[Candidate, ...]
+    shards: ShardLayout
+    poolable: tuple[PoolableFeature, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -223,7 +223,7 @@ class LocalInput:
 class ExchangedInput:
     """What ranks want of one another for one batch, all in host memory. It holds no vectors."""
 
-    stretches: ShardLayout
+    layout: ShardLayout
     request: Request
     """What this rank asks for, without the addresses, which were sent."""
     ids: dict[str, FeatureIds]
@@ -234,7 +234,7 @@ class ExchangedInput:
     """Rows that every rank asks this one for, by section of this rank."""
     positions: NDArray[np.int32]
     """Their positions, in the order of ranks but this rank's own last, in each section by section."""
-    bags: ExchangedBags | None
+    bags: PooledInput | None
     """What is pooled; None where no rank wants anything pooled."""
     where: str
     token: int
@@ -252,20 +252,26 @@ class InputDist:
         self._ranks, self._groups, self._features, self._wire_dtype = ranks, groups, features, wire_dtype
         self.wire = Wire(ranks, torch.float32)
         self._tables = {feature.name: feature.table for feature in features}
-        self._requester, self._chooser = Requester(), Chooser()
+        self._requester, self._chooser = RequestBuilder(), PoolingChoice()
         self._order = np.array([r for r in range(ranks.size) if r != ranks.rank] + [ranks.rank])
 
-    def lay_out(self, owners: Owners, *, replicated: bool = True) -> Layout:
+    def lay_out(self, owners: Owners, *, replicated: bool = True) -> InputLayout:
         """Return what batches of a pass are asked for by. Not collective.
 
         replicated: whether replicated tables have a replica here; else their rows travel as any other.
         """
         num_groups, several = int(owners.group_TW.max()) + 1, self._ranks.size > 1
-        stretches = ShardLayout(owners, self._groups, self._ranks.rank, num_groups, replicated=replicated and several)
-        return Layout(stretches, candidates_of(owners, self._features) if several else ())
+        layout = ShardLayout(owners, self._groups, self._ranks.rank, num_groups, replicated=replicated and several)
+        return InputLayout(layout, poolable_features(owners, self._features) if several else ())
 
-    def ask(
-        self, layout: Layout, wanted: LocalInput, where: str, *, trained: bool = True, error: Exception | None = None
+    def exchange(
+        self,
+        layout: InputLayout,
+        local: LocalInput,
+        where: str,
+        *,
+        trained: bool = True,
+        error: Exception | None = None,
     ) -> ExchangedInput:
         """Tell the owners what a batch wants. Collective.
 
@@ -273,100 +279,100 @@ class InputDist:
         (IndexError; ``where`` names batch and pass), every rank raises: it its own, others RankError; and all where
         they bring different tokens, or read by owner and look different features up.
         """
-        stretches, candidates, rank = layout.stretches, layout.candidates, self._ranks.rank
-        what, S, P, own = f"asking for rows of {where}", 2 * stretches.num_groups, len(candidates), wanted.own
+        shards, poolable, rank = layout.shards, layout.poolable, self._ranks.rank
+        what, S, P, own = f"asking for rows of {where}", 2 * shards.num_groups, len(poolable), local.own
         to = np.zeros((self._ranks.size, S + P + 5), dtype=np.int64)
         request: Request | None = None
         renamed: dict[str, FeatureIds] = {}
         pooled: dict[str, str] = {}
         if error is None:
             try:
-                pooled = self._pooled(candidates, wanted, where, to[:, S:], trained=trained)
-                rows = {n: some for n, some in wanted.ids.items() if n in wanted.modes and n not in pooled}
-                request, renamed = self._requester.request(stretches, rows, self._tables, where)
+                pooled = self._pooled(poolable, local, where, to[:, S:], trained=trained)
+                rows = {n: some for n, some in local.ids.items() if n in local.modes and n not in pooled}
+                request, renamed = self._requester.request(shards, rows, self._tables, where)
                 to[:, :S] = request.counts_WS
             except Exception as bad:
                 error = bad
         to[:, _SAMPLES:] = (
-            wanted.num_samples, bool(pooled), 0 if own is None else _digest(wanted.modes), wanted.token,
+            local.num_samples, bool(pooled), 0 if own is None else _digest(local.modes), local.token,
             error is not None,
         )  # fmt: skip
-        told = self.wire.count(to, what)
-        if told[:, _ERROR].any():
+        received = self.wire.count(to, what)
+        if received[:, _ERROR].any():
             self._ranks.agree(f"making a batch of {where}", error)
         assert request is not None
-        check_tokens(told[:, _TOKEN], wanted.token, f"makes another batch than rank {rank} in {where}")
-        if (told[:, _MODES] != to[0, _MODES]).any():
+        check_tokens(received[:, _TOKEN], local.token, f"makes another batch than rank {rank} in {where}")
+        if (received[:, _MODES] != to[0, _MODES]).any():
             raise RankError(
                 f"ranks look up different features in {where}, or pool them differently: with read_by='owner' all of "
                 "them have the same embedding modules"
             )
-        asked_W = tuple(Block.of(candidates, to[r, S : S + P], r) for r in range(self._ranks.size))
-        blocks_W = tuple(Block.of(candidates, told[r, S : S + P], rank) for r in range(self._ranks.size))
-        counts_WP, n_W = (told[:, S : S + P] - 1) >> 1, told[:, _SAMPLES]
+        asked_W = tuple(PooledBlock.of(poolable, to[r, S : S + P], r) for r in range(self._ranks.size))
+        incoming_W = tuple(PooledBlock.of(poolable, received[r, S : S + P], rank) for r in range(self._ranks.size))
+        counts_WP, n_W = (received[:, S : S + P] - 1) >> 1, received[:, _SAMPLES]
         words_W = [
-            sum(candidates[f].words(int(n), int(counts_P[f])) for f in block.features) if own is None else 0
-            for block, counts_P, n in zip(blocks_W, counts_WP, n_W, strict=True)
+            sum(poolable[f].words(int(n), int(counts_P[f])) for f in block.features) if own is None else 0
+            for block, counts_P, n in zip(incoming_W, counts_WP, n_W, strict=True)
         ]
-        pieces_W = [message_of(block, candidates, wanted.ids) if own is None else [] for block in asked_W]
-        positions, messages_W = self._exchange(request, told[:, :S].sum(axis=1), pieces_W, words_W, what)
+        pieces_W = [encode_block(block, poolable, local.ids) if own is None else [] for block in asked_W]
+        positions, messages_W = self._send(request, received[:, :S].sum(axis=1), pieces_W, words_W, what)
         if own is not None:
-            messages_W = [np.concatenate([NONE_I4, *message_of(block, candidates, some)])
-                          for block, some in zip(blocks_W, own, strict=True)]  # fmt: skip
-            for r, (block, some) in enumerate(zip(blocks_W, own, strict=True)):
+            messages_W = [np.concatenate([NONE_I4, *encode_block(block, poolable, some)])
+                          for block, some in zip(incoming_W, own, strict=True)]  # fmt: skip
+            for r, (block, some) in enumerate(zip(incoming_W, own, strict=True)):
                 for p in block.features:
-                    counts_WP[r, p] = some[candidates[p].name].num_ids
+                    counts_WP[r, p] = some[poolable[p].name].num_ids
         features_G: list[list[FeatureIds]] = [[] for _ in self._groups]
         for name, found in renamed.items():
-            features_G[stretches.group_T[stretches.table_of[self._tables[name]]]].append(found)
-        asked = ExchangedInput(
-            stretches=stretches, request=replace(request, addresses=NONE_I4), ids=renamed,
-            features_G=tuple(map(tuple, features_G)), counts_WS=told[:, :S], positions=positions, bags=None,
-            where=where, token=wanted.token,
+            features_G[shards.group_T[shards.table_of[self._tables[name]]]].append(found)
+        exchanged = ExchangedInput(
+            layout=shards, request=replace(request, addresses=NONE_I4), ids=renamed,
+            features_G=tuple(map(tuple, features_G)), counts_WS=received[:, :S], positions=positions, bags=None,
+            where=where, token=local.token,
         )  # fmt: skip
         try:
-            self._check_positions(asked)
-            if not told[:, _POOLED].any():
-                return asked
-            modes_WP = np.where(told[:, S : S + P] & 1, MODES["sum"], MODES["mean"]).astype(np.int8)
+            self._check_positions(exchanged)
+            if not received[:, _POOLED].any():
+                return exchanged
+            modes_WP = np.where(received[:, S : S + P] & 1, MODES["sum"], MODES["mean"]).astype(np.int8)
             parts_W = [
-                read_message(rank, candidates, block, messages_W[r], counts_WP[r], modes_WP[r], int(n_W[r]))
-                for r, block in enumerate(blocks_W)
+                decode_block(rank, poolable, block, messages_W[r], counts_WP[r], modes_WP[r], int(n_W[r]))
+                for r, block in enumerate(incoming_W)
             ]
         except RankError as bad:
-            return replace(asked, error=bad)
-        return replace(asked, bags=ExchangedBags(candidates, pooled, n_W, asked_W, blocks_W, parts_W))
+            return replace(exchanged, error=bad)
+        return replace(exchanged, bags=PooledInput(poolable, pooled, n_W, asked_W, incoming_W, parts_W))
 
     def _pooled(
         self,
-        candidates: Sequence[Candidate],
-        wanted: LocalInput,
+        poolable: Sequence[PoolableFeature],
+        local: LocalInput,
         where: str,
         to_WP: NDArray[np.int64],
         *,
         trained: bool,
     ) -> dict[str, str]:
         """Return the features that are to be pooled, with how, and write what owners are told of them."""
-        modes = wanted.modes if wanted.whole is None else wanted.whole
-        if wanted.own is None:
+        modes = local.modes if local.whole is None else local.whole
+        if local.own is None:
             chosen = self._chooser.choose(
-                candidates, wanted.ids, modes, wanted.num_samples, item_bytes=self._wire_dtype.itemsize,
+                poolable, local.ids, modes, local.num_samples, item_bytes=self._wire_dtype.itemsize,
                 trained=trained, where=where,
             )  # fmt: skip
         else:
-            chosen = [candidates.index(one) for one in by_model(candidates, modes)]
+            chosen = [poolable.index(one) for one in pooled_by_owner(poolable, modes)]
             for p in chosen:
-                for some in wanted.own:
-                    if candidates[p].name in some:
-                        check_bags(candidates[p], some[candidates[p].name].ids, where)
+                for some in local.own:
+                    if poolable[p].name in some:
+                        check_pooled_ids(poolable[p], some[poolable[p].name].ids, where)
         for p in chosen:
-            one = candidates[p]
-            count = 0 if wanted.own is not None else wanted.ids[one.name].num_ids
+            one = poolable[p]
+            count = 0 if local.own is not None else local.ids[one.name].num_ids
             for owner in one.owners:
                 to_WP[owner.rank, p] = 1 + 2 * count + (modes[one.name] == "mean")
-        return {candidates[p].name: str(modes[candidates[p].name]) for p in chosen}
+        return {poolable[p].name: str(modes[poolable[p].name]) for p in chosen}
 
-    def _exchange(
+    def _send(
         self, request: Request, rows_W: NDArray[np.int64], pieces_W: Sequence[Sequence[NDArray[np.int32]]],
         words_W: Sequence[int], what: str,
     ) -> tuple[NDArray[np.int32], list[NDArray[np.int32]]]:  # fmt: skip
@@ -377,19 +383,21 @@ class InputDist:
         remote = [one for r, pieces in enumerate(pieces_W) if r != rank for one in (mine[r], *pieces)]
         send = wire.remote(asked_W[r] + sum(one.size for one in pieces) for r, pieces in enumerate(pieces_W))
         receive = wire.remote(rows_W + words_W)
-        came = np.empty(sum(receive), np.int32)
-        wire.send(torch.from_numpy(np.concatenate([NONE_I4, *remote])), send, receive, torch.from_numpy(came), what)
-        each_W = np.split(came, np.cumsum(receive)[:-1])
+        received_words = np.empty(sum(receive), np.int32)
+        wire.send(
+            torch.from_numpy(np.concatenate([NONE_I4, *remote])), send, receive, torch.from_numpy(received_words), what
+        )
+        each_W = np.split(received_words, np.cumsum(receive)[:-1])
         each_W[rank] = np.concatenate([mine[rank], *pieces_W[rank]])
         positions = [each_W[r][: rows_W[r]] for r in self._order]
         return np.concatenate(positions), [each[rows:] for each, rows in zip(each_W, rows_W, strict=True)]
 
-    def _check_positions(self, asked: ExchangedInput) -> None:
+    def _check_positions(self, exchanged: ExchangedInput) -> None:
         """Raise RankError where others ask for rows that this one has not: kernels would take no notice."""
-        s, first = asked.stretches, 0
-        for counts_S in asked.counts_WS[self._order]:
-            for section in np.nonzero(counts_S)[0].tolist():
-                here, have = asked.positions[first : first + int(counts_S[section])], s.rows_H[section % s.num_groups]
+        s, first = exchanged.layout, 0
+        for counts_S in exchanged.counts_WS[self._order]:
+            for split in np.nonzero(counts_S)[0].tolist():
+                here, have = exchanged.positions[first : first + int(counts_S[split])], s.rows_H[split % s.num_groups]
                 if error := out_of_bounds(self._ranks.rank, here, have, f"of a group of {have:,} in the pass"):
                     raise error
                 first += here.size

@@ -149,7 +149,7 @@ def rank_bounds(keys: NDArray[np.int64], table: Table, num_ranks: int) -> NDArra
 
 
 _MOST_POSITIONS = 1 << 31
-_WHOLE, _SLICED, _MIRRORED = range(3)
+_WHOLE, _SLICED, _REPLICATED = range(3)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,14 +157,14 @@ class Runs:
     """Rows that are copied at once between the wire and a group's rows."""
 
     rank_R: NDArray[np.int64]
-    section_R: NDArray[np.int64]
+    split_R: NDArray[np.int64]
     group_R: NDArray[np.int64]
     """The group of whole tables."""
     column_R: NDArray[np.int64]
     """The first column."""
     width_R: NDArray[np.int64]
     """Columns."""
-    mirrored_R: NDArray[np.bool_]
+    replicated_R: NDArray[np.bool_]
     first_R: NDArray[np.int64]
     """The first stretch of each."""
 
@@ -198,11 +198,13 @@ class ShardLayout:
             self.rows_H[int(owners.group_TW[t, rank])] += int(owners.high_TW[t, rank] - owners.low_TW[t, rank])
         found = []
         for t, table in enumerate(owners.tables):
-            is_mirrored = replicated and owners.kinds[t] == "data_parallel"
+            is_replicated = replicated and owners.kinds[t] == "data_parallel"
             for d in owners.destinations[t]:
-                kind = _MIRRORED if is_mirrored else _WHOLE if d.last_column - d.first_column == table.dim else _SLICED
+                kind = (
+                    _REPLICATED if is_replicated else _WHOLE if d.last_column - d.first_column == table.dim else _SLICED
+                )
                 turn = d.rank if d.rank != rank else owners.num_ranks
-                key = turn, is_mirrored, d.group, group_of[table.name], t, d.first_column
+                key = turn, is_replicated, d.group, group_of[table.name], t, d.first_column
                 found.append((key, (t, d.rank, d.group, d.low, d.high, d.first, d.first_column, d.last_column, kind)))
         found.sort()
         columns = np.array([numbers for _, numbers in found], dtype=np.int64).reshape(-1, 9).T.copy()
@@ -210,16 +212,16 @@ class ShardLayout:
         self.group_T = [group_of[table.name] for table in owners.tables]
         """The group of whole tables that each table is in."""
         self.group_K = np.array(self.group_T, dtype=np.int64)[self.table_K]
-        self.section_K = part_group + np.where(place == _MIRRORED, num_groups, 0)
+        self.split_K = part_group + np.where(place == _REPLICATED, num_groups, 0)
         self.width_K, self.place_K = last - column, place
         self.table_order_K = np.argsort(self.table_K, kind="stable")
         """Stretches by table."""
         self.by_table_K = self.table_K[self.table_order_K]
-        self.mirrored_k = np.nonzero(place == _MIRRORED)[0]
+        self.replicated_k = np.nonzero(place == _REPLICATED)[0]
         """Which stretches are replicated."""
         self.width_WS = np.zeros((self.num_ranks, 2 * num_groups), dtype=np.int64)
         """Columns of the rows of each section of each rank."""
-        self.width_WS[self.rank_K, self.section_K] = self.width_K
+        self.width_WS[self.rank_K, self.split_K] = self.width_K
         self.sets = self._cut_sets()
         """Tables whose positions are sorted together, as (first, last) among the T."""
         self.base_T = np.empty_like(self.rows_T)
@@ -250,14 +252,14 @@ class ShardLayout:
         return list(pairwise([*cuts, int(self.rows_T.size)]))
 
     def _cut_runs(self, column: NDArray[np.int64]) -> Runs:
-        keys = np.stack([self.rank_K, self.section_K, self.group_K])
+        keys = np.stack([self.rank_K, self.split_K, self.group_K])
         new = np.ones(self.table_K.size, dtype=bool)
         new[1:] = (keys[:, 1:] != keys[:, :-1]).any(axis=0)
         new |= self.place_K == _SLICED
         k = np.nonzero(new)[0]
         return Runs(
-            self.rank_K[k], self.section_K[k], self.group_K[k], column[k], self.width_K[k],
-            self.place_K[k] == _MIRRORED, k,
+            self.rank_K[k], self.split_K[k], self.group_K[k], column[k], self.width_K[k],
+            self.place_K[k] == _REPLICATED, k,
         )  # fmt: skip
 
 

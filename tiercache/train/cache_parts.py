@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tiercache.data.dataset import PassDataset
 from tiercache.dist.budget_checks import check_device
-from tiercache.dist.communicator import communicator_of, only_rank
+from tiercache.dist.communicator import Communicators, communicator_of, only_rank
 from tiercache.dist.consistency import check_same, check_same_places
 from tiercache.dist.shard_view import ShardView
 from tiercache.dist.training_store import StoreOptions, TrainingStore
@@ -171,7 +171,7 @@ class CacheParts:
 
     def _clone_ranks(self) -> None:
         """Connect the ranks for other threads. NCCL takes memory of the device for it: before the rows do."""
-        self._beside, self._asking = self.ranks.clone(), self.ranks.clone(device="cpu")
+        self.communicators = Communicators.connect(self.ranks)
 
     def _open_exchange(self, live_rows: Callable[..., CurrentRows], comm_dtype: torch.dtype) -> Exchange:
         optimizer = self.rows.state.optimizer
@@ -179,7 +179,7 @@ class CacheParts:
             return LocalExchange(self.ranks, self.backend, optimizer, live_rows)
         assert isinstance(self.rows.source, ShardView)
         return RankExchange(
-            self.ranks, self._beside, self._asking, self.rows.source, self.backend, optimizer, live_rows, self.modules,
+            self.communicators, self.rows.source, self.backend, optimizer, live_rows, self.modules,
             comm_dtype=comm_dtype,
         )  # fmt: skip
 
@@ -189,7 +189,7 @@ class CacheParts:
         try:
             yield
         except BaseException:
-            for name in ("exchange", "rows", "_asking", "_beside", "training_store", "ranks"):
+            for name in ("exchange", "rows", "communicators", "training_store", "ranks"):
                 if hasattr(self, name):
                     getattr(self, name).close()
             raise
@@ -199,8 +199,7 @@ class CacheParts:
         with ExitStack() as last:
             for close in (
                 self.training_store.close, self.backend.drop_scratch, self.rows.close, self.raw.reader.close,
-                partial(self.ranks.close, failed=failed), partial(self._beside.close, failed=failed),
-                partial(self._asking.close, failed=failed), self.exchange.close, self.rows.state.joint.close,
+                partial(self.communicators.close, failed=failed), self.exchange.close, self.rows.state.joint.close,
             ):  # fmt: skip
                 last.callback(close)  # the last one first
             if failed:  # before anything waits: a rank that waits for this one at an agreement raises

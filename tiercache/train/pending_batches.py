@@ -73,16 +73,18 @@ class BatchRows(RowView):
     def __init__(
         self,
         of_pass: RowView,
-        asked: ExchangedBatch,
+        exchanged: ExchangedBatch,
         anchors: Anchors,
         num_groups: int,
         bring: Callable[[BatchRows], None],
     ) -> None:
         gradients = None if of_pass.gradients is None else RowGradients(num_groups, anchors)
-        super().__init__((), gradients, asked.rows.where, of_pass.backend)
-        self.of_pass, self.asked, self._bring_batch = of_pass, asked, bring
+        super().__init__((), gradients, exchanged.rows.where, of_pass.backend)
+        self.of_pass, self.exchanged, self._bring_batch = of_pass, exchanged, bring
         self.schema = of_pass.schema
-        self.pooled = {name: Pooled(mode) for name, mode in (asked.rows.bags.modes if asked.rows.bags else {}).items()}
+        self.pooled = {
+            name: Pooled(mode) for name, mode in (exchanged.rows.bags.modes if exchanged.rows.bags else {}).items()
+        }
         """The features that other ranks pool, by name; they get their vectors with the rows."""
         self.bags: PooledBatch | None = None
         self.slots = torch.empty(0, dtype=torch.int32, device="cpu")
@@ -94,8 +96,8 @@ class BatchRows(RowView):
         """Look among the ids that the batch had in its pass, or among its raw keys."""
         if feature in self.raw:
             return np.asarray(self.raw[feature].keys == key)
-        assert self.asked.samples is not None
-        return self.of_pass.is_key(feature, self.asked.samples.ids[feature], key)
+        assert self.exchanged.samples is not None
+        return self.of_pass.is_key(feature, self.exchanged.samples.ids[feature], key)
 
     def check(self) -> None:
         """Raise RuntimeError where the pass has ended, or the rows are of before a step."""
@@ -114,13 +116,13 @@ class BatchRows(RowView):
         if not self.groups:
             self._bring_batch(self)
 
-    def brought(self, groups: Sequence[GroupRows], slots: torch.Tensor, bags: PooledBatch | None) -> None:
+    def set_rows(self, groups: Sequence[GroupRows], slots: torch.Tensor, bags: PooledBatch | None) -> None:
         """Take the rows that were brought."""
         self.groups, self.slots, self.bags, self.ended = tuple(groups), slots, bags, False
         for name, vectors in ({} if bags is None else bags.vectors).items():
             self.pooled[name].vectors = vectors
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drop the rows: a step changes them, and the next lookup brings them anew."""
         self.groups, self.ended = (), True
 
@@ -182,7 +184,7 @@ class PendingBatches:
         """Return them; their rows are of before the step."""
         taken, self.batches = self.batches, []
         for one in taken:
-            one.let_go()
+            one.release()
         return taken
 
     def put_back(self, waiting: Sequence[BatchRows]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.dist.exchange import RowExchange
-from tiercache.dist.pooled import Pooling, by_model, cut_bags
+from tiercache.dist.pooled import PooledOutputDist, pooled_by_owner, split_by_rank
 from tiercache.dist.requests import InputDist, LocalInput
 from tiercache.dist.row_loader import RowLoader
 from tiercache.dist.shard_view import ShardView
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from tiercache.data.dataset import DatasetView
     from tiercache.data.sub_dataset import EncodedBatch
-    from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.dist.requests import Layout
+    from tiercache.dist.communicator import Communicators
+    from tiercache.dist.requests import InputLayout
     from tiercache.rows.backends.base import Backend
     from tiercache.train.evaluation import CurrentRows
     from tiercache.train.raw_samples import RawSamples
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Read:
-    """This rank's part of a batch, before its rows are asked for."""
+    """This rank's part of a batch, before the ranks exchange it."""
 
     samples: EncodedBatch | None
-    wanted: LocalInput
+    local: LocalInput
     weight: float = 1.0
     end: int = 0
     """Samples of the pass up to the end of the batch, of all ranks."""
@@ -70,32 +70,30 @@ class _Threads:
             backend.streams.enter_thread()
             share_threads()  # as many threads of the kernels as training has: else they would use all cores here
 
-        self.asking = ThreadPoolExecutor(1, thread_name_prefix="tiercache-asking", initializer=enter)
-        """Asks for batches, over a communicator of its own."""
-        self.bringing = ThreadPoolExecutor(1, thread_name_prefix="tiercache-exchange", initializer=enter)
-        """Brings rows beside the training, on a CPU."""
+        self.input_thread = ThreadPoolExecutor(1, thread_name_prefix="tiercache-input", initializer=enter)
+        """Exchanges the inputs of batches."""
+        self.row_thread = ThreadPoolExecutor(1, thread_name_prefix="tiercache-exchange", initializer=enter)
+        """Exchanges rows while the training goes on, on a CPU."""
 
 
 class RankExchange:
-    """Makes batches whose rows were brought from their owners. All ranks make the same batches in the same order.
+    """Makes batches with rows from their owners. All ranks make the same batches in the same order.
 
-    A batch is *asked for*: its samples are read, and owners are told which rows they are to send. That is work of the
-    host, on a thread and over process groups of its own, and needs no rows; so later batches, of the next pass too, are
-    asked for while one is trained. Its rows are *brought* where a module first looks it up, on the training thread.
-    Micro-batches and evaluations bring them while the batch before is used: on a CPU another thread does. On a GPU the
-    training thread queues that, on a stream beside its own: so all ranks queue what travels in one order, their own
-    collectives and those of the user's model, without which each might wait for another one of the others.
+    Input dist: the samples of a batch are read, and owners are told which rows to send. That is work of the host, on a
+    thread and over process groups of its own, and needs no rows; so it is done for later batches, of the next pass too,
+    while one is trained. Output dist: rows are exchanged when a module first looks the batch up, on the training
+    thread. Micro-batches and evaluations do so while the batch before is used: on a CPU on another thread. On a GPU the
+    training thread queues that, on a second stream: so all ranks queue their collectives and those of the user's model
+    in one order, without which each might wait for another one of the others.
     """
 
     least_ahead = 1
-    """Batches that are asked for while one is trained, where nobody says."""
+    """Batches whose inputs are exchanged ahead by default."""
 
     def __init__(
         self,
-        ranks: AnyCommunicator,
-        beside: AnyCommunicator,
-        asking: AnyCommunicator,
-        share: ShardView,
+        communicators: Communicators,
+        shard_view: ShardView,
         backend: Backend,
         optimizer: RowOptimizer,
         live_rows: Callable[..., CurrentRows],
@@ -104,28 +102,28 @@ class RankExchange:
         comm_dtype: torch.dtype,
         threads: _Threads | None = None,
     ) -> None:
-        """beside, asking: the same ranks, for what batches bring, and for what they ask. optimizer: of this rank's
-        groups; its gradients are stepped.
+        """optimizer: of this rank's groups; its gradients are stepped.
 
         live_rows: a method of the cache that has this, which it does not keep alive: a reader of this rank's rows.
         modules: features that none of these looks up are not brought.
         """
-        self.ranks, self._beside, self._asking_ranks = ranks, beside, asking
-        self._share, self._backend = share, backend
+        self._communicators, self._shard_view, self._backend = communicators, shard_view, backend
+        self.ranks, self._exchange_ranks = communicators.control, communicators.exchange
         self._optimizer, self._modules, self._comm_dtype = optimizer, modules, comm_dtype
         self._live_rows = weakref.WeakMethod(live_rows)
-        whole = share.whole
+        whole = shard_view.whole
         groups = group_tables(whole.tables)
         self.num_groups = len(groups)
-        self.asking = InputDist(asking, groups, whole.schema.features, comm_dtype)
-        self.rows = RowExchange(beside, backend, groups, share.groups_W[share.rank], wire_dtype=comm_dtype)
-        self.pooling = Pooling(self.rows, backend)
-        self._loader = RowLoader(share, self._own_rows, ranks)
+        self.input_dist = InputDist(communicators.input, groups, whole.schema.features, comm_dtype)
+        part_groups = shard_view.groups_W[shard_view.rank]
+        self.rows = RowExchange(communicators.exchange, backend, groups, part_groups, wire_dtype=comm_dtype)
+        self.pooling = PooledOutputDist(self.rows, backend)
+        self._loader = RowLoader(shard_view, self._own_rows, self.ranks)
         self._tables = {feature.name: feature.table for feature in whole.schema.features}
         self._weighted = {feature.name for feature in whole.schema.features if feature.weights is not None}
         self._is_mine = threads is None
         self._threads = _Threads(backend) if threads is None else threads
-        self._layouts: weakref.WeakKeyDictionary[RowView, Layout] = weakref.WeakKeyDictionary()
+        self._layouts: weakref.WeakKeyDictionary[RowView, InputLayout] = weakref.WeakKeyDictionary()
         self._pending = PendingBatches()
 
     @property
@@ -146,7 +144,7 @@ class RankExchange:
     @property
     def bytes_sent(self) -> int:
         """Bytes that left this rank for others so far, for batches of trainings and their steps."""
-        return self.rows.wire.bytes_sent + self.asking.wire.bytes_sent
+        return self.rows.wire.bytes_sent + self.input_dist.wire.bytes_sent
 
     @property
     def device_bytes(self) -> int:
@@ -154,13 +152,13 @@ class RankExchange:
         return self.rows.replica_bytes
 
     def prepare(self, sub_dataset: int, rows: RowView) -> None:
-        """Let batches of a pass be asked for; without gradients nothing of it is replicated. Not collective."""
-        owners = self._share.owners(sub_dataset)
-        self._layouts[rows] = self.asking.lay_out(owners, replicated=rows.gradients is not None)
+        """Find the owners of a pass; without gradients nothing of it is replicated. Not collective."""
+        owners = self._shard_view.owners(sub_dataset)
+        self._layouts[rows] = self.input_dist.lay_out(owners, replicated=rows.gradients is not None)
 
     def open(self, rows: RowView) -> None:
         """Begin with a pass that was prepared, of which this rank owns ``rows``."""
-        self.rows.open_pass(self._layouts[rows].stretches, rows.groups)
+        self.rows.open_pass(self._layouts[rows].shards, rows.groups)
         self.pooling.open(rows.groups)
 
     # -- batches ------------------------------------------------------------------------------------------
@@ -173,7 +171,7 @@ class RankExchange:
         features that owners of tables pool are read there, for all ranks.
         """
         modes = poolings(self._modules, self._tables)  # here: at the same batch on all ranks
-        candidates = self._layouts[rows].candidates
+        poolable = self._layouts[rows].poolable
 
         def read() -> _Read:
             rank, size, source = self.ranks.rank, self.ranks.size, request.source
@@ -186,50 +184,52 @@ class RankExchange:
                 samples = source.read(read_W[rank]) if every else source.read(read_W[rank], features=modes)
                 bags = None
             else:
-                elsewhere = by_model(candidates, modes)
+                elsewhere = pooled_by_owner(poolable, modes)
                 own = [one.name for one in elsewhere if any(owner.rank == rank for owner in one.owners)]
                 found = source.read(np.concatenate(read_W), features=own).ids if own else {}
                 samples = source.read(read_W[rank], features=modes.keys() - {one.name for one in elsewhere})
-                bags = cut_bags(found, [some.size for some in read_W])
-            wanted = LocalInput(ids=samples.ids, modes=modes, num_samples=samples.num_samples, own=bags, token=token)
-            return _Read(samples, wanted, weight, request.done)
+                bags = split_by_rank(found, [some.size for some in read_W])
+            local = LocalInput(ids=samples.ids, modes=modes, num_samples=samples.num_samples, own=bags, token=token)
+            return _Read(samples, local, weight, request.done)
 
         return read
 
     def begin(
         self, read: Callable[[], Any] | Future[Any], rows: RowView, *, previous: Future[ExchangedBatch] | None = None
     ) -> Future[ExchangedBatch]:
-        """Have a batch asked for; whatever ``read`` raises is raised, on the others as RankError.
+        """Exchange the input of a batch; whatever ``read`` raises is raised, on the others as RankError.
 
-        previous: the batch before. Where it failed it did so on all ranks, none of which asks for more.
+        previous: the batch before. Where it failed it did so on all ranks, none of which exchanges more.
         """
         layout, trained = self._layouts[rows], rows.gradients is not None
         name = f"a step of {rows.name}" if trained else rows.name
 
-        def ask() -> ExchangedBatch:
+        def exchange() -> ExchangedBatch:
             if previous is not None and (failed := previous.exception()) is not None:
                 raise failed
-            mine, error = _Read(None, LocalInput()), None
+            own, error = _Read(None, LocalInput()), None
             try:
-                mine = read.result() if isinstance(read, Future) else read()
+                own = read.result() if isinstance(read, Future) else read()
             except Exception as caught:  # told to all ranks
                 error = caught
-            asked = self.asking.ask(layout, mine.wanted, name, trained=trained, error=error)
-            return ExchangedBatch(mine.samples, mine.weight, mine.end, asked)
+            exchanged = self.input_dist.exchange(layout, own.local, name, trained=trained, error=error)
+            return ExchangedBatch(own.samples, own.weight, own.end, exchanged)
 
-        return self._threads.asking.submit(ask)
+        return self._threads.input_thread.submit(exchange)
 
     @staticmethod
     def wait(begun: Iterable[Any]) -> None:
-        """Wait until batches that nobody takes were asked for: the other ranks ask for them too."""
+        """Wait for batches that nobody takes: the other ranks exchange them too."""
         wait(begun)
 
-    def finish(self, asked: Callable[[], ExchangedBatch], rows: RowView, before: Callable[[], None] | None) -> Batch:
+    def finish(
+        self, exchanged: Callable[[], ExchangedBatch], rows: RowView, before: Callable[[], None] | None
+    ) -> Batch:
         """Return the batch. Its rows come with its first lookup; of an evaluation, which ranks may skip, now.
 
-        before: called before the rows are brought; what it raises is raised on all ranks.
+        before: called before the rows are exchanged; what it raises is raised on all ranks.
         """
-        batch, view = self._made(asked(), rows, before)
+        batch, view = self._make(exchanged(), rows, before)
         if rows.gradients is None:
             view.bring()
         return batch
@@ -237,68 +237,72 @@ class RankExchange:
     def overlapped(
         self, begun: Iterator[Callable[[], ExchangedBatch]], rows: RowView, before: Callable[[], None] | None
     ) -> Iterator[Batch]:
-        """Yield batches, whose rows are each brought while the one before is used.
+        """Yield batches, whose rows are each exchanged while the one before is used.
 
         Those of a pass that was fetched ahead come with the first lookup, which ends the pass before.
         """
-        coming: Future[Any] | tuple[Batch, Any] | None = None
-        for asked in begun:
+        waiting: Future[Any] | tuple[Batch, Any] | None = None
+        for exchanged in begun:
             if not rows.is_brought:
-                yield self.finish(asked, rows, before)
+                yield self.finish(exchanged, rows, before)
                 continue
             if self._backend.queues:
-                behind: Future[Any] | tuple[Batch, Any] = self._brought(asked, rows, before)
+                previous: Future[Any] | tuple[Batch, Any] = self._exchange_next(exchanged, rows, before)
             else:
-                behind = self._threads.bringing.submit(self._brought, asked, rows, before)
-            del asked  # its memory is the batch's
-            if coming is not None:
-                yield self._received(coming)
-            coming = behind
-        if coming is not None:
-            yield self._received(coming)
+                previous = self._threads.row_thread.submit(self._exchange_next, exchanged, rows, before)
+            del exchanged  # its memory is the batch's
+            if waiting is not None:
+                yield self._received(waiting)
+            waiting = previous
+        if waiting is not None:
+            yield self._received(waiting)
 
-    def _brought(
-        self, asked: Callable[[], ExchangedBatch], rows: RowView, before: Callable[[], None] | None
+    def _exchange_next(
+        self, exchanged: Callable[[], ExchangedBatch], rows: RowView, before: Callable[[], None] | None
     ) -> tuple[Batch, Any]:
-        batch, view = self._made(asked(), rows, before)
-        return batch, self._bring(view, before)
+        batch, view = self._make(exchanged(), rows, before)
+        return batch, self._exchange_rows(view, before)
 
-    def _received(self, coming: Future[Any] | tuple[Batch, Any]) -> Batch:
-        batch, exchanged = coming.result() if isinstance(coming, Future) else coming
+    def _received(self, waiting: Future[Any] | tuple[Batch, Any]) -> Batch:
+        batch, exchanged = waiting.result() if isinstance(waiting, Future) else waiting
         assert isinstance(batch.rows, BatchRows)
         self._receive(batch.rows, exchanged)
         return batch
 
-    def _made(self, asked: ExchangedBatch, rows: RowView, before: Callable[[], None] | None) -> tuple[Batch, BatchRows]:
+    def _make(
+        self, exchanged: ExchangedBatch, rows: RowView, before: Callable[[], None] | None
+    ) -> tuple[Batch, BatchRows]:
         """Return a batch whose rows are not there yet."""
-        view = self._view(asked, rows, before)
-        assert asked.samples is not None
-        ids = self._named(asked.rows.ids, view.pooled)
-        batch = make_batch(asked.samples, view, ids=ids, weight=asked.weight, end=asked.end, pooled=view.pooled)
+        view = self._view(exchanged, rows, before)
+        assert exchanged.samples is not None
+        ids = self._named(exchanged.rows.ids, view.pooled)
+        batch = make_batch(
+            exchanged.samples, view, ids=ids, weight=exchanged.weight, end=exchanged.end, pooled=view.pooled
+        )
         return batch, view
 
-    def _view(self, asked: ExchangedBatch, rows: RowView, before: Callable[[], None] | None) -> BatchRows:
+    def _view(self, exchanged: ExchangedBatch, rows: RowView, before: Callable[[], None] | None) -> BatchRows:
         def bring(view: BatchRows) -> None:
             self.rest()
-            self._receive(view, self._bring(view, before))
+            self._receive(view, self._exchange_rows(view, before))
 
-        return BatchRows(rows, asked, self._optimizer.anchors, self.num_groups, bring)
+        return BatchRows(rows, exchanged, self._optimizer.anchors, self.num_groups, bring)
 
-    def _bring(self, view: BatchRows, before: Callable[[], None] | None) -> Any:
+    def _exchange_rows(self, view: BatchRows, before: Callable[[], None] | None) -> Any:
         """Have rows brought and bags pooled; returns the end of it, where the backend queues its work."""
         view.of_pass.check()
         if not self._optimizer.anchors.is_stepped and self.pending:
             raise StateError(NOBODY_STEPS)
-        asked, error = view.asked.rows, None
+        exchanged, error = view.exchanged.rows, None
         try:
             if before is not None:
                 before()
         except Exception as caught:  # told to all ranks
             error = caught
         with self._backend.streams.exchanging():
-            groups, slots = self.rows.answer(asked, error)
-            bags = self.pooling.answer(asked.bags) if asked.bags else None
-        view.brought(groups, slots, bags)
+            groups, slots = self.rows.serve(exchanged, error)
+            bags = self.pooling.serve(exchanged.bags) if exchanged.bags else None
+        view.set_rows(groups, slots, bags)
         self._pending.add(view)
         return self._backend.streams.exchanged()
 
@@ -313,9 +317,9 @@ class RankExchange:
         """Return the numbers of every rank, which are all doing ``what``; where a rank has an error, all raise."""
         self.rest()
         to = np.array([[*mine, error is not None]] * self.ranks.size, np.int64)
-        told = self.ranks.meet(self._beside, to, what)
+        told = self.ranks.meet(self._exchange_ranks, to, what)
         if told[:, -1].any():
-            self._beside.agree(what, error)
+            self._exchange_ranks.agree(what, error)
         return [[int(number) for number in row[:-1]] for row in told]
 
     def raw(
@@ -342,12 +346,12 @@ class RankExchange:
             for feature, mode in modes.items()
             if feature not in lacking and (ids[feature].weights is not None) == (feature in self._weighted)
         }
-        wanted = LocalInput(ids=ids, modes=modes, whole=whole, num_samples=samples.num_samples)
-        asked = self._threads.asking.submit(self.asking.ask, layout, wanted, name).result()
-        view = self._view(ExchangedBatch(None, weight, 0, asked), rows, None)
+        local = LocalInput(ids=ids, modes=modes, whole=whole, num_samples=samples.num_samples)
+        exchanged = self._threads.input_thread.submit(self.input_dist.exchange, layout, local, name).result()
+        view = self._view(ExchangedBatch(None, weight, 0, exchanged), rows, None)
         view.raw = samples.features
         view.bring()
-        named = self._named(asked.ids, view.pooled)
+        named = self._named(exchanged.ids, view.pooled)
         batch = Batch(samples.label, samples.dense, named, view, samples.num_samples, weight, view.pooled)
         if not lacking & batch.ids.keys():
             return batch, None
@@ -384,11 +388,11 @@ class RankExchange:
         return live_rows(*unknown)
 
     def evaluating(self, passes: DatasetView) -> RankExchange:
-        """Return an exchange for batches of this rank's share of other passes, on the same threads."""
+        """Return an exchange for batches of this rank's shard of other passes, on the same threads."""
         assert isinstance(passes, ShardView)
         return RankExchange(
-            self.ranks, self._beside, self._asking_ranks, passes, self._backend, self._optimizer, self._own_rows,
-            self._modules, comm_dtype=self._comm_dtype, threads=self._threads,
+            self._communicators, passes, self._backend, self._optimizer, self._own_rows, self._modules,
+            comm_dtype=self._comm_dtype, threads=self._threads,
         )  # fmt: skip
 
     # -- the step -----------------------------------------------------------------------------------------
@@ -402,7 +406,7 @@ class RankExchange:
         self.rest()
         into, taken = self._optimizer.gradients, self._pending.take()
         stepped, waiting = self._optimizer.begin_step(optimizer), list[BatchRows]()
-        tables = [table.name for table in self._share.whole.tables]
+        tables = [table.name for table in self._shard_view.whole.tables]
         mine = [table in stepped for table in tables]
         for one in taken:
             gradients = one.collect()
@@ -423,9 +427,9 @@ class RankExchange:
 
         says: what this rank says of the batch, flag by flag; returns what any rank says.
         """
-        said = self.rows.gradients_of(batch.asked.rows, batch.slots, gradients.collected, into, says)
+        said = self.rows.send_gradients(batch.exchanged.rows, batch.slots, gradients.collected, into, says)
         if batch.bags is not None:
-            self.pooling.gradients_of(batch.bags, {name: one.gradients for name, one in batch.pooled.items()}, into)
+            self.pooling.send_gradients(batch.bags, {name: one.gradients for name, one in batch.pooled.items()}, into)
         gradients.clear_collected()
         return said
 
@@ -444,7 +448,9 @@ class RankExchange:
             self._send_gradients(one, one.preview(ready), into.collected)
         self.rows.discard()
         mine = self._optimizer.squared_norm(into.collected)
-        squares = self._beside.all_gather(mine.view(1), [1] * self.ranks.size, "adding up the norms of gradients").sum()
+        squares = self._exchange_ranks.all_gather(
+            mine.view(1), [1] * self.ranks.size, "adding up the norms of gradients"
+        ).sum()
         return self._optimizer.clip(max_norm, optimizer, ready, squares, error_if_nonfinite=error_if_nonfinite)
 
     def follow(self, scaler: torch.amp.GradScaler) -> None:
@@ -465,7 +471,9 @@ class RankExchange:
 
     def _agree_on_overflow(self, found: torch.Tensor) -> None:
         self.rest()
-        flags = self._beside.all_gather(found.view(1), [1] * self.ranks.size, "looking for gradients that overflow")
+        flags = self._exchange_ranks.all_gather(
+            found.view(1), [1] * self.ranks.size, "looking for gradients that overflow"
+        )
         found.copy_(flags.max())
         self._optimizer.anchors.note_overflow(found)
 
@@ -482,14 +490,14 @@ class RankExchange:
 
     def rest(self) -> None:
         """Wait until no rows are being brought; what comes behind this comes behind those that were."""
-        self._threads.bringing.submit(lambda: None).result()
+        self._threads.row_thread.submit(lambda: None).result()
         self._backend.streams.receive(self._backend.streams.exchanged(), ())
 
     def close(self) -> None:
         """End the threads, and let go of the rows."""
         if self._is_mine:
-            self._threads.asking.shutdown()
-            self._threads.bringing.shutdown()
+            self._threads.input_thread.shutdown()
+            self._threads.row_thread.shutdown()
         self.rows.close()
         self.pooling.open(())
 
