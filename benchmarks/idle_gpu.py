@@ -163,7 +163,7 @@ class IdleGpu(CudaDevice):
         """Return the host's address."""
         return int(array.ctypes.data)
 
-    def room(self) -> tuple[int, int]:
+    def memory_info(self) -> tuple[int, int]:
         """Return free and total bytes."""
         return _FREE_BYTES, _BYTES
 
@@ -171,7 +171,7 @@ class IdleGpu(CudaDevice):
         """Count it."""
         self.counts["event"] += 1
 
-    def hand_over(self, _tensor: torch.Tensor) -> None:
+    def record_use(self, _tensor: torch.Tensor) -> None:
         """Count it."""
         self.counts["record stream"] += 1
 

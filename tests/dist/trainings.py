@@ -364,7 +364,7 @@ def waits(ranks: AnyCommunicator, case: str, folder: str, *, sharding: dict[str,
 
             return made
 
-        for there, name in ((backend, "named"), (runtime, "download"), (runtime, "synchronize")):
+        for there, name in ((backend, "slot_mask"), (runtime, "download"), (runtime, "synchronize")):
             setattr(there, name, noted(name, getattr(there, name)))
         passes = cache.passes(epochs=1)
         for number, batch in enumerate(next(passes).batches(one.batch)):

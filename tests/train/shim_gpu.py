@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tests.train.shim_streams import Event, LateKernels
-from tiercache.rows.backends.cpu import CompleteEvent
+from tiercache.rows.backends.base import CompleteEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -127,7 +127,7 @@ class ShimRuntime:
         reach = {**self.pinned_pages, **self._pinned}
         return any(address <= begin and begin + num_bytes <= address + size for address, size in reach.items())
 
-    def room(self) -> tuple[int, int]:
+    def memory_info(self) -> tuple[int, int]:
         """What the test says."""
         return self.free_bytes, 1 << 31
 
@@ -186,7 +186,7 @@ class ShimRuntime:
         """Return nothing that is received."""
         return 0
 
-    def hand_over(self, tensor: torch.Tensor) -> None:
+    def record_use(self, tensor: torch.Tensor) -> None:
         """Nothing: memory comes back when nobody refers to it."""
 
     def trained(self) -> CompleteEvent:

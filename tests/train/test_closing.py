@@ -48,7 +48,7 @@ class SmallGpu(ShimRuntime):
         """Bytes of all tensors."""
         return sum(num_bytes for *_, num_bytes in self.kernels.memory._blocks)
 
-    def room(self) -> tuple[int, int]:
+    def memory_info(self) -> tuple[int, int]:
         """What is left of ``free_bytes``."""
         return self.free_bytes - self.held, self.free_bytes
 

@@ -39,6 +39,12 @@ class Stream:
         """Note it."""
         self.log.append(f"{self.name} waits for {event}")
 
+    def record_event(self) -> Any:
+        """Return one that was recorded."""
+        event: Any = torch.cuda.Event()
+        event.record(self)
+        return event
+
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -136,7 +142,7 @@ def test_searches_wait_for_no_step_and_steps_wait_for_them(log: list[str]) -> No
     with pytest.raises(KeyError), gpu.searching():
         raise KeyError
     assert log[-1] == "training waits for searches"
-    gpu.hand_over(kept_in(log))
+    gpu.record_use(kept_in(log))
     assert log[-1] == "kept for training"
 
 

@@ -47,7 +47,7 @@ from tests.train.shim_gpu import ShimRuntime
 from tests.train.test_parity import cases, interrupted
 from tiercache.data.pass_builder import RowBudget
 from tiercache.errors import KeyNotInPassError, StateError
-from tiercache.rows.backends import raw_key_indexes
+from tiercache.rows.backends import cuda_runtime
 from tiercache.rows.backends.cuda import CudaBackend
 from tiercache.rows.backends.open_backend import open_backend
 from tiercache.store import MemoryEngine
@@ -338,7 +338,7 @@ class WatchedGpu(ShimRuntime):
         self.came_back.append(tensor.numel() * tensor.element_size())
         return super().download(tensor)
 
-    def hand_over(self, tensor: torch.Tensor) -> None:
+    def record_use(self, tensor: torch.Tensor) -> None:
         """Note it."""
         assert not self.kernels.deferring, "it is handed to the stream of searches itself"
         self.handed_over.append(tensor.data_ptr())
@@ -368,7 +368,7 @@ def test_of_a_batch_only_the_count_of_missing_keys_comes_back(tmp_path: Path) ->
         assert not any(one.flags.writeable for one in ids.values())
         np.testing.assert_array_equal(passes.passes[p.sub_dataset].keys("b")[ids["pair"]],
                                       np.repeat(PASS_KEYS[p.sub_dataset], 2))  # fmt: skip
-        there = batch.ids["one"].there
+        there = batch.ids["one"].device_ids
         assert there.data_ptr() == gpu.handed_over[-1]
 
 
@@ -377,7 +377,7 @@ def test_an_index_on_the_device_takes_what_is_planned_of_the_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slice_keys: int
 ) -> None:
     """To the byte, and once: for the largest pass, in which the others fit."""
-    monkeypatch.setattr(raw_key_indexes, "SLICE_KEYS", slice_keys)
+    monkeypatch.setattr(cuda_runtime, "SLICE_KEYS", slice_keys)
     sizes = (30, 2000, 500) if slice_keys > 1 else (3, 40, 9)
     passes, keys = passes_of(tmp_path / "keys", *sizes)
     device = cuda_device("random")
@@ -387,8 +387,8 @@ def test_an_index_on_the_device_takes_what_is_planned_of_the_budget(
         for current in cache.passes(epochs=1):
             check_ids(passes, current, keys[current.sub_dataset])
             index = cache._raw.reader._index
-            assert isinstance(index, raw_key_indexes.CudaKeyIndex)
-            held = index._index._held, index._index._apart_held, index._coming
+            assert isinstance(index, cuda_runtime.CudaKeyIndex)
+            held = index._index._held, index._index._apart_held, index._buffer
             planned = cache._backend.index_bytes(max(p.rows("a") + p.rows("b") for p in passes.passes), 2)
             assert cache.index_bytes == planned == index.num_bytes == sum(part.nbytes for part in held)
             assert cache.device_bytes == rows + planned

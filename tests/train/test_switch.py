@@ -26,7 +26,8 @@ from tests.train.cases import (
 from tiercache.planning.pass_plan import PassPlan, Planner
 from tiercache.reporting import report
 from tiercache.rows import threads
-from tiercache.rows.backends.cpu import CpuBackend, CpuStreams
+from tiercache.rows.backends.base import Streams
+from tiercache.rows.backends.cpu import CpuBackend
 from tiercache.rows.host import HostTier
 from tiercache.rows.packing import Packer
 from tiercache.rows.pinned import PinnedArena
@@ -186,7 +187,7 @@ def test_a_dump_is_written_at_once_where_the_rows_of_the_next_pass_are_not_there
         train(cache, CASE)
 
 
-class QueueingBackend(CpuStreams, CpuBackend):
+class QueueingBackend(Streams, CpuBackend):
     """As a GPU with steps to do, on a clock of its own: they take long, and each thing moved behind them a second."""
 
     def __init__(self) -> None:

@@ -12,7 +12,8 @@ from tests.train.devices import DEVICES, shim
 from tests.train.shim_gpu import ShimRuntime
 from tests.train.shim_streams import Event
 from tiercache.rows import packing
-from tiercache.rows.backends.cpu import CompleteEvent, CpuBackend, CpuStreams
+from tiercache.rows.backends.base import CompleteEvent, Streams
+from tiercache.rows.backends.cpu import CpuBackend
 from tiercache.rows.backends.cuda import CudaBackend
 from tiercache.rows.packing import Packer
 from tiercache.store import CorruptBlockError
@@ -83,7 +84,7 @@ class Part(CompleteEvent):
         self.number = number
 
 
-class NotingBackend(CpuStreams, CpuBackend):
+class NotingBackend(Streams, CpuBackend):
     """Notes how many parts each switch dumps, and how many of them each load comes behind."""
 
     def __init__(self) -> None:

@@ -299,7 +299,7 @@ class RowExchange:
             return None
         known = [one.looked_up for one in pending if one.looked_up is not None]
         if len(known) < len(pending):
-            return self._backend.named([one.slots for one in pending], num_rows)
+            return self._backend.slot_mask([one.slots for one in pending], num_rows)
         found = {id(ids): ids for some in known for ids in some}
         if all(id(ids) in found for ids in batch.features_G[g]):
             return None

@@ -11,7 +11,7 @@ import torch
 from tiercache.errors import BudgetError, KeyNotInPassError
 from tiercache.kernels.cpu.key_index import KeySet
 from tiercache.kernels.cpu.key_sweeps import search_keys
-from tiercache.rows.backends.raw_key_indexes import HostFound
+from tiercache.rows.backends.cpu import HostFound
 from tiercache.sizes import format_bytes
 from tiercache.train.missing_rows import MissingRows, check_unseen
 from tiercache.train.raw_samples import MISSING, RawSamples, dense_numbers, feature_keys

@@ -106,7 +106,7 @@ def collate_part(
     """Join and check the ids ``found`` of a part's features; with their bags, and the data's weights if asked."""
     starts = np.zeros(len(found) + 1, dtype=np.int64)
     np.cumsum([one.num_ids for one in found], out=starts[1:])
-    there = [one.there for one in found if isinstance(one, FoundIds)]
+    there = [one.device_ids for one in found if isinstance(one, FoundIds)]
     bad = order = None
     if len(there) == len(found):  # in the pass's own key sets: none is of another table
         ids = rows.backend.concat(there)

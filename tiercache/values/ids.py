@@ -16,9 +16,9 @@ Array = Any
 
 
 class NoTensor:
-    """Ids, or a batch of them, that stand where a model has a tensor: every operation of a tensor raises TypeError.
+    """Ids, or a batch of them, in place of a tensor: every operation of a tensor raises TypeError.
 
-    Python's own comparison of objects would be False in silence, and so mask nothing.
+    Python's own comparison of objects would silently be False, and mask nothing.
     """
 
     __slots__ = ()
@@ -49,12 +49,12 @@ class NoTensor:
 
     @classmethod
     def __torch_function__(cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise an error: a function of torch was given this as a tensor."""
-        given = [*args, *(kwargs or {}).values()]
-        given += [part for several in given if isinstance(several, list | tuple) for part in several]
-        for one in given:
-            if isinstance(one, NoTensor):
-                raise one._error(one._refusal(f"torch.{getattr(function, '__name__', function)}"))
+        """Raise an error: this is an argument of a function of torch."""
+        arguments = [*args, *(kwargs or {}).values()]
+        arguments += [part for argument in arguments if isinstance(argument, list | tuple) for part in argument]
+        for argument in arguments:
+            if isinstance(argument, NoTensor):
+                raise argument._error(argument._refusal(f"torch.{getattr(function, '__name__', function)}"))
         return NotImplemented
 
     def __array__(self, *_: object, **__: object) -> NDArray[Any]:
@@ -109,7 +109,7 @@ class Found(Protocol):
     """The local ids of a batch's raw keys, feature after feature; -1 for a key that is not in the pass."""
 
     @property
-    def there(self) -> Array:
+    def device_ids(self) -> Array:
         """(E,) int32, on the device."""
 
     def missing(self) -> Any:
@@ -138,9 +138,9 @@ class FoundIds(NoTensor):
         return self.found.host()[self.first : self.last]
 
     @property
-    def there(self) -> Array:
+    def device_ids(self) -> Array:
         """(E,) on the device."""
-        return self.found.there[self.first : self.last]
+        return self.found.device_ids[self.first : self.last]
 
     @property
     def num_ids(self) -> int:

@@ -6,6 +6,7 @@ and steps run in the order of the calls, on torch's current stream, and wait for
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -62,50 +63,65 @@ class Event(Protocol):
         """Wait, on any thread, until the stream has reached it."""
 
 
-class Streams(Protocol):
-    """The order of work on the device: rows are dumped, loaded and exchanged beside the training. A CPU has no streams.
+class CompleteEvent:
+    """An event that is already complete."""
 
-    The training is what runs on torch's current stream of the training thread.
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class Streams:
+    """The order of work on the device: rows are dumped, loaded and exchanged while training goes on.
+
+    Training is the work on torch's current stream of the training thread. This class is for a CPU, which has no
+    streams: work is done when a call returns. `CudaRuntime` has the streams of a GPU.
     """
 
     def dumping(self) -> AbstractContextManager[None]:
-        """Run what copies rows to host memory, after all steps so far.
+        """Run copies of rows to host memory, after all steps so far.
 
-        The next steps must come behind a `loading`, or behind a wait for `dumped`.
+        Later steps must follow a `loading`, or a wait for `dumped`.
         """
+        return nullcontext()
 
     def dumped(self) -> Event:
         """Return the present end of the dumps."""
+        return CompleteEvent()
 
     def loading(self) -> AbstractContextManager[None]:
-        """Run what writes rows to slots: after all steps so far, beside the dumps.
+        """Run writes of rows to slots: after all steps so far, concurrent with the dumps.
 
-        Work behind the ``with`` comes behind it and behind the dumps.
+        Work after the ``with`` waits for it and for the dumps.
         """
+        return nullcontext()
 
     def wait_event(self, dumped: Event) -> None:
         """Have later loads wait for an event of the dumps."""
 
     def loaded(self) -> Event:
         """Return the present end of the loads."""
+        return CompleteEvent()
 
     def trained(self) -> Event:
         """Return the present end of the training: until it has passed, the device has steps to do."""
+        return CompleteEvent()
 
     def exchanging(self) -> AbstractContextManager[None]:
-        """Run an exchange: behind what the training has so far, and beside what comes next.
+        """Run an exchange: after the training so far, concurrent with what comes next.
 
         Tensors made inside belong to exchanges, except those given to `receive`.
         """
+        return nullcontext()
 
     def exchanged(self) -> Any:
         """Return the present end of the exchanges, for `receive`."""
+        return None
 
     def receive(self, exchanged: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Have the training wait for ``exchanged`` and take over ``tensors``, which were made there."""
 
     def synchronize(self) -> None:
-        """Wait until the device does nothing with host memory any more."""
+        """Wait until the device does not use host memory any more."""
 
     def enter_thread(self) -> None:
         """Make the device current on the calling thread. Every thread that we start calls it first."""
@@ -252,8 +268,8 @@ class Backend(Protocol):
     def find(self, requests: Sequence[RowRequest]) -> None:
         """Write slots and vectors of rows by their positions. On one thread at a time, not always the same one."""
 
-    def named(self, slots: Sequence[Array], num_slots: int) -> NDArray[np.bool_] | None:
-        """Return which of the first ``num_slots`` slots are among ``slots``, in host memory; None where all are."""
+    def slot_mask(self, slots: Sequence[Array], num_slots: int) -> NDArray[np.bool_] | None:
+        """Return a mask (num_slots,) of the slots that are among ``slots``, in host memory; None if all are."""
 
     def weight_gradient(self, rows: GroupRows, ids: LookupIds, found: LookedUp, gradient: Array) -> Array:
         """Return d loss / d weight of every id, (E,)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from tiercache.data.sub_dataset import SampleBuffers
 from tiercache.kernels.arrays import NONE_F4, NONE_I4, NONE_I8, NONE_U8, aligned_zeros
 from tiercache.kernels.cpu.gathering import can_spread, gather, map_slots, pool_one, spread_one
-from tiercache.kernels.cpu.key_index import bytes_for
+from tiercache.kernels.cpu.key_index import KeyIndex, Missing, bytes_for
 from tiercache.kernels.cpu.pooling import MAX, pool_bags, weight_gradient
 from tiercache.kernels.cpu.rounding import set_streams
 from tiercache.kernels.cpu.rows import pack, unpack
@@ -20,21 +19,20 @@ from tiercache.kernels.cpu.unique import mark_slots
 from tiercache.kernels.cpu.update import UpdateBuffers, step_rows
 from tiercache.kernels.pieces import Pieces
 from tiercache.kernels.step import SUM, Rule, Step, Vectors
-from tiercache.rows.backends.base import RowArrays
+from tiercache.rows.backends.base import RowArrays, Streams
 from tiercache.rows.backends.host_arrays import POOL, Run, runs_of
 from tiercache.rows.backends.optimizer_step import kernel_gradients
-from tiercache.rows.backends.raw_key_indexes import HostKeyIndex
 from tiercache.rows.backends.saved_gradients import merged
 from tiercache.values.lookups import LookedUp, SortedSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
     from numpy.typing import DTypeLike, NDArray
 
+    from tiercache.kernels.cpu.key_index import KeySet
     from tiercache.kernels.cuda.sorting import LookupPositions
-    from tiercache.rows.backends.base import Event, Layout
+    from tiercache.rows.backends.base import Layout
     from tiercache.rows.backends.optimizer_step import OptimizerStep
     from tiercache.store.table import Table
     from tiercache.values.ids import Array
@@ -44,56 +42,18 @@ _FROM_0 = np.zeros(1, dtype=np.int64)
 _MANY_IDS = 1 << 18
 
 
-class CompleteEvent:
-    """An event that is already complete: calls on a CPU are done when they return."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-class CpuStreams:
-    """A CPU has no streams: all work is done, in order, by the thread that calls."""
-
-    def dumping(self) -> AbstractContextManager[None]:
-        """Do nothing."""
-        return nullcontext()
-
-    loading = exchanging = dumping
-
-    def dumped(self) -> CompleteEvent:
-        """Return an event that is complete."""
-        return CompleteEvent()
-
-    loaded = trained = dumped
-
-    def wait_event(self, dumped: Event) -> None:
-        """Do nothing."""
-
-    def exchanged(self) -> None:
-        """Do nothing."""
-
-    def receive(self, exchanged: None, tensors: Sequence[torch.Tensor]) -> None:
-        """Do nothing."""
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-    def enter_thread(self) -> None:
-        """Do nothing: every thread may use the CPU."""
-
-
 class HostUpload:
     """The upload to a CPU: arrays are there when they are made."""
 
     host_bytes = 0
 
     def __init__(self, backend: CpuBackend) -> None:
-        self._backend, self.buffers, self._beside = backend, SampleBuffers(), 0
+        self._backend, self.buffers, self._copied_bytes = backend, SampleBuffers(), 0
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the buffers and of what was joined beside them."""
-        return self.buffers.num_bytes + self._beside
+        """Bytes of the buffers and of copies."""
+        return self.buffers.num_bytes + self._copied_bytes
 
     def to_device(self, array: NDArray[Any]) -> Array:
         """Return it as it is."""
@@ -102,18 +62,18 @@ class HostUpload:
     def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[Run], Array]:
         """Copy arrays that are not neighbors in memory."""
         runs, joined = self._backend.join(arrays)
-        self._beside += joined.nbytes if joined.base is None else 0
+        self._copied_bytes += joined.nbytes if joined.base is None else 0
         return runs, joined
 
     def sort(self, lookups: Sequence[LookupPositions]) -> Sequence[Any]:
-        """Return none: lookups sort slots, which is as quick, on all threads."""
+        """Return none: lookups sort slots, which is as fast, on all threads."""
         return [None] * len(lookups)
 
     def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:
         """Fill a fresh array."""
-        found = self._backend.weights(size, parts)
-        self._beside += found.nbytes
-        return found
+        weights = self._backend.weights(size, parts)
+        self._copied_bytes += weights.nbytes
+        return weights
 
     def send(self) -> None:
         """Do nothing: all is there."""
@@ -122,16 +82,59 @@ class HostUpload:
         """Do nothing: all is there."""
 
 
+class HostFound:
+    """Local ids that were found on the host."""
+
+    def __init__(self, host: NDArray[np.int32], device_ids: Array, missing: Missing | None = None) -> None:
+        """device_ids: the same on the device. missing: None: to be counted."""
+        self._host, self.device_ids, self._missing = host, device_ids, missing
+
+    def missing(self) -> Missing:
+        """Return at once."""
+        if self._missing is None:
+            is_missing = self._host < 0
+            count = int(np.count_nonzero(is_missing))
+            self._missing = Missing(count, int(np.argmax(is_missing)) if count else -1)
+        return self._missing
+
+    def host(self) -> NDArray[np.int32]:
+        """Return a read-only view."""
+        view = self._host.view()
+        view.flags.writeable = False
+        return view
+
+
+class HostKeyIndex:
+    """The CPU's index, which reads mapped key sets in place."""
+
+    def __init__(self, num_keys: int, table_ids: NDArray[np.uint64]) -> None:
+        self._index = KeyIndex(num_keys, table_ids)
+        self.capacity, self.num_bytes = self._index.capacity, self._index.nbytes
+
+    def build(self, key_sets: Sequence[KeySet]) -> None:
+        """Insert key by key."""
+        self._index.clear()
+        self._index.extend(key_sets)
+
+    def find(
+        self, keys: Sequence[NDArray[np.int64]], starts: NDArray[np.int64], tables: NDArray[np.int64]
+    ) -> HostFound:
+        """Search on all threads."""
+        joined = keys[0] if len(keys) == 1 else np.concatenate(keys)
+        found = np.empty(joined.size, np.int32)
+        return HostFound(found, found, self._index.find(joined, starts, tables, found))
+
+
 class CpuBackend:
     """Looks up and steps rows by the numba kernels, with as many threads as torch has. For the training thread."""
 
     name = ""
     device = torch.device("cpu")
-    ahead = 0  # a thread beside those of the kernels would take their cores
+    ahead = 0  # another thread would take the cores of the kernels
     queues = False
 
     def __init__(self) -> None:
-        self.streams = CpuStreams()
+        self.streams = Streams()
         self.drop_scratch()
 
     @property
@@ -143,7 +146,7 @@ class CpuBackend:
         """Do nothing: `kernels.cpu.compile.prepare` compiles the kernels, whatever the device."""
 
     def drop_scratch(self) -> None:
-        """Begin with empty buffers; those of the pool belong to all trainings."""
+        """Start with empty buffers; those of the pool belong to all trainings."""
         self._sorting, self._updates, self._has_overflow = SortBuffers(), UpdateBuffers(), False
 
     def random_state(self) -> torch.Tensor | None:
@@ -172,7 +175,7 @@ class CpuBackend:
         return array
 
     def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[Run], Array]:
-        """Concatenate arrays that are not neighbors in memory; few ids are copied sooner than that is seen."""
+        """Concatenate arrays unless they are neighbors in memory; few ids are copied faster than that is checked."""
         size = sum(array.size for array in arrays)
         runs = runs_of(arrays) if len(arrays) == 1 or size > _MANY_IDS else []
         joined = runs[0].values if len(runs) == 1 else np.concatenate(arrays)
@@ -237,18 +240,18 @@ class CpuBackend:
         return outs, found
 
     def find(self, requests: Sequence[RowRequest]) -> None:
-        """Find those of one group after the other."""
+        """Find group after group."""
         for rows, positions, slots, out in requests:
             map_slots(positions, _FROM_0, np.array([0, positions.size]), rows.slot_of_local, slots)
             if out is not None:
                 gather(rows.vectors, slots, out)
 
-    def named(self, slots: Sequence[Array], num_slots: int) -> NDArray[np.bool_] | None:
+    def slot_mask(self, slots: Sequence[Array], num_slots: int) -> NDArray[np.bool_] | None:
         """Mark them one after the other, until all are."""
-        seen, left = np.zeros(num_slots, dtype=np.bool_), num_slots
-        for some in slots:
-            left -= mark_slots(some, seen)
-        return seen if left else None
+        mask, unmarked = np.zeros(num_slots, dtype=np.bool_), num_slots
+        for part in slots:
+            unmarked -= mark_slots(part, mask)
+        return mask if unmarked else None
 
     def weight_gradient(self, rows: GroupRows, ids: LookupIds, found: LookedUp, gradient: Array) -> Array:
         """Write it to a fresh array."""
@@ -296,7 +299,7 @@ class CpuBackend:
     # -- moving rows ---------------------------------------------------------------------------------------
 
     def reserve(self, layouts: Sequence[Layout], what: str) -> list[RowArrays]:
-        """Allocate zeros, whose pages come when they are used."""
+        """Allocate zeros, whose pages are allocated on first use."""
         return [
             RowArrays(
                 tuple(aligned_zeros(n.rows, width) for width in n.widths), NONE_I4, NONE_I4, NONE_I8, NONE_I4,
@@ -330,13 +333,13 @@ class CpuBackend:
     pieces, pack, unpack = Pieces, staticmethod(pack), staticmethod(unpack)
 
     def generates(self, table: Table) -> bool:
-        """Return False: the reader thread makes new rows ahead of time."""
+        """Return False: the reader thread generates new rows ahead of time."""
         return False
 
     def generate(self, table: Table, keys: NDArray[np.int64], vectors: Array, slots: Array | None,
                  key_buffer: Array | None) -> None:  # fmt: skip
-        """Not called, as `generates` says."""
-        raise AssertionError("the reader makes the rows of a CPU")
+        """Not called, see `generates`."""
+        raise AssertionError("the reader generates the rows of a CPU")
 
     def write_streams(self, table: Table, keys: NDArray[np.int64], streams: Array, slots: Array | None,
                   key_buffer: Array | None) -> None:  # fmt: skip

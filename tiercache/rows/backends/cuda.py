@@ -1,4 +1,4 @@
-"""A GPU: torch tensors, the CUDA kernels, and host memory that both sides see."""
+"""The CUDA backend: torch tensors, CUDA kernels, and host memory that both sides access."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import os
 from collections import OrderedDict
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,10 +23,9 @@ from tiercache.kernels.cuda.update import update_many
 from tiercache.kernels.pieces import Memory, Pieces
 from tiercache.kernels.step import SGD, Rule, Step, Vectors
 from tiercache.rows.backends.base import RowArrays
-from tiercache.rows.backends.cuda_runtime import TORCH_DTYPES, PinnedUpload
+from tiercache.rows.backends.cuda_runtime import TORCH_DTYPES, CudaKeyIndex, PinnedUpload, index_bytes
 from tiercache.rows.backends.host_arrays import Run
 from tiercache.rows.backends.optimizer_step import kernel_gradients, vectors_of
-from tiercache.rows.backends.raw_key_indexes import CudaKeyIndex, bytes_for
 from tiercache.sizes import format_bytes
 from tiercache.store.table import Constant, Uniform, Zeros, initializer_code
 from tiercache.values.lookups import FeatureRuns, LookedUp, SortedSlots
@@ -48,70 +47,14 @@ if TYPE_CHECKING:
 _ALIGNED_BYTES = 128  # a cache line
 
 
-def bytes_of(layouts: Sequence[Layout]) -> int:
-    """Count fields, two arrays of slots, one of keys and the streams, each aligned to a cache line."""
-    return sum(
-        sum(_aligned(4 * n.rows * width) for width in n.widths)
-        + 2 * _aligned(4 * n.positions) + _aligned(8 * n.positions) + _aligned(8 * n.rows * n.rounded)
-        for n in layouts
-    )  # fmt: skip
-
-
-def reserve(runtime: CudaRuntime, layouts: Sequence[Layout], what: str) -> list[RowArrays]:
-    """Allocate the arrays of all groups. Raises BudgetError, naming ``what`` needs them, where they do not fit."""
-    total, at = bytes_of(layouts), 0
-    memory = _allocate(runtime, total)
-    if memory is None:
-        gc.collect()  # objects that nobody uses any more may hold memory until their cycles are found
-        memory = _allocate(runtime, total)
-    if memory is None:
-        free, whole = runtime.room()
-        raise BudgetError(
-            f"{what} need {format_bytes(total)} on the {runtime.name}, which has {format_bytes(free)} of "
-            f"{format_bytes(whole)} free: cut passes again with a device budget of at most {free} bytes, less what "
-            "the dense model and its batches need"
-        )
-
-    def cut(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        nonlocal at
-        num_bytes = rows * width * dtype.itemsize
-        mine = memory[at : at + num_bytes].view(dtype)
-        at += _aligned(num_bytes)
-        return mine
-
-    def cut_all(n: Layout) -> RowArrays:
-        fields = tuple(cut(n.rows, width, torch.float32).view(n.rows, width) for width in n.widths)
-        slots, load_slots = (cut(n.positions, 1, torch.int32) for _ in range(2))
-        keys = cut(n.positions, 1, torch.int64)  # of new rows, which are made when all others have departed
-        streams = cut(n.rows if n.rounded else 0, 1, torch.uint64)
-        return RowArrays(fields, slots, load_slots, keys, keys.view(torch.int32), streams)
-
-    return [cut_all(n) for n in layouts]
-
-
-def _allocate(runtime: CudaRuntime, num_bytes: int) -> torch.Tensor | None:
-    """Return so many bytes, None where the device does not have them."""
-    if num_bytes > runtime.room()[0]:
-        return None
-    try:
-        return runtime.tensor((max(num_bytes, 1),), torch.uint8)  # a rank may own no row at all
-    except torch.OutOfMemoryError:
-        return None
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
-
-
 _CORES = 8  # from which on two more threads cost nothing
 _FROM_0 = np.zeros(1, dtype=np.int64)
 _MOST_PLANS = 64
-Kept = TypeVar("Kept")
 _CHUNK_BYTES = 16 << 20  # of rows that are made on the host
 
 
 class CudaBackend:
-    """Looks up and steps rows by the CUDA kernels on torch's current stream: few launches, whatever the groups."""
+    """Looks up and steps rows by CUDA kernels on torch's current stream, in few launches for any number of groups."""
 
     ahead = 4 if len(os.sched_getaffinity(0)) >= _CORES else 2  # a thread each: one may take longer than some steps do
     queues = True
@@ -125,7 +68,7 @@ class CudaBackend:
 
     @property
     def scratch_bytes(self) -> int:
-        """Return the bytes of plans; what a step needs comes from torch's caching allocator, and goes back there."""
+        """Return the bytes of plans; memory of a step returns to torch's caching allocator."""
         return sum(plan.nbytes for plan in self._plans.values())
 
     def prepare(self, tables: Sequence[Table]) -> None:
@@ -169,7 +112,7 @@ class CudaBackend:
         return arrays[0] if len(arrays) == 1 else torch.cat(tuple(arrays))
 
     def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:
-        """Fill pinned memory where all are the data's, else the device's."""
+        """Fill pinned memory if all parts are on the host, else device memory."""
         if all(isinstance(values, np.ndarray) for _, _, values in parts):
             pinned = self._runtime.pinned((size,), torch.float32).fill_(1.0)
             for first, last, values in parts:
@@ -187,7 +130,7 @@ class CudaBackend:
     # -- lookups and steps ---------------------------------------------------------------------------------
 
     def pool(self, parts: Sequence[tuple[GroupRows, LookupIds]], out: Array) -> list[LookedUp]:
-        """Pool all groups in one launch, by a plan that is prepared once for a module and the rows of a pass."""
+        """Pool all groups in one launch, by a plan that is made once for a module and the rows of a pass."""
         batch, found = [], []
         for _, e in parts:
             size = int(e.starts[-1])
@@ -203,7 +146,7 @@ class CudaBackend:
         return found
 
     def _plan_of(self, parts: Sequence[tuple[GroupRows, LookupIds]], out: torch.Tensor) -> PoolPlan:
-        """Return the plan of a lookup, by all that it depends on: it refers to no array, which others may let go."""
+        """Return the plan of a lookup; it has no references to arrays, so that they can be freed."""
         aligned = out.data_ptr() % 16 == 0
         key: list[Any] = [self._runtime.stream(), out.shape[1], aligned]
         for rows, e in parts:
@@ -214,11 +157,14 @@ class CudaBackend:
                 rows.slot_of_local.shape[0], e.bases.tobytes(), e.cols.tobytes(), e.modes.tobytes(),
             )  # fmt: skip
 
-        def prepare() -> PoolPlan:
+        plan = self._plans.get(plan_key := tuple(key))
+        if plan is None:
             features = [Features(rows.vectors, rows.slot_of_local, e.bases, e.cols, e.modes) for rows, e in parts]
-            return PoolPlan(self._runtime.kernels, features, out.shape[1], aligned=aligned)
-
-        return _kept(self._plans, tuple(key), prepare)
+            plan = self._plans[plan_key] = PoolPlan(self._runtime.kernels, features, out.shape[1], aligned=aligned)
+            if len(self._plans) > _MOST_PLANS:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(plan_key)
+        return plan
 
     def gather(self, parts: Sequence[tuple[GroupRows, LookupIds]]) -> tuple[list[Array], list[LookedUp]]:
         """Map the ids of all groups in one launch, and gather all features in another."""
@@ -248,13 +194,13 @@ class CudaBackend:
         found = [Gathered(one.rows.vectors, one.slots, one.out) for one in requests if one.out is not None]
         gather(self._runtime.kernels, found)
 
-    def named(self, slots: Sequence[Array], num_slots: int) -> NDArray[np.bool_] | None:
+    def slot_mask(self, slots: Sequence[Array], num_slots: int) -> NDArray[np.bool_] | None:
         """Mark them on the device, and wait for the marks."""
-        seen = self._runtime.tensor((num_slots,), torch.int32).zero_()
-        for some in slots:
-            seen[some.long()] = 1
-        marks: NDArray[np.bool_] = (seen != 0).cpu().numpy()  # synchronize!
-        return None if marks.all() else marks
+        marks = self._runtime.tensor((num_slots,), torch.int32).zero_()
+        for part in slots:
+            marks[part.long()] = 1
+        mask: NDArray[np.bool_] = (marks != 0).cpu().numpy()  # synchronize!
+        return None if mask.all() else mask
 
     def weight_gradient(self, rows: GroupRows, ids: LookupIds, found: LookedUp, gradient: Array) -> Array:
         """Launch it once."""
@@ -270,16 +216,16 @@ class CudaBackend:
         update_many(self._runtime.kernels, [Step(vectors, (), runs, gradients, Rule(SGD, -scale))])
 
     def step(self, groups: Sequence[OptimizerStep]) -> None:
-        """Sort the entries of groups that did not come sorted at once, then step all in few launches."""
-        kernels, runs_G = self._runtime.kernels, [_known_runs(one) for one in groups]
+        """Sort the entries of all unsorted groups at once, then step all groups in few launches."""
+        kernels, runs_G = self._runtime.kernels, [_sorted_runs(one) for one in groups]
         unsorted = [
             ([saved.slots for saved in one.saved], one.rows.vectors.values.shape[0])
             for one, runs in zip(groups, runs_G, strict=True)
             if runs is None
         ]
-        sorted_here = iter(sort_groups(kernels, unsorted) if unsorted else ())
+        newly_sorted = iter(sort_groups(kernels, unsorted) if unsorted else ())
         steps = [
-            one.kernel_step([*map(kernel_gradients, one.saved)], next(sorted_here) if runs is None else runs)
+            one.kernel_step([*map(kernel_gradients, one.saved)], next(newly_sorted) if runs is None else runs)
             for one, runs in zip(groups, runs_G, strict=True)
         ]
         update_many(kernels, steps)
@@ -289,12 +235,12 @@ class CudaBackend:
         return None  # noqa: RET501 - the protocol's answer
 
     def index_bytes(self, num_keys: int, num_tables: int) -> int:
-        """Return those of places and of the slice of keys that is on its way."""
-        return bytes_for(num_keys, num_tables)
+        """Return those of places and of a slice of keys."""
+        return index_bytes(num_keys, num_tables)
 
     def key_index(self, num_keys: int, table_ids: NDArray[np.uint64]) -> CudaKeyIndex | None:
-        """Take it from torch's caching allocator; None where that has not so much."""
-        if self.index_bytes(num_keys, table_ids.size) > self._runtime.room()[0]:
+        """Allocate it from torch's caching allocator; None if that is out of memory."""
+        if self.index_bytes(num_keys, table_ids.size) > self._runtime.memory_info()[0]:
             return None
         try:
             return CudaKeyIndex(self._runtime, num_keys, table_ids)
@@ -303,11 +249,53 @@ class CudaBackend:
 
     # -- moving rows ---------------------------------------------------------------------------------------
 
-    bytes_of = staticmethod(bytes_of)
+    def bytes_of(self, layouts: Sequence[Layout]) -> int:
+        """Return the bytes of fields, two arrays of slots, one of keys and the streams, aligned to cache lines."""
+        return sum(
+            sum(_aligned(4 * n.rows * width) for width in n.widths)
+            + 2 * _aligned(4 * n.positions) + _aligned(8 * n.positions) + _aligned(8 * n.rows * n.rounded)
+            for n in layouts
+        )  # fmt: skip
 
     def reserve(self, layouts: Sequence[Layout], what: str) -> list[RowArrays]:
         """Allocate once, from torch's caching allocator."""
-        return reserve(self._runtime, layouts, what)
+        total, at = self.bytes_of(layouts), 0
+        memory = self._allocate(total)
+        if memory is None:
+            gc.collect()  # garbage in reference cycles may hold memory
+            memory = self._allocate(total)
+        if memory is None:
+            free, whole = self._runtime.memory_info()
+            raise BudgetError(
+                f"{what} need {format_bytes(total)} on the {self._runtime.name}, which has {format_bytes(free)} of "
+                f"{format_bytes(whole)} free: cut passes again with a device budget of at most {free} bytes, less what "
+                "the dense model and its batches need"
+            )
+
+        def cut(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+            nonlocal at
+            num_bytes = rows * width * dtype.itemsize
+            part = memory[at : at + num_bytes].view(dtype)
+            at += _aligned(num_bytes)
+            return part
+
+        def cut_all(n: Layout) -> RowArrays:
+            fields = tuple(cut(n.rows, width, torch.float32).view(n.rows, width) for width in n.widths)
+            slots, load_slots = (cut(n.positions, 1, torch.int32) for _ in range(2))
+            keys = cut(n.positions, 1, torch.int64)  # of new rows, which are made when all others were dumped
+            streams = cut(n.rows if n.rounded else 0, 1, torch.uint64)
+            return RowArrays(fields, slots, load_slots, keys, keys.view(torch.int32), streams)
+
+        return [cut_all(n) for n in layouts]
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor | None:
+        """Return so many bytes, None if the device does not have them."""
+        if num_bytes > self._runtime.memory_info()[0]:
+            return None
+        try:
+            return self._runtime.tensor((max(num_bytes, 1),), torch.uint8)  # a rank may own no row at all
+        except torch.OutOfMemoryError:
+            return None
 
     def scratch(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return pinned memory."""
@@ -320,11 +308,11 @@ class CudaBackend:
         return indices
 
     def place(self, indices: NDArray[np.int32], into: Array) -> Array:
-        """Copy them; nobody waits where they are pinned."""
+        """Copy them, without waiting if they are pinned."""
         return self._copy(indices, into, lasting=True)
 
     def pieces(self, row_floats: int) -> Pieces:
-        """Return none yet: they are in pinned host memory, which kernels read and write over the link."""
+        """Return none yet; pieces are in pinned host memory, which kernels access over the link."""
         return Pieces(row_floats, self._pinned_memory)
 
     def _pinned_memory(self, data: NDArray[np.float32]) -> Memory:
@@ -339,7 +327,7 @@ class CudaBackend:
         cuda_rows.unpack(self._runtime.kernels, fields, slots, pieces, over_link=True)
 
     def generates(self, table: Table) -> bool:
-        """Where the kernel has the CPU's bits: not for normal numbers, which take logarithms, nor for column slices."""
+        """Whether the kernel has the CPU's bits: not for normal numbers, which take logarithms, or column slices."""
         return table.whole_dim is None and isinstance(table.initializer, (Uniform, Zeros, Constant))
 
     def generate(self, table: Table, keys: NDArray[np.int64], vectors: Array, slots: Array | None,
@@ -352,9 +340,8 @@ class CudaBackend:
     def write_streams(self, table: Table, keys: NDArray[np.int64], streams: Array, slots: Array | None,
                   key_buffer: Array | None) -> None:  # fmt: skip
         """Launch it once."""
-        there = self._keys(keys, key_buffer)
         seed = table.seed ^ table.first_column
-        set_streams(self._runtime.kernels, streams, slots, there, table.table_id, seed)
+        set_streams(self._runtime.kernels, streams, slots, self._keys(keys, key_buffer), table.table_id, seed)
 
     def set_rows(self, field: Array, slots: Array | None, value: float) -> None:
         """Launch it once."""
@@ -364,15 +351,15 @@ class CudaBackend:
             fill_rows(self._runtime.kernels, value, field, slots)
 
     def write(self, rows: Array, fill: Callable[[NDArray[np.float32], slice], None]) -> None:
-        """Have them made in pinned memory, 16 MiB at a time."""
+        """Have them written to pinned memory, 16 MiB at a time."""
         count, width = rows.shape
         step = max(1, _CHUNK_BYTES // (4 * max(1, width)))
-        room = self._runtime.pinned((min(step, count), width), torch.float32)
+        buffer = self._runtime.pinned((min(step, count), width), torch.float32)
         for first in range(0, count, step):
             part = slice(first, min(first + step, count))
-            some = room[: part.stop - first]
-            fill(some.numpy(), part)
-            self._runtime.copy(some, rows[part])
+            words = buffer[: part.stop - first]
+            fill(words.numpy(), part)
+            self._runtime.copy(words, rows[part])
 
     def read(self, field: Array, slots: NDArray[np.int32] | slice) -> NDArray[np.float32]:
         """Gather on the device and copy. Waits."""
@@ -380,30 +367,30 @@ class CudaBackend:
             found = field[slots]
         else:
             found = self._runtime.tensor((slots.size, field.shape[1]), torch.float32)
-            there = self._copy(slots, self._runtime.tensor((slots.size,), torch.int32))
-            gather(self._runtime.kernels, [Gathered(Vectors(field, field.shape[1]), there, found)])
+            device_slots = self._copy(slots, self._runtime.tensor((slots.size,), torch.int32))
+            gather(self._runtime.kernels, [Gathered(Vectors(field, field.shape[1]), device_slots, found)])
         return self._runtime.download(found)
 
-    def _keys(self, keys: NDArray[np.int64], there: Array | None) -> Array:
-        """Copy keys to the first elements of ``there``, None: beside the budget."""
-        return self._copy(keys, self._runtime.tensor(keys.shape, torch.int64) if there is None else there)
+    def _keys(self, keys: NDArray[np.int64], buffer: Array | None) -> Array:
+        """Copy keys to the first elements of ``buffer``; None: to memory outside of the budget."""
+        return self._copy(keys, self._runtime.tensor(keys.shape, torch.int64) if buffer is None else buffer)
 
-    def _copy(self, host: NDArray[Any], there: Array, *, lasting: bool = False) -> Array:
+    def _copy(self, host: NDArray[Any], to: Array, *, lasting: bool = False) -> Array:
         """Copy a host array to the first elements of a tensor; it may change once this returns, or is ``lasting``."""
-        part = there[: host.size]
+        part = to[: host.size]
         source = torch.from_numpy(host if host.flags.writeable else host.copy())
         self._runtime.copy(source, part, lasting=lasting and host.flags.writeable)
         return part
 
 
 def _looked_up(ids: LookupIds, slots: Array, argmax: Array, places: Array | None, scales: Array) -> LookedUp:
-    """Return what a lookup will leave, with the order of the slots if it is known."""
-    known = None if ids.runs is None else SortedSlots(slots, FeatureRuns(ids.runs, 0, 1))
-    return LookedUp(slots, known, argmax, places, scales)
+    """Return the result of a lookup, with the order of its slots if it is known."""
+    order = None if ids.runs is None else SortedSlots(slots, FeatureRuns(ids.runs, 0, 1))
+    return LookedUp(slots, order, argmax, places, scales)
 
 
-def _known_runs(step: OptimizerStep) -> Runs | None:
-    """Return the order of the entries of a step, where they are those of one lookup that came sorted."""
+def _sorted_runs(step: OptimizerStep) -> Runs | None:
+    """Return the order of the entries of a step if they are those of one sorted lookup."""
     first: FeatureRuns | None = step.saved[0].pairs
     if first is None or len(step.saved) != first.num_parts:
         return None
@@ -415,12 +402,5 @@ def _known_runs(step: OptimizerStep) -> Runs | None:
     return runs._replace(slot_of=step.rows.slot_of_local)
 
 
-def _kept(plans: OrderedDict[Any, Kept], key: Any, make: Callable[[], Kept]) -> Kept:
-    """Return what was made for a key, and keep the recent ones."""
-    found = plans.get(key)
-    if found is None:
-        found = plans[key] = make()
-        if len(plans) > _MOST_PLANS:
-            plans.popitem(last=False)
-    plans.move_to_end(key)
-    return found
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES

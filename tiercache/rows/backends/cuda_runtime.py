@@ -1,4 +1,4 @@
-"""The CUDA runtime by way of torch: memory from its caching allocator, pinned host memory, streams."""
+"""One GPU by way of torch: memory from its caching allocator, pinned host memory, streams, uploads and key indexes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import numpy as np
 import torch
 
 from tiercache.data.sub_dataset import SampleBuffers
+from tiercache.kernels.cpu.key_index import KeySet
+from tiercache.kernels.cuda import key_index as cuda_key_index
 from tiercache.kernels.cuda.cupy_device import CudaError, open_device
 from tiercache.kernels.cuda.sorting import sort_positions
+from tiercache.rows.backends.base import Streams
 from tiercache.rows.backends.host_arrays import runs_of
 
 if TYPE_CHECKING:
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike, NDArray
 
+    from tiercache.kernels.cpu.key_index import Missing
     from tiercache.kernels.cuda.cupy_device import CudaDevice
     from tiercache.kernels.cuda.sorting import LookupPositions, Runs
     from tiercache.rows.backends.base import Event
@@ -28,23 +32,19 @@ if TYPE_CHECKING:
 class _CudaEvent:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         # blocking: else the thread that waits polls, and takes a core
-        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self._event.record(stream)
+        self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self.event.record(stream)
 
     def wait(self) -> None:
         """Wait without the GIL and without a core."""
-        self._event.synchronize()  # synchronize!
-
-    def hold(self, stream: torch.cuda.Stream) -> None:
-        """Have a stream wait; no thread waits."""
-        stream.wait_event(self._event)
+        self.event.synchronize()  # synchronize!
 
 
-class CudaRuntime:
-    """Memory, streams and threads of one GPU, and the `Streams` of a `CudaBackend`. Make it with `open_runtime`.
+class CudaRuntime(Streams):
+    """Memory and streams of one GPU. Make it with `open_runtime`.
 
-    A thread begins on GPU 0. Going back there would make a context on it, of several hundred megabytes, which a
-    training on another GPU does not need. So our own threads enter this GPU when they begin. On the user's threads, all
+    A thread starts on GPU 0. Returning there would create a context on it, of several hundred megabytes, which a
+    training on another GPU does not need. So our own threads enter this GPU when they start. On the user's threads, all
     calls that would switch GPUs run inside `torch.cuda.device`, which returns only to GPUs that have a context.
     """
 
@@ -53,36 +53,30 @@ class CudaRuntime:
         self.kernels = kernels
         self.prepare, self.pin, self.unpin, self.stream = kernels.prepare, kernels.pin, kernels.unpin, kernels.stream
         self.name = torch.cuda.get_device_name(index)
-        # two, so that rows leave while others come: a link has a lane each way
-        self._dumps = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._loads = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        # its few blocks go before those of a step, so that the thread which waits for them waits for no step
-        self._searches = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
-        self._uploads = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._exchanges = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        new_stream: Any = torch.cuda.Stream
+        self._dumps, self._loads = new_stream(self.device), new_stream(self.device)  # a link has a lane each way
+        self._searches = new_stream(self.device, priority=-1)  # its few blocks run before those of a step
+        self._uploads, self._exchanges = new_stream(self.device), new_stream(self.device)
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of undefined content, from torch's caching allocator."""
+        """Return an uninitialized tensor from torch's caching allocator."""
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of undefined content in pinned host memory, from torch's allocator.
-
-        The allocator waits for copies before it hands the memory out again.
-        """
-        with torch.cuda.device(self.device):  # it has no device by which torch would know where to ask
+        """Return an uninitialized tensor in pinned host memory, which torch reuses only after pending copies."""
+        with torch.cuda.device(self.device):  # pinned memory has no device of its own
             return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
 
     def upload(self, pinned: torch.Tensor) -> torch.Tensor:
-        """Return a copy on the device, made on the current stream; nobody waits for it."""
+        """Copy to the device on the current stream, without waiting."""
         return pinned.to(self.device, non_blocking=True)
 
-    def copy(self, host: torch.Tensor, there: torch.Tensor, *, lasting: bool = False) -> None:
+    def copy(self, host: torch.Tensor, to: torch.Tensor, *, lasting: bool = False) -> None:
         """Copy to the device on the current stream, from pinned or other memory.
 
-        ``host`` may change once this returns. If it is ``lasting``, it must not change until the stream has done it.
+        ``host`` may change once this returns; if it is ``lasting``, only once the stream has copied it.
         """
-        there.copy_(host, non_blocking=lasting)
+        to.copy_(host, non_blocking=lasting)
 
     def download(self, tensor: torch.Tensor) -> NDArray[Any]:
         """Wait for the current stream and return a copy in host memory."""
@@ -90,17 +84,17 @@ class CudaRuntime:
         return copied
 
     def address_of(self, array: NDArray[np.float32]) -> int:
-        """Return where the device sees an array in pinned host memory: `pin` made sure that it is the same address."""
+        """Return the device's address of an array in pinned host memory, which `pin` has checked to be the host's."""
         return int(array.ctypes.data)
 
-    def room(self) -> tuple[int, int]:
-        """Return the bytes of free memory, with what torch holds and does not use, and those of the whole device."""
+    def memory_info(self) -> tuple[int, int]:
+        """Return the bytes of free memory, including torch's unused reserve, and of the whole device."""
         free, total = torch.cuda.mem_get_info(self.device)
         return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device), total
 
     @contextmanager
     def dumping(self) -> Iterator[None]:
-        """Run work on the stream of dumps, behind the current stream, which does not wait for it."""
+        """Run work on the stream of dumps, after the current stream, which does not wait for it."""
         self._dumps.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.device(self.device), torch.cuda.stream(self._dumps):
             yield
@@ -111,7 +105,7 @@ class CudaRuntime:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Run work on the stream of loads, behind the current stream, which then waits for loads and dumps."""
+        """Run work on the stream of loads, after the current stream, which then waits for loads and dumps."""
         current = torch.cuda.current_stream(self.device)
         self._loads.wait_stream(current)
         try:
@@ -124,7 +118,7 @@ class CudaRuntime:
     def wait_event(self, dumped: Event) -> None:
         """Have the stream of loads wait."""
         assert isinstance(dumped, _CudaEvent)
-        dumped.hold(self._loads)
+        self._loads.wait_event(dumped.event)
 
     def loaded(self) -> _CudaEvent:
         """Record an event."""
@@ -132,9 +126,9 @@ class CudaRuntime:
 
     @contextmanager
     def searching(self) -> Iterator[None]:
-        """Run work on the stream of searches, behind nothing but earlier searches; the current stream then waits.
+        """Run work on the stream of searches, after earlier searches only; the current stream then waits for it.
 
-        Tensors made inside belong to searches, except those handed over.
+        Tensors made inside belong to searches, except those given to `record_use`.
         """
         current = torch.cuda.current_stream(self.device)
         try:
@@ -143,7 +137,7 @@ class CudaRuntime:
         finally:
             current.wait_stream(self._searches)
 
-    def hand_over(self, tensor: torch.Tensor) -> None:
+    def record_use(self, tensor: torch.Tensor) -> None:
         """Keep the memory of a tensor made in a search until the current stream is done with it."""
         tensor.record_stream(torch.cuda.current_stream(self.device))
 
@@ -153,21 +147,19 @@ class CudaRuntime:
 
     @contextmanager
     def uploading(self) -> Iterator[None]:
-        """Run copies on the stream of uploads, behind nothing else. Any thread.
+        """Run copies on the stream of uploads, after earlier uploads only. Any thread.
 
-        Memory comes from this stream's pool too: what training streams free is not free on this one yet.
+        Memory comes from this stream's pool too: memory freed by other streams may still be in use there.
         """
         with torch.cuda.device(self.device), torch.cuda.stream(self._uploads):
             yield
 
-    def uploaded(self) -> torch.cuda.Event:
+    def uploaded(self) -> Any:
         """Return the present end of the uploads, for `receive`. Any thread."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._uploads)
-        return event
+        return self._uploads.record_event()
 
     def receive(self, sent: torch.cuda.Event, tensors: Sequence[torch.Tensor]) -> None:
-        """Have the current stream wait for ``sent``, and keep the memory of the tensors until it is behind this."""
+        """Have the current stream wait for ``sent``, and keep the memory of the tensors until it is done with them."""
         current = torch.cuda.current_stream(self.device)
         current.wait_event(sent)
         for tensor in tensors:
@@ -175,25 +167,20 @@ class CudaRuntime:
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """Run work on the stream of exchanges, behind what the current stream has so far and beside the rest of it."""
+        """Run work on the stream of exchanges, after the current stream's work so far."""
         self._exchanges.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.device(self.device), torch.cuda.stream(self._exchanges):
             yield
 
-    def exchanged(self) -> torch.cuda.Event:
+    def exchanged(self) -> Any:
         """Record an event."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._exchanges)
-        return event
+        return self._exchanges.record_event()
 
     def synchronize(self) -> None:
         """Wait for all streams of this training, and for the current one."""
-        self._dumps.synchronize()  # synchronize!
-        self._loads.synchronize()  # synchronize!
-        self._searches.synchronize()  # synchronize!
-        self._uploads.synchronize()  # synchronize!
-        self._exchanges.synchronize()  # synchronize!
-        torch.cuda.current_stream(self.device).synchronize()  # synchronize!
+        current = torch.cuda.current_stream(self.device)
+        for stream in (self._dumps, self._loads, self._searches, self._uploads, self._exchanges, current):
+            stream.synchronize()  # synchronize!
 
     def enter_thread(self) -> None:
         """Make it torch's current device on this thread."""
@@ -208,7 +195,7 @@ class CudaRuntime:
         torch.cuda.set_rng_state(state, self.device)
 
 
-_HERE: AbstractContextManager[Any] = nullcontext()
+_NO_SWITCH: AbstractContextManager[Any] = nullcontext()
 
 
 class TorchHost:
@@ -218,21 +205,21 @@ class TorchHost:
         self._device, self._index = torch.device("cuda", index), index
 
     def stream(self) -> int:
-        """Return the address of torch's current stream: as Inductor asks for it, in a tenth of a `Stream`'s time."""
+        """Return the address of torch's current stream, ten times as fast as by a `Stream`."""
         return int(torch._C._cuda_getCurrentRawStream(self._index))
 
     def within(self) -> AbstractContextManager[Any]:
-        """Make the GPU torch's current one, if it is not, and return to the one before if it has a context."""
-        return _HERE if torch.cuda.current_device() == self._index else torch.cuda.device(self._device)
+        """Make the GPU torch's current one; afterwards return to the previous one if it has a context."""
+        return _NO_SWITCH if torch.cuda.current_device() == self._index else torch.cuda.device(self._device)
 
     def empty(self, size: int, dtype: DTypeLike) -> torch.Tensor:
         """Return a tensor from torch's caching allocator."""
         return torch.empty(size, dtype=TORCH_DTYPES[np.dtype(dtype)], device=self._device)
 
     def put(self, table: NDArray[Any]) -> torch.Tensor:
-        """Return a copy of the bytes of a table, by way of pinned memory: nobody waits for it."""
+        """Copy the bytes of a table by way of pinned memory, without waiting."""
         data = torch.from_numpy(table.reshape(-1).view(np.uint8))
-        with torch.cuda.device(self._device):  # pinned memory has no device by which torch would know where to ask
+        with torch.cuda.device(self._device):  # pinned memory has no device of its own
             return data.pin_memory().to(self._device, non_blocking=True)
 
     def read(self, array: torch.Tensor) -> NDArray[Any]:
@@ -250,14 +237,14 @@ class PinnedUpload:
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self._runtime, self._pinned = runtime, _PinnedArrays(runtime)
-        self._there: list[torch.Tensor] = []
+        self._tensors: list[torch.Tensor] = []
         self._sent: Any = None
         self.buffers = SampleBuffers(self._pinned.allocate)
 
     @property
     def device_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self._there)
+        return sum(tensor.nbytes for tensor in self._tensors)
 
     @property
     def host_bytes(self) -> int:
@@ -265,35 +252,35 @@ class PinnedUpload:
         return self.buffers.num_bytes
 
     def to_device(self, array: NDArray[Any]) -> Array:
-        """Copy it from where it lies in the buffers, or from a pinned copy."""
+        """Copy it from the buffers, or from a pinned copy."""
         return self._upload(self._pinned.tensor_of(array), array.shape)
 
     def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[Run], Array]:
         """Join them on the GPU: a copy for each run."""
         runs = runs_of(arrays)
         with self._runtime.uploading():
-            there = self._runtime.tensor((sum(array.size for array in arrays),), torch.int32)
+            joined = self._runtime.tensor((sum(array.size for array in arrays),), torch.int32)
             at = 0
             for run in runs:
-                self._runtime.copy(self._pinned.tensor_of(run.values), there[at : at + run.values.size], lasting=True)
+                self._runtime.copy(self._pinned.tensor_of(run.values), joined[at : at + run.values.size], lasting=True)
                 at += run.values.size
-        self._there.append(there)
-        return runs, there
+        self._tensors.append(joined)
+        return runs, joined
 
     def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:
         """Fill pinned memory, and copy it."""
         pinned = self._runtime.pinned((size,), torch.float32)
         values = pinned.numpy()
         values.fill(1.0)
-        for first, last, some in parts:
-            values[first:last] = some
+        for first, last, part in parts:
+            values[first:last] = part
         return self._upload(pinned, (size,))
 
     def sort(self, lookups: Sequence[LookupPositions]) -> Sequence[Runs]:
-        """Sort them all at once, on the stream of uploads, beside the training."""
+        """Sort them all at once, on the stream of uploads."""
         with self._runtime.uploading():
             found = sort_positions(self._runtime.kernels, lookups)
-        self._there += {id(runs.memory): runs.memory for runs in found}.values()
+        self._tensors += {id(runs.memory): runs.memory for runs in found}.values()
         return found
 
     def send(self) -> None:
@@ -302,38 +289,112 @@ class PinnedUpload:
 
     def receive(self) -> None:
         """Have the current stream wait, and keep the memory of the tensors until it is done with them."""
-        self._runtime.receive(self._sent, self._there)
+        self._runtime.receive(self._sent, self._tensors)
 
     def _upload(self, pinned: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         with self._runtime.uploading():
-            there = self._runtime.upload(pinned)
-        self._there.append(there)
-        return there.view(shape)
+            uploaded = self._runtime.upload(pinned)
+        self._tensors.append(uploaded)
+        return uploaded.view(shape)
 
 
 class _PinnedArrays:
-    """Pinned memory of one batch. It refers to nobody: in a cycle it would outlive the batch."""
+    """Pinned memory of one batch. It has no reference to the upload, as it would outlive the batch in a cycle."""
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self._runtime = runtime
-        self._held: dict[int, tuple[NDArray[np.uint8], torch.Tensor]] = {}  # by the flat array that views have as base
+        self._pinned: dict[int, tuple[NDArray[np.uint8], torch.Tensor]] = {}  # by the flat array that is views' base
 
     def allocate(self, size: int, dtype: DTypeLike) -> NDArray[Any]:
-        """Return a flat array of undefined content."""
+        """Return an uninitialized flat array."""
         pinned = self._runtime.pinned((max(1, size) * np.dtype(dtype).itemsize,), torch.uint8)
         flat: NDArray[np.uint8] = pinned.numpy()
-        self._held[id(flat)] = flat, pinned
+        self._pinned[id(flat)] = flat, pinned
         return flat.view(dtype)[:size]
 
     def tensor_of(self, array: NDArray[Any]) -> torch.Tensor:
-        """Return a flat tensor over the memory of ``array``, or over a copy: as torch gave it, for it counts uses."""
-        flat, pinned = self._held.get(id(array.base), (None, None))
+        """Return a flat tensor over the memory of ``array``, or over a copy: torch's own, whose uses it counts."""
+        flat, pinned = self._pinned.get(id(array.base), (None, None))
         if flat is None or pinned is None or not array.flags.c_contiguous:
             flat = self.allocate(array.size, array.dtype)
             flat[...] = array.reshape(-1)
             return self.tensor_of(flat)
         first = array.ctypes.data - flat.ctypes.data
         return pinned[first : first + array.nbytes].view(TORCH_DTYPES[array.dtype])
+
+
+SLICE_KEYS = 1 << 20
+"""Keys that are copied to the device at a time."""
+
+
+def index_bytes(num_keys: int, num_tables: int) -> int:
+    """Return the bytes of an index for so many keys, including the buffer that they are copied through."""
+    return cuda_key_index.bytes_for(num_keys, num_tables) + 8 * _slice_of(num_keys)
+
+
+class CudaFound:
+    """Local ids in device memory, and the number of missing keys; both are copied to the host when they are read."""
+
+    def __init__(self, runtime: CudaRuntime, device_ids: torch.Tensor, missing: cuda_key_index.MissingKeys) -> None:
+        self._runtime, self.device_ids, self._missing = runtime, device_ids, missing
+        self._host: NDArray[np.int32] | None = None
+
+    def missing(self) -> Missing:
+        """Wait for the search alone, and read 16 bytes."""
+        with self._runtime.searching():
+            return self._missing.read()
+
+    def host(self) -> NDArray[np.int32]:
+        """Wait for the search alone, and copy them once."""
+        if self._host is None:
+            with self._runtime.searching():
+                self._host = self._runtime.download(self.device_ids)
+            self._host.flags.writeable = False
+        return self._host
+
+
+class CudaKeyIndex:
+    """The index in device memory, used only on the stream of searches."""
+
+    def __init__(self, runtime: CudaRuntime, num_keys: int, table_ids: NDArray[np.uint64]) -> None:
+        """Raises torch.OutOfMemoryError."""
+        self._runtime = runtime
+        with runtime.searching():
+            self._index = cuda_key_index.KeyIndex(runtime.kernels, num_keys, table_ids)
+            self._buffer = runtime.tensor((_slice_of(num_keys),), torch.int64)
+        self.capacity = self._index.capacity
+        self.num_bytes = self._index.nbytes + 8 * self._buffer.shape[0]
+
+    def build(self, key_sets: Sequence[KeySet]) -> None:
+        """Copy keys a slice at a time, by way of one slice of pinned memory; waits for each copy."""
+        step = self._buffer.shape[0]
+        pinned = self._runtime.pinned((step,), torch.int64)
+        with self._runtime.searching():
+            self._index.clear()
+            for table, keys, first_position in key_sets:
+                for first in range(0, keys.size, step):
+                    count = min(step, keys.size - first)
+                    pinned.numpy()[:count] = keys[first : first + count]
+                    self._runtime.copy(pinned[:count], self._buffer[:count])
+                    self._index.extend([KeySet(table, self._buffer[:count], first_position + first)])
+
+    def find(
+        self, keys: Sequence[NDArray[np.int64]], starts: NDArray[np.int64], tables: NDArray[np.int64]
+    ) -> CudaFound:
+        """Copy keys from pinned memory and search, in two launches, without waiting."""
+        size = int(starts[-1])
+        pinned = self._runtime.pinned((size,), torch.int64)
+        np.concatenate(keys, out=pinned.numpy())
+        with self._runtime.searching():
+            uploaded, missing = self._runtime.upload(pinned), cuda_key_index.MissingKeys(self._runtime.kernels)
+            found: Any = self._runtime.tensor((size,), torch.int32)
+            self._index.find(uploaded, starts, tables, found, missing)
+        self._runtime.record_use(found)
+        return CudaFound(self._runtime, found, missing)
+
+
+def _slice_of(num_keys: int) -> int:
+    return min(max(1, num_keys), SLICE_KEYS)
 
 
 def open_runtime(index: int | None) -> CudaRuntime:
