@@ -52,7 +52,7 @@ from tiercache.train.anchors import Arrival, State
 from tiercache.train.row_gradients import RowGradients
 from tiercache.train.row_optimizer import RowOptimizer
 from tiercache.train.row_view import RowView
-from tiercache.train.table_lookup import FeaturePart, PooledLookup
+from tiercache.train.table_lookup import FeaturePart, TableLookup
 from tiercache.values.batch import Batch
 from tiercache.values.ids import FeatureIds
 
@@ -195,11 +195,11 @@ class Rank:
     def _look_up(self, rows: RowView, ids: dict[str, FeatureIds]) -> None:
         """Pool a batch, and leave the gradient of the output."""
         none = torch.empty(0)
-        lookup = PooledLookup(self.part, Batch(none, none, ids, rows, self.gradient.shape[0]), {})
+        lookup = TableLookup(self.part, Batch(none, none, ids, rows, self.gradient.shape[0]))
         out = self.backend.empty(self.gradient.shape, np.float32)
         (lookup.found,) = self.backend.pool([(lookup.rows, lookup.entries)], out)
         arrival = Arrival(cast("Any", None), torch.from_numpy(self.gradient), frozenset(), 0)  # of no module
-        lookup.backward(self.gradient.shape[1], arrival)
+        lookup.defer(self.gradient.shape[1], arrival)
         arrival.state = State.STEPPING
 
     def bare(self, exchanged: ExchangedInput, *, times: float = 1.0) -> tuple[float, float]:

@@ -26,7 +26,7 @@ from tiercache.rows.backends.cpu import HostUpload
 from tiercache.rows.backends.cuda import CudaBackend
 from tiercache.rows.backends.cuda_runtime import PinnedUpload
 from tiercache.train.missing_rows import _GatheredRows, _RawRows
-from tiercache.train.table_lookup import Collated, PooledLookup, RowLookup
+from tiercache.train.table_lookup import Collated, TableLookup
 from tiercache.values.batch import Batch
 from tiercache.values.ids import FeatureIds, FoundIds
 from tiercache.values.lookups import LookedUp, LookupIds, SavedGradient
@@ -232,7 +232,7 @@ ONE_PASS = Case(
 )
 OF_A_BATCH = (
     Batch, FeatureIds, FoundIds, SampleBuffers, EncodedBatch, HostUpload, PinnedUpload, LookupIds, LookedUp,
-    SavedGradient, Collated, PooledLookup, RowLookup, _GatheredRows, _RawRows,
+    SavedGradient, Collated, TableLookup, _GatheredRows, _RawRows,
 )  # fmt: skip
 
 

@@ -288,7 +288,7 @@ def test_a_copy_of_a_batch_with_other_ids_leaves_the_batch_as_it_is(world: World
     first, second = world.batches[:2]
     with torch.no_grad():
         wanted = world.model(first), world.model(second)
-        other = dataclasses.replace(first, ids=second.ids, joins=None)
+        other = dataclasses.replace(first, ids=second.ids, collations=None)
         assert torch.equal(compiled(first), wanted[0])
         assert torch.equal(compiled(other), wanted[1])
         del other

@@ -151,7 +151,7 @@ class TierCache:
         self._pipeline, self._loop = parts.pipeline, parts.loop
         self.dense, self.optimizer = parts.rows.state.dense, parts.rows.state.joint
         self.optimizer.bind(self._step)
-        self._plain = PlainKeys(parts.raw, self)
+        self._plain = PlainKeys(parts.raw, self._lookup_source)
         self.index_bytes = parts.index_bytes
         """Bytes of ``device_budget`` that are planned for the index of raw and plain keys; 0 if they do not fit.
 
@@ -470,6 +470,13 @@ class TierCache:
         return self._check_stored("store_plan()").plans.store_plan(state_bytes)
 
     # -- inside -------------------------------------------------------------------------------------------
+
+    def _lookup_source(self, trains: bool) -> tuple[Pass | None, int]:
+        """Return the newest pass, for plain keys that are trained, and bytes for the rows of others."""
+        self._check_open()
+        if not trains:
+            self._rows.check_restored()
+        return self._loop.newest, self.eval_bytes
 
     def _step(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Apply the pending gradients of the tables that step with ``optimizer``: each row is updated once.

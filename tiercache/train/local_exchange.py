@@ -91,17 +91,19 @@ class LocalExchange:
     def _make_ahead(self, request: BatchRequest, rows: RowView, parts: Sequence[FeaturePart]) -> _Brought:
         upload = self._backend.upload()
         samples = request.source.read(request.places, upload.buffers)
-        joined = {}
+        collated = {}
         for part in parts:
             found = [samples.ids[name] for name in part.features]
-            joined[part.key] = collate_part(part, found, rows, samples.num_samples, upload, weights=True)
-        known = {key: one.positions for key, one in joined.items() if one.positions is not None}
+            collated[part.key] = collate_part(part, found, rows, samples.num_samples, upload, weights=True)
+        known = {key: one.positions for key, one in collated.items() if one.positions is not None}
         if known and rows.gradients is not None:
             for key, runs in zip(known, upload.sort([*known.values()]), strict=True):
-                joined[key] = replace(joined[key], runs=runs)
+                collated[key] = replace(collated[key], runs=runs)
         weight = samples.num_samples / request.step_samples
-        joins = Collations(self._seen, joined)
-        batch = make_batch(samples, rows, weight=weight, end=request.done, joins=joins, to_device=upload.to_device)
+        batch = make_batch(
+            samples, rows, weight=weight, end=request.done, collations=Collations(self._seen, collated),
+            to_device=upload.to_device,
+        )  # fmt: skip
         upload.send()
         return _Brought(batch, upload)
 

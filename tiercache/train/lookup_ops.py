@@ -1,4 +1,4 @@
-"""Lookups as operators of torch: what a compiled model calls in place of Python, without a break of its graph.
+"""Lookups as functions of autograd, and as operators that a compiled model calls without a break of its graph.
 
 An operator takes tensors and numbers, so it finds a batch and a module by a number. What its backward needs is an
 attribute of its second result, a tensor that autograd saves: it lives as long as the graph. An operator reads another
@@ -9,22 +9,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence  # noqa: TC003 - operators' schemas are read at run time
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
+import numpy as np
 import torch
 
 from tiercache.values.compiled import batch_of, module_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
+    from torch import nn
+
+    from tiercache.rows.backends.base import Backend
+    from tiercache.train.anchors import Anchor, Anchors, Arrival
+    from tiercache.train.table_lookup import RemoteLookup, TableLookup
+    from tiercache.train.table_module import TableModule
     from tiercache.values.batch import Batch
 
 _CONTEXT = "tiercache_context"
 
 
 class Context:
-    """What the backward of one lookup needs: in place of the ``ctx`` of an `torch.autograd.Function`."""
+    """The ``ctx`` of a `torch.autograd.Function` for one call of an operator."""
 
     def __init__(self, anchor: torch.Tensor) -> None:
         self.needs_input_grad = (anchor.requires_grad,)
@@ -36,9 +43,9 @@ class Context:
 
 
 class _OnceDifferentiable(torch.autograd.Function):
-    """The first of some tensors, of which a derivative raises an error.
+    """Copies the first of some tensors, whose derivatives raise an error.
 
-    The others are what they were computed from: a derivative that goes through them to a leaf comes here too.
+    The others are the tensors that they were computed from: derivatives through those raise it too.
     """
 
     @staticmethod
@@ -69,12 +76,130 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         tensors = [one for one in found if one is not None]
         if not tensors or not torch.is_grad_enabled() or not any(g is not None and g.requires_grad for g in grads):
             return found
-        given = [g for g in grads if g is not None]
-        of_leaves = [one.detach().requires_grad_() for one in tensors]
-        marked = iter(_OnceDifferentiable.apply(len(of_leaves), *of_leaves, *given))  # type: ignore[no-untyped-call]
+        leaves = [one.detach().requires_grad_() for one in tensors]
+        sources = [g for g in grads if g is not None]
+        marked = iter(_OnceDifferentiable.apply(len(leaves), *leaves, *sources))  # type: ignore[no-untyped-call]
         return tuple(None if one is None else next(marked) for one in found)
 
     return run
+
+
+class Marker(NamedTuple):
+    """Gives the gradients of one lookup's outputs to the anchor of its module."""
+
+    parameter: nn.Parameter
+    """The anchor, as the lookup had it."""
+    anchor: Anchor | None
+    """None: rows are not trained."""
+    anchors: Anchors | None
+    tables: Sequence[str]
+    is_known: bool
+    """True if the cache has the module, or accepts any."""
+
+    @classmethod
+    def of(cls, module: TableModule, batch: Batch) -> Marker:
+        """Begin a lookup: check that it finds the rows of a batch, and bring them."""
+        is_known = module.begin_lookup(batch)
+        anchors = None if batch.rows.gradients is None else batch.rows.gradients.anchors
+        return cls(module.anchor, None if anchors is None else anchors.of(module), anchors, module.tables, is_known)
+
+    def arrive(self, gradients: Sequence[torch.Tensor | None], tables: Sequence[Iterable[str]]) -> list[Arrival | None]:
+        """Note the gradients of outputs, of rows of ``tables``; none if the module is frozen."""
+        if self.anchor is None or self.anchors is None or not self.parameter.requires_grad:
+            return [None] * len(gradients)
+        if not self.is_known:
+            self.anchors.refuse_reader(self.tables)
+        if self.anchors.ledger is not None:
+            self.anchors.ledger.arrive()
+        return self.anchor.arrive(self.parameter, gradients, [*map(frozenset, tables)])
+
+    def gradient(self, gradients: Sequence[torch.Tensor | None], arrived: Sequence[Arrival | None]) -> Any:
+        """Return the gradient of the anchor."""
+        if self.anchors is None or not any(one is not None for one in arrived):
+            return None
+        return self.anchors.gradient_of(self.parameter, gradients)
+
+
+class PooledFunction(torch.autograd.Function):
+    """Looks features up and pools them into one output."""
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: torch.Tensor, marker: Marker, backend: Backend, lookups: list[TableLookup],
+                remote: list[RemoteLookup], shape: tuple[int, int], names: tuple[str, ...],
+                *_weights: torch.Tensor) -> torch.Tensor:  # fmt: skip
+        """Return (N, columns)."""
+        # allocated here: torch forbids in-place changes of an input that is returned
+        out = backend.empty(shape, np.float32)
+        if lookups:
+            results = backend.pool([(one.rows, one.entries) for one in lookups], out)
+            for lookup, found in zip(lookups, results, strict=True):
+                lookup.found = found
+        result = backend.tensor(out)
+        for one in remote:
+            one.write(result)
+        ctx.marker, ctx.backend, ctx.lookups, ctx.remote, ctx.names = marker, backend, lookups, remote, names
+        ctx.set_materialize_grads(False)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of the anchor and of the weights, and defer those of rows to the step."""
+        backend: Backend = ctx.backend
+        by_name: dict[str, torch.Tensor] = {}
+        arrived: list[Arrival | None] = [None]
+        if grads[0] is not None:
+            if ctx.needs_input_grad[0]:
+                arrived = ctx.marker.arrive(grads, [ctx.marker.tables])
+            for lookup in ctx.lookups:
+                if set(lookup.part.features) & set(ctx.names):
+                    found = lookup.weight_gradients(backend.array(grads[0]))
+                    by_name |= {name: backend.tensor(gradient) for name, gradient in found.items()}
+            if arrived[0] is not None:
+                for one in (*ctx.lookups, *ctx.remote):
+                    one.defer(grads[0].shape[1], arrived[0])
+        anchor = ctx.marker.gradient(grads, arrived)
+        return anchor, None, None, None, None, None, None, *(by_name.get(name) for name in ctx.names)
+
+    @staticmethod
+    def run_backward(ctx: Any, grads: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, dict[str, Any]]:
+        """Return the anchor's gradient, and those of weights by feature."""
+        anchor, *others = PooledFunction.backward(ctx, *grads)
+        return anchor, dict(zip(ctx.names, others[6:], strict=True))
+
+
+class RowFunction(torch.autograd.Function):
+    """Looks up one vector for each id."""
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: torch.Tensor, marker: Marker, backend: Backend,
+                lookups: list[TableLookup]) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        """Return (ids, dim) of each feature, in the order of the lookups."""
+        ctx.marker, ctx.backend = marker, backend
+        ctx.features = [(lookup, feature) for lookup in lookups for feature in range(len(lookup.part.features))]
+        ctx.set_materialize_grads(False)
+        outs, results = backend.gather([(lookup.rows, lookup.entries) for lookup in lookups])
+        for lookup, found in zip(lookups, results, strict=True):
+            lookup.found = found
+        return tuple(backend.tensor(out) for out in outs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
+        """Return the gradient of the anchor, and defer those of rows to the step."""
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        arrived = ctx.marker.arrive(grads, [[lookup.part.tables[feature]] for lookup, feature in ctx.features])
+        for (lookup, feature), one in zip(ctx.features, arrived, strict=True):
+            if one is not None:
+                lookup.defer_feature(feature, one)
+        return ctx.marker.gradient(grads, arrived), None, None, None
+
+    @staticmethod
+    def run_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, dict[str, Any]]:
+        """Return the anchor's gradient, from those of each feature's vectors."""
+        flat = [None if grad is None else grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        return RowFunction.backward(ctx, *flat)[0], {}
 
 
 def look_up_bags(module: Any, batch: Batch, weights: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -101,9 +226,9 @@ def _bags(
     anchor: torch.Tensor, number: torch.Tensor, weights: Sequence[torch.Tensor], names: str, module: int, width: int,
     trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    given = dict(zip(names.split(","), weights, strict=True)) if names else {}
+    by_name = dict(zip(names.split(","), weights, strict=True)) if names else {}
     with torch.set_grad_enabled(trained):
-        return _run(anchor, number, module, given)
+        return _run(anchor, number, module, by_name)
 
 
 @torch.library.custom_op("tiercache::embedding_rows", mutates_args=())
@@ -132,10 +257,10 @@ def _backward(
     ]
 
 
-def _run(anchor: torch.Tensor, number: torch.Tensor, module: int, *given: Any) -> tuple[Any, torch.Tensor]:
-    """Return what a module looks up, and what backward is given: 1 with its context, 0 where there is no backward."""
+def _run(anchor: torch.Tensor, number: torch.Tensor, module: int, *weights: Any) -> tuple[Any, torch.Tensor]:
+    """Return the output of a module's lookup, and a token for backward: 1 with its context, 0 without gradients."""
     context = Context(anchor)
-    out = module_of(module).run(context, batch_of(number), *given)
+    out = module_of(module).run(context, batch_of(number), *weights)
     token = torch.full((), int(torch.is_grad_enabled()), device="cpu")
     if torch.is_grad_enabled():
         setattr(token, _CONTEXT, context)

@@ -22,12 +22,11 @@ from tiercache.values.batch import Batch
 from tiercache.values.ids import FeatureIds, NoTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
     from tiercache.schema import Feature
-    from tiercache.train.cache import TierCache
     from tiercache.train.passes import Pass
     from tiercache.train.raw_keys import RawKeys
     from tiercache.train.table_module import TableModule
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 _NONE = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
-class Given(NamedTuple):
+class KeyInput(NamedTuple):
     """Keys of one feature, as a module was given them."""
 
     keys: NDArray[np.int64]
@@ -44,22 +43,22 @@ class Given(NamedTuple):
     offsets: NDArray[np.int64] | None
     """(N + 1,) of bags; None: each key is by itself."""
     num_samples: int
-    """The first dimension of what was given."""
+    """The first dimension of what was plain."""
 
-    def without(self, key: int) -> tuple[Given, NDArray[np.bool_]]:
+    def without(self, key: int) -> tuple[KeyInput, NDArray[np.bool_]]:
         """Return the same without a key, and which of the keys are others."""
         kept = self.keys != key
         ends = None if self.offsets is None else np.concatenate([[0], np.cumsum(kept)])[self.offsets]
-        return Given(np.ascontiguousarray(self.keys[kept]), ends, self.num_samples), kept
+        return KeyInput(np.ascontiguousarray(self.keys[kept]), ends, self.num_samples), kept
 
 
-def given_rows(feature: str, keys: torch.Tensor) -> Given:
+def row_input(feature: str, keys: torch.Tensor) -> KeyInput:
     """Return keys of any shape, or of a nested tensor, one by one. Raises TypeError, ValueError."""
     if keys.is_nested:
         parts = [_flat(feature, one) for one in keys.unbind()]
-        return Given(np.concatenate([np.empty(0, np.int64), *parts]), None, len(parts))
+        return KeyInput(np.concatenate([np.empty(0, np.int64), *parts]), None, len(parts))
     flat = _flat(feature, keys)
-    return Given(flat, None, int(keys.shape[0]) if keys.ndim else 1)
+    return KeyInput(flat, None, int(keys.shape[0]) if keys.ndim else 1)
 
 
 def shaped_as(keys: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
@@ -75,7 +74,7 @@ def shaped_as(keys: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
     return torch.nested.as_nested_tensor(parts, layout=keys.layout)
 
 
-def given_bags(feature: str, keys: torch.Tensor, offsets: torch.Tensor | None, *, has_last: bool = False) -> Given:
+def bag_input(feature: str, keys: torch.Tensor, offsets: torch.Tensor | None, *, has_last: bool = False) -> KeyInput:
     """Return bags of keys: (N, L), a nested tensor, or (E,) with offsets (N,), or (N + 1,) where ``has_last``.
 
     Raises TypeError, ValueError as torch's module does.
@@ -85,12 +84,12 @@ def given_bags(feature: str, keys: torch.Tensor, offsets: torch.Tensor | None, *
             raise ValueError(f"offsets were given with a nested tensor of feature {feature!r}: it has its own")
         parts = [_flat(feature, one) for one in keys.unbind()]
         ends = np.cumsum([0, *(one.size for one in parts)]).astype(np.int64)
-        return Given(np.concatenate([np.empty(0, np.int64), *parts]), ends, len(parts))
+        return KeyInput(np.concatenate([np.empty(0, np.int64), *parts]), ends, len(parts))
     flat = _flat(feature, keys)
     if keys.ndim == 2:
         if offsets is not None:
             raise ValueError(f"offsets were given with keys (N, L) of feature {feature!r}: leave them out")
-        return Given(flat, np.arange(keys.shape[0] + 1, dtype=np.int64) * keys.shape[1], int(keys.shape[0]))
+        return KeyInput(flat, np.arange(keys.shape[0] + 1, dtype=np.int64) * keys.shape[1], int(keys.shape[0]))
     if keys.ndim != 1 or offsets is None:
         raise ValueError(
             f"the keys of feature {feature!r} have shape {tuple(keys.shape)}: give (N, L), or (E,) with offsets (N,)"
@@ -102,7 +101,7 @@ def given_bags(feature: str, keys: torch.Tensor, offsets: torch.Tensor | None, *
             f"the offsets of feature {feature!r} are {tuple(offsets.shape)} for {flat.size} keys: they must begin with "
             "0, never fall, and not exceed the number of keys"
         )
-    return Given(flat[: int(ends[-1])], ends, ends.size - 1)
+    return KeyInput(flat[: int(ends[-1])], ends, ends.size - 1)
 
 
 def _flat(feature: str, keys: torch.Tensor) -> NDArray[np.int64]:
@@ -120,34 +119,32 @@ def _flat(feature: str, keys: torch.Tensor) -> NDArray[np.int64]:
 class PlainKeys:
     """Makes batches of one feature's keys, for one lookup. With several ranks collective, on the training thread."""
 
-    def __init__(self, raw: RawKeys, cache: TierCache) -> None:
-        """cache: is not kept alive."""
-        self._raw, self._cache = raw, weakref.ref(cache)
+    def __init__(self, raw: RawKeys, source: Callable[[bool], tuple[Pass | None, int]]) -> None:
+        """source: a method of the cache, which is not kept alive: see `TierCache._lookup_source`."""
+        self._raw, self._source = raw, weakref.WeakMethod(source)
         self.committed: RowReader | None = None
         """A reader of the last commit, set while lookups without gradients must not use a collective."""
 
-    def batch(self, feature: Feature, given: Given, *, trains: bool) -> Batch:
-        """Return a batch with the rows of ``given``: those of the pass, or rows of its own as they are now.
+    def batch(self, feature: Feature, plain: KeyInput, *, trains: bool) -> Batch:
+        """Return a batch with the rows of ``plain``: those of the pass, or current rows of its own.
 
-        Raises KeyNotInPassError for a key that the pass lacks, StateError outside a pass, BudgetError where rows exceed
-        ``eval_budget``; on several ranks RankError where they do not all look the same feature up.
+        Raises KeyNotInPassError for a key that the pass lacks, StateError outside a pass, BudgetError if the rows
+        exceed ``eval_budget``, and with several ranks RankError if they do not all look the same feature up.
         """
-        cache = self._cache()
-        if cache is None:
+        if (source := self._source()) is None:
             raise StateError("the cache of this module is gone: keep it as long as its model looks keys up")
-        cache._check_open()
+        current, budget = source(trains)
         if trains and self.committed is not None:
             raise StateError(
                 f"keys of table {feature.table!r} were looked up with gradients inside cache.lookups(local=True), "
                 "where rows of the last commit are read: look them up under torch.no_grad()"
             )
-        keys = FeatureKeys(given.keys, given.offsets, None)
+        keys = FeatureKeys(plain.keys, plain.offsets, None)
         if trains:
-            return self._trained(feature, keys, given, cache._loop.newest)
-        cache._rows.check_restored()
-        return self._read(feature, keys, given, cache.eval_bytes)
+            return self._trained(feature, keys, plain.num_samples, current)
+        return self._read(feature, keys, plain.num_samples, budget)
 
-    def _trained(self, feature: Feature, keys: FeatureKeys, given: Given, current: Pass | None) -> Batch:
+    def _trained(self, feature: Feature, keys: FeatureKeys, num_samples: int, current: Pass | None) -> Batch:
         error, samples = None, None
         try:
             if current is None:
@@ -157,62 +154,58 @@ class PlainKeys:
                 )
             current.begin_plain()
             found, ids = self._raw.reader.find(current.source.whole, {feature.name: keys})
-            lost = found.missing()
-            if lost.count:
-                self._refuse(feature, keys, lost.count, lost.first, current)
-            samples = RawSamples(given.num_samples, {feature.name: keys}, _NONE, _NONE, ids, lacking=False)
-        except Exception as caught:  # told to all ranks
+            missing = found.missing()
+            if missing.count:
+                key = int(keys.keys[missing.first])
+                raise KeyNotInPassError(
+                    f"{missing.count:,} of {keys.keys.size:,} keys of table {feature.table!r} are not in the key set "
+                    f"of pass {current.index} (the first is {key}, of feature {feature.name!r}, in batch "
+                    f"{current.batches_done}): give samples of this pass, write key sets that have all keys, or look "
+                    "keys up under torch.no_grad(), which trains no row",
+                    table=feature.table,
+                    key=key,
+                    batch=current.batches_done,
+                )
+            samples = RawSamples(num_samples, {feature.name: keys}, _NONE, _NONE, ids, lacking=False)
+        except Exception as caught:  # raised on all ranks
             error = caught
-        self._meet(feature, trains=True, error=error)
+        self._check_same(feature, trains=True, error=error)
         assert current is not None
         assert samples is not None
         name = f"a lookup of feature {feature.name!r} in pass {current.index}"
         made, _ = self._raw.exchange.raw(samples, current.rows, name, 1.0, modes={feature.name: None})
-        return replace(made, end=current.count_plain(given.num_samples))
+        return replace(made, end=current.count_plain(num_samples))
 
-    def _read(self, feature: Feature, keys: FeatureKeys, given: Given, budget: int) -> Batch:
-        error, wanted = None, dict[str, Any]()
+    def _read(self, feature: Feature, keys: FeatureKeys, num_samples: int, budget: int) -> Batch:
+        error, requested = None, dict[str, Any]()
         try:
             if keys.keys.size:
-                wanted = {feature.table: np.unique(keys.keys)}
-            self._raw.reader.check_budget(given.num_samples, wanted, budget)
-        except Exception as caught:  # told to all ranks
+                requested = {feature.table: np.unique(keys.keys)}
+            self._raw.reader.check_budget(num_samples, requested, budget)
+        except Exception as caught:  # raised on all ranks
             error = caught
         reader = self.committed
         if reader is None:
-            self._meet(feature, trains=False, error=error)
-            reader = self._raw.exchange.load(lambda: wanted, budget, "initial")
+            self._check_same(feature, trains=False, error=error)
+            reader = self._raw.exchange.load(lambda: requested, budget, "initial")
         elif error is not None:
             raise error
         places = np.full(keys.keys.size, -1, np.int32)
         ids = {feature.name: FeatureIds(places, keys.offsets, None)}
         rows = self._raw.missing.no_rows("a lookup without gradients")
-        made = Batch(_NONE, _NONE, ids, rows, given.num_samples)
+        made = Batch(_NONE, _NONE, ids, rows, num_samples)
         return self._raw.missing.add(made, {feature.name: keys}, {feature.name: places}, "load", reader)
 
-    def _meet(self, feature: Feature, *, trains: bool, error: Exception | None) -> None:
-        """Tell the other ranks what is looked up here. Raises RankError where they look up something else."""
-        mine = [crc32(feature.name.encode()), int(trains)]
-        told = self._raw.exchange.tell(mine, "looking keys up", error)
-        if others := [rank for rank, one in enumerate(told) if one != mine]:
+    def _check_same(self, feature: Feature, *, trains: bool, error: Exception | None) -> None:
+        """Tell the other ranks of this lookup. Raises RankError if theirs is another one, and any rank's ``error``."""
+        own = [crc32(feature.name.encode()), int(trains)]
+        told = self._raw.exchange.tell(own, "looking keys up", error)
+        if others := [rank for rank, one in enumerate(told) if one != own]:
             how = "with" if trains else "without"
             raise RankError(
                 f"rank {others[0]} looked something else up while this one looked up feature {feature.name!r} {how} "
                 "gradients: all ranks make the same lookups in the same order"
             )
-
-    @staticmethod
-    def _refuse(feature: Feature, keys: FeatureKeys, count: int, first: int, current: Pass) -> None:
-        key = int(keys.keys[first])
-        raise KeyNotInPassError(
-            f"{count:,} of {keys.keys.size:,} keys of table {feature.table!r} are not in the key set of pass "
-            f"{current.index} (the first is {key}, of feature {feature.name!r}, in batch {current.batches_done}): give "
-            "samples of this pass, write key sets that have all keys, or look keys up under torch.no_grad(), which "
-            "trains no row",
-            table=feature.table,
-            key=key,
-            batch=current.batches_done,
-        )
 
 
 def table_weight(*modules: TableModule) -> TableWeight:

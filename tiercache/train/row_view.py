@@ -183,12 +183,12 @@ def make_batch(
     weight: float = 1.0,
     end: int = 0,
     pooled: Mapping[str, Pooled] | None = None,
-    joins: Any = None,
+    collations: Any = None,
     to_device: Callable[[NDArray[np.float32]], Array] | None = None,
 ) -> Batch:
     """Return a batch on the device of ``rows``. ``ids`` replace the samples' local ids.
 
-    joins: `Collations` of the batch. to_device: copies label and dense, in place of the backend's.
+    collations: `Collations` of the batch. to_device: copies label and dense, in place of the backend's.
     """
     label = np.empty(0, dtype=np.float32) if samples.label is None else samples.label
     to_device = to_device or rows.backend.to_device
@@ -201,5 +201,5 @@ def make_batch(
         weight=weight,
         end=end,
         pooled=pooled or {},
-        joins=joins,
+        collations=collations,
     )

@@ -1,4 +1,4 @@
-"""One lookup: the features of one group of tables in one batch, forward and the way back."""
+"""One lookup: the features of one group of tables in one batch, forward and backward."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.rows.backends.host_arrays import Run
+    from tiercache.schema import Feature
     from tiercache.train.anchors import Arrival
     from tiercache.train.row_view import Pooled, RowView
     from tiercache.values.batch import Batch
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 Key = tuple[tuple[str, ...], bool]
-"""What decides what is joined: features, and whether they are bags."""
+"""Identifies a collation: features, and whether they are bags."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -50,14 +51,28 @@ class FeaturePart:
     bags: bool
     """Whether a feature may have any number of ids, or weights."""
 
+    @classmethod
+    def of(
+        cls, group: int, specs: Sequence[Feature], modes: Mapping[str, int], cols: Mapping[str, int], *, bags: bool
+    ) -> FeaturePart:
+        """Return a part of features; modes, cols: by feature, none of those that are not pooled."""
+        return cls(
+            group=group,
+            features=tuple(spec.name for spec in specs),
+            tables=tuple(spec.table for spec in specs),
+            modes=np.array([modes.get(spec.name, 0) for spec in specs], dtype=np.int8),
+            cols=np.array([cols.get(spec.name, 0) for spec in specs], dtype=np.int64),
+            bags=bags,
+        )
+
     @property
     def key(self) -> Key:
-        """What its ids are joined by."""
+        """Identifies the collation of its ids."""
         return self.features, self.bags
 
 
 class Uploader(Protocol):
-    """Brings arrays to the device: a backend does on the training thread, an upload ahead of it."""
+    """Copies arrays to the device: a backend on the training thread, an upload ahead of it."""
 
     def to_device(self, array: NDArray[Any]) -> Array:
         """Return a host array on the device."""
@@ -77,7 +92,7 @@ class Collated:
     """The ids of a part in one batch, feature-major."""
 
     found: Sequence[FeatureIds | FoundIds]
-    """What was joined."""
+    """The ids of each feature."""
     ids: Array
     """(E,) on the device."""
     starts: NDArray[np.int64]
@@ -87,11 +102,11 @@ class Collated:
     offsets: Array | None
     """(F * N + 1,) on the device, where they are bags."""
     weights: Array | None
-    """(E,) on the device: those of the data, where it has some and they were asked for."""
+    """(E,) on the device: those of the data, if it has some and they were requested."""
     positions: LookupPositions | None = None
-    """Where the ids may be sorted ahead of the step, what their positions are."""
+    """The positions of the ids, if these may be sorted before the step."""
     runs: Any = None
-    """The order of the ids by position, where they were."""
+    """The order of the ids by position, if they were sorted."""
 
 
 def collate_part(
@@ -99,39 +114,42 @@ def collate_part(
     found: Sequence[FeatureIds | FoundIds],
     rows: RowView,
     num_samples: int,
-    bringer: Uploader,
+    uploader: Uploader,
     *,
     weights: bool = False,
 ) -> Collated:
-    """Join and check the ids ``found`` of a part's features; with their bags, and the data's weights if asked."""
+    """Concatenate and check the ids of a part's features, with their bags and, if ``weights``, those of the data."""
     starts = np.zeros(len(found) + 1, dtype=np.int64)
     np.cumsum([one.num_ids for one in found], out=starts[1:])
-    there = [one.device_ids for one in found if isinstance(one, FoundIds)]
+    on_device = [one.device_ids for one in found if isinstance(one, FoundIds)]
     bad = order = None
-    if len(there) == len(found):  # in the pass's own key sets: none is of another table
-        ids = rows.backend.concat(there)
+    if len(on_device) == len(found):  # in the pass's own key sets: none is of another table
+        ids = rows.backend.concat(on_device)
     else:
-        runs, ids = bringer.join([one.ids for one in found])
+        runs, ids = uploader.join([one.ids for one in found])
         group = rows.groups[part.group]
         limits = np.array([group.num_local[table] for table in part.tables], dtype=np.int64)
         bad = _first_bad(runs, starts, limits)
         if bad is None and starts[-1]:
             bases = np.array([group.first[table] for table in part.tables], dtype=np.int64)
             order = LookupPositions(ids, starts, bases, limits)
-    offsets = brought = None
+    offsets = data_weights = None
     if part.bags:
         n = num_samples
         ends = np.empty(len(found) * n + 1, dtype=np.int64)
         ends[0] = 0
         for f, one in enumerate(found):
-            mine = np.arange(1, n + 1, dtype=np.int64) if one.offsets is None else one.offsets[1:]
-            np.add(mine, starts[f], out=ends[1 + f * n : 1 + (f + 1) * n])
-        offsets = bringer.to_device(ends)
-        given = [(int(starts[f]), int(starts[f + 1]), one.weights) for f, one in enumerate(found)]
-        given = [one for one in given if one[2] is not None]
-        if weights and given:
-            brought = bringer.weights(int(starts[-1]), given)
-    return Collated(found, ids, starts, bad, offsets, brought, order)
+            bag_ends = np.arange(1, n + 1, dtype=np.int64) if one.offsets is None else one.offsets[1:]
+            np.add(bag_ends, starts[f], out=ends[1 + f * n : 1 + (f + 1) * n])
+        offsets = uploader.to_device(ends)
+        weighted = [
+            (int(starts[f]), int(starts[f + 1]), one.weights)
+            for f, one in enumerate(found)
+            if weights and one.weights is not None
+        ]
+        if weighted:
+            data_weights = uploader.weights(int(starts[-1]), weighted)
+    return Collated(found, ids, starts, bad, offsets, data_weights, order)
 
 
 def _first_bad(runs: Sequence[Run], starts: NDArray[np.int64], limits: NDArray[np.int64]) -> tuple[int, int] | None:
@@ -144,27 +162,27 @@ def _first_bad(runs: Sequence[Run], starts: NDArray[np.int64], limits: NDArray[n
 
 
 class Collations:
-    """Parts of one batch that were joined before a module looked them up."""
+    """Parts of one batch that were collated before a module looked them up."""
 
     def __init__(self, seen: MutableMapping[Key, FeaturePart], made: Mapping[Key, Collated]) -> None:
-        """seen: takes note of the parts that are looked up, so that they are joined ahead in batches to come."""
+        """seen: records the parts that are looked up, so that later batches collate them ahead."""
         self._seen, self._made = seen, made
 
     def of(self, part: FeaturePart, found: Sequence[FeatureIds | FoundIds]) -> Collated | None:
-        """Return what was joined of exactly these ids; None where nothing was."""
+        """Return the collation of exactly these ids; None if there is none."""
         key = part.key
         if key not in self._seen:
             self._seen[key] = part
-        joined = self._made.get(key)
-        if joined is None or any(one is not other for one, other in zip(joined.found, found, strict=True)):
+        collated = self._made.get(key)
+        if collated is None or any(one is not other for one, other in zip(collated.found, found, strict=True)):
             return None
-        return joined
+        return collated
 
 
 MODES = {"sum": SUM, "mean": MEAN, "max": MAX}
 
 
-def check_brought(batch: Batch, features: Sequence[str]) -> None:
+def check_ids_of(batch: Batch, features: Sequence[str]) -> None:
     """Raise ValueError for a feature without ids in the batch."""
     for name in features:
         if name not in batch.ids:
@@ -178,12 +196,12 @@ def read_entries(part: FeaturePart, batch: Batch, weights: Mapping[str, Array]) 
     """Return the ids of a part in one batch on the device, feature-major, checked against their tables."""
     rows, backend = batch.rows.groups[part.group], batch.rows.backend
     found = [batch.ids[name] for name in part.features]
-    joined = None if batch.joins is None else batch.joins.of(part, found)
-    if joined is None:
-        joined = collate_part(part, found, batch.rows, batch.num_samples, backend)
-    starts = joined.starts
-    if joined.bad is not None:
-        entry, number = joined.bad
+    collated = None if batch.collations is None else batch.collations.of(part, found)
+    if collated is None:
+        collated = collate_part(part, found, batch.rows, batch.num_samples, backend)
+    starts = collated.starts
+    if collated.bad is not None:
+        entry, number = collated.bad
         f = int(np.searchsorted(starts, entry, side="right")) - 1
         raise IndexError(
             f"feature {part.features[f]!r} has local id {number} at entry {entry - int(starts[f])} "
@@ -191,20 +209,20 @@ def read_entries(part: FeaturePart, batch: Batch, weights: Mapping[str, Array]) 
             f"{batch.rows.name}: use batches of the pass that is being trained"
         )
     return LookupIds(
-        ids=joined.ids, starts=starts, modes=part.modes, cols=part.cols,
-        bases=np.array([rows.first[table] for table in part.tables], dtype=np.int64), offsets=joined.offsets,
-        weights=_weights_of(part, batch, joined, weights) if part.bags else NONE_F4,
-        trained=batch.rows.gradients is not None and torch.is_grad_enabled(), runs=joined.runs,
+        ids=collated.ids, starts=starts, modes=part.modes, cols=part.cols,
+        bases=np.array([rows.first[table] for table in part.tables], dtype=np.int64), offsets=collated.offsets,
+        weights=_weights_of(part, batch, collated, weights) if part.bags else NONE_F4,
+        trained=batch.rows.gradients is not None and torch.is_grad_enabled(), runs=collated.runs,
     )  # fmt: skip
 
 
-def _weights_of(part: FeaturePart, batch: Batch, joined: Collated, weights: Mapping[str, Array]) -> Array:
+def _weights_of(part: FeaturePart, batch: Batch, collated: Collated, weights: Mapping[str, Array]) -> Array:
     """Return the weight of each entry on the device; empty: all 1."""
-    starts, found = joined.starts, [batch.ids[name] for name in part.features]
-    if joined.weights is not None and all(
+    starts, found = collated.starts, [batch.ids[name] for name in part.features]
+    if collated.weights is not None and all(
         weights.get(name) is one.weights for name, one in zip(part.features, found, strict=True)
     ):
-        return joined.weights
+        return collated.weights
     parts = []
     for f, name in enumerate(part.features):
         if name in weights:
@@ -218,20 +236,16 @@ def _weights_of(part: FeaturePart, batch: Batch, joined: Collated, weights: Mapp
     return batch.rows.backend.weights(int(starts[-1]), parts) if parts else NONE_F4
 
 
-def _check_stepped(batch: Batch) -> None:
-    """Raise StateError where gradients wait for a step that nobody takes."""
-    gradients = batch.rows.gradients
-    if gradients is not None and torch.is_grad_enabled() and not gradients.anchors.is_stepped and gradients.is_pending:
-        raise StateError(NOBODY_STEPS)
+class TableLookup:
+    """The lookup of one part in one batch. Lives from forward to backward."""
 
-
-class PooledLookup:
-    """Forward and backward of one part with pooling. Lives from forward to backward."""
-
-    def __init__(self, part: FeaturePart, batch: Batch, weights: dict[str, Array]) -> None:
+    def __init__(self, part: FeaturePart, batch: Batch, weights: Mapping[str, Array] | None = None) -> None:
+        """Raises StateError if gradients are pending that nothing would ever step."""
         self.part, self.batch = part, batch
-        _check_stepped(batch)
-        self.entries = read_entries(part, batch, weights)
+        pending = batch.rows.gradients
+        if pending is not None and torch.is_grad_enabled() and not pending.anchors.is_stepped and pending.is_pending:
+            raise StateError(NOBODY_STEPS)
+        self.entries = read_entries(part, batch, weights or {})
         self.found: LookedUp
         """The backend's results, set by forward."""
 
@@ -241,8 +255,8 @@ class PooledLookup:
         rows: GroupRows = self.batch.rows.groups[self.part.group]
         return rows
 
-    def backward(self, width: int, arrival: Arrival) -> None:
-        """Leave the gradient, (N, ``width``), for the step."""
+    def defer(self, width: int, arrival: Arrival) -> None:
+        """Defer the gradient of a pooled output, (N, ``width``), to the step."""
         gradients, starts, found = self.batch.rows.gradients, self.entries.starts, self.found
         if gradients is None or starts[-1] == 0:
             return
@@ -265,50 +279,13 @@ class PooledLookup:
         starts = self.entries.starts
         return {name: out[int(starts[f]) : int(starts[f + 1])] for f, name in enumerate(self.part.features)}
 
-
-class ReadyLookup:
-    """Forward and backward of one feature that another rank pooled."""
-
-    def __init__(self, batch: Batch, found: Pooled, col: int) -> None:
-        """col: its first column in the output and its gradient."""
-        self._rows, self._found = batch.rows, found
-        self._columns = slice(col, col + found.vectors.shape[1])
-
-    def write(self, out_NT: torch.Tensor) -> None:
-        """Write its columns."""
-        out_NT[:, self._columns] = self._found.vectors
-
-    def backward(self, _width: int, arrival: Arrival) -> None:
-        """Leave the gradient for the step."""
-        self._rows.check()  # as above
-        if self._rows.gradients is not None:
-            self._rows.gradients.awaits_backward = False
-        self._found.pending.append((arrival, self._columns))
-
-
-class RowLookup:
-    """Ids and backward of one part without pooling: one vector for each id."""
-
-    def __init__(self, part: FeaturePart, batch: Batch) -> None:
-        self.part, self.batch = part, batch
-        _check_stepped(batch)
-        self.entries = read_entries(part, batch, {})
-        self.found: LookedUp
-        """The backend's results, set by forward."""
-
-    @property
-    def rows(self) -> GroupRows:
-        """The rows looked up."""
-        rows: GroupRows = self.batch.rows.groups[self.part.group]
-        return rows
-
-    def backward(self, feature: int, arrival: Arrival) -> None:
-        """Leave one feature's gradient for the step."""
+    def defer_feature(self, feature: int, arrival: Arrival) -> None:
+        """Defer the gradient of one feature's vectors, which are not pooled, to the step."""
         gradients = self.batch.rows.gradients
         first, last = (int(n) for n in self.entries.starts[feature : feature + 2])
         if gradients is None or first == last:
             return
-        self.batch.rows.check()  # as above
+        self.batch.rows.check()
         slots, known = self.found.slots[first:last], self.found.sorted
         if known is not None and isinstance(known.pairs, FeatureRuns):
             known = SortedSlots(slots, known.pairs._replace(number=feature, num_parts=len(self.part.features)))
@@ -322,3 +299,23 @@ class RowLookup:
             ),
             arrival,
         )  # fmt: skip
+
+
+class RemoteLookup:
+    """The lookup of one feature that another rank pooled."""
+
+    def __init__(self, batch: Batch, found: Pooled, col: int) -> None:
+        """col: its first column in the output and its gradient."""
+        self._rows, self._found = batch.rows, found
+        self._columns = slice(col, col + found.vectors.shape[1])
+
+    def write(self, out_NT: torch.Tensor) -> None:
+        """Write its columns."""
+        out_NT[:, self._columns] = self._found.vectors
+
+    def defer(self, _width: int, arrival: Arrival) -> None:
+        """Defer the gradient to the step."""
+        self._rows.check()
+        if self._rows.gradients is not None:
+            self._rows.gradients.awaits_backward = False
+        self._found.pending.append((arrival, self._columns))

@@ -11,7 +11,6 @@ from torch import nn
 from tiercache.errors import DatasetError, StateError
 from tiercache.schema import Schema
 from tiercache.schema_parts import difference
-from tiercache.values.batch import Batch
 from tiercache.values.compiled import number_module
 
 if TYPE_CHECKING:
@@ -19,8 +18,7 @@ if TYPE_CHECKING:
 
     from tiercache.data.dataset import DatasetView
     from tiercache.schema import Feature
-    from tiercache.train.plain_keys import Given
-    from tiercache.train.row_view import RowView
+    from tiercache.values.batch import Batch
 
 
 class TableModule(nn.Module):
@@ -118,15 +116,6 @@ class TableModule(nn.Module):
                     f"{module} has {field} {ours!r} for {what}, and {data} has {field} {other!r}: {advice}"
                 )
 
-    def check_rows(self, rows: RowView) -> None:
-        """Raise DatasetError where the rows of a batch are those of a dataset with other features or tables.
-
-        A module that no cache was given is compared at its first lookup.
-        """
-        if rows.schema is not None and rows.schema is not self._checked:
-            self.check("", rows.schema, f"the dataset of {rows.name}")
-            self._checked = rows.schema
-
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         found = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         with torch.no_grad():
@@ -138,16 +127,18 @@ class TableModule(nn.Module):
         return out if out.dtype == self.anchor.dtype else out.to(self.anchor.dtype)
 
     def begin_lookup(self, batch: Batch) -> bool:
-        """Check that rows of a batch can be looked up, and bring them; return whether this module may train them."""
-        if not isinstance(batch, Batch):
-            raise TypeError(
-                f"a module that looks up {', '.join(self.features)} was given a {type(batch).__name__}: give it a "
-                "batch of p.batches(...), or make one of your own keys with p.batch(...)"
-            )
-        gradients = batch.rows.gradients
-        trains = gradients is not None and torch.is_grad_enabled() and self.anchor.requires_grad
-        is_known = gradients is None or not trains or gradients.anchors.check_reader(self)
-        batch.rows.look_up(batch.end, trains=trains)
+        """Check that rows of a batch can be looked up, and bring them; return whether this module may train them.
+
+        Raises DatasetError for rows of a dataset with other features or tables: a module that no cache was given is
+        compared at its first lookup.
+        """
+        rows = batch.rows
+        if rows.schema is not None and rows.schema is not self._checked:
+            self.check("", rows.schema, f"the dataset of {rows.name}")
+            self._checked = rows.schema
+        trains = rows.gradients is not None and torch.is_grad_enabled() and self.anchor.requires_grad
+        is_known = not trains or rows.gradients.anchors.check_reader(self)
+        rows.look_up(batch.end, trains=trains)
         return is_known
 
     def __getstate__(self) -> dict[str, Any]:
@@ -175,8 +166,8 @@ class TableModule(nn.Module):
         """Let the module take plain tensors of keys. ``plain`` refers to what makes batches of them."""
         self._plain = plain
 
-    def batch_of_keys(self, given: Given) -> Batch:
-        """Return a batch of the keys of the only feature, with the rows that they mean.
+    def batch_of_keys(self, keys: Any) -> Batch:
+        """Return a batch of the keys of the only feature, a `KeyInput`, with the rows that they mean.
 
         Raises StateError for a module that no cache was given.
         """
@@ -187,7 +178,7 @@ class TableModule(nn.Module):
                 "cache: give the cache its model (model=..., or register())"
             )
         trains = torch.is_grad_enabled() and self.anchor.requires_grad
-        return plain(self.feature_specs[self.features[0]], given, trains=trains)
+        return plain(self.feature_specs[self.features[0]], keys, trains=trains)
 
     def _check_rows(self) -> None:
         """Raise StateError where the rows are not those that the loaded state belongs to."""

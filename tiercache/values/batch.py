@@ -41,7 +41,7 @@ class Batch:
     """By name, features that another rank pooled; ``ids`` has all others that some module looks up."""
     end: int = 0
     """Samples of the pass up to the end of the batch, of all ranks."""
-    joins: Any = field(default=None, repr=False)
+    collations: Any = field(default=None, repr=False)
     """Ids that are on the device already, if the batch was made ahead. To change ``ids`` use ``dataclasses.replace``:
     writes into their arrays may come too late."""
 
