@@ -33,8 +33,8 @@ from tests.dist.meeting import Processes
 from tests.dist.reshardings import let_through, one_case, sharded, train_to_cursor, ways
 from tests.dist.shards_killer import options_of, run
 from tiercache.data.dataset import PassDataset
-from tiercache.dist.shard_opening import open_for_share
 from tiercache.dist.shard_view import ShardView
+from tiercache.dist.training_store import open_own_shard
 from tiercache.store import Store
 from tiercache.store.shards.shard_manifest import Manifest
 from tiercache.store.shards.sharded_store import Shards
@@ -81,7 +81,7 @@ def opened(path: Path, ranks: Any, num_ranks: int, turn: int, shards: Sequence[P
     manifest = Manifest.read(path)
     if not num_ranks and (manifest is None or manifest.is_plain):
         return Store.open(path, tables=passes.tables)
-    return open_for_share(
+    return open_own_shard(
         path, share, ranks, engine=None, shard_dirs=shards, reorganized=False, order=None, plain=not num_ranks
     )
 
@@ -323,7 +323,7 @@ def phase() -> str:
         return PHASES[5]
     if "ShardWriter.publish" in names:
         return PHASES[4] if "ShardWriter._write" in names else PHASES[3]
-    if "copy_share" in names:
+    if "copy_shard" in names:
         return PHASES[2] if "Store.publish" in names else PHASES[1]
     return PHASES[0] if "ShardWriter.begin_generation" in names else PHASES[6]
 

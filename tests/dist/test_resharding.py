@@ -15,10 +15,10 @@ from tests.dist.reshardings import let_through, made, on_ranks, one_case, sharde
 from tests.dist.sharded_world import TABLES, WHOLE, expected, old_shards, one_store, sharding_on, whole_row
 from tests.train.cases import assert_same_bits, result_of, table
 from tiercache.dist.communicator import communicator_of
-from tiercache.dist.resharding import copy_share
-from tiercache.dist.shard_opening import open_for_share
+from tiercache.dist.resharding import copy_shard
 from tiercache.dist.shard_view import ShardView
 from tiercache.dist.shard_writer import ShardWriter
+from tiercache.dist.training_store import open_own_shard
 from tiercache.errors import BudgetError, DatasetError, RankError
 from tiercache.planning.budgets import Budgets
 from tiercache.planning.schedule import Schedule
@@ -78,7 +78,7 @@ def test_every_key_and_column_is_in_one_new_part_with_its_state(
     wanted, numbers = expected(cursor), 0
     for rank in range(new.num_ranks):
         with Store.open(None, tables=new.shard_tables(TABLES, rank), engine=MemoryEngine()) as store:
-            commit = copy_share(whole, store, new, rank)
+            commit = copy_shard(whole, store, new, rank)
             assert (commit.id, commit.cursor) == (0, (0, 0))
             assert store.state() == shards[0].state()
             assert commit.settings == shards[0].commit.settings
@@ -93,7 +93,7 @@ def test_only_shards_and_pieces_with_wanted_rows_are_read() -> None:
     shards = old_shards(old, 4)
     with Store.open(None, tables=new.shard_tables(TABLES, 0), engine=MemoryEngine()) as store:
         whole = one_store(TABLES, old, shards)
-        copy_share(whole, store, new, 0)
+        copy_shard(whole, store, new, 0)
         check_rows(store, new, 0, expected(shards[0].commit.cursor))
     assert whole.shards[0].counters.row_bytes_read > 0
     assert whole.shards[1].counters.row_bytes_read == 0
@@ -108,7 +108,7 @@ def test_each_rank_has_the_state_it_had_and_a_new_one_that_of_rank_0() -> None:
     whole = one_store(TABLES, old, shards)
     for rank, state in enumerate((b"0", b"1", b"0")):
         with Store.open(None, tables=new.shard_tables(TABLES, rank), engine=MemoryEngine()) as store:
-            copy_share(whole, store, new, rank)
+            copy_shard(whole, store, new, rank)
             assert store.state() == state
 
 
@@ -236,10 +236,10 @@ def test_the_same_ranks_reorganize_within_their_store_budget(tmp_path: Path) -> 
     share = ShardView(one_case(data_seed=5).cut(tmp_path / "others"), ways(1, 0), 0)
     options: dict[str, Any] = {"engine": None, "shard_dirs": None, "reorganized": True, "order": None}
     with pytest.raises(BudgetError, match=r"store_budget is 100 bytes, but the store needs"):
-        open_for_share(path, share, communicator_of(), **options, budgets=budgets_of(100))
+        open_own_shard(path, share, communicator_of(), **options, budgets=budgets_of(100))
     with tc.Store.open(path, mode="r") as store:
         assert store.commit.cursor == (3, 0)
-    with open_for_share(path, share, communicator_of(), **options, budgets=budgets_of(1 << 30)) as shards:
+    with open_own_shard(path, share, communicator_of(), **options, budgets=budgets_of(1 << 30)) as shards:
         assert shards.store.commit is not None
         assert shards.store.commit.cursor == (0, 0)
 
@@ -251,14 +251,14 @@ def test_a_rank_that_fails_ends_the_work_of_the_others(tmp_path: Path, monkeypat
     sharded(path, case, passes, (3, 0))
     from tiercache.dist import resharding
 
-    copy = resharding.copy_share
+    copy = resharding.copy_shard
 
     def failing(*arguments: Any, **options: Any) -> Any:
         if arguments[3] == 1:
             raise OSError("the disk is gone")
         return copy(*arguments, **options)
 
-    monkeypatch.setattr("tiercache.dist.resharding.copy_share", failing)
+    monkeypatch.setattr("tiercache.dist.resharding.copy_shard", failing)
     found = meet(3, lambda ranks: made(path, passes, ways(3, 1), ranks))
     assert isinstance(found[1], OSError)
     for error in (found[0], found[2]):
@@ -290,9 +290,9 @@ def test_learning_rates_follow_tables_to_their_new_groups() -> None:
         with Store.open(None, tables=alike, engine=MemoryEngine()) as store:
             if answer is None:
                 with pytest.raises(ValueError, match=r"'b', 'a' of .* share a group, .* and had 0.25 and 0.5: set one"):
-                    copy_share(one_store(alike, old, shards), store, new, 0)
+                    copy_shard(one_store(alike, old, shards), store, new, 0)
             else:
-                commit = copy_share(one_store(alike, old, shards), store, new, 0)
+                commit = copy_shard(one_store(alike, old, shards), store, new, 0)
                 assert commit.settings == {"steps": 7, "learning_rates": answer}
 
 

@@ -7,7 +7,7 @@ import socket
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from tiercache.data.repartition import split_cursor, split_source
 from tiercache.dist.reorganize import first_uses, make_first_rows
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tiercache.dist.communicator import AnyCommunicator
+    from tiercache.dist.shard_spec import ShardOptions
     from tiercache.dist.shard_view import ShardView
     from tiercache.planning.schedule import OrderRule
     from tiercache.store import Commit, Store, Table
@@ -47,14 +48,12 @@ def reshard(
     share: ShardView,
     ranks: AnyCommunicator,
     *,
-    engine: str | None = None,
-    shard_dirs: Sequence[str | os.PathLike[str]] | None = None,
-    retention: int | None = None,
     order: OrderRule = None,
     reorganized: bool = False,
     store_budget: int | None = None,
     check: Callable[[Store], None] | None = None,
     plain: bool = False,
+    **options: Unpack[ShardOptions],
 ) -> ShardWriter:
     """Write the shards of a store anew for the ranks and the sharding of ``share``, and return them open.
 
@@ -62,8 +61,8 @@ def reshard(
     owns now out of all old shards, which must be where it can read them, and writes it in the order of first use from
     where training stands: it goes on there, with rows, optimizer state, learning rates and dense state as they are.
     Each rank has the dense state, random generators included, that the same rank had, a new one that of rank 0. Passes
-    that were split from the ones trained so far continue those; with ``reorganized`` any others are begun. engine,
-    shard_dirs, retention: as in ``ShardWriter.begin_generation``. Older commits go with the old shards.
+    that were split from the ones trained so far continue those; with ``reorganized`` any others are begun. Older
+    commits go with the old shards.
 
     ``check`` is given the new shard and raises BudgetError where a training would outgrow it. One manifest makes the
     new shards the store's; killed before, the old ones stand, and what is half-made is deleted on the next open. Where
@@ -75,10 +74,7 @@ def reshard(
     Raises BudgetError, DatasetError for other passes than were trained, and for a place that split passes do not
     have, ValueError, and what ``ShardWriter.begin_generation`` and ``Store.open`` raise: on all ranks.
     """
-    opened = ShardWriter.begin_generation(
-        path, share.whole.tables, share.sharding, ranks,
-        engine=engine, shard_dirs=shard_dirs, retention=retention, plain=plain,
-    )  # fmt: skip
+    opened = ShardWriter.begin_generation(path, share.whole.tables, share.sharding, ranks, plain=plain, **options)
     try:
         with ExitStack() as stack:
             refused: list[Exception] = []
@@ -104,7 +100,7 @@ def reshard(
     return opened
 
 
-def copy_share(
+def copy_shard(
     old: Shards,
     store: Store,
     sharding: ShardingPlan,
@@ -216,7 +212,7 @@ class _Copy:
 
     def run(self) -> None:
         """Write the rows."""
-        copy_share(
+        copy_shard(
             self._old, self._store, self._share.sharding, self._share.rank,
             uses=self._uses, layout=self._layout, start=self.start, schedule_digest=self._digest,
         )  # fmt: skip

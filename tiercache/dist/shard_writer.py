@@ -32,9 +32,9 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self, Unpack
 
-from tiercache.dist.open_options import OpenOptions
+from tiercache.dist.shard_spec import ShardSpec
 from tiercache.errors import StateError
 from tiercache.store import Cursor, StoreError
 from tiercache.store.directory import RANKS_LOCK, StoreDirectory
@@ -46,10 +46,11 @@ from tiercache.store.shards.shard_manifest import Manifest, ShardCommit, in_word
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
     from pathlib import Path
 
     from tiercache.dist.communicator import AnyCommunicator
+    from tiercache.dist.shard_spec import ShardOptions
     from tiercache.store import Commit, Store, Table
     from tiercache.store.shards.sharding import ShardingPlan
 
@@ -86,32 +87,25 @@ class ShardWriter:
         sharding: ShardingPlan,
         ranks: AnyCommunicator,
         *,
-        engine: str | None = None,
-        shard_dirs: Sequence[str | os.PathLike[str]] | None = None,
-        retention: int | None = None,
-        store_budget: int | None = None,
         drop: bool = True,
+        **options: Unpack[ShardOptions],
     ) -> ShardWriter:
         """Open the sharded store at ``path`` for writing, all shards at the commit of its manifest, or make it.
 
-        tables: whole ones. shard_dirs: for each rank the folder that its shard is in, as ``shard-G-R``; None: where the
-        manifest has it, of a new store its own. engine, store_budget: of each shard, as in ``Store.open``. retention:
-        commits to be kept; None: as many as before, or 1; more than that are dropped now, or where not ``drop`` by
-        ``drop_older``. Where nothing was ever committed, what is there is made anew.
+        tables: whole ones. Commits beyond the retention are dropped now, or where not ``drop`` by ``drop_older``.
+        Where nothing was ever committed, what is there is made anew.
 
         Raises, beside what ``Store.open`` raises, StateError for another number of ranks or another sharding than
         the store's, and for a plain one (``begin_generation`` is for those), and ValueError.
         """
         self = cls(store_path(path), ranks)
         try:
-            wanted = self._wanted(
-                tables, sharding, engine=engine, shard_dirs=shard_dirs, retention=retention, store_budget=store_budget
-            )
-            found = self._hold()
+            spec = self._check(tables, sharding, options)
+            found = self._lock_store()
             if found is None or found.cursor is None:
-                self._create(found, wanted)
+                self._create(found, spec)
             else:
-                self._take_up(found, wanted)
+                self._resume(found, spec)
             if drop:
                 self.drop_older()
         except BaseException:
@@ -127,37 +121,32 @@ class ShardWriter:
         sharding: ShardingPlan,
         ranks: AnyCommunicator,
         *,
-        engine: str | None = None,
-        shard_dirs: Sequence[str | os.PathLike[str]] | None = None,
-        retention: int | None = None,
-        store_budget: int | None = None,
         plain: bool = False,
+        **options: Unpack[ShardOptions],
     ) -> ShardWriter:
         """Begin shards for this number of ranks and this sharding, beside those of a store that has commits.
 
         ``store`` is this rank's new shard, without a commit; ``manifest`` names the old ones, or the plain store that
         is there, to be read at its commits: nobody else writes to them meanwhile. The first ``publish`` makes the new
         ones the store's and deletes the old; without one nothing has changed. Close what reads the old ones before.
-        shard_dirs: None puts the new ones into the folder of the store; engine: None takes the old ones'. ``plain``:
-        for one rank, the new shard is a plain store, and what the old ones stood beside. Raises as ``open`` does.
+        ``plain``: for one rank, the new shard is a plain store, and what the old ones stood beside. Raises as ``open``
+        does.
         """
         self = cls(store_path(path), ranks)
         try:
-            wanted = self._wanted(
-                tables, sharding, engine=engine, shard_dirs=shard_dirs, retention=retention, store_budget=store_budget
-            )
-            found = self._hold()
+            spec = self._check(tables, sharding, options)
+            found = self._lock_store()
             with self._ranks.raise_on_all(f"opening {self.label}"):
                 if found is None or found.cursor is None:
                     raise StateError(f"{self.label} has no commit yet: there is nothing to make shards of")
                 if plain and found.is_plain:  # another process made it meanwhile
                     raise StateError(f"{self.label} is a plain one already: open it again")
-                wanted.check_manifest(found, self.label)
+                spec.check_manifest(found, self.label)
             assert found is not None
             self._delete(found)
             with self._ranks.raise_on_all("taking the old shards"):
-                self._take_old(found)
-            self._begin(found, wanted, plain=plain)
+                self._lock_old(found)
+            self._begin(found, spec, plain=plain)
         except BaseException:
             self.close()
             raise
@@ -278,11 +267,11 @@ class ShardWriter:
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _wanted(self, tables: Iterable[Table], sharding: ShardingPlan, **options: Any) -> OpenOptions:
+    def _check(self, tables: Iterable[Table], sharding: ShardingPlan, options: ShardOptions) -> ShardSpec:
         with self._ranks.raise_on_all(f"opening {self.label}"):
-            return OpenOptions(tables, sharding, self._ranks.size, **options)
+            return ShardSpec(tables, sharding, self._ranks.size, **options)
 
-    def _hold(self) -> Manifest | None:
+    def _lock_store(self) -> Manifest | None:
         """Take the right to write, as rank 0, and give all ranks the manifest: of a plain store what it would be."""
         found: Manifest | None = None
         with self._ranks.raise_on_all(f"opening {self.label}"):
@@ -294,51 +283,51 @@ class ShardWriter:
                 if found is None or found.is_plain:
                     self._locks.append(WriterLock(self.path))
                     found = plain_manifest(self.path)
-        return self._told(found)
+        return self._broadcast(found)
 
-    def _told(self, manifest: Manifest | None) -> Manifest | None:
+    def _broadcast(self, manifest: Manifest | None) -> Manifest | None:
         """Return what rank 0 has, on every rank."""
-        mine = manifest.to_bytes().decode() if self._ranks.rank == 0 and manifest is not None else None
-        told = self._ranks.all_gather_object(mine)[0]
-        return None if told is None else Manifest.from_bytes(told.encode(), str(self.path / SHARD_MANIFEST))
+        own = manifest.to_bytes().decode() if self._ranks.rank == 0 and manifest is not None else None
+        received = self._ranks.all_gather_object(own)[0]
+        return None if received is None else Manifest.from_bytes(received.encode(), str(self.path / SHARD_MANIFEST))
 
-    def _create(self, found: Manifest | None, wanted: OpenOptions) -> None:
+    def _create(self, found: Manifest | None, spec: ShardSpec) -> None:
         """Make the shards of a store without a commit."""
         manifest: Manifest | None = None
         with self._ranks.raise_on_all(f"making {self.label}"):
             if found is not None and found.is_plain:  # whoever made it chose its tables
-                wanted.check_manifest(found, self.label)
+                spec.check_manifest(found, self.label)
             if self._ranks.rank == 0:
-                manifest = wanted.manifest(self.path, found)
-        manifest = self._told(manifest)
+                manifest = spec.manifest(self.path, found)
+        manifest = self._broadcast(manifest)
         assert manifest is not None
         self._write(manifest)
         self._delete(manifest)
-        self._open_shard(self._next, wanted)
+        self._open_shard(self._next, spec)
 
-    def _begin(self, found: Manifest, wanted: OpenOptions, *, plain: bool) -> None:
+    def _begin(self, found: Manifest, spec: ShardSpec, *, plain: bool) -> None:
         """Make the shards of another generation, which the manifest on disk names as what is to be deleted."""
-        fresh = replace(wanted.manifest(self.path, found, plain=plain), obsolete=found.shards)
+        fresh = replace(spec.manifest(self.path, found, plain=plain), obsolete=found.shards)
         self._write(replace(found, obsolete=fresh.shards))
-        self._open_shard(fresh, wanted)
+        self._open_shard(fresh, spec)
         if plain:  # a plain store counts the commits alone
             self.store.commit_writer.first_id = fresh.first_commit
         self._next = fresh
 
-    def _open_shard(self, manifest: Manifest, wanted: OpenOptions) -> None:
+    def _open_shard(self, manifest: Manifest, spec: ShardSpec) -> None:
         rank = self._ranks.rank
         with self._ranks.raise_on_all(f"opening the shards of {self.label}"):
-            tables = wanted.sharding.shard_tables(wanted.tables, rank)
-            self._store = open_shard(self.path, manifest, rank, tables, store_budget=wanted.store_budget)
+            tables = spec.sharding.shard_tables(spec.tables, rank)
+            self._store = open_shard(self.path, manifest, rank, tables)
 
-    def _take_up(self, found: Manifest, wanted: OpenOptions) -> None:
+    def _resume(self, found: Manifest, spec: ShardSpec) -> None:
         """Open the shard that is there, and step back to the commit of the manifest."""
         with self._ranks.raise_on_all(f"opening {self.label}"):
-            wanted.check_manifest(found, self.label)
-            wanted.check_sharding(found, self.label)
+            spec.check_manifest(found, self.label)
+            spec.check_sharding(found, self.label)
         self._delete(found)
-        manifest = wanted.moved(self.path, replace(found, obsolete=()))
-        self._open_shard(manifest, wanted)
+        manifest = spec.moved(self.path, replace(found, obsolete=()))
+        self._open_shard(manifest, spec)
         self._retention = manifest.retention
         manifest = manifest.renewed(self._newest())
         manifest = replace(manifest, retention=max(manifest.retention, found.retention))
@@ -361,7 +350,7 @@ class ShardWriter:
                     "next"
                 )
 
-    def _take_old(self, found: Manifest) -> None:
+    def _lock_old(self, found: Manifest) -> None:
         """Take the right to write to the old shards that fall to this rank: a training that goes on still has it."""
         for rank in range(self._ranks.rank, 0 if found.is_plain else found.num_ranks, self._ranks.size):
             folder = found.folder(self.path, rank)

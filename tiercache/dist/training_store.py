@@ -7,13 +7,14 @@ import shutil
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from tiercache.dist.budget_checks import check_plan
+from tiercache.dist.budget_checks import check_plan, check_store
 from tiercache.dist.consistency import check_same
 from tiercache.dist.reorganize import import_rows, reorganize
-from tiercache.dist.shard_opening import choose_sharding, open_for_share
+from tiercache.dist.resharding import place_of, reshard
 from tiercache.dist.shard_view import ShardView
+from tiercache.dist.shard_writer import ShardWriter
 from tiercache.planning.matching import check_tables
 from tiercache.planning.schedule import Schedule
 from tiercache.planning.sharding_planner import sharding_of
@@ -22,6 +23,7 @@ from tiercache.store import Store, StoreMissingError
 from tiercache.store.bulk_load import load_sorted
 from tiercache.store.files import scratch_in
 from tiercache.store.opening import store_path
+from tiercache.store.shards.open_shards import plain_manifest
 from tiercache.store.shards.shard_manifest import Manifest
 from tiercache.store.shards.sharded_store import Shards
 from tiercache.store.shards.sharding import ShardingPlan
@@ -31,12 +33,14 @@ if TYPE_CHECKING:
 
     from tiercache.data.dataset import DatasetView, PassDataset
     from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.dist.shard_writer import ShardWriter
+    from tiercache.dist.shard_spec import ShardOptions
     from tiercache.planning.budgets import Budgets
     from tiercache.planning.schedule import OrderRule
     from tiercache.planning.sharding_rules import ShardingRules
     from tiercache.store import Table
     from tiercache.store.scan import Chunk
+
+_PLANNING = "planning the budgets"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,13 +222,12 @@ class TrainingStore:
             reorganize(store, self._passes, order=options.order, store_budget=budgets.store_budget, progress=progress)
         return store
 
-    def _open_shards(self, share: ShardView, budgets: Budgets) -> ShardWriter:
+    def _open_shards(self, shard_view: ShardView, budgets: Budgets) -> ShardWriter:
         options = self._options
-        return open_for_share(
-            self._place, share, self._ranks, engine=options.engine, shard_dirs=options.shard_dirs,
+        return open_own_shard(
+            self._place, shard_view, self._ranks, engine=options.engine, shard_dirs=options.shard_dirs,
             retention=options.retention, reorganized=options.reorganize or self._filled, order=options.order,
-            budgets=budgets,
-            plain=self._unites,
+            budgets=budgets, plain=self._unites,
         )  # fmt: skip
 
     def _check_order(self, store: Store, budgets: Budgets) -> None:
@@ -289,3 +292,102 @@ class TrainingStore:
             self._shards.close()
         if self._store is not None and self._given is None:
             self._store.close()
+
+
+def choose_sharding(
+    path: str | os.PathLike[str],
+    passes: PassDataset,
+    ranks: AnyCommunicator,
+    asked: ShardingPlan | ShardingRules | str | Mapping[str, str],
+    *,
+    number_bytes: int,
+) -> ShardingPlan:
+    """Return the sharding that all ranks ask for; "auto" that of the store where it is for as many. Collective.
+
+    number_bytes: of a number on the wire. Raises ValueError for one that makes no sense.
+    """
+    chosen: dict[str, Any] | None = None
+    with ranks.raise_on_all("sharding the tables"):
+        if ranks.rank == 0:  # it reads counts of keys, and computes with them what need not be the same on all CPUs
+            found = Manifest.read(store_path(path)) if asked == "auto" else None
+            if found is not None and found.num_ranks == ranks.size and not found.is_plain:
+                chosen = found.sharding.to_record()
+            else:
+                chosen = sharding_of(passes, ranks.size, asked, number_bytes=number_bytes).to_record()
+    return ShardingPlan.from_record(ranks.all_gather_object(chosen)[0])
+
+
+def open_own_shard(
+    path: str | os.PathLike[str],
+    shard_view: ShardView,
+    ranks: AnyCommunicator,
+    *,
+    reorganized: bool,
+    order: OrderRule,
+    budgets: Budgets | None = None,
+    plain: bool = False,
+    **options: Unpack[ShardOptions],
+) -> ShardWriter:
+    """Open the shards of a store, or make them; rows of a plain store, other ranks or another sharding are moved.
+
+    Passes that were split from the ones trained so far go on where these stand. No row is written anew for a training
+    that ``budgets`` would not hold, but for what `check_store` says alone. Commits beyond the retention stay until
+    `ShardWriter.drop_older`. ``plain``: one rank makes a plain store of shards.
+
+    Raises what `ShardWriter.open` and `reshard` raise, and BudgetError.
+    """
+
+    def check_budgets(folder: Path, **counts: int) -> None:
+        if budgets is not None:
+            check_plan(budgets, shard_view, order=order, folder=folder, **counts)
+
+    def check_shard(store: Store) -> None:
+        if budgets is not None:
+            check_store(budgets, shard_view, store, order=order)
+
+    store_budget = None if budgets is None else budgets.store_budget
+    found: list[Any] | None = None
+    with ranks.raise_on_all("reading the manifest of the store"):
+        if ranks.rank == 0:
+            found = _find_shards(store_path(path), shard_view.sharding, plain=plain)
+    found = ranks.all_gather_object(found)[0]
+    if found is not None and not found[0]:
+        commits = (options.get("retention") or found[1]) + 1  # of a shard
+        with ranks.raise_on_all(_PLANNING):
+            check_budgets(store_path(path), commits=commits)
+        return reshard(
+            path, shard_view, ranks, order=order, reorganized=reorganized, store_budget=store_budget,
+            check=check_shard, plain=plain, **options,
+        )  # fmt: skip
+    opened = ShardWriter.open(path, shard_view.whole.tables, shard_view.sharding, ranks, drop=False, **options)
+    store = opened.store
+    if (commit := store.commit) is not None:
+        try:
+            moves = False
+            with ranks.raise_on_all(_PLANNING):
+                start = place_of(commit, shard_view.sharding, shard_view.rank, shard_view, order)
+                if start is not None or reorganized:
+                    moves = commit.schedule_digest != Schedule.of(shard_view, order).digest
+                if moves:
+                    first = 0 if start is None else start.pass_index
+                    folder, state_bytes = scratch_in(store.path), commit.state_bytes
+                    check_budgets(folder, commits=store.retention, state_bytes=state_bytes, start=first)
+            with ranks.raise_on_all("putting rows into another order"):
+                if moves:
+                    reorganize(store, shard_view, order=order, start=start, store_budget=store_budget, progress=False)
+            assert store.commit is not None
+            opened.publish(store.commit.cursor)
+        except BaseException:
+            opened.close()
+            raise
+    return opened
+
+
+def _find_shards(path: Path, sharding: ShardingPlan, *, plain: bool) -> list[Any] | None:
+    """Return whether the store at ``path`` is sharded so, and its retention; None where it has no commit."""
+    found = Manifest.read(path)
+    if found is None or found.is_plain:
+        found = plain_manifest(path)
+    if found is None or found.cursor is None:
+        return None
+    return [not found.is_plain and not plain and found.sharding == sharding, found.retention]

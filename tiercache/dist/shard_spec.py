@@ -1,10 +1,10 @@
-"""What the ranks ask of a store when they open its shards: all the same."""
+"""The shards that ranks open or make: their tables, sharding and folders, the same on all ranks."""
 
 from __future__ import annotations
 
 import uuid
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from tiercache.errors import StateError
 from tiercache.store import group_tables
@@ -21,8 +21,17 @@ if TYPE_CHECKING:
     from tiercache.store.shards.sharding import ShardingPlan
 
 
-class OpenOptions:
-    """Tables, sharding and folders that are asked for. Raises ValueError for what makes no sense."""
+class ShardOptions(TypedDict, total=False):
+    """Options of shards, as in `TierCache`; what is left out stays as it is in the store."""
+
+    engine: str | None
+    shard_dirs: Sequence[str | os.PathLike[str]] | None
+    """For each rank the folder of its shard; None: those of the manifest, of new shards the store's own."""
+    retention: int | None
+
+
+class ShardSpec:
+    """The shards to open or make. Raises ValueError for tables, a sharding or options that make no sense."""
 
     def __init__(
         self,
@@ -30,13 +39,12 @@ class OpenOptions:
         sharding: ShardingPlan,
         num_ranks: int,
         *,
-        engine: str | None,
-        shard_dirs: Sequence[str | os.PathLike[str]] | None,
-        retention: int | None,
-        store_budget: int | None,
+        engine: str | None = None,
+        shard_dirs: Sequence[str | os.PathLike[str]] | None = None,
+        retention: int | None = None,
     ) -> None:
         self.tables, self.sharding = tuple(sorted(tables, key=lambda table: table.table_id)), sharding
-        self.engine, self.retention, self.store_budget = engine, retention, store_budget
+        self.engine, self.retention = engine, retention
         group_tables(self.tables)
         sharding.check(self.tables)
         if sharding.num_ranks != num_ranks:
