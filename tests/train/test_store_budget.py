@@ -304,12 +304,12 @@ def test_too_small_a_budget_is_refused_before_anything_is_written(
         assert tc.reorganize(store, day, store_budget=1, progress=False) is store.commit  # nothing is to be done
 
 
-@pytest.mark.parametrize("keys_per_slice", [1 << 20, 50])
-def test_different_keys_are_counted_over_all_passes(passes: tc.PassDataset, keys_per_slice: int) -> None:
+@pytest.mark.parametrize("keys_per_range", [1 << 20, 50])
+def test_different_keys_are_counted_over_all_passes(passes: tc.PassDataset, keys_per_range: int) -> None:
     """As a set of them all has them, whatever is in memory at once."""
     with tc.Store.open(None, tables=CASE.tables, engine=MemoryEngine()) as store:
         positions = RowOffsets.of(passes, store.groups)
     names = [table.name for table in positions.tables]
-    found = count_keys(positions, lambda p, t: passes.passes[p].keys(names[t]), keys_per_slice=keys_per_slice)
+    found = count_keys(positions, lambda p, t: passes.passes[p].keys(names[t]), keys_per_range=keys_per_range)
     for name in names:
         assert found[name] == np.unique(np.concatenate([p.keys(name) for p in passes.passes])).size

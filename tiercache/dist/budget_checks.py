@@ -74,15 +74,14 @@ def check_plan(
     Finds the uses of all keys, 8 bytes each, in a temporary file in ``folder``. In a seeded order the store's bytes are
     those of the epoch of pass ``start``, and are not checked if it is None.
     """
-    positions, num_passes = _positions(source), len(source.passes)
-    schedule = Schedule.of(source, order)
+    positions, schedule = _positions(source), Schedule.of(source, order)
     host = HostBudget.of(positions, budgets.host_budget, budgets.eval_budget, seeded=not schedule.repeats)
     prepare_kernels(source.tables)
     with ScratchFile(scratch_in(folder), "planning the host budget") as scratch:
 
         @cache
         def next_uses_of(epoch: int) -> NextUses:
-            total = sum(positions.num_rows(p) for p in range(num_passes))
+            total = positions.total_rows
             distances = scratch.map(distance_bytes(total)[0]) if total else np.empty(0, np.uint8)
             return find_next_uses(
                 schedule, epoch, positions, positions.keys_of(source), distances.view(np.int32).reshape(2, total),

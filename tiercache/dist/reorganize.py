@@ -147,7 +147,7 @@ def reorganize_plan(
         count_keys(positions, positions.keys_of(passes)),
         _layout(positions),
         present=file_bytes_of(store.path) if store.path is not None and store.path.is_dir() else None,
-        use_bytes=files * sum(distance_bytes(sum(positions.num_rows(p) for p in range(positions.num_passes)))),
+        use_bytes=files * sum(distance_bytes(positions.total_rows)),
     )
 
 

@@ -5,26 +5,23 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tiercache.kernels.cpu.hashing import hash_keys
-from tiercache.kernels.cpu.key_sweeps import hash_range_bound, sweep_uses
-from tiercache.kernels.cpu.unique_keys import UniqueKeys
+from tiercache.kernels.cpu.key_sweeps import sweep_uses
+from tiercache.planning.row_offsets import KEYS_PER_RANGE, key_ranges
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
-    from tiercache.planning.row_offsets import RowOffsets
+    from tiercache.planning.row_offsets import KeyRange, RowOffsets
     from tiercache.planning.schedule import Schedule
 
     Int64s = NDArray[np.int64]
-
-
-KEYS_PER_RANGE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,58 +46,12 @@ def longest_distance(num_passes: int) -> int:
     return max(1, 2 * num_passes - 1)
 
 
-class KeyRange(NamedTuple):
-    """The keys of one table whose hashes lie in one range, of all sub-datasets one after another."""
-
-    table: int
-    """Its place among all tables."""
-    first_P: list[int]
-    """Where the range begins among the keys of the table, by sub-dataset."""
-    starts: NDArray[np.int64]
-    """(P + 1,): where each sub-dataset begins in ``numbers``, and their size."""
-    numbers: NDArray[np.int32]
-    """Which of ``keys`` it is."""
-    keys: NDArray[np.int64]
-    """The unique keys, in no order."""
-
-    def distances(self, schedule: Schedule, epoch: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return the passes to the next use of each key in ``epoch``, and since its last one."""
-        before, order, after = (schedule.order_of(epoch + step) for step in (-1, 0, 1))
-        next_distance, prev_distance = np.empty_like(self.numbers), np.empty_like(self.numbers)
-        sweep_uses(self.numbers, self.starts, self.keys.size, before, order, after, next_distance, prev_distance)
-        return next_distance, prev_distance
-
-
-def key_ranges(
-    positions: RowOffsets,
-    keys_of: Callable[[int, int], NDArray[np.int64]],
-    *,
-    keys_per_range: int = KEYS_PER_RANGE,
-    below: int = 1 << 64,
-    tables: Sequence[int] | None = None,
-) -> Iterator[KeyRange]:
-    """Yield all keys, one hash range of one table at a time: about ``keys_per_range`` keys of all sub-datasets.
-
-    keys_of(pass, table): int64 keys in hash order. below: the end of the hashes; a smaller one takes a sample of keys,
-    as hashes are uniform. tables: all if not given. Memory: at most ``SWEPT_KEY_BYTES`` for each key of a range.
-    """
-    for table in range(len(positions.tables)) if tables is None else tables:
-        table_id, keys_P = positions.tables[table].table_id, [keys_of(p, table) for p in range(positions.num_passes)]
-        ranges = max(1, -(-(below * sum(keys.size for keys in keys_P) >> 64) // keys_per_range))
-        begin_P = [0] * len(keys_P)
-        for r in range(1, ranges + 1):
-            end_P = [hash_range_bound(keys, table_id, r * below // ranges) for keys in keys_P]
-            starts = np.concatenate([[0], np.cumsum(np.subtract(end_P, begin_P))]).astype(np.int64)
-            if starts[-1]:
-                names = UniqueKeys(expected=int(np.diff(starts).max()))
-                numbers = np.empty(starts[-1], dtype=np.int32)
-                for p, keys in enumerate(keys_P):
-                    here = np.ascontiguousarray(keys[begin_P[p] : end_P[p]])
-                    names.add(here, numbers[starts[p] : starts[p + 1]])
-                keys_R = names.keys()
-                del names  # its table is larger than all that follows
-                yield KeyRange(table, begin_P, starts, numbers, keys_R)
-            begin_P = end_P
+def distances_of(found: KeyRange, schedule: Schedule, epoch: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return the passes to the next use of each key in ``epoch``, and since its last one."""
+    before, order, after = (schedule.order_of(epoch + step) for step in (-1, 0, 1))
+    next_distance, prev_distance = np.empty_like(found.numbers), np.empty_like(found.numbers)
+    sweep_uses(found.numbers, found.starts, found.keys.size, before, order, after, next_distance, prev_distance)
+    return next_distance, prev_distance
 
 
 def find_next_uses(
@@ -120,10 +71,10 @@ def find_next_uses(
     does no I/O but what ``keys_of`` and ``out`` do themselves.
     """
     uses = views_of(out, positions)
-    for some in key_ranges(positions, keys_of, keys_per_range=keys_per_range):
-        next_distance, prev_distance = some.distances(schedule, epoch)
-        for p, (begin, end) in enumerate(itertools.pairwise(some.starts.tolist())):
-            first = positions.start(p, some.table) + some.first_P[p]
+    for found in key_ranges(positions, keys_of, keys_per_range=keys_per_range):
+        next_distance, prev_distance = distances_of(found, schedule, epoch)
+        for p, (begin, end) in enumerate(itertools.pairwise(found.starts.tolist())):
+            first = positions.start(p, found.table) + found.first_P[p]
             uses.next_distance[p][first : first + end - begin] = next_distance[begin:end]
             uses.prev_distance[p][first : first + end - begin] = prev_distance[begin:end]
     return uses
@@ -137,9 +88,9 @@ def views_of(out: NDArray[np.int32], positions: RowOffsets) -> NextUses:
 
 
 class FirstUses:
-    """First passes from ``start`` on, by key: what ``Store.rewrite`` asks for.
+    """The first pass from ``start`` on that uses each key, as ``Store.rewrite`` needs it.
 
-    Every key of the dataset has one by the end of the epoch after: each epoch trains every sub-dataset.
+    Each epoch trains every sub-dataset, so every key of the dataset has one by the end of the next epoch.
     """
 
     def __init__(
@@ -149,17 +100,17 @@ class FirstUses:
         keys_of: Callable[[int, int], Int64s],
         *,
         start: int = 0,
-        keys_per_slice: int = KEYS_PER_RANGE,
+        keys_per_range: int = KEYS_PER_RANGE,
     ) -> None:
         """``keys_of(pass, table)``: keys in hash order."""
         whole = 0 if schedule.repeats else -start % schedule.num_passes
         passes = range(start, start + whole + schedule.num_passes)
         self._passes = [(pass_index, schedule.sub_dataset_of(pass_index)) for pass_index in reversed(passes)]
-        self._positions, self._keys_of, self._keys_per_slice = positions, keys_of, keys_per_slice
+        self._positions, self._keys_of, self._keys_per_range = positions, keys_of, keys_per_range
         self._tables = {table.name: i for i, table in enumerate(positions.tables)}
 
     def counts(self, table_name: str) -> Mapping[int, int]:
-        """Return how many keys of a table each pass uses first."""
+        """Return the number of keys of a table that each pass uses first."""
         counts = Counter[int]()
         for _, first_K in self._unordered(table_name):
             passes, keys = np.unique(first_K, return_counts=True)
@@ -175,21 +126,21 @@ class FirstUses:
 
     def _unordered(self, table_name: str) -> Iterator[tuple[Int64s, Int64s]]:
         tables = [self._tables[table_name]]
-        for some in key_ranges(self._positions, self._keys_of, keys_per_range=self._keys_per_slice, tables=tables):
-            first_K = np.empty(some.keys.size, dtype=np.int64)
+        for found in key_ranges(self._positions, self._keys_of, keys_per_range=self._keys_per_range, tables=tables):
+            first_K = np.empty(found.keys.size, dtype=np.int64)
             for pass_index, p in self._passes:  # the last one first
-                first_K[some.numbers[some.starts[p] : some.starts[p + 1]]] = pass_index
-            yield some.keys, first_K
+                first_K[found.numbers[found.starts[p] : found.starts[p + 1]]] = pass_index
+            yield found.keys, first_K
 
 
 def count_keys(
-    positions: RowOffsets, keys_of: Callable[[int, int], Int64s], *, keys_per_slice: int = KEYS_PER_RANGE
+    positions: RowOffsets, keys_of: Callable[[int, int], Int64s], *, keys_per_range: int = KEYS_PER_RANGE
 ) -> dict[str, int]:
-    """Return how many different keys of each table there are in all passes, by the table's name: reads each once.
+    """Return the number of different keys of each table in all passes, by the table's name; reads each key once.
 
     ``keys_of(pass, table)`` gives keys in hash order.
     """
     counts = {table.name: 0 for table in positions.tables}
-    for some in key_ranges(positions, keys_of, keys_per_range=keys_per_slice):
-        counts[positions.tables[some.table].name] += some.keys.size
+    for found in key_ranges(positions, keys_of, keys_per_range=keys_per_range):
+        counts[positions.tables[found.table].name] += found.keys.size
     return counts

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import numpy as np
 
 from tiercache.kernels.cpu.slots import count_distances
-from tiercache.planning.next_use import KEYS_PER_RANGE, key_ranges
+from tiercache.planning.next_use import distances_of
+from tiercache.planning.row_offsets import KEYS_PER_RANGE, key_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -159,19 +160,19 @@ class Reuse:
         next_PTN, prev_PTN = np.zeros((2, num_passes, num_tables, longest + 1), dtype=np.int64)
         keys_TN = np.zeros((num_tables, num_passes + 1), dtype=np.int64)
         frequencies_T: list[Int64s] = [np.zeros((2, 0), dtype=np.int64) for _ in range(num_tables)]
-        for some in key_ranges(positions, keys_of, keys_per_range=keys_per_range):
-            t, distances = some.table, some.distances(schedule, 0)
-            for p, (begin, end) in enumerate(itertools.pairwise(some.starts.tolist())):
+        for found in key_ranges(positions, keys_of, keys_per_range=keys_per_range):
+            t, distances = found.table, distances_of(found, schedule, 0)
+            for p, (begin, end) in enumerate(itertools.pairwise(found.starts.tolist())):
                 count_distances(distances[0][begin:end], longest, next_PTN[p, t])
                 count_distances(distances[1][begin:end], longest, prev_PTN[p, t])
-            keys_TN[t] += np.bincount(np.bincount(some.numbers), minlength=num_passes + 1)
+            keys_TN[t] += np.bincount(np.bincount(found.numbers), minlength=num_passes + 1)
             if counts_of is not None:
-                sizes_P = np.diff(some.starts).tolist()
+                sizes_P = np.diff(found.starts).tolist()
                 counts = [
                     counts_of(p, t)[first : first + n]
-                    for p, (first, n) in enumerate(zip(some.first_P, sizes_P, strict=True))
+                    for p, (first, n) in enumerate(zip(found.first_P, sizes_P, strict=True))
                 ]
-                totals = np.bincount(some.numbers, weights=np.concatenate(counts)).astype(np.int64)
+                totals = np.bincount(found.numbers, weights=np.concatenate(counts)).astype(np.int64)
                 frequencies_T[t] = _merged(frequencies_T[t], totals)
         counts_P = [PassCounts.of(positions, next_PTN[p], prev_PTN[p]) for p in range(num_passes)]
         return cls(

@@ -1,19 +1,24 @@
-"""The order of the rows of a sub-dataset: by group, in each by table, and in each by hash of the key."""
+"""The positions of rows in a sub-dataset (by group, table, and hash of the key), and a sweep of all keys by hash."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from tiercache.kernels.cpu.key_sweeps import hash_range_bound
+from tiercache.kernels.cpu.unique_keys import UniqueKeys
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from tiercache.data.dataset import DatasetView
     from tiercache.store.table import Group, Table
+
+KEYS_PER_RANGE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,11 @@ class RowOffsets:
         """How many sub-datasets there are."""
         return int(self.starts_PT.shape[0])
 
+    @property
+    def total_rows(self) -> int:
+        """Rows of all sub-datasets together."""
+        return int(self.starts_PT[:, -1].sum())
+
     def first_table(self, group: int) -> int:
         """Return the index, among all tables, of the first table of ``group``."""
         return sum(len(g.tables) for g in self.groups[:group])
@@ -79,3 +89,49 @@ class RowOffsets:
         last = first + len(self.groups[group].tables)
         starts = self.starts_PT[sub_dataset, first : last + 1]
         return starts - starts[0]  # type: ignore[no-any-return]
+
+
+class KeyRange(NamedTuple):
+    """The keys of one table whose hashes are in one range, of all sub-datasets one after another."""
+
+    table: int
+    """Its index among all tables."""
+    first_P: list[int]
+    """The index of the first of them among the keys of the table, by sub-dataset."""
+    starts: NDArray[np.int64]
+    """(P + 1,): the start of each sub-dataset in ``numbers``, and their size."""
+    numbers: NDArray[np.int32]
+    """The index in ``keys`` of each key."""
+    keys: NDArray[np.int64]
+    """The unique keys, in no order."""
+
+
+def key_ranges(
+    positions: RowOffsets,
+    keys_of: Callable[[int, int], NDArray[np.int64]],
+    *,
+    keys_per_range: int = KEYS_PER_RANGE,
+    below: int = 1 << 64,
+    tables: Sequence[int] | None = None,
+) -> Iterator[KeyRange]:
+    """Yield all keys, one hash range of one table at a time: about ``keys_per_range`` keys of all sub-datasets.
+
+    keys_of(pass, table): int64 keys in hash order. below: the end of the hashes; a smaller one takes a sample of keys,
+    as hashes are uniform. tables: default: all. Memory: at most ``SWEPT_KEY_BYTES`` for each key of a range.
+    """
+    for table in range(len(positions.tables)) if tables is None else tables:
+        table_id, keys_P = positions.tables[table].table_id, [keys_of(p, table) for p in range(positions.num_passes)]
+        ranges = max(1, -(-(below * sum(keys.size for keys in keys_P) >> 64) // keys_per_range))
+        first_P = [0] * len(keys_P)
+        for r in range(1, ranges + 1):
+            end_P = [hash_range_bound(keys, table_id, r * below // ranges) for keys in keys_P]
+            starts = np.concatenate([[0], np.cumsum(np.subtract(end_P, first_P))]).astype(np.int64)
+            if starts[-1]:
+                unique = UniqueKeys(expected=int(np.diff(starts).max()))
+                numbers = np.empty(starts[-1], dtype=np.int32)
+                for p, keys in enumerate(keys_P):
+                    unique.add(np.ascontiguousarray(keys[first_P[p] : end_P[p]]), numbers[starts[p] : starts[p + 1]])
+                keys_R = unique.keys()
+                del unique  # its table is larger than all that follows
+                yield KeyRange(table, first_P, starts, numbers, keys_R)
+            first_P = end_P

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.planning.next_use import key_ranges
-from tiercache.planning.row_offsets import RowOffsets
+from tiercache.planning.row_offsets import RowOffsets, key_ranges
 from tiercache.store.bits import mix
 from tiercache.store.table import group_tables
 
@@ -149,7 +148,7 @@ def overlap_order(positions: RowOffsets, data: DatasetView) -> tuple[int, ...]:
     def bytes_kept(order: tuple[int, ...]) -> float:
         return float(shared_PP[list(order), [*order[1:], order[0]]].sum())
 
-    return max([own, *(_from(first, shared_PP) for first in own)], key=bytes_kept)
+    return max([own, *(_greedy_order(first, shared_PP) for first in own)], key=bytes_kept)
 
 
 def shared_bytes(
@@ -157,27 +156,26 @@ def shared_bytes(
 ) -> NDArray[np.float64]:
     """Return (P, P) the bytes of rows that each two sub-datasets share; where keys are sampled, of the sample."""
     num_passes = positions.num_passes
-    total = sum(positions.num_rows(p) for p in range(num_passes))
-    below = min(1 << 64, (sampled_keys << 64) // max(1, total))
+    below = min(1 << 64, (sampled_keys << 64) // max(1, positions.total_rows))
     shared_PP = np.zeros((num_passes, num_passes))
-    for some in key_ranges(positions, keys_of, keys_per_range=_KEYS_PER_RANGE, below=below):
+    for found in key_ranges(positions, keys_of, keys_per_range=_KEYS_PER_RANGE, below=below):
         step = max(1, _MATRIX_BYTES // (4 * num_passes))
-        for low in range(0, some.keys.size, step):
-            has_PK = np.zeros((num_passes, min(step, some.keys.size - low)), dtype=np.float32)
-            for p, (begin, end) in enumerate(itertools.pairwise(some.starts.tolist())):
-                here = some.numbers[begin:end].astype(np.int64) - low
-                has_PK[p, here[(here >= 0) & (here < has_PK.shape[1])]] = 1
-            shared_PP += (has_PK @ has_PK.T) * positions.tables[some.table].row_bytes
+        for low in range(0, found.keys.size, step):
+            has_PK = np.zeros((num_passes, min(step, found.keys.size - low)), dtype=np.float32)
+            for p, (begin, end) in enumerate(itertools.pairwise(found.starts.tolist())):
+                keys = found.numbers[begin:end].astype(np.int64) - low
+                has_PK[p, keys[(keys >= 0) & (keys < has_PK.shape[1])]] = 1
+            shared_PP += (has_PK @ has_PK.T) * positions.tables[found.table].row_bytes
     return shared_PP
 
 
-def _from(first: int, shared_PP: NDArray[np.float64]) -> tuple[int, ...]:
-    """Return the round that begins at ``first`` and goes to the most shared each time, turned to begin at 0."""
-    left = np.ones(len(shared_PP), dtype=bool)
+def _greedy_order(first: int, shared_PP: NDArray[np.float64]) -> tuple[int, ...]:
+    """Return the cycle that goes from ``first`` to the sub-dataset that shares the most each time, rotated to 0."""
+    remaining = np.ones(len(shared_PP), dtype=bool)
     order = [first]
-    left[first] = False
-    while left.any():
-        order.append(int(np.where(left, shared_PP[order[-1]], -1.0).argmax()))
-        left[order[-1]] = False
+    remaining[first] = False
+    while remaining.any():
+        order.append(int(np.where(remaining, shared_PP[order[-1]], -1.0).argmax()))
+        remaining[order[-1]] = False
     zero = order.index(0)
     return tuple(order[zero:] + order[:zero])

@@ -11,7 +11,8 @@ import numpy as np
 from tiercache.errors import TierCacheError
 from tiercache.kernels.cpu.file_io import crc32c, has_crc32c
 from tiercache.planning.budgets import CHECKED_BYTES, distance_bytes
-from tiercache.planning.next_use import KEYS_PER_RANGE, NextUses, find_next_uses, views_of
+from tiercache.planning.next_use import NextUses, find_next_uses, views_of
+from tiercache.planning.row_offsets import KEYS_PER_RANGE
 from tiercache.sizes import format_bytes
 from tiercache.store.layout import page_checksums
 
@@ -81,7 +82,7 @@ class NextUseFiles:
         )
 
     def _open(self, epoch: int) -> NextUses:
-        total = sum(self._positions.num_rows(p) for p in range(self._positions.num_passes))
+        total = self._positions.total_rows
         if self._folder is None or total == 0:
             out = np.empty((2, total), dtype=np.int32)
             return self._find(epoch, out)
