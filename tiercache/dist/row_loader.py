@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -21,19 +21,21 @@ if TYPE_CHECKING:
 
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.dist.shard_view import ShardView
-    from tiercache.store.table import Table
+    from tiercache.store.table import Group, Table
     from tiercache.values.lookups import Unseen
 
 
 class LocalRows(RowReader, Protocol):
     """Reads this rank's current rows."""
 
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups of their tables."""
+        ...
+
     def fields(self, table_name: str, keys: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
         """Return the vector and every optimizer state of ``keys``: arrays (n, width)."""
         ...
-
-
-Rows = TypeVar("Rows", bound=LocalRows)
 
 
 class LoadedRows:
@@ -52,15 +54,15 @@ class LoadedRows:
         np.take(vectors, np.searchsorted(known, keys), axis=0, out=out[0])
 
 
-class RowLoader(Generic[Rows]):
+class RowLoader:
     """Has owners read rows. On the training thread, between batches."""
 
-    def __init__(self, share: ShardView, live_rows: Callable[..., Rows], ranks: AnyCommunicator) -> None:
+    def __init__(self, share: ShardView, live_rows: Callable[..., LocalRows], ranks: AnyCommunicator) -> None:
         """live_rows: of this rank's cache; of its own rows."""
         self._share, self._live_rows, self._ranks = share, live_rows, ranks
         self._shares_unknown: bool | None = None  # whether a pass has such a row that only one rank owns
 
-    def live_rows(self) -> Rows:
+    def live_rows(self) -> LocalRows:
         """Return a reader of this rank's rows as of now, that knows the out-of-vocabulary rows of all. Collective."""
         with self._ranks.raise_on_all("beginning to read rows as of now"):
             found = self._live_rows()

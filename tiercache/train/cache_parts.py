@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tiercache.data.dataset import DatasetView
+    from tiercache.dist.row_loader import LocalRows
     from tiercache.planning.schedule import OrderRule
     from tiercache.planning.sharding_rules import ShardingRules
     from tiercache.rows.backends.base import Backend
     from tiercache.store import Store
     from tiercache.store.shards.sharding import ShardingPlan
-    from tiercache.train.evaluation import CurrentRows
     from tiercache.train.local_exchange import Exchange
     from tiercache.train.options import TierCacheOptions
 
@@ -64,7 +64,7 @@ class CacheParts:
         data: PassDataset | str | os.PathLike[str],
         device: str | torch.device | Backend,
         limits: Mapping[str, int | str | None],
-        live_rows: Callable[..., CurrentRows],
+        live_rows: Callable[..., LocalRows],
         *,
         model: nn.Module | Sequence[nn.Module] | None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
@@ -173,7 +173,7 @@ class CacheParts:
         """Connect the ranks for other threads. NCCL takes memory of the device for it: before the rows do."""
         self.communicators = Communicators.connect(self.ranks)
 
-    def _open_exchange(self, live_rows: Callable[..., CurrentRows], comm_dtype: torch.dtype) -> Exchange:
+    def _open_exchange(self, live_rows: Callable[..., LocalRows], comm_dtype: torch.dtype) -> Exchange:
         optimizer = self.rows.state.optimizer
         if self.ranks.size == 1:
             return LocalExchange(self.ranks, self.backend, optimizer, live_rows)

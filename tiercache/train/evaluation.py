@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.data.dataset import DatasetView, SubDatasetView
+    from tiercache.dist.row_loader import LocalRows
     from tiercache.rows.backends.base import Backend
     from tiercache.rows.device import DeviceTier, SlotAssignment
     from tiercache.schema import Feature
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group
     from tiercache.train.batches import BatchPipeline
     from tiercache.train.local_exchange import Exchange
-    from tiercache.train.resident_rows import InMemoryRows
     from tiercache.values.batch import Batch
     from tiercache.values.lookups import GroupRows, Unseen
 
@@ -210,7 +210,7 @@ class Evaluation:
     @staticmethod
     def slices(
         passes: DatasetView,
-        live_rows: CurrentRows | InMemoryRows,
+        live_rows: LocalRows,
         budget: int,
         exchange: Exchange,
         pipeline: BatchPipeline,
@@ -304,7 +304,7 @@ class LocalInput:
 
 
 def bring_rows(
-    live_rows: CurrentRows | InMemoryRows, source: SubDatasetView, positions: RowOffsets,
+    live_rows: LocalRows, source: SubDatasetView, positions: RowOffsets,
     used: dict[str, NDArray[np.bool_]], backend: Backend,
 ) -> list[GroupRows]:  # fmt: skip
     """Fetch the vectors of all used ids, in float32 whatever their dtype."""

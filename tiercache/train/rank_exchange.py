@@ -13,7 +13,7 @@ import numpy as np
 from tiercache.dist.exchange import RowExchange
 from tiercache.dist.pooled import PooledOutputDist, pooled_by_owner, split_by_rank
 from tiercache.dist.requests import InputDist, LocalInput
-from tiercache.dist.row_loader import RowLoader
+from tiercache.dist.row_loader import LocalRows, RowLoader
 from tiercache.dist.shard_view import ShardView
 from tiercache.errors import StateError
 from tiercache.rows.threads import share_threads
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from tiercache.dist.communicator import Communicators
     from tiercache.dist.requests import InputLayout
     from tiercache.rows.backends.base import Backend
-    from tiercache.train.evaluation import CurrentRows
     from tiercache.train.raw_samples import RawSamples
     from tiercache.train.row_optimizer import RowOptimizer
     from tiercache.train.row_view import Pooled, RowView
@@ -96,7 +95,7 @@ class RankExchange:
         shard_view: ShardView,
         backend: Backend,
         optimizer: RowOptimizer,
-        live_rows: Callable[..., CurrentRows],
+        live_rows: Callable[..., LocalRows],
         modules: Sequence[nn.Module],
         *,
         comm_dtype: torch.dtype,
@@ -378,11 +377,11 @@ class RankExchange:
         """Return a reader of rows as of now, of ``keys`` by table, which their owners read."""
         return self._loader.load(keys(), budget, unseen)
 
-    def live_rows(self) -> CurrentRows:
+    def live_rows(self) -> LocalRows:
         """Return a reader of this rank's rows as of now, that knows the out-of-vocabulary rows of all."""
         return self._loader.live_rows()
 
-    def _own_rows(self, *unknown: Any) -> CurrentRows:
+    def _own_rows(self, *unknown: Any) -> LocalRows:
         live_rows = self._live_rows()
         assert live_rows is not None, "rows were asked for of a cache that is gone"
         return live_rows(*unknown)
