@@ -102,7 +102,7 @@ HOLDER = """
 import sys
 from pathlib import Path
 from tiercache.store import Store
-from tiercache.store.{module} import {engine}
+from tiercache.store.engines.{module} import {engine}
 engine = {engine}(Path(sys.argv[1]), create=False)
 store = Store.open(None, engine=engine)
 print('open', flush=True)
@@ -111,12 +111,10 @@ sys.stdin.read()
 """Opens an engine's instance for writing and holds it."""
 
 
-@pytest.mark.parametrize(
-    ("module", "engine"), [("engines.zarr_engine", "ZarrEngine"), ("engines.lmdb_engine", "LmdbEngine")]
-)
+@pytest.mark.parametrize(("module", "engine"), [("zarr_engine", "ZarrEngine"), ("lmdb_engine", "LmdbEngine")])
 def test_a_second_writer_is_refused_whatever_way_the_first_was_opened(tmp_path: Path, module: str, engine: str) -> None:
     """Instances of an engine hold the lock too: in this process and another, and against stores opened by path."""
-    engine_of: Any = getattr(import_module(f"tiercache.store.{module}"), engine)
+    engine_of: Any = getattr(import_module(f"tiercache.store.engines.{module}"), engine)
     Store.open(tmp_path, tables=[one()], engine=module.removesuffix("_engine")).close()
     with Store.open(None, engine=engine_of(tmp_path, create=False)):
         for second in (lambda: engine_of(tmp_path, create=False), lambda: Store.open(tmp_path)):

@@ -67,8 +67,8 @@ def planted(self, keys):
 READERS_UNSEEN = "def planted(self): return set()"
 KILL, LOSS = "a kill (before|after) ", "Loss"
 PLANTED = {
-    "lmdb: blocks not synced": ("block_file.BlockFile.sync", "def planted(self): pass", "--replays 60", LOSS),
-    "lmdb: two transactions": ("lmdb_engine.LmdbEngine.commit", IN_TWO_STEPS, "--points 150", KILL),
+    "lmdb: blocks not synced": ("engines.block_file.BlockFile.sync", "def planted(self): pass", "--replays 60", LOSS),
+    "lmdb: two transactions": ("engines.lmdb_engine.LmdbEngine.commit", IN_TWO_STEPS, "--points 150", KILL),
     "lmdb: written over before the commit": (
         "commit_writer.CommitWriter._commit",
         LMDB_FREED_EARLY,
@@ -76,20 +76,30 @@ PLANTED = {
         KILL,
     ),
     "zarr: records not synced": (
-        "zarr_objects.Objects.durable_paths",
+        "engines.zarr_objects.Objects.durable_paths",
         ZARR_UNSYNCED % "[file for file in files if '/records/' not in file], folders",
         "--replays 60",
         LOSS,
     ),
     "zarr: manifests' folder not synced": (
-        "zarr_objects.Objects.durable_paths",
+        "engines.zarr_objects.Objects.durable_paths",
         ZARR_UNSYNCED % "files, [folder for folder in folders if not folder.endswith('manifests')]",
         "--replays 60",
         LOSS,
     ),
-    "zarr: manifests not synced": ("zarr_objects.Objects.publish", ZARR_UNSYNCED_MANIFESTS, "--replays 60", LOSS),
-    "zarr: published before the syncs": ("zarr_engine.ZarrEngine._sync", ZARR_PUBLISHED_EARLY, "--replays 120", LOSS),
-    "zarr: two manifests": ("zarr_engine.ZarrEngine.commit", IN_TWO_STEPS, "--points 150", KILL),
+    "zarr: manifests not synced": (
+        "engines.zarr_objects.Objects.publish",
+        ZARR_UNSYNCED_MANIFESTS,
+        "--replays 60",
+        LOSS,
+    ),
+    "zarr: published before the syncs": (
+        "engines.zarr_engine.ZarrEngine._sync",
+        ZARR_PUBLISHED_EARLY,
+        "--replays 120",
+        LOSS,
+    ),
+    "zarr: two manifests": ("engines.zarr_engine.ZarrEngine.commit", IN_TWO_STEPS, "--points 150", KILL),
     "zarr: freed before the commit": ("commit_writer.CommitWriter._commit", FREED_EARLY, "--points 150", KILL),
     "zarr: written over below a reader": (
         "commit_writer.CommitWriter._leased",
@@ -113,7 +123,7 @@ QUICK = {name for name in PLANTED if name.startswith("lmdb")} | {
 def test_the_harness_finds_an_engine_that_is_not_crash_proof(tmp_path: Path, defect: str) -> None:
     """Syncs left out or made too late, a commit in two steps, room that is given up before the commit that frees it."""
     place, body, options, words = PLANTED[defect]
-    module, owner, name = place.split(".")
+    module, owner, name = place.rsplit(".", 2)
     arguments = ["--engine", defect.partition(":")[0], "--folder", tmp_path, "--problems", 1, *NOTHING]
     code = PLANT.format(module=module, owner=owner, name=name, body=body)
     done = crash(*arguments, *options.split(), code=code)
