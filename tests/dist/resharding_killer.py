@@ -36,8 +36,8 @@ from tiercache.data.dataset import PassDataset
 from tiercache.dist.shard_view import ShardView
 from tiercache.dist.training_store import open_own_shard
 from tiercache.store import Store
-from tiercache.store.shards.shard_manifest import Manifest
-from tiercache.store.shards.sharded_store import Shards
+from tiercache.store.shards.shard_manifest import ShardManifest
+from tiercache.store.shards.sharded_store import ShardedStore
 from tiercache.store.shards.sharding import ShardingPlan
 from tiercache.store.verification import Verification
 
@@ -78,7 +78,7 @@ def opened(path: Path, ranks: Any, num_ranks: int, turn: int, shards: Sequence[P
     """Open the store as a training on these ranks does."""
     passes = PassDataset.open(path.parent / "passes")
     share = ShardView(passes, ways(num_ranks, turn) if num_ranks else ShardingPlan.of_one(passes.tables), ranks.rank)
-    manifest = Manifest.read(path)
+    manifest = ShardManifest.read(path)
     if not num_ranks and (manifest is None or manifest.is_plain):
         return Store.open(path, tables=passes.tables)
     return open_own_shard(
@@ -109,12 +109,12 @@ def whole(path: Path) -> tuple[int, dict[str, Any], list[str]]:
     """Return generation and contents of a store, -1 of a plain one, and what is wrong with any of its shards."""
     with Store.open(path, mode="r") as store, contextlib.redirect_stdout(io.StringIO()):
         problems = [problem for shard in shards_of(store) for problem in Verification(shard).run()["problems"]]
-        return store.manifest.generation if isinstance(store, Shards) else -1, contents(store), problems
+        return store.manifest.generation if isinstance(store, ShardedStore) else -1, contents(store), problems
 
 
 def shards_of(store: Store) -> Sequence[Store]:
     """Return the shards of a store; a plain one is one."""
-    return store.shards if isinstance(store, Shards) else [store]
+    return store.shards if isinstance(store, ShardedStore) else [store]
 
 
 def _digest(data: Iterable[bytes]) -> str:
@@ -282,7 +282,7 @@ class Resharding:
     @staticmethod
     def _stands(path: Path) -> int:
         """Return the generation that the store stands in."""
-        manifest = Manifest.read(path)
+        manifest = ShardManifest.read(path)
         return -1 if manifest is None or manifest.is_plain else manifest.generation
 
 
@@ -293,7 +293,7 @@ def _open(path: Path, ranks: Processes, num_ranks: int, turn: int, shards: Seque
 
 def _names(path: Path) -> list[str]:
     """Return what is beside the shards of the manifest, in the store's folder and on the disks, or lacks."""
-    manifest = Manifest.read(path)
+    manifest = ShardManifest.read(path)
     there = {*path.iterdir(), *path.parent.glob("disk */*")} - {path / "shards.json.tmp"}
     if manifest is None:
         places = {place for place in there if place.parent == path and not place.name.startswith("shard")}

@@ -28,7 +28,7 @@ from tests.dist.meeting import Processes, meet
 from tests.dist.sharded_world import opened, problems, roll_back, take, train_shards
 from tests.dist.shards_killer import options_of, run
 from tiercache.store import Cursor, Store
-from tiercache.store.shards.shard_manifest import Manifest
+from tiercache.store.shards.shard_manifest import ShardManifest
 from tiercache.store.verification import Verification
 
 RANKS, COMMITS, RETENTION = 3, 6, 3
@@ -93,7 +93,7 @@ class Rollback:
 
 def look(path: Path, done: int, teller: Teller, *, last: bool) -> None:
     """Tell where the store stands and what is wrong with it, as it was left or at the end."""
-    manifest = Manifest.read(path)
+    manifest = ShardManifest.read(path)
     assert manifest is not None
     newest = manifest.commits[-1]
     if last and newest.cursor != Cursor(3, 5):
@@ -108,11 +108,11 @@ def look(path: Path, done: int, teller: Teller, *, last: bool) -> None:
 
 def go_on(path: Path) -> list[str]:
     """Have the ranks open what is there, roll back where that is to be done, and train on; return what is wrong."""
-    manifest, found = Manifest.read(path), list[str]()
+    manifest, found = ShardManifest.read(path), list[str]()
     assert manifest is not None
     if any(errors := train_shards(path, RANKS, 0)):
         return [f"opened, {errors}"]
-    now = Manifest.read(path)
+    now = ShardManifest.read(path)
     if now is None or [(one.id, one.cursor) for one in now.commits] != [
         (one.id, one.cursor) for one in manifest.commits
     ]:

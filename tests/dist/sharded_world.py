@@ -16,8 +16,8 @@ from tiercache.dist.shard_writer import ShardWriter
 from tiercache.errors import RankError
 from tiercache.store import Adagrad, Adam, Cursor, MemoryEngine, RowWiseAdagrad, Store, Table, Uniform, Zeros, hash_keys
 from tiercache.store.row_codec import row_words
-from tiercache.store.shards.shard_manifest import GlobalCommit, Manifest, ShardCommit, shard_name
-from tiercache.store.shards.sharded_store import Shards
+from tiercache.store.shards.shard_manifest import GlobalCommit, ShardCommit, ShardManifest, shard_name
+from tiercache.store.shards.sharded_store import ShardedStore
 from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, hash_bounds, sliced
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def expected(cursor: Cursor) -> dict[str, dict[int, tuple[int, int]]]:
     return found
 
 
-def problems(store: Shards) -> Iterator[str]:
+def problems(store: ShardedStore) -> Iterator[str]:
     """Yield a sentence for each thing that is not as it is at the store's cursor."""
     for rank, shard in enumerate(store.shards):
         if shard.commit is None or shard.commit.cursor != store.commit.cursor:
@@ -199,9 +199,9 @@ def problems(store: Shards) -> Iterator[str]:
                     yield f"row {key} of table {name!r} at {store.commit.cursor} has other bits"
 
 
-def one_store(tables: Sequence[Table], sharding: ShardingPlan, shards: Sequence[Store]) -> Shards:
+def one_store(tables: Sequence[Table], sharding: ShardingPlan, shards: Sequence[Store]) -> ShardedStore:
     """Return the sharded store that stores in memory would be, at their newest commits."""
-    manifest = Manifest(
+    manifest = ShardManifest(
         id="0" * 32,
         generation=0,
         engine="lmdb",
@@ -212,7 +212,7 @@ def one_store(tables: Sequence[Table], sharding: ShardingPlan, shards: Sequence[
     )
     commits = [shard.commit for shard in shards]
     newest = GlobalCommit.of(0, commits[0].cursor, [ShardCommit.of(shard) for shard in shards])
-    return Shards(Path("memory"), manifest, tuple(shards), (newest,))
+    return ShardedStore(Path("memory"), manifest, tuple(shards), (newest,))
 
 
 def old_shards(sharding: ShardingPlan, commits: int) -> list[Store]:

@@ -32,7 +32,7 @@ from tests.dist.meeting import Processes, meet
 from tests.dist.sharded_world import divide_anew, opened, problems, sharding_on, take
 from tiercache.errors import RankError
 from tiercache.store import Cursor, Store
-from tiercache.store.shards.shard_manifest import Manifest
+from tiercache.store.shards.shard_manifest import ShardManifest
 
 if TYPE_CHECKING:
     import random
@@ -63,7 +63,7 @@ def note(teller: Teller, *, begun: Cursor | None = None, done: Cursor | None = N
 def walk(path: Path, ranks: AnyCommunicator, teller: Teller, engine: str) -> None:
     """Make the store or take it up, and go on to the end; divided anew in the middle."""
     teller.phase = PHASES[0]
-    manifest = Manifest.read(path)
+    manifest = ShardManifest.read(path)
     ranks.agree("reading the manifest")
     turn = 0 if manifest is None else turn_of(manifest)
     while True:
@@ -81,7 +81,7 @@ def walk(path: Path, ranks: AnyCommunicator, teller: Teller, engine: str) -> Non
         turn = 1
 
 
-def turn_of(manifest: Manifest) -> int:
+def turn_of(manifest: ShardManifest) -> int:
     """Return which sharding a manifest has."""
     return int(manifest.sharding == sharding_on(manifest.num_ranks, 1))
 
@@ -185,7 +185,7 @@ class Shards:
 
 def look(path: Path, begun: Any, done: Any, teller: Teller, *, last: bool) -> None:
     """Tell where the store stands and what is wrong with it, as it was left."""
-    cursor = stands(Manifest.read(path))
+    cursor = stands(ShardManifest.read(path))
     teller.say("stands", cursor)
     if cursor < done:
         teller.say("wrong", f"it stands at {cursor} and {done} was published")
@@ -199,14 +199,14 @@ def look(path: Path, begun: Any, done: Any, teller: Teller, *, last: bool) -> No
                 teller.say("wrong", f"{'at the end' if last else 'as it was left'}, {problem}")
 
 
-def stands(manifest: Manifest | None) -> tuple[int, ...]:
+def stands(manifest: ShardManifest | None) -> tuple[int, ...]:
     """Return the cursor of a manifest."""
     return NONE if manifest is None or manifest.cursor is None else tuple(manifest.cursor)
 
 
 def finish(path: Path, num_ranks: int, engine: str, teller: Teller) -> None:
     """Open it for writing on all ranks, tell what is wrong with it then, and go on to the end."""
-    manifest = Manifest.read(path)
+    manifest = ShardManifest.read(path)
     turn, cursor = 0 if manifest is None else turn_of(manifest), stands(manifest)
 
     def open_all(ranks: AnyCommunicator) -> tuple[int, ...]:
@@ -218,7 +218,7 @@ def finish(path: Path, num_ranks: int, engine: str, teller: Teller) -> None:
     stand = meet(num_ranks, open_all)
     if any(at != cursor for at in stand):
         teller.say("wrong", f"the shards stand at {stand} and the manifest at {cursor}")
-    now = Manifest.read(path)
+    now = ShardManifest.read(path)
     if now is None:
         teller.say("wrong", "there is no manifest once it was opened")
         return

@@ -14,7 +14,7 @@ from tests.dist.sharded_world import check_shards, sentences, train_shards
 from tests.store.independent_reader import check_manifest
 from tiercache.store import CommitMissingError, CorruptStoreError, Cursor, Store, Table, verify
 from tiercache.store.commit import commit_digest
-from tiercache.store.shards.shard_manifest import Manifest
+from tiercache.store.shards.shard_manifest import ShardManifest
 
 WORDS = r"commit \d of shard \d of .* is not the one that the manifest names: .* is a shard of another run"
 
@@ -110,7 +110,7 @@ def test_a_shard_that_the_manifest_does_not_name_is_refused(
         mix(path, patch, engine)
     with pytest.raises(AssertionError):
         check_manifest(path)
-    newest = Manifest.read(path).newest.id
+    newest = ShardManifest.read(path).newest.id
     for options in ({"mode": "r"}, {"mode": "r", "commit": newest}, {}):
         with pytest.raises(CorruptStoreError, match=WORDS):
             Store.open(path, **options)
@@ -150,7 +150,7 @@ def test_an_older_commit_with_another_digest_is_left_out_and_told(tmp_path: Path
     """Others are read; ``verify`` and ranks say what is wrong."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 4, retention=3) == [None] * 2
-    manifest = Manifest.read(path)
+    manifest = ShardManifest.read(path)
     oldest = replace(manifest.commits[0], digests=("0" * 64, manifest.commits[0].digests[1]))
     replace(manifest, commits=(oldest, *manifest.commits[1:])).write(path)
     with Store.open(path, mode="r") as store:

@@ -23,7 +23,7 @@ from tests.dist.trainings import trained as trained_by_step
 from tests.train.cases import Case
 from tiercache.data.pass_builder import device_bytes
 from tiercache.dist.communicator import AnyCommunicator
-from tiercache.store.shards.shard_manifest import Manifest
+from tiercache.store.shards.shard_manifest import ShardManifest
 from tiercache.store.table import group_tables
 
 LARGE = Case(tables=ONE.tables, specs=ONE.specs, num_samples=3000, num_keys=1 << 20, batch=250, epochs=2, shuffle=False)
@@ -136,7 +136,7 @@ def test_commits_are_not_dropped_for_a_training_that_is_refused(ranks_pool: Rank
 
     for retention, kept in ((3, 2), (1, 1)):
         assert ranks_pool.run(2, OPEN, **options, retention=retention) == [[8, 0]] * 2
-        assert Manifest.read(tmp_path / "model.tc").retention == retention  # type: ignore[union-attr]
+        assert ShardManifest.read(tmp_path / "model.tc").retention == retention  # type: ignore[union-attr]
         with tc.Store.open(tmp_path / "model.tc", mode="r") as store:
             assert [commit.cursor for commit in store.commits] == [(7, 0), (8, 0)][-kept:]
 

@@ -25,7 +25,7 @@ from tests.dist.sharded_world import (
 )
 from tests.dist.trainings import CASES, stored
 from tiercache.store import CommitMissingError, Cursor, Store, StoreClosedError, StoreInUseError, info, verify
-from tiercache.store.shards.shard_manifest import Manifest
+from tiercache.store.shards.shard_manifest import ShardManifest
 
 
 def kept(path: Path) -> list[int]:
@@ -45,7 +45,7 @@ def kept(path: Path) -> list[int]:
 
 def kept_by_shards(path: Path) -> list[list[int]]:
     """Return the ids of the commits that each shard keeps."""
-    manifest, found = Manifest.read(path), []
+    manifest, found = ShardManifest.read(path), []
     for rank in range(manifest.num_ranks):
         with Store.open(manifest.folder(path, rank), mode="r") as shard:
             found.append([commit.id for commit in shard.commits])
@@ -88,7 +88,7 @@ def test_commits_beyond_a_lower_retention_go_when_ranks_open_the_store(tmp_path:
     assert kept_by_shards(path) == [[4, 5], [4, 7]]
     assert train_shards(path, 2, 2) == [None] * 2
     assert kept_by_shards(path) == [[5, 6, 7], [7, 8, 9]]
-    replace(Manifest.read(path), retention=1).trimmed().write(path)  # as a kill leaves it before shards drop any
+    replace(ShardManifest.read(path), retention=1).trimmed().write(path)  # as a kill leaves it before shards drop any
     assert kept(path) == [7]
     assert train_shards(path, 2, 0) == [None] * 2
     assert kept_by_shards(path) == [[7], [9]]
@@ -134,7 +134,7 @@ def test_ranks_go_on_from_a_commit_that_was_rolled_back_to(
     commit = roll_back(path, to)
     assert (commit.id, commit.cursor) == (5, cursors[to])
     assert kept(path) == [*range(2, to + 1), 5][-3:]
-    assert kept_by_shards(path) == [list(Manifest.read(path).commits_of(rank)) for rank in range(2)]
+    assert kept_by_shards(path) == [list(ShardManifest.read(path).commits_of(rank)) for rank in range(2)]
     assert train_shards(path, 2, 3) == [None] * 2
     assert kept(path) == [6, 7, 8]
     assert verify(path)["problems"] == []

@@ -12,7 +12,7 @@ from tests.cli.command import error_of, run
 from tests.dist.meeting import meet
 from tests.dist.sharded_world import TABLES, divide_anew, expected, sharding_on, train_shards
 from tiercache.store import Cursor, Store, StoreInUseError, TableMismatchError, info, inspect, verify
-from tiercache.store.shards.shard_manifest import Manifest, ShardCommit
+from tiercache.store.shards.shard_manifest import ShardCommit, ShardManifest
 
 
 @pytest.fixture
@@ -83,12 +83,12 @@ def test_verify_reads_all_shards_and_whether_they_belong_together(path: Path, tm
     for old, new in (("shard-0-1 x", "shard-0-2"), ("shard-0-2 x", "shard-0-1")):
         (copies[2] / old).rename(copies[2] / new)
     assert "commit 3 of shard 1 of" in words(copies[2])
-    manifest = Manifest.read(copies[2])
+    manifest = ShardManifest.read(copies[2])
     one, *others = (ShardCommit(3, digest) for digest in manifest.newest.digests)
     manifest.renewed([one, *others[::-1]]).write(copies[2])
     strays = verify(copies[2])["problems"]
     assert any("shard 1 of the store at" in one and "gives to other ranks" in one for one in strays)
-    manifest = Manifest.read(copies[3])
+    manifest = ShardManifest.read(copies[3])
     others = [ShardCommit(3, digest) for digest in manifest.newest.digests]
     manifest.renewed([*others[:2], ShardCommit(2, others[2].digest)]).write(copies[3])
     assert "commit 2 of shard 2 of" in words(copies[3])

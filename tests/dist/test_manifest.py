@@ -24,10 +24,10 @@ from tiercache.store import (
 )
 from tiercache.store.directory import StoreDirectory
 from tiercache.store.locks import Lease
-from tiercache.store.shards.shard_manifest import GlobalCommit, Manifest, ShardCommit
+from tiercache.store.shards.shard_manifest import GlobalCommit, ShardCommit, ShardManifest
 from tiercache.store.shards.shard_mark import Mark, delete_shard
 
-MANIFEST = Manifest(
+MANIFEST = ShardManifest(
     id="0123456789abcdef" * 2,
     generation=3,
     engine="zarr",
@@ -61,11 +61,11 @@ def changed(**values: Any) -> bytes:
 
 def test_a_record_comes_back(tmp_path: Path) -> None:
     """All of it, from bytes and from a file; with commits and without."""
-    for manifest in (MANIFEST, Manifest.from_bytes(changed(commits=[]), "it")):
-        assert Manifest.from_bytes(manifest.to_bytes(), "it") == manifest
+    for manifest in (MANIFEST, ShardManifest.from_bytes(changed(commits=[]), "it")):
+        assert ShardManifest.from_bytes(manifest.to_bytes(), "it") == manifest
         manifest.write(tmp_path)
-        assert Manifest.read(tmp_path) == manifest
-    assert Manifest.read(tmp_path / "nowhere") is None
+        assert ShardManifest.read(tmp_path) == manifest
+    assert ShardManifest.read(tmp_path / "nowhere") is None
     assert MANIFEST.next_generation == 5
     assert [path.name for path in tmp_path.iterdir()] == ["shards.json"]
 
@@ -160,7 +160,7 @@ OTHERS = (
 def test_a_record_that_makes_no_sense_is_one_sentence(data: bytes, kind: type[StoreError], words: str) -> None:
     """An older or newer format, unknown fields, folders that lead elsewhere, numbers that cannot be."""
     with pytest.raises(kind, match=words) as error:
-        Manifest.from_bytes(data, "it")
+        ShardManifest.from_bytes(data, "it")
     assert "\n" not in str(error.value)
     assert re.search(": (give|use|restore)", str(error.value))
 
@@ -181,12 +181,12 @@ def test_records_of_any_bytes_are_refused_in_a_sentence() -> None:
                     lie(values, generator)
                 data = sealed(values)
         try:
-            manifest = Manifest.from_bytes(data, "it")
+            manifest = ShardManifest.from_bytes(data, "it")
         except StoreError as error:
             assert_sentence(error)
             refused += 1
         else:
-            assert Manifest.from_bytes(manifest.to_bytes(), "it") == manifest
+            assert ShardManifest.from_bytes(manifest.to_bytes(), "it") == manifest
             for shard in (*manifest.shards, *manifest.obsolete):
                 assert re.fullmatch(r"\.|(/.*/|/)?shard-\d+-\d+", shard)
                 assert ".." not in shard.split("/")

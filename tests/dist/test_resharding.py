@@ -23,7 +23,7 @@ from tiercache.errors import BudgetError, DatasetError, RankError
 from tiercache.planning.budgets import Budgets
 from tiercache.planning.schedule import Schedule
 from tiercache.store import Cursor, MemoryEngine, Store, hash_keys
-from tiercache.store.shards.shard_manifest import Manifest
+from tiercache.store.shards.shard_manifest import ShardManifest
 from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, hash_bounds, sliced
 
 
@@ -264,7 +264,7 @@ def test_a_rank_that_fails_ends_the_work_of_the_others(tmp_path: Path, monkeypat
     for error in (found[0], found[2]):
         assert isinstance(error, RankError)
         assert "rank 1 failed while writing rows for other ranks: the disk is gone" in str(error)
-    assert Manifest.read(path).num_ranks == 1
+    assert ShardManifest.read(path).num_ranks == 1
     monkeypatch.undo()
     on_ranks(2, lambda ranks: made(path, passes, ways(2, 0), ranks).close())
     with tc.Store.open(path, mode="r") as store:

@@ -39,7 +39,7 @@ from tiercache.store import (
 from tiercache.store.directory import StoreDirectory
 from tiercache.store.initial_rows import initial_rows
 from tiercache.store.shards import open_shards
-from tiercache.store.shards.shard_manifest import GlobalCommit, Manifest
+from tiercache.store.shards.shard_manifest import GlobalCommit, ShardManifest
 from tiercache.store.shards.sharding import ShardingPlan
 
 
@@ -101,7 +101,7 @@ def test_a_reader_begins_anew_where_a_training_goes_on_while_it_opens(
     assert train_shards(path, 2, 4) == [None] * 2
     plain = open_shards._open_all
 
-    def slow(place: Path, manifest: Manifest, only: GlobalCommit | None) -> tuple[Store, ...]:
+    def slow(place: Path, manifest: ShardManifest, only: GlobalCommit | None) -> tuple[Store, ...]:
         times[0] += 1
         if times[0] == 1 and divided:
             assert meet(1, lambda ranks: divide_anew(path, ranks, sharding_on(1))) == [None]
@@ -170,7 +170,7 @@ def test_a_reader_opens_while_a_training_drops_the_oldest_commits(
     assert train_shards(path, 2, 6, retention=4) == [None] * 2
     plain = open_shards._open_all
 
-    def slow(place: Path, manifest: Manifest, only: GlobalCommit | None) -> tuple[Store, ...]:
+    def slow(place: Path, manifest: ShardManifest, only: GlobalCommit | None) -> tuple[Store, ...]:
         times[0] += 1
         assert train_shards(path, 2, 3) == [None] * 2
         return plain(place, manifest, only)
@@ -187,7 +187,7 @@ def test_damage_that_an_older_commit_alone_needs_spoils_no_other(tmp_path: Path)
     """The newest is read, and each older one that is whole; the damaged one, verification and writers say what is."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 4, engine="zarr", retention=3) == [None] * 2
-    manifest = Manifest.read(path)
+    manifest = ShardManifest.read(path)
     assert [commit.shards for commit in manifest.commits] == [(1, 1), (2, 2), (3, 3)]
     (path / "shard-0-1" / "state" / "2.0").unlink()
     for commit in (None, 1, 3):
@@ -205,7 +205,7 @@ def test_an_older_commit_that_a_part_lacks_is_left_out_and_told(tmp_path: Path) 
     """Readers have the others; verification and writers say what is wrong, as nobody dropped it."""
     path = tmp_path / "s"
     assert train_shards(path, 2, 4, retention=3) == [None] * 2
-    manifest = Manifest.read(path)
+    manifest = ShardManifest.read(path)
     oldest = replace(manifest.commits[0], shards=(1, 0))
     replace(manifest, commits=(oldest, *manifest.commits[1:])).write(path)
     with Store.open(path, mode="r") as store:

@@ -22,7 +22,7 @@ from tests.dist.sharded_world import (
 from tiercache.dist.shard_writer import ShardWriter
 from tiercache.errors import RankError, StateError
 from tiercache.store import Cursor, Store, verify
-from tiercache.store.shards.shard_manifest import Manifest
+from tiercache.store.shards.shard_manifest import ShardManifest
 
 ENGINES = ("lmdb", "zarr")
 
@@ -138,14 +138,14 @@ def test_nothing_is_published_unless_all_shards_stand_there(tmp_path: Path) -> N
 def test_a_publication_that_found_no_room_may_be_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank hears of it, and the manifest before stands."""
     path, full = tmp_path / "s", [False]
-    plain = Manifest.write
+    plain = ShardManifest.write
 
-    def write(manifest: Manifest, directory: Path) -> None:
+    def write(manifest: ShardManifest, directory: Path) -> None:
         if full[0]:
             raise OSError(28, "No space left on device")
         plain(manifest, directory)
 
-    monkeypatch.setattr(Manifest, "write", write)
+    monkeypatch.setattr(ShardManifest, "write", write)
 
     def body(ranks: Any) -> Any:
         shards, world = opened(path, ranks)
@@ -156,7 +156,7 @@ def test_a_publication_that_found_no_room_may_be_made_again(tmp_path: Path, monk
             ranks.all_gather_object(None)
             with pytest.raises(OSError if ranks.rank == 0 else RankError, match="No space left"):
                 take(shards, world)
-            assert Manifest.read(path).cursor == Cursor(0)
+            assert ShardManifest.read(path).cursor == Cursor(0)
             ranks.all_gather_object(None)
             full[0] = False
             ranks.all_gather_object(None)
@@ -187,7 +187,7 @@ def test_shards_of_another_division_take_the_place_of_the_old_ones(tmp_path: Pat
     seen: list[tuple[str, int]] = []
 
     def note(**what: object) -> None:
-        manifest = Manifest.read(path)
+        manifest = ShardManifest.read(path)
         assert manifest is not None
         seen.extend((name, manifest.generation) for name in what)
 
@@ -199,7 +199,7 @@ def test_shards_of_another_division_take_the_place_of_the_old_ones(tmp_path: Pat
     assert names == {"shards.json", "ranks.lock", "writer.lock", *new, *(f"{name}.json" for name in new)}
     assert train_shards(path, after, 3, turn=1) == [None] * after
     check_shards(path, Cursor(4))
-    assert Manifest.read(path).obsolete == ()
+    assert ShardManifest.read(path).obsolete == ()
 
 
 def test_a_division_that_was_begun_changes_nothing(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_division_that_was_begun_changes_nothing(tmp_path: Path) -> None:
     assert train_shards(path, 2, 0) == [None] * 2
     assert not list(path.glob("shard-2-*"))
     check_shards(path, Cursor(2))
-    assert Manifest.read(path).obsolete == ()
+    assert ShardManifest.read(path).obsolete == ()
 
 
 def test_shards_may_be_on_other_disks_and_move(tmp_path: Path) -> None:

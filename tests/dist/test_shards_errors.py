@@ -37,7 +37,7 @@ from tiercache.store import (
     verify,
 )
 from tiercache.store.shards.open_shards import open_shard
-from tiercache.store.shards.shard_manifest import Manifest
+from tiercache.store.shards.shard_manifest import ShardManifest
 from tiercache.store.shards.sharding import ShardingPlan
 
 
@@ -79,7 +79,7 @@ def damage(path: Path, what: str) -> None:
         case "mark of nothing":
             mark.write_text("[]")
         case "another cursor":
-            manifest = Manifest.read(path)
+            manifest = ShardManifest.read(path)
             replace(manifest, commits=(replace(manifest.newest, cursor=Cursor(9)),)).write(path)
 
 
@@ -145,7 +145,7 @@ def test_one_training_at_a_time(tmp_path: Path) -> None:
         ranks.all_gather_object(None)
 
     assert meet(2, body) == [None, None]
-    with open_shard(path, Manifest.read(path), 1):
+    with open_shard(path, ShardManifest.read(path), 1):
         errors = train_shards(path, 2, 0)
         assert isinstance(errors[1], StoreInUseError)
         assert "shard-0-1 is being written by process" in sentences(errors)

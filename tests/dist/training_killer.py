@@ -223,9 +223,9 @@ class Trainings:
 
 def _stands_in(path: Path) -> str:
     """Return "old" while the store stands in its first shards, "new" when it stands in others, or is a plain one."""
-    from tiercache.store.shards.shard_manifest import Manifest
+    from tiercache.store.shards.shard_manifest import ShardManifest
 
-    manifest = Manifest.read(path)
+    manifest = ShardManifest.read(path)
     return "old" if manifest is not None and not manifest.generation else "new"
 
 

@@ -91,7 +91,7 @@ def test_a_row_group_holds_a_bounded_number_of_rows(tmp_path: Path, monkeypatch:
     """However many rows a table has."""
     from tiercache.store import scan as scanning
 
-    monkeypatch.setattr(scanning, "CHUNK_BYTES", 1 << 12)
+    monkeypatch.setattr(scanning, "SCAN_CHUNK_BYTES", 1 << 12)
     monkeypatch.setattr(parquet_format, "_GROUP_BYTES", 1 << 14)
     one = table("item", 2, "adagrad")
     rows = {"item": {key: bytes(16) for key in range(5_000)}}

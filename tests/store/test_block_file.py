@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tiercache.store import StoreFullError
 from tiercache.store.engines.block_file import BlockFile, Extent, ExtentAllocator
-from tiercache.store.engines.write_queue import PAGE_BYTES
+from tiercache.store.files import PAGE_BYTES
 from tiercache.store.store_errors import BlockReadError
 
 pytestmark = pytest.mark.disk

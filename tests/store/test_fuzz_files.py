@@ -11,7 +11,7 @@ from tests.crash.store_steps import TABLES, problems, quiet, take
 from tests.store.damage import DEEP, LIES, assert_sentence, damaged, generator_of, lying, resealed
 from tests.store.test_fuzz import bounded_memory  # noqa: F401 - a fixture
 from tiercache.store import CorruptStoreError, LmdbEngine, Store, StoreError
-from tiercache.store.records import Manifest, decode, encode
+from tiercache.store.records import RecordManifest, decode, encode
 
 STEPS = 5
 PAGE_BYTES = 4096
@@ -143,7 +143,7 @@ def test_manifests_of_any_bytes_are_refused_in_a_sentence(zarr_path: Path) -> No
             case _:
                 data = lying(whole, generator)
         try:
-            Manifest.from_bytes(data, "it")
+            RecordManifest.from_bytes(data, "it")
         except CorruptStoreError as error:
             assert_sentence(error)
             refused += 1

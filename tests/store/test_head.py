@@ -19,7 +19,7 @@ from tests.store.world import World
 from tiercache.store import CorruptStoreError, Store, StoreError, verify
 from tiercache.store.engines.lmdb_engine import LmdbEngine
 from tiercache.store.engines.lmdb_records import HEAD, Head
-from tiercache.store.records import Manifest
+from tiercache.store.records import RecordManifest
 
 Rows = dict[str, tuple[NDArray[np.int64], dict[str, NDArray[np.float32]]]]
 
@@ -254,7 +254,7 @@ def test_the_bytes_of_head_are_those_of_the_format(tmp_path: Path) -> None:
 
 def test_a_manifest_names_the_one_before_by_its_digest() -> None:
     """And the records that are left."""
-    first = Manifest(number=0).after({"a": b"1", "b": b"2"})
+    first = RecordManifest(number=0).after({"a": b"1", "b": b"2"})
     second = first.after({"b": None, "c": b"3"})
     assert (first.number, first.before, second.number) == (1, "", 2)
     assert second.before == hashlib.sha256(first.to_bytes()).hexdigest()

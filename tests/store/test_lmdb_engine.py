@@ -20,7 +20,7 @@ from tiercache.store.engines import lmdb_records
 from tiercache.store.engines.engine import Block
 from tiercache.store.engines.lmdb_records import LmdbFile
 from tiercache.store.layout import STATE
-from tiercache.store.records import Manifest
+from tiercache.store.records import RecordManifest
 from tiercache.store.store_errors import CorruptStoreError, StoreError, StoreFullError
 
 
@@ -95,7 +95,7 @@ def test_an_interrupt_at_the_end_of_a_commit_leaves_what_is_durable(
     if done:
         big._opened.engine.__class__ = Interrupting
     else:
-        monkeypatch.setattr(Manifest, "to_bytes", interrupted)
+        monkeypatch.setattr(RecordManifest, "to_bytes", interrupted)
     with pytest.raises(KeyboardInterrupt):
         publish(big, 2)
     big._opened.engine.__class__ = LmdbEngine

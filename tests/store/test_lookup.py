@@ -25,7 +25,7 @@ from tiercache.store import (
     hash_keys,
 )  # fmt: skip
 from tiercache.store.engines.block_file import BlockFile
-from tiercache.store.engines.write_queue import PAGE_BYTES
+from tiercache.store.files import PAGE_BYTES
 from tiercache.store.initial_rows import initial_rows
 from tiercache.store.row_codec import blocks_of
 from tiercache.store.segment import base_layout

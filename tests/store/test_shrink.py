@@ -16,8 +16,7 @@ from tests.store.test_block_file import aligned
 from tiercache.store import Store, StoreFullError, info, verify
 from tiercache.store.engines import block_file as module
 from tiercache.store.engines.block_file import BlockFile
-from tiercache.store.engines.write_queue import PAGE_BYTES
-from tiercache.store.files import punch_hole
+from tiercache.store.files import PAGE_BYTES, punch_hole
 
 pytestmark = pytest.mark.disk
 

@@ -88,7 +88,7 @@ def test_chunks_are_bounded_as_they_are_given(monkeypatch: pytest.MonkeyPatch) -
     """By their bytes in float32, of scans and of changes, and about as many."""
     table = Table(name="t", dim=64, optimizer=SGD(learning_rate=0.1), initializer=Zeros(), dtype="bfloat16")
     most = 1 << 14
-    monkeypatch.setattr("tiercache.store.scan.CHUNK_BYTES", most)
+    monkeypatch.setattr("tiercache.store.scan.SCAN_CHUNK_BYTES", most)
     monkeypatch.setattr("tiercache.store.changes._CHUNK_BYTES", most)
     with Store.open(None, tables=[table], engine=MemoryEngine()) as store:
         load_rows(store, [("t", (np.arange(500, dtype=np.int64), (np.ones((500, 64), np.float32),)))])

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiercache.store.engines.write_queue import PAGE_BYTES, WriteQueue
+from tiercache.store.engines.write_queue import WriteQueue
+from tiercache.store.files import PAGE_BYTES
 
 MIB = 1 << 20
 LONG = np.ones(16 * MIB, np.uint8)

@@ -188,13 +188,13 @@ def test_records_of_one_commit_have_names_of_their_own(tmp_path: Path) -> None:
 
 def test_a_manifest_that_names_what_is_no_name_is_refused(tmp_path: Path) -> None:
     """In a sentence."""
-    from tiercache.store.records import Manifest
+    from tiercache.store.records import RecordManifest
 
     engine = ZarrEngine(tmp_path, create=True)
     engine.commit({"a": b"1"})
     engine.close()
     for name in ("a\0b", "x" * 300, "\ud800"):
-        wrong = Manifest(number=0).after({name: b"1"})
+        wrong = RecordManifest(number=0).after({name: b"1"})
         (tmp_path / "manifests/1").write_bytes(wrong.to_bytes())
         with pytest.raises(CorruptStoreError):
             ZarrEngine(tmp_path, create=False, readonly=True).records()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.files import flip
 from tests.store.engine_contract import bytes_of, check, layout_of, put, segment_blocks
 from tiercache.store.engines.engine import Block, ReadRequest
-from tiercache.store.engines.zarr_codec import Codec, Shards, cut, sealed
+from tiercache.store.engines.zarr_codec import Codec, ShardingCodec, cut, sealed
 from tiercache.store.engines.zarr_engine import ZarrEngine
 from tiercache.store.engines.zarr_objects import Objects, Span
 from tiercache.store.layout import ROWS, Range, SegmentLayout
@@ -101,7 +101,7 @@ def test_a_changed_bit_is_found_before_anything_is_decompressed(
 
 def test_what_points_beyond_a_chunk_is_an_error() -> None:
     """An index with a right checksum and wrong places, and compressed bytes of another length."""
-    shards = Shards(codec=Codec("blosc", 4), row_bytes=8, chunk_rows=8, inner_rows=4)
+    shards = ShardingCodec(codec=Codec("blosc", 4), row_bytes=8, chunk_rows=8, inner_rows=4)
     rows = np.arange(64, dtype=np.uint8)
     shard = np.frombuffer(shards.encode(rows), np.uint8)
     index = shards.index_of(shard[-shards.index_bytes :])
@@ -131,7 +131,7 @@ def test_what_points_beyond_a_chunk_is_an_error() -> None:
 @given(rows=st.integers(1, 64), row_bytes=st.sampled_from([4, 8, 260]), seed=st.integers(0, 100))
 def test_no_shard_is_longer_than_the_most_that_one_has(kind: str, rows: int, row_bytes: int, seed: int) -> None:
     """Also of noise, which does not become shorter."""
-    shards = Shards(codec=Codec(kind, 4), row_bytes=row_bytes, chunk_rows=rows, inner_rows=rows)
+    shards = ShardingCodec(codec=Codec(kind, 4), row_bytes=row_bytes, chunk_rows=rows, inner_rows=rows)
     noise = np.random.default_rng(seed).integers(0, 256, rows * row_bytes, dtype=np.uint8)
     assert len(shards.encode(noise)) <= shards.most_bytes
 

@@ -16,7 +16,7 @@ from zarr.storage import LocalStore, MemoryStore
 from tests.files import files_of, flip
 from tests.store.engine_contract import bytes_of, check, layout_of, put, segment_blocks, some_bytes, state_block
 from tiercache.store.engines import zarr_chunks, zarr_layout
-from tiercache.store.engines.engine import MEMORY_BYTES, Block, BlockLayout
+from tiercache.store.engines.engine import WRITE_BYTES, Block, BlockLayout
 from tiercache.store.engines.zarr_chunks import Buffers
 from tiercache.store.engines.zarr_engine import ZarrEngine
 from tiercache.store.files import PAGE_BYTES, huge_pages, write_at
@@ -323,7 +323,7 @@ def test_a_writer_holds_bounded_memory() -> None:
     """Buffers are used again, and one more is not given before one came back; a large one comes alone."""
     buffers = Buffers()
     held = [buffers.take(16 << 20) for _ in range(4)]
-    assert sum(buffer.size for buffer in held) <= MEMORY_BYTES
+    assert sum(buffer.size for buffer in held) <= WRITE_BYTES
     import threading
 
     got: list[np.ndarray] = []
@@ -336,8 +336,8 @@ def test_a_writer_holds_bounded_memory() -> None:
     assert got[0] is first
     for buffer in (*held, *got):
         buffers.give(buffer)
-    large = buffers.take(2 * MEMORY_BYTES)
-    assert large.size >= 2 * MEMORY_BYTES
+    large = buffers.take(2 * WRITE_BYTES)
+    assert large.size >= 2 * WRITE_BYTES
 
 
 def test_copies_of_blocks_keep_to_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

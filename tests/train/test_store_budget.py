@@ -260,8 +260,8 @@ def test_a_reorganization_takes_no_more_than_was_said(
 ) -> None:
     """Files of the store and temporary ones, at their most; what is said is at most three times what it takes."""
     if memory is not None:
-        monkeypatch.setattr(compaction_plan, "MEMORY_BYTES", memory)
-        monkeypatch.setattr(rewrite, "MEMORY_BYTES", memory)
+        monkeypatch.setattr(compaction_plan, "COMPACTION_BYTES", memory)
+        monkeypatch.setattr(rewrite, "REWRITE_BYTES", memory)
     cut, path = replace(CASE, **DAYS[day]).cut(tmp_path / "day"), tmp_path / "s"
     with tc.Store.open(path, tables=CASE.tables, engine=engine, retention=retention) as store:
         with tiered(store, passes) as cache:

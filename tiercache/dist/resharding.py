@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tiercache.store.compaction_plan import FirstUses
     from tiercache.store.scan import Chunk
     from tiercache.store.segment import Layout
-    from tiercache.store.shards.sharded_store import Shards
+    from tiercache.store.shards.sharded_store import ShardedStore
     from tiercache.store.shards.sharding import ShardingPlan
 
 _KEY_BYTES = 8
@@ -101,7 +101,7 @@ def reshard(
 
 
 def copy_shard(
-    old: Shards,
+    old: ShardedStore,
     store: Store,
     sharding: ShardingPlan,
     rank: int,
@@ -179,7 +179,9 @@ class Need:
         return self.shard + self.scratch
 
     @classmethod
-    def of(cls, old: Shards, store: Store, share: ShardView, uses: FirstUses, cursor: Cursor, state_bytes: int) -> Need:
+    def of(
+        cls, old: ShardedStore, store: Store, share: ShardView, uses: FirstUses, cursor: Cursor, state_bytes: int
+    ) -> Need:
         """Predict it from sizes. ``uses`` are those of the new share."""
         rows = row_bytes = 0
         for group in store.groups:
@@ -200,7 +202,9 @@ class Need:
 class _Copy:
     """The work of one rank: decided when it is made, done by ``run``."""
 
-    def __init__(self, old: Shards, store: Store, share: ShardView, order: OrderRule, *, reorganized: bool) -> None:
+    def __init__(
+        self, old: ShardedStore, store: Store, share: ShardView, order: OrderRule, *, reorganized: bool
+    ) -> None:
         self._old, self._store, self._share = old, store, share
         self.start = _start(old, share, order, reorganized=reorganized)
         schedule = Schedule.of(share, order)
@@ -239,7 +243,7 @@ def place_of(commit: Commit, sharding: ShardingPlan, rank: int, share: ShardView
     return Cursor(*split_cursor(share.whole, commit.cursor, order=samples, order_seed=order))
 
 
-def _start(old: Shards, share: ShardView, order: OrderRule, *, reorganized: bool) -> Cursor:
+def _start(old: ShardedStore, share: ShardView, order: OrderRule, *, reorganized: bool) -> Cursor:
     """Return where training goes on in the schedule of ``share``. Raises DatasetError where that is another one."""
     commit = old.shards[0].commit
     assert commit is not None

@@ -10,7 +10,7 @@ from tiercache.errors import StateError
 from tiercache.store import group_tables
 from tiercache.store.files import local_path
 from tiercache.store.opening import ENGINES, compare_tables
-from tiercache.store.shards.shard_manifest import HERE, Manifest, shard_name
+from tiercache.store.shards.shard_manifest import HERE, ShardManifest, shard_name
 
 if TYPE_CHECKING:
     import os
@@ -61,11 +61,11 @@ class ShardSpec:
             None if shard_dirs is None else [local_path(folder, "the folder of a shard") for folder in shard_dirs]
         )
 
-    def manifest(self, path: Path, before: Manifest | None, *, plain: bool = False) -> Manifest:
+    def manifest(self, path: Path, before: ShardManifest | None, *, plain: bool = False) -> ShardManifest:
         """Return the manifest of new shards of the store at ``path``, without a commit; ``plain``: of a plain store."""
         generation = 0 if before is None else before.next_generation
         compressed = any(table.compression for table in self.tables)
-        return Manifest(
+        return ShardManifest(
             id=uuid.uuid4().hex if before is None else before.id,
             generation=generation,
             engine=self.engine or (before.engine if before else "zarr" if compressed else "lmdb"),
@@ -77,7 +77,7 @@ class ShardSpec:
             first_commit=0 if before is None else before.next_commit,
         )
 
-    def check_manifest(self, found: Manifest, label: str) -> None:
+    def check_manifest(self, found: ShardManifest, label: str) -> None:
         """Raise TableMismatchError for a store of other tables, ValueError for one of another engine.
 
         Compression that was not asked for is the store's from now on, where the engine stays and all tables of a group
@@ -92,7 +92,7 @@ class ShardSpec:
                 "path of a new store"
             )
 
-    def check_sharding(self, found: Manifest, label: str) -> None:
+    def check_sharding(self, found: ShardManifest, label: str) -> None:
         """Raise StateError for a store that has the shards of other ranks, or of another sharding."""
         if found.is_plain:
             raise StateError(f"{label} is a plain one: have its rows sharded first")
@@ -104,7 +104,7 @@ class ShardSpec:
         if found.sharding != self.sharding:
             raise StateError(f"{label} has another sharding than was given: give its own, or make shards for the other")
 
-    def moved(self, path: Path, manifest: Manifest) -> Manifest:
+    def moved(self, path: Path, manifest: ShardManifest) -> ShardManifest:
         """Return the manifest with the folders and the retention that were asked for."""
         if self._shard_dirs is not None:
             manifest = replace(manifest, shards=self._folders(path, manifest.generation))

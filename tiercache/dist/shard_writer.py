@@ -13,7 +13,7 @@ Why a kill at any instant, of one rank or of all, loses nothing. Let c be the ne
    and a new id, and c is kept as well. A kill meanwhile leaves some shards with the new commit and some without: all
    still have c, and are rolled back again. When all stand there, the manifest is replaced by one in which c is the new
    commits; no shard makes another commit before.
-5. To go back to an older commit (``Shards.rollback``), all shards are rolled back to it, each in one atomic,
+5. To go back to an older commit (``ShardedStore.rollback``), all shards are rolled back to it, each in one atomic,
    durable step that keeps c as well: a kill leaves shards that are one ahead, as in 4. Then the manifest is replaced by
    one that names the new commits and not c, and shards drop c. Shards are compacted likewise.
 6. Shards of another generation are made beside those that the manifest names, and become the store's when one manifest
@@ -42,7 +42,7 @@ from tiercache.store.locks import WriterLock
 from tiercache.store.openers import SHARD_MANIFEST
 from tiercache.store.opening import label_of, store_path
 from tiercache.store.shards.open_shards import open_shard, plain_manifest
-from tiercache.store.shards.shard_manifest import Manifest, ShardCommit, in_words
+from tiercache.store.shards.shard_manifest import ShardCommit, ShardManifest, in_words
 
 if TYPE_CHECKING:
     import os
@@ -66,14 +66,14 @@ class ShardWriter:
     def __init__(self, path: Path, ranks: AnyCommunicator) -> None:
         """Only ``open`` and ``begin_generation`` call this."""
         self.path = path
-        self.manifest: Manifest
+        self.manifest: ShardManifest
         """As it stands on disk: of a generation that was begun and not published, the one before it."""
-        self._next: Manifest
+        self._next: ShardManifest
         """What the next publication writes, but for commits; another one than ``manifest`` in a generation begun."""
         self._ranks = ranks
         self._store: Store | None = None
         self._locks: list[WriterLock] = []
-        self._written: Manifest | None = None
+        self._written: ShardManifest | None = None
         self._retention: int | None = None
         """What ``drop_older`` is to bring the manifest to."""
 
@@ -271,29 +271,31 @@ class ShardWriter:
         with self._ranks.raise_on_all(f"opening {self.label}"):
             return ShardSpec(tables, sharding, self._ranks.size, **options)
 
-    def _lock_store(self) -> Manifest | None:
+    def _lock_store(self) -> ShardManifest | None:
         """Take the right to write, as rank 0, and give all ranks the manifest: of a plain store what it would be."""
-        found: Manifest | None = None
+        found: ShardManifest | None = None
         with self._ranks.raise_on_all(f"opening {self.label}"):
             if self._ranks.rank == 0:
                 StoreDirectory(self.path).find()  # refuses what is no store's
                 StoreDirectory(self.path).create()
                 self._locks.append(WriterLock(self.path, RANKS_LOCK))
-                found = Manifest.read(self.path)
+                found = ShardManifest.read(self.path)
                 if found is None or found.is_plain:
                     self._locks.append(WriterLock(self.path))
                     found = plain_manifest(self.path)
         return self._broadcast(found)
 
-    def _broadcast(self, manifest: Manifest | None) -> Manifest | None:
+    def _broadcast(self, manifest: ShardManifest | None) -> ShardManifest | None:
         """Return what rank 0 has, on every rank."""
         own = manifest.to_bytes().decode() if self._ranks.rank == 0 and manifest is not None else None
         received = self._ranks.all_gather_object(own)[0]
-        return None if received is None else Manifest.from_bytes(received.encode(), str(self.path / SHARD_MANIFEST))
+        return (
+            None if received is None else ShardManifest.from_bytes(received.encode(), str(self.path / SHARD_MANIFEST))
+        )
 
-    def _create(self, found: Manifest | None, spec: ShardSpec) -> None:
+    def _create(self, found: ShardManifest | None, spec: ShardSpec) -> None:
         """Make the shards of a store without a commit."""
-        manifest: Manifest | None = None
+        manifest: ShardManifest | None = None
         with self._ranks.raise_on_all(f"making {self.label}"):
             if found is not None and found.is_plain:  # whoever made it chose its tables
                 spec.check_manifest(found, self.label)
@@ -305,7 +307,7 @@ class ShardWriter:
         self._delete(manifest)
         self._open_shard(self._next, spec)
 
-    def _begin(self, found: Manifest, spec: ShardSpec, *, plain: bool) -> None:
+    def _begin(self, found: ShardManifest, spec: ShardSpec, *, plain: bool) -> None:
         """Make the shards of another generation, which the manifest on disk names as what is to be deleted."""
         fresh = replace(spec.manifest(self.path, found, plain=plain), obsolete=found.shards)
         self._write(replace(found, obsolete=fresh.shards))
@@ -314,13 +316,13 @@ class ShardWriter:
             self.store.commit_writer.first_id = fresh.first_commit
         self._next = fresh
 
-    def _open_shard(self, manifest: Manifest, spec: ShardSpec) -> None:
+    def _open_shard(self, manifest: ShardManifest, spec: ShardSpec) -> None:
         rank = self._ranks.rank
         with self._ranks.raise_on_all(f"opening the shards of {self.label}"):
             tables = spec.sharding.shard_tables(spec.tables, rank)
             self._store = open_shard(self.path, manifest, rank, tables)
 
-    def _resume(self, found: Manifest, spec: ShardSpec) -> None:
+    def _resume(self, found: ShardManifest, spec: ShardSpec) -> None:
         """Open the shard that is there, and step back to the commit of the manifest."""
         with self._ranks.raise_on_all(f"opening {self.label}"):
             spec.check_manifest(found, self.label)
@@ -350,14 +352,14 @@ class ShardWriter:
                     "next"
                 )
 
-    def _lock_old(self, found: Manifest) -> None:
+    def _lock_old(self, found: ShardManifest) -> None:
         """Take the right to write to the old shards that fall to this rank: a training that goes on still has it."""
         for rank in range(self._ranks.rank, 0 if found.is_plain else found.num_ranks, self._ranks.size):
             folder = found.folder(self.path, rank)
             if folder.exists():  # else it is on another machine
                 self._locks.append(WriterLock(folder))
 
-    def _delete(self, manifest: Manifest) -> None:
+    def _delete(self, manifest: ShardManifest) -> None:
         """Delete the folders that a manifest says are to be deleted; the next one does not name them any more.
 
         Every rank tries every folder: it may be on a disk that only some of them see.
@@ -369,7 +371,7 @@ class ShardWriter:
             manifest.delete_obsolete(self.path, here=self._ranks.rank == 0)
         self._next = replace(manifest, obsolete=())
 
-    def _write(self, manifest: Manifest) -> None:
+    def _write(self, manifest: ShardManifest) -> None:
         """Have rank 0 write the manifest; all return when it is on disk."""
         with self._ranks.raise_on_all(f"writing the manifest of {self.label}"):
             self._check_place()
@@ -389,18 +391,18 @@ class ShardWriter:
         if self._ranks.rank == 0:
             self._locks[0].check()
 
-    def _check_manifest(self, manifest: Manifest) -> None:
+    def _check_manifest(self, manifest: ShardManifest) -> None:
         """Raise StoreError if the one on disk is neither what this wrote or read last nor ``manifest``."""
         known = self._written
         if known is None or (known.is_plain and not known.obsolete):  # then there is none
             return
-        if Manifest.read(self.path) not in (known, manifest):
+        if ShardManifest.read(self.path) not in (known, manifest):
             raise StoreError(
                 f"{self.path / SHARD_MANIFEST} is not what this training wrote: something else changed or restored it "
                 "meanwhile. Nothing more is written: put back the folder as one whole, and open it again"
             )
 
-    def _named(self, manifest: Manifest) -> int:
+    def _named(self, manifest: ShardManifest) -> int:
         """Return the commit of this shard at which a manifest stands."""
         assert manifest.newest is not None
         return manifest.newest.shards[self._ranks.rank]

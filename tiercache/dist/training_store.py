@@ -24,8 +24,8 @@ from tiercache.store.bulk_load import load_sorted
 from tiercache.store.files import scratch_in
 from tiercache.store.opening import store_path
 from tiercache.store.shards.open_shards import plain_manifest
-from tiercache.store.shards.shard_manifest import Manifest
-from tiercache.store.shards.sharded_store import Shards
+from tiercache.store.shards.shard_manifest import ShardManifest
+from tiercache.store.shards.sharded_store import ShardedStore
 from tiercache.store.shards.sharding import ShardingPlan
 
 if TYPE_CHECKING:
@@ -108,11 +108,11 @@ class TrainingStore:
         with self._ranks.raise_on_all("looking for the store"):
             self._check_given()
             is_sharded = self._ranks.size > 1 or self._options.shard_dirs is not None
-            found = Manifest.read(self._place) if self._given is None else None
+            found = ShardManifest.read(self._place) if self._given is None else None
             if not is_sharded and found is not None:
                 is_sharded = found.num_ranks == 1 and not found.is_plain
                 self._unites = found.num_ranks > 1 and found.newest is not None
-        if isinstance(self._given, Shards):
+        if isinstance(self._given, ShardedStore):
             check_same(self._ranks, {"the commit of the store": self._given.commit.id})
             self.sharding = self._given.sharding
         elif is_sharded:
@@ -136,7 +136,7 @@ class TrainingStore:
                 "engine, retention and shard_dirs are of a store that the cache opens: give its path, or open the "
                 "Store with them"
             )
-        if isinstance(given, Shards):
+        if isinstance(given, ShardedStore):
             if given.sharding.num_ranks != ranks or options.sharding != "auto":
                 raise ValueError(
                     f"{given.label} was opened with shards for {given.sharding.num_ranks} ranks: give it to as many "
@@ -202,7 +202,7 @@ class TrainingStore:
         if first is not None:
             self._fill(first, budgets, progress=progress)
         options = self._options
-        if isinstance(self._given, Shards):
+        if isinstance(self._given, ShardedStore):
             self._store = self._given.shards[self._ranks.rank]
             return self._store
         if self.sharding is not None:
@@ -260,7 +260,7 @@ class TrainingStore:
     @contextmanager
     def committed(self) -> Iterator[Store]:
         """Give the whole store at its newest commit of all ranks, for reading. Not collective."""
-        if isinstance(self._given, Shards):
+        if isinstance(self._given, ShardedStore):
             yield self._given
             return
         with Store.open(self._place, mode="r") as store:
@@ -309,7 +309,7 @@ def choose_sharding(
     chosen: dict[str, Any] | None = None
     with ranks.raise_on_all("sharding the tables"):
         if ranks.rank == 0:  # it reads counts of keys, and computes with them what need not be the same on all CPUs
-            found = Manifest.read(store_path(path)) if asked == "auto" else None
+            found = ShardManifest.read(store_path(path)) if asked == "auto" else None
             if found is not None and found.num_ranks == ranks.size and not found.is_plain:
                 chosen = found.sharding.to_record()
             else:
@@ -385,7 +385,7 @@ def open_own_shard(
 
 def _find_shards(path: Path, sharding: ShardingPlan, *, plain: bool) -> list[Any] | None:
     """Return whether the store at ``path`` is sharded so, and its retention; None where it has no commit."""
-    found = Manifest.read(path)
+    found = ShardManifest.read(path)
     if found is None or found.is_plain:
         found = plain_manifest(path)
     if found is None or found.cursor is None:

@@ -275,10 +275,10 @@ def _sorted_bytes(tables: Sequence[_Rows], idle: int) -> tuple[int, int]:
     rows = [(min(one.live, one.used + -(-idle // one.row_bytes)), one.row_bytes + CHANGED_BYTES) for one in tables]
     return (
         max(
-            external_sort.file_bytes(n, compaction_plan.NUMBER_BYTES, compaction_plan.MEMORY_BYTES)
+            external_sort.file_bytes(n, compaction_plan.NUMBER_BYTES, compaction_plan.COMPACTION_BYTES)
             for n in keys.values()
         ),
-        max(external_sort.file_bytes(n, row_bytes, rewrite.MEMORY_BYTES) for n, row_bytes in rows),
+        max(external_sort.file_bytes(n, row_bytes, rewrite.REWRITE_BYTES) for n, row_bytes in rows),
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from tiercache.store.bits import hash_keys
 from tiercache.store.external_sort import ExternalSorter, flush_largest
 from tiercache.store.files import ScratchFile
-from tiercache.store.live_keys import READERS, all_keys, live_keys
+from tiercache.store.live_keys import KEY_THREADS, all_keys, live_keys
 from tiercache.store.runs import SortedCursor, hashed, merged
 from tiercache.store.segment import RetainedSegment
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MOST_RETAINED = 256
 """The most segments that are left: a scan holds a page of each of their ranges, a lookup reads keys of each."""
-MEMORY_BYTES = 128 << 20
+COMPACTION_BYTES = 128 << 20
 NUMBER_BYTES = 8
 """Of what stands beside a key while keys are sorted: the number of its row."""
 _IDLE, _STALE, _USED = 0, 1, 2
@@ -67,7 +67,7 @@ class CompactionPlan:
     Everything else moves: the used rows of retained segments, and of the others all rows that are not stale. So what
     moves unused has fewer bytes than what is used or stale beside it, unless segments are too many.
 
-    Takes ``MEMORY_BYTES`` and a slice of ``uses``. Temporary files: a byte for each live row, mapped into memory;
+    Takes ``COMPACTION_BYTES`` and a slice of ``uses``. Temporary files: a byte for each live row, mapped into memory;
     and where keys exceed the memory, 16 bytes for each of a group's, which are sorted there.
     """
 
@@ -180,13 +180,13 @@ class _GroupRows:
             sorters = [
                 stack.enter_context(
                     ExternalSorter(
-                        ["<i8"], reader.scratch, f"sorting the keys of table {table.name!r}", MEMORY_BYTES,
+                        ["<i8"], reader.scratch, f"sorting the keys of table {table.name!r}", COMPACTION_BYTES,
                         reader.counters, copies=max(2, len(snapshot.segments)), total_rows=total,
                     )
                 )
                 for table, total in zip(self.group.tables, self.live_ST.sum(axis=0).tolist(), strict=True)
             ]  # fmt: skip
-            readers = stack.enter_context(ThreadPoolExecutor(READERS))
+            readers = stack.enter_context(ThreadPoolExecutor(KEY_THREADS))
             every = dict.fromkeys(range(len(sorters)), all_keys)
             for segment, place, keys, rows in live_keys(
                 reader, snapshot, snapshot.segments, self.group, every, readers, after=-1

@@ -199,6 +199,7 @@ def sync(path: str | Path) -> None:
 
 
 PAGE_BYTES = 4096
+"""Of memory and files: direct reads and writes begin and end at multiples of it."""
 _DIRECT_BYTES = 64 << 10
 """Shorter ranges are read through the page cache, which may have them already."""
 _STEP_BYTES = 256 << 10

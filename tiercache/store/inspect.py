@@ -18,8 +18,8 @@ from tiercache.store.directory import FORMAT_VERSION, StoreDirectory
 from tiercache.store.opening import store_path
 from tiercache.store.runs import runs_of
 from tiercache.store.shards.open_shards import open_shards
-from tiercache.store.shards.shard_manifest import Manifest
-from tiercache.store.shards.sharded_store import Shards
+from tiercache.store.shards.shard_manifest import ShardManifest
+from tiercache.store.shards.sharded_store import ShardedStore
 from tiercache.store.store import Store
 from tiercache.store.store_errors import CommitMissingError, StoreError
 from tiercache.store.table import find_table
@@ -42,10 +42,10 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
     Of a sharded store rows and bytes are those of all shards, and "shards" has what is said of each. Raises what
     ``Store.open`` raises for reading; a writer may be at work meanwhile.
     """
-    if (manifest := Manifest.read(store_path(path))) is not None and not manifest.is_plain:
+    if (manifest := ShardManifest.read(store_path(path))) is not None and not manifest.is_plain:
         return describe_shards(store_path(path), manifest)
     with Store.open(path, mode="r") as store:
-        if isinstance(store, Shards):  # it was sharded meanwhile
+        if isinstance(store, ShardedStore):  # it was sharded meanwhile
             return describe_shards(store_path(path), store.manifest)
         return describe(store, path)
 
@@ -161,7 +161,7 @@ def verify(path: str | os.PathLike[str], *, progress: Callable[[int, int], None]
 
     Raises what ``Store.open`` raises for reading where there is no store to speak of.
     """
-    if (manifest := Manifest.read(store_path(path))) is not None and not manifest.is_plain:
+    if (manifest := ShardManifest.read(store_path(path))) is not None and not manifest.is_plain:
         return verify_shards(store_path(path), manifest, progress)
     return _verify_plain(path, progress)
 
@@ -200,7 +200,7 @@ _TRIES = 8
 """How often verification begins anew, each time because the store was sharded anew."""
 
 
-def describe_shards(path: Path, manifest: Manifest) -> dict[str, Any]:
+def describe_shards(path: Path, manifest: ShardManifest) -> dict[str, Any]:
     """Return what the sharded store at ``path`` holds at the commit of its manifest, as plain values; reads no row.
 
     Rows and bytes are those of all shards; "shards" has what ``info`` says of each, but as "commits" those that belong
@@ -243,7 +243,7 @@ def describe_shards(path: Path, manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _described(store: Shards, rank: int) -> dict[str, Any]:
+def _described(store: ShardedStore, rank: int) -> dict[str, Any]:
     """Return what ``info`` says of a shard, as far as it is the whole store's: nothing of a commit of its own."""
     shard = store.shards[rank]
     own: list[Commit] = []
@@ -254,7 +254,7 @@ def _described(store: Shards, rank: int) -> dict[str, Any]:
     return describe(shard, shard.path or store.path) | {"retention": store.retention, "commits": kept}
 
 
-def verify_shards(path: Path, manifest: Manifest, progress: Callable[[int, int], None] | None) -> dict[str, Any]:
+def verify_shards(path: Path, manifest: ShardManifest, progress: Callable[[int, int], None] | None) -> dict[str, Any]:
     """Verify every shard of the store at ``path``, and that the shards belong together; a training may go on meanwhile.
 
     Returns, beside sums, "shards", which has what ``verify`` returns for each, and under "problems" a sentence for each
@@ -267,7 +267,7 @@ def verify_shards(path: Path, manifest: Manifest, progress: Callable[[int, int],
         report = _verify_shards(path, manifest, progress)
         if not report["problems"]:
             break
-        now = Manifest.read(path)
+        now = ShardManifest.read(path)
         if now is None or now.is_plain:
             return verify(path, progress=progress)
         if now.generation == manifest.generation:
@@ -276,7 +276,7 @@ def verify_shards(path: Path, manifest: Manifest, progress: Callable[[int, int],
     return report
 
 
-def _verify_shards(path: Path, manifest: Manifest, progress: Callable[[int, int], None] | None) -> dict[str, Any]:
+def _verify_shards(path: Path, manifest: ShardManifest, progress: Callable[[int, int], None] | None) -> dict[str, Any]:
     report: dict[str, Any] = {"path": str(path), "ranks": manifest.num_ranks, "problems": [], "shards": []}
     problems: list[str] = report["problems"]
     report["commits"] = [commit.id for commit in manifest.commits]
@@ -301,7 +301,7 @@ def _verify_shards(path: Path, manifest: Manifest, progress: Callable[[int, int]
         report[name] = sum(shard.get(name, 0) for shard in report["shards"])
     if manifest.newest is not None and not problems:
         try:
-            with open_shards(path, Manifest.read(path) or manifest) as store:
+            with open_shards(path, ShardManifest.read(path) or manifest) as store:
                 report["commits"] = [commit.id for commit in store.named]
                 store.check_shards()
                 for commit in store.named:
@@ -312,7 +312,7 @@ def _verify_shards(path: Path, manifest: Manifest, progress: Callable[[int, int]
     return report
 
 
-def _strays(store: Shards) -> Iterator[str]:
+def _strays(store: ShardedStore) -> Iterator[str]:
     """Yield a sentence for each table of each shard that has rows of other ranks, or other rows than its slices."""
     for table in store.tables:
         slices = store.sharding.tables[table.name].slices

@@ -152,7 +152,7 @@ def _missing(hashes: UInt64s, among: UInt64s) -> int:
     return 0 if not hashes.size else 1 + int(np.count_nonzero(hashes[1:] != hashes[:-1]))
 
 
-READERS = 8
+KEY_CHECK_THREADS = 8
 """Threads that read blocks of keys, which wait for the disk behind blocks of rows: with more of them all keys are there
 early, and sorted while rows are still read: by hand, in turns, 0.75 of the seconds on LMDB, 0.85 on Zarr."""
 SORT_BYTES = 128 << 20
@@ -261,7 +261,7 @@ class KeyInvariantChecker:
         if first == layout.rows:
             return  # all is dead, and freed, while other groups keep the segment
         blocks = [(segment, block) for block in range(first // layout.block_rows, layout.num_blocks)]
-        most = max(0, min(READERS, AHEAD_BYTES // (12 * layout.block_rows) - 1))
+        most = max(0, min(KEY_CHECK_THREADS, AHEAD_BYTES // (12 * layout.block_rows) - 1))
         for (_, block), (keys, changed, problems) in read_ahead(self._readers, self._read, blocks, most=most):
             start, end = layout.rows_of_block(block)
             for problem in problems:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 NEVER = (1 << 63) - 1
 """The next use of rows that no pass will need."""
-MOST_BYTES = 1 << 53
+MAX_LAYOUT_BYTES = 1 << 53
 """The most of a layout: what stands where in it is counted without loss."""
 KEY_PAGE_ROWS = 1024
 """Keys that are read and checked together: 8 KiB."""
@@ -97,9 +97,10 @@ class SegmentLayout:
         if table_rows_RT.size and int(table_rows_RT.min()) < 0:
             raise ValueError(f"a range has {table_rows_RT.min()} rows of a table: rows must not be negative")
         rows = float(table_rows_RT.sum(dtype=np.float64))
-        if rows * row_bytes > MOST_BYTES:
+        if rows * row_bytes > MAX_LAYOUT_BYTES:
             raise ValueError(
-                f"a layout has {rows:.0f} rows of {row_bytes} bytes: all may have {MOST_BYTES} at most, dump fewer"
+                f"a layout has {rows:.0f} rows of {row_bytes} bytes: "
+                f"all may have {MAX_LAYOUT_BYTES} at most, dump fewer"
             )
         self.next_use_R, self.table_rows_RT = next_use_R, table_rows_RT
         self.first_row_R = np.zeros(next_use_R.size + 1, dtype=np.int64)

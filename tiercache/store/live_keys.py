@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group
 
     Hashes = NDArray[np.uint64]
-    Rows = NDArray[np.int64]
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from concurrent.futures import ThreadPoolExecutor
 
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     """What is wanted by now."""
 
 
-MOST_BYTES = 256 << 20
+KEY_MEMORY_BYTES = 256 << 20
 """Of all that a process remembers, at 8 bytes a key; further segments are read as if nothing was."""
 _ROW = np.uint64((1 << 32) - 1)
 
@@ -54,7 +53,7 @@ class _Keys(NamedTuple):
 class KeyMemory:
     """The keys of all stores that this process has open for reading, or had; from any thread."""
 
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, most_bytes: int = KEY_MEMORY_BYTES) -> None:
         self.most_bytes = most_bytes
         self.num_bytes = 0
         """Bytes of all keys that are known, and of those that lookups are learning."""
@@ -110,7 +109,7 @@ class Recall:
         self._learned: dict[tuple[int, int, int], tuple[_Keys, int]] = {}
         """By segment, group and table, where all keys are read: room for all, and how many have come."""
 
-    def rows(self, segment: Segment, group: int, table: int, first_range: int, wanted: Hashes) -> Rows | None:
+    def rows(self, segment: Segment, group: int, table: int, first_range: int, wanted: Hashes) -> Int64s | None:
         """Return, in order, the rows from ``first_range`` on that may have one of the hashes; None where any may."""
         known = self._memory.find(self._path, segment, group, table)
         if known is None or known.first_range > first_range:
@@ -136,7 +135,7 @@ class Recall:
         self._learned[segment.id, group, table] = _Keys(first_range, np.empty(rows, np.uint64)), 0
         return True
 
-    def learn(self, segment: Segment, group: Group, table: int, keys: NDArray[np.int64], rows: Rows) -> None:
+    def learn(self, segment: Segment, group: Group, table: int, keys: NDArray[np.int64], rows: Int64s) -> None:
         """Take in keys that were read of a segment, and their rows."""
         place = segment.id, group.index, table
         if place in self._learned:
@@ -163,7 +162,7 @@ def _content(segment: Segment, group: int) -> bytes:
     return found.digest()
 
 
-READERS = 2
+KEY_THREADS = 2
 """Threads that read keys or rows: the disk has some to read while others are checked."""
 _PAGES = 1 << 16
 """Key pages that are decided on at once."""
@@ -191,7 +190,7 @@ def live_keys(
     """
     readings = (_readings(snapshot, segment, group, tables, after, recall) for segment in segments)
     sweep = ((some,) for of_segment in readings for some in _together(of_segment))
-    for (some,), found in read_ahead(readers, partial(_read, reader), sweep, most=2 * READERS):
+    for (some,), found in read_ahead(readers, partial(_read, reader), sweep, most=2 * KEY_THREADS):
         for place, keys, rows in found:
             if recall is not None:
                 recall.learn(some[0].segment, group, place, keys, rows)

@@ -15,7 +15,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from tiercache.store.bits import hash_keys
 from tiercache.store.files import PAGE_BYTES, huge_pages
 from tiercache.store.initial_rows import initial_rows
-from tiercache.store.live_keys import READERS, Recall, live_keys
+from tiercache.store.live_keys import KEY_THREADS, Recall, live_keys
 from tiercache.store.reading import Pages, read_ahead
 from tiercache.store.row_codec import from_words
 from tiercache.store.store_errors import KeyMissingError, StoreError
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
     Found = tuple[NDArray[np.int64], NDArray[np.int64]]
     Fields = dict[str, NDArray[np.float32]]
-    Progress = Callable[[str, int, int], None]
+    LookupProgress = Callable[[str, int, int], None]
     _Columns = tuple[NDArray[np.float32], ...]
     Cached = Callable[[int, int, int], NDArray[np.uint8] | None]
 
 MISSING = ("error", "initial", "zeros")
 BATCH_BYTES = 4 << 20
-"""Of the pages of a batch, about; while its rows are taken, each of the ``READERS`` reads or holds another batch."""
+"""Of the pages of a batch, about. While its rows are copied, each of ``KEY_THREADS`` reads or holds another."""
 _NO_ROOM: NDArray[np.uint8] = np.empty(0, np.uint8)
 
 
@@ -63,7 +63,7 @@ def locate(
     least = -1 if retained else after
     groups = {table.name: group for group in reader.groups for table in group.tables}
     wanted = {name: _Wanted(groups[name], name, values) for name, values in keys.items()}
-    with ThreadPoolExecutor(READERS) as readers:
+    with ThreadPoolExecutor(KEY_THREADS) as readers:
         for group in reader.groups:
             tables = {group.place(name): w for name, w in wanted.items() if groups[name] is group and w.hashes.size}
             asked = {place: one.left for place, one in tables.items()}
@@ -175,8 +175,8 @@ def _read(
     out = tuple(np.zeros((rows.size, field.words), dtype=np.float32) for field in fields)
     rooms: deque[NDArray[np.uint8]] = deque()
     batches = (batch for segment, places in parts for batch in _batches(segment, group, places, rows, cached, rooms))
-    with ThreadPoolExecutor(READERS) as readers:
-        for (batch,), data in read_ahead(readers, partial(_Batch.read, reader=reader), batches, most=READERS):
+    with ThreadPoolExecutor(KEY_THREADS) as readers:
+        for (batch,), data in read_ahead(readers, partial(_Batch.read, reader=reader), batches, most=KEY_THREADS):
             start, page_rows = batch.starts[batch.which] // 4, batch.page_rows[batch.which]
             for field, values in zip(fields, out, strict=True):
                 values[batch.places] = sliding_window_view(data, field.words)[start + batch.local * field.words]
@@ -267,7 +267,7 @@ def lookup(
     *,
     missing: str = "error",
     memory: KeyMemory | None = None,
-    progress: Progress | None = None,
+    progress: LookupProgress | None = None,
 ) -> Fields:
     """Return the fields of the rows of ``keys`` (see ``Store.lookup``); ``memory`` remembers keys of the store's path.
 
@@ -322,7 +322,7 @@ def missing_keys(table: Table, gone: NDArray[np.int64], asked: int, label: str) 
     )
 
 
-def _counted(what: str, total: int, progress: Progress | None) -> Callable[[int | None], None]:
+def _counted(what: str, total: int, progress: LookupProgress | None) -> Callable[[int | None], None]:
     """Return what turns rows done since the last call, or None for all that are left, into rows done of all."""
     done = 0
 

@@ -55,7 +55,7 @@ def decode(kind: str, data: bytes, name: str) -> tuple[dict[str, Any], dict[str,
     if header_bytes > len(body) - 8:
         raise _corrupt(name, f"names a header of {header_bytes} bytes and has {len(body) - 8}")
     try:
-        header = json.loads(body[8 : 8 + header_bytes], parse_constant=_no_number)
+        header = json.loads(body[8 : 8 + header_bytes], parse_constant=no_number)
         found, values, described = header["kind"], header["values"], header["arrays"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _corrupt(name, f"has a header that cannot be read ({error})") from error
@@ -85,7 +85,8 @@ def whole(value: Any, name: str) -> int:
     return value
 
 
-def _no_number(constant: str) -> Any:
+def no_number(constant: str) -> Any:
+    """Raise ValueError for NaN or an infinity, which JSON of Python would read."""
     raise ValueError(f"{constant} is no number")
 
 
@@ -104,7 +105,7 @@ class Link(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
+class RecordManifest:
     """The records of an engine after one of its commits."""
 
     number: int
@@ -116,7 +117,9 @@ class Manifest:
     writer: str = ""
     """What no other writer is called, where writers of one store may not know of each other."""
 
-    def after(self, records: Mapping[str, bytes | None], number: int | None = None, *, writer: str = "") -> Manifest:
+    def after(
+        self, records: Mapping[str, bytes | None], number: int | None = None, *, writer: str = ""
+    ) -> RecordManifest:
         """Return the manifest of the commit that sets ``records`` (None removes one) after this one.
 
         ``number`` is the next one where not said.
@@ -124,7 +127,7 @@ class Manifest:
         number = self.number + 1 if number is None else number
         new = {name: link(number, data) for name, data in records.items() if data is not None}
         kept = {name: known for name, known in self.links.items() if name not in records}
-        return Manifest(number=number, before=self.digest if self.number else "", links=kept | new, writer=writer)
+        return RecordManifest(number=number, before=self.digest if self.number else "", links=kept | new, writer=writer)
 
     @cached_property
     def digest(self) -> str:
@@ -144,7 +147,7 @@ class Manifest:
         return encode("manifest", values | ({"writer": self.writer} if self.writer else {}), {})
 
     @classmethod
-    def from_bytes(cls, data: bytes, name: str) -> Manifest:
+    def from_bytes(cls, data: bytes, name: str) -> RecordManifest:
         """Read what ``to_bytes`` wrote. Raises CorruptStoreError that calls it ``name``."""
         values, _ = decode("manifest", data, name)
         try:

@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     Int64s = NDArray[np.int64]
     Floats = NDArray[np.float32]
     Progress = Callable[[str, int], None]
-    Rows = Iterator[tuple[Int64s, Floats]]
+    RowChunks = Iterator[tuple[Int64s, Floats]]
     """Keys (n,) in hash order, and rows (n, W + 1): every field as words side by side, and the last change."""
 
-MEMORY_BYTES = 256 << 20
+REWRITE_BYTES = 256 << 20
 _WHAT = "a new order of the store's rows"
 
 
@@ -51,7 +51,7 @@ class Rewrite:
 
     With ``retain_segments`` rows that the schedule does not use stay where they are, as ``CompactionPlan`` decides. The
     others lie in temporary files without a name in the store's folder meanwhile: as many bytes as they, their keys and
-    last changes take. Memory: ``MEMORY_BYTES`` and a slice of ``uses``. Rows that were stored keep their last change;
+    last changes take. Memory: ``REWRITE_BYTES`` and a slice of ``uses``. Rows that were stored keep their last change;
     that of the others is the commit that this becomes. ``stored`` gives the rows of a table that come from elsewhere,
     for a store without a commit; None: its own.
     """
@@ -66,7 +66,7 @@ class Rewrite:
         *,
         layout: Layout,
         retain_segments: bool,
-        stored: Callable[[Table], Rows] | None = None,
+        stored: Callable[[Table], RowChunks] | None = None,
     ) -> None:
         self._reader, self._snapshot, self._uses, self._progress = reader, snapshot, uses, progress
         self._retain_segments = retain_segments
@@ -130,11 +130,11 @@ class Rewrite:
         with room_for(num_bytes, self._reader.scratch, _WHAT, at_least=not exact):
             check_room(self._reader.scratch, num_bytes)
 
-    def _moved(self, table: Table, moves: RowFilter | None) -> Rows:
+    def _moved(self, table: Table, moves: RowFilter | None) -> RowChunks:
         """Yield the store's own rows that move."""
         chunks = scan_segments(
             self._reader, self._snapshot, self._snapshot.segments, table.name,
-            choice=moves, memory_bytes=MEMORY_BYTES, as_words=True, changed=True,
+            choice=moves, memory_bytes=REWRITE_BYTES, as_words=True, changed=True,
         )  # fmt: skip
         return ((keys, np.concatenate(fields, axis=1)) for keys, fields in chunks)
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     """Keys (n,), and each field (n, width)."""
 
 SCAN_BYTES = 256 << 20
-CHUNK_BYTES = 4 << 20
+SCAN_CHUNK_BYTES = 4 << 20
 _KEY_SHARE = 4
 
 
@@ -95,8 +95,8 @@ def check_scan(reader: BlockReader, snapshot: Snapshot, name: str, chunk_rows: i
 
 
 def chunk_rows_of(table: Table) -> int:
-    """Return the rows of ``table`` that take about ``CHUNK_BYTES``."""
-    return max(1, CHUNK_BYTES // given_bytes(table))
+    """Return the rows of ``table`` that take about ``SCAN_CHUNK_BYTES``."""
+    return max(1, SCAN_CHUNK_BYTES // given_bytes(table))
 
 
 def given_bytes(table: Table) -> int:

@@ -271,13 +271,13 @@ class RetainedSegment:
 
 Layout = Callable[["Group", Iterable["Range"]], SegmentLayout]
 """How ranges of a group's rows are cut into pages and blocks."""
-_PAGE_BYTES, _BLOCK_BYTES = 40 << 10, 4 << 20
+_BASE_PAGE_BYTES, _BASE_BLOCK_BYTES = 40 << 10, 4 << 20
 
 
 def base_layout(group: Group, ranges: Iterable[Range]) -> SegmentLayout:
     """Return the layout of rows that no pass waits for: pages of 40 KiB, blocks of 4 MiB."""
-    page_rows = max(1, _PAGE_BYTES // group.row_bytes)
-    block_bytes = max(_BLOCK_BYTES, page_rows * group.row_bytes)
+    page_rows = max(1, _BASE_PAGE_BYTES // group.row_bytes)
+    block_bytes = max(_BASE_BLOCK_BYTES, page_rows * group.row_bytes)
     if group.compression is not None:
         block_bytes -= block_bytes % (group.row_bytes * compressed_rows(group.row_bytes, page_rows))
     return SegmentLayout.of(

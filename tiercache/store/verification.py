@@ -16,7 +16,7 @@ from tiercache.store.files import huge_pages
 from tiercache.store.opening import open_engine, store_path
 from tiercache.store.reading import Pages, read_ahead
 from tiercache.store.recovery import kept_ids, record_problems
-from tiercache.store.shards.sharded_store import Shards
+from tiercache.store.shards.sharded_store import ShardedStore
 from tiercache.store.store import Store
 from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, StoreError
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tiercache.store.layout import SegmentLayout
     from tiercache.store.segment import Segment
 
-READERS = 4
+ROW_CHECK_THREADS = 4
 """Threads that read blocks of rows: the disk has one to read while another is checked."""
 _MOST_PROBLEMS = 100
 
@@ -65,7 +65,7 @@ class Verification:
         begun = time.perf_counter()
         self.counts["segments"] = len({segment.id for one in self._stores for segment in one.segments})
         snapshots = [one.snapshot for one in self._stores]
-        with ThreadPoolExecutor(1) as beside, ThreadPoolExecutor(key_invariants.READERS) as readers:
+        with ThreadPoolExecutor(1) as beside, ThreadPoolExecutor(key_invariants.KEY_CHECK_THREADS) as readers:
             keys = [
                 beside.submit(key_invariants.KeyInvariantChecker(self.store.reader, snapshots, group, readers).run)
                 for group in self.store.groups
@@ -86,7 +86,7 @@ class Verification:
             "commit": self._commits[-1] if self._commits else None,
             "commits": self._commits,
             "seconds": time.perf_counter() - begun,
-            "problems": in_words(self.problems, self._commits),
+            "problems": problem_sentences(self.problems, self._commits),
         }
 
     def _add_blocks(self, store: Store) -> None:
@@ -102,8 +102,10 @@ class Verification:
     def _check_rows(self) -> None:
         """Read every block, a few ahead of the one that is counted."""
         blocks = [(segment, group, block) for (_, group, block), (segment, _) in self._blocks.items()]
-        with ThreadPoolExecutor(READERS) as readers:
-            for (segment, group, block), problems in read_ahead(readers, self._read, blocks, most=2 * READERS):
+        with ThreadPoolExecutor(ROW_CHECK_THREADS) as readers:
+            for (segment, group, block), problems in read_ahead(
+                readers, self._read, blocks, most=2 * ROW_CHECK_THREADS
+            ):
                 self._report(problems, self._blocks[segment.id, group, block][1])
                 self._count(segment.layouts[group], block)
 
@@ -131,7 +133,7 @@ class Verification:
             self.problems.setdefault(sentence, {}).update(dict.fromkeys(commits))
 
 
-def in_words(problems: dict[str, dict[int, None]], kept: Sequence[int]) -> list[str]:
+def problem_sentences(problems: dict[str, dict[int, None]], kept: Sequence[int]) -> list[str]:
     """Return what is wrong as sentences; of several commits that are kept, each names those that it touches."""
     if len(kept) < 2:
         return list(problems)[:_MOST_PROBLEMS]
@@ -163,7 +165,7 @@ def _each_alone(path: str, error: CorruptStoreError) -> dict[str, Any]:
             found = {str(wrong): {}}
         for sentence in found:
             problems.setdefault(sentence, {})[id_] = None
-    return {"commits": kept, "problems": in_words(problems, kept) or [str(error)]}
+    return {"commits": kept, "problems": problem_sentences(problems, kept) or [str(error)]}
 
 
 def _problem(call: Callable[[], object]) -> list[str]:
@@ -185,7 +187,7 @@ def main(path: str) -> None:
     try:
         try:
             with Store.open(path, mode="r") as store:
-                if isinstance(store, Shards):
+                if isinstance(store, ShardedStore):
                     raise StoreError(f"{store.label} was sharded while it was read: verify it again")
                 report = Verification(store).run()
         except CorruptStoreError as error:

@@ -16,8 +16,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tiercache.store.engines.engine import ReadSource
-from tiercache.store.engines.write_queue import PAGE_BYTES, WriteQueue
-from tiercache.store.files import FULL, ROOM_FOR_RECORDS, check_room, full_disk, open_file, punch_hole
+from tiercache.store.engines.write_queue import WriteQueue
+from tiercache.store.files import (
+    FULL,
+    PAGE_BYTES,
+    ROOM_FOR_RECORDS,
+    check_room,
+    full_disk,
+    open_file,
+    paged,
+    punch_hole,
+)
 from tiercache.store.store_errors import BlockReadError, StoreError, StoreFullError
 
 if TYPE_CHECKING:
@@ -126,7 +135,7 @@ class Extent(NamedTuple):
     @property
     def pages(self) -> int:
         """Bytes of its pages."""
-        return -(-self.size // PAGE_BYTES) * PAGE_BYTES
+        return paged(self.size)
 
 
 class BlockFile:

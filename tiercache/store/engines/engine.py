@@ -72,7 +72,7 @@ class Counters:
                 mine[name] += amount
 
 
-MEMORY_BYTES = 64 << 20
+WRITE_BYTES = 64 << 20
 """Of copies of blocks on their way, where nobody says less."""
 
 

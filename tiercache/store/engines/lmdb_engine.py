@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import lmdb
 
 from tiercache.store.engines.block_file import BlockFile, Extent
-from tiercache.store.engines.engine import MEMORY_BYTES
+from tiercache.store.engines.engine import WRITE_BYTES
 from tiercache.store.engines.lmdb_records import (
     DATA,
     HEAD,
-    MANIFEST,
+    MANIFEST_KEY,
     Head,
     LmdbRecords,
     join_record,
@@ -42,7 +42,7 @@ from tiercache.store.files import (
     unreadable,
 )
 from tiercache.store.locks import WriterLock
-from tiercache.store.records import Manifest
+from tiercache.store.records import RecordManifest
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError, StoreError, StoreFullError, StoreInUseError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class LmdbEngine:
     """An environment and a file in a directory. One in a process for each directory; never used across a fork."""
 
     fields_apart = False
-    memory_bytes = MEMORY_BYTES  # it copies 3 MiB, whatever is said
+    memory_bytes = WRITE_BYTES  # it copies 3 MiB, whatever is said
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class LmdbEngine:
         try:
             if create and not (path / HEAD).exists():
                 self._clear()
-                self._head, self._manifest = Head(0, ""), Manifest(number=0)
+                self._head, self._manifest = Head(0, ""), RecordManifest(number=0)
                 self._records: dict[str, bytes] | None = {}
                 """Those that were read, until somebody writes or lets go of them."""
             else:
@@ -134,7 +134,7 @@ class LmdbEngine:
     def commit(self, records: Mapping[str, bytes | None]) -> None:
         """Sync the file of blocks; then set records in one transaction; then have HEAD name its manifest."""
         self._check_writable()
-        if wrong := [name for name in records if name == MANIFEST or "\0" in name]:
+        if wrong := [name for name in records if name == MANIFEST_KEY or "\0" in name]:
             raise ValueError(f"a record of {self.label} cannot be named {wrong[0]!r}: name it otherwise")
         self._check_head()
         self._name_manifest()
@@ -160,7 +160,7 @@ class LmdbEngine:
                         txn.delete(key)
                 for key, part in stays.items():
                     txn.put(key, part)
-            txn.put(MANIFEST.encode(), manifest.to_bytes())
+            txn.put(MANIFEST_KEY.encode(), manifest.to_bytes())
 
         try:
             self._transact(env, put, sum(len(data) for data in records.values() if data is not None))
@@ -327,7 +327,7 @@ class LmdbEngine:
                 for key, part in split_record(name, data):
                     txn.put(key, part)
             if self._manifest.number:
-                txn.put(MANIFEST.encode(), self._manifest.to_bytes())
+                txn.put(MANIFEST_KEY.encode(), self._manifest.to_bytes())
 
         try:
             shutil.rmtree(fresh, ignore_errors=True)

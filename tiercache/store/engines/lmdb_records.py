@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import google_crc32c
 
 from tiercache.store.files import open_file, read_at, replace_file, unreadable
-from tiercache.store.records import Manifest
+from tiercache.store.records import RecordManifest
 from tiercache.store.store_errors import CorruptStoreError
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class Head(NamedTuple):
     """SHA-256, as hexadecimal digits."""
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Head:
+    def of(cls, manifest: RecordManifest) -> Head:
         """Return what names a manifest."""
         return cls(manifest.number, manifest.digest)
 
@@ -193,7 +193,7 @@ class Head(NamedTuple):
         finally:
             os.close(handle)
 
-    def allows(self, manifest: Manifest) -> bool:
+    def allows(self, manifest: RecordManifest) -> bool:
         """Whether LMDB may show a manifest: the one that is named here, or the one that was made after it."""
         if manifest.number == self.number:
             return manifest.digest == self.digest
@@ -218,7 +218,7 @@ def _unpack(slot: bytes) -> tuple[int, bytes]:
     return number, digest
 
 
-DATA, MANIFEST = "data.mdb", "manifest"
+DATA, MANIFEST_KEY = "data.mdb", "manifest"
 PART_BYTES = 1 << 30
 """A record with more bytes is several values, as LMDB's have at most 4 GiB; the format says where it is cut."""
 _TRIES, _PAUSE_SECONDS = 50, 0.002
@@ -228,7 +228,7 @@ _TRIES, _PAUSE_SECONDS = 50, 0.002
 class LmdbRecords:
     """What one reading found."""
 
-    def __init__(self, head: Head, manifest: Manifest, records: dict[str, bytes]) -> None:
+    def __init__(self, head: Head, manifest: RecordManifest, records: dict[str, bytes]) -> None:
         self.head, self.manifest, self.records = head, manifest, records
 
     @classmethod
@@ -278,16 +278,16 @@ def join_record(name: str, size: int, get: Callable[[bytes], bytes | None]) -> b
     return b"".join(parts)
 
 
-def _read(folder: Path, label: str, head: Head) -> tuple[Manifest, dict[str, bytes]]:
+def _read(folder: Path, label: str, head: Head) -> tuple[RecordManifest, dict[str, bytes]]:
     path = folder / DATA
     try:
         file = LmdbFile(str(path))
         try:
             meta = file.metas()[0]
             places = {value.key: value for value in file.values(meta)}
-            if MANIFEST.encode() not in places:
+            if MANIFEST_KEY.encode() not in places:
                 raise CorruptStoreError(f"{path} has no manifest: restore the store from a copy")
-            manifest = Manifest.from_bytes(file.read(places[MANIFEST.encode()]), f"the manifest of {label}")
+            manifest = RecordManifest.from_bytes(file.read(places[MANIFEST_KEY.encode()]), f"the manifest of {label}")
             if not head.allows(manifest):
                 raise CorruptStoreError(
                     f"{path} is damaged: it shows manifest {manifest.number}, {HEAD} names {head.number}, and it is "

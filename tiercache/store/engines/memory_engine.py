@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.store.engines.engine import MEMORY_BYTES
+from tiercache.store.engines.engine import WRITE_BYTES
 from tiercache.store.records import digest, update
 from tiercache.store.store_errors import BlockReadError, StoreFullError
 
@@ -28,7 +28,7 @@ class MemoryEngine:
     """
 
     lease_folder = None
-    memory_bytes = MEMORY_BYTES
+    memory_bytes = WRITE_BYTES
 
     def __init__(self, *, capacity_bytes: int | None = None) -> None:
         """``capacity_bytes`` bounds the blocks, as a disk would; None bounds nothing."""

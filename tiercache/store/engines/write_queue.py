@@ -12,7 +12,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
-from tiercache.store.files import huge_pages
+from tiercache.store.files import huge_pages, paged
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     Run = tuple[int, list[memoryview]]
     """Pages one after another from a place in the file on."""
 
-PAGE_BYTES = 4096
-"""Blocks begin at multiples of it, as reads and writes past the page cache must."""
 _UNDER_WAY = 2
 REQUEST_BYTES, _RUN_VIEWS = 32 << 20, 512
 _RUNS_BYTES = 16 << 20
@@ -62,7 +60,7 @@ class WriteQueue:
         """Let copies of bytes be written at a page, zeros up to the end of their last page after them."""
         while len(data):
             count = min(len(data), _GATHER_BYTES)
-            size = -(-count // PAGE_BYTES) * PAGE_BYTES
+            size = paged(count)
             self._begin(size, offset, copied=size)
             view = self._rooms[0][self._copied : self._copied + size]
             view[:count], view[count:] = data[:count], bytes(size - count)

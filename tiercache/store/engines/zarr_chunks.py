@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tiercache.store.engines.engine import MEMORY_BYTES, FieldFile, FieldSource
+from tiercache.store.engines.engine import WRITE_BYTES, FieldFile, FieldSource
 from tiercache.store.engines.zarr_layout import merge
 from tiercache.store.engines.zarr_objects import Span
 from tiercache.store.files import FULL, PAGE_BYTES, ROOM_FOR_RECORDS, check_room, full_disk, huge_pages, paged, write_at
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     Fill = Callable[[Bytes], None]
 
 
-class BlockReader:
+class ChunkReader:
     """Reads blocks, from any thread. Raises BlockReadError."""
 
     def __init__(self, objects: Objects, held: Callable[[str], Bytes | None]) -> None:
@@ -135,7 +135,7 @@ class Buffers:
     """Memory in whole pages that is used again, ``most_bytes`` in all or one buffer that is larger."""
 
     def __init__(self) -> None:
-        self.most_bytes = MEMORY_BYTES
+        self.most_bytes = WRITE_BYTES
         self._free: list[Bytes] = []
         self._used = 0
         self._changed = threading.Condition()

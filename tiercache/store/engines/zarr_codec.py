@@ -111,7 +111,7 @@ def checked(data: NDArray[np.uint8]) -> bytes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shards:
+class ShardingCodec:
     """How the chunks of one array are cut and compressed."""
 
     codec: Codec

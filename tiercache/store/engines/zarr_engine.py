@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.store.engines.zarr_chunks import BlockReader, ChunkWriter, DiskWriter, RemoteWriter
+from tiercache.store.engines.zarr_chunks import ChunkReader, ChunkWriter, DiskWriter, RemoteWriter
 from tiercache.store.engines.zarr_holdings import FREE, Garbage, Holdings, free_key
 from tiercache.store.engines.zarr_layout import NODE, Arrays, Place, epoch_of, group_node, split, state_key
 from tiercache.store.engines.zarr_objects import PROBES, Objects, Records, Span, manifest_key, record_key
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from tiercache.store.engines.engine import Block, BlockLayout, Data, FieldSource, ReadRequest
     from tiercache.store.engines.zarr_layout import Array
-    from tiercache.store.records import Manifest
+    from tiercache.store.records import RecordManifest
 
 KEEP_SECONDS = 600.0
 _ARRAYS = 4096
@@ -74,7 +74,7 @@ class ZarrEngine:
             self._objects.check = self._lock.check
         self._writer: ChunkWriter = (RemoteWriter if root is None else DiskWriter)(self._objects, self.label)
         self._records = Records(self._objects, self.label)
-        self._reader = BlockReader(self._objects, self._writer.held)
+        self._reader = ChunkReader(self._objects, self._writer.held)
         self._holdings = Holdings()
         self._known: dict[tuple[int, int], Arrays] = {}
         self._listed: Mapping[str, int | None] | None = None
@@ -311,7 +311,7 @@ class ZarrEngine:
                 "use zarr.storage.ObjectStore on a server with conditional puts, or write to a local disk and copy that"
             )
 
-    def _create(self, manifest: Manifest) -> None:
+    def _create(self, manifest: RecordManifest) -> None:
         """Publish a manifest whose number no other writer has taken; a writer that was overtaken is at its end."""
         key = manifest_key(manifest)
         self._unknown = True

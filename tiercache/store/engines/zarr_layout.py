@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiercache.store.bits import ITEM_BYTES
-from tiercache.store.engines.zarr_codec import LITTLE, Codec, Shards, cut
+from tiercache.store.engines.zarr_codec import LITTLE, Codec, ShardingCodec, cut
 from tiercache.store.layout import CHANGED, KEYS, ROWS
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Array(NamedTuple):
     block_rows: int
     chunk_rows: int
     chunk_blocks: int
-    shards: Shards | None
+    shards: ShardingCodec | None
     """How chunks are compressed; None where they are not."""
 
     def key(self, chunk: int) -> str:
@@ -156,7 +156,7 @@ class Arrays:
         folder, suffix = f"{self.folder}/{name}", "" if kind in NUMBERS else ".0"
         if group.compression is not None:
             chunk_rows, inner_rows = cut(layout)
-            shards = Shards(
+            shards = ShardingCodec(
                 codec=Codec(group.compression, item_bytes if kind in NUMBERS else 4), row_bytes=row_bytes,
                 chunk_rows=chunk_rows, inner_rows=chunk_rows if kind in NUMBERS else inner_rows,
             )  # fmt: skip

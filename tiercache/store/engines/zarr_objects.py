@@ -21,7 +21,7 @@ from zarr.storage import LocalStore, WrapperStore
 
 from tiercache.store.engines.zarr_layout import NODE
 from tiercache.store.files import RangeReader, local_path, punch_hole, read_whole, sync, write_whole
-from tiercache.store.records import Link, Manifest
+from tiercache.store.records import Link, RecordManifest
 from tiercache.store.store_errors import BlockReadError, CorruptStoreError
 
 if TYPE_CHECKING:
@@ -309,18 +309,18 @@ class Records:
     def __init__(self, objects: Objects, label: str) -> None:
         self._objects, self._label = objects, label
 
-    def newest(self, *, create: bool) -> Manifest:
+    def newest(self, *, create: bool) -> RecordManifest:
         """Return the newest manifest; that of an empty store where one is made."""
         for _ in range(_LOOKS):
             number = max(self._numbers("manifests"), default=None)
             if number is None:
                 made = (key for key in self.sizes("segments", "state") if not key.endswith(LEFTOVER))
                 if create and all(key.split("/")[-1] == NODE for key in made):
-                    return Manifest(number=0)
+                    return RecordManifest(number=0)
                 continue
             data = self._get(f"manifests/{number}")
             if data is not None:
-                manifest = Manifest.from_bytes(data, f"manifest {number} of {self._label}")
+                manifest = RecordManifest.from_bytes(data, f"manifest {number} of {self._label}")
                 if manifest.number != number:
                     raise CorruptStoreError(
                         f"manifest {number} of {self._label} says that it is {manifest.number}: "
@@ -329,11 +329,11 @@ class Records:
                 return manifest
         raise CorruptStoreError(f"the manifest of {self._label} is missing: restore the store from a copy")
 
-    def of(self, manifest: Manifest) -> dict[str, bytes]:
+    def of(self, manifest: RecordManifest) -> dict[str, bytes]:
         """Return the records that a manifest names."""
         return manifest.read(lambda name, link: self._get(record_key(name, link)), self._label)
 
-    def follow(self, known: Manifest) -> tuple[Manifest, dict[str, bytes]]:
+    def follow(self, known: RecordManifest) -> tuple[RecordManifest, dict[str, bytes]]:
         """Return the newest manifest and its records, whatever a writer does meanwhile; never one before ``known``."""
         for _ in range(_LOOKS):
             newest = self.newest(create=False)
@@ -362,7 +362,7 @@ class Records:
         """Return the greatest number of a manifest; 0 where there is none."""
         return max(self._numbers("manifests"), default=0)
 
-    def next_number(self, newest: Manifest) -> int:
+    def next_number(self, newest: RecordManifest) -> int:
         """Return a number that no manifest and no record has or had."""
         return max([newest.number, *self._numbers("manifests"), *self._numbers("records")]) + 1
 
@@ -392,6 +392,6 @@ def record_key(name: str, link: Link) -> str:
     return f"records/{link.number}-{name.replace('/', '.')}"
 
 
-def manifest_key(manifest: Manifest) -> str:
+def manifest_key(manifest: RecordManifest) -> str:
     """Return the name of a manifest's object."""
     return f"manifests/{manifest.number}"

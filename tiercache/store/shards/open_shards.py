@@ -11,8 +11,8 @@ from tiercache.store.commit import commit_digest
 from tiercache.store.directory import RANKS_LOCK, StoreDirectory
 from tiercache.store.locks import WriterLock
 from tiercache.store.opening import ENGINES, compare_tables, label_of, open_engine
-from tiercache.store.shards.shard_manifest import HERE, GlobalCommit, Manifest, ShardCommit
-from tiercache.store.shards.sharded_store import Shards
+from tiercache.store.shards.shard_manifest import HERE, GlobalCommit, ShardCommit, ShardManifest
+from tiercache.store.shards.sharded_store import ShardedStore
 from tiercache.store.shards.sharding import ShardingPlan
 from tiercache.store.store import Store
 from tiercache.store.store_errors import (
@@ -41,7 +41,7 @@ def open_sharded(
     store_budget: int | None = None,
     commit: int | None = None,
     retention: int | None = None,
-) -> Shards | None:
+) -> ShardedStore | None:
     """Open the sharded store at ``path``; None where a plain store is there, ready to be opened, or none at all.
 
     Of older commits it has those that all shards have, whole, when it is opened: a training drops the oldest meanwhile,
@@ -50,7 +50,7 @@ def open_sharded(
     StoreMissingError where nothing was committed, CommitMissingError, StoreInUseError while ranks train, and what
     ``Store.open`` raises for each shard.
     """
-    manifest = Manifest.read(path)
+    manifest = ShardManifest.read(path)
     if manifest is None or (manifest.is_plain and mode == "r"):
         return None
     if tables is not None:
@@ -62,7 +62,7 @@ def open_sharded(
     return open_shards(path, manifest, commit)
 
 
-def open_shards(path: Path, manifest: Manifest, commit: int | None = None) -> Shards:
+def open_shards(path: Path, manifest: ShardManifest, commit: int | None = None) -> ShardedStore:
     """Open the shards that a manifest names, or those that the one after it does, for reading."""
     label = label_of(path)
     for _ in range(_TRIES):
@@ -72,18 +72,18 @@ def open_shards(path: Path, manifest: Manifest, commit: int | None = None) -> Sh
         try:
             opened = _open_all(path, manifest, only)
         except (StoreError, FileNotFoundError):
-            now = Manifest.read(path) or plain_manifest(path)  # it may have become a plain store meanwhile
+            now = ShardManifest.read(path) or plain_manifest(path)  # it may have become a plain store meanwhile
             if now is None or now == manifest or manifest.is_plain:
                 raise
             manifest = now
             continue
-        return Shards(path, manifest, opened, _kept(manifest, opened) if only is None else (only,))
+        return ShardedStore(path, manifest, opened, _kept(manifest, opened) if only is None else (only,))
     raise StoreError(f"{label} went on {_TRIES} times while it was opened: open it again")
 
 
 def open_shard(
     path: Path,
-    manifest: Manifest,
+    manifest: ShardManifest,
     rank: int,
     tables: Iterable[Table] | None = None,
     *,
@@ -120,13 +120,13 @@ def open_shard(
     return shard
 
 
-def plain_manifest(path: Path) -> Manifest | None:
+def plain_manifest(path: Path) -> ShardManifest | None:
     """Return what the manifest of the plain store at ``path`` would be; None where there is none. Raises StoreError."""
-    directory, left = StoreDirectory(path), Manifest.read(path)
+    directory, left = StoreDirectory(path), ShardManifest.read(path)
     if not directory.find():
         return None
     with Store.open(path, mode="r") as store:
-        return Manifest(
+        return ShardManifest(
             id=uuid.uuid4().hex if left is None else left.id,
             generation=0 if left is None else left.generation,
             engine=directory.engine(tuple(ENGINES), None),
@@ -144,18 +144,18 @@ def plain_manifest(path: Path) -> Manifest | None:
 
 def settle(path: Path) -> None:
     """Delete what an interrupted change to or from shards left beside a plain store, for whoever may write to that."""
-    manifest = Manifest.read(path)
+    manifest = ShardManifest.read(path)
     if manifest is not None and manifest.is_plain:
         manifest.delete_obsolete(path)
         replace(manifest, obsolete=()).write(path)
 
 
-def _open_to_write(path: Path, retention: int | None, store_budget: int | None, *, anew: bool) -> Shards | None:
+def _open_to_write(path: Path, retention: int | None, store_budget: int | None, *, anew: bool) -> ShardedStore | None:
     """Open all shards; None where a plain store is there, or, ``anew``, may be made where nothing was committed."""
     with ExitStack() as stack:
         lock = WriterLock(path, RANKS_LOCK)
         stack.callback(lock.release)
-        found = Manifest.read(path)
+        found = ShardManifest.read(path)
         if found is None:
             return None
         if found.newest is None and not found.is_plain and not anew:
@@ -179,12 +179,12 @@ def _open_to_write(path: Path, retention: int | None, store_budget: int | None, 
             manifest.write(path)
             for rank, shard in enumerate(opened):
                 shard.commit_writer.keep(manifest.commits_of(rank))
-        store = Shards(path, manifest, opened, manifest.commits, mode="a", lock=lock)
+        store = ShardedStore(path, manifest, opened, manifest.commits, mode="a", lock=lock)
         stack.pop_all()
     return store
 
 
-def _open_all(path: Path, manifest: Manifest, only: GlobalCommit | None) -> tuple[Store, ...]:
+def _open_all(path: Path, manifest: ShardManifest, only: GlobalCommit | None) -> tuple[Store, ...]:
     """Open every shard at its commit of ``only``, or, None, with all its commits, at least the manifest's newest.
 
     Damage that other commits alone need is none of these: a shard that does not open with all opens at the newest.
@@ -203,7 +203,7 @@ def _open_all(path: Path, manifest: Manifest, only: GlobalCommit | None) -> tupl
     return tuple(shards)
 
 
-def _kept(manifest: Manifest, shards: tuple[Store, ...]) -> tuple[GlobalCommit, ...]:
+def _kept(manifest: ShardManifest, shards: tuple[Store, ...]) -> tuple[GlobalCommit, ...]:
     """Return the commits of a manifest that all shards have."""
     kept = []
     for commit in manifest.commits:
@@ -214,7 +214,7 @@ def _kept(manifest: Manifest, shards: tuple[Store, ...]) -> tuple[GlobalCommit, 
     return tuple(kept)
 
 
-def _open_one(folder: Path, manifest: Manifest, rank: int) -> Store:
+def _open_one(folder: Path, manifest: ShardManifest, rank: int) -> Store:
     try:
         return Store.open(folder, mode="r")
     except CorruptStoreError as error:

@@ -15,7 +15,7 @@ from tiercache.store.directory import FORMAT_VERSION, StoreDirectory, check_vers
 from tiercache.store.files import read_whole, replace_file, room_for, sync
 from tiercache.store.openers import SHARD_MANIFEST
 from tiercache.store.opening import ENGINES, label_of
-from tiercache.store.records import checked_digest, whole
+from tiercache.store.records import checked_digest, no_number, whole
 from tiercache.store.shards.shard_mark import Mark, delete_shard
 from tiercache.store.shards.sharding import ShardingPlan
 from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, NotAStoreError
@@ -101,7 +101,7 @@ class GlobalCommit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Manifest:
+class ShardManifest:
     """Which shards a store has, and the commits of each that belong together."""
 
     id: str
@@ -168,23 +168,23 @@ class Manifest:
         """Return the commits of a rank's shard that it names, the oldest first."""
         return tuple(commit.shards[rank] for commit in self.commits)
 
-    def at(self, cursor: Cursor, shards: Sequence[ShardCommit]) -> Manifest:
+    def at(self, cursor: Cursor, shards: Sequence[ShardCommit]) -> ShardManifest:
         """Return the one with another newest commit, of these commits of shards; itself where it stands there."""
         commit = GlobalCommit.of(self.next_commit, cursor, shards)
         if self.newest is not None and replace(self.newest, id=commit.id) == commit:
             return self
         return replace(self, commits=(*self.commits, commit)[-self.retention :])
 
-    def renewed(self, shards: Sequence[ShardCommit]) -> Manifest:
+    def renewed(self, shards: Sequence[ShardCommit]) -> ShardManifest:
         """Return the one with the same newest commit, for which shards have other commits with the same rows."""
         newest = self.commits[-1]
         return replace(self, commits=(*self.commits[:-1], GlobalCommit.of(newest.id, newest.cursor, shards)))
 
-    def trimmed(self) -> Manifest:
+    def trimmed(self) -> ShardManifest:
         """Return the one without the oldest commits, where it names more than are kept."""
         return replace(self, commits=self.commits[-self.retention :])
 
-    def back_at(self, to: GlobalCommit, shards: Sequence[ShardCommit]) -> Manifest:
+    def back_at(self, to: GlobalCommit, shards: Sequence[ShardCommit]) -> ShardManifest:
         """Return the one with a newest commit that stands where ``to`` stood, and without those between."""
         commit = GlobalCommit.of(self.next_commit, to.cursor, shards)
         kept = (one for one in self.commits if one.id <= to.id)
@@ -279,7 +279,7 @@ class Manifest:
             replace_file(directory / SHARD_MANIFEST, data)
 
     @classmethod
-    def read(cls, directory: Path) -> Manifest | None:
+    def read(cls, directory: Path) -> ShardManifest | None:
         """Read the manifest of the store in ``directory``; None where there is none.
 
         Raises NotAStoreError, FormatVersionError and CorruptStoreError.
@@ -295,13 +295,13 @@ class Manifest:
         return cls.from_bytes(data, str(directory / SHARD_MANIFEST))
 
     @classmethod
-    def from_bytes(cls, data: bytes, name: str) -> Manifest:
+    def from_bytes(cls, data: bytes, name: str) -> ShardManifest:
         """Read what ``to_bytes`` wrote, every field checked.
 
         Raises NotAStoreError, FormatVersionError and CorruptStoreError that call it ``name``.
         """
         try:
-            values = json.loads(data, parse_constant=_no_number)
+            values = json.loads(data, parse_constant=no_number)
         except (ValueError, RecursionError) as error:
             raise CorruptStoreError(f"{name} is not JSON ({error}): restore it from a copy") from error
         if not isinstance(values, dict) or values.get("format") != _FORMAT:
@@ -313,7 +313,7 @@ class Manifest:
             raise CorruptStoreError(f"{name} cannot be read ({error}): restore it from a copy") from error
 
     @classmethod
-    def _checked(cls, values: dict[str, Any]) -> Manifest:
+    def _checked(cls, values: dict[str, Any]) -> ShardManifest:
         """Return the manifest that ``values`` describe. Raises ValueError, KeyError or TypeError where they do not."""
         if unknown := sorted(values.keys() - set(_FIELDS)):
             raise ValueError(f"it has {unknown[0]!r:.60}, which this version does not know")
@@ -409,7 +409,3 @@ def _list(values: dict[str, Any], name: str) -> list[Any]:
 def _digest(values: dict[str, Any]) -> str:
     """Return the SHA-256 of all other values, in one spelling."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def _no_number(constant: str) -> Any:
-    raise ValueError(f"{constant} is no number")

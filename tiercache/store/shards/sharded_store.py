@@ -18,7 +18,7 @@ from tiercache.store.lookup import check_keys, missing_keys
 from tiercache.store.opening import label_of
 from tiercache.store.runs import LastKeys
 from tiercache.store.scan import SCAN_BYTES, scan_segments
-from tiercache.store.shards.shard_manifest import GlobalCommit, Manifest, ShardCommit
+from tiercache.store.shards.shard_manifest import GlobalCommit, ShardCommit, ShardManifest
 from tiercache.store.shards.sharding import HASHES, Slice, TableSharding, hash_bounds
 from tiercache.store.store import Store
 from tiercache.store.store_errors import CommitMissingError, CorruptStoreError, KeyMissingError, StoreError
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from tiercache.store.table import Table
 
 
-class Shards(Store):
+class ShardedStore(Store):
     """All shards of a store. ``Store.open`` makes it where a store is sharded.
 
     Opened for reading it stays at its commit while it is open, whatever a training commits meanwhile; shards for
@@ -52,13 +52,13 @@ class Shards(Store):
     def __init__(
         self,
         path: Path,
-        manifest: Manifest,
+        manifest: ShardManifest,
         opened: tuple[Store, ...],
         commits: tuple[GlobalCommit, ...],
         *,
         mode: str = "r",
         lock: WriterLock | None = None,
-        of: Shards | None = None,
+        of: ShardedStore | None = None,
     ) -> None:
         """Only the functions of ``opening`` and ``at`` call this.
 
@@ -75,7 +75,7 @@ class Shards(Store):
         self._stand_at(manifest, commits)
         self._closed = False
 
-    def _stand_at(self, manifest: Manifest, commits: tuple[GlobalCommit, ...]) -> None:
+    def _stand_at(self, manifest: ShardManifest, commits: tuple[GlobalCommit, ...]) -> None:
         self.manifest = manifest
         self.named = commits
         """The commits that can be read, as the manifest has them, the oldest first."""
@@ -95,7 +95,7 @@ class Shards(Store):
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def at(self, commit: int) -> Shards:
+    def at(self, commit: int) -> ShardedStore:
         """Return this store as it stood at a ``commit`` that it keeps, for reading, while it is open.
 
         Raises CommitMissingError.
@@ -103,15 +103,15 @@ class Shards(Store):
         found = replace(self.manifest, commits=self.named).find(commit, self.label)
         shards = self.shards if commit == self.commit.id else self._all  # what is held may be gone for others
         whole = self._of or self
-        assert isinstance(whole, Shards)
-        return Shards(self.path, self.manifest, shards, (found,), of=whole)
+        assert isinstance(whole, ShardedStore)
+        return ShardedStore(self.path, self.manifest, shards, (found,), of=whole)
 
     def check_shards(self) -> None:
         """Raise where a shard, opened with all its commits, lacks an older one that the manifest names and still does.
 
         Raises CommitMissingError and CorruptStoreError; not needed for reading those that are in ``commits``.
         """
-        now = Manifest.read(self.path)
+        now = ShardManifest.read(self.path)
         named = [commit for commit in self.manifest.commits if now is not None and commit in now.commits]
         for rank, shard in enumerate(self._all):
             self.manifest.check_shard(shard, rank, self.label, named)
@@ -331,7 +331,7 @@ class Shards(Store):
         if self.mode == "r":
             raise ValueError(f"{self.label} is open for reading: open it with mode='a' to write")
 
-    def _write(self, manifest: Manifest) -> Commit:
+    def _write(self, manifest: ShardManifest) -> Commit:
         """Make the newest commits of all shards those of the store, and drop the ones that it does not name."""
         if self._lock is not None:
             self._lock.check()
@@ -400,7 +400,7 @@ class Shards(Store):
         try:
             yield
         except CorruptStoreError as error:
-            now = Manifest.read(self.path)
+            now = ShardManifest.read(self.path)
             if now is None or now.generation != self.manifest.generation:
                 raise StoreError(f"{self.label} was sharded anew while it was read: open it again") from error
             raise
