@@ -22,7 +22,7 @@ from tiercache.data.sub_dataset import SubDataset
 from tiercache.errors import DatasetError
 from tiercache.planning.row_offsets import RowOffsets
 from tiercache.store import MemoryEngine
-from tiercache.train.evaluation import CurrentRows
+from tiercache.train.rank_rows import CurrentRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from tiercache.rows.backends.base import Backend
     from tiercache.store import Store
     from tiercache.store.shards.sharding import ShardingPlan
-    from tiercache.train.evaluation import CurrentRows
     from tiercache.train.joint_optimizer import JointOptimizer
     from tiercache.train.passes import Pass
+    from tiercache.train.rank_rows import CurrentRows
     from tiercache.values.batch import Batch
     from tiercache.values.lookups import Unseen
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tiercache.data.raw_batch import OOV_KEY
 from tiercache.errors import DatasetError, StateError
 from tiercache.kernels.cpu.unique_keys import UniqueKeys
 from tiercache.planning.row_offsets import RowOffsets
@@ -19,7 +20,7 @@ from tiercache.rows.prefetch import first_vectors
 from tiercache.store.row_codec import from_words
 from tiercache.store.table import group_tables
 from tiercache.train.commit_state import CommitState
-from tiercache.train.missing_rows import ResidentKeys, unseen_vectors
+from tiercache.train.missing_rows import unseen_vectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -233,6 +234,39 @@ class ResidentRows:
         return next(
             (g, i) for g, group in enumerate(self.groups) for i, t in enumerate(group.tables) if t.name == table_name
         )
+
+
+class ResidentKeys:
+    """Finds the rows of a table by key. It sorts keys once, and marks the keys that a pass trains once."""
+
+    def __init__(self, keys: NDArray[np.int64], first: int, slots_P: Sequence[NDArray[np.int32]]) -> None:
+        """slots_P: by pass, the slots of the keys that it trains; ``first`` is the slot of the first key."""
+        self._keys, self._first, self._slots_P = keys, first, slots_P
+        self._order = np.argsort(keys)
+        self._shared = np.nonzero(keys == OOV_KEY)[0]
+        self._trained = np.zeros(keys.size, dtype=bool)
+        self._marked: set[int] = set()
+
+    def find(self, keys: NDArray[np.int64], trained: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the position of each key, and which keys were trained in one of the sub-datasets ``trained``.
+
+        If the table was trained with an out-of-vocabulary row, the other keys have its position.
+        """
+        if not self._keys.size:
+            return np.zeros(keys.size, np.int64), np.zeros(keys.size, dtype=bool)
+        self._mark(set(trained))
+        at = self._order[np.minimum(np.searchsorted(self._keys, keys, sorter=self._order), self._keys.size - 1)]
+        found = (self._keys[at] == keys) & self._trained[at]
+        if self._shared.size:
+            return np.where(found, at, self._shared[0]), np.ones(keys.size, dtype=bool)
+        return at, found
+
+    def _mark(self, trained: set[int]) -> None:
+        if not trained >= self._marked:  # by a reader made before the last passes
+            self._trained[:], self._marked = False, set()
+        for p in trained - self._marked:
+            self._trained[self._slots_P[p] - self._first] = True
+        self._marked = trained
 
 
 class InMemoryRows:
