@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiercache.planning.budgets import PAGE_BYTES, paged
-from tiercache.planning.host_plan import CachedRows, HostContent, _fit, cached_bytes
+from tiercache.planning.host_plan import HostCache, PageRange, _fitting_end, cached_bytes
 from tiercache.store.layout import Range, SegmentLayout
 
 ROW = PAGE_BYTES  # rows of one page: then rows and bytes say the same
@@ -26,20 +26,20 @@ def layout_of(*ranges: tuple[int, int], row_bytes: int = ROW, block_rows: int = 
 
 def test_the_farthest_next_use_leaves_first() -> None:
     """Of rows for passes 3, 5 and 9, those for 9 go first, then part of those for 5."""
-    content = HostContent()
+    content = HostCache()
     content.enter(0, 0, layout_of((3, 2), (5, 3), (9, 4)))
     content.keep(after=1, capacity=5 * ROW)  # one page more is charged for each end that may share a page
-    assert content.find(0, 0) == CachedRows(0, 4)
+    assert content.find(0, 0) == PageRange(0, 4)
     content.keep(after=1, capacity=3 * ROW)
-    assert content.find(0, 0) == CachedRows(0, 2)
+    assert content.find(0, 0) == PageRange(0, 2)
 
 
 def test_rows_that_were_used_leave() -> None:
     """After pass 3 its range is gone, and the rest begins where it ended."""
-    content = HostContent()
+    content = HostCache()
     content.enter(0, 0, layout_of((3, 2), (5, 3)))
     content.keep(after=3, capacity=100 * ROW)
-    assert content.find(0, 0) == CachedRows(2, 5)
+    assert content.find(0, 0) == PageRange(2, 5)
 
 
 @given(
@@ -61,10 +61,10 @@ def test_the_bytes_charged_are_never_less_than_the_pages_held(
         block = layout.block_of_page(page)
         low = layout.byte_of_page(page) - layout.byte_of_block(block)
         pages |= {(block, at) for at in range(low // PAGE_BYTES, -(-(low + row_bytes) // PAGE_BYTES))}
-    assert len(pages) * PAGE_BYTES <= cached_bytes(layout, CachedRows(first, last))
-    fitted = _fit(layout, CachedRows(first, last), first, room * PAGE_BYTES)
-    assert fitted == first or cached_bytes(layout, CachedRows(first, fitted)) <= room * PAGE_BYTES
-    assert fitted == last or cached_bytes(layout, CachedRows(first, fitted + 1)) > room * PAGE_BYTES
+    assert len(pages) * PAGE_BYTES <= cached_bytes(layout, PageRange(first, last))
+    fitted = _fitting_end(layout, PageRange(first, last), first, room * PAGE_BYTES)
+    assert fitted == first or cached_bytes(layout, PageRange(first, fitted)) <= room * PAGE_BYTES
+    assert fitted == last or cached_bytes(layout, PageRange(first, fitted + 1)) > room * PAGE_BYTES
 
 
 class SortingContent:
@@ -72,12 +72,12 @@ class SortingContent:
 
     def __init__(self) -> None:
         self.layouts: dict[tuple[int, int], SegmentLayout] = {}
-        self.held: dict[tuple[int, int], CachedRows] = {}
+        self.held: dict[tuple[int, int], PageRange] = {}
 
     def enter(self, pass_index: int, group: int, entering: SegmentLayout) -> None:
         """Take in a whole dump."""
         self.layouts[pass_index, group] = entering
-        self.held[pass_index, group] = CachedRows(0, entering.num_pages)
+        self.held[pass_index, group] = PageRange(0, entering.num_pages)
 
     def keep(self, *, after: int, capacity: int) -> int:
         """Choose anew among all that is held, page by page."""
@@ -91,7 +91,7 @@ class SortingContent:
         self.held, held_bytes = {}, dict[tuple[int, int], int]()
         for _, pass_index, group, page in sorted(pages):
             key = pass_index, group
-            longer = CachedRows(self.held.get(key, CachedRows(page, page)).first, page + 1)
+            longer = PageRange(self.held.get(key, PageRange(page, page)).first, page + 1)
             num_bytes = bytes_of(self.layouts[key], *longer)
             if sum(held_bytes.values()) - held_bytes.get(key, 0) + num_bytes > capacity:
                 break
@@ -120,7 +120,7 @@ def test_what_is_kept_is_what_sorting_all_ranges_keeps(
     passes: list[tuple[list[list[tuple[int, int]]], int]], block_rows: int, row_bytes: int
 ) -> None:
     """Pass after pass with two groups and capacities that grow and shrink: the same pages and bytes."""
-    content, obvious = HostContent(), SortingContent()
+    content, obvious = HostCache(), SortingContent()
     for pass_index, (groups, pages) in enumerate(passes):
         for group, distances in enumerate(groups):
             entering = layout_of(
@@ -132,12 +132,12 @@ def test_what_is_kept_is_what_sorting_all_ranges_keeps(
             content.enter(pass_index, group, entering)
         options = {"after": pass_index + 1, "capacity": pages * PAGE_BYTES}
         assert content.keep(**options) == obvious.keep(**options)
-        assert content.held == obvious.held
+        assert content.pages == obvious.held
 
 
 def simulate(dumps: list[dict[int, int]], capacity: int) -> int:
     """Count rows read from the store when the host keeps the soonest used, with rows of one page and no slack."""
-    content = HostContent()
+    content = HostCache()
     layouts: list[SegmentLayout] = []
     read = 0
     for pass_index, ranges in enumerate([*dumps, {}, {}]):
@@ -146,16 +146,14 @@ def simulate(dumps: list[dict[int, int]], capacity: int) -> int:
                 if rows.next_use == pass_index:
                     low, high = layouts[source].pages_of_range(index)
                     held = (
-                        content.find(source, 0)
-                        if source != pass_index - 2
-                        else CachedRows(0, layouts[source].num_pages)
+                        content.find(source, 0) if source != pass_index - 2 else PageRange(0, layouts[source].num_pages)
                     )
                     inside = max(0, min(high, held.last) - low) if held.first <= low else 0
                     read += rows.rows - inside
         if pass_index >= 2:
             content.enter(pass_index - 2, 0, layouts[pass_index - 2])
         # the charge is a page for the run and one for each block: allow for it, so that rows alone decide
-        kept = len(content.held)
+        kept = len(content.pages)
         content.keep(after=pass_index, capacity=(capacity + kept) * ROW)
         layouts.append(layout_of(*sorted(ranges.items())))
     return read

@@ -12,7 +12,7 @@ from tiercache.dist.shard_view import ShardView
 from tiercache.errors import BudgetError
 from tiercache.planning.budgets import HostBudget, distance_bytes
 from tiercache.planning.next_use import find_next_uses
-from tiercache.planning.pass_plan import Planner, Plans, waiting_streams
+from tiercache.planning.pass_plan import Planner, Plans, live_layouts
 from tiercache.planning.reuse import ReuseCounts
 from tiercache.planning.row_offsets import RowOffsets
 from tiercache.planning.schedule import Schedule
@@ -107,7 +107,7 @@ def plans_of(budgets: Budgets, source: DatasetView, store: Store, *, order: Orde
     """Return what plans the passes of a store, and the files of next uses that it reads."""
     positions, schedule = RowOffsets.of(source, store.groups), Schedule.of(source, order)
     host = HostBudget.of(
-        positions, budgets.host_budget, budgets.eval_budget, waiting_streams(store), seeded=not schedule.repeats
+        positions, budgets.host_budget, budgets.eval_budget, live_layouts(store), seeded=not schedule.repeats
     )
     uses = NextUseFiles(
         schedule, positions, positions.keys_of(source), store.path if store.mode == "a" else None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +13,6 @@ from tiercache.data.repartition import split_cursor, split_source
 from tiercache.planning.budgets import HostBudget, distance_bytes
 from tiercache.planning.matching import check_tables
 from tiercache.planning.next_use import FirstUses, count_keys
-from tiercache.planning.pass_plan import Planner
 from tiercache.planning.row_offsets import RowOffsets
 from tiercache.planning.schedule import Schedule, order_rule
 from tiercache.planning.store_plan import ReorganizePlan
@@ -172,7 +170,7 @@ def first_uses(store: Store, passes: DatasetView, schedule: Schedule, start: Cur
 
 def _layout(positions: RowOffsets) -> Layout:
     """Return how ranges are cut into pages: that follows from the passes alone."""
-    return partial(Planner.layout, budget=HostBudget.of(positions, 0, 0))
+    return HostBudget.of(positions, 0, 0).layout
 
 
 def _check_start(start: Cursor, schedule: Schedule, passes: DatasetView) -> None:

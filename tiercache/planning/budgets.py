@@ -9,12 +9,14 @@ import numpy as np
 
 from tiercache.errors import BudgetError
 from tiercache.sizes import parse_bytes
+from tiercache.store.layout import SegmentLayout, compressed_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from tiercache.planning.row_offsets import RowOffsets
-    from tiercache.store.layout import SegmentLayout
+    from tiercache.store.layout import Range
+    from tiercache.store.table import Group
 
 PAGE_BYTES = 4096
 ALIGNED_BYTES = 64 << 10
@@ -152,6 +154,21 @@ class HostBudget:
             stored_page=max((layout.most_page_rows * layout.row_bytes for layout in stored), default=0),
         )
         return replace(budget, planning=_planning_bytes(positions, budget, seeded=seeded), seeded=seeded)
+
+    def cut(self, group: Group) -> tuple[int, int]:
+        """Return the rows of a page and the bytes of a block; compressed blocks have whole parts."""
+        page_rows = max(1, self.page // group.row_bytes)
+        block_bytes = max(self.block, page_rows * group.row_bytes)
+        if group.compression is not None:
+            block_bytes -= block_bytes % (group.row_bytes * compressed_rows(group.row_bytes, page_rows))
+        return page_rows, block_bytes
+
+    def layout(self, group: Group, ranges: Iterable[Range]) -> SegmentLayout:
+        """Cut ranges into pages and blocks."""
+        page_rows, block_bytes = self.cut(group)
+        return SegmentLayout.of(
+            row_bytes=group.row_bytes, page_rows=page_rows, block_bytes=block_bytes, ranges=tuple(ranges)
+        )
 
     def smallest(self, rows: int) -> int:
         """Return the smallest total that leaves ``rows`` bytes for rows: the shares grow with the total."""

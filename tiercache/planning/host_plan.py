@@ -1,4 +1,4 @@
-"""Which rows the host keeps: farthest next use out first, decided from sizes alone.
+"""The rows that the host caches: the farthest next use is evicted first, decided from sizes alone.
 
 Farthest-next-use is Belady's MIN (L. A. Belady, 1966); with capacities that change over time it stays optimal
 because a row's stay in memory is an interval of passes.
@@ -15,109 +15,110 @@ if TYPE_CHECKING:
     from tiercache.store.layout import SegmentLayout
 
 
-class CachedRows(NamedTuple):
-    """Pages ``[first, last)`` of one layout that the host holds."""
+class PageRange(NamedTuple):
+    """Pages ``[first, last)`` of one layout."""
 
     first: int
     last: int
 
 
-def cached_bytes(layout: SegmentLayout, held: CachedRows) -> int:
-    """Return the pages of memory that hold pages of a layout, at most.
+def cached_bytes(layout: SegmentLayout, pages: PageRange) -> int:
+    """Return the most bytes of memory pages that a range of pages takes.
 
-    One page more at either end, as the run may begin and end inside one, and one more where a block ends.
+    One memory page more at either end, as the range may begin and end inside one, and one more at each end of a block.
     """
-    if held.first >= held.last:
+    if pages.first >= pages.last:
         return 0
-    low, high = layout.row_of_page(held.first), layout.row_of_page(held.last)
-    blocks = layout.block_of_page(held.last - 1) - low // layout.block_rows
+    low, high = layout.row_of_page(pages.first), layout.row_of_page(pages.last)
+    blocks = layout.block_of_page(pages.last - 1) - low // layout.block_rows
     return paged((high - low) * layout.row_bytes) + PAGE_BYTES * (1 + blocks)
 
 
-class HostContent:
-    """What the host holds beside dump and staging: for (pass dumped, group) a run of pages in next-use order.
+class HostCache:
+    """Rows in host memory besides dump and staging: for each pass dumped and group, a range of pages by next use.
 
     Every range enters and leaves once, in the logarithm of the number of segments.
     """
 
     def __init__(self) -> None:
-        self.held: dict[tuple[int, int], CachedRows] = {}
-        """The pages held, of segments that have any."""
-        self._ranges: dict[tuple[int, int], SegmentLayout] = {}
+        self.pages: dict[tuple[int, int], PageRange] = {}
+        """The pages cached, of segments that have any, by (pass dumped, group)."""
+        self._layouts: dict[tuple[int, int], SegmentLayout] = {}
         self._bytes: dict[tuple[int, int], int] = {}
         self._total = 0
         self._soonest: list[tuple[int, int, int]] = []
-        """A heap: for each segment the next use of its first range, not later than that of its first page held."""
+        """A heap: for each segment the next use of its first range, not later than that of its first page cached."""
         self._farthest: list[tuple[int, int, int]] = []
-        """A heap of negated numbers: the next use of its last range, not sooner than that of its last page held."""
+        """A heap of negated numbers: the next use of its last range, not sooner than that of its last page cached."""
 
-    def enter(self, pass_index: int, group: int, ranges: SegmentLayout) -> None:
-        """Take in a whole dump."""
-        if ranges.num_pages:
-            self._ranges[pass_index, group] = ranges
-            self._hold((pass_index, group), CachedRows(0, ranges.num_pages))
-            heappush(self._soonest, (ranges.next_use_R.item(0), pass_index, group))
-            heappush(self._farthest, (-ranges.next_use_R.item(-1), -pass_index, -group))
+    def enter(self, pass_index: int, group: int, layout: SegmentLayout) -> None:
+        """Add a whole dump."""
+        if layout.num_pages:
+            self._layouts[pass_index, group] = layout
+            self._set((pass_index, group), PageRange(0, layout.num_pages))
+            heappush(self._soonest, (layout.next_use_R.item(0), pass_index, group))
+            heappush(self._farthest, (-layout.next_use_R.item(-1), -pass_index, -group))
 
-    def find(self, pass_index: int, group: int) -> CachedRows:
-        """Return the pages held of a layout; an empty run where none is."""
-        return self.held.get((pass_index, group), CachedRows(0, 0))
+    def find(self, pass_index: int, group: int) -> PageRange:
+        """Return the pages of a layout that are cached; an empty range if none is."""
+        return self.pages.get((pass_index, group), PageRange(0, 0))
 
     def keep(self, *, after: int, capacity: int) -> int:
-        """Drop rows whose next use is not after pass ``after``, then the farthest, to at most ``capacity`` bytes.
+        """Evict rows whose next use is not after pass ``after``, then the farthest, down to ``capacity`` bytes.
 
-        Returns the bytes held, in whole pages. Equal next uses go by dump order, the oldest kept first.
+        Returns the bytes cached, in whole pages of memory. Of equal next uses the last dumped is evicted first.
         """
         while self._soonest and self._soonest[0][0] <= after:
             _, *key = heappop(self._soonest)
-            self._drop_used((key[0], key[1]), after)
+            self._evict_used((key[0], key[1]), after)
         while self._total > capacity:
-            self._drop_farthest(capacity)
+            self._evict_farthest(capacity)
         return self._total
 
-    def _drop_used(self, key: tuple[int, int], after: int) -> None:
-        if key in self.held:
-            ranges = self._ranges[key]
-            index = int(ranges.next_use_R.searchsorted(after, side="right"))
-            self._hold(key, CachedRows(ranges.first_page_R.item(index), self.held[key].last))
-            if key in self.held:
-                heappush(self._soonest, (ranges.next_use_R.item(index), *key))
+    def _evict_used(self, key: tuple[int, int], after: int) -> None:
+        if key in self.pages:
+            layout = self._layouts[key]
+            index = int(layout.next_use_R.searchsorted(after, side="right"))
+            self._set(key, PageRange(layout.first_page_R.item(index), self.pages[key].last))
+            if key in self.pages:
+                heappush(self._soonest, (layout.next_use_R.item(index), *key))
 
-    def _drop_farthest(self, capacity: int) -> None:
-        """Drop pages from the end of the range with the farthest next use: as few as it takes, or all of it."""
+    def _evict_farthest(self, capacity: int) -> None:
+        """Evict pages from the end of the range with the farthest next use: as few as it takes, or all of it."""
         next_use, pass_index, group = self._farthest[0]
         key = -pass_index, -group
-        if key not in self.held:
+        if key not in self.pages:
             heappop(self._farthest)
             return
-        ranges, held = self._ranges[key], self.held[key]
-        index = ranges.range_of_page(held.last - 1)
-        if ranges.next_use_R.item(index) < -next_use:  # its end was dropped, and others may be farther now
-            heapreplace(self._farthest, (-ranges.next_use_R.item(index), pass_index, group))
+        layout, pages = self._layouts[key], self.pages[key]
+        index = layout.range_of_page(pages.last - 1)
+        if layout.next_use_R.item(index) < -next_use:  # its end was evicted, and others may be farther now
+            heapreplace(self._farthest, (-layout.next_use_R.item(index), pass_index, group))
             return
-        low = max(held.first, ranges.first_page_R.item(index))
-        self._hold(key, CachedRows(held.first, _fit(ranges, held, low, capacity - self._total + self._bytes[key])))
+        low = max(pages.first, layout.first_page_R.item(index))
+        last = _fitting_end(layout, pages, low, capacity - self._total + self._bytes[key])
+        self._set(key, PageRange(pages.first, last))
 
-    def _hold(self, key: tuple[int, int], held: CachedRows) -> None:
-        num_bytes = cached_bytes(self._ranges[key], held)
+    def _set(self, key: tuple[int, int], pages: PageRange) -> None:
+        num_bytes = cached_bytes(self._layouts[key], pages)
         self._total += num_bytes - self._bytes.get(key, 0)
         if num_bytes:
-            self.held[key], self._bytes[key] = held, num_bytes
+            self.pages[key], self._bytes[key] = pages, num_bytes
         else:
-            del self._ranges[key]
-            self.held.pop(key, None)
+            del self._layouts[key]
+            self.pages.pop(key, None)
             self._bytes.pop(key, None)
 
 
-def _fit(ranges: SegmentLayout, held: CachedRows, low: int, room: int) -> int:
-    """Return the largest ``last`` in [low, held.last] for which [held.first, last) takes at most ``room`` bytes.
+def _fitting_end(layout: SegmentLayout, pages: PageRange, low: int, num_bytes: int) -> int:
+    """Return the largest ``last`` in [low, pages.last] for which [pages.first, last) takes at most ``num_bytes``.
 
-    That is ``low`` where none does.
+    Returns ``low`` if none does.
     """
-    high = held.last
+    high = pages.last
     while low < high:
         middle = (low + high + 1) // 2
-        if cached_bytes(ranges, CachedRows(held.first, middle)) <= room:
+        if cached_bytes(layout, PageRange(pages.first, middle)) <= num_bytes:
             low = middle
         else:
             high = middle - 1

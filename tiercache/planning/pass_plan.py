@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tiercache.errors import BudgetError, DatasetError
 from tiercache.planning.budgets import ALIGNED_BYTES, PAGE_BYTES, HostBudget, paged
-from tiercache.planning.host_plan import CachedRows, HostContent
+from tiercache.planning.host_plan import HostCache, PageRange
 from tiercache.planning.reuse import ReuseCounts
 from tiercache.planning.store_plan import StorePlan
 from tiercache.sizes import format_bytes
-from tiercache.store.layout import Range, SegmentLayout, compressed_rows
+from tiercache.store.layout import SegmentLayout
 from tiercache.store.segment import base_pass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from tiercache.planning.schedule import Schedule
     from tiercache.store import Segment, Store
     from tiercache.store.commit import History
-    from tiercache.store.table import Group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,16 +37,16 @@ class Load:
     """The pass that dumped the segment; below 0: the base with which the schedule was entered."""
     group: int
     rows: int
-    host: CachedRows
+    host: PageRange
     """Pages in host memory; they end where those of the store begin."""
-    store: CachedRows
+    store: PageRange
     store_rows: int
     store_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PassPlan:
-    """One pass: the rows it trains, where they come from, and what leaves when it ends."""
+    """One pass: the rows that it trains, their sources, and the dump at its end."""
 
     pass_index: int
     epoch: int
@@ -57,9 +55,9 @@ class PassPlan:
     """Whether the plan begins here, with empty device and host."""
     within: bool
     """Whether the rows come from a commit inside this pass."""
-    longest_wait: int
-    """Passes since the first whose dump a load may come from: rows with a longer distance were not used since the
-    schedule was entered."""
+    max_distance: int
+    """The most passes between a dump and its load: rows with a longer distance were not used since the schedule was
+    entered."""
     commits: bool
     """Whether the pass ends with a commit: then kept rows are written too."""
     rows_G: tuple[int, ...]
@@ -67,20 +65,15 @@ class PassPlan:
     generated_G: tuple[int, ...]
     loads: tuple[Load, ...]
     """By group, then by previous distance, rows of first uses last: the order of ``stable_order_by_distance``."""
-    dump_ranges: tuple[SegmentLayout, ...]
-    """By group: what is packed and written when the pass ends."""
-    retained: Mapping[tuple[int, int], CachedRows]
-    """What the host holds of earlier dumps from the moment this pass's rows are wanted."""
+    dumps: tuple[SegmentLayout, ...]
+    """By group: the segment that is written when the pass ends."""
+    retained: Mapping[tuple[int, int], PageRange]
+    """Pages of earlier dumps that the host caches from the load of this pass on."""
     host_bytes: int
     """Bytes of dump, staging and cached rows at the fullest moment of the pass."""
     capacity: int
     """Bytes that cached rows may take: what decided ``retained``."""
     row_bytes_G: tuple[int, ...]
-
-    @cached_property
-    def dumps(self) -> tuple[SegmentLayout, ...]:
-        """The layouts of ``dump_ranges``: made when they are first asked for."""
-        return self.dump_ranges
 
     @property
     def rows_read(self) -> int:
@@ -100,16 +93,16 @@ class PassPlan:
     @property
     def rows_written(self) -> int:
         """Rows written to the store when the pass ends."""
-        return sum(ranges.rows for ranges in self.dump_ranges)
+        return sum(layout.rows for layout in self.dumps)
 
     @property
     def bytes_written(self) -> int:
         """Bytes of rows written when the pass ends; their keys add 8 bytes a row."""
-        return sum(ranges.rows * ranges.row_bytes for ranges in self.dump_ranges)
+        return sum(layout.rows * layout.row_bytes for layout in self.dumps)
 
     @property
     def bytes_loaded(self) -> int:
-        """Bytes of rows that come to the device, from wherever."""
+        """Bytes of rows that are loaded to the device, from host and store."""
         return sum(
             (rows - kept) * width for rows, kept, width in zip(self.rows_G, self.kept_G, self.row_bytes_G, strict=True)
         )
@@ -139,9 +132,9 @@ class Planner:
         self._end = end
         self._schedule, self._positions, self._budget = schedule, positions, budget
         self._start, self._within, self._commit_every = start, within, commit_every
-        self._ranges = dict(stored)
-        self._base = min([0, *self._ranges])  # below 0: the pass of the rows that the schedule was entered with
-        self._content = HostContent()
+        self._layouts = dict(stored)
+        self._base = min([0, *self._layouts])  # below 0: the pass of the rows that the schedule was entered with
+        self._cache = HostCache()
         self._counts = counts
         self._next = start
         self._last_capacity: int | None = None
@@ -152,14 +145,13 @@ class Planner:
         """The pass that `plan_next` plans."""
         return self._next
 
-    def dump_ranges(self, pass_index: int, *, with_kept: bool) -> tuple[SegmentLayout, ...]:
-        """Lay out the dump of ``pass_index``: ranges by next use, kept rows first where they are written too."""
+    def _dumps(self, pass_index: int, *, with_kept: bool) -> tuple[SegmentLayout, ...]:
+        """Lay out the dump of ``pass_index``: ranges by next use, kept rows first if they are written too."""
         dumps = []
-        for group, (distance_N, rows_NT) in zip(
-            self._positions.groups, self._counts.of(pass_index).next_G, strict=True
-        ):
+        counts_G = self._counts.of(pass_index).next_G
+        for group, (distance_N, rows_NT) in zip(self._positions.groups, counts_G, strict=True):
             first = 0 if with_kept else int(distance_N.searchsorted(2))
-            page_rows, block_bytes = self._cut(group, self._budget)
+            page_rows, block_bytes = self._budget.cut(group)
             dumps.append(
                 SegmentLayout(
                     next_use_R=distance_N[first:].astype(np.int64) + pass_index, table_rows_RT=rows_NT[first:],
@@ -169,36 +161,18 @@ class Planner:
         return tuple(dumps)
 
     def store_plan(self, stored: History, *, commits: int, state_bytes: int) -> StorePlan:
-        """Say what a store that has this takes at its fullest, where it keeps so many commits of such a state."""
+        """Return the most bytes of a store with this history that keeps ``commits`` of such a state."""
         first = self._schedule.epoch_of(self._start) * self._schedule.num_passes
         passes = range(first, first + self._schedule.num_passes)
         return StorePlan.of(
             self._positions.groups,
-            {pass_index: self.dump_ranges(pass_index, with_kept=True) for pass_index in passes},
+            {pass_index: self._dumps(pass_index, with_kept=True) for pass_index in passes},
             stored,
             commits=commits,
             commit_every=self._commit_every,
             state_bytes=state_bytes,
             use_files=1 if self._schedule.repeats else 3,
         )
-
-    @staticmethod
-    def layout(group: Group, ranges: Iterable[Range], budget: HostBudget) -> SegmentLayout:
-        """Cut ranges into pages and blocks as the budget says; blocks have whole parts where these are compressed."""
-        page_rows, block_bytes = Planner._cut(group, budget)
-        return SegmentLayout.of(
-            row_bytes=group.row_bytes, page_rows=page_rows, block_bytes=block_bytes, ranges=tuple(ranges)
-        )
-
-    @staticmethod
-    def _cut(group: Group, budget: HostBudget) -> tuple[int, int]:
-        """Return the rows of a page and the bytes of a block."""
-        row_bytes = group.row_bytes
-        page_rows = max(1, budget.page // row_bytes)
-        block_bytes = max(budget.block, page_rows * row_bytes)
-        if group.compression is not None:
-            block_bytes -= block_bytes % (row_bytes * compressed_rows(row_bytes, page_rows))
-        return page_rows, block_bytes
 
     def plan_next(self) -> PassPlan:
         """Plan the next pass."""
@@ -215,7 +189,7 @@ class Planner:
             if first and self._within:
                 generated_G.append(0)
                 if rows_G[g]:
-                    source = pass_index if pass_index in self._ranges else self._base
+                    source = pass_index if pass_index in self._layouts else self._base
                     loads.append(self._load(source, g, pass_index, rows_G[g]))
                 continue
             loads += [
@@ -229,58 +203,60 @@ class Planner:
                 fresh = 0
             generated_G.append(fresh)
         commits = (pass_index + 1) % self._commit_every == 0 or pass_index + 1 == self._end
-        dumps = self.dump_ranges(pass_index, with_kept=commits)
-        retained, cached, capacity = self._advance_host(pass_index)
-        reserve = self._reserve(pass_index)
+        dumps = self._dumps(pass_index, with_kept=commits)
+        retained, cached_bytes, capacity = self._advance_host(pass_index)
         plan = PassPlan(
             pass_index=pass_index, epoch=self._schedule.epoch_of(pass_index), sub_dataset=sub_dataset,
-            first=first, within=first and self._within, longest_wait=oldest, commits=commits,
+            first=first, within=first and self._within, max_distance=oldest, commits=commits,
             rows_G=rows_G, kept_G=tuple(kept_G), generated_G=tuple(generated_G), loads=tuple(loads),
-            dump_ranges=dumps, retained=retained, host_bytes=cached + reserve, capacity=capacity,
+            dumps=dumps, retained=retained, host_bytes=cached_bytes + self._reserve(pass_index), capacity=capacity,
             row_bytes_G=tuple(group.row_bytes for group in groups),
         )  # fmt: skip
-        self._ranges[pass_index] = dumps
-        for old in [v for v in self._ranges if 0 <= v < pass_index - self._schedule.longest_distance]:
-            del self._ranges[old]
+        self._layouts[pass_index] = dumps
+        for old in [v for v in self._layouts if 0 <= v < pass_index - self._schedule.longest_distance]:
+            del self._layouts[old]
         return plan
 
     def _load(self, source: int, group: int, pass_index: int, rows: int) -> Load:
-        ranges = self._ranges[source][group] if source in self._ranges else None
-        index = ranges.range_of_use(pass_index) if ranges else None
+        layout = self._layouts[source][group] if source in self._layouts else None
+        index = layout.range_of_use(pass_index) if layout else None
         if (
-            ranges is None
+            layout is None
             or index is None
-            or ranges.first_row_R.item(index + 1) - ranges.first_row_R.item(index) != rows
+            or layout.first_row_R.item(index + 1) - layout.first_row_R.item(index) != rows
         ):
             raise DatasetError(
                 f"pass {pass_index} needs {rows:,} rows that pass {source} should have dumped for it, and the store "
                 "has no such range: the dataset or its order is not the one the store was trained with"
             )
-        low, high = ranges.pages_of_range(index)
-        held = self._content.find(source, group)
+        low, high = layout.pages_of_range(index)
+        cached = self._cache.find(source, group)
         if source == pass_index - 2 and source >= self._start:
-            held = CachedRows(0, ranges.num_pages)  # the dump itself, not yet thinned out
-        middle = min(max(held.last, low), high) if held.first <= low < held.last else low
-        store_rows = rows if middle == low else ranges.row_of_page(high) - ranges.row_of_page(middle)
+            cached = PageRange(0, layout.num_pages)  # the dump itself, before any page of it is dropped
+        middle = min(max(cached.last, low), high) if cached.first <= low < cached.last else low
+        store_rows = rows if middle == low else layout.row_of_page(high) - layout.row_of_page(middle)
         return Load(
-            pass_index=source, group=group, rows=rows, host=CachedRows(low, middle), store=CachedRows(middle, high),
-            store_rows=store_rows, store_bytes=store_rows * ranges.row_bytes,
+            pass_index=source, group=group, rows=rows, host=PageRange(low, middle), store=PageRange(middle, high),
+            store_rows=store_rows, store_bytes=store_rows * layout.row_bytes,
         )  # fmt: skip
 
-    def _advance_host(self, pass_index: int) -> tuple[dict[tuple[int, int], CachedRows], int, int]:
-        """Let the dump of the pass before last join what is cached, and thin that out for ``pass_index``."""
+    def _advance_host(self, pass_index: int) -> tuple[dict[tuple[int, int], PageRange], int, int]:
+        """Cache the dump of the pass before last, and evict pages for ``pass_index``.
+
+        Returns the pages cached, their bytes, and the bytes that they may take.
+        """
         old = pass_index - 2
         if old >= self._start:
-            for g, ranges in enumerate(self._ranges[old]):
-                self._content.enter(old, g, ranges)
+            for g, layout in enumerate(self._layouts[old]):
+                self._cache.enter(old, g, layout)
         capacity = self._budget.rows - self._reserve(pass_index)
         assert capacity >= 0, f"pass {pass_index} needs {-capacity} bytes more than was checked"
         if self._last_capacity is not None:
             capacity, self._last_capacity = min(capacity, self._last_capacity), capacity
         else:
             self._last_capacity = capacity
-        cached = self._content.keep(after=pass_index, capacity=capacity)
-        return dict(self._content.held), cached, capacity
+        num_bytes = self._cache.keep(after=pass_index, capacity=capacity)
+        return dict(self._cache.pages), num_bytes, capacity
 
     def _reserve(self, pass_index: int) -> int:
         """Bytes that dump and staging may take while ``pass_index`` is trained (design, section 4)."""
@@ -293,11 +269,8 @@ class Planner:
         """All rows of a pass, in the pages of its blocks, which do not depend on the ranges."""
         total = 0
         for g, group in enumerate(self._positions.groups):
-            rows, block_rows = (
-                self._positions.num_rows(sub_dataset, g),
-                self._cut(group, self._budget)[1] // group.row_bytes,
-            )
-            full, rest = divmod(rows, block_rows)
+            block_rows = self._budget.cut(group)[1] // group.row_bytes
+            full, rest = divmod(self._positions.num_rows(sub_dataset, g), block_rows)
             total += full * paged(block_rows * group.row_bytes) + paged(rest * group.row_bytes)
         return total
 
@@ -339,15 +312,13 @@ class Planner:
     def _check_budget(self) -> None:
         """Raise BudgetError where the reserve of some pass exceeds the host budget.
 
-        What is checked does not depend on where the run begins: a run that may begin may also go on. In a seeded
-        order any two sub-datasets may follow each other: then the largest dump and the largest load count.
+        The check does not depend on where the run begins, so a run that begins can also resume. In a seeded order any
+        two sub-datasets may follow each other, so it counts the largest dump and the largest load.
         """
         if self._schedule.repeats:
             upcoming = range(self._start, self._start + self._schedule.num_passes + 1)
-            rows = max(self._reserve(v) for v in upcoming)
-            rows = max(
-                rows, *(self._staging_bytes(v, first=True) for v in upcoming)
-            )  # a run may begin with any of them
+            # a run may begin with any of them
+            rows = max(max(self._reserve(v), self._staging_bytes(v, first=True)) for v in upcoming)
         else:
             passes = range(self._schedule.num_passes)
             rows = max(map(self._dump_bytes, passes)) + max(map(self._most_staging_bytes, passes))
@@ -411,7 +382,7 @@ class Plans:
 def segments_by_pass(store: Store) -> dict[int, Segment]:
     """Return the newest segment of each pass: for a pass cut by a commit, the one the commit wrote.
 
-    RetainedSegment segments are of passes of other schedules.
+    Retained segments belong to passes of other schedules, and are left out.
     """
     found: dict[int, Segment] = {}
     retained = frozenset[int]() if store.commit is None else store.commit.retained_ids
@@ -423,6 +394,6 @@ def segments_by_pass(store: Store) -> dict[int, Segment]:
     return found
 
 
-def waiting_streams(store: Store) -> list[SegmentLayout]:
-    """Return the layouts of these segments."""
+def live_layouts(store: Store) -> list[SegmentLayout]:
+    """Return the layouts of the segments that passes will load."""
     return [layout for segment in segments_by_pass(store).values() for layout in segment.layouts]

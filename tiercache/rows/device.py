@@ -179,7 +179,7 @@ class DeviceTier:
             if plan.within:
                 order[:] = np.arange(rows, dtype=np.int32)
             else:
-                limit = min(plan.longest_wait + 1, uses.longest)
+                limit = min(plan.max_distance + 1, uses.longest)
                 stable_order_by_distance(prev_distance, limit, order)
             num_free = int(self._free_G[g][-1])
             if before is None or before_uses is None or before_sub_dataset is None:

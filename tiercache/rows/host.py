@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tiercache.planning.host_plan import CachedRows
+    from tiercache.planning.host_plan import PageRange
     from tiercache.rows.pinned import PinnedArena, PinnedRegion
     from tiercache.store.layout import SegmentLayout
 
@@ -36,7 +36,7 @@ class HostTier:
             self._layouts[pass_index, group] = layout
         return blocks
 
-    def keep(self, retained: Mapping[tuple[int, int], CachedRows], *, not_before: int) -> None:
+    def keep(self, retained: Mapping[tuple[int, int], PageRange], *, not_before: int) -> None:
         """Free everything but ``retained`` of the dumps before pass ``not_before``."""
         for key in [key for key in self._blocks if key[0] < not_before]:
             if key in retained:
@@ -53,7 +53,7 @@ class HostTier:
         """Return the layout of a dump."""
         return self._layouts[pass_index, group]
 
-    def runs(self, pass_index: int, group: int, cached: CachedRows) -> Iterator[tuple[int, int, NDArray[np.uint8]]]:
+    def runs(self, pass_index: int, group: int, cached: PageRange) -> Iterator[tuple[int, int, NDArray[np.uint8]]]:
         """Yield the pages of ``cached`` block after block: the first, the one after the last, and their bytes."""
         layout, blocks = self._layouts[pass_index, group], self._blocks[pass_index, group]
         page = cached.first
@@ -81,7 +81,7 @@ class HostTier:
             self.memory.give_back(region)
         del self._layouts[key]
 
-    def _shrink(self, key: tuple[int, int], cached: CachedRows) -> None:
+    def _shrink(self, key: tuple[int, int], cached: PageRange) -> None:
         layout, blocks = self._layouts[key], self._blocks[key]
         low, high = layout.byte_of_page(cached.first), layout.byte_of_page(cached.last)
         for block, region in list(blocks.items()):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from tiercache.kernels.arrays import NONE_I4
-from tiercache.planning.host_plan import CachedRows
+from tiercache.planning.host_plan import PageRange
 from tiercache.rows.device import initial_values
 
 if TYPE_CHECKING:
@@ -265,12 +265,12 @@ def _add_runs(pieces: Pieces, runs: Sequence[_PageRun], origin: int) -> None:
     pieces.add_each(np.array([run.first - origin for run in runs]), rows, begin * row_floats, data, cuts)
 
 
-def _needed(upcoming: PassPlan) -> dict[tuple[int, int], CachedRows]:
+def _needed(upcoming: PassPlan) -> dict[tuple[int, int], PageRange]:
     """Return the rows that the host keeps until a pass is loaded: those it loads and those cached after it."""
     needed = dict(upcoming.retained)
     for load in upcoming.loads:
         if load.host.first < load.host.last:
             key = load.pass_index, load.group
             last = max(needed[key].last, load.host.last) if key in needed else load.host.last
-            needed[key] = CachedRows(load.host.first, last)
+            needed[key] = PageRange(load.host.first, last)
     return needed

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.planning.host_plan import CachedRows
+    from tiercache.planning.host_plan import PageRange
     from tiercache.planning.pass_plan import PassPlan
     from tiercache.planning.row_offsets import RowOffsets
     from tiercache.rows.backends.base import Backend
@@ -83,7 +83,7 @@ class StagedPages:
     group: int
     first_row: int
     layout: SegmentLayout
-    pages: CachedRows
+    pages: PageRange
     data: NDArray[np.uint8]
 
 
@@ -186,7 +186,7 @@ class RowPrefetcher:
         return buffer
 
     def _place_pages(
-        self, staged: Staged, pass_index: int, group: int, pages: CachedRows, first_row: int
+        self, staged: Staged, pass_index: int, group: int, pages: PageRange, first_row: int
     ) -> Iterator[Pages]:
         """Find memory for pages of the store, and yield the reads that fill it."""
         segment = self._segments[pass_index]

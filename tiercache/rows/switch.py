@@ -257,8 +257,7 @@ class PassSwitcher:
                 table_rows = np.diff(self._positions.table_starts(plan.sub_dataset, g)).tolist()
                 ranges.append(Range(next_use=plan.pass_index, table_rows=tuple(table_rows)))
         layouts = tuple(
-            pass_planner.planner.layout(group, ranges, self._budget)
-            for group, ranges in zip(self._positions.groups, ranges_G, strict=True)
+            self._budget.layout(group, ranges) for group, ranges in zip(self._positions.groups, ranges_G, strict=True)
         )
 
         def blocks() -> Iterator[tuple[int, int, NDArray[np.uint8], NDArray[np.int64]]]:
