@@ -112,25 +112,25 @@ class SliceSteps:
             gradient.add_(current, alpha=step.group.optimizer.decay)
         return slots, gradient
 
-    def _add_up(self, mine: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _add_up(self, own: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the squares of whole rows; all owners of a table bring equally many rows. Collective."""
-        here, W = self._ranks.rank, self._ranks.size
-        shared = [[i for i, one in enumerate(self._own_slices) if r in one.ranks and r != here] for r in range(W)]
-        sizes = [sum(mine[i].numel() for i in some) for some in shared]
-        send = [mine[i] for some in shared for i in some]
+        rank, W = self._ranks.rank, self._ranks.size
+        shared = [[i for i, one in enumerate(self._own_slices) if r in one.ranks and r != rank] for r in range(W)]
+        sizes = [sum(own[i].numel() for i in some) for some in shared]
+        send = [own[i] for some in shared for i in some]
         flat = (
             torch.cat(send)
             if send
-            else torch.empty(0, dtype=mine[0].dtype if mine else torch.float32, device=self._backend.device)
+            else torch.empty(0, dtype=own[0].dtype if own else torch.float32, device=self._backend.device)
         )
-        came = self._ranks.all_to_all(flat, sizes, sizes, what="adding up the squares of column slices")
+        received = self._ranks.all_to_all(flat, sizes, sizes, what="adding up the squares of column slices")
         owners = [(r, i) for r, some in enumerate(shared) for i in some]
-        pieces = dict(zip(owners, torch.split(came, [mine[i].numel() for _, i in owners]), strict=True))
+        pieces = dict(zip(owners, torch.split(received, [own[i].numel() for _, i in owners]), strict=True))
         totals = []
         for i, one in enumerate(self._own_slices):
-            total = torch.zeros_like(mine[i])
+            total = torch.zeros_like(own[i])
             for r in one.ranks:
-                total += mine[i] if r == here else pieces[r, i]
+                total += own[i] if r == rank else pieces[r, i]
             totals.append(total)
         return totals
 

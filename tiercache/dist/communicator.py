@@ -130,7 +130,7 @@ class Communicator:
         ``what`` follows "while": "opening the store".
         """
         try:
-            told = self._all(b"" if error is None else sentence_of(error).encode(), what)
+            failures = self._all(b"" if error is None else sentence_of(error).encode(), what)
         except RankError as lost:
             if error is None:
                 raise
@@ -138,13 +138,13 @@ class Communicator:
             raise error from error.__cause__
         if error is not None:
             raise error
-        if failed := [rank for rank, words in enumerate(told) if words]:
+        if failed := [rank for rank, words in enumerate(failures) if words]:
             also = f" (and {rank_names(failed[1:])} too)" if failed[1:] else ""
-            raise RankError(f"rank {failed[0]} failed while {what}{also}: {told[failed[0]].decode()}")
+            raise RankError(f"rank {failed[0]} failed while {what}{also}: {failures[failed[0]].decode()}")
 
-    def all_gather_object(self, mine: Any, what: str = "exchanging values") -> list[Any]:
-        """Return every rank's value, in rank order; ``mine`` is what JSON can say (tuples arrive as lists)."""
-        return [json.loads(said) for said in self._all(json.dumps(mine).encode(), what)]
+    def all_gather_object(self, own: Any, what: str = "exchanging values") -> list[Any]:
+        """Return every rank's value, in rank order; ``own`` is what JSON can say (tuples arrive as lists)."""
+        return [json.loads(gathered) for gathered in self._all(json.dumps(own).encode(), what)]
 
     def all_reduce_min(self, numbers: Sequence[int], what: str = "comparing numbers") -> list[int]:
         """Return, place by place, the least number of all ranks (int64); all bring equally many."""
@@ -154,11 +154,11 @@ class Communicator:
         """Return when all ranks have come."""
         self.all_reduce_min([0], what)
 
-    def _all(self, mine: bytes, what: str) -> list[bytes]:
+    def _all(self, own: bytes, what: str) -> list[bytes]:
         """Return every rank's bytes, in rank order; where nobody has any, one small collective is all it costs."""
-        sizes = self._gather_frames([len(mine)], _AGREEING, what)[:, 0].tolist()
-        said = self._gather(torch.from_numpy(np.frombuffer(mine, np.uint8).copy()), sizes, self._host, what)
-        return [piece.numpy().tobytes() for piece in torch.split(said, sizes)]
+        sizes = self._gather_frames([len(own)], _AGREEING, what)[:, 0].tolist()
+        gathered = self._gather(torch.from_numpy(np.frombuffer(own, np.uint8).copy()), sizes, self._host, what)
+        return [piece.numpy().tobytes() for piece in torch.split(gathered, sizes)]
 
     def _gather_frames(self, numbers: Sequence[int], mark: int, what: str) -> NDArray[np.int64]:
         """Return the numbers (size, n) of all ranks, which all bring equally many with one mark."""
@@ -170,11 +170,11 @@ class Communicator:
 
     def _begin_frames(self, numbers: Sequence[int], mark: int) -> tuple[Any, NDArray[np.int64]]:
         """Send a mark and numbers to all ranks; returns what to wait for, and where theirs come."""
-        mine = np.zeros(splits_width(len(numbers), _FRAME), np.int64)
-        mine[0], mine[1 : len(numbers) + 1] = mark, numbers
-        received = np.empty((self.size, mine.size), np.int64)
+        own = np.zeros(splits_width(len(numbers), _FRAME), np.int64)
+        own[0], own[1 : len(numbers) + 1] = mark, numbers
+        received = np.empty((self.size, own.size), np.int64)
         into = [*torch.from_numpy(received)]
-        return dist.all_gather(into, torch.from_numpy(mine), group=self._host, async_op=True), received
+        return dist.all_gather(into, torch.from_numpy(own), group=self._host, async_op=True), received
 
     def _check_marks(self, received: NDArray[np.int64], mark: int, what: str) -> None:
         """Raise RankError if another rank does something else."""
@@ -213,10 +213,10 @@ class Communicator:
         assert isinstance(data, Communicator)
         mark = zlib.crc32(what.encode())
         with self._reaching(what):
-            here, marks = self._begin_frames([], mark)
-            there, received = data._begin_splits(to, what)
+            agreement, marks = self._begin_frames([], mark)
+            exchange, received = data._begin_splits(to, what)
         failed: RankError | None = None
-        waiting = [(here, marks), (there, received)]
+        waiting = [(agreement, marks), (exchange, received)]
         while waiting:
             for one in [one for one in waiting if one[0].is_completed()]:
                 waiting.remove(one)
@@ -255,18 +255,18 @@ class Communicator:
             )
         return received
 
-    def all_gather(self, mine: Tensor, sizes: Sequence[int], what: str = "gathering rows") -> Tensor:
+    def all_gather(self, own: Tensor, sizes: Sequence[int], what: str = "gathering rows") -> Tensor:
         """Return every rank's flat tensor one after the other, in rank order; rank r brings ``sizes[r]`` elements.
 
         Any dtype; sizes may be 0.
         """
-        return self._gather(mine, sizes, self._data, what)
+        return self._gather(own, sizes, self._data, what)
 
-    def _gather(self, mine: Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None, what: str) -> Tensor:
+    def _gather(self, own: Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None, what: str) -> Tensor:
         """Have every rank fill its piece on all others: Gloo's own all-gather wants equal sizes."""
-        gathered = torch.empty(sum(sizes), dtype=mine.dtype, device=mine.device)
+        gathered = torch.empty(sum(sizes), dtype=own.dtype, device=own.device)
         pieces = torch.split(gathered, list(sizes))
-        pieces[self.rank].copy_(mine)
+        pieces[self.rank].copy_(own)
         with self._reaching(what):
             assert group is not None
             works = [
@@ -319,9 +319,9 @@ class LocalCommunicator:
         if error is not None:
             raise error
 
-    def all_gather_object(self, mine: Any, what: str = "") -> list[Any]:
-        """Return ``mine`` as it would arrive: tuples as lists."""
-        return [json.loads(json.dumps(mine))]
+    def all_gather_object(self, own: Any, what: str = "") -> list[Any]:
+        """Return ``own`` as it would arrive: tuples as lists."""
+        return [json.loads(json.dumps(own))]
 
     def all_reduce_min(self, numbers: Sequence[int], what: str = "") -> list[int]:
         """Return the numbers."""
@@ -349,9 +349,9 @@ class LocalCommunicator:
         """Return ``send`` itself, or ``into`` with its elements."""
         return send if into is None else into.copy_(send)
 
-    def all_gather(self, mine: Tensor, sizes: Sequence[int], what: str = "") -> Tensor:
-        """Return ``mine`` itself."""
-        return mine
+    def all_gather(self, own: Tensor, sizes: Sequence[int], what: str = "") -> Tensor:
+        """Return ``own`` itself."""
+        return own
 
 
 AnyCommunicator: TypeAlias = Communicator | LocalCommunicator

@@ -30,10 +30,10 @@ def check_same(ranks: AnyCommunicator, facts: Mapping[str, Any]) -> None:
     Raises:
         RankError: on every rank, with one sentence that names what differs, its values and on which ranks.
     """
-    mine = {"the version of tiercache": __version__, **facts}
-    told = ranks.all_gather_object({name: _short(value) for name, value in mine.items()}, _COMPARING)
-    names = dict.fromkeys(name for each in told for name in each)
-    _refuse({name: _difference([each.get(name, "nothing") for each in told]) for name in names})
+    own = {"the version of tiercache": __version__, **facts}
+    facts_W = ranks.all_gather_object({name: _short(value) for name, value in own.items()}, _COMPARING)
+    names = dict.fromkeys(name for each in facts_W for name in each)
+    _refuse({name: _difference([each.get(name, "nothing") for each in facts_W]) for name in names})
 
 
 def check_same_places(ranks: AnyCommunicator, places: Mapping[str, Path]) -> None:
@@ -45,14 +45,14 @@ def check_same_places(ranks: AnyCommunicator, places: Mapping[str, Path]) -> Non
     Raises:
         RankError: as ``check_same``.
     """
-    mine = {name: [str(path.absolute()), _identity(path.absolute())] for name, path in places.items()}
-    told = ranks.all_gather_object(mine, _COMPARING)
-    said = {}
-    for name in dict.fromkeys(name for each in told for name in each):
-        path, identity = next(each[name] for each in told if name in each)
-        values = [each.get(name, ["nothing", None]) for each in told]
-        said[name] = _difference([path if there == identity else place for place, there in values])
-    _refuse(said)
+    own = {name: [str(path.absolute()), _identity(path.absolute())] for name, path in places.items()}
+    facts_W = ranks.all_gather_object(own, _COMPARING)
+    differences = {}
+    for name in dict.fromkeys(name for each in facts_W for name in each):
+        path, identity = next(each[name] for each in facts_W if name in each)
+        values = [each.get(name, ["nothing", None]) for each in facts_W]
+        differences[name] = _difference([path if other == identity else place for place, other in values])
+    _refuse(differences)
 
 
 def _identity(path: Path) -> list[str | int]:
@@ -66,8 +66,8 @@ def _identity(path: Path) -> list[str | int]:
     return [str(path)]
 
 
-def _refuse(said: Mapping[str, str | None]) -> None:
-    if differing := "; ".join(f"{name} ({words})" for name, words in said.items() if words):
+def _refuse(differences: Mapping[str, str | None]) -> None:
+    if differing := "; ".join(f"{name} ({words})" for name, words in differences.items() if words):
         raise RankError(f"ranks differ in {differing}: give all ranks the same, then start them again")
 
 

@@ -66,16 +66,16 @@ class ReceivedGradients:
         own first.
         """
         num_groups = self._dims_S.size // 2
-        asked_W = self._requested_WS.sum(axis=1)
-        own_last = [rank for rank in range(asked_W.size) if rank != self._rank] + [self._rank]
+        requested_W = self._requested_WS.sum(axis=1)
+        own_last = [rank for rank in range(requested_W.size) if rank != self._rank] + [self._rank]
         own_first = own_last[-1:] + own_last[:-1]
-        begin_W, at_W = np.empty_like(asked_W), np.empty_like(asked_W)
-        begin_W[own_last] = exclusive(asked_W[own_last])
+        begin_W, at_W = np.empty_like(requested_W), np.empty_like(requested_W)
+        begin_W[own_last] = exclusive(requested_W[own_last])
         at_W[own_first] = exclusive(self.numbers_W[own_first])
         found: dict[int, list[tuple[torch.Tensor, NDArray[np.int64]]]] = {}
         for rank, counts_S in enumerate(self._received_WS):
-            mine, at = slice(int(begin_W[rank]), int(begin_W[rank] + asked_W[rank])), int(at_W[rank])
-            places, named = positions[mine], slots[mine]
+            part, at = slice(int(begin_W[rank]), int(begin_W[rank] + requested_W[rank])), int(at_W[rank])
+            places, named = positions[part], slots[part]
             if rank in self._selected:
                 places = places[self._selected[rank]]
                 named = named.index_select(0, backend.tensor(backend.to_device(self._selected[rank])))
@@ -165,11 +165,11 @@ class RowExchange:
         """
         what = f"exchanging rows of {batch.where}"
         error = error or batch.error
-        told = self._count(np.tile(np.array([batch.token, error is not None], np.int64), (self.ranks.size, 1)), what)
-        if told[:, 1].any():
+        counts = self._count(np.tile(np.array([batch.token, error is not None], np.int64), (self.ranks.size, 1)), what)
+        if counts[:, 1].any():
             self.ranks.agree(f"bringing a batch of {batch.where}", error)
         words = f"looks up another batch than rank {self.ranks.rank} in {batch.where}"
-        check_tokens(told[:, 0], batch.token, words)
+        check_tokens(counts[:, 0], batch.token, words)
         slots, flat = self._serve(batch, what)
         return self._groups_of(batch.request, self._unpack(batch.layout, batch.request, flat)), slots
 
@@ -183,7 +183,7 @@ class RowExchange:
         in_W = (batch.request.counts_WS * batch.layout.width_WS)[:, :H].sum(axis=1)
         send, receive = self._remote(out_W), self._remote(in_W)
         flat, sent = (p.tensor(p.empty((int(n),), np.float32)) for n in (in_W.sum(), sum(send)))
-        wanted: list[tuple[int, int, int, torch.Tensor | None, int]] = []
+        spans: list[tuple[int, int, int, torch.Tensor | None, int]] = []
         counts = batch.counts_WS[self._order]
         ends = (counts.cumsum() - counts.reshape(-1)).reshape(counts.shape)
         at = {True: sum(receive), False: 0}
@@ -192,17 +192,17 @@ class RowExchange:
             for split in np.nonzero(counts[turn])[0].tolist():
                 h, first, count = split % H, int(ends[turn, split]), int(counts[turn, split])
                 target = None if split >= H else flat if own else sent
-                if wanted and wanted[-1][0] == h and wanted[-1][3] is target and sum(wanted[-1][1:3]) == first:
-                    wanted[-1] = (h, wanted[-1][1], wanted[-1][2] + count, target, wanted[-1][4])
+                if spans and spans[-1][0] == h and spans[-1][3] is target and sum(spans[-1][1:3]) == first:
+                    spans[-1] = (h, spans[-1][1], spans[-1][2] + count, target, spans[-1][4])
                 else:
-                    wanted.append((h, first, count, target, at[own]))
+                    spans.append((h, first, count, target, at[own]))
                 at[own] += 0 if target is None else count * int(dims_H[h])
         requests = []
-        for h, first, count, target, begin in wanted:
-            rows, mine = self._rows[h], slice(first, first + count)
+        for h, first, count, target, begin in spans:
+            rows, part = self._rows[h], slice(first, first + count)
             dim = rows.vectors.dim
             out = None if target is None else p.array(target[begin : begin + count * dim].view(count, dim))
-            requests.append(RowRequest(rows, p.array(positions[mine]), p.array(slots[mine]), out))
+            requests.append(RowRequest(rows, p.array(positions[part]), p.array(slots[part]), out))
         p.find(requests)
         self._send(sent, send, receive, flat[: sum(receive)], what)
         return slots, flat
@@ -262,19 +262,19 @@ class RowExchange:
         sent_R = request.rows_R.copy()
         for g, so_far in enumerate(named):
             if so_far is not None:
-                mine = s.runs.group_R == g
-                first = request.slot_R[mine]
-                sent_R[mine] = so_far[first + request.rows_R[mine]] - so_far[first]
+                part = s.runs.group_R == g
+                first = request.slot_R[part]
+                sent_R[part] = so_far[first + request.rows_R[part]] - so_far[first]
         words = np.packbits(np.pad(np.array(flags, np.bool_), (0, -len(flags) % 64))).view(np.int64)
         to = np.zeros((self.ranks.size, S + 1 + words.size), dtype=np.int64)
         runs_to = s.runs.rank_R * S + s.runs.split_R
         to[:, :S] = np.bincount(runs_to, sent_R, self.ranks.size * S).reshape(-1, S)
         to[:, S] = any(mark is not None for mark in marks_G)
         to[:, S + 1 :] = words
-        told = self._count(to, what)
-        received = ReceivedGradients(self.ranks.rank, batch.counts_WS, told[:, :S], self._part_dims(s.num_groups))
-        if told[:, S].any():
-            received.select(self._indices(batch, marks_G, to[:, :S], told[:, :S], what))
+        counts = self._count(to, what)
+        received = ReceivedGradients(self.ranks.rank, batch.counts_WS, counts[:, :S], self._part_dims(s.num_groups))
+        if counts[:, S].any():
+            received.select(self._indices(batch, marks_G, to[:, :S], counts[:, :S], what))
         out_W = (to[:, :S] * s.width_WS).sum(axis=1)
         send, receive = self._remote(out_W), self._remote(received.numbers_W)
         begin, end = sum(send), int(out_W.sum())
@@ -287,7 +287,7 @@ class RowExchange:
         received.add(p, batch.positions, slots, buffer[begin:], self._rows, into)
         self.slices.note(received, into)
         self._replicas.note(received)
-        any_flags = np.bitwise_or.reduce(told[:, S + 1 :], axis=0).view(np.uint8)
+        any_flags = np.bitwise_or.reduce(counts[:, S + 1 :], axis=0).view(np.uint8)
         return np.unpackbits(any_flags, count=len(flags)).astype(np.bool_).tolist()
 
     def _rows_with_gradients(
@@ -313,7 +313,7 @@ class RowExchange:
         batch: ExchangedInput,
         marks_G: list[NDArray[np.bool_] | None],
         to_WS: NDArray[np.int64],
-        told_WS: NDArray[np.int64],
+        received_WS: NDArray[np.int64],
         what: str,
     ) -> dict[int, NDArray[np.int32]]:
         """Tell owners which of their rows have a gradient; return that of rows asked for here, by rank.
@@ -322,23 +322,23 @@ class RowExchange:
         """
         s, request = batch.layout, batch.request
         wire_R = exclusive(request.rows_R)
-        asked_W, told_W = request.counts_WS.sum(axis=1), batch.counts_WS.sum(axis=1)
-        send_W, receive_W = to_WS.sum(axis=1), told_WS.sum(axis=1)
-        send_W[send_W == asked_W], receive_W[receive_W == told_W] = 0, 0
-        first_W = exclusive(asked_W[self._order])[np.argsort(self._order)]
+        requested_W, received_W = request.counts_WS.sum(axis=1), batch.counts_WS.sum(axis=1)
+        send_W, receive_W = to_WS.sum(axis=1), received_WS.sum(axis=1)
+        send_W[send_W == requested_W], receive_W[receive_W == received_W] = 0, 0
+        first_W = exclusive(requested_W[self._order])[np.argsort(self._order)]
         found = [np.empty(0, np.int32)]
         for r in np.nonzero((request.rows_R > 0) & (send_W > 0)[s.runs.rank_R])[0].tolist():
             mark, rows = marks_G[s.runs.group_R[r]], request.span(r)
-            there = np.arange(rows.stop - rows.start) if mark is None else np.nonzero(mark[rows])[0]
-            found.append((there + (wire_R[r] - first_W[s.runs.rank_R[r]])).astype(np.int32))
-        mine = np.concatenate(found)
+            indices = np.arange(rows.stop - rows.start) if mark is None else np.nonzero(mark[rows])[0]
+            found.append((indices + (wire_R[r] - first_W[s.runs.rank_R[r]])).astype(np.int32))
+        part = np.concatenate(found)
         send, receive = self._remote(send_W), self._remote(receive_W)
         received = np.empty(sum(receive), np.int32)
-        self._send(torch.from_numpy(mine[: sum(send)]), send, receive, torch.from_numpy(received), what)
+        self._send(torch.from_numpy(part[: sum(send)]), send, receive, torch.from_numpy(received), what)
         pieces = dict(enumerate(np.split(received, np.cumsum(receive)[:-1])))
-        pieces[self.ranks.rank] = mine[sum(send) :]
+        pieces[self.ranks.rank] = part[sum(send) :]
         for rank, piece in pieces.items():
-            if error := out_of_bounds(self.ranks.rank, piece, int(told_W[rank]), f"of those rank {rank} asked for"):
+            if error := out_of_bounds(self.ranks.rank, piece, int(received_W[rank]), f"of those rank {rank} asked for"):
                 raise error
         return {rank: piece for rank, piece in pieces.items() if receive_W[rank]}
 

@@ -47,7 +47,7 @@ class StageInput:
 
     def __init__(self, ranks: AnyCommunicator, *, first_stage: int = 0) -> None:
         self._ranks, self._first = ranks, first_stage
-        self._mine: torch.Tensor | None = None
+        self._own: torch.Tensor | None = None
         self._sizes: list[int] = []
 
     def collect(self, looked_up: torch.Tensor, batch: Batch) -> torch.Tensor | None:
@@ -55,26 +55,26 @@ class StageInput:
 
         It takes gradients; ``give_back`` hands them on.
         """
-        self._mine = looked_up[: len(batch) if batch.weight else 0]  # a sample with weight 0 is another rank's
-        self._sizes = self._sizes_of(self._mine)
-        found = self.bring(self._mine.detach(), to=self._first)
+        self._own = looked_up[: len(batch) if batch.weight else 0]  # a sample with weight 0 is another rank's
+        self._sizes = self._sizes_of(self._own)
+        found = self.bring(self._own.detach(), to=self._first)
         return None if found is None else found.requires_grad_()
 
-    def bring(self, mine: torch.Tensor, *, to: int) -> torch.Tensor | None:
-        """Return the rows of ``mine`` (n, ...) of all ranks on rank ``to``, else None: labels for the last stage."""
-        sizes, mine = self._sizes_of(mine), mine.contiguous()
-        width = mine[0].numel() if mine.shape[0] else math.prod(mine.shape[1:])
-        here = self._ranks.rank == to
+    def bring(self, own: torch.Tensor, *, to: int) -> torch.Tensor | None:
+        """Return the rows of ``own`` (n, ...) of all ranks on rank ``to``, else None: labels for the last stage."""
+        sizes, own = self._sizes_of(own), own.contiguous()
+        width = own[0].numel() if own.shape[0] else math.prod(own.shape[1:])
+        is_target = self._ranks.rank == to
         found = self._ranks.all_to_all(
-            mine.reshape(-1),
-            [mine.numel() if rank == to else 0 for rank in range(self._ranks.size)],
-            [size * width if here else 0 for size in sizes],
+            own.reshape(-1),
+            [own.numel() if rank == to else 0 for rank in range(self._ranks.size)],
+            [size * width if is_target else 0 for size in sizes],
         )
-        return found.reshape(-1, *mine.shape[1:]) if here else None
+        return found.reshape(-1, *own.shape[1:]) if is_target else None
 
-    def _sizes_of(self, mine: torch.Tensor) -> list[int]:
+    def _sizes_of(self, own: torch.Tensor) -> list[int]:
         """Return how many rows each rank has."""
-        to = np.full((self._ranks.size, 1), mine.shape[0], np.int64)
+        to = np.full((self._ranks.size, 1), own.shape[0], np.int64)
         return [int(size) for size in self._ranks.exchange_splits(to, "counting rows of a pipeline")[:, 0]]
 
     def give_back(self, collected: torch.Tensor | None) -> None:
@@ -83,10 +83,10 @@ class StageInput:
         For a loss that is the mean over the whole batch, as the last stage's is. Raises ValueError, RankError on the
         other ranks, where no backward has come to ``collected`` yet.
         """
-        assert self._mine is not None, "collect comes first"
-        ranks, mine = self._ranks, self._mine
-        width = mine.shape[1]
-        here, gradient = collected is not None, mine.new_empty(0)
+        assert self._own is not None, "collect comes first"
+        ranks, own = self._ranks, self._own
+        width = own.shape[1]
+        is_target, gradient = collected is not None, own.new_empty(0)
         with ranks.raise_on_all("giving gradients of collected vectors back"):
             if collected is not None and collected.grad is not None:
                 gradient = collected.grad.reshape(-1)
@@ -96,10 +96,10 @@ class StageInput:
                 )
         found = ranks.all_to_all(
             gradient,
-            [size * width if here else 0 for size in self._sizes],
-            [mine.numel() if rank == self._first else 0 for rank in range(ranks.size)],
+            [size * width if is_target else 0 for size in self._sizes],
+            [own.numel() if rank == self._first else 0 for rank in range(ranks.size)],
         )
-        if mine.shape[0]:
-            averaged = found.reshape(mine.shape) * ranks.size  # a step divides rows' gradients by the ranks
-            torch.autograd.backward(mine, averaged)
-        self._mine = None
+        if own.shape[0]:
+            averaged = found.reshape(own.shape) * ranks.size  # a step divides rows' gradients by the ranks
+            torch.autograd.backward(own, averaged)
+        self._own = None

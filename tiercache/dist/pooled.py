@@ -193,10 +193,15 @@ def check_pooled_ids(one: PoolableFeature, ids: NDArray[np.int32], where: str) -
     """Raise IndexError for a local id that the table does not have, as a lookup does."""
     bad = check_ids(ids, np.array([0, ids.size]), np.array([one.rows]))
     if bad >= 0:
-        raise IndexError(
-            f"feature {one.name!r} has local id {int(ids[bad])} at entry {bad} of the batch, and table {one.table!r} "
-            f"has local ids 0 to {one.rows - 1} in {where}: use batches of the pass that is being trained"
-        )
+        raise wrong_id(one.name, int(ids[bad]), bad, one.table, one.rows, where)
+
+
+def wrong_id(feature: str, local_id: int, entry: int, table: str, rows: int, where: str) -> IndexError:
+    """Return the error about a local id that a table does not have."""
+    return IndexError(
+        f"feature {feature!r} has local id {local_id} at entry {entry} of the batch, and table {table!r} has local ids "
+        f"0 to {rows - 1} in {where}: use batches of the pass that is being trained"
+    )
 
 
 def split_by_rank(ids: Mapping[str, FeatureIds], num_samples_W: Sequence[int]) -> list[dict[str, FeatureIds]]:

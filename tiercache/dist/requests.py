@@ -25,6 +25,7 @@ from tiercache.dist.pooled import (
     encode_block,
     poolable_features,
     pooled_by_owner,
+    wrong_id,
 )
 from tiercache.dist.shard_layout import ShardLayout, exclusive, out_of_bounds
 from tiercache.errors import RankError
@@ -95,29 +96,28 @@ class RequestBuilder:
         table_F = np.array([layout.table_of[tables[name]] for name in names], dtype=np.int64)
         starts = np.zeros(len(names) + 1, dtype=np.int64)
         np.cumsum([ids[name].num_ids for name in names], out=starts[1:])
-        joined = self._take("joined", int(starts[-1]))
-        np.concatenate([ids[name].ids for name in names] or [joined], out=joined)
-        _check(joined, starts, layout.rows_T[table_F], names, tables, where)
-        unique = self._take("unique", joined.size)
-        inverse = np.empty(joined.size, dtype=np.int32)  # becomes the batch's ids
+        flat_ids = self._take("joined", int(starts[-1]))
+        np.concatenate([ids[name].ids for name in names] or [flat_ids], out=flat_ids)
+        _check(flat_ids, starts, layout.rows_T[table_F], names, tables, where)
+        unique = self._take("unique", flat_ids.size)
+        inverse = np.empty(flat_ids.size, dtype=np.int32)  # becomes the batch's ids
         begin_K, end_K = np.zeros_like(layout.low_K), np.zeros_like(layout.low_K)
         num_unique = 0
         for first, end in layout.sets:
             low, high = np.searchsorted(table_F, [first, end]).tolist()
             entries = slice(int(starts[low]), int(starts[high]))
             for f in range(low, high):
-                joined[starts[f] : starts[f + 1]] += np.int32(layout.base_T[table_F[f]])
-            room, numbers = unique[num_unique : num_unique + entries.stop - entries.start], inverse[entries]
+                flat_ids[starts[f] : starts[f + 1]] += np.int32(layout.base_T[table_F[f]])
+            out, numbers = unique[num_unique : num_unique + entries.stop - entries.start], inverse[entries]
             rows = int(layout.rows_T[first:end].sum())
-            room = room[: self._unique(joined[entries], rows, room, numbers)]
+            out = out[: self._unique(flat_ids[entries], rows, out, numbers)]
             if num_unique:
                 numbers += num_unique
-            mine = slice(*np.searchsorted(layout.by_table_K, [first, end]).tolist())
-            k = layout.table_order_K[mine]
+            k = layout.table_order_K[slice(*np.searchsorted(layout.by_table_K, [first, end]).tolist())]
             base = layout.base_T[layout.table_K[k]]
-            begin_K[k] = num_unique + np.searchsorted(room, base + layout.low_K[k])
-            end_K[k] = num_unique + np.searchsorted(room, base + layout.high_K[k])
-            num_unique += room.size
+            begin_K[k] = num_unique + np.searchsorted(out, base + layout.low_K[k])
+            end_K[k] = num_unique + np.searchsorted(out, base + layout.high_K[k])
+            num_unique += out.size
         made = _lay_out(layout, unique[:num_unique], begin_K, end_K)
         return made, {name: replace(ids[name], ids=inverse[starts[f] : starts[f + 1]]) for f, name in enumerate(names)}
 
@@ -182,11 +182,7 @@ def _check(
     bad = check_ids(ids, starts, limits)
     if bad >= 0:
         f = int(np.searchsorted(starts, bad, side="right")) - 1
-        raise IndexError(
-            f"feature {names[f]!r} has local id {int(ids[bad])} at entry {bad - int(starts[f])} of the batch, and "
-            f"table {tables[names[f]]!r} has local ids 0 to {int(limits[f]) - 1} in {where}: use batches of the pass "
-            "that is being trained"
-        )
+        raise wrong_id(names[f], int(ids[bad]), bad - int(starts[f]), tables[names[f]], int(limits[f]), where)
 
 
 _SAMPLES, _POOLED, _MODES, _TOKEN, _ERROR = range(-5, 0)
@@ -307,14 +303,14 @@ class InputDist:
                 f"ranks look up different features in {where}, or pool them differently: with read_by='owner' all of "
                 "them have the same embedding modules"
             )
-        asked_W = tuple(PooledBlock.of(poolable, to[r, S : S + P], r) for r in range(self._ranks.size))
+        outgoing_W = tuple(PooledBlock.of(poolable, to[r, S : S + P], r) for r in range(self._ranks.size))
         incoming_W = tuple(PooledBlock.of(poolable, received[r, S : S + P], rank) for r in range(self._ranks.size))
         counts_WP, n_W = (received[:, S : S + P] - 1) >> 1, received[:, _SAMPLES]
         words_W = [
             sum(poolable[f].words(int(n), int(counts_P[f])) for f in block.features) if own is None else 0
             for block, counts_P, n in zip(incoming_W, counts_WP, n_W, strict=True)
         ]
-        pieces_W = [encode_block(block, poolable, local.ids) if own is None else [] for block in asked_W]
+        pieces_W = [encode_block(block, poolable, local.ids) if own is None else [] for block in outgoing_W]
         positions, messages_W = self._send(request, received[:, :S].sum(axis=1), pieces_W, words_W, what)
         if own is not None:
             messages_W = [np.concatenate([NONE_I4, *encode_block(block, poolable, some)])
@@ -341,7 +337,7 @@ class InputDist:
             ]
         except RankError as bad:
             return replace(exchanged, error=bad)
-        return replace(exchanged, bags=PooledInput(poolable, pooled, n_W, asked_W, incoming_W, parts_W))
+        return replace(exchanged, bags=PooledInput(poolable, pooled, n_W, outgoing_W, incoming_W, parts_W))
 
     def _pooled(
         self,
@@ -377,18 +373,18 @@ class InputDist:
         words_W: Sequence[int], what: str,
     ) -> tuple[NDArray[np.int32], list[NDArray[np.int32]]]:  # fmt: skip
         """Send each rank the addresses of its rows and its message; return the positions and messages that came."""
-        wire, rank, asked_W = self.wire, self._ranks.rank, request.counts_WS.sum(axis=1)
-        mine = dict(zip(self._order.tolist(), np.split(request.addresses, np.cumsum(asked_W[self._order])[:-1]),
-                        strict=True))  # fmt: skip
-        remote = [one for r, pieces in enumerate(pieces_W) if r != rank for one in (mine[r], *pieces)]
-        send = wire.remote(asked_W[r] + sum(one.size for one in pieces) for r, pieces in enumerate(pieces_W))
+        wire, rank, outgoing_W = self.wire, self._ranks.rank, request.counts_WS.sum(axis=1)
+        pieces = np.split(request.addresses, np.cumsum(outgoing_W[self._order])[:-1])
+        addresses_W = dict(zip(self._order.tolist(), pieces, strict=True))
+        remote = [one for r, pieces in enumerate(pieces_W) if r != rank for one in (addresses_W[r], *pieces)]
+        send = wire.remote(outgoing_W[r] + sum(one.size for one in pieces) for r, pieces in enumerate(pieces_W))
         receive = wire.remote(rows_W + words_W)
         received_words = np.empty(sum(receive), np.int32)
         wire.send(
             torch.from_numpy(np.concatenate([NONE_I4, *remote])), send, receive, torch.from_numpy(received_words), what
         )
         each_W = np.split(received_words, np.cumsum(receive)[:-1])
-        each_W[rank] = np.concatenate([mine[rank], *pieces_W[rank]])
+        each_W[rank] = np.concatenate([addresses_W[rank], *pieces_W[rank]])
         positions = [each_W[r][: rows_W[r]] for r in self._order]
         return np.concatenate(positions), [each[rows:] for each, rows in zip(each_W, rows_W, strict=True)]
 

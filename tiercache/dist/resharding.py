@@ -45,7 +45,7 @@ _KEY_BYTES = 8
 
 def reshard(
     path: str | os.PathLike[str],
-    share: ShardView,
+    view: ShardView,
     ranks: AnyCommunicator,
     *,
     order: OrderRule = None,
@@ -55,7 +55,7 @@ def reshard(
     plain: bool = False,
     **options: Unpack[ShardOptions],
 ) -> ShardWriter:
-    """Write the shards of a store anew for the ranks and the sharding of ``share``, and return them open.
+    """Write the shards of a store anew for the ranks and the sharding of ``view``, and return them open.
 
     Collective. The store may be a plain one, and, with ``plain`` for one rank, becomes one. Each rank reads what it
     owns now out of all old shards, which must be where it can read them, and writes it in the order of first use from
@@ -74,7 +74,7 @@ def reshard(
     Raises BudgetError, DatasetError for other passes than were trained, and for a place that split passes do not
     have, ValueError, and what ``ShardWriter.begin_generation`` and ``Store.open`` raise: on all ranks.
     """
-    opened = ShardWriter.begin_generation(path, share.whole.tables, share.sharding, ranks, plain=plain, **options)
+    opened = ShardWriter.begin_generation(path, view.whole.tables, view.sharding, ranks, plain=plain, **options)
     try:
         with ExitStack() as stack:
             refused: list[Exception] = []
@@ -82,11 +82,11 @@ def reshard(
             with ranks.raise_on_all("reading the old shards"):
                 prepare_kernels()
                 old = stack.enter_context(open_shards(opened.path, opened.manifest))
-                make = partial(_Copy, old, opened.store, share, order, reorganized=reorganized)
+                make = partial(_Copy, old, opened.store, view, order, reorganized=reorganized)
                 _note(refused, lambda: copies.append(make()))
             _refuse(opened, ranks, "reading the old shards", refused)
             copy = copies[0]
-            _check_room(copy.need, opened, ranks, store_budget)
+            _check_free_bytes(copy.need, opened, ranks, store_budget)
             with ranks.raise_on_all("writing rows for other ranks"):
                 copy.run()
             if check is not None:
@@ -180,18 +180,18 @@ class Need:
 
     @classmethod
     def of(
-        cls, old: ShardedStore, store: Store, share: ShardView, uses: FirstUses, cursor: Cursor, state_bytes: int
+        cls, old: ShardedStore, store: Store, view: ShardView, uses: FirstUses, cursor: Cursor, state_bytes: int
     ) -> Need:
         """Predict it from sizes. ``uses`` are those of the new share."""
         rows = row_bytes = 0
         for group in store.groups:
             for table in group.tables:
-                hashes = share.sharding.owned_hashes(table.name, share.rank)
+                hashes = view.sharding.owned_hashes(table.name, view.rank)
                 mine = 0 if hashes is None else old.most_rows(table.name, hashes)
-                if cursor.pass_index < len(share):
+                if cursor.pass_index < len(view):
                     mine += sum(uses.counts(table.name).values())
                 rows, row_bytes = rows + mine, row_bytes + mine * group.row_bytes
-        positions = sum(one.rows(table.name) for one in share.passes for table in share.tables)
+        positions = sum(one.rows(table.name) for one in view.passes for table in view.tables)
         return cls(
             rows=rows,
             shard=row_bytes + _KEY_BYTES * rows + state_bytes + sum(distance_bytes(positions)),
@@ -203,27 +203,27 @@ class _Copy:
     """The work of one rank: decided when it is made, done by ``run``."""
 
     def __init__(
-        self, old: ShardedStore, store: Store, share: ShardView, order: OrderRule, *, reorganized: bool
+        self, old: ShardedStore, store: Store, view: ShardView, order: OrderRule, *, reorganized: bool
     ) -> None:
-        self._old, self._store, self._share = old, store, share
-        self.start = _start(old, share, order, reorganized=reorganized)
-        schedule = Schedule.of(share, order)
+        self._old, self._store, self._view = old, store, view
+        self.start = _start(old, view, order, reorganized=reorganized)
+        schedule = Schedule.of(view, order)
         self._digest = schedule.digest
-        self._uses, self._layout = first_uses(store, share, schedule, self.start)
+        self._uses, self._layout = first_uses(store, view, schedule, self.start)
         commit = old.shards[0].commit
         assert commit is not None
-        self.need = Need.of(old, store, share, self._uses, commit.cursor, commit.state_bytes)
+        self.need = Need.of(old, store, view, self._uses, commit.cursor, commit.state_bytes)
 
     def run(self) -> None:
         """Write the rows."""
         copy_shard(
-            self._old, self._store, self._share.sharding, self._share.rank,
+            self._old, self._store, self._view.sharding, self._view.rank,
             uses=self._uses, layout=self._layout, start=self.start, schedule_digest=self._digest,
         )  # fmt: skip
 
 
-def place_of(commit: Commit, sharding: ShardingPlan, rank: int, share: ShardView, order: OrderRule) -> Cursor | None:
-    """Return where a training that stands at a shard's ``commit`` goes on in the schedule of ``share``.
+def place_of(commit: Commit, sharding: ShardingPlan, rank: int, view: ShardView, order: OrderRule) -> Cursor | None:
+    """Return where a training that stands at a shard's ``commit`` goes on in the schedule of ``view``.
 
     ``sharding`` and ``rank`` are those of the shard. None where its passes are others: neither the ones that it was
     trained with, nor split from these. Raises DatasetError for a place that split passes do not have.
@@ -234,25 +234,25 @@ def place_of(commit: Commit, sharding: ShardingPlan, rank: int, share: ShardView
         schedule = Schedule(num_passes=num_passes, dataset_digest=mine, order=order)
         return schedule.digest == (commit.schedule_digest or commit.overlaid)
 
-    if trained(len(share), share.whole.digest):
+    if trained(len(view), view.whole.digest):
         return commit.cursor
-    source = split_source(share.whole)
+    source = split_source(view.whole)
     if source is None or isinstance(order, tuple) or not trained(len(source.parts), source.digest):
         return None
     samples = commit.settings.get("order")
-    return Cursor(*split_cursor(share.whole, commit.cursor, order=samples, order_seed=order))
+    return Cursor(*split_cursor(view.whole, commit.cursor, order=samples, order_seed=order))
 
 
-def _start(old: ShardedStore, share: ShardView, order: OrderRule, *, reorganized: bool) -> Cursor:
-    """Return where training goes on in the schedule of ``share``. Raises DatasetError where that is another one."""
+def _start(old: ShardedStore, view: ShardView, order: OrderRule, *, reorganized: bool) -> Cursor:
+    """Return where training goes on in the schedule of ``view``. Raises DatasetError where that is another one."""
     commit = old.shards[0].commit
     assert commit is not None
-    found = place_of(commit, old.sharding, 0, share, order)
+    found = place_of(commit, old.sharding, 0, view, order)
     if found is not None:
         return found
     if not reorganized:
         raise DatasetError(
-            f"the dataset {share.path} in this order is not the one that {old.label} was trained with, nor split from "
+            f"the dataset {view.path} in this order is not the one that {old.label} was trained with, nor split from "
             "it: open the dataset it was trained with, or have the store reorganized for this one"
         )
     if commit.cursor.sample:
@@ -281,14 +281,14 @@ def _refuse(opened: ShardWriter, ranks: AnyCommunicator, what: str, errors: Sequ
                 raise error
 
 
-def _check_room(need: Need, opened: ShardWriter, ranks: AnyCommunicator, store_budget: int | None) -> None:
+def _check_free_bytes(need: Need, opened: ShardWriter, ranks: AnyCommunicator, store_budget: int | None) -> None:
     """Raise BudgetError, with the numbers, where a new shard exceeds its budget, or those of a disk its free bytes."""
     folder = opened.store.path
     assert folder is not None, "shards have folders"
     disk = f"{socket.gethostname()}:{folder.stat().st_dev}"
-    told = ranks.all_gather_object([disk, need.total, shutil.disk_usage(folder).free])
+    needs = ranks.all_gather_object([disk, need.total, shutil.disk_usage(folder).free])
     words = ""
-    needed, free = sum(total for at, total, _ in told if at == disk), min(free for at, _, free in told if at == disk)
+    needed, free = sum(total for at, total, _ in needs if at == disk), min(free for at, _, free in needs if at == disk)
     if store_budget is not None and need.shard > store_budget:
         words = (
             f"store_budget is {format_bytes(store_budget)}, but the shard of rank {ranks.rank} would have "

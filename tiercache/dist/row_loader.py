@@ -57,19 +57,19 @@ class LoadedRows:
 class RowLoader:
     """Has owners read rows. On the training thread, between batches."""
 
-    def __init__(self, share: ShardView, live_rows: Callable[..., LocalRows], ranks: AnyCommunicator) -> None:
+    def __init__(self, view: ShardView, live_rows: Callable[..., LocalRows], ranks: AnyCommunicator) -> None:
         """live_rows: of this rank's cache; of its own rows."""
-        self._share, self._live_rows, self._ranks = share, live_rows, ranks
-        self._shares_unknown: bool | None = None  # whether a pass has such a row that only one rank owns
+        self._view, self._live_rows, self._ranks = view, live_rows, ranks
+        self._has_unknown: bool | None = None  # whether a pass has such a row that only one rank owns
 
     def live_rows(self) -> LocalRows:
         """Return a reader of this rank's rows as of now, that knows the out-of-vocabulary rows of all. Collective."""
         with self._ranks.raise_on_all("beginning to read rows as of now"):
             found = self._live_rows()
-        if self._shares_unknown is False:
+        if self._has_unknown is False:
             return found
-        unknown = _unknown_rows(self._share, found, self._ranks)
-        self._shares_unknown = bool(unknown)
+        unknown = _unknown_rows(self._view, found, self._ranks)
+        self._has_unknown = bool(unknown)
         return self._live_rows(unknown) if unknown else found
 
     def load(
@@ -82,72 +82,78 @@ class RowLoader:
         rank is to read vectors of more than ``budget`` bytes for others.
         """
         ranks, what = self._ranks, "reading rows of raw keys"
-        live_rows, tables = self.live_rows(), self._share.whole.tables
+        live_rows, tables = self.live_rows(), self._view.whole.tables
         live_rows.unseen = unseen
-        asked_WT = self._asked(tables, keys)
-        to = np.array([[found.size for found in mine] for mine in asked_WT], np.int64)
-        told = ranks.exchange_splits(to, what)
-        sent = torch.from_numpy(np.concatenate([one for mine in asked_WT for one in mine]))
-        came = ranks.all_to_all(sent, to.sum(axis=1).tolist(), told.sum(axis=1).tolist(), what=what).numpy()
+        keys_WT = self._keys_by_owner(tables, keys)
+        to = np.array([[found.size for found in own] for own in keys_WT], np.int64)
+        counts = ranks.exchange_splits(to, what)
+        sent = torch.from_numpy(np.concatenate([one for own in keys_WT for one in own]))
+        keys_in = ranks.all_to_all(sent, to.sum(axis=1).tolist(), counts.sum(axis=1).tolist(), what=what).numpy()
         widths_W = np.array([[self._width(table, rank) for table in tables] for rank in range(ranks.size)], np.int64)
-        here = widths_W[ranks.rank]
+        widths_T = widths_W[ranks.rank]
         with ranks.raise_on_all(what):
-            if budget is not None and int((told.sum(axis=0) * here).sum()) * 4 > budget:
+            num_bytes = int((counts.sum(axis=0) * widths_T).sum()) * 4
+            if budget is not None and num_bytes > budget:
                 raise BudgetError(
-                    f"the ranks ask rank {ranks.rank} for rows of "
-                    f"{format_bytes(int((told.sum(axis=0) * here).sum()) * 4)} at once, but eval_budget is "
-                    f"{format_bytes(budget)}: give smaller batches, or raise eval_budget (and host_budget)"
+                    f"the ranks ask rank {ranks.rank} for rows of {format_bytes(num_bytes)} at once, but eval_budget "
+                    f"is {format_bytes(budget)}: give smaller batches, or raise eval_budget (and host_budget)"
                 )
-            answer = self._read(live_rows, told, came, here)
+            vectors_out = self._read(live_rows, counts, keys_in, widths_T)
         sizes = (to * widths_W).sum(axis=1).tolist()
-        back = ranks.all_to_all(torch.from_numpy(answer), (told @ here).tolist(), sizes, what=what).numpy()
+        back = ranks.all_to_all(torch.from_numpy(vectors_out), (counts @ widths_T).tolist(), sizes, what=what).numpy()
         return self._put_together(tables, keys, to, widths_W, back)
 
     def _width(self, table: Table, rank: int) -> int:
         """Return how many columns of a table a rank owns."""
-        table_sharding = self._share.sharding.tables[table.name]
+        table_sharding = self._view.sharding.tables[table.name]
         if table_sharding.by_hash:
             return table.dim
         part = table_sharding.slice_of(rank)
         return 0 if part is None else part.last - part.first
 
-    def _asked(self, tables: Sequence[Table], keys: Mapping[str, NDArray[np.int64]]) -> list[list[NDArray[np.int64]]]:
+    def _keys_by_owner(
+        self, tables: Sequence[Table], keys: Mapping[str, NDArray[np.int64]]
+    ) -> list[list[NDArray[np.int64]]]:
         """Return by rank and table the keys that the rank is asked for, ascending."""
-        asked: list[list[NDArray[np.int64]]] = [[] for _ in range(self._ranks.size)]
+        keys_W: list[list[NDArray[np.int64]]] = [[] for _ in range(self._ranks.size)]
         for table in tables:
             some = keys.get(table.name, np.empty(0, np.int64))
             owners = self._owners(table, some)
-            for rank, mine in enumerate(asked):
-                mine.append(some if owners is None and self._width(table, rank) else some[:0] if owners is None
+            for rank, own in enumerate(keys_W):
+                own.append(some if owners is None and self._width(table, rank) else some[:0] if owners is None
                             else some[owners == rank])  # fmt: skip
-        return asked
+        return keys_W
 
     def _owners(self, table: Table, keys: NDArray[np.int64]) -> NDArray[np.int16] | None:
         """Return the rank that owns each key; None where ranks own all keys, or none."""
-        if not self._share.sharding.tables[table.name].by_hash:
+        if not self._view.sharding.tables[table.name].by_hash:
             return None
         owners = np.empty(keys.size, np.int16)
         key_owners(keys, table.table_id, self._ranks.size, owners)
         return owners
 
     def _read(
-        self, live_rows: LocalRows, told_WT: NDArray[np.int64], came: NDArray[np.int64], widths_T: NDArray[np.int64]
+        self,
+        live_rows: LocalRows,
+        counts_WT: NDArray[np.int64],
+        keys_in: NDArray[np.int64],
+        widths_T: NDArray[np.int64],
     ) -> NDArray[np.float32]:
         """Return the vectors of the keys that came, which stand by rank and table, in their order."""
-        answer = np.empty(int((told_WT * widths_T).sum()), np.float32)
-        ends, goes = np.cumsum(told_WT).reshape(told_WT.shape), np.cumsum(told_WT * widths_T).reshape(told_WT.shape)
-        for t, table in enumerate(self._share.tables):
-            parts = [came[end - count : end] for end, count in zip(ends[:, t], told_WT[:, t], strict=True)]
+        vectors_out = np.empty(int((counts_WT * widths_T).sum()), np.float32)
+        ends, ends_out = (np.cumsum(each).reshape(counts_WT.shape) for each in (counts_WT, counts_WT * widths_T))
+        for t, table in enumerate(self._view.tables):
+            parts = [keys_in[end - count : end] for end, count in zip(ends[:, t], counts_WT[:, t], strict=True)]
             keys, inverse = np.unique(np.concatenate(parts), return_inverse=True)
             if not keys.size:
                 continue
             vectors, first = np.empty((keys.size, int(widths_T[t])), np.float32), 0
             live_rows.fill(table.name, keys, (vectors,))
-            for end, count in zip(goes[:, t].tolist(), told_WT[:, t].tolist(), strict=True):
-                out = answer[end - count * vectors.shape[1] : end].reshape(count, vectors.shape[1])
+            for end, count in zip(ends_out[:, t].tolist(), counts_WT[:, t].tolist(), strict=True):
+                out = vectors_out[end - count * vectors.shape[1] : end].reshape(count, vectors.shape[1])
                 np.take(vectors, inverse[first : first + count], axis=0, out=out)
                 first += count
-        return answer
+        return vectors_out
 
     def _put_together(
         self, tables: Sequence[Table], keys: Mapping[str, NDArray[np.int64]], to_WT: NDArray[np.int64],
@@ -166,7 +172,7 @@ class RowLoader:
                 if owners is not None:
                     vectors[owners == rank] = piece
                 else:
-                    part = self._share.sharding.tables[table.name].slice_of(rank)
+                    part = self._view.sharding.tables[table.name].slice_of(rank)
                     assert part is not None
                     vectors[:, part.first : part.last] = piece
             found[table.name] = some, vectors
@@ -174,25 +180,17 @@ class RowLoader:
 
 
 def _unknown_rows(
-    share: ShardView, live_rows: LocalRows, ranks: AnyCommunicator
+    view: ShardView, live_rows: LocalRows, ranks: AnyCommunicator
 ) -> dict[str, list[NDArray[np.float32]]]:
     """Return the out-of-vocabulary rows of tables that are divided by hash: one rank has them, all stand in for it."""
-    mine: dict[str, list[list[float]]] = {}
+    own: dict[str, list[list[float]]] = {}
+    unknown, place = np.array([OOV_KEY], dtype=np.int64), np.empty(1, dtype=np.int64)
     with ranks.raise_on_all("reading rows of keys out of the vocabulary"):
-        mine = _own_unknown_rows(share, live_rows)
-    found = {name: fields for values in ranks.all_gather_object(mine) for name, fields in values.items()}
-    return {name: [np.array([field], dtype=np.float32) for field in fields] for name, fields in found.items()}
-
-
-def _own_unknown_rows(share: ShardView, live_rows: LocalRows) -> dict[str, list[list[float]]]:
-    mine = {}
-    for table in share.tables:
-        if share.sharding.tables[table.name].by_hash:
-            place = np.full(1, -1, dtype=np.int64)
-            unknown = np.array([OOV_KEY], dtype=np.int64)
-            for source in share.passes:
-                if place[0] < 0:
-                    search_keys(np.asarray(source.keys(table.name)), table.table_id, unknown, place)
-            if place[0] >= 0:
-                mine[table.name] = [field[0].tolist() for field in live_rows.fields(table.name, unknown)]
-    return mine
+        for table in view.tables:
+            for source in view.passes if view.sharding.tables[table.name].by_hash else ():
+                search_keys(np.asarray(source.keys(table.name)), table.table_id, unknown, place)
+                if place[0] >= 0:
+                    own[table.name] = [field[0].tolist() for field in live_rows.fields(table.name, unknown)]
+                    break
+    gathered = {name: fields for values in ranks.all_gather_object(own) for name, fields in values.items()}
+    return {name: [np.array([field], dtype=np.float32) for field in fields] for name, fields in gathered.items()}

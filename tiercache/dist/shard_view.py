@@ -37,14 +37,14 @@ def shard_digest(passes: str, sharding: ShardingPlan, rank: int) -> str:
 class ShardSubDataset:
     """A sub-dataset as one rank sees it: its own keys, and all samples, with local ids of the whole sub-dataset."""
 
-    def __init__(self, whole: SubDataset, share: ShardView) -> None:
+    def __init__(self, whole: SubDataset, view: ShardView) -> None:
         self.index = whole.index
         """Its place in the dataset."""
         self.samples = whole.samples
         """How many samples the whole sub-dataset has."""
         self.whole = whole
         """The sub-dataset of all ranks."""
-        self._share = share
+        self._view = view
         self._spans: dict[str, slice] = {}
 
     def span(self, table: str) -> slice:
@@ -54,13 +54,13 @@ class ShardSubDataset:
         return self._spans[table]
 
     def _find(self, table: str) -> slice:
-        sharding, rank = self._share.sharding, self._share.rank
+        sharding, rank = self._view.sharding, self._view.rank
         table_sharding, rows = sharding.tables[table], self.whole.rows(table)
         if not table_sharding.by_hash:
             return slice(0, 0 if table_sharding.slice_of(rank) is None else rows)
         if sharding.num_ranks == 1:
             return slice(0, rows)
-        keys, table_id = self.whole.keys(table), self._share.table_ids[table]
+        keys, table_id = self.whole.keys(table), self._view.table_ids[table]
         bounds = hash_bounds(sharding.num_ranks)[rank : rank + 2]
         return slice(*(hash_range_bound(keys, table_id, bound) for bound in bounds))
 
@@ -70,8 +70,8 @@ class ShardSubDataset:
 
     def rows(self, table: str) -> int:
         """Return how many rows of a table the rank owns."""
-        mine = self.span(table)
-        return int(mine.stop - mine.start)
+        span = self.span(table)
+        return int(span.stop - span.start)
 
     def keys(self, table: str) -> NDArray[np.int64]:
         """Return the keys of a table that the rank owns, in hash order: mapped, read-only."""

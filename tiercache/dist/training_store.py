@@ -18,7 +18,7 @@ from tiercache.dist.shard_writer import ShardWriter
 from tiercache.planning.matching import check_tables
 from tiercache.planning.schedule import Schedule
 from tiercache.planning.sharding_planner import sharding_of
-from tiercache.planning.sharding_rules import asked_words
+from tiercache.planning.sharding_rules import sharding_facts
 from tiercache.store import Store, StoreMissingError
 from tiercache.store.bulk_load import load_sorted
 from tiercache.store.files import scratch_in
@@ -58,7 +58,7 @@ class StoreOptions:
     def facts(self) -> dict[str, Any]:
         """Return them by the names that users give them. Raises ValueError for a sharding that makes no sense."""
         return {
-            "sharding": asked_words(self.sharding),
+            "sharding": sharding_facts(self.sharding),
             "engine": self.engine,
             "retention": self.retention,
             "reorganize": self.reorganize,
@@ -71,7 +71,7 @@ class TrainingStore:
 
     def __init__(self, place: str | os.PathLike[str] | Store | None, passes: PassDataset, ranks: AnyCommunicator,
                  options: StoreOptions) -> None:  # fmt: skip
-        self._given = place if isinstance(place, Store) else None
+        self._store_given = place if isinstance(place, Store) else None
         self._path = place.path if isinstance(place, Store) else None if place is None else store_path(place)
         self._passes, self._ranks, self._options = passes, ranks, options
         self.sharding: ShardingPlan | None = None
@@ -83,13 +83,13 @@ class TrainingStore:
         self._filled = False
         """Whether it has its first rows from the model."""
         self._shards: ShardWriter | None = None
-        self._unites = False
+        self._becomes_plain = False
         """Whether ``open`` makes a plain store of shards."""
 
     @property
     def facts(self) -> dict[str, Any]:
         """Return what must be the same on all ranks. Raises ValueError for a sharding that makes no sense."""
-        return {"the kind of store": "a path" if self._given is None else "a Store", **self._options.facts}
+        return {"the kind of store": "a path" if self._store_given is None else "a Store", **self._options.facts}
 
     @property
     def places(self) -> dict[str, Path]:
@@ -103,32 +103,32 @@ class TrainingStore:
         number_bytes: of a number on the wire. Raises ValueError for a sharding or a store that make no sense.
         """
         asked = self._options.sharding
-        if self._given is None and self._path is None:  # there is no store
+        if self._store_given is None and self._path is None:  # there is no store
             return self._passes
         with self._ranks.raise_on_all("looking for the store"):
-            self._check_given()
+            self._check_given_store()
             is_sharded = self._ranks.size > 1 or self._options.shard_dirs is not None
-            found = ShardManifest.read(self._place) if self._given is None else None
+            found = ShardManifest.read(self._place) if self._store_given is None else None
             if not is_sharded and found is not None:
                 is_sharded = found.num_ranks == 1 and not found.is_plain
-                self._unites = found.num_ranks > 1 and found.newest is not None
-        if isinstance(self._given, ShardedStore):
-            check_same(self._ranks, {"the commit of the store": self._given.commit.id})
-            self.sharding = self._given.sharding
+                self._becomes_plain = found.num_ranks > 1 and found.newest is not None
+        if isinstance(self._store_given, ShardedStore):
+            check_same(self._ranks, {"the commit of the store": self._store_given.commit.id})
+            self.sharding = self._store_given.sharding
         elif is_sharded:
             self.sharding = choose_sharding(
                 self._place, self._passes, self._ranks, asked, number_bytes=number_bytes
             )  # fmt: skip
         else:
-            if self._given is not None:
-                check_tables(self._given, self._passes)
+            if self._store_given is not None:
+                check_tables(self._store_given, self._passes)
             if asked != "auto":  # one rank has everything, but a mistake is one
                 sharding_of(self._passes, 1, asked, number_bytes=number_bytes)
         return self.view(self._passes)
 
-    def _check_given(self) -> None:
+    def _check_given_store(self) -> None:
         """Raise ValueError where a store was opened by the caller, and not for this."""
-        given, options, ranks = self._given, self._options, self._ranks.size
+        given, options, ranks = self._store_given, self._options, self._ranks.size
         if given is None:
             return
         if options.engine is not None or options.retention is not None or options.shard_dirs is not None:
@@ -162,7 +162,7 @@ class TrainingStore:
         with self._ranks.raise_on_all("importing the rows of the model"):
             if self._ranks.rank == 0 and not self._has_commit():
                 with ExitStack() as stack:
-                    store = self._given or stack.enter_context(self._plain())
+                    store = self._store_given or stack.enter_context(self._plain())
                     if self.sharding is not None:
                         load_sorted(store, rows)
                     else:
@@ -180,8 +180,8 @@ class TrainingStore:
         return store
 
     def _has_commit(self) -> bool:
-        if self._given is not None:
-            return self._given.commit is not None or self._given.mode == "r"
+        if self._store_given is not None:
+            return self._store_given.commit is not None or self._store_given.mode == "r"
         with suppress(StoreMissingError), Store.open(self._place, mode="r") as store:
             return store.commit is not None
         return False
@@ -202,18 +202,18 @@ class TrainingStore:
         if first is not None:
             self._fill(first, budgets, progress=progress)
         options = self._options
-        if isinstance(self._given, ShardedStore):
-            self._store = self._given.shards[self._ranks.rank]
+        if isinstance(self._store_given, ShardedStore):
+            self._store = self._store_given.shards[self._ranks.rank]
             return self._store
         if self.sharding is not None:
             assert isinstance(source, ShardView)
             self._shards = self._open_shards(source, budgets)
             self._store = self._shards.store
             return self._store
-        if self._unites:
+        if self._becomes_plain:
             self._open_shards(ShardView(self._passes, ShardingPlan.of_one(self._passes.tables), 0), budgets).close()
-        if self._given is not None:
-            store = self._store = self._given
+        if self._store_given is not None:
+            store = self._store = self._store_given
         else:
             store = self._store = self._plain()
         if options.reorganize and store.mode == "a":
@@ -227,7 +227,7 @@ class TrainingStore:
         return open_own_shard(
             self._place, shard_view, self._ranks, engine=options.engine, shard_dirs=options.shard_dirs,
             retention=options.retention, reorganized=options.reorganize or self._filled, order=options.order,
-            budgets=budgets, plain=self._unites,
+            budgets=budgets, plain=self._becomes_plain,
         )  # fmt: skip
 
     def _check_order(self, store: Store, budgets: Budgets) -> None:
@@ -260,8 +260,8 @@ class TrainingStore:
     @contextmanager
     def committed(self) -> Iterator[Store]:
         """Give the whole store at its newest commit of all ranks, for reading. Not collective."""
-        if isinstance(self._given, ShardedStore):
-            yield self._given
+        if isinstance(self._store_given, ShardedStore):
+            yield self._store_given
             return
         with Store.open(self._place, mode="r") as store:
             yield store
@@ -290,7 +290,7 @@ class TrainingStore:
         """Close what was opened here. Not collective."""
         if self._shards is not None:
             self._shards.close()
-        if self._store is not None and self._given is None:
+        if self._store is not None and self._store_given is None:
             self._store.close()
 
 

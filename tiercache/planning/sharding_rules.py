@@ -93,7 +93,7 @@ def check_strategy(strategy: str) -> None:
         raise ValueError(f"the strategy of sharding is {strategy!r}: it must be one of {listed(STRATEGIES)}")
 
 
-def asked_words(asked: ShardingPlan | ShardingRules | str | Mapping[str, str]) -> Any:
+def sharding_facts(asked: ShardingPlan | ShardingRules | str | Mapping[str, str]) -> Any:
     """Return what a user asks for as JSON can say it, so that ranks can compare it. Raises ValueError for no such."""
     if isinstance(asked, ShardingPlan):
         return asked.to_record()

@@ -56,19 +56,19 @@ class BatchIds(dict[str, FeatureIds]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExchangedBatch:
-    """A batch whose rows were asked for. In host memory."""
+    """A batch whose input was exchanged. In host memory."""
 
     samples: EncodedBatch | None
     """This rank's; None of a batch of raw keys, whose samples are elsewhere."""
     weight: float
     end: int
-    rows: ExchangedInput
+    input: ExchangedInput
     upload: Any = None
     """Nothing was brought to the device."""
 
 
 class BatchRows(RowView):
-    """The rows of one batch: brought when it is first looked up, and anew when it is behind a step. Collective."""
+    """The rows of one batch: exchanged at its first lookup, and again after a step. Collective."""
 
     def __init__(
         self,
@@ -79,16 +79,16 @@ class BatchRows(RowView):
         bring: Callable[[BatchRows], None],
     ) -> None:
         gradients = None if of_pass.gradients is None else RowGradients(num_groups, anchors)
-        super().__init__((), gradients, exchanged.rows.where, of_pass.backend)
-        self.of_pass, self.exchanged, self._bring_batch = of_pass, exchanged, bring
+        super().__init__((), gradients, exchanged.input.where, of_pass.backend)
+        self.of_pass, self.exchanged, self._exchange_batch = of_pass, exchanged, bring
         self.schema = of_pass.schema
         self.pooled = {
-            name: Pooled(mode) for name, mode in (exchanged.rows.bags.modes if exchanged.rows.bags else {}).items()
+            name: Pooled(mode) for name, mode in (exchanged.input.bags.modes if exchanged.input.bags else {}).items()
         }
         """The features that other ranks pool, by name; they get their vectors with the rows."""
         self.bags: PooledBatch | None = None
         self.slots = torch.empty(0, dtype=torch.int32, device="cpu")
-        """As `RowExchange.answer` returns them."""
+        """As `RowExchange.serve` returns them."""
         self.raw: Mapping[str, FeatureKeys] = {}
         """The keys of a batch of raw keys, by feature."""
 
@@ -105,25 +105,25 @@ class BatchRows(RowView):
         super().check()
 
     def look_up(self, end: int, *, trains: bool = True) -> None:
-        """Bring the rows where they are not there, and those of the pass before."""
+        """Exchange the rows if they are not there, after those of the pass before."""
         self.of_pass.look_up(end, trains=trains)
         self.bring()
         if self.gradients is not None and torch.is_grad_enabled():
             self.gradients.awaits_backward = True
 
     def bring(self) -> None:
-        """Bring the rows, where they are not there."""
+        """Exchange the rows if they are not there."""
         if not self.groups:
-            self._bring_batch(self)
+            self._exchange_batch(self)
 
     def set_rows(self, groups: Sequence[GroupRows], slots: torch.Tensor, bags: PooledBatch | None) -> None:
-        """Take the rows that were brought."""
+        """Set the rows that were exchanged."""
         self.groups, self.slots, self.bags, self.ended = tuple(groups), slots, bags, False
         for name, vectors in ({} if bags is None else bags.vectors).items():
             self.pooled[name].vectors = vectors
 
     def release(self) -> None:
-        """Drop the rows: a step changes them, and the next lookup brings them anew."""
+        """Drop the rows: a step changes them, and the next lookup exchanges them again."""
         self.groups, self.ended = (), True
 
     @property

@@ -104,7 +104,7 @@ class RankExchange:
         """optimizer: of this rank's groups; its gradients are stepped.
 
         live_rows: a method of the cache that has this, which it does not keep alive: a reader of this rank's rows.
-        modules: features that none of these looks up are not brought.
+        modules: other features than they look up are not exchanged.
         """
         self._communicators, self._shard_view, self._backend = communicators, shard_view, backend
         self.ranks, self._exchange_ranks = communicators.control, communicators.exchange
@@ -120,7 +120,7 @@ class RankExchange:
         self._loader = RowLoader(shard_view, self._own_rows, self.ranks)
         self._tables = {feature.name: feature.table for feature in whole.schema.features}
         self._weighted = {feature.name for feature in whole.schema.features if feature.weights is not None}
-        self._is_mine = threads is None
+        self._owns_threads = threads is None
         self._threads = _Threads(backend) if threads is None else threads
         self._layouts: weakref.WeakKeyDictionary[RowView, InputLayout] = weakref.WeakKeyDictionary()
         self._pending = PendingBatches()
@@ -137,7 +137,7 @@ class RankExchange:
 
     @property
     def ended_unstepped(self) -> str:
-        """What is said where a pass ends in between."""
+        """The message if a pass ends in between."""
         return ended_unstepped(sum(one.pending for one in self._pending.batches))
 
     @property
@@ -240,33 +240,28 @@ class RankExchange:
 
         Those of a pass that was fetched ahead come with the first lookup, which ends the pass before.
         """
-        waiting: Future[Any] | tuple[Batch, Any] | None = None
-        for exchanged in begun:
+        waiting: Any = None
+
+        def exchange(exchanged: Callable[[], ExchangedBatch]) -> tuple[Batch, BatchRows, Any]:
+            batch, view = self._make(exchanged(), rows, before)
+            return batch, view, self._exchange_rows(view, before)
+
+        for one in begun:
             if not rows.is_brought:
-                yield self.finish(exchanged, rows, before)
+                yield self.finish(one, rows, before)
                 continue
-            if self._backend.queues:
-                previous: Future[Any] | tuple[Batch, Any] = self._exchange_next(exchanged, rows, before)
-            else:
-                previous = self._threads.row_thread.submit(self._exchange_next, exchanged, rows, before)
-            del exchanged  # its memory is the batch's
+            following = exchange(one) if self._backend.queues else self._threads.row_thread.submit(exchange, one)
+            del one  # its memory is the batch's
             if waiting is not None:
                 yield self._received(waiting)
-            waiting = previous
+            waiting = following
         if waiting is not None:
             yield self._received(waiting)
 
-    def _exchange_next(
-        self, exchanged: Callable[[], ExchangedBatch], rows: RowView, before: Callable[[], None] | None
-    ) -> tuple[Batch, Any]:
-        batch, view = self._make(exchanged(), rows, before)
-        return batch, self._exchange_rows(view, before)
-
-    def _received(self, waiting: Future[Any] | tuple[Batch, Any]) -> Batch:
-        batch, exchanged = waiting.result() if isinstance(waiting, Future) else waiting
-        assert isinstance(batch.rows, BatchRows)
-        self._receive(batch.rows, exchanged)
-        return batch
+    def _received(self, waiting: Any) -> Batch:
+        batch, view, event = waiting.result() if isinstance(waiting, Future) else waiting
+        self._receive(view, event)
+        return batch  # type: ignore[no-any-return]
 
     def _make(
         self, exchanged: ExchangedBatch, rows: RowView, before: Callable[[], None] | None
@@ -274,7 +269,7 @@ class RankExchange:
         """Return a batch whose rows are not there yet."""
         view = self._view(exchanged, rows, before)
         assert exchanged.samples is not None
-        ids = self._named(exchanged.rows.ids, view.pooled)
+        ids = self._named(exchanged.input.ids, view.pooled)
         batch = make_batch(
             exchanged.samples, view, ids=ids, weight=exchanged.weight, end=exchanged.end, pooled=view.pooled
         )
@@ -288,11 +283,11 @@ class RankExchange:
         return BatchRows(rows, exchanged, self._optimizer.anchors, self.num_groups, bring)
 
     def _exchange_rows(self, view: BatchRows, before: Callable[[], None] | None) -> Any:
-        """Have rows brought and bags pooled; returns the end of it, where the backend queues its work."""
+        """Exchange rows and pooled vectors; return the event that ends it, if the backend queues its work."""
         view.of_pass.check()
         if not self._optimizer.anchors.is_stepped and self.pending:
             raise StateError(NOBODY_STEPS)
-        exchanged, error = view.exchanged.rows, None
+        exchanged, error = view.exchanged.input, None
         try:
             if before is not None:
                 before()
@@ -305,21 +300,21 @@ class RankExchange:
         self._pending.add(view)
         return self._backend.streams.exchanged()
 
-    def _receive(self, view: BatchRows, exchanged: Any) -> None:
-        """Have what the training does from now on come behind what was brought."""
+    def _receive(self, view: BatchRows, event: Any) -> None:
+        """Have the training's next work wait for the exchange of a batch."""
         made = tensors_of((view.groups, view.slots, view.bags)) if self._backend.queues else []
-        self._backend.streams.receive(exchanged, made)
+        self._backend.streams.receive(event, made)
 
     # -- raw keys -----------------------------------------------------------------------------------------
 
-    def tell(self, mine: Sequence[int], what: str, error: Exception | None) -> list[list[int]]:
+    def tell(self, own: Sequence[int], what: str, error: Exception | None) -> list[list[int]]:
         """Return the numbers of every rank, which are all doing ``what``; where a rank has an error, all raise."""
         self.rest()
-        to = np.array([[*mine, error is not None]] * self.ranks.size, np.int64)
-        told = self.ranks.meet(self._exchange_ranks, to, what)
-        if told[:, -1].any():
+        to = np.array([[*own, error is not None]] * self.ranks.size, np.int64)
+        received = self.ranks.meet(self._exchange_ranks, to, what)
+        if received[:, -1].any():
             self._exchange_ranks.agree(what, error)
-        return [[int(number) for number in row[:-1]] for row in told]
+        return [[int(number) for number in row[:-1]] for row in received]
 
     def raw(
         self,
@@ -336,8 +331,8 @@ class RankExchange:
         """
         places = samples.places()
         lacking = {name for name, found in places.items() if found.size and int(found.min()) < 0}
-        there = {name: found[found >= 0] if name in lacking else found for name, found in places.items()}
-        ids = {name: FeatureIds(there[name], one.offsets, one.weights) for name, one in samples.features.items()}
+        known = {name: found[found >= 0] if name in lacking else found for name, found in places.items()}
+        ids = {name: FeatureIds(known[name], one.offsets, one.weights) for name, one in samples.features.items()}
 
         layout, modes = self._layouts[rows], poolings(self._modules, self._tables) if modes is None else dict(modes)
         whole = {
@@ -368,17 +363,17 @@ class RankExchange:
     def _named(self, ids: Mapping[str, FeatureIds], pooled: Mapping[str, Pooled]) -> BatchIds:
         return BatchIds(ids, {feature: one.mode for feature, one in pooled.items()}, self._tables)
 
-    # -- rows as of now -----------------------------------------------------------------------------------
+    # -- current rows ------------------------------------------------------------------------------------
 
     def load(
         self, keys: Callable[[], Mapping[str, NDArray[np.int64]]], budget: int | None = None,
         unseen: Unseen = "initial",
     ) -> Any:  # fmt: skip
-        """Return a reader of rows as of now, of ``keys`` by table, which their owners read."""
+        """Return a reader of current rows, of ``keys`` by table, which their owners read."""
         return self._loader.load(keys(), budget, unseen)
 
     def live_rows(self) -> LocalRows:
-        """Return a reader of this rank's rows as of now, that knows the out-of-vocabulary rows of all."""
+        """Return a reader of this rank's current rows, with the out-of-vocabulary rows of all ranks."""
         return self._loader.live_rows()
 
     def _own_rows(self, *unknown: Any) -> LocalRows:
@@ -406,11 +401,11 @@ class RankExchange:
         into, taken = self._optimizer.gradients, self._pending.take()
         stepped, waiting = self._optimizer.begin_step(optimizer), list[BatchRows]()
         tables = [table.name for table in self._shard_view.whole.tables]
-        mine = [table in stepped for table in tables]
+        steps_own = [table in stepped for table in tables]
         for one in taken:
             gradients = one.collect()
-            waits, *said = self._send_gradients(one, gradients, into.collected, [one.waits, *mine])
-            stepped.update(table for table, is_stepped in zip(tables, said, strict=True) if is_stepped)
+            waits, *flags = self._send_gradients(one, gradients, into.collected, [one.waits, *steps_own])
+            stepped.update(table for table, is_stepped in zip(tables, flags, strict=True) if is_stepped)
             if waits:
                 waiting.append(one)
         into.collect(self._backend.array)
@@ -420,17 +415,17 @@ class RankExchange:
         self._optimizer.end_step()
 
     def _send_gradients(
-        self, batch: BatchRows, gradients: RowGradients, into: GroupGradients, says: Sequence[bool] = ()
+        self, batch: BatchRows, gradients: RowGradients, into: GroupGradients, flags: Sequence[bool] = ()
     ) -> list[bool]:
         """Send the gradients that a step applies to the owners of their rows, and drop them here.
 
-        says: what this rank says of the batch, flag by flag; returns what any rank says.
+        flags: of this rank for the batch; returns which of them any rank has set.
         """
-        said = self.rows.send_gradients(batch.exchanged.rows, batch.slots, gradients.collected, into, says)
+        any_flags = self.rows.send_gradients(batch.exchanged.input, batch.slots, gradients.collected, into, flags)
         if batch.bags is not None:
             self.pooling.send_gradients(batch.bags, {name: one.gradients for name, one in batch.pooled.items()}, into)
         gradients.clear_collected()
-        return said
+        return any_flags
 
     def clip(
         self, max_norm: float, optimizer: torch.optim.Optimizer | None, *, error_if_nonfinite: bool
@@ -440,17 +435,16 @@ class RankExchange:
         The gradients of rows meet at their owners to be measured, and once more at the step.
         """
         self.rest()
-        waiting = self._pending.batches
         ready = self._optimizer.ready(optimizer)
         into = RowGradients(len(self._optimizer.gradients.collected))
-        for one in waiting:
+        for one in self._pending.batches:
             self._send_gradients(one, one.preview(ready), into.collected)
         self.rows.discard()
-        mine = self._optimizer.squared_norm(into.collected)
-        squares = self._exchange_ranks.all_gather(
-            mine.view(1), [1] * self.ranks.size, "adding up the norms of gradients"
-        ).sum()
+        squares = self._gather(self._optimizer.squared_norm(into.collected), "adding up the norms of gradients").sum()
         return self._optimizer.clip(max_norm, optimizer, ready, squares, error_if_nonfinite=error_if_nonfinite)
+
+    def _gather(self, number: torch.Tensor, what: str) -> torch.Tensor:
+        return self._exchange_ranks.all_gather(number.view(1), [1] * self.ranks.size, what)
 
     def follow(self, scaler: torch.amp.GradScaler) -> None:
         """Have all ranks skip a step in which the gradients of one overflow: ``scaler.unscale_`` is collective then.
@@ -470,10 +464,7 @@ class RankExchange:
 
     def _agree_on_overflow(self, found: torch.Tensor) -> None:
         self.rest()
-        flags = self._exchange_ranks.all_gather(
-            found.view(1), [1] * self.ranks.size, "looking for gradients that overflow"
-        )
-        found.copy_(flags.max())
+        found.copy_(self._gather(found, "looking for gradients that overflow").max())
         self._optimizer.anchors.note_overflow(found)
 
     def expire(self, where: str) -> None:
@@ -488,13 +479,13 @@ class RankExchange:
         self.rows.discard()
 
     def rest(self) -> None:
-        """Wait until no rows are being brought; what comes behind this comes behind those that were."""
+        """Wait until no rows are being exchanged; work that is queued after this waits for them too."""
         self._threads.row_thread.submit(lambda: None).result()
         self._backend.streams.receive(self._backend.streams.exchanged(), ())
 
     def close(self) -> None:
         """End the threads, and let go of the rows."""
-        if self._is_mine:
+        if self._owns_threads:
             self._threads.input_thread.shutdown()
             self._threads.row_thread.shutdown()
         self.rows.close()
