@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "tables.json"
 MAX_COUNT = (1 << 63) - 1
-"""Of rows, and of steps of training."""
+"""The limit of rows, and of steps of training."""
 _LONGEST_NAME = 200
 
 
@@ -50,20 +50,20 @@ class ExportedTable(BaseModel):
     table: _Record
     rows: _Count
     has_state: bool
-    """Whether the optimizer state was exported with the vectors."""
+    """True if the optimizer state was exported with the vectors."""
     reserved_keys: bool
-    """Whether INT64_MIN or INT64_MIN + 1 is among the keys: the out-of-vocabulary row, the null row."""
+    """True if INT64_MIN or INT64_MIN + 1 is among the keys: the out-of-vocabulary row, the null row."""
     steps: _Count | None = None
-    """Steps of the table so far, where it needs them and they are not those of the training."""
+    """Steps of the table so far, if it needs them and they differ from those of the training."""
 
     @property
     def needs_steps(self) -> bool:
-        """Whether training goes on from these rows with the number of steps trained so far.
+        """True if training continues from these rows with the number of steps trained so far.
 
-        Adam's state depends on it, and so does the rounding of 16-bit vectors; without its state a row begins anew.
+        Adam's state depends on it, and so does the rounding of 16-bit vectors; without its state a row starts anew.
         """
-        whole = self.has_state or len(self.table.fields) == 1
-        return whole and (isinstance(self.table.optimizer, Adam) or self.table.dtype != "float32")
+        is_complete = self.has_state or len(self.table.fields) == 1
+        return is_complete and (isinstance(self.table.optimizer, Adam) or self.table.dtype != "float32")
 
 
 def _distinct(tables: tuple[ExportedTable, ...]) -> tuple[ExportedTable, ...]:
@@ -82,9 +82,9 @@ class ExportManifest(BaseModel):
     format: str
     tables: Annotated[tuple[ExportedTable, ...], AfterValidator(_distinct)]
     steps: _Count | None = None
-    """Steps of training so far, where a table needs them; None: not known."""
+    """Steps of training so far, if a table needs them; None: not known."""
     since: int | None = None
-    """The commit since which the rows changed; None: all rows were exported."""
+    """The commit after which the rows changed; None: all rows were exported."""
 
     def to_bytes(self) -> bytes:
         """Return the content of ``tables.json``."""
@@ -92,7 +92,7 @@ class ExportManifest(BaseModel):
 
     @classmethod
     def find(cls, folder: Path) -> ExportManifest | None:
-        """Read the manifest in a folder; None where there is none. Raises ImportExportError."""
+        """Read the manifest in a folder; None if there is none. Raises ImportExportError."""
         path = folder / MANIFEST
         if not path.exists():
             return None
@@ -108,9 +108,9 @@ class ExportManifest(BaseModel):
 
 
 def file_name(table: Table) -> str:
-    """Return what the files of a table are called: its name, percent-encoded where a path could misunderstand it.
+    """Return the file name of a table: its name, percent-encoded where paths need it.
 
-    Names that would be too long become the table id in hexadecimal.
+    A name that is too long becomes the table id in hexadecimal.
     """
     name = quote(table.name, safe=" ")
     if name.startswith(".") or name == MANIFEST:
@@ -134,34 +134,36 @@ def export_store(
     ``store``: an open store, at any of its commits, or the path of one.
     ``format``: "numpy", "parquet", "safetensors", "hugectr" or "torch" (docs/io.md). ``tables``: names; None: all.
     ``since``: a commit; only rows that changed after it are written, in any order. None: all rows, in hash order.
-    ``with_state``: the optimizer state beside the vectors; where the format has no place for it, one
-    ImportExportWarning names the tables. ``progress(done, total)`` is called with rows. Takes about ``memory_bytes``
-    and 128 MiB for any number of rows.
+    ``with_state``: export the optimizer state too; if the format cannot store it, one ImportExportWarning names the
+    tables. ``progress(done, total)`` is called with rows. Memory: about ``memory_bytes`` and 128 MiB for any number of
+    rows.
 
-    The folder gets its name in one step, when all files are on disk: after an error or a kill nothing is at ``out``,
-    and of two exports to it at a time one is refused. No commit may be made meanwhile on a store that is given open.
+    The folder gets its name in one step, when all files are on disk: after an error or a kill there is nothing at
+    ``out``, and a second export to it at the same time is refused. Do not commit to an open ``store`` meanwhile.
 
-    Raises ImportExportError, what ``Store.open`` raises for reading, and what ``Store.scan`` and ``Store.changes``
-    raise.
+    Raises ImportExportError, and the errors of ``Store.open``, ``Store.scan`` and ``Store.changes``.
     """
     out, chosen = to_path(out, "an export"), find_format(format)
     with file_errors(f"the export to {out}"), ExitStack() as stack:
         if isinstance(store, (str, os.PathLike)):
             store = stack.enter_context(Store.open(to_path(store, "a store"), mode="r"))
-        wanted = _tables(store, tables)
+        selected = _tables(store, tables)
         if store.commit is None:
             raise ImportExportError(f"{store.label} has no commit, so no rows to export: train it or import into it")
         if out.exists():
             raise ImportExportError(f"{out} exists: give the export a path that is free")
-        counts = {table.name: _count(store, table, since) for table in wanted}
-        fields = {table.name: chosen.fields(table, with_state=with_state) for table in wanted}
-        _warn_of_state(format, [one for one in wanted if with_state and len(fields[one.name]) < len(one.fields)])
+        counts = {
+            name: store.live_rows(name) if since is None else store.changed_rows(name, since=since)
+            for name in (table.name for table in selected)
+        }
+        fields = {table.name: chosen.fields(table, with_state=with_state) for table in selected}
+        _warn_of_state(format, [one for one in selected if with_state and len(fields[one.name]) < len(one.fields)])
         out.parent.mkdir(parents=True, exist_ok=True)
-        needed = sum(counts[table.name] * chosen.row_bytes(fields[table.name]) for table in wanted)
+        needed = sum(counts[table.name] * chosen.row_bytes(fields[table.name]) for table in selected)
         check_space(out.parent, needed, "the export")
         draft = stack.enter_context(staging_directory(out))
         done, total, exported = 0, sum(counts.values()), []
-        for table in wanted:
+        for table in selected:
             written, reserved, width = 0, False, len(fields[table.name])
             writer = chosen.write(draft, file_name(table), table, fields[table.name], counts[table.name])
             for keys, values in _rows(store, table, since, memory_bytes, draft):
@@ -186,20 +188,15 @@ def export_store(
 
 
 def _tables(store: Store, names: Iterable[str] | None) -> tuple[Table, ...]:
-    """Return the tables that are wanted."""
+    """Return the tables with these names; None: all."""
     known = {table.name: table for table in store.tables}
-    wanted = tuple(known) if names is None else tuple(dict.fromkeys(names))
-    if not wanted:
+    selected = tuple(known) if names is None else tuple(dict.fromkeys(names))
+    if not selected:
         raise ImportExportError("tables is empty: give the names of the tables to export, or None for all")
-    for name in wanted:
+    for name in selected:
         if name not in known:
             raise ImportExportError(f"{store.label} has no table {name!r}: it has {', '.join(map(repr, known))}")
-    return tuple(known[name] for name in wanted)
-
-
-def _count(store: Store, table: Table, since: int | None) -> int:
-    """Return how many rows are written."""
-    return store.live_rows(table.name) if since is None else store.changed_rows(table.name, since=since)
+    return tuple(known[name] for name in selected)
 
 
 def _rows(store: Store, table: Table, since: int | None, memory_bytes: int, scratch: Path) -> Iterator[Chunk]:

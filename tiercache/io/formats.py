@@ -1,4 +1,4 @@
-"""How tables are written and read: `Format` by name, and the writer that every format builds on.
+"""Formats of exported tables: `Format` by name, and the writers and readers that formats build on.
 
 Each format has a module, ``tiercache.io.NAME_format``, that is loaded when the format is used.
 """
@@ -36,22 +36,22 @@ class Format:
     """How the files of one table are written and read."""
 
     write: Callable[[Path, str, Table, tuple[Field, ...], int], TableWriter]
-    """Begins to write rows: (folder, name of the table's files, table, fields, number of rows)."""
+    """Returns a writer: (folder, name of the table's files, table, fields, number of rows)."""
     read: Callable[[Path, str, Table], TableReader]
     """Opens the files of a table: (folder, name, table). Raises ImportExportError."""
     dtypes: tuple[str, ...] = ()
-    """The 16-bit dtypes that vectors keep; others are written as float32."""
+    """The 16-bit dtypes that the format stores; others are written as float32."""
     vector_copies: int = 1
-    """How often the vectors are on the disk while they are written."""
+    """The number of copies of the vectors on the disk while they are written."""
     keeps_state: Callable[[Table], bool] = lambda _: True
-    """Whether the optimizer state of a table has a place."""
+    """Whether the format stores the optimizer state of a table."""
 
     def fields(self, table: Table, *, with_state: bool) -> tuple[Field, ...]:
-        """Return the fields of a row that are written: all, or the vector alone."""
+        """Return the fields to write: all, or the vector alone."""
         return table.fields if with_state and self.keeps_state(table) else table.fields[:1]
 
     def row_bytes(self, fields: tuple[Field, ...]) -> int:
-        """Return the bytes that a row takes while it is written, headers apart."""
+        """Return the bytes of a row on the disk while it is written, without headers."""
         vector, *states = fields
         item_bytes = ITEM_BYTES[vector.dtype if vector.dtype in self.dtypes else "float32"]
         return 8 + self.vector_copies * item_bytes * vector.width + sum(4 * state.width for state in states)
@@ -61,13 +61,11 @@ def find_format(name: str) -> Format:
     """Return a format by its name. Raises ImportExportError."""
     if name not in FORMATS:
         raise ImportExportError(f"format {name!r} is unknown: it must be one of {', '.join(FORMATS)}")
-    found = import_module(f"tiercache.io.{name}_format").FORMAT
-    assert isinstance(found, Format)
-    return found
+    return import_module(f"tiercache.io.{name}_format").FORMAT  # type: ignore[no-any-return]
 
 
 class TableWriter(ABC):
-    """Takes the rows of one table."""
+    """Writes the rows of one table."""
 
     @abstractmethod
     def write(self, chunk: Chunk) -> None:
@@ -75,16 +73,16 @@ class TableWriter(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finish the files; on return they are on disk."""
+        """Finish the files and sync them to disk."""
 
 
 class ColumnFile:
-    """A column of a known size on its way into a file, from byte ``offset`` on; several may share a file."""
+    """Writes a column into a file, from byte ``offset`` on; several columns may share a file."""
 
     def __init__(self, path: Path, *, header: bytes = b"", offset: int | None = None, dtype: str = "float32") -> None:
-        """``header`` is written first; with ``offset`` the file exists already and keeps the bytes before it.
+        """``header`` is written first. With ``offset`` the file exists and keeps the bytes before it.
 
-        ``dtype``: "bfloat16" or "float16" where float32 numbers are written as such.
+        ``dtype``: "bfloat16" or "float16" to convert float32 numbers to it.
         """
         self._dtype = dtype
         self._file = path.open("wb" if offset is None else "r+b")
@@ -101,20 +99,20 @@ class ColumnFile:
         self._file.write(little.view(np.uint8).data if little.size else b"")
 
     def close(self) -> None:
-        """Return when the bytes are on disk; a second time does nothing."""
+        """Sync the bytes to disk; a second call does nothing."""
         if not self._file.closed:
-            with self._file:  # closed also where the disk is full
+            with self._file:  # closed also if the disk is full
                 self._file.flush()
                 os.fsync(self._file.fileno())
 
 
 class ColumnWriter(TableWriter):
-    """A table whose columns are plain bytes: keys, then each field."""
+    """Writes a table whose columns are plain bytes: keys, then each field."""
 
     def __init__(
         self, keys: ColumnFile, fields: Sequence[ColumnFile], finish: Callable[[], None] = lambda: None
     ) -> None:
-        """``finish`` is called when all columns are on disk."""
+        """``finish`` is called after all columns are on disk."""
         self._keys, self._fields, self._finish = keys, fields, finish
 
     def write(self, chunk: Chunk) -> None:
@@ -125,7 +123,7 @@ class ColumnWriter(TableWriter):
             column.write(values)
 
     def close(self) -> None:
-        """Return when everything is on disk."""
+        """Sync everything to disk."""
         for column in (self._keys, *self._fields):
             column.close()
         self._finish()
@@ -137,9 +135,9 @@ class Column:
 
     shape: tuple[int, ...]
     dtype: str
-    """As NumPy or torch call it, such as "int64" or "bfloat16"."""
+    """The name in NumPy or torch, such as "int64" or "bfloat16"."""
     read: Callable[[slice], NDArray[Any]]
-    """Returns some rows. Slices are asked for in order, without gaps; bfloat16 comes as float32."""
+    """Returns a slice of rows. Slices come in order, without gaps; bfloat16 is returned as float32."""
 
     @classmethod
     def of(cls, array: NDArray[Any]) -> Column:
@@ -148,7 +146,7 @@ class Column:
 
     @classmethod
     def of_tensor(cls, tensor: Any, what: str) -> Column:
-        """Return the column of a torch tensor. Raises ImportExportError for one that holds no plain numbers."""
+        """Return the column of a torch tensor. Raises ImportExportError unless it is dense and has values."""
         kind = str(tensor.layout).removeprefix("torch.")
         if tensor.is_meta or tensor.is_nested or kind != "strided":
             kind = "on the meta device" if tensor.is_meta else "nested" if tensor.is_nested else kind
@@ -164,18 +162,18 @@ def tensor_values(tensor: Any) -> NDArray[Any]:
 
 
 class TableReader:
-    """The rows of one table; nothing is read before ``chunks``.
+    """Reads the rows of one table, at the first ``chunks``.
 
     Raises ImportExportError for columns that do not fit the table: a missing one, another dtype, width or number of
-    rows, or only a part of the optimizer state.
+    rows, or a part of the optimizer state.
     """
 
     def __init__(
         self, place: object, table: Table, columns: Mapping[str, Column], *, ignored: tuple[str, ...] = ()
     ) -> None:
-        """``columns`` are "keys" and the fields of the table by name; others are left out. ``place`` is for messages.
+        """``columns``: "keys" and the fields of the table by name; others are skipped. ``place`` is for messages.
 
-        ``ignored``: files that were found and have no place in the table.
+        ``ignored``: files that the table has no field for.
         """
         self.ignored = ignored
         vector, *states = (field.name for field in table.fields)
@@ -190,7 +188,7 @@ class TableReader:
                 "give all of it or nothing"
             )
         self.has_state = not missing
-        """Whether the optimizer state is there too; True for tables without one."""
+        """True if the optimizer state is there too, and for tables without one."""
         keys = columns["keys"]
         if keys.dtype != "int64" or len(keys.shape) != 1:
             raise ImportExportError(f"the keys in {place} are {keys.shape} of {keys.dtype}: they must be (n,) of int64")
@@ -215,7 +213,7 @@ class TableReader:
 
 
 def regular_file(path: Path) -> Path:
-    """Return ``path``. Raises ImportExportError where it is missing or no regular file: opening a FIFO would wait."""
+    """Return ``path``. Raises ImportExportError if it is missing or no regular file: opening a FIFO would wait."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -227,7 +225,7 @@ def regular_file(path: Path) -> Path:
 
 @contextmanager
 def parsing(path: Path, what: str) -> Iterator[Path]:
-    """Yield a regular file for a library to read; whatever the library raises for damage becomes one sentence."""
+    """Yield a regular file for a library to read, and turn what it raises for damage into an ImportExportError."""
     try:
         regular_file(path).open("rb").close()  # libraries differ in what they say of a missing permission
         yield path

@@ -24,11 +24,11 @@ _STATE_FILES: dict[type, dict[str, str]] = {
     Adam: {"exp_avg": "Adam.m", "exp_avg_sq": "Adam.v"},
 }
 _OTHER_FILES = ("slot_id", "AdaGrad.accm", "Adam.m", "Adam.v", "MomentumSGD.momtentum", "Nesterov.accm")
-"""Files that may lie beside those of a table and have no place in it; HugeCTR itself spells "momtentum"."""
+"""Files that may be in the folder of a table without a field for them; HugeCTR itself spells "momtentum"."""
 
 
 def _keeps_state(table: Table) -> bool:
-    """Return whether HugeCTR has the optimizer of a table."""
+    """Return True if HugeCTR has the optimizer of a table."""
     return len(table.fields) == 1 or type(table.optimizer) in _STATE_FILES
 
 
@@ -58,7 +58,7 @@ FORMAT = Format(write=_write, read=_read, keeps_state=_keeps_state)
 
 
 def _map(path: Path, dtype: str, shape: tuple[int, ...], rows: int | None = None) -> np.ndarray:
-    """Return a file of rows as a memory map. Raises ImportExportError where its size is not that of ``rows`` rows."""
+    """Return a file of rows as a memory map. Raises ImportExportError if its size is not that of ``rows`` rows."""
     size = regular_file(path).stat().st_size
     row_bytes = np.dtype(dtype).itemsize * int(np.prod(shape, dtype=np.int64))
     if rows is None and size % row_bytes:
@@ -68,5 +68,5 @@ def _map(path: Path, dtype: str, shape: tuple[int, ...], rows: int | None = None
             f"{path} has {size:,} bytes, but {rows:,} keys with {row_bytes} bytes each make {rows * row_bytes:,}: "
             "check the dim and the optimizer of the table, or export it again"
         )
-    whole = (size // row_bytes, *shape)
-    return np.memmap(path, dtype=dtype, mode="r", shape=whole) if size else np.empty(whole, dtype=dtype)
+    full_shape = (size // row_bytes, *shape)
+    return np.memmap(path, dtype=dtype, mode="r", shape=full_shape) if size else np.empty(full_shape, dtype=dtype)

@@ -31,22 +31,22 @@ if TYPE_CHECKING:
 def read_array(place: str, table: Table, arrays: Mapping[str, Any], names: Mapping[str, str]) -> TableReader:
     """Return the reader of a table's array: a vector for each key (n, dim), or a pair of keys (n,) and vectors.
 
-    It is the array that ``names`` gives to the table, else the one of the table's own name or ``NAME.weight``, else the
-    only one that ends with ``.NAME`` or ``.NAME.weight``. Raises ImportExportError where there is none, and for
+    The array is the one that ``names`` has for the table, else the one named after the table or ``NAME.weight``, else
+    the only one that ends with ``.NAME`` or ``.NAME.weight``. Raises ImportExportError if there is none, and for
     anything but arrays and dense tensors of the table's shape and dtype.
     """
-    own = names.get(table.name)
-    exact = [name for name in ([own] if own else [table.name, f"{table.name}.weight"]) if name in arrays]
-    suffixes = () if own else (f".{table.name}", f".{table.name}.weight")
-    found = exact[:1] or [name for name in arrays if name.endswith(suffixes)]
-    if len(found) != 1:
-        seen = f"no {own!r}" if own else "several arrays" if found else "no array"
+    chosen = names.get(table.name)
+    exact = [name for name in ([chosen] if chosen else [table.name, f"{table.name}.weight"]) if name in arrays]
+    suffixes = () if chosen else (f".{table.name}", f".{table.name}.weight")
+    matches = exact[:1] or [name for name in arrays if name.endswith(suffixes)]
+    if len(matches) != 1:
+        seen = f"no {chosen!r}" if chosen else "several arrays" if matches else "no array"
         shown = ", ".join(list(arrays)[:12]) + (", ..." if len(arrays) > 12 else "")
         raise ImportExportError(
             f"{place} has {seen} for table {table.name!r}: name one of {shown} for it, as "
             f"names={{{table.name!r}: ...}} or --map {table.name}=..."
         )
-    what, value = f"{found[0]!r} in {place}", arrays[found[0]]
+    what, value = f"{matches[0]!r} in {place}", arrays[matches[0]]
     keys, vectors = value if isinstance(value, tuple) and len(value) == 2 else (None, value)
     vector = _column(what, vectors)
     if keys is not None:
@@ -79,88 +79,87 @@ def import_store(
     memory_bytes: int = LOAD_BYTES,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> ExportManifest:
-    """Make a commit of the rows of ``source``, and return what was imported.
+    """Make a commit of the rows of ``source``, and return the manifest of the import.
 
-    In a store that has rows, each row takes the place of its key's, and all else stays: other rows and tables, the
-    dense state, and where training stands. That is one sweep of the store's keys; the next training reorganizes the
-    store for its dataset and goes on at the same pass. ``Store.changes`` reports the rows.
+    In a store with rows, each imported row replaces the row of its key. Other rows and tables, the dense state and the
+    position of training stay. That takes one sweep of the store's keys; the next training reorganizes the store for its
+    dataset and continues at the same pass. ``Store.changes`` reports the rows.
 
     ``source`` is one of:
 
-    * a folder of files, as ``export_store`` writes it. ``format`` and ``tables`` come from its ``tables.json`` where
-      you do not give them; without one, all tables must be in the folder;
-    * a file of ``torch.save``: the state dict of a model. The vectors (n, dim) of a table are the tensor that
-      ``names`` gives to it (table name to tensor name), else the one called after the table, such as
-      ``emb.user.weight`` for table "user". Key i is row i. Nothing but tensors is loaded from the file;
+    * a folder of files, as ``export_store`` writes it. ``format`` and ``tables`` default to those in its
+      ``tables.json``; without one, all tables must be in the folder;
+    * a file of ``torch.save``: the state dict of a model. The vectors (n, dim) of a table are the tensor that ``names``
+      maps the table to, else the one named after the table, such as ``emb.user.weight`` for table "user". Key i is row
+      i. Only tensors are loaded from the file;
     * a dict in memory, searched in the same way: arrays or dense tensors (n, dim), where key i is row i, or pairs
       (keys (n,) int64, vectors (n, dim)).
 
-    Vectors are float32, or of the table's 16-bit dtype. ``store`` is open for writing, or a path: of a store, or where
-    one is made of ``tables``. ``tables`` given with a store that there is are those to import, some or all of its own;
-    None: those of ``tables.json``, else all. ``initial_state``: optimizer state that the source lacks starts at its
-    initial value. ``reserved_keys``: INT64_MIN and INT64_MIN + 1 are the out-of-vocabulary row and the null row of
-    their table. ``steps``: how many were trained so far, which Adam's state and the rounding of 16-bit vectors go on
-    with; None: as ``tables.json`` says, else training counts from 0, with an ImportExportWarning. A store that was
-    trained keeps its own count. ``progress(stage, done, total)`` is
-    called with rows: stages "sort" and "write". Takes about ``memory_bytes`` and 64 MiB for any number of rows.
+    Vectors are float32, or of the table's 16-bit dtype. ``store`` is open for writing, or the path of a store, which is
+    created with ``tables`` if needed. For an existing store, ``tables`` are those of its tables to import; None: those
+    of ``tables.json``, else all. ``initial_state``: optimizer state that the source lacks starts at its initial value.
+    ``reserved_keys``: INT64_MIN and INT64_MIN + 1 are the out-of-vocabulary row and the null row of their table.
+    ``steps``: the number of steps trained so far, for Adam's state and the rounding of 16-bit vectors; None: as in
+    ``tables.json``, else training counts from 0, with an ImportExportWarning. A trained store keeps its own count.
+    ``progress(stage, done, total)`` is called with rows, in the stages "sort" and "write". Memory: about
+    ``memory_bytes`` and 64 MiB for any number of rows.
 
-    All sizes, types and shapes are checked before the store is touched; after an error or a kill it stands as before.
+    All sizes, types and shapes are checked first; an error or a kill leaves the store unchanged.
 
     Raises ImportExportError, StoreFullError, and what ``Store.open`` raises.
     """
     place = "the dict of arrays" if isinstance(source, Mapping) else to_path(source, "what is imported")
     store = store if isinstance(store, Store) else to_path(store, "a store")
-    given = None if tables is None else tuple(tables)
-    if given == ():
+    selected = None if tables is None else tuple(tables)
+    if selected == ():
         raise ImportExportError("tables is empty: give the tables that the source holds")
     with file_errors(f"the import of {place}"), ExitStack() as stack:
         if not isinstance(store, Store) and StoreDirectory(store).find():
             store = stack.enter_context(Store.open(store))
         if isinstance(store, Store):
-            given = _of_store(store, given)
+            selected = _of_store(store, selected)
         manifest = None
         if isinstance(place, str) or place.is_file():
-            if given is None:
+            if selected is None:
                 raise ImportExportError(f"{place} does not describe its tables: give the tables to import (--schema)")
             arrays = source if isinstance(source, Mapping) else load_tensors(Path(place))
-            readers = {table: read_array(str(place), table, arrays, names or {}) for table in given}
+            readers = {table: read_array(str(place), table, arrays, names or {}) for table in selected}
         else:
             if not place.exists():
                 raise ImportExportError(f"there is nothing at {place}: give a folder of files, or a state dict")
             manifest = _find_manifest(place)
-            if manifest is None and (format is None or given is None):
-                lacking = ["the format of its files (--format)"] * (format is None)
-                lacking += ["the tables that they hold (--schema)"] * (given is None)
-                raise ImportExportError(f"there is no {place / MANIFEST}: give {' and '.join(lacking)}")
-            rows = {one.table: one.rows for one in manifest.tables} if manifest else dict.fromkeys(given or ())
-            given = given or tuple(rows)
-            readers = _open_files(place, format or str(manifest and manifest.format), given, rows)
+            if manifest is None and (format is None or selected is None):
+                missing = ["the format of its files (--format)"] * (format is None)
+                missing += ["the tables that they hold (--schema)"] * (selected is None)
+                raise ImportExportError(f"there is no {place / MANIFEST}: give {' and '.join(missing)}")
+            rows = {one.table: one.rows for one in manifest.tables} if manifest else dict.fromkeys(selected or ())
+            selected = selected or tuple(rows)
+            readers = _open_files(place, format or str(manifest and manifest.format), selected, rows)
         _check(place, readers, initial_state=initial_state)
         reserved = {one.table.name for one in manifest.tables if one.reserved_keys} if manifest else set()
-        own = {one.table.name: one.steps for one in manifest.tables if one.steps is not None} if manifest else {}
         trained = store.commit.settings.get("steps") if isinstance(store, Store) and store.commit else None
-        if steps is not None or trained is not None:
-            own = {}
+        table_steps = {}
+        if manifest is not None and steps is None and trained is None:
+            table_steps = {one.table.name: one.steps for one in manifest.tables if one.steps is not None}
+            steps = manifest.steps
         exported = tuple(
             ExportedTable(
                 table=table,
                 rows=reader.rows,
                 has_state=reader.has_state and len(table.fields) > 1,
                 reserved_keys=reserved_keys or table.name in reserved,
-                steps=own.get(table.name),
+                steps=table_steps.get(table.name),
             )
             for table, reader in readers.items()
         )
-        if steps is None and manifest is not None and trained is None:
-            steps = manifest.steps
         if trained is not None and steps not in {None, trained}:
             raise ImportExportError(f"the store was trained for {trained:,} steps, not {steps:,}: leave steps out")
         steps = _steps(place, exported, trained if steps is None else steps)
         if not isinstance(store, Store):
-            store = stack.enter_context(Store.open(store, tables=given))
+            store = stack.enter_context(Store.open(store, tables=selected))
         done, total = {"sort": 0, "write": 0}, sum(reader.rows for reader in readers.values())
 
-        def tell(stage: str, rows: int) -> None:
+        def advance(stage: str, rows: int) -> None:
             done[stage] += rows
             if progress is not None:
                 progress(stage, done[stage], total)
@@ -171,22 +170,22 @@ def import_store(
             initial_state=initial_state,
             reserved_keys={one.table.name for one in exported if one.reserved_keys},
             settings=({} if steps is None else {"steps": steps})
-            | ({"tables": {name: {"step": number} for name, number in own.items()}} if own else {}),
+            | ({"tables": {name: {"step": number} for name, number in table_steps.items()}} if table_steps else {}),
             memory_bytes=memory_bytes,
-            progress=tell,
+            progress=advance,
         )
     return ExportManifest(format=format or (manifest.format if manifest else "arrays"), tables=exported, steps=steps)
 
 
-def _of_store(store: Store, given: tuple[Table, ...] | None) -> tuple[Table, ...]:
-    """Return the tables to import to a store that there is."""
-    for table in given or ():
+def _of_store(store: Store, tables: tuple[Table, ...] | None) -> tuple[Table, ...]:
+    """Return the tables to import to an existing store. Raises ImportExportError for one that it does not have."""
+    for table in tables or ():
         if table not in store.tables:
             known = ", ".join(repr(one.name) for one in store.tables)
             raise ImportExportError(
                 f"table {table.name!r} is none of {store.label}, or described otherwise there: it has {known}"
             )
-    return given or store.tables
+    return tables or store.tables
 
 
 def _find_manifest(folder: Path) -> ExportManifest | None:
@@ -201,7 +200,7 @@ def _find_manifest(folder: Path) -> ExportManifest | None:
 def _open_files(
     folder: Path, format_: str, tables: tuple[Table, ...], rows: Mapping[Table, int | None]
 ) -> dict[Table, TableReader]:
-    """Open the files of the tables whose ``rows`` are there, or not known; nothing of them is read yet."""
+    """Open the files of the tables in ``rows``, a count or None for each, without reading them."""
     chosen = find_format(format_)
     if not folder.is_dir():
         raise ImportExportError(f"there is no folder {folder}: give the folder that holds the files of the tables")
@@ -226,7 +225,7 @@ def _open_files(
 
 
 def _check(place: object, readers: Mapping[Table, TableReader], *, initial_state: bool) -> None:
-    """Raise ImportExportError for missing state that may not start anew; warn once of files without a place."""
+    """Raise ImportExportError for missing state unless ``initial_state``; warn once of ignored files."""
     for table, reader in readers.items():
         if not reader.has_state and not initial_state:
             states = ", ".join(f"{field.name} at {field.initial}" for field in table.fields[1:])
@@ -241,7 +240,7 @@ def _check(place: object, readers: Mapping[Table, TableReader], *, initial_state
 
 
 def _steps(place: object, tables: tuple[ExportedTable, ...], steps: int | None) -> int | None:
-    """Return with how many steps tables go on; None where none needs them, or nobody says."""
+    """Return the number of steps of the tables; None if no table needs it, or it is not known."""
     if steps is not None and not 0 <= steps <= MAX_COUNT:
         raise ImportExportError(f"steps is {steps}: it must be 0 .. {MAX_COUNT:,}")
     counting = [one.table for one in tables if one.needs_steps]

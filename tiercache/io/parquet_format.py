@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tiercache.store.table import Field, Table
 
 _GROUP_BYTES = 32 << 20
-"""About the bytes of a row group: what a reader of one group holds."""
+"""About the bytes of a row group, and so the memory of a reader."""
 _READ_BYTES = 1 << 20
 """About the bytes of a column that are decoded at a time."""
 _DTYPES = {"float": "float32", "halffloat": "float16"}
@@ -89,7 +89,7 @@ class _ParquetWriter(TableWriter):
             self._write_group()
 
     def close(self) -> None:
-        """Write the rest; on return the file is on disk."""
+        """Write the last row group and sync the file to disk."""
         if self._waiting:
             self._write_group()
         self._writer.close()
@@ -109,10 +109,10 @@ class _ParquetWriter(TableWriter):
 
 
 def _column(path: Path, name: str, width: int) -> Column:
-    """Return a column that is read from the front, in slices: keys, or lists of numbers of any Arrow kind.
+    """Return a column to read in slices from the front: keys, or lists of numbers of any Arrow kind.
 
-    It opens the file for itself, because columns that share a reader share the number of rows in a batch. Lists count
-    as having the right width, which is checked when they are read.
+    It opens the file itself, because columns that share a reader share the number of rows in a batch. The width of
+    lists is checked when they are read.
     """
     from pyarrow import types
 
@@ -121,16 +121,16 @@ def _column(path: Path, name: str, width: int) -> Column:
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     step = max(1, _READ_BYTES // (4 * width))
     batches = file.iter_batches(batch_size=step, columns=[name], use_threads=False)
-    waiting: list[NDArray[Any]] = []
+    pending: list[NDArray[Any]] = []
 
     def read(part: slice) -> NDArray[Any]:
-        wanted = part.stop - part.start
+        size = part.stop - part.start
         with parsing(path, "Parquet file"):
-            while sum(map(len, waiting)) < wanted:
-                waiting.append(_numbers(path, name, next(batches).column(0), width if is_list else None))
-        have = np.concatenate(waiting)
-        waiting[:] = [have[wanted:]]
-        return have[:wanted]
+            while sum(map(len, pending)) < size:
+                pending.append(_numbers(path, name, next(batches).column(0), width if is_list else None))
+        have = np.concatenate(pending)
+        pending[:] = [have[size:]]
+        return have[:size]
 
     if not is_list:
         return Column((rows,), str(kind), read)
@@ -139,12 +139,12 @@ def _column(path: Path, name: str, width: int) -> Column:
 
 
 def _numbers(path: Path, name: str, array: Any, width: int | None) -> NDArray[Any]:
-    """Return numbers (n,), or lists of ``width`` of them as (n, width). Raises ImportExportError for missing ones."""
+    """Return numbers (n,), or lists of ``width`` of them as (n, width). Raises ImportExportError for null."""
     numbers = array if width is None else array.flatten()
-    whole = not array.null_count and not numbers.null_count and len(numbers) == len(array) * (width or 1)
-    if whole and width is not None and not hasattr(array.type, "list_size"):
-        whole = bool((array.value_lengths().to_numpy(zero_copy_only=False) == width).all())
-    if not whole:
+    is_complete = not array.null_count and not numbers.null_count and len(numbers) == len(array) * (width or 1)
+    if is_complete and width is not None and not hasattr(array.type, "list_size"):
+        is_complete = bool((array.value_lengths().to_numpy(zero_copy_only=False) == width).all())
+    if not is_complete:
         what = "number" if width is None else f"list of {width} numbers"
         raise ImportExportError(f"column {name!r} of {path} lacks a {what} in a row: every row needs one")
     values = np.asarray(numbers.to_numpy(zero_copy_only=False))

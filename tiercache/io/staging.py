@@ -1,4 +1,4 @@
-"""Writing beside the final place: one process at a time, with the disk's room checked, published in one step."""
+"""Staged writes: one process at a time, with a check of free space, published in one step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _NO_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
-"""What a file system says that locks no folders: there, two exports to one place are the caller's to avoid."""
+"""Errors of file systems without locks on folders. There the caller must avoid two exports to one path."""
 
 
 def to_path(path: str | os.PathLike[str], what: str) -> Path:
-    """Return the path of ``what`` as an absolute one. Raises ImportExportError for a URL and for a NUL character."""
+    """Return the absolute path of ``what``. Raises ImportExportError for a URL and for a NUL character."""
     if "\0" in os.fspath(path):
         raise ImportExportError(f"the path {os.fspath(path)!r} has a NUL character: give one without")
     with file_errors(f"finding {what}"):
@@ -44,7 +44,7 @@ def file_errors(what: str) -> Iterator[None]:
 
 
 def check_space(folder: Path, needed_bytes: int, what: str) -> None:
-    """Raise ImportExportError where ``folder`` has less than ``needed_bytes`` free."""
+    """Raise ImportExportError if ``folder`` has less than ``needed_bytes`` free."""
     free = shutil.disk_usage(folder).free
     if needed_bytes > free:
         raise ImportExportError(
@@ -55,10 +55,10 @@ def check_space(folder: Path, needed_bytes: int, what: str) -> None:
 
 @contextmanager
 def staging_directory(out: Path, *, replaces: bool = False) -> Iterator[Path]:
-    """Yield an empty folder ``.NAME.unfinished`` beside ``out``; publish what you wrote there, the rest is deleted.
+    """Yield an empty folder ``.NAME.unfinished`` next to ``out``. Publish it; what you do not publish is deleted.
 
-    What a killed process left there is deleted too. Raises ImportExportError where another process, or thread, has the
-    folder, and where ``out`` exists, unless what is published ``replaces`` it.
+    Leftovers of a killed process are deleted too. Raises ImportExportError if another process or thread has the folder,
+    and if ``out`` exists, unless ``replaces``.
     """
     draft = out.with_name(f".{out.name}.unfinished")
     handle = _lock(draft, out)
@@ -78,7 +78,7 @@ def staging_directory(out: Path, *, replaces: bool = False) -> Iterator[Path]:
 
 
 def _lock(draft: Path, out: Path) -> int:
-    """Return a handle of the draft folder, which is locked as long as it is open."""
+    """Return a handle of the draft folder, locked until it is closed."""
     draft.parent.mkdir(parents=True, exist_ok=True)
     while True:
         with suppress(FileExistsError):
@@ -104,7 +104,7 @@ def _lock(draft: Path, out: Path) -> int:
 
 
 def _is(draft: Path, handle: int) -> bool:
-    """Return whether a handle is that of the folder which has the name now."""
+    """Return True if a handle is that of the folder with this name now."""
     try:
         return os.path.samestat(draft.stat(), os.fstat(handle))
     except FileNotFoundError:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _write(folder: Path, name: str, table: Table, fields: tuple[Field, ...], rows: int) -> ColumnWriter:
-    """Begin to write vectors to a file of their own first, which torch saves from a map: memory stays bounded."""
+    """Write vectors to a raw file first, which torch then saves from a memory map: memory stays bounded."""
     assert len(fields) == 1
     place = folder / name
     place.mkdir()
@@ -67,7 +67,7 @@ FORMAT = Format(
 def load_tensors(path: Path) -> dict[str, Any]:
     """Return the tensors of a state dict by name, mapped; names in nested dicts are joined by dots.
 
-    No object but tensors and plain values is loaded, so no code of the file runs. Raises ImportExportError.
+    Only tensors and plain values are loaded, so no code of the file runs. Raises ImportExportError.
     """
     import torch
 
