@@ -1,4 +1,4 @@
-"""What the columns of the data mean: label, dense features, sparse features and the tables they look into."""
+"""The schema of a dataset: label, dense features, sparse features and their tables."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ class Schema:
     features: tuple[Feature, ...]
     """The sparse features; at least one."""
     tables: tuple[InstanceOf[Table], ...] = ()
-    """Every table that features name; one that only the feature of its own name looks into may be left out."""
+    """Every table of the features. Optional for a table with one feature of the same name."""
     label: Text | None = None
     """The column of the label, number or bool; None: samples have none."""
     label_null: Literal["error", "drop"] = "error"
-    """What a null or NaN label is: an error, or a row that is left out."""
+    """The handling of a null or NaN label: an error, or the row is dropped."""
     dense: tuple[DenseFeature, ...] = ()
     """The dense features, in the order of the columns of ``EncodedBatch.dense``."""
     csv: CsvFormat = dataclasses.field(default_factory=CsvFormat)
-    """How text files are read."""
+    """The format of text files."""
     source: SourceFormat = dataclasses.field(default_factory=SourceFormat)
-    """What the data is, where files do not say it."""
+    """The format and columns of data without them."""
 
     def __post_init__(self) -> None:
         if not self.features:
@@ -81,7 +81,7 @@ class Schema:
 
     @classmethod
     def of(cls, schema: Schema | str | Path | None, format: str | None = None) -> Schema:  # noqa: A002
-        """Return a schema, given itself or the path of its file, for files of another format than it says.
+        """Return a schema, or load the one at a path; ``format`` replaces the format in its source section.
 
         None is an empty file, which is enough for format "criteo". Raises SchemaError.
         """
@@ -116,20 +116,11 @@ class Schema:
         raise KeyError(name)
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """Every column that is read, each once, in the order of first mention."""
-        names = [self.label] if self.label is not None else []
-        names += [d.column for d in self.dense]
-        for feature in self.features:
-            names += [*feature.columns, *([feature.weights] if feature.weights is not None else [])]
-        return tuple(dict.fromkeys(names))
-
-    @property
     def digest(self) -> str:
-        """Hexadecimal digest of what the data means: columns, keys and table names.
+        """Hexadecimal digest of the meaning of data: columns, keys and table names.
 
-        Dims, optimizers, initializers and seeds are no part of it: they do not change what a pass holds. Nor are the
-        format of files and names that stand in for a header, so that data may be read from another format later.
+        It leaves out dims, optimizers, initializers and seeds, which do not change the content of a pass, and the
+        format of files and names for a missing header, so that data may come from another format later.
         """
         record = self.to_record()
         record.pop("source", None)
@@ -137,7 +128,7 @@ class Schema:
         return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
     def to_record(self) -> dict[str, Any]:
-        """Return the schema as plain JSON values, without what has its default; ``from_record`` reads them."""
+        """Return the schema as plain JSON values, without defaults; ``from_record`` reads them."""
         record: dict[str, Any] = TypeAdapter(Schema).dump_python(
             self, mode="json", exclude={"tables"}, exclude_defaults=True
         )

@@ -23,7 +23,7 @@ NULL_WORDS = (
     "", "NA", "N/A", "n/a", "#N/A", "#N/A N/A", "#NA", "NULL", "null", "NaN", "nan", "-NaN", "-nan", "1.#IND",
     "-1.#IND", "1.#QNAN", "-1.#QNAN", r"\N",
 )  # fmt: skip
-"""How text files say null, where the schema does not say otherwise."""
+"""The default texts for null in text files."""
 
 Text = Annotated[str, Field(min_length=1)]
 Flag = Annotated[bool, Field(strict=True)]
@@ -39,11 +39,11 @@ _EXPECTED = {
     "int_type": "a whole number",
     "bool_type": "true or false",
 }
-"""By pydantic's name of an error: what a value must be."""
+"""The expected value, by pydantic's name of an error."""
 
 
 def checked(cls: type[_T], where: str, values: dict[str, Any], known: Iterable[str] = ()) -> _T:
-    """Build a part of a schema. Raises SchemaError: a sentence that begins with ``where``.
+    """Build a part of a schema. Raises SchemaError, with a message that begins with ``where``.
 
     known: the keys that a message offers; empty: the fields of ``cls``.
     """
@@ -54,13 +54,13 @@ def checked(cls: type[_T], where: str, values: dict[str, Any], known: Iterable[s
 
 
 def unknown_key(where: str, key: object, known: Iterable[str]) -> str:
-    """Return the sentence about a key that does not exist."""
+    """Return the message for an unknown key."""
     options = sorted(known)
     return f"{where} has the unknown key {key!r}{nearest(str(key), set(options))}: known are {', '.join(options)}"
 
 
 def nearest(name: str, known: set[str]) -> str:
-    """Return `` (did you mean '...'?)`` where ``known`` has a similar name, and nothing where it has none."""
+    """Return `` (did you mean '...'?)`` if ``known`` has a similar name, else an empty text."""
     from difflib import get_close_matches
 
     close = get_close_matches(name, sorted(known), n=1, cutoff=0.5)
@@ -109,14 +109,14 @@ def with_schema_errors(cls: type[_T]) -> type[_T]:
 @with_schema_errors
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class DenseFeature:
-    """A number per sample that goes to the dense part of the model, as float32."""
+    """A number per sample for the dense part of the model, as float32."""
 
     _WHERE = "dense feature {!r}"
 
     column: Text
     """The column of numbers."""
     null: Number | None = None
-    """The number that null and NaN stand for; None: they are errors."""
+    """The number for null and NaN; None: they are errors."""
     transform: Literal["log"] | None = None
     """"log": a number x becomes log(1 + max(x, 0)), null too; None: numbers stay as they are."""
 
@@ -129,20 +129,20 @@ class Feature:
     _WHERE = "feature {!r}"
 
     name: Text
-    """Its name in every sample; unique in the schema."""
+    """The name of the feature; unique in the schema."""
     columns: tuple[Text, ...] = ()
-    """The columns its keys come from: one, or two and more for a cross. Empty: the column of its own name."""
+    """The columns of its keys: one, or two and more for a cross. Empty: the column of its own name."""
     table: str = ""
-    """The table it looks into; several features may share one. Empty: the table of its own name."""
+    """The table for its keys; several features may share one. Empty: the table of its own name."""
     key: Literal["integer", "string", "hex", "bucket", "cross"] | None = None
     """"integer": values are keys. "string": hashes of them. "hex": text of hexadecimal digits. "bucket": the bucket of
-    a number. "cross": hashes over columns. None: as ``buckets`` and the number of columns say."""
+    a number. "cross": hashes over columns. None: from ``buckets`` and the number of columns."""
     hotness: Literal["one_hot", "multi_hot", "ragged"] = "one_hot"
-    """How many keys a sample has: one, ``length``, or any number."""
+    """The number of keys of a sample: one, ``length``, or any number."""
     length: Count | None = None
-    """The number of keys per sample where hotness is "multi_hot"."""
+    """The number of keys per sample, for hotness "multi_hot"."""
     max_length: Count | None = None
-    """Of longer lists, the last ``max_length`` keys are kept: only where hotness is "ragged"."""
+    """The most keys to keep of a list, the last ones; only for hotness "ragged"."""
     weights: Text | None = None
     """The column of float weights, one per key; None: all 1."""
     null: Literal["error", "embed"] = "error"
@@ -175,45 +175,40 @@ class Feature:
         if self.num_buckets is not None and self.key == "bucket":
             raise ValueError("has buckets and num_buckets: give one of them")
 
-    @property
-    def null_is_key(self) -> bool:
-        """Whether null stands for the null row."""
-        return self.null == "embed"
-
 
 @with_schema_errors
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class CsvFormat:
-    """What a CSV or TSV file cannot say itself; other formats ignore it."""
+    """The format of CSV and TSV files; other formats ignore it."""
 
     _WHERE = "[csv]"
 
     header: Flag = True
-    """Whether the first line names the columns; without it ``SourceFormat.columns`` does, or they are f0, f1, ..."""
+    """Whether the first line has the names of columns; otherwise ``SourceFormat.columns``, or f0, f1, ..."""
     types: dict[str, Literal["integer", "string"]] = dataclasses.field(default_factory=dict)
-    """Types of columns that appear in crosses only; absent ones are taken from the first lines of each file."""
+    """Types of columns used only in crosses; others are inferred from the first lines of each file."""
     list_separator: Text | None = None
-    """What stands between the values of a list within a field; None: text files have no lists."""
+    """The separator of list values within a field; None: text files have no lists."""
     delimiter: Text | None = None
     """The text between two fields; None: a comma, or a tab in TSV files. Several characters need ``quote=""``."""
     quote: Annotated[str, Field(max_length=1)] | None = None
     """The character around fields that hold delimiters or line breaks; empty: quotes are plain characters. None: ``"``,
     and in tab-separated text none."""
     null_words: tuple[str, ...] = NULL_WORDS
-    """What is null if it is not quoted, and in columns of numbers also if it is."""
+    """The texts for null: unquoted, and in columns of numbers also quoted."""
     bad_rows: Literal["error", "skip", "pad"] = "error"
-    """Rows with another number of fields than the header: an error; left out; or, where fields are missing, filled with
-    null, and left out where there are too many."""
+    """Rows with another number of fields than the header: an error; skipped; or filled with null if fields are missing
+    and skipped if there are too many."""
 
 
 @with_schema_errors
 @dataclass(frozen=True, kw_only=True, slots=True, config=STRICT)
 class SourceFormat:
-    """What the data is, where files do not say it themselves."""
+    """The format and columns of data without them."""
 
     _WHERE = "[source]"
 
     format: Literal["parquet", "ipc", "csv", "tsv", "criteo", "numpy", "split_binary"] | None = None
-    """The format of every file, whatever its suffix; None: as the suffix says."""
+    """The format of every file, whatever its suffix; None: by suffix."""
     columns: tuple[Text, ...] = ()
-    """The names of the columns of data that has none: text without a header, tuples of a Python iterable."""
+    """Names of columns for data without them: text without a header, tuples of a Python iterable."""

@@ -172,7 +172,8 @@ class ArrayFileWriter:
     def write(self, name: str, row: int, values: NDArray[Any]) -> None:
         """Write rows of an array from ``row`` on. Raises OSError if the disk is full."""
         spec = self._layout.specs[name]
-        self._put(np.ascontiguousarray(values, spec.dtype), len(self._layout.header) + self._layout.offset(name, row))
+        data = np.ascontiguousarray(values, spec.dtype)
+        write_all(self._file.fileno(), data, len(self._layout.header) + self._layout.offset(name, row))
 
     def finish(self) -> str:
         """Write header and checksums, and return the digest of both. The file is complete, but not synced."""
@@ -182,17 +183,10 @@ class ArrayFileWriter:
             part = block[: min(BLOCK_BYTES, self._layout.data_bytes - index * BLOCK_BYTES)]
             os.preadv(self._file.fileno(), [part.data], len(self._layout.header) + index * BLOCK_BYTES)
             sums[index] = _checksum(part)
-        self._put(np.frombuffer(self._layout.header, np.uint8), 0)
-        self._put(sums, len(self._layout.header) + self._layout.data_bytes)
+        write_all(self._file.fileno(), np.frombuffer(self._layout.header, np.uint8), 0)
+        write_all(self._file.fileno(), sums, len(self._layout.header) + self._layout.data_bytes)
         self._file.close()
         return _digest(self._layout, sums.tobytes())
-
-    def abandon(self) -> None:
-        """Close the file as it is."""
-        self._file.close()
-
-    def _put(self, values: NDArray[Any], offset: int) -> None:
-        write_all(self._file.fileno(), values, offset)
 
 
 def write_all(handle: int, values: NDArray[Any], offset: int) -> int:

@@ -333,7 +333,7 @@ def _check_nulls(
     lengths: NDArray[np.int64] | None = None,
 ) -> None:
     """Raise SourceError for the first null, unless the feature embeds nulls."""
-    if not feature.null_is_key:
+    if feature.null == "error":
         what = f'it is null, an error for feature {feature.name!r}: say null = "embed" in the schema, or drop the row'
         raise batch.error(_row(int(nulls.argmax()), lengths), column, what)
 

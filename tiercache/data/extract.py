@@ -214,7 +214,7 @@ def _finished(
     check_same(manifest.options, manifest.inputs, options, records, out)
     WorkFolder(out).remove()  # left if the extraction was killed at its end
     if manifest.schema != schema:
-        manifest.with_tables_of(schema).write(out)
+        replace(manifest, schema=schema).write(out)  # with other dims, optimizers, initializers or seeds
     return PassDataset.open(out)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -150,10 +150,6 @@ class Manifest:
         }
         record["checksum"] = checksum_of(record)
         replace_file(directory / MANIFEST, json.dumps(record, indent=1).encode())
-
-    def with_tables_of(self, schema: Schema) -> Manifest:
-        """Return the same dataset with the dims, optimizers, initializers and seeds of ``schema``."""
-        return replace(self, schema=schema)
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
