@@ -224,10 +224,10 @@ class _ArrayReader(FileReader):
                     f"{file.path} has columns of different numbers of rows ({seen}): make them one length"
                 )
             arrays = {k: v for name, rows in parts.items() for k, v in self._split(name, rows.read(0)).items()}
-            found = {
+            kinds = {
                 name: self._arrow(name, array).type if name in used else pa.null() for name, array in arrays.items()
             }
-        self.schema = pa.schema(list(found.items()))
+        self.schema = pa.schema(list(kinds.items()))
 
     def pieces(self, columns: Sequence[str], row: int, *, batch_bytes: int, use_threads: bool) -> Iterator[Piece]:
         """Read the same rows of every array in turn."""
@@ -241,8 +241,8 @@ class _ArrayReader(FileReader):
                 arrays: dict[str, NDArray[Any]] = {}
                 for name, rows in parts.items():
                     arrays |= self._split(name, rows.read(step))
-                found = [self._arrow(name, arrays[name]) for name in columns]
-                yield Piece(pa.record_batch(found, names=list(columns)), min(total, first + step) / total)
+                batch = [self._arrow(name, arrays[name]) for name in columns]
+                yield Piece(pa.record_batch(batch, names=list(columns)), min(total, first + step) / total)
 
     def _arrow(self, name: str, array: NDArray[Any]) -> Any:
         try:
@@ -392,31 +392,31 @@ class PythonReader(FileReader):
             )
         is_batch = hasattr(item, "sparse_features") and self._schema.label is not None
         dense = [spec.column for spec in self._schema.dense]
-        found: list[tuple[str, Any]] = []
+        parts: list[tuple[str, Any]] = []
         for name, value in named:
             if is_keyed(value):
-                found += self._jagged(where, value)
+                parts += self._jagged(where, value)
             elif name == "dense" and "dense" not in dense and getattr(value, "ndim", 0) == 2:
                 matrix = numpy_values(value)
                 matrix = matrix if isinstance(matrix, np.ndarray) else np.asarray(matrix)
                 if matrix.shape[1] != len(dense):
                     raise SourceError(f"{where} has {matrix.shape[1]} dense columns and the schema {len(dense)}")
-                found += [(column, matrix[:, i]) for i, column in enumerate(dense)]
+                parts += [(column, matrix[:, i]) for i, column in enumerate(dense)]
             else:
-                found.append((str(self._schema.label) if is_batch and name == "label" else name, value))
-        return found
+                parts.append((str(self._schema.label) if is_batch and name == "label" else name, value))
+        return parts
 
     def _jagged(self, where: str, keyed: Any) -> Iterable[tuple[str, Any]]:
         """Return the features of a KeyedJaggedTensor, and their weights under the names that the schema has."""
-        found = {}
+        lists = {}
         for name, one in keyed.to_dict().items():
             with _named_errors(f"{where}, feature {name!r}"):
                 offsets, weights = offsets_of(one.offsets()), one.weights_or_none()
-                found[name] = list_array(one.values(), offsets)
+                lists[name] = list_array(one.values(), offsets)
                 for feature in self._schema.features:
                     if feature.columns == (name,) and feature.weights is not None and weights is not None:
-                        found[feature.weights] = list_array(weights, offsets)
-        return found.items()
+                        lists[feature.weights] = list_array(weights, offsets)
+        return lists.items()
 
 
 @contextmanager

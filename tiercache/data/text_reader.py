@@ -66,9 +66,11 @@ class TextReader(FileReader):
         self._file, self._csv, self._uses = file, schema.csv, uses
         self._is_criteo = file.format == "criteo"
         self._has_header = self._csv.header and not self._is_criteo
+        self._first_row = 2 if self._has_header else 1  # Arrow's number of row 0
         names = CRITEO_COLUMNS if self._is_criteo else schema.source.columns
         self._names = None if self._has_header else list(names) or None
         self._delimiter = file.delimiter if self._is_criteo else self._csv.delimiter or file.delimiter
+        self._parsed_delimiter = self._delimiter if len(self._delimiter) == 1 else UNIT_SEPARATOR.decode()
         default = "" if self._delimiter == "\t" else '"'
         self._quote = "" if self._is_criteo else default if self._csv.quote is None else self._csv.quote
         self._check_format()
@@ -114,8 +116,8 @@ class TextReader(FileReader):
         with self._open() as stream:
             line = stream.read(_SNIFFED).decode("utf-8", "replace").lstrip("\ufeff").splitlines()[:1]
         for delimiter in _DELIMITERS:
-            found = [name.strip().strip("'\"") for name in "".join(line).split(delimiter)]
-            if delimiter != self._delimiter and set(missing) <= set(found):
+            names = [name.strip().strip("'\"") for name in "".join(line).split(delimiter)]
+            if delimiter != self._delimiter and set(missing) <= set(names):
                 raise SourceError(
                     f"{self._file.path} has no column {missing[0]!r}: its first line is separated by {delimiter!r}, "
                     f"not by {self._delimiter!r}: say {_say(delimiter)} in [csv]"
@@ -218,7 +220,7 @@ class TextReader(FileReader):
         if filled:
             self._padding = [bad for bad, _ in filled]
             lines = "\n".join(text for _, text in filled).encode()
-            padded = self._batches(lambda: io.BytesIO(lines), convert, self._all_names)
+            padded = self._batches(lambda: io.BytesIO(lines), convert, list(self.schema.names))
             batch, self._padding = pa.Table.from_batches([batch, *padded]), []
             if batch.num_rows != rows.size + len(filled):
                 raise SourceError(f"{self._file.path}, row {filled[0][0].row}: a quote is not closed: correct it")
@@ -309,11 +311,11 @@ class TextReader(FileReader):
                 offsets = np.zeros(lengths.size + 1, np.int32)
                 np.cumsum(lengths, out=offsets[1:])
                 nulls = column.is_null() if column.null_count else None
-                found = pa.ListArray.from_arrays(pa.array(offsets), values, mask=nulls)
+                converted = pa.ListArray.from_arrays(pa.array(offsets), values, mask=nulls)
             elif name in self._hex:
-                found = without_nulls(column, self._null_words)
+                converted = without_nulls(column, self._null_words)
             elif read_as == pa.string() and kind in _NUMBERS:
-                found = self._numbers(column, kind)
+                converted = self._numbers(column, kind)
             else:
                 return batch
         except InvalidTextError as error:
@@ -323,7 +325,7 @@ class TextReader(FileReader):
                 f"{self._file.path}, row {at}, column {name!r} cannot be read ({error}{in_list}): correct it"
                 f"{self._advice(name)}"
             ) from error
-        return batch.set_column(batch.schema.get_field_index(name), name, found)
+        return batch.set_column(batch.schema.get_field_index(name), name, converted)
 
     def _numbers(self, texts: Any, kind: Any) -> Any:
         if kind == pa.int64():
@@ -331,22 +333,8 @@ class TextReader(FileReader):
         return reals(texts, self._null_words) if kind in _NUMBERS else texts
 
     def _failed_column(self, error: Exception) -> str | None:
-        found = re.search(r"In CSV column #(\d+): ?", str(error))
-        return self._all_names[int(found[1])] if found else None
-
-    @property
-    def _all_names(self) -> list[str]:
-        return list(self.schema.names)
-
-    @property
-    def _first_row(self) -> int:
-        """Arrow's number of row 0."""
-        return 2 if self._has_header else 1
-
-    @property
-    def _parsed_delimiter(self) -> str:
-        """The delimiter for the parser."""
-        return self._delimiter if len(self._delimiter) == 1 else UNIT_SEPARATOR.decode()
+        match = re.search(r"In CSV column #(\d+): ?", str(error))
+        return str(self.schema.names[int(match[1])]) if match else None
 
     def _note(self, noted: list[_BadRow], bad: Any) -> str:
         """Note a row with another number of fields than the first line."""
