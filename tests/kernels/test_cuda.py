@@ -28,7 +28,7 @@ def test_every_kernel_compiles_to_machine_code(architecture: str) -> None:
     """NVRTC needs neither driver nor GPU; a cubin is an ELF file."""
     cubins = cuda.compile_all(architecture)
     assert set(cubins) == {path.stem for path in (ROOT / "kernels" / "cuda").glob("*.cu")}
-    assert all(cubin[:4] == b"\x7fELF" for cubin in cuda.values())
+    assert all(cubin[:4] == b"\x7fELF" for cubin in cubins.values())
 
 
 @needs_cupy
@@ -171,10 +171,10 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     return Compiler()
 
 
-def in_a_new_process(folder: Path | None, made_from: str, make: Compiler) -> bytes:
+def in_a_new_process(folder: Path | None, inputs: str, make: Compiler) -> bytes:
     """Ask where memory is empty."""
     cuda._IN_MEMORY.clear()
-    return cuda.kept(folder, "sorting.sm_90.cuda", made_from, make)
+    return cuda.cached_code(folder, "sorting.sm_90.cuda", inputs, make)
 
 
 def test_code_is_made_once_for_all_processes(tmp_path: Path, compiler: Compiler) -> None:
@@ -182,7 +182,7 @@ def test_code_is_made_once_for_all_processes(tmp_path: Path, compiler: Compiler)
     assert {in_a_new_process(tmp_path, "source", compiler) for _ in range(3)} == {b"code 1"}
     assert [path.name for path in tmp_path.iterdir()] == ["sorting.sm_90.cuda"]
     assert in_a_new_process(None, "source", compiler) == b"code 2"
-    assert cuda.kept(None, "sorting.sm_90.cuda", "source", compiler) == b"code 2"
+    assert cuda.cached_code(None, "sorting.sm_90.cuda", "source", compiler) == b"code 2"
 
 
 def test_code_of_anything_else_is_made_anew_and_takes_its_place(tmp_path: Path, compiler: Compiler) -> None:
@@ -218,7 +218,7 @@ def test_a_folder_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path, c
         raise RuntimeError("does not compile")
 
     with pytest.raises(RuntimeError, match="does not compile"):
-        cuda.kept(tmp_path, "rows.sm_90.cuda", "other", fails)
+        cuda.cached_code(tmp_path, "rows.sm_90.cuda", "other", fails)
     assert not (tmp_path / "rows.sm_90.cuda").exists()
 
 

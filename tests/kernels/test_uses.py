@@ -118,9 +118,9 @@ LONGEST = 4
 def next_pass(draw: st.DrawFn) -> tuple[np.ndarray, ...]:
     """Return slots and next gaps of a pass, previous gaps of the next one, and slots in no use."""
     next_distance = np.array(draw(st.lists(st.integers(1, LONGEST), max_size=30)), np.int32)
-    kept = int((next_distance == 1).sum())
+    cached_code = int((next_distance == 1).sum())
     others = draw(st.lists(st.integers(2, LONGEST), max_size=30))
-    prev_distance = np.array(draw(st.permutations([1] * kept + others)), np.int32)
+    prev_distance = np.array(draw(st.permutations([1] * cached_code + others)), np.int32)
     capacity = max(next_distance.size, prev_distance.size) + draw(st.integers(0, 5))
     slots = np.array(draw(st.permutations(range(capacity))), np.int32)
     return slots[: next_distance.size], next_distance, prev_distance, slots[next_distance.size :]
@@ -142,10 +142,10 @@ def test_rows_take_spare_slots_first_and_then_those_that_depart_in_the_order_of_
     stack = np.full(old_slots.size + spare.size + 1, -1, np.int32)
     stack[: spare.size], stack[-1] = spare, spare.size
     dump_order, load_order, slots = by_gap(next_distance), by_gap(prev_distance), np.empty(prev_distance.size, np.int32)
-    kept = assign_slots(old_slots, next_distance, dump_order, prev_distance, load_order, stack, slots)
-    assert kept == (next_distance == 1).sum()
-    free = [*old_slots[dump_order[:kept]], *spare[::-1], *old_slots[dump_order[kept:]]]
-    taken = [*range(kept), *range(kept, prev_distance.size)]
+    cached_code = assign_slots(old_slots, next_distance, dump_order, prev_distance, load_order, stack, slots)
+    assert cached_code == (next_distance == 1).sum()
+    free = [*old_slots[dump_order[:cached_code]], *spare[::-1], *old_slots[dump_order[cached_code:]]]
+    taken = [*range(cached_code), *range(cached_code, prev_distance.size)]
     assert slots[load_order].tolist() == [free[place] for place in taken]
     left = set(old_slots.tolist()) | set(spare.tolist())
     assert sorted(stack[: stack[-1]]) == sorted(left - set(slots.tolist()))

@@ -1,4 +1,4 @@
-"""The arrays of kernels: what their annotations are called, and a check of what somebody gives.
+"""The arrays of kernels: the names of their annotations, and checks of arguments.
 
 An array is C-contiguous and aligned and has one axis: `I4` is one of int32. `Matrix[I4]` has two axes, and
 `Written[I4]` is written to. A `Rows` array has float32 or the bits of 16-bit numbers. `Word` and `Single` are numbers
@@ -44,10 +44,10 @@ def aligned_zeros(rows: int, width: int) -> NDArray[np.float32]:
     each. (What malloc returns may lie in its heap, which has small pages.)
     """
     if 4 * rows * width >= 2 * _HUGE_PAGE:
-        held = mmap.mmap(-1, 4 * rows * width + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory_map = mmap.mmap(-1, 4 * rows * width + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError, AttributeError):
-            held.madvise(mmap.MADV_HUGEPAGE)
-        memory = np.frombuffer(held, np.float32)
+            memory_map.madvise(mmap.MADV_HUGEPAGE)
+        memory = np.frombuffer(memory_map, np.float32)
         first = -memory.ctypes.data % _HUGE_PAGE // 4
     else:
         memory = np.zeros(rows * width + 16, np.float32)
@@ -56,7 +56,7 @@ def aligned_zeros(rows: int, width: int) -> NDArray[np.float32]:
 
 
 def address_of(array: NDArray[Any]) -> int:
-    """Return where an array begins; its `ctypes` takes ten times as long."""
+    """Return the address of an array; its `ctypes` takes ten times as long."""
     return int(array.__array_interface__["data"][0])
 
 
@@ -75,22 +75,22 @@ class View(NamedTuple):
         return math.prod(self.shape)
 
     def check(self, name: str, dtypes: Collection[DTypeLike], ndim: int, *, written: bool) -> None:
-        """Raise ValueError where kernels want another dtype, number of dimensions or order, or would write to it."""
+        """Raise ValueError for a wrong dtype, number of dimensions or order, and for a read-only output."""
         aligned = self.address % self.dtype.itemsize == 0
         if self.dtype not in dtypes or len(self.shape) != ndim or not self.contiguous or not aligned:
             flaws = "" if self.contiguous else ", not C-contiguous"
             flaws += "" if aligned else ", not aligned"
-            wanted = " or ".join(str(np.dtype(dtype)) for dtype in dtypes)
+            expected = " or ".join(str(np.dtype(dtype)) for dtype in dtypes)
             raise ValueError(
                 f"{name} is {len(self.shape)}-dimensional {self.dtype}{flaws}: "
-                f"give an aligned C-contiguous {ndim}-dimensional array of {wanted}."
+                f"give an aligned C-contiguous {ndim}-dimensional array of {expected}."
             )
         if written and not self.writable:
             raise ValueError(f"{name} is read-only, and the kernel writes to it: give a writable array.")
 
 
 def expect(name: str, array: Any, *dtypes: DTypeLike, ndim: int = 1, written: bool = False) -> None:
-    """Raise ValueError where an array of NumPy is not as kernels want it: as `View.check`."""
+    """Raise ValueError unless a NumPy array fits the kernel, as `View.check`."""
     if not isinstance(array, np.ndarray):
         raise ValueError(f"{name} is of type {type(array).__name__}: give an array of NumPy.")  # noqa: TRY004 - as others
     flags = array.flags
@@ -99,10 +99,7 @@ def expect(name: str, array: Any, *dtypes: DTypeLike, ndim: int = 1, written: bo
 
 
 def same_length(**arrays: NDArray[Any]) -> int:
-    """Return the common length of the arrays' first axes.
-
-    Raises ValueError when they differ.
-    """
+    """Return the common length of the arrays' first axes. Raises ValueError if they differ."""
     lengths = {name: array.shape[0] for name, array in arrays.items()}
     if len(set(lengths.values())) != 1:
         raise ValueError(f"arrays must have one length, but have {lengths}.")

@@ -1,4 +1,4 @@
-"""Compile every kernel before it is needed, and tell what is being compiled.
+"""Compile every kernel before it is needed, with progress.
 
 The types are those of the kernels' annotations. Kernels that read or step rows are compiled for 16-bit dtypes, too,
 where a table has such a dtype. The compiled code is kept on disk, beside the package or in the user's cache, until a
@@ -27,7 +27,7 @@ def _needed(*, narrow: bool) -> list[tuple[Kernel, bool]]:
 
 
 def is_cached(*, narrow: bool = False) -> bool:
-    """Tell whether every kernel is compiled or lies compiled on disk: if not, `prepare` takes up to a minute.
+    """Return True if every kernel is compiled, in memory or on disk: if not, `prepare` takes up to a minute.
 
     `narrow`: also those for 16-bit dtypes.
     """
@@ -39,9 +39,9 @@ def is_cached(*, narrow: bool = False) -> bool:
 
 
 def prepare(notify: Callable[[str, int, int], None] | None = None, *, narrow: bool = False) -> None:
-    """Compile every kernel, or load it from disk; those for 16-bit dtypes where `narrow` says so.
+    """Compile every kernel, or load it from disk; `narrow`: also those for 16-bit dtypes.
 
-    `notify` is called with what comes next, how many are done and how many there are, and once when all are.
+    `notify` is called with the next kernel, the number done and the total, and once at the end.
     Call it on the training thread: it starts the threads of parallel kernels.
     """
     threads()

@@ -12,7 +12,7 @@ from numba import prange
 from tiercache.kernels.arrays import F4, I4, I8, U8, Matrix, Rows, Written, address_of, same_length
 from tiercache.kernels.cpu.jit import inlined, parallel, serial, threads, worker
 from tiercache.kernels.cpu.simd import atomic_next, fence, store, stream
-from tiercache.kernels.cpu.vectors import ask_row, read, shape_of
+from tiercache.kernels.cpu.vectors import prefetch_row, read, shape_of
 from tiercache.kernels.step import Vectors
 
 BLOCK = 64  # samples of a task: 26 features of 64 floats are 416 KiB, which stays in a second-level cache
@@ -65,10 +65,10 @@ def _pool_one_blocks(vectors, slot_of_local, ids, bases, cols, out, slots, phase
             start = f * num_samples
             map_entries(ids, start + first, start + last, bases[f], slot_of_local, slots)
             for n in range(first, min(first + AHEAD, last)):
-                ask_row(vectors, np.int64(slots[start + n]) * stride, dim)
+                prefetch_row(vectors, np.int64(slots[start + n]) * stride, dim)
             for n in range(first, last):
                 if n + AHEAD < last:
-                    ask_row(vectors, np.int64(slots[start + n + AHEAD]) * stride, dim)
+                    prefetch_row(vectors, np.int64(slots[start + n + AHEAD]) * stride, dim)
                 _copy_row(vectors, np.int64(slots[start + n]) * stride, out, n * width + cols[f], dim, phase)
         block = atomic_next(counter)
     fence()
@@ -102,7 +102,7 @@ def _gather_blocks(vectors, slots, out, phase, counter):  # type: ignore[no-unty
         last = min(block * GATHER_BLOCK + GATHER_BLOCK, slots.size)
         for e in range(block * GATHER_BLOCK, last):
             if e + AHEAD < last:
-                ask_row(vectors, np.int64(slots[e + AHEAD]) * stride, dim)
+                prefetch_row(vectors, np.int64(slots[e + AHEAD]) * stride, dim)
             _copy_row(vectors, np.int64(slots[e]) * stride, out, e * dim, dim, phase)
         block = atomic_next(counter)
     fence()
@@ -133,7 +133,7 @@ def _spread_tasks(vectors, pairs, cols, out, phase, counter):  # type: ignore[no
         for i in range(task * GATHER_BLOCK, min(task * GATHER_BLOCK + GATHER_BLOCK, pairs.size)):
             coming = min(i + AHEAD, pairs.size - 1)
             if (pairs[coming] >> _HALF) != (pairs[coming - 1] >> _HALF):
-                ask_row(vectors, np.int64(pairs[coming] >> _HALF) * stride, dim)
+                prefetch_row(vectors, np.int64(pairs[coming] >> _HALF) * stride, dim)
             entry = np.int64(pairs[i] & _LOW)
             f = np.int64(np.uint32(entry) // np.uint32(num_samples))
             at = (entry - f * num_samples) * width + cols[f]

@@ -153,12 +153,12 @@ class Kernel:
 
     def compile(self, *, narrow: bool = False) -> None:
         """Compile it, or load it from disk; for 16-bit dtypes where `narrow` says so."""
-        wanted = self._types(narrow=narrow)
+        signature = self._types(narrow=narrow)
         with self._lock:
-            if wanted not in self.entry.overloads:
+            if signature not in self.entry.overloads:
                 self._forget_unreadable()
-                self.compiler.compile(wanted)
-                self.entry.add_overload(self.compiler.overloads[wanted])
+                self.compiler.compile(signature)
+                self.entry.add_overload(self.compiler.overloads[signature])
 
     def _forget_unreadable(self) -> None:
         """Delete what another version left on disk if it names types that are gone: numba raises on reading it."""
@@ -177,15 +177,15 @@ class Kernel:
 
     def is_compiled(self, *, narrow: bool = False) -> bool:
         """Tell whether it is compiled, or lies compiled on disk, as its source is now, for this CPU."""
-        wanted = self._types(narrow=narrow)
-        if wanted in self.entry.overloads:
+        signature = self._types(narrow=narrow)
+        if signature in self.entry.overloads:
             return True
         try:
             index = self.compiler._cache._cache_file._load_index()
             cpu = cpu_target.target_context.codegen().magic_tuple()
         except Exception:
             return False
-        return any(key[:2] == (wanted, cpu) for key in index)
+        return any(key[:2] == (signature, cpu) for key in index)
 
 
 def _entry(
@@ -291,7 +291,7 @@ def on_all_cores(kernel: Callable[..., None], parts: int, calls: Sequence[tuple[
 
 @functools.cache
 def _helpers(_process: int) -> ThreadPoolExecutor:
-    """Return the threads of this process, which start when they are first wanted; a fork has none of its parent's."""
+    """Return the threads of this process, started at their first use; a fork has none of its parent's."""
     most = min(os.cpu_count() or 1, _MOST_CORES)
     return ThreadPoolExecutor(max(1, most - 1), thread_name_prefix="tiercache-switch")
 

@@ -3,7 +3,7 @@
 A place has 16 bytes: the key, and table and position in one word, so that one access tells all. A key's search begins
 at the low bits of `mix(key ^ table id)` (key sets come in the order of the high bits, and a rank has one range of them)
 and goes on place by place; a match is one of key and table. INT64_MIN marks an empty place, so the out-of-vocabulary
-row, whose key it is, has its position beside the places, one a table. Nothing is ever removed.
+row, whose key it is, has its position next to the places, one per table. Nothing is ever removed.
 
 Capacity is a power of two with at most 0.8 of the places taken: 20 to 40 bytes a key.
 """
@@ -98,7 +98,7 @@ def _insert(
     table_id: Word,
     first_position: int,
     places: Written[Matrix[I8]],
-    apart: Written[I8],
+    oov: Written[I8],
     mask: int,
 ) -> None:
     for i in range(keys.size):
@@ -106,7 +106,7 @@ def _insert(
             prefetch(places, 2 * _home(keys[i + _AHEAD], table_id, mask))
         key = keys[i]
         if key == _EMPTY:
-            apart[table] = first_position + i
+            oov[table] = first_position + i
             continue
         place = _home(key, table_id, mask)
         while places[place, 0] != _EMPTY:
@@ -116,14 +116,14 @@ def _insert(
 
 
 @worker
-def _find_stretch(keys, table, table_id, start, stop, places, apart, mask, positions, missing):  # type: ignore[no-untyped-def]
+def _find_stretch(keys, table, table_id, start, stop, places, oov, mask, positions, missing):  # type: ignore[no-untyped-def]
     for i in range(start, stop):
         if i + _AHEAD < stop:
             prefetch(places, 2 * _home(keys[i + _AHEAD], table_id, mask))
         key = keys[i]
         found = np.int64(-1)
         if key == _EMPTY:
-            found = apart[table] if apart[table] != _LOW else found
+            found = oov[table] if oov[table] != _LOW else found
         else:
             place = _home(key, table_id, mask)
             while places[place, 0] != _EMPTY:
@@ -145,7 +145,7 @@ def _find(
     tables: I8,
     table_ids: U8,
     places: Matrix[I8],
-    apart: I8,
+    oov: I8,
     mask: int,
     positions: Written[I4],
     missing: Written[Matrix[I8]],
@@ -158,7 +158,7 @@ def _find(
             if start < stop:
                 table = tables[f]
                 _find_stretch(
-                    keys, table, table_ids[table], start, stop, places, apart, mask, positions, missing[part]
+                    keys, table, table_ids[table], start, stop, places, oov, mask, positions, missing[part]
                 )  # fmt: skip
 
 
@@ -175,18 +175,18 @@ class KeyIndex:
         self.count = 0
         """Keys in the index."""
         self._places = np.empty((self.capacity, 2), np.int64)
-        self._apart = np.empty(self._table_ids.size, np.int64)
+        self._oov = np.empty(self._table_ids.size, np.int64)
         self.clear()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the index."""
-        return self._places.nbytes + self._apart.nbytes
+        return self._places.nbytes + self._oov.nbytes
 
     def clear(self) -> None:
         """Forget all keys."""
         self._places[:, 0] = EMPTY
-        self._apart[:] = _NOWHERE
+        self._oov[:] = _NOWHERE
         self.count = 0
 
     def extend(self, key_sets: Sequence[KeySet]) -> None:
@@ -198,7 +198,7 @@ class KeyIndex:
             expect("keys", key_set.keys, np.int64)
         more = check_key_sets(key_sets, self._table_ids.size, self.count, self.capacity)
         for table, keys, first in key_sets:
-            _insert(keys, table, self._table_ids[table], first, self._places, self._apart, self.capacity - 1)
+            _insert(keys, table, self._table_ids[table], first, self._places, self._oov, self.capacity - 1)
         self.count += more
 
     def find(self, keys: I8, entry_starts: I8, tables: I8, positions: I4) -> Missing:
@@ -212,7 +212,7 @@ class KeyIndex:
         parts = max(1, min(threads(), keys.size // _PART_KEYS))
         missing = np.zeros((parts, 8), np.int64)  # a cache line each
         _find(
-            keys, entry_starts, tables, self._table_ids, self._places, self._apart, self.capacity - 1, positions,
+            keys, entry_starts, tables, self._table_ids, self._places, self._oov, self.capacity - 1, positions,
             missing, parts,
         )  # fmt: skip
         count = int(missing[:, 0].sum())

@@ -19,7 +19,7 @@ from tiercache.kernels.cpu.gathering import (
 )
 from tiercache.kernels.cpu.jit import inlined, parallel, serial, worker
 from tiercache.kernels.cpu.simd import atomic_next, fence, load, splat, total
-from tiercache.kernels.cpu.vectors import ask_row, element, read, shape_of
+from tiercache.kernels.cpu.vectors import element, prefetch_row, read, shape_of
 from tiercache.kernels.step import Vectors
 
 __all__ = ["MAX", "MEAN", "SUM", "pool_bags", "weight_gradient"]
@@ -88,7 +88,7 @@ def _pool_bags_blocks(  # type: ignore[no-untyped-def]
             for n in range(first, last):
                 begin, stop, at = offsets[bag + n], offsets[bag + n + 1], n * width + cols[f]
                 while asked < min(stop + AHEAD, end):
-                    ask_row(vectors, np.int64(slots[asked]) * stride, dim)
+                    prefetch_row(vectors, np.int64(slots[asked]) * stride, dim)
                     asked += 1
                 _describe(begin, stop, at, weights, each, mode, entry_offset, entry_scale)
                 if mode == MAX:

@@ -9,7 +9,7 @@ import numpy as np
 
 from tiercache.kernels.arrays import F4, I4, I8, NONE_I4, Matrix, Written, address_of, aligned_zeros
 from tiercache.kernels.cpu.jit import inlined, on_all_cores, serial, worker
-from tiercache.kernels.cpu.simd import ask, atomic_next, fence, load, store, stream
+from tiercache.kernels.cpu.simd import atomic_next, fence, load, prefetch_span, store, stream
 from tiercache.kernels.pieces import Pieces
 
 _TASK = 512  # rows a thread takes at a time
@@ -51,7 +51,7 @@ def _move_tasks(values, slots, order, so_far, first, place, before, memory, pack
             end = min(so_far[piece + 1], last)
             for r in range(row, end):
                 if asking and r + _AHEAD < end:
-                    ask(values, np.int64(_slot(slots, order, here + r + _AHEAD)) * width, width)
+                    prefetch_span(values, np.int64(_slot(slots, order, here + r + _AHEAD)) * width, width)
                 start = np.int64(_slot(slots, order, here + r)) * width
                 if packing:
                     _copy(values, start, memory, at, width, past_caches and at % 16 == 0)

@@ -92,7 +92,7 @@ def _mask(builder: Any, count: Any) -> Any:
 
 
 def _all_lanes(builder: Any, count: Any) -> Any:
-    """Return whether no mask is needed: CPUs without registers for masks are slow at them, most at stores."""
+    """Return True if no mask is needed: CPUs without mask registers are slow at them, most at stores."""
     return builder.icmp_signed(">=", count, ir.Constant(count.type, WIDTH))
 
 
@@ -213,7 +213,7 @@ def fence(_typing: Any) -> Any:
 
 @intrinsic
 def prefetch(_typing: Any, array: Any, offset: Any) -> Any:
-    """Ask for the cache line of the element at `offset` of the flattened array; never faults."""
+    """Prefetch the cache line of the element at `offset` of the flattened array; never faults."""
 
     def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         address = element_address(context, builder, array, arguments[0], arguments[1])
@@ -226,8 +226,8 @@ def prefetch(_typing: Any, array: Any, offset: Any) -> Any:
 
 
 @inlined
-def ask(array, offset, count):  # type: ignore[no-untyped-def]
-    """Ask for the first eight cache lines of `count` elements; the CPU's own prefetcher follows a longer row.
+def prefetch_span(array, offset, count):  # type: ignore[no-untyped-def]
+    """Prefetch the first eight cache lines of `count` elements; the CPU's own prefetcher follows a longer row.
 
     Straight-line on purpose: LLVM unrolls a loop of prefetches without end.
     """

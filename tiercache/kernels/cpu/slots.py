@@ -7,20 +7,20 @@ from tiercache.kernels.cpu.jit import serial
 
 
 @serial
-def stable_order_by_distance(gap_K: I4, limit: int, order_K: Written[I4]) -> I8:
-    """Write to `order_K` the positions sorted by `min(gap, limit)`, equal gaps in position order: a counting sort.
+def stable_order_by_distance(distance_K: I4, limit: int, order_K: Written[I4]) -> I8:
+    """Write to `order_K` the positions sorted by `min(distance, limit)`, equal ones in order: a counting sort.
 
-    Returns int64 (limit + 2,): at [g] the first place of gap g, at [limit + 1] the number of positions.
+    Returns int64 (limit + 2,): at [d] the first place of distance d, at [limit + 1] the number of positions.
     """
     starts = np.zeros(limit + 2, np.int64)
-    for i in range(gap_K.size):
-        g = gap_K[i]
+    for i in range(distance_K.size):
+        g = distance_K[i]
         g = min(g, limit)
         starts[g + 1] += 1
     for g in range(1, starts.size):
         starts[g] += starts[g - 1]
-    for i in range(gap_K.size):
-        g = gap_K[i]
+    for i in range(distance_K.size):
+        g = distance_K[i]
         g = min(g, limit)
         order_K[starts[g]] = i
         starts[g] += 1
@@ -40,26 +40,26 @@ def assign_slots(
     spare_slots: Written[I4],
     new_slots: Written[I4],
 ) -> int:
-    """Give the rows of the next pass their slots: kept rows stay, the others take spares, then what departs.
+    """Assign slots to the rows of the next pass: kept rows stay, others take spare slots, then those of departing rows.
 
-    old_slots (K,): slots of the pass now on the device; old_next_gap (K,): 1 means kept; dump_order (K,): its rows
-    by next gap, so that kept ones come first. new_prev_gap (K',): 1 means kept; load_order (K',): the next pass's
-    rows, kept ones first, in the order in which they meet those of dump_order; new_slots (K',) is written. The others
-    take spare slots as long as there are any, then those of departing rows in dump order: what is loaded first goes
+    old_slots (K,): slots of the pass now on the device; old_next_distance (K,): 1 means kept; dump_order (K,): its rows
+    by next distance, so that kept ones come first. new_prev_distance (K',): 1 means kept; load_order (K',): the next
+    pass's rows, kept ones first, in the order in which they meet those of dump_order; new_slots (K',) is written. The
+    others take spare slots while there are any, then those of departing rows in dump order: what is loaded first goes
     where nothing was, or where what stood is dumped first. spare_slots is a stack of slots in no use, filled from
     index 0; its used length comes in as `spare_slots[-1]` and goes out there; with those that depart there must be one
     for each row. Returns the number of kept rows, or -1 where the two sides differ.
     """
-    kept = 0
-    while kept < load_order.size and new_prev_distance[load_order[kept]] == 1:
-        if kept == dump_order.size or old_next_distance[dump_order[kept]] != 1:
+    cached_code = 0
+    while cached_code < load_order.size and new_prev_distance[load_order[cached_code]] == 1:
+        if cached_code == dump_order.size or old_next_distance[dump_order[cached_code]] != 1:
             return -1
-        new_slots[load_order[kept]] = old_slots[dump_order[kept]]
-        kept += 1
-    if kept < dump_order.size and old_next_distance[dump_order[kept]] == 1:
+        new_slots[load_order[cached_code]] = old_slots[dump_order[cached_code]]
+        cached_code += 1
+    if cached_code < dump_order.size and old_next_distance[dump_order[cached_code]] == 1:
         return -1
-    num_spare, departed = spare_slots[-1], kept
-    for i in range(kept, load_order.size):
+    num_spare, departed = spare_slots[-1], cached_code
+    for i in range(cached_code, load_order.size):
         if num_spare > 0:
             num_spare -= 1
             new_slots[load_order[i]] = spare_slots[num_spare]
@@ -70,7 +70,7 @@ def assign_slots(
         spare_slots[num_spare] = old_slots[dump_order[i]]
         num_spare += 1
     spare_slots[-1] = num_spare
-    return kept
+    return cached_code
 
 
 @serial
@@ -81,8 +81,8 @@ def take(values: I4, places: I4, out: Written[I4]) -> None:
 
 
 @serial
-def count_distances(gap_K: I4, limit: int, counts: Written[I8]) -> None:
-    """Add to `counts` (limit + 1) how often each `min(gap, limit)` occurs."""
-    for i in range(gap_K.size):
-        g = gap_K[i]
+def count_distances(distance_K: I4, limit: int, counts: Written[I8]) -> None:
+    """Add to `counts` (limit + 1) the number of each `min(distance, limit)`."""
+    for i in range(distance_K.size):
+        g = distance_K[i]
         counts[g if g < limit else limit] += 1

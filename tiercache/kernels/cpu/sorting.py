@@ -49,7 +49,7 @@ def _scatter(part, parts, source, shift, mask, places, target):  # type: ignore[
 
 
 @inlined
-def _to_places(counts, parts, buckets):  # type: ignore[no-untyped-def]
+def _to_offsets(counts, parts, buckets):  # type: ignore[no-untyped-def]
     place = np.int64(0)
     for digit in range(buckets):
         for part in range(parts):
@@ -79,7 +79,7 @@ def _sort(
             _count(part, parts, made, shift, mask, first, counts, highest)
         if turn == 0 and highest[:parts].max() >= num_slots:
             return False
-        _to_places(counts, parts, 1 << digit_bits)
+        _to_offsets(counts, parts, 1 << digit_bits)
         for part in prange(parts):
             _scatter(part, parts, first, shift, mask, counts, second)
         first, second = second, first
@@ -87,7 +87,7 @@ def _sort(
 
 
 class SortBuffers:
-    """Scratch of `sort_slots`, kept between steps and grown when a step is larger than all before."""
+    """Scratch memory of `sort_slots`, reused between steps and grown for larger ones."""
 
     def __init__(self) -> None:
         self.first = np.empty(0, np.uint64)
@@ -96,7 +96,7 @@ class SortBuffers:
         self.highest = np.empty(0, np.int64)
 
     def reserve(self, num_entries: int, parts: int) -> None:
-        """Make room for a step of `num_entries` entries."""
+        """Allocate for a step of `num_entries` entries."""
         if self.first.size < num_entries:
             self.first, self.second = np.empty(num_entries, np.uint64), np.empty(num_entries, np.uint64)
         if self.counts.shape[0] < parts:
@@ -104,7 +104,7 @@ class SortBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of the buffers."""
         return self.first.nbytes + self.second.nbytes + self.counts.nbytes
 
 
@@ -112,7 +112,7 @@ def sort_slots(slots: I4, num_slots: int, buffers: SortBuffers) -> U8:
     """Return (slot << 32 | entry) for every entry, ascending: a row's entries stand together in batch order.
 
     slots (E,), fewer than 2^31. The result lies in `buffers` and is valid until they are used again.
-    Raises ValueError when a slot is not in [0, num_slots).
+    Raises ValueError if a slot is not in [0, num_slots).
     """
     if slots.size >= 1 << 31:
         raise ValueError(f"a step of {slots.size:,} entries is too large: at most {(1 << 31) - 1:,} fit.")

@@ -14,8 +14,8 @@ from numba import prange
 from tiercache.kernels.arrays import F4, I4, I8, U4, U8, Matrix, Rows, Single, Word, Written
 from tiercache.kernels.cpu.jit import inlined, parallel, serial, threads, worker
 from tiercache.kernels.cpu.rounding import draw
-from tiercache.kernels.cpu.simd import ask, atomic_next, load, splat, sqrt, store, total
-from tiercache.kernels.cpu.vectors import ask_row, is_narrow, read, shape_of, write_rounded
+from tiercache.kernels.cpu.simd import atomic_next, load, prefetch_span, splat, sqrt, store, total
+from tiercache.kernels.cpu.vectors import is_narrow, prefetch_row, read, shape_of, write_rounded
 from tiercache.kernels.step import ADAGRAD, ADAM, ROWWISE, SUM, Gradients, Rule, Step, check_step
 
 _ONE = np.ones(1, np.float32)
@@ -30,7 +30,7 @@ def entry_of(pairs, i):  # type: ignore[no-untyped-def]
 
 @inlined
 def same_row(pairs, i, j):  # type: ignore[no-untyped-def]
-    """Tell whether two pairs name one row."""
+    """Return True if two pairs have the same row."""
     return (pairs[i] >> _HALF) == (pairs[j] >> _HALF)
 
 
@@ -140,14 +140,14 @@ class RowFields(NamedTuple):
 
 
 @inlined
-def apply(rule, rows, slot, dim, stride, sums, at, room):  # type: ignore[no-untyped-def]
-    """Change the row in `slot` by the gradient in sums[at:at + dim]; `room` is the thread's place in the noise.
+def apply(rule, rows, slot, dim, stride, sums, at, noise_at):  # type: ignore[no-untyped-def]
+    """Change the row in `slot` by the gradient in sums[at:at + dim]; `noise_at` is the thread's offset in the noise.
 
     Returns 0, or NaN if the row, its state included, is not finite afterwards.
     """
     row, vector = slot * dim, slot * stride
     if is_narrow(rows.values):
-        draw(rows, slot, dim, rows.noise, room)
+        draw(rows, slot, dim, rows.noise, noise_at)
     squares = splat(np.float32(0))
     spread = splat(np.float32(0))  # the sum of x - x
     rate = splat(rule.rate)
@@ -181,7 +181,7 @@ def apply(rule, rows, slot, dim, stride, sums, at, room):  # type: ignore[no-unt
             second = load(rows.second, row + d, dim - d)
             spread = spread + (second - second)
         changed = change if rule.kind == SUM else read(rows, vector + d, dim - d) - change
-        write_rounded(rows, vector + d, changed, dim - d, rows.noise, 2 * room + d)
+        write_rounded(rows, vector + d, changed, dim - d, rows.noise, 2 * noise_at + d)
         changed = read(rows, vector + d, dim - d)
         spread = spread + (changed - changed)
     return total(spread)
@@ -200,18 +200,18 @@ def _padded(dim):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _ask_entry(pairs, i, source, rows, dim, stride):  # type: ignore[no-untyped-def]
-    """Ask for the gradient of the entry at `i` and, where a row begins there, for the row."""
+def _prefetch_entry(pairs, i, source, rows, dim, stride):  # type: ignore[no-untyped-def]
+    """Prefetch the gradient of the entry at `i` and, if a row begins there, the row."""
     if i < pairs.size:
         begin = gradient_start(entry_of(pairs, i), source)
-        ask(source.flat, begin if begin >= 0 else ~begin, dim)
+        prefetch_span(source.flat, begin if begin >= 0 else ~begin, dim)
         if not same_row(pairs, i, i - 1):
             slot = np.int64(pairs[i] >> _HALF)
-            ask_row(rows, slot * stride, dim)
+            prefetch_row(rows, slot * stride, dim)
             if rows.first.shape[1]:
-                ask(rows.first, slot * rows.first.shape[1], rows.first.shape[1])
+                prefetch_span(rows.first, slot * rows.first.shape[1], rows.first.shape[1])
             if rows.second.shape[1]:
-                ask(rows.second, slot * dim, dim)
+                prefetch_span(rows.second, slot * dim, dim)
 
 
 @inlined
@@ -223,7 +223,7 @@ def _sum_entries(pairs, start, stop, source, rows, dim, stride, sums, at):  # ty
     for first in range(start, stop, _GROUP):
         last = min(first + _GROUP, stop)
         for i in range(first + _AHEAD, last + _AHEAD):
-            _ask_entry(pairs, i, source, rows, dim, stride)
+            _prefetch_entry(pairs, i, source, rows, dim, stride)
         if source.argmax.size:
             add_mixed(pairs, first, last, source, dim, sums, at)
         else:
@@ -280,19 +280,19 @@ def _run_end(pairs, start):  # type: ignore[no-untyped-def]
 
 
 @worker
-def _work(part, whole, pairs, source, rows, rule, long, num_long, num_stretches, sums, counter):  # type: ignore[no-untyped-def]
-    """Take tasks until none is left: stretches of long runs, or (`whole`) all rows that begin among 1024 entries.
+def _work(part, by_rows, pairs, source, rows, rule, long, num_long, num_stretches, sums, counter):  # type: ignore[no-untyped-def]
+    """Take tasks until none is left: stretches of long runs, or (`by_rows`) all rows that begin among 1024 entries.
 
     One loop does both, so that its large body is compiled once.
     """
     dim, stride = shape_of(rows)
     padded = _padded(dim)
     size = pairs.size
-    num_tasks = (size + _TASK - 1) // _TASK if whole else num_stretches
+    num_tasks = (size + _TASK - 1) // _TASK if by_rows else num_stretches
     spread = np.float32(0)
     task = atomic_next(counter)
     while task < num_tasks:
-        if whole:
+        if by_rows:
             at = (num_stretches + part) * padded
             high = min(task * _TASK + _TASK, size)
             start = _first_run(pairs, task * _TASK, high)
@@ -302,11 +302,11 @@ def _work(part, whole, pairs, source, rows, rule, long, num_long, num_stretches,
             start, stop = _stretch_bounds(task, long, num_long)
             high = stop
         while start < high:
-            if whole and stop - start > 2 * _STRETCH:
+            if by_rows and stop - start > 2 * _STRETCH:
                 _add_stretches(start, stop, long, dim, padded, sums, at)
             else:
                 _sum_entries(pairs, start, stop, source, rows, dim, stride, sums, at)
-            if whole:
+            if by_rows:
                 spread += apply(rule, rows, np.int64(pairs[start] >> _HALF), dim, stride, sums, at, part * padded)
             start = stop
             if start < high:
@@ -377,31 +377,30 @@ def _find_long(pairs: U8, long: Written[Matrix[I8]]) -> tuple[int, int]:
 
 
 class UpdateBuffers:
-    """Scratch of the updates, kept between steps and grown when a step is larger than all before."""
+    """Scratch memory of updates, reused between steps and grown for larger ones."""
 
     def __init__(self) -> None:
         self.long = np.empty((0, 3), np.int64)
         self.sums = np.empty(0, np.float32)
         self.noise = np.empty(0, np.uint32)
         self.counter = np.zeros(2, np.int64)
-        """The next task; and 1 if a row was not finite after its step, until somebody sets it to 0."""
+        """The next task; and 1 if a row was not finite after its step, until it is set to 0."""
 
     def reserve(self, num_entries: int, dim: int, parts: int, *, rounds: bool = False) -> None:
-        """Make room for a step of `num_entries` entries, and for the random bits of rows that are rounded."""
+        """Allocate for a step of `num_entries` entries, and for the random bits of rows that are rounded."""
         num_long = num_entries // (2 * _STRETCH) + 1
         rows = num_entries // _STRETCH + num_long + parts
         if self.long.shape[0] < num_long:
             self.long = np.empty((num_long, 3), np.int64)
-        room = rows * _padded.py_func(dim)
-        if self.sums.size < room:
-            self.sums = np.empty(room, np.float32)
-        room = parts * _padded.py_func(dim) if rounds else 0
-        if self.noise.size < room:
-            self.noise = np.empty(room, np.uint32)
+        padded = _padded.py_func(dim)
+        if self.sums.size < rows * padded:
+            self.sums = np.empty(rows * padded, np.float32)
+        if rounds and self.noise.size < parts * padded:
+            self.noise = np.empty(parts * padded, np.uint32)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of the buffers."""
         return self.long.nbytes + self.sums.nbytes + self.noise.nbytes + self.counter.nbytes
 
 
@@ -409,7 +408,7 @@ _NO_STATE = np.empty((0, 0), np.float32)
 
 
 def step_rows(step: Step, buffers: UpdateBuffers) -> None:
-    """Change each row that is named, once. Raises ValueError where something does not fit, before a row changes."""
+    """Update each row of the entries once. Raises ValueError before any update if something does not fit."""
     check_step(step)
     vectors, pairs, rule = step.vectors, step.pairs, step.rule
     (source,) = step.lookups

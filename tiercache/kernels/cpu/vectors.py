@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba.core import types
 
 from tiercache.kernels.cpu.jit import inlined, intrinsic
-from tiercache.kernels.cpu.simd import WIDTH, ask, element_address, lanes, masked_load, masked_store, prefetch
+from tiercache.kernels.cpu.simd import WIDTH, element_address, lanes, masked_load, masked_store, prefetch, prefetch_span
 
 _LONG, _WORD, _SHORT, _FLOAT = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.FloatType()
 
@@ -26,7 +26,7 @@ def _is_16_bits(array: Any) -> bool:
 
 @intrinsic
 def is_narrow(_typing: Any, values: Any) -> Any:
-    """Tell whether an array has 16-bit numbers: a constant, so that branches on it are not in the machine code."""
+    """Return True if an array has 16-bit numbers: a constant, so that branches on it are not in the machine code."""
 
     def emit(_context: Any, _builder: Any, _signature: Any, _arguments: Any) -> Any:
         return ir.Constant(ir.IntType(1), int(_is_16_bits(values)))
@@ -103,7 +103,7 @@ def _round(builder: Any, value: Any, noise: Any, is_half: Any) -> Any:
 
 
 @intrinsic
-def _load_some(_typing: Any, values: Any, is_half: Any, offset: Any, count: Any) -> Any:
+def _load_lanes(_typing: Any, values: Any, is_half: Any, offset: Any, count: Any) -> Any:
     """Return `count` numbers from `offset` on as float32; the others are zero."""
 
     def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
@@ -155,7 +155,7 @@ def shape_of(vectors):  # type: ignore[no-untyped-def]
 @inlined
 def read(vectors, at, count):  # type: ignore[no-untyped-def]
     """Return `count` numbers, 16 at most, from `at` on as float32; the others are zero."""
-    return _load_some(vectors.values, vectors.is_half, at, count)
+    return _load_lanes(vectors.values, vectors.is_half, at, count)
 
 
 @inlined
@@ -171,8 +171,8 @@ def write_rounded(vectors, at, value, count, noise, noise_at):  # type: ignore[n
 
 
 @inlined
-def ask_row(vectors, at, count):  # type: ignore[no-untyped-def]
-    """Ask for the first eight cache lines of `count` numbers from `at` on."""
+def prefetch_row(vectors, at, count):  # type: ignore[no-untyped-def]
+    """Prefetch the first eight cache lines of `count` numbers from `at` on."""
     if is_narrow(vectors.values):
         prefetch(vectors.values, at)
         prefetch(vectors.values, at + count - 1)
@@ -186,4 +186,4 @@ def ask_row(vectors, at, count):  # type: ignore[no-untyped-def]
             prefetch(vectors.values, at + min(160, count - 1))
             prefetch(vectors.values, at + min(192, count - 1))
     else:
-        ask(vectors.values, at, count)
+        prefetch_span(vectors.values, at, count)

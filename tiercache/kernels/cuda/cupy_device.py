@@ -24,12 +24,12 @@ _DIGEST = hashlib.sha256().digest_size
 _IN_MEMORY: dict[bytes, bytes] = {}
 
 
-def kept(folder: Path | None, name: str, made_from: str, make: Callable[[], bytes]) -> bytes:
-    """Return what `make` returns: from memory, else from the file `name` in a folder, else made, and then kept.
+def cached_code(folder: Path | None, name: str, inputs: str, make: Callable[[], bytes]) -> bytes:
+    """Return the code of `make`: from memory, else from the file `name` in a folder, else made and then stored.
 
-    made_from: all that the code depends on. Without a folder, or where it cannot be written, only memory keeps it.
+    inputs: all that the code depends on. Without a writable folder, it is cached in memory only.
     """
-    key = hashlib.sha256(made_from.encode()).digest()
+    key = hashlib.sha256(inputs.encode()).digest()
     if key not in _IN_MEMORY:
         path = None if folder is None else folder / name
         code = None if path is None else _read(path, key)
@@ -43,17 +43,17 @@ def kept(folder: Path | None, name: str, made_from: str, make: Callable[[], byte
 
 
 def _read(path: Path, key: bytes) -> bytes | None:
-    """Return the code of a whole file that was made from the same."""
+    """Return the code in a complete file of the same inputs; None otherwise."""
     try:
-        held = path.read_bytes()
+        content = path.read_bytes()
     except OSError:
         return None
-    code = held[2 * _DIGEST :]
-    return code if held[: 2 * _DIGEST] == key + hashlib.sha256(code).digest() else None
+    code = content[2 * _DIGEST :]
+    return code if content[: 2 * _DIGEST] == key + hashlib.sha256(code).digest() else None
 
 
 def _write(path: Path, key: bytes, code: bytes) -> None:
-    """Write a file that is there as a whole or not at all: several processes may write it at once."""
+    """Write a file in one step: several processes may write it at once."""
     draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         draft.write_bytes(key + hashlib.sha256(code).digest() + code)
@@ -163,12 +163,13 @@ def _compiler(nvrtc: Any) -> str:
     return "\n".join((str(nvrtc.getVersion()), *(line for line in lines if line.startswith("//"))))
 
 
-def _kept_source(name: str, architecture: str) -> bytes:
+def _cached_source(name: str, architecture: str) -> bytes:
     """Return what `compile_source` does, which is kept beside numba's code."""
     from tiercache.kernels.cpu.jit import cache_folder
 
-    made_from = "\0".join((source(name), *_OPTIONS, architecture, _compiler(_nvrtc())))
-    return kept(cache_folder(), f"{name}.{architecture}.cuda", made_from, lambda: compile_source(name, architecture))
+    inputs = "\0".join((source(name), *_OPTIONS, architecture, _compiler(_nvrtc())))
+    file = f"{name}.{architecture}.cuda"
+    return cached_code(cache_folder(), file, inputs, lambda: compile_source(name, architecture))
 
 
 class Host(Arrays, Protocol):
@@ -190,7 +191,7 @@ def open_device(index: int, host: Host) -> "CudaDevice":
     """Return GPU `index`. Raises NoGpuError where there is none, CudaError with what else is missing."""
     cupy = _import_cupy()
     runtime = cupy.cuda.runtime
-    wanted = runtime.runtimeGetVersion()
+    built_for = runtime.runtimeGetVersion()
     try:
         driver = runtime.driverGetVersion()
         count = runtime.getDeviceCount()
@@ -198,16 +199,16 @@ def open_device(index: int, host: Host) -> "CudaDevice":
         driver, count = _driver_version(runtime), 0
         if driver == 0:
             raise NoGpuError(
-                f"no NVIDIA driver was found: install one that supports CUDA {wanted // 1000}, or use device='cpu'."
+                f"no NVIDIA driver was found: install one that supports CUDA {built_for // 1000}, or use device='cpu'."
             ) from error
-        if driver // 1000 < wanted // 1000:
+        if driver // 1000 < built_for // 1000:
             raise CudaError(
-                f"the NVIDIA driver supports CUDA {_spoken(driver)}, and CuPy was built for CUDA {_spoken(wanted)}: "
+                f"the NVIDIA driver supports CUDA {_dotted(driver)}, and CuPy was built for CUDA {_dotted(built_for)}: "
                 f"{_INSTALL}, or update the driver."
             ) from error
         if error.status != _NO_DEVICE:
             raise CudaError(
-                f"the NVIDIA driver, of CUDA {_spoken(driver)}, could not be asked for GPUs ({error}): see nvidia-smi, "
+                f"the NVIDIA driver, of CUDA {_dotted(driver)}, could not be asked for GPUs ({error}): see nvidia-smi, "
                 "or use device='cpu'."
             ) from error
     if count == 0:
@@ -227,7 +228,7 @@ def _driver_version(runtime: Any) -> int:
         return 0
 
 
-def _spoken(version: int) -> str:
+def _dotted(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
@@ -268,7 +269,7 @@ class CudaDevice:
 
     def _module(self, name: str) -> Any:
         if name not in self._modules:
-            cuda, code = self._cupy.cuda, _kept_source(name, self._architecture)
+            cuda, code = self._cupy.cuda, _cached_source(name, self._architecture)
             key = cuda.Module, int(self._device.id), code
             if key not in _LOADED:
                 module = cuda.Module()
@@ -276,7 +277,7 @@ class CudaDevice:
                     module.load(code)
                 except cuda.driver.CUDADriverError as error:
                     raise CudaError(
-                        f"the NVIDIA driver, of CUDA {_spoken(cuda.runtime.driverGetVersion())}, does not load "
+                        f"the NVIDIA driver, of CUDA {_dotted(cuda.runtime.driverGetVersion())}, does not load "
                         f"{name}.cu, compiled for {self._architecture} ({error}): update the driver, or {_INSTALL}."
                     ) from error
                 _LOADED[key] = module

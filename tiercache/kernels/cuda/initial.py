@@ -46,17 +46,17 @@ def set_streams(device: Device, streams: Any, slots: Any, keys: Any, table_id: i
     Slots None: that of key i goes to place i of `streams` (n,). As `kernels.cpu.rounding.set_streams`.
     """
     to = view(device, "streams", streams, np.uint64, written=True)
-    given = view(device, "keys", keys, np.int64)
+    seen = view(device, "keys", keys, np.int64)
     places = None if slots is None else view(device, "slots", slots, np.int32)
-    room = to.size if places is None else places.size
-    if room != given.size:
-        raise ValueError(f"{given.size} keys have {room} slots: give one each.")
-    if given.size == 0:
+    num_slots = to.size if places is None else places.size
+    if num_slots != seen.size:
+        raise ValueError(f"{seen.size} keys have {num_slots} slots: give one each.")
+    if seen.size == 0:
         return
     table = int(np.array(mix((seed ^ table_id) & ((1 << 64) - 1)), np.uint64).view(np.int64))
-    blocks = blocks_for(device, -(-given.size // 32))
+    blocks = blocks_for(device, -(-seen.size // 32))
     address = 0 if places is None else places.address
-    device.launch("initial.set_streams", blocks, (to.address, address, given.address, given.size, table))
+    device.launch("initial.set_streams", blocks, (to.address, address, seen.address, seen.size, table))
 
 
 def _launch(

@@ -53,19 +53,19 @@ class KeyIndex:
         self._memory = device.empty(2 * self.capacity + 1, np.uint64)
         address = view(device, "places", self._memory, np.uint64, written=True).address
         self._places = (address + 15) // 16 * 16
-        self._apart_memory = device.empty(max(1, len(self._table_ids)), np.uint64)
-        self._apart = view(device, "apart", self._apart_memory, np.uint64, written=True).address
+        self._oov_memory = device.empty(max(1, len(self._table_ids)), np.uint64)
+        self._oov = view(device, "apart", self._oov_memory, np.uint64, written=True).address
         self.clear()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the index."""
-        return int(self._memory.nbytes) + int(self._apart_memory.nbytes)
+        return int(self._memory.nbytes) + int(self._oov_memory.nbytes)
 
     def clear(self) -> None:
         """Forget all keys."""
         threads = max(self.capacity, len(self._table_ids))
-        arguments = (self._places, self.capacity, self._apart, len(self._table_ids))
+        arguments = (self._places, self.capacity, self._oov, len(self._table_ids))
         self._device.launch("key_index.clear", blocks_for(self._device, -(-threads // 32)), arguments)
         self.count = 0
 
@@ -81,7 +81,7 @@ class KeyIndex:
             for keys, (table, _, first) in zip(seen, key_sets, strict=True)
         ]
         tasks = [-(-part[2] // _TASK) for part in parts]
-        arguments = (self._places, self.capacity, self._apart)
+        arguments = (self._places, self.capacity, self._oov)
         launch_parts(self._device, "key_index.insert", _INSERT, parts, tasks, *arguments)
         self.count += more
 
@@ -102,5 +102,5 @@ class KeyIndex:
         ]
         tasks = [-(-(last - first) // _TASK) for first, last, _, _ in parts]
         words = missing.address if missing is not None else 0
-        arguments = (seen.address, self._places, self.capacity, self._apart, to.address, words)
+        arguments = (seen.address, self._places, self.capacity, self._oov, to.address, words)
         launch_parts(self._device, "key_index.find", _FIND, parts, tasks, *arguments)

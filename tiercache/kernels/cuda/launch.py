@@ -94,11 +94,11 @@ def describe(array: Any, interface: str) -> View | None:
 
 
 def _is_c_order(shape: tuple[int, ...], strides: Sequence[int], dtype: "np.dtype[Any]") -> bool:
-    wanted = dtype.itemsize
+    expected = dtype.itemsize
     for length, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if length != 1 and stride != wanted:
+        if length != 1 and stride != expected:
             return False
-        wanted *= length
+        expected *= length
     return True
 
 
@@ -114,8 +114,8 @@ def view(device: Device, name: str, array: Any, *dtypes: DTypeLike, ndim: int = 
     return found
 
 
-def given(array: Any) -> bool:
-    """Tell whether an optional array has elements: `None` and an empty array both mean "not given"."""
+def has_elements(array: Any) -> bool:
+    """Return True unless an optional array is None or empty."""
     return array is not None and 0 not in array.shape
 
 

@@ -14,7 +14,7 @@ from tiercache.kernels.arrays import I1, I8, View, expect, same_length
 from tiercache.kernels.cpu.gathering import check_columns
 from tiercache.kernels.cpu.pooling import MAX, MEAN
 from tiercache.kernels.cuda.gathering import limits_of
-from tiercache.kernels.cuda.launch import Device, argument_of, blocks_for, given, most_parts, struct, view
+from tiercache.kernels.cuda.launch import Device, argument_of, blocks_for, has_elements, most_parts, struct, view
 from tiercache.kernels.cuda.vectors import rows_at
 from tiercache.kernels.step import Vectors
 
@@ -81,21 +81,8 @@ class PoolPlan:
             for f, (base, limit, col, mode) in enumerate(zip(*columns, strict=True)):
                 vec, team = rows.access(4 * col, columns=width if aligned else 1)
                 number = g % _MOST_GROUPS
-                of_rows = (
-                    rows.address,
-                    local.address,
-                    base,
-                    limit,
-                    col,
-                    number,
-                    f,
-                    rows.dim,
-                    vec,
-                    team,
-                    mode,
-                    rows.is_half,
-                )
-                features[rows.suffix, g - number].append(of_rows)
+                row = rows.address, local.address, base, limit, col, number, f, rows.dim, vec, team, mode, rows.is_half
+                features[rows.suffix, g - number].append(row)
             self._groups.append(_Group(num_features, MAX in modes, MEAN in modes))
         self._features = [
             (suffix, first, len(some), device.put(np.array(some, _FEATURE)))
@@ -171,7 +158,7 @@ def _optional(
     device: Device, name: str, array: Any, dtype: Any, shape: tuple[int, ...], *, written: bool = False
 ) -> int:
     """Return the address of an array that may be missing: 0 then."""
-    if not given(array):
+    if not has_elements(array):
         return 0
     seen = view(device, name, array, dtype, ndim=len(shape), written=written)
     if seen.shape != shape:

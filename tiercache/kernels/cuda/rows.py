@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tiercache.kernels.cuda.launch import Device, given, launch_table, struct, view
+from tiercache.kernels.cuda.launch import Device, has_elements, launch_table, struct, view
 from tiercache.kernels.pieces import Pieces
 
 _PIECE, _FIELD = struct("Piece", "rows"), struct("Field", "rows")
@@ -26,7 +26,7 @@ def _move(
     known, ordered = view(device, "slots", slots, np.int32), 0
     values = [view(device, "field", field, np.float32, ndim=2, written=not packing) for field in fields]
     num_rows = known.size
-    if given(order):
+    if has_elements(order):
         seen = view(device, "order", order, np.int32)
         ordered, num_rows = seen.address, seen.size
     widths = [field.shape[1] for field in values]

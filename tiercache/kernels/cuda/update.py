@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
-from tiercache.kernels.cuda.launch import Device, Part, given, launch_parts, struct, view
+from tiercache.kernels.cuda.launch import Device, Part, has_elements, launch_parts, struct, view
 from tiercache.kernels.cuda.sorting import STRETCH
 from tiercache.kernels.cuda.vectors import RowsAt, rows_at
 from tiercache.kernels.step import ADAGRAD, ADAM, ROWWISE, SGD, Gradients, Step, check_step
@@ -66,9 +66,9 @@ def _sources_of(device: Device, lookups: Sequence[Gradients]) -> _Sources:
         flat = view(device, "gradient", one.flat, np.float32).address
         cols = one.cols.tolist()
         is_aligned &= flat % 16 == 0 and one.width % 4 == 0 and bool(cols) and not any(col % 4 for col in cols)
-        if given(one.offsets):
+        if has_elements(one.offsets):
             places, scales, argmax = (
-                view(device, name, array, dtype).address if given(array) else 0
+                view(device, name, array, dtype).address if has_elements(array) else 0
                 for name, array, dtype in (
                     ("entry_offset", one.offsets, np.int64), ("entry_scale", one.scales, np.float32),
                     ("argmax", one.argmax, np.int32),
@@ -94,7 +94,7 @@ def _part(device: Device, group: _Group, sums: int, sources: int) -> tuple[Part,
     step, rows, source = group.step, group.rows, group.sources
 
     def address(name: str, array: Any, *dtypes: DTypeLike, ndim: int = 1, written: bool = False) -> int:
-        return view(device, name, array, *dtypes, ndim=ndim, written=written).address if given(array) else 0
+        return view(device, name, array, *dtypes, ndim=ndim, written=written).address if has_elements(array) else 0
 
     states = [address("a state", state, np.float32, ndim=2, written=True) for state in step.states]
     vec, team = rows.access(*(states if step.rule.kind != ROWWISE else ()), sums)
