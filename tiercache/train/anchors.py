@@ -262,12 +262,14 @@ class Anchor:
             self._lookups = 0
         return written
 
-    def write(self, grad: torch.Tensor, overflows: torch.Tensor) -> None:
-        """Make the anchor's gradient infinite if a gradient of rows overflows. The loop did not change it."""
-        is_changed = self._is_changed(grad)
-        grad.masked_fill_(overflows, math.inf)
-        if not is_changed:
-            self._version = grad._version
+    def flag_overflow(self, found: torch.Tensor) -> None:
+        """Make the anchor's gradient infinite if ``found``, of one element, is not 0. It does not count as changed."""
+        grad = None if self.parameter is None else self.parameter.grad
+        if grad is not None and not _is_sharded(grad):
+            is_changed = self._is_changed(grad)
+            grad.masked_fill_(found.to(grad.device).reshape(()) != 0, math.inf)
+            if not is_changed:
+                self._version = grad._version
 
     def _is_changed(self, grad: torch.Tensor) -> bool:
         """Return True if the anchor's gradient was written or replaced since the last backward."""
@@ -438,9 +440,7 @@ class Anchors:
     def note_overflow(self, found: torch.Tensor) -> None:
         """Make anchors skip a step if ``found``, of one element, is not 0; does not wait for a GPU."""
         for anchor in self:
-            grad = None if anchor.parameter is None else anchor.parameter.grad
-            if grad is not None and not _is_sharded(grad):
-                anchor.write(grad, found.to(grad.device).reshape(()) != 0)
+            anchor.flag_overflow(found)
 
     # -- what a loop does -----------------------------------------------------------------------------------
 
@@ -451,11 +451,6 @@ class Anchors:
             anchor.end_step()
         if self.ledger is not None:
             self.ledger.step(applied=applied)
-
-    def note_drop(self) -> None:
-        """Note that the cache's optimizer drops its gradients."""
-        if self.ledger is not None:
-            self.ledger.drop()
 
     def close(self) -> None:
         """Remove all hooks."""

@@ -190,9 +190,8 @@ class TierCache:
                 self._exchange.follow(value)
         for module in table_modules(objects.values()):
             self.optimizer.rows.anchors.readers.add(module)
-            if self.store is not None:
-                module.bind(weakref.WeakMethod(self._opened.named_commit))
-            module.take_keys(weakref.WeakMethod(self._plain.batch))
+            named = None if self.store is None else weakref.WeakMethod(self._opened.named_commit)
+            module.bind(weakref.WeakMethod(self._plain.batch), named)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the names of the store and of its newest commit: what a checkpoint keeps of the rows.

@@ -119,13 +119,13 @@ def warn_of_keys_beyond(weights: Mapping[str, torch.Tensor], passes: PassDataset
 
 
 def drop_weights(objects: Iterable[object]) -> None:
-    """Have converted modules let go of the weights that they had."""
+    """Free the weights of converted modules."""
     for one in table_modules(objects):
         one.weights = {}
 
 
 def refuse_weights(objects: Iterable[object]) -> None:
-    """Raise StateError where a converted model still has its weights: nothing would make rows of them."""
+    """Raise StateError if a converted model still has its weights, because they would become no rows."""
     if weights_of(objects):
         raise StateError(
             "a converted model brings rows for the store that is made: give it to TierCache(model=...), and not to "
@@ -141,10 +141,10 @@ def weight_rows(table: Table, weights: Mapping[str, torch.Tensor]) -> Iterator[C
     keys = keys_of(np.sort(hash_keys(np.arange(weight.shape[0], dtype=np.int64), table.table_id)), table.table_id)
     step = max(1, _CHUNK_BYTES // table.row_bytes)
     for low in range(0, keys.size, step):
-        some = keys[low : low + step]
-        vectors = weight[torch.from_numpy(some).to(weight.device)].detach().to("cpu", torch.float32).numpy()
-        states = (np.full((some.size, field.width), field.initial, np.float32) for field in table.fields[1:])
-        yield some, (vectors, *states)
+        chunk = keys[low : low + step]
+        vectors = weight[torch.from_numpy(chunk).to(weight.device)].detach().to("cpu", torch.float32).numpy()
+        states = (np.full((chunk.size, field.width), field.initial, np.float32) for field in table.fields[1:])
+        yield chunk, (vectors, *states)
 
 
 def to_torch(
@@ -186,7 +186,7 @@ def to_torch(
                 tables[table] = _KeyedRows.of(store, table, (keys or {}).get(table), unseen)
         lookups = [
             KeyedEmbedding(
-                tables[one.table_of(feature)], one.mode_of(feature), one.padding,
+                tables[one.feature_specs[feature].table], one.mode_of(feature), one.padding,
                 has_last=getattr(one, "include_last_offset", False),
             )
             for feature in one.features
@@ -203,34 +203,30 @@ def to_torch(
     return made
 
 
-_OF_TABLE = ("weight", "embedding_dim", "num_embeddings", "padding_idx")
-"""What modules of one table have, as torch's do."""
-
-
 class SharedLookup(nn.Module):
-    """Looks up several features in one table, each where its feature of a batch is given."""
+    """Looks up several features in one table, one feature of a batch at a time."""
 
     def __init__(self, lookups: Mapping[str, EmbeddingBag | Embedding]) -> None:
         super().__init__()
         self.lookups = nn.ModuleDict(dict(lookups))
         self.plain: nn.Module | None = None
-        """What takes raw keys of any of the features, in a model for serving."""
+        """The lookup of raw keys of any feature, in a model for serving."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
             return table_weight(*self.lookups.values())  # type: ignore[arg-type]
-        if name in _OF_TABLE:
+        if name in ("embedding_dim", "num_embeddings", "padding_idx"):
             return getattr(next(iter(self.lookups.values())), name)
         refuse_attribute(self, name)
         return super().__getattr__(name)
 
     def forward(self, input: Any, *others: Any, **options: Any) -> torch.Tensor:  # noqa: A002 - torch's name
         """Look up one feature of a batch. Raises TypeError and ValueError for anything else."""
-        names = ", ".join(self.lookups)
-        if self.plain is not None:
-            return self.plain(input, *others, **options)  # type: ignore[no-any-return]
-        if isinstance(input, torch.Tensor):  # keys, which mean the same rows for each feature of the table
-            return next(iter(self.lookups.values()))(input, *others, **options)  # type: ignore[no-any-return]
+        names, lookup = ", ".join(self.lookups), self.plain
+        if lookup is None and isinstance(input, torch.Tensor):  # keys, which mean the same rows for each feature
+            lookup = next(iter(self.lookups.values()))
+        if lookup is not None:
+            return lookup(input, *others, **options)  # type: ignore[no-any-return]
         if not isinstance(input, JaggedIds):
             what = "a batch, which has several of them" if isinstance(input, Batch) else f"a {type(input).__name__}"
             raise TypeError(f"a module that looks up {names} was given {what}: give it batch.features[name]")
@@ -266,7 +262,7 @@ class KeyedEmbedding(nn.Module):
 
 
 class _KeyedRows(nn.Module):
-    """The rows of a table, and the keys that they belong to; then two rows of zeros, for unseen keys and padding."""
+    """The rows of a table and their keys, and two rows of zeros, for unseen keys and padding."""
 
     keys: torch.Tensor
     order: torch.Tensor
@@ -280,25 +276,25 @@ class _KeyedRows(nn.Module):
         self.register_buffer("order", torch.from_numpy(order))
         shared = np.flatnonzero(keys == OOV_KEY)
         self._has_shared = bool(shared.size)
-        self._stand_in = int(shared[0]) if shared.size else keys.size
-        """The row of a key without one."""
+        self._default = int(shared[0]) if shared.size else keys.size
+        """The row of all other keys."""
 
     @classmethod
     def of(cls, store: Store, name: str, keys: Any, unseen: Unseen) -> _KeyedRows:
         """Read all rows, or those of keys."""
         table = next(one for one in store.tables if one.name == name)
         if keys is not None:
-            wanted = np.unique(np.asarray(keys, dtype=np.int64))
-            return cls(table, wanted, store.lookup(name, wanted)["vector"], unseen)
-        chunks = [(ks, fields[0]) for ks, fields in store.scan(name)]
-        none = np.empty(0, np.int64), np.empty((0, table.dim), np.float32)
-        stored, vectors = (np.concatenate(columns) for columns in zip(none, *chunks, strict=True))
-        return cls(table, stored, vectors, unseen)
+            unique = np.unique(np.asarray(keys, dtype=np.int64))
+            return cls(table, unique, store.lookup(name, unique)["vector"], unseen)
+        chunks = [(stored, fields[0]) for stored, fields in store.scan(name)]
+        chunks.append((np.empty(0, np.int64), np.empty((0, table.dim), np.float32)))
+        all_keys, vectors = (np.concatenate(column) for column in zip(*chunks, strict=True))
+        return cls(table, all_keys, vectors, unseen)
 
     def find(self, keys: torch.Tensor, padding: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a row for each key, and the rows, of which padding has the last one."""
         found = torch.zeros_like(keys, dtype=torch.bool)
-        rows = torch.full_like(keys, self._stand_in)
+        rows = torch.full_like(keys, self._default)
         if self.keys.numel():
             at = torch.searchsorted(self.keys, keys).clamp_(max=self.keys.numel() - 1)
             found = self.keys[at] == keys
@@ -329,7 +325,7 @@ class _KeyedRows(nn.Module):
 
 
 def _names_of(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None) -> dict[nn.Module, list[str]]:
-    """Return the modules to be replaced, each with all names that it has. Raises ValueError where there is none."""
+    """Return the modules to be replaced, each with all its names. Raises ValueError if there is none."""
     found: dict[nn.Module, list[str]] = {}
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules(remove_duplicate=False):
@@ -347,11 +343,11 @@ def _names_of(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | No
 
 
 def _features_of(
-    model: nn.Module, names: Mapping[nn.Module, list[str]], schema: Schema, given: Mapping[str, str | Sequence[str]]
+    model: nn.Module, names: Mapping[nn.Module, list[str]], schema: Schema, features: Mapping[str, str | Sequence[str]]
 ) -> dict[nn.Module, list[str]]:
-    """Return the features of each module. Raises ValueError where they are not known."""
-    known, said = [feature.name for feature in schema.features], dict[str, list[str]]()
-    for name, value in given.items():
+    """Return the features of each module. Raises ValueError if they are unknown."""
+    known, listed_by = [feature.name for feature in schema.features], dict[str, list[str]]()
+    for name, value in features.items():
         listed = [value] if isinstance(value, str) else [*value]
         try:
             inside = model.get_submodule(name)
@@ -360,41 +356,41 @@ def _features_of(
         if isinstance(inside, nn.ModuleList):
             if len(listed) != len(inside):
                 raise ValueError(f"{name} has {len(inside)} modules and features= names {len(listed)} features of it")
-            said |= {f"{name}.{i}" if name else str(i): [one] for i, one in enumerate(listed)}
+            listed_by |= {f"{name}.{i}" if name else str(i): [one] for i, one in enumerate(listed)}
         else:
-            said[name] = listed
+            listed_by[name] = listed
     found = {}
     for module, places in names.items():
-        asked = [one for place in places for one in said.get(place, [])]
-        if not asked:
-            asked = feature_names(module) if is_collection(module) else _by_name(places, known)
-        if not asked:
+        chosen = [one for place in places for one in listed_by.get(place, [])]
+        if not chosen:
+            chosen = feature_names(module) if is_collection(module) else _by_name(places, known)
+        if not chosen:
             raise ValueError(
                 f"no feature is called like the module {places[0]!r}: give features={{{places[0]!r}: NAME}}, where the "
                 f"features are {', '.join(known)}, or leave it out by filter_fn"
             )
-        if unknown := [one for one in asked if one not in known]:
+        if unknown := [one for one in chosen if one not in known]:
             raise ValueError(f"the schema has no feature {unknown[0]!r}, which {places[0]!r} is to look up")
-        found[module] = [*dict.fromkeys(asked)]
+        found[module] = [*dict.fromkeys(chosen)]
     return found
 
 
 def _by_name(places: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Return the features whose name a module has, but for a word that says what it is."""
+    """Return the features that modules are named for, with or without an affix such as "emb"."""
     found = []
     for place in places:
         last = place.rpartition(".")[2]
-        words = last.split("_")
-        plain = [
-            "_".join(words[1:]) if words[0] in _AFFIXES else "",
-            "_".join(words[:-1]) if words[-1] in _AFFIXES else "",
-        ]
-        found += [name for name in (place, last, *plain) if name in known][:1]
+        first_word, _, without_first = last.partition("_")
+        without_last, _, last_word = last.rpartition("_")
+        names = [place, last]
+        names += [without_first] if first_word in _AFFIXES else []
+        names += [without_last] if last_word in _AFFIXES else []
+        found += [name for name in names if name in known][:1]
     return found
 
 
 class _Replacer:
-    """Makes what takes the place of modules, and keeps by table the weights that these had."""
+    """Creates replacements of modules, and keeps the weights of these by table."""
 
     def __init__(self, schema: Schema) -> None:
         self._schema = schema
@@ -404,7 +400,7 @@ class _Replacer:
         """By the address of a weight."""
 
     def of(self, old: Any, name: str, features: Sequence[str]) -> nn.Module:
-        """Return what takes the place of a module."""
+        """Return the replacement of a module."""
         if is_collection(old):
             return self._collection(old, name, features)
         if old.max_norm is not None:
@@ -430,7 +426,7 @@ class _Replacer:
         return next(iter(lookups.values())) if len(lookups) == 1 else SharedLookup(lookups)
 
     def _collection(self, old: Any, name: str, features: Sequence[str]) -> nn.Module:
-        """Do what ``of`` does for a collection of torchrec."""
+        """Return the replacement of a collection of torchrec."""
         if len(features) != len(feature_names(old)):
             raise ValueError(
                 f"{name} looks up {', '.join(feature_names(old))}, and {len(features)} features of the schema take "
@@ -441,15 +437,15 @@ class _Replacer:
             raise ValueError(
                 f"{name} has tables that are frozen beside others that are not: make two collections of it"
             )
-        made, left = converted_collection(old, name, features, self._schema), iter(features)
+        made, rest = converted_collection(old, name, features, self._schema), iter(features)
         for config, plain in tables_of(old):
-            some = [next(left) for _ in config.feature_names]
-            made.weights |= self._weight(plain, f"{name}.{config.name}", some)
+            of_table = [next(rest) for _ in config.feature_names]
+            made.weights |= self._weight(plain, f"{name}.{config.name}", of_table)
         made.requires_grad_(trained.pop())
         return made.train(old.training)
 
     def _weight(self, old: Any, name: str, features: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return the weight that a table has by what was converted so far, ``old`` too; none if all are on "meta"."""
+        """Return the weight of ``old``'s table, which all its modules share; none if all are on "meta"."""
         table = self._tables[features[0]]
         if others := [one for one in features if self._tables[one] != table]:
             raise ValueError(

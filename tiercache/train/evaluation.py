@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from tiercache.values.lookups import GroupRows
 
 
-MARK_SAMPLES = 65_536  # samples whose ids are looked at together when a slice is cut
-_SCRATCH_BYTES = 40  # for each row that is brought: its key, its place on the device, segment, row and slot
+_MARK_SAMPLES = 65_536  # samples whose ids are read together when a slice is cut
+_SCRATCH_BYTES = 40  # for each row: its key, its place on the device, segment, row and slot
 
 
 class Evaluation:
@@ -69,25 +69,25 @@ class Evaluation:
         pipeline: BatchPipeline,
         backend: Backend,
     ) -> Iterator[Evaluation]:
-        """Cut every pass into slices and bring in their rows, one slice at a time. Collective.
+        """Cut every pass into slices and read their rows, one slice at a time. Collective.
 
-        Raises BudgetError where the rows of a handful of samples exceed ``budget`` bytes on some rank.
+        Raises BudgetError if the rows of a single sample exceed ``budget`` bytes on some rank.
         """
         positions, ranks = RowOffsets.of(passes, live_rows.groups), exchange.ranks
         for source in passes.passes:
             with ranks.raise_on_all("beginning a pass of an evaluation"):
                 source.check_samples()
-                wanted = LocalInput(source, positions, passes.schema.features)
+                cutter = _SliceCutter(source, positions, passes.schema.features)
             first = 0
             while first < source.samples:
                 with ranks.raise_on_all("cutting a slice of an evaluation"):
-                    mine = wanted.cut(first, budget)
-                last = ranks.all_reduce_min([mine])[0]
+                    own_last = cutter.cut(first, budget)
+                last = ranks.all_reduce_min([own_last])[0]
                 with ranks.raise_on_all("reading the rows of an evaluation"):
-                    if last < mine:
-                        wanted.end_at(first, last)
+                    if last < own_last:
+                        cutter.end_at(first, last)
                     view = RowView(
-                        bring_rows(live_rows, source, positions, wanted.used, backend),
+                        _read_rows(live_rows, source, positions, cutter.used, backend),
                         None,
                         f"samples {first:,} to {last:,} of evaluation sub-dataset {source.index}",
                         backend,
@@ -101,8 +101,8 @@ class Evaluation:
                 first = last
 
 
-class LocalInput:
-    """Which local ids the samples of a slice use."""
+class _SliceCutter:
+    """Cuts slices of a pass, and marks the local ids that their samples use."""
 
     def __init__(self, source: SubDatasetView, positions: RowOffsets, features: tuple[Feature, ...]) -> None:
         self._source, self._tables = source, {feature.name: feature.table for feature in features}
@@ -110,19 +110,19 @@ class LocalInput:
         self._spans = {table.name: source.span(table.name) for table in positions.tables}
         self._all = all(span == slice(0, source.whole.rows(name)) for name, span in self._spans.items())
         self.used: dict[str, NDArray[np.bool_]] = {}
-        """By table: of each key that is trained here whether the slice that was cut last uses it."""
+        """By table, a mask of the keys that this rank trains: those that the newest slice uses."""
 
     def cut(self, first: int, budget: int) -> int:
         """Return where the slice from ``first`` ends: as many samples as have rows of ``budget`` bytes in all."""
-        used, source = self._none(), self._source
-        last, step, num_bytes = first, MARK_SAMPLES, 0
+        used, source = self._no_marks(), self._source
+        last, step, num_bytes = first, _MARK_SAMPLES, 0
         while last < source.samples:
             upto = min(last + step, source.samples)
             trial = {name: marks.copy() for name, marks in used.items()}
             self._mark(trial, last, upto)
-            wanted = sum(int(np.count_nonzero(marks)) * self._width[name] for name, marks in trial.items())
-            if wanted <= budget:
-                used, last, num_bytes = trial, upto, wanted
+            rows_bytes = sum(int(np.count_nonzero(marks)) * self._width[name] for name, marks in trial.items())
+            if rows_bytes <= budget:
+                used, last, num_bytes = trial, upto, rows_bytes
             elif step > 1:
                 step = max(1, step // 4)
             elif last > first:
@@ -130,21 +130,21 @@ class LocalInput:
             else:
                 raise BudgetError(
                     f"the rows of sample {last:,} of evaluation sub-dataset {source.index} take "
-                    f"{format_bytes(wanted)}, but eval_budget is {format_bytes(budget)}: raise eval_budget (and "
+                    f"{format_bytes(rows_bytes)}, but eval_budget is {format_bytes(budget)}: raise eval_budget (and "
                     "host_budget, which holds it)"
                 )
-            if num_bytes > 0 and step < MARK_SAMPLES and last - first >= 64 * step:
-                break  # nearly full: what single samples could still add is not worth their reads
+            if num_bytes > 0 and step < _MARK_SAMPLES and last - first >= 64 * step:
+                break  # nearly full: single samples that still fit are not worth their reads
         self.used = used
         return last
 
     def end_at(self, first: int, last: int) -> None:
-        """Make the slice from ``first`` end at ``last``, before where ``cut`` ended it."""
-        self.used = self._none()
-        for begin in range(first, last, MARK_SAMPLES):
-            self._mark(self.used, begin, min(begin + MARK_SAMPLES, last))
+        """Shorten the slice from ``first`` to end at ``last``."""
+        self.used = self._no_marks()
+        for begin in range(first, last, _MARK_SAMPLES):
+            self._mark(self.used, begin, min(begin + _MARK_SAMPLES, last))
 
-    def _none(self) -> dict[str, NDArray[np.bool_]]:
+    def _no_marks(self) -> dict[str, NDArray[np.bool_]]:
         return {name: np.zeros(span.stop - span.start, dtype=bool) for name, span in self._spans.items()}
 
     def _mark(self, used: dict[str, NDArray[np.bool_]], first: int, last: int) -> None:
@@ -152,15 +152,15 @@ class LocalInput:
         for feature, ids in samples.ids.items():
             table = self._tables[feature]
             low, high = self._spans[table].start, self._spans[table].stop
-            mine = ids.ids if self._all else ids.ids[(ids.ids >= low) & (ids.ids < high)] - np.int32(low)
-            used[table][mine] = True
+            own = ids.ids if self._all else ids.ids[(ids.ids >= low) & (ids.ids < high)] - np.int32(low)
+            used[table][own] = True
 
 
-def bring_rows(
+def _read_rows(
     live_rows: LocalRows, source: SubDatasetView, positions: RowOffsets,
     used: dict[str, NDArray[np.bool_]], backend: Backend,
 ) -> list[GroupRows]:  # fmt: skip
-    """Fetch the vectors of all used ids, in float32 whatever their dtype."""
+    """Return the vectors of all used ids, in float32 whatever their dtype."""
     groups = []
     for spec in positions.groups:
         starts = positions.table_starts(source.index, spec.index)

@@ -25,9 +25,9 @@ def state_without(optimizer: torch.optim.Optimizer, anchors: Collection[int]) ->
     numbers: dict[Any, int] = {}
     groups = []
     for group, kept in zip(state["param_groups"], _kept(optimizer, anchors), strict=True):
-        mine = [number for number, keep in zip(group["params"], kept, strict=True) if keep]
-        numbers |= {number: len(numbers) + i for i, number in enumerate(mine)}
-        groups.append(group | {"params": [numbers[number] for number in mine]})
+        others = [number for number, keep in zip(group["params"], kept, strict=True) if keep]
+        numbers |= {number: len(numbers) + i for i, number in enumerate(others)}
+        groups.append(group | {"params": [numbers[number] for number in others]})
     kept_state = {numbers[number]: value for number, value in state["state"].items() if number in numbers}
     return state | {"state": kept_state, "param_groups": groups}
 
@@ -38,17 +38,17 @@ def with_anchors(optimizer: torch.optim.Optimizer, anchors: Collection[int], sta
     Some optimizers, such as Adagrad before torch 2.13, create all state when they are constructed, and none later.
     """
     kept = _kept(optimizer, anchors)
-    if [len(group["params"]) for group in state["param_groups"]] != [sum(some) for some in kept]:
+    if [len(group["params"]) for group in state["param_groups"]] != [sum(flags) for flags in kept]:
         return state  # of other parameters: loading it says so
     last = max((number for group in state["param_groups"] for number in group["params"]), default=-1)
     present = optimizer.state_dict()
     groups, all_state = [], dict(state["state"])
-    for group, now, some in zip(state["param_groups"], present["param_groups"], kept, strict=True):
-        mine = iter(group["params"])
+    for group, current, flags in zip(state["param_groups"], present["param_groups"], kept, strict=True):
+        others = iter(group["params"])
         numbers = []
-        for number, keep in zip(now["params"], some, strict=True):
+        for number, keep in zip(current["params"], flags, strict=True):
             last += not keep
-            numbers.append(next(mine) if keep else last)
+            numbers.append(next(others) if keep else last)
             if not keep and number in present["state"]:
                 all_state[last] = present["state"][number]
         groups.append(group | {"params": numbers})
@@ -60,10 +60,10 @@ def _kept(optimizer: torch.optim.Optimizer, anchors: Collection[int]) -> list[li
 
 
 def unwrapped_objects(objects: Mapping[str, Any], own: JointOptimizer) -> dict[str, Any]:
-    """Return what DistributedDataParallel, compiled modules, Accelerate's wrappers and optimizers of caches have.
+    """Return objects without their wrappers, and the dense optimizer of an optimizer of another cache.
 
-    own: the optimizer of the cache, which commits have anyway. Raises StateError for one of another cache with several
-    dense optimizers.
+    own: the optimizer of the cache, which is left out because every commit has it. Raises StateError for one of another
+    cache with several dense optimizers.
     """
     found = {}
     for name, value in objects.items():
@@ -82,28 +82,23 @@ def unwrapped_objects(objects: Mapping[str, Any], own: JointOptimizer) -> dict[s
 
 
 def unwrapped(value: Any) -> Any:
-    """Return what a DistributedDataParallel, a compiled module or one of Accelerate's wrappers has; else the value."""
-    while (inner := _inside(value)) is not None:
+    """Return the object inside a DistributedDataParallel, a compiled module or a wrapper of Accelerate's."""
+    while True:
+        if isinstance(value, DistributedDataParallel):
+            inner = value.module
+        elif type(value).__module__.startswith("accelerate."):
+            inner = getattr(value, "optimizer" if isinstance(value, torch.optim.Optimizer) else "scheduler", None)
+        else:
+            inner = getattr(value, "_orig_mod", None)
+        if inner is None:
+            return value
         value = inner
-    return value
 
 
-def _inside(value: Any) -> Any:
-    if isinstance(value, DistributedDataParallel):
-        return value.module
-    if type(value).__module__.startswith("accelerate."):
-        return (
-            getattr(value, "optimizer", None)
-            if isinstance(value, torch.optim.Optimizer)
-            else getattr(value, "scheduler", None)
-        )
-    return getattr(value, "_orig_mod", None)
-
-
-def named_objects(**given: Any) -> dict[str, Any]:
-    """Return objects by the names they are registered with: "model", or "model0", "model1" where several were given."""
+def named_objects(**objects: Any) -> dict[str, Any]:
+    """Return objects by the names that they are registered with: "model", or "model0", "model1" of a list."""
     found: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in objects.items():
         if isinstance(value, list | tuple):
             found |= {f"{name}{i}": one for i, one in enumerate(value)}
         elif value is not None:
@@ -271,18 +266,18 @@ class JointOptimizer(torch.optim.Optimizer):
             groups += [group | {"params": [first + n for n in group["params"]]} for group in kept["param_groups"]]
             state |= {first + n if isinstance(n, int) else n: value for n, value in kept["state"].items()}
             first += sum(len(group["params"]) for group in kept["param_groups"])
-        mine = {group["table"] for group in self.rows.groups_of(self._dense)}
-        tables = [group | {"params": []} for group in self.rows.state_dict()["param_groups"] if group["table"] in mine]
+        names = {group["table"] for group in self.rows.groups_of(self._dense)}
+        tables = [group | {"params": []} for group in self.rows.state_dict()["param_groups"] if group["table"] in names]
         return {"state": state, "param_groups": groups + tables}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned. Raises StateError if the tables differ, ValueError as torch does."""
         groups, first = [group for group in state_dict["param_groups"] if "table" not in group], 0
         for one in self.dense:
-            mine, groups = groups[: len(one.param_groups)], groups[len(one.param_groups) :]
-            count = sum(len(group["params"]) for group in mine)
+            own, groups = groups[: len(one.param_groups)], groups[len(one.param_groups) :]
+            count = sum(len(group["params"]) for group in own)
             state = {n - first: v for n, v in state_dict["state"].items() if first <= n < first + count}
-            moved = [group | {"params": [n - first for n in group["params"]]} for group in mine]
+            moved = [group | {"params": [n - first for n in group["params"]]} for group in own]
             one.load_state_dict({"state": state, "param_groups": moved})
             first += count
         if groups:

@@ -93,9 +93,9 @@ def _others(model: nn.Module, modules: Mapping[nn.Module, Sequence[str]]) -> Ite
         if module in modules or name.startswith(inside):
             continue
         prefix = f"{name}." if name else ""
-        held = {key: value for key, value in vars(module).items() if key not in ("_parameters", "_buffers", "_modules")}
-        for some in (module._parameters, module._buffers, held):
-            for key, value in some.items():
+        others = {key: one for key, one in vars(module).items() if key not in ("_parameters", "_buffers", "_modules")}
+        for named in (module._parameters, module._buffers, others):
+            for key, value in named.items():
                 yield from _tensors(f"{prefix}{key}", value, 0)
 
 

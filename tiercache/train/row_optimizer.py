@@ -84,7 +84,8 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True, *, dense: torch.optim.Optimizer | None = None) -> None:
         """Drop the gradients of rows that have arrived: of modules that step with ``dense``, or of all."""
-        self.anchors.note_drop()
+        if self.anchors.ledger is not None:
+            self.anchors.ledger.drop()
         owned = self._owned()
         for anchor in self.anchors:
             if dense is None or owned.get(id(anchor.parameter)) is dense or len(self.dense) == 1:

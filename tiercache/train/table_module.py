@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from tiercache.data.dataset import DatasetView
-    from tiercache.schema import Feature
     from tiercache.values.batch import Batch
 
 
@@ -35,16 +34,25 @@ class TableModule(nn.Module):
 
     def __init__(self, schema: Schema, features: Sequence[str] | None) -> None:
         super().__init__()
-        given: object = schema
-        if not isinstance(given, Schema):
+        unchecked: object = schema
+        if not isinstance(unchecked, Schema):
             kind = type(self).__name__
-            features_ = "" if kind.endswith("Collection") else ", feature"
+            argument = "" if kind.endswith("Collection") else ", feature"
             raise TypeError(
-                f"{kind} was given {type(given).__name__} as its schema: it takes the schema of the dataset in place "
-                f"of torch's num_embeddings and embedding_dim, as in "
-                f"tc.{kind}(PassDataset.open(path).schema{features_})"
+                f"{kind} was given {type(unchecked).__name__} as its schema: it takes the schema of the dataset in "
+                f"place of torch's num_embeddings and embedding_dim, as in "
+                f"tc.{kind}(PassDataset.open(path).schema{argument})"
             )
-        self.features, self.dims, self.feature_specs = _choose(schema, features)
+        specs = {feature.name: feature for feature in schema.features}
+        self.features = [*specs] if features is None else [*features]
+        for name in self.features:
+            if name not in specs:
+                raise ValueError(f"the schema has no feature {name!r}: it has {', '.join(specs)}")
+            if self.features.count(name) > 1:
+                raise ValueError(f"feature {name!r} was given twice: name each feature once")
+        self.feature_specs = {name: specs[name] for name in self.features}
+        dims = {table.name: table.dim for table in schema.tables}
+        self.dims = [dims[spec.table] for spec in self.feature_specs.values()]
         self.tables = [*dict.fromkeys(self.feature_specs[name].table for name in self.features)]
         """The tables looked up."""
         self.table_specs = {table.name: table for table in schema.tables if table.name in self.tables}
@@ -80,10 +88,6 @@ class TableModule(nn.Module):
     def mode_of(self, feature: str) -> str | None:
         """Return how a feature is pooled; None: not at all."""
         return None
-
-    def table_of(self, feature: str) -> str:
-        """Return the table of a feature that is looked up."""
-        return self.feature_specs[feature].table
 
     def check(self, name: str, schema: Schema, data: str) -> None:
         """Raise DatasetError unless the features and tables looked up are those of ``schema``, the schema of ``data``.
@@ -142,29 +146,29 @@ class TableModule(nn.Module):
         return is_known
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {
-            "_rows": _of_no_cache,
-            "_plain": _of_no_cache,
-        }  # a copy, or one that was pickled, belongs to no cache
+        return self.__dict__ | {"_rows": _of_no_cache, "_plain": _of_no_cache}  # a copy belongs to no cache
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.copied_from = self.number
         self.number = number_module(self)
 
-    def bind(self, rows: Callable[[], Callable[[], dict[str, Any]] | None]) -> None:
-        """Bind the module to a cache.
+    def bind(
+        self,
+        plain: Callable[[], Callable[..., Batch] | None],
+        rows: Callable[[], Callable[[], dict[str, Any]] | None] | None,
+    ) -> None:
+        """Bind the module to a cache by references to two of its methods.
 
-        ``rows`` refers to what names the store and the commit of the cache; it gives None once that is gone.
+        Args:
+            plain: makes batches of plain tensors of keys.
+            rows: names the store and the commit; None without a store.
 
-        Raises StateError if a state was loaded that belongs to other rows.
+        Raises:
+            StateError: a state was loaded that belongs to other rows.
         """
-        self._rows = rows
+        self._plain, self._rows = plain, rows or self._rows
         self._check_rows()
-
-    def take_keys(self, plain: Callable[[], Callable[..., Batch] | None]) -> None:
-        """Let the module take plain tensors of keys. ``plain`` refers to what makes batches of them."""
-        self._plain = plain
 
     def batch_of_keys(self, keys: Any) -> Batch:
         """Return a batch of the keys of the only feature, a `KeyInput`, with the rows that they mean.
@@ -181,7 +185,7 @@ class TableModule(nn.Module):
         return plain(self.feature_specs[self.features[0]], keys, trains=trains)
 
     def _check_rows(self) -> None:
-        """Raise StateError where the rows are not those that the loaded state belongs to."""
+        """Raise StateError if the loaded state belongs to other rows."""
         state, rows = self._loaded, self._rows()
         if state is None or rows is None:
             return
@@ -256,7 +260,7 @@ def table_modules(objects: Iterable[object]) -> list[TableModule]:
 
 
 def named_table_modules(one: object) -> list[tuple[str, TableModule]]:
-    """Return the modules that look tables up in ``one``, which may be anything, with their names in it."""
+    """Return the modules in ``one``, which may be any object, that look tables up, with their names in it."""
     if not isinstance(one, nn.Module):
         return []
     return [(name, part) for name, part in one.named_modules() if isinstance(part, TableModule)]
@@ -279,29 +283,10 @@ def poolings(modules: Iterable[nn.Module], features: Iterable[str]) -> dict[str,
 
     None: in several ways, or its rows are needed. Without any embedding module all are looked up, by their rows.
     """
-    asked: dict[str, set[str | None]] = {}
-    for module in modules:
-        for part in module.modules():
-            if isinstance(part, TableModule):
-                for name, mode in part.pooling.items():
-                    asked.setdefault(name, set()).add(mode)
-    if not asked:
+    modes: dict[str, set[str | None]] = {}
+    for part in table_modules(modules):
+        for name, mode in part.pooling.items():
+            modes.setdefault(name, set()).add(mode)
+    if not modes:
         return dict.fromkeys(features)
-    return {name: next(iter(asked[name])) if len(asked[name]) == 1 else None for name in features if name in asked}
-
-
-def _choose(schema: Schema, features: Sequence[str] | None) -> tuple[list[str], list[int], dict[str, Feature]]:
-    if not isinstance(schema, Schema):
-        raise TypeError(
-            f"the schema is {schema!r}: give the schema of the dataset and the names of features, as in "
-            "tc.EmbeddingBag(data.schema, 'user'); the sizes of tables are in the schema"
-        )
-    specs = {feature.name: feature for feature in schema.features}
-    names = list(specs) if features is None else list(features)
-    for name in names:
-        if name not in specs:
-            raise ValueError(f"the schema has no feature {name!r}: it has {', '.join(specs)}")
-        if names.count(name) > 1:
-            raise ValueError(f"feature {name!r} was given twice: name each feature once")
-    dims = {table.name: table.dim for table in schema.tables}
-    return names, [dims[specs[name].table] for name in names], {name: specs[name] for name in names}
+    return {name: next(iter(modes[name])) if len(modes[name]) == 1 else None for name in features if name in modes}

@@ -1,4 +1,4 @@
-"""The collections of torchrec that a model has: what takes their place in training, and for serving."""
+"""The collections of torchrec in a model, and their replacements in training and serving."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def is_collection(module: nn.Module) -> bool:
-    """Whether it is torchrec's EmbeddingBagCollection or EmbeddingCollection; False where torchrec is not in use."""
+    """Return True for torchrec's EmbeddingBagCollection or EmbeddingCollection."""
     torchrec = sys.modules.get("torchrec.modules.embedding_modules")
     return torchrec is not None and isinstance(module, torchrec.EmbeddingBagCollection | torchrec.EmbeddingCollection)
 
 
 def tables_of(collection: Any) -> list[tuple[Any, Any]]:
-    """Return the configuration of each table of a collection, and the plain module that it consists of."""
+    """Return the configuration and the plain module of each table of a collection."""
     if hasattr(collection, "embedding_bags"):
         return [*zip(collection.embedding_bag_configs(), collection.embedding_bags.values(), strict=True)]
     return [*zip(collection.embedding_configs(), collection.embeddings.values(), strict=True)]
@@ -36,17 +36,17 @@ def feature_names(collection: Any) -> list[str]:
 
 
 def converted_collection(old: Any, name: str, features: Sequence[str], schema: Schema) -> ConvertedBags | ConvertedRows:
-    """Return what takes the place of a collection. Raises ValueError where it would do something else."""
-    configs, asked = [config for config, _ in tables_of(old)], feature_names(old)
+    """Return the replacement of a collection. Raises ValueError if it would compute something else."""
+    configs, inputs = [config for config, _ in tables_of(old)], feature_names(old)
     outputs = [
-        f"{feature}@{config.name}" if asked.count(feature) > 1 else feature
+        f"{feature}@{config.name}" if inputs.count(feature) > 1 else feature
         for config in configs
         for feature in config.feature_names
     ]
     if not hasattr(old, "embedding_bags"):
         if old.need_indices():
             raise ValueError(f"{name} has need_indices=True, and a batch has local ids: make it without")
-        return ConvertedRows(schema, features, asked, outputs)
+        return ConvertedRows(schema, features, inputs, outputs)
     pools = [config.pooling.name.lower() for config in configs for _ in config.feature_names]
     weighted = {one.name: one.weights is not None for one in schema.features}
     for feature in features:
@@ -55,7 +55,7 @@ def converted_collection(old: Any, name: str, features: Sequence[str], schema: S
                 f"{name} has is_weighted={old.is_weighted()} and feature {feature!r} has "
                 f"{'' if weighted[feature] else 'no '}weights in the schema: make them agree"
             )
-    return ConvertedBags(schema, features, dict(zip(features, pools, strict=True)), asked, outputs)
+    return ConvertedBags(schema, features, dict(zip(features, pools, strict=True)), inputs, outputs)
 
 
 class ConvertedBags(EmbeddingBagCollection):
@@ -66,12 +66,12 @@ class ConvertedBags(EmbeddingBagCollection):
         schema: Schema,
         features: Sequence[str],
         mode: Mapping[str, str],
-        asked: Sequence[str],
+        inputs: Sequence[str],
         outputs: Sequence[str],
     ) -> None:
         super().__init__(schema, features, mode=mode)
-        self.asked, self.outputs = [*asked], [*outputs]
-        """What torchrec calls each feature, and its vectors."""
+        self.inputs, self.outputs = [*inputs], [*outputs]
+        """The names of each feature and its vectors in torchrec."""
 
     def forward(self, batch: Batch, weights: Mapping[str, torch.Tensor] | None = None) -> Any:
         """Look up all features of ``batch``. Raises what `EmbeddingBagCollection` raises."""
@@ -81,10 +81,10 @@ class ConvertedBags(EmbeddingBagCollection):
 class ConvertedRows(EmbeddingCollection):
     """Takes the place of torchrec's `EmbeddingCollection`: takes a batch, and returns `JaggedTensor`s by feature."""
 
-    def __init__(self, schema: Schema, features: Sequence[str], asked: Sequence[str], outputs: Sequence[str]) -> None:
+    def __init__(self, schema: Schema, features: Sequence[str], inputs: Sequence[str], outputs: Sequence[str]) -> None:
         super().__init__(schema, features)
-        self.asked, self.outputs = [*asked], [*outputs]
-        """What torchrec calls each feature, and its vectors."""
+        self.inputs, self.outputs = [*inputs], [*outputs]
+        """The names of each feature and its vectors in torchrec."""
 
     def forward(self, batch: Batch) -> dict[str, Any]:
         """Look up all features of ``batch``. Raises what `EmbeddingCollection` raises."""
@@ -96,25 +96,25 @@ class ConvertedRows(EmbeddingCollection):
 
 
 class KeyedCollection(nn.Module):
-    """Serves what a collection of torchrec did: takes a `KeyedJaggedTensor` of raw keys, whatever its rows are."""
+    """Serves like a collection of torchrec, from a `KeyedJaggedTensor` of raw keys."""
 
     def __init__(self, lookups: Sequence[nn.Module], like: ConvertedBags | ConvertedRows) -> None:
         super().__init__()
         self.lookups, self._dims = nn.ModuleList(lookups), like.dims
-        self._asked, self._outputs, self._pools = like.asked, like.outputs, isinstance(like, ConvertedBags)
+        self._inputs, self._outputs, self._pools = like.inputs, like.outputs, isinstance(like, ConvertedBags)
 
     def forward(self, features: Any) -> Any:
         """Return what torchrec's collection returns: a `KeyedTensor`, or `JaggedTensor`s by name."""
         by_name = features.to_dict()
-        given = [by_name[name] for name in self._asked]
+        tensors = [by_name[name] for name in self._inputs]
         if not self._pools:
             return {
                 output: _jagged(lookup(one.values()), one.offsets())
-                for output, lookup, one in zip(self._outputs, self.lookups, given, strict=True)
+                for output, lookup, one in zip(self._outputs, self.lookups, tensors, strict=True)
             }
         found = [
             lookup(one.values(), one.offsets()[:-1], one.weights_or_none())
-            for lookup, one in zip(self.lookups, given, strict=True)
+            for lookup, one in zip(self.lookups, tensors, strict=True)
         ]
         return _keyed(self._outputs, self._dims, torch.cat(found, dim=1))
 
