@@ -137,9 +137,9 @@ class Case:
 
     def trained(self, capacity: Capacity, point: Point, passes: int | None = None) -> dict[str, Any]:
         """Train a plan in a new store."""
-        name = f"{self.name}-{point.host_bytes}-{point.commit_every}"
+        name = f"{self.name}-{point.host_budget}-{point.commit_every}"
         path, store = self.folder / f"{name}.toml", self.folder / name
-        path.write_text(capacity.plan(point, optimize="speed", device_bytes=self.device_bytes).to_toml())
+        path.write_text(capacity.plan(point, optimize="speed", device_budget=self.device_bytes).to_toml())
         reports, peak = train(store, self.data, path, self.batch, passes)
         said = TrainingPlan.from_toml(path.read_text(), name).passes
         found = {
@@ -170,7 +170,7 @@ class Case:
         points = capacity.curve(1 << 34)
         chosen = {goal: capacity.choose(goal, points, None) for goal in ("memory", "speed")}
         tried = [points[0], points[len(points) // 2], points[-1], *chosen.values()]
-        keys, turns = {(p.host_bytes, p.commit_every): p for p in tried}, []
+        keys, turns = {(p.host_budget, p.commit_every): p for p in tried}, []
         for _ in range(TURNS):  # the pass that calibrates takes turns with the others: a shared machine changes
             turns.append({key: self.trained(capacity, point) for key, point in keys.items()})
             tries.append(self.trained(capacity, least, passes=CALIBRATED + 1))
@@ -185,7 +185,7 @@ class Case:
                 markup=False,
             )
         every = [run for turn in turns for run in turn.values()]
-        mine = {goal: runs[point.host_bytes, point.commit_every] for goal, point in chosen.items()}
+        mine = {goal: runs[point.host_budget, point.commit_every] for goal, point in chosen.items()}
         errors = np.concatenate([np.abs(run["predicted"] / run["seconds"] - 1)[1:] for run in runs.values()])
         return {
             "median_error_percent": 100 * middle(errors),
@@ -195,7 +195,7 @@ class Case:
             "speed_over_fastest": mine["speed"]["seconds"].sum() / min(run["seconds"].sum() for run in runs.values()),
             "samples_per_second": rates.samples,
             **{f"seconds_{goal}": float(run["seconds"].sum()) for goal, run in mine.items()},
-            **{f"host_bytes_{goal}": point.host_bytes for goal, point in chosen.items()},
+            **{f"host_bytes_{goal}": point.host_budget for goal, point in chosen.items()},
         }
 
 

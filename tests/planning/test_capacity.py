@@ -42,16 +42,16 @@ def test_every_point_of_the_curve_is_what_training_plans(tmp_path: Path, order: 
     data = CASE.cut(tmp_path / "d")
     capacity = capacity_of(data, order)
     points = capacity.curve(1 << 30)
-    assert [p.host_bytes for p in points] == sorted(p.host_bytes for p in points)
+    assert [p.host_budget for p in points] == sorted(p.host_budget for p in points)
     assert points[0].total("rows_read") > points[-1].total("rows_read") == 0
     with pytest.raises(BudgetError, match="raise host_budget"):
-        capacity.at(points[0].host_bytes - 1)
+        capacity.at(points[0].host_budget - 1)
     for point in points:
-        ours = capacity.at(point.host_bytes, commit_every=commit_every).passes
+        ours = capacity.at(point.host_budget, commit_every=commit_every).passes
         with (
             open_store(tmp_path / "s", CASE, "memory") as store,
             tiered(
-                store, data, order=order, host_budget=point.host_bytes, commit_every=commit_every, device_budget=DEVICE
+                store, data, order=order, host_budget=point.host_budget, commit_every=commit_every, device_budget=DEVICE
             ) as cache,
         ):
             theirs = cache.plan(passes=len(ours) - 1)
@@ -69,7 +69,7 @@ def test_memory_takes_the_least_memory_and_speed_the_least_time_to_the_same_bits
     for optimize in ("memory", "speed"):
         point = chosen[optimize] = capacity.choose(optimize, points, None)
         path = tmp_path / f"{optimize}.toml"
-        path.write_text(capacity.plan(point, optimize=optimize, device_bytes=DEVICE).to_toml())
+        path.write_text(capacity.plan(point, optimize=optimize, device_budget=DEVICE).to_toml())
         plan = TrainingPlan.from_toml(path.read_text(), "it")
         with open_store(tmp_path / optimize, CASE, "lmdb") as store:
             with tc.TierCache(store, data, plan=path, progress=False) as cache:
@@ -83,7 +83,7 @@ def test_memory_takes_the_least_memory_and_speed_the_least_time_to_the_same_bits
                 assert found.record()["bound_predicted"] == said.bound
                 assert found.seconds > 0
     assert_same_bits(*results)
-    assert chosen["memory"].host_bytes == min(p.host_bytes for p in points)
+    assert chosen["memory"].host_budget == min(p.host_budget for p in points)
     assert chosen["speed"].epoch_seconds <= 1.02 * min(p.epoch_seconds for p in points)
     assert chosen["speed"].epoch_seconds < chosen["memory"].epoch_seconds
 
@@ -119,7 +119,7 @@ def test_a_plan_that_was_edited_badly_is_refused_with_the_key(tmp_path: Path, ol
     """Before a store is made."""
     data = CASE.cut(tmp_path / "d")
     capacity = capacity_of(data)
-    text = capacity.plan(capacity.at(capacity.least()), optimize="memory", device_bytes=DEVICE).to_toml()
+    text = capacity.plan(capacity.at(capacity.least()), optimize="memory", device_budget=DEVICE).to_toml()
     assert text.count(old) == 1
     (tmp_path / "plan.toml").write_text(text.replace(old, new))
     with pytest.raises(PlanError, match=words):
@@ -135,7 +135,7 @@ def test_budgets_that_were_edited_to_too_little_are_refused(tmp_path: Path, edit
     """With the numbers; and what is given beside a plan counts more than the plan."""
     data = CASE.cut(tmp_path / "d")
     capacity = capacity_of(data)
-    plan = capacity.plan(capacity.at(capacity.least()), optimize="memory", device_bytes=DEVICE)
+    plan = capacity.plan(capacity.at(capacity.least()), optimize="memory", device_budget=DEVICE)
     plan = plan.model_copy(update={"budgets": plan.budgets.model_copy(update=edited)})
     path = tmp_path / "plan.toml"
     path.write_text(plan.to_toml())

@@ -50,12 +50,12 @@ def test_no_more_rows_move_than_were_said(seed: int, days: list[tuple[int, int, 
 
 def test_a_budget_that_is_met_says_nothing() -> None:
     """And one byte less is refused with the sum and its parts; the dearer of both times counts."""
-    plan = ReorganizePlan(present=1 << 20, sorting=1 << 12, ordered=1 << 14, segment=1 << 13, beside=1 << 11)
+    plan = ReorganizePlan(present=1 << 20, sorting=1 << 12, ordered=1 << 14, segment=1 << 13, other=1 << 11)
     assert plan.needed == (1 << 20) + (1 << 14) + (1 << 13) + (1 << 11)
     plan.check(plan.needed)
     words = "1 MiB that it takes now, 16 KiB of temporary .* 8 KiB to write them to the store, and 2 KiB .* to {} bytes"
     with pytest.raises(BudgetError, match=words.format(plan.needed)):
         plan.check(plan.needed - 1)
-    other = ReorganizePlan(present=0, sorting=1 << 13, ordered=0, segment=1 << 12, beside=0)
+    other = ReorganizePlan(present=0, sorting=1 << 13, ordered=0, segment=1 << 12, other=0)
     with pytest.raises(BudgetError, match="8 KiB to sort them"):
         other.check(other.needed - 1)

@@ -78,7 +78,7 @@ def curve_record(point: Point) -> dict[str, Any]:
     """Return a point of the capacity curve as plain values: sums over a later epoch."""
     names = ("rows_read", "bytes_read", "rows_from_host", "rows_written", "bytes_written", "bytes_loaded")
     return {
-        "host_bytes": point.host_bytes,
+        "host_bytes": point.host_budget,
         "commit_every": point.commit_every,
         **{name: point.total(name) for name in names},
         "seconds": point.epoch_seconds,
@@ -207,7 +207,7 @@ def _draw(record: dict[str, Any], points: Sequence[Point], path: Path) -> None:
         distances.plot(range(1, len(kept) + 1), one["uses_by_distance"][1:], label=one["name"])
     recurring.set(title="keys by the number of passes that have them", xlabel="passes", yscale="symlog")
     distances.set(title="uses by passes since the last one", xlabel="passes", yscale="symlog")
-    sizes = [point.host_bytes / 2**20 for point in points]
+    sizes = [point.host_budget / 2**20 for point in points]
     for name in ("bytes_read", "bytes_written"):
         curve.plot(sizes, [point.total(name) / 2**20 for point in points], marker="o", label=name.replace("_", " "))
     curve.set(title="MiB of an epoch by host budget", xlabel="MiB of host budget", xscale="log")

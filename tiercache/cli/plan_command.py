@@ -67,19 +67,19 @@ def plan(
     rates = measured_rates(store or dataset, device=device, again=measure)
     eval_bytes = None if eval_budget is None else parse_bytes(eval_budget)
     samples_P = [p.samples for p in data]
-    capacity = Capacity(reuse, samples_P, rates, eval_bytes=eval_bytes)
+    capacity = Capacity(reuse, samples_P, rates, eval_budget=eval_bytes)
     if trial:
         folder, least = existing_folder(store or dataset), capacity.least()
-        samples_per_second = tried(data, folder, device=device, device_bytes=need, host_bytes=2 * least)
+        samples_per_second = tried(data, folder, device=device, device_budget=need, host_budget=2 * least)
     rates = rates.model_copy(update={"samples": samples_per_second})
-    capacity = Capacity(reuse, samples_P, rates, eval_bytes=eval_bytes)
+    capacity = Capacity(reuse, samples_P, rates, eval_budget=eval_bytes)
     free = int(_MEMORY_SHARE * virtual_memory().available)
     points = capacity.curve(free if host_budget is None else parse_bytes(host_budget))
     goal = cast("Literal['speed', 'memory']", optimize)
     point = capacity.choose(goal, points, commit_every)
     made = capacity.plan(
-        point, optimize=goal, device_bytes=need,
-        store_bytes=None if store_budget is None else parse_bytes(store_budget),
+        point, optimize=goal, device_budget=need,
+        store_budget=None if store_budget is None else parse_bytes(store_budget),
     )  # fmt: skip
     if out is not None:
         local_path(out, "a plan").write_text(made.to_toml(), encoding="utf-8")
@@ -94,7 +94,7 @@ def plan(
             console.print(f"order {order}: each epoch loads {saved} less than in the sub-datasets' own order")
         bounds = Counter(one.bound for one in made.passes[len(data) :])
         console.print(
-            f"device {format_bytes(made.budgets.device)}, host {format_bytes(point.host_bytes)}, a commit every "
+            f"device {format_bytes(made.budgets.device)}, host {format_bytes(point.host_budget)}, a commit every "
             f"{'pass' if point.commit_every == 1 else f'{point.commit_every} passes'}: {point.epoch_seconds:,.3g} s "
             "predicted for an epoch; passes are bound "
             + ", ".join(f"{count} by {name}" for name, count in bounds.most_common())

@@ -1,4 +1,4 @@
-"""What training takes at host budgets: rows and bytes exactly, as the schedule is known, and predicted seconds."""
+"""The cost of a training at different host budgets: exact rows and bytes, and predicted seconds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ALIKE = 1.02
 class Point:
     """A training of two epochs of a new store at one host budget, from one reuse analysis."""
 
-    host_bytes: int
+    host_budget: int
     commit_every: int
     passes: tuple[PassPlan, ...]
     seconds: tuple[Seconds, ...]
@@ -47,20 +47,20 @@ class Point:
 
 
 class Capacity:
-    """Plans the trainings of one reuse analysis: what they need of the keys was counted there."""
+    """Plans trainings from one reuse analysis, without reading keys again."""
 
-    def __init__(self, reuse: Reuse, samples_P: Sequence[int], rates: Rates, *, eval_bytes: int | None = None) -> None:
-        self._reuse, self._samples_P, self._rates, self._eval_bytes = reuse, samples_P, rates, eval_bytes
+    def __init__(self, reuse: Reuse, samples_P: Sequence[int], rates: Rates, *, eval_budget: int | None = None) -> None:
+        self._reuse, self._samples_P, self._rates, self._eval_budget = reuse, samples_P, rates, eval_budget
 
-    def at(self, host_bytes: int, *, commit_every: int = 1) -> Point:
+    def at(self, host_budget: int, *, commit_every: int = 1) -> Point:
         """Plan two epochs, as ``TierCache.plan`` does for a new store. Raises BudgetError for too small a budget."""
-        planner = self._planner(host_bytes, commit_every, end=2 * self._reuse.positions.num_passes)
+        planner = self._planner(host_budget, commit_every, end=2 * self._reuse.positions.num_passes)
         plans = tuple(planner.plan_next() for _ in range(2 * self._reuse.positions.num_passes))
         seconds = (
             self._rates.seconds(self._samples_P[plan.sub_dataset], plan, before, after)
             for before, plan, after in zip((None, *plans), plans, (*plans[1:], None), strict=False)
         )
-        return Point(host_bytes, commit_every, plans, tuple(seconds))
+        return Point(host_budget, commit_every, plans, tuple(seconds))
 
     def least(self) -> int:
         """Return the smallest host budget of a training."""
@@ -76,28 +76,28 @@ class Capacity:
         Each has half as much again as the one before. Raises BudgetError if ``most`` is below the least.
         """
         points = [self.at(min(self.least(), most))]
-        while points[-1].total("rows_read") and points[-1].host_bytes < most:
-            points.append(self.at(min(points[-1].host_bytes * 3 // 2, most)))
+        while points[-1].total("rows_read") and points[-1].host_budget < most:
+            points.append(self.at(min(points[-1].host_budget * 3 // 2, most)))
         return points
 
     def choose(self, optimize: Literal["speed", "memory"], points: Sequence[Point], commit_every: int | None) -> Point:
-        """Return the point with the least host memory, or the fastest; commits further apart where writes bound it.
+        """Return the point with the least host memory, or the fastest, with fewer commits if writes bound it.
 
-        Of points that are about as fast the one with more frequent commits, then the one with less memory.
-        commit_every: passes between commits, if they are not to be chosen.
+        Of points that are about as fast: the one with more frequent commits, then the one with less memory.
+        commit_every: None: choose it.
         """
         tried = list(points if optimize == "speed" else points[:1])
         if (commit_every or 1) > 1:
-            tried = [self.at(point.host_bytes, commit_every=commit_every or 1) for point in tried]
+            tried = [self.at(point.host_budget, commit_every=commit_every or 1) for point in tried]
         fastest = min(tried, key=lambda point: point.epoch_seconds)
         is_write_bound = any(fastest.seconds[v].bound == "write" for v in fastest.later)
         if optimize == "speed" and commit_every is None and is_write_bound:
-            tried += [self.at(p.host_bytes, commit_every=n) for n in COMMIT_INTERVALS for p in points]
+            tried += [self.at(p.host_budget, commit_every=n) for n in COMMIT_INTERVALS for p in points]
         fewest = min(point.epoch_seconds for point in tried)
         return next(point for point in tried if point.epoch_seconds <= _ALIKE * fewest)
 
     def plan(
-        self, point: Point, *, optimize: Literal["speed", "memory"], device_bytes: int, store_bytes: int | None = None
+        self, point: Point, *, optimize: Literal["speed", "memory"], device_budget: int, store_budget: int | None = None
     ) -> TrainingPlan:
         """Return the plan of a point."""
         schedule = self._reuse.schedule
@@ -105,8 +105,8 @@ class Capacity:
             "dataset": schedule.dataset_digest, "optimize": optimize,
             "order": schedule.order if isinstance(schedule.order, tuple) else None,
             "budgets": {
-                "device": device_bytes, "host": point.host_bytes, "evaluation": self._eval_bytes,
-                "store": store_bytes, "commit_every": point.commit_every,
+                "device": device_budget, "host": point.host_budget, "evaluation": self._eval_budget,
+                "store": store_budget, "commit_every": point.commit_every,
             },
             "machine": self._rates.model_dump(by_alias=True),
             "passes": [
@@ -120,9 +120,9 @@ class Capacity:
             ],
         })  # fmt: skip
 
-    def _planner(self, host_bytes: int, commit_every: int, end: int | None = None) -> Planner:
+    def _planner(self, host_budget: int, commit_every: int, end: int | None = None) -> Planner:
         reuse = self._reuse
-        budget = HostBudget.of(reuse.positions, host_bytes, self._eval_bytes)
+        budget = HostBudget.of(reuse.positions, host_budget, self._eval_budget)
         return Planner(
             reuse.schedule, reuse.positions, reuse.counts, budget,
             start=0, within=False, commit_every=commit_every, end=end, stored={},

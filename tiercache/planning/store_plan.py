@@ -32,66 +32,66 @@ _KEY_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StorePlan:
-    """What a store holds at its fullest commit, and what a dump needs beside that; all in bytes."""
+    """The bytes of a store at its fullest commit, and of the dumps next to it."""
 
     live: int
-    """Blocks with live rows and their keys, at the commit that has most of them; of those what no pass frees; and the
-    last changes of all rows that were moved."""
+    """Blocks with live rows and their keys at the commit that has most of them, blocks that no pass frees, and the last
+    changes of all rows that were moved."""
     largest_pass: int
     """Blocks of rows and keys of the largest pass."""
     num_passes: int
-    """How many of these stand beside the live rows: the passes from each commit that is kept to the next, and one whose
-    room was freed and may not be used again yet."""
+    """Passes next to the live rows: those from each kept commit to the next, and one whose blocks were freed but may
+    not be reused yet."""
     state: int
-    """Dense state of all commits that are kept, and of the next."""
+    """Dense state of all kept commits, and of the next."""
     schedule: int
-    """Next uses, in the files beside the store."""
+    """Files of next uses, next to the store."""
 
     @classmethod
     def of(
         cls,
         groups: tuple[Group, ...],
         dumps: Mapping[int, tuple[SegmentLayout, ...]],
-        stored: History,
+        history: History,
         *,
         commits: int,
         commit_every: int,
         state_bytes: int,
         use_files: int,
     ) -> StorePlan:
-        """Count the blocks that are live at each commit of an epoch, where every epoch is like this one.
+        """Count the blocks that are live at each commit of an epoch; every epoch is like this one.
 
-        ``dumps`` are those of its passes, kept rows too. ``stored`` is in the store: rows that no pass needs stay,
-        retained segments do, and so long as they are kept the commits of earlier schedules with all that they need.
-        ``commits`` are kept; ``use_files`` hold the next uses of an epoch each.
+        ``dumps``: those of its passes, with kept rows. ``history``: of the store. Rows that no pass needs stay in it,
+        as do retained segments and, while they are kept, commits of earlier schedules. ``commits``: commits kept.
+        ``use_files``: files with the next uses of one epoch each.
         """
         live, largest, rows = np.zeros(max(1, len(dumps)), dtype=np.int64), 0, 0
         for pass_index, segment in dumps.items():
-            taken = 0
-            for group, ranges in zip(groups, segment, strict=True):
-                block = block_bytes(group, min(ranges.block_rows, ranges.rows))
-                taken, rows = taken + ranges.num_blocks * block, rows + ranges.rows
-                # a range is live from the commit behind the next use before it to that of its own
-                blocks_R = ranges.num_blocks - ranges.first_row_R[:-1] // ranges.block_rows
-                live_C = np.repeat(blocks_R * block, np.diff(ranges.next_use_R, prepend=pass_index))
+            num_bytes = 0
+            for group, layout in zip(groups, segment, strict=True):
+                block = block_bytes(group, min(layout.block_rows, layout.rows))
+                num_bytes, rows = num_bytes + layout.num_blocks * block, rows + layout.rows
+                # a range is live from the commit after the next use of the range before it to that of its own
+                blocks_R = layout.num_blocks - layout.first_row_R[:-1] // layout.block_rows
+                live_C = np.repeat(blocks_R * block, np.diff(layout.next_use_R, prepend=pass_index))
                 np.add.at(live, (pass_index + 1 + np.arange(live_C.size)) % live.size, live_C)
-            largest = max(largest, taken)
+            largest = max(largest, num_bytes)
         return cls(
-            live=int(live.max()) + _stored_bytes(groups, stored),
+            live=int(live.max()) + _unfreed_bytes(groups, history),
             largest_pass=largest,
             num_passes=1 + commits * commit_every,
-            state=(1 + commits) * paged(max([state_bytes, *(commit.state_bytes for commit in stored.commits)])),
+            state=(1 + commits) * paged(max([state_bytes, *(commit.state_bytes for commit in history.commits)])),
             schedule=sum(distance_bytes(rows)) * use_files,
         )
 
     @property
     def needed(self) -> int:
-        """The most bytes of the store: 15 % for blocks that are live in part, and for free room between them."""
+        """The most bytes of the store; 15 % are for partly live blocks and for gaps between blocks."""
         blocks = self.live + self.num_passes * self.largest_pass
         return blocks + -(-15 * blocks // 100) + self.state + self.schedule + RECORD_BYTES
 
     def check(self, allowed: int) -> None:
-        """Raise BudgetError, with the numbers, where the store may come to need more bytes than are allowed."""
+        """Raise BudgetError, with the numbers, if the store may need more bytes than are allowed."""
         if self.needed > allowed:
             raise BudgetError(
                 f"store_budget is {format_bytes(allowed)}, but the store needs {format_bytes(self.needed)} at its "
@@ -103,15 +103,15 @@ class StorePlan:
 
 
 def block_bytes(group: Group, rows: int) -> int:
-    """Return what either engine takes at most for a block of so many rows with their keys: pages for each field."""
+    """Return the most bytes of a block of rows and keys in either engine: whole pages for each field."""
     return sum(paged(4 * field.words * rows) for field in group.fields) + paged(_KEY_BYTES * rows)
 
 
-def _stored_bytes(groups: tuple[Group, ...], stored: History) -> int:
-    """Return the bytes of the blocks that no pass frees, and of all last changes: dumps have none in their place."""
-    newest, needed = stored.newest.commit, stored.needed
+def _unfreed_bytes(groups: tuple[Group, ...], history: History) -> int:
+    """Return the bytes of the blocks that no pass frees, and of all last changes, which dumps do not replace."""
+    newest, needed = history.newest.commit, history.needed
     retained = frozenset[int]() if newest is None else newest.retained_ids
-    earlier = History(stored.snapshots[: _of_earlier_schedules(stored.commits)]).needed.first_blocks
+    earlier = History(history.snapshots[: _num_earlier_schedules(history.commits)]).needed.first_blocks
     total = 0
     for id_, segment in needed.segments.items():
         for group, layout in zip(groups, segment.layouts, strict=True):
@@ -129,8 +129,8 @@ def _stored_bytes(groups: tuple[Group, ...], stored: History) -> int:
     return total
 
 
-def _of_earlier_schedules(commits: Sequence[Commit]) -> int:
-    """Return how many commits are before the one that began the schedule of the newest: a cursor goes back there."""
+def _num_earlier_schedules(commits: Sequence[Commit]) -> int:
+    """Return the number of commits before the one that began the schedule of the newest: a cursor goes back there."""
     for i in range(len(commits) - 2, -1, -1):
         before, after = commits[i], commits[i + 1]
         if before.schedule_digest != after.schedule_digest or before.cursor > after.cursor:
@@ -138,87 +138,86 @@ def _of_earlier_schedules(commits: Sequence[Commit]) -> int:
     return 0
 
 
-_KEY_BYTES = 8
 _MOST_GROWTH = 64 << 20
-"""What a file of blocks grows by at once, where it is large; a 32nd of it where it is not."""
+"""The most that a file of blocks grows by at once; a small one grows by a 32nd."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReorganizePlan:
-    """What a store takes at most while it is put in the order of other passes; all in bytes."""
+    """The most bytes of a store while it is reorganized for other passes."""
 
     present: int
-    """What it takes before: all of it stays until the new order is committed."""
+    """Those before: they stay until the new order is committed."""
     sorting: int
-    """Temporary files: a mark for each live row, and keys, then rows, on their way into hash order."""
+    """Temporary files: a mark for each live row, and keys, then rows, being sorted by hash."""
     ordered: int
     """Temporary files: the rows that move, in their new order."""
     segment: int
-    """The blocks of these rows in the store, and the room between them. Not at the same time as ``sorting``."""
-    beside: int
+    """Blocks of these rows in the store, with gaps between them; not at the same time as ``sorting``."""
+    other: int
     """Next uses, the dense state and records."""
 
     @classmethod
     def of(
         cls,
         groups: Sequence[Group],
-        stored: History,
+        history: History,
         used: Mapping[str, int],
         layout: Layout,
         *,
         present: int | None,
         use_bytes: int,
     ) -> ReorganizePlan:
-        """Count what may move where passes use so many different keys of each table, with those that are new.
+        """Count the rows that may move for passes that use so many different keys of each table, new ones included.
 
-        ``layout`` cuts the new segment into blocks. The rows that are used are written, and unused ones that have
-        fewer bytes than those and the stale ones, unless segments are too many to retain. Which they are only their
-        keys say: they are taken to be those that cost most. ``present`` where not said: the blocks of ``stored``.
+        ``layout`` cuts the new segment into blocks. Used rows are rewritten, and unused ones of segments in which they
+        take fewer bytes than used and stale ones, or that are too many to retain. Only their keys tell which these are,
+        so the costliest are counted. ``present``: default: the blocks of ``history``.
         """
-        tables = [_Rows.of(groups, group, table, stored, used) for group in groups for table in group.tables]
-        idle = _most_idle(tables, stored)
+        tables = [_TableRows.of(groups, group, table, history, used) for group in groups for table in group.tables]
+        unused = _most_unused(tables, history)
 
-        def moved(cost: Callable[[_Rows], float]) -> int:
-            return math.ceil(sum(cost(one) * one.used for one in tables) + _dearest(tables, idle, cost))
+        def moved(cost: Callable[[_TableRows], float]) -> int:
+            return math.ceil(sum(cost(one) * one.used for one in tables) + _highest_cost(tables, unused, cost))
 
         of_rows = {g.index: _block_row_bytes(g, layout) for g in groups}
         blocks = moved(lambda one: of_rows[one.group][0]) + sum(block for _, block in of_rows.values())
         ordered = moved(lambda one: one.row_bytes + _KEY_BYTES + CHANGED_BYTES)
         if present is None:
-            present = _bytes_before(groups, stored)
+            present = _block_bytes_of(groups, history)
         marks = sum(paged(sum(one.live for one in tables if one.group == g.index)) for g in groups)
-        keys, rows = _sorted_bytes(tables, idle)
-        commit = stored.newest.commit
+        keys, rows = _sorted_bytes(tables, unused)
+        commit = history.newest.commit
         return cls(
             present=present,
             sorting=marks + max(keys - ordered, rows, 0),
             ordered=ordered,
             segment=blocks + -(-15 * blocks // 100) + min(_MOST_GROWTH, (present + blocks) // 32),
-            beside=use_bytes + RECORD_BYTES + paged(0 if commit is None else commit.state_bytes),
+            other=use_bytes + RECORD_BYTES + paged(0 if commit is None else commit.state_bytes),
         )
 
     @property
     def needed(self) -> int:
-        """The most bytes of the store's folder, temporary files without a name among them."""
-        return self.present + self.beside + self.ordered + max(self.sorting, self.segment)
+        """The most bytes of the store's folder, with temporary files."""
+        return self.present + self.other + self.ordered + max(self.sorting, self.segment)
 
     def check(self, allowed: int) -> None:
-        """Raise BudgetError, with the numbers, where that is more than is allowed."""
+        """Raise BudgetError, with the numbers, if more bytes are needed than are allowed."""
         if self.needed > allowed:
-            present, ordered, beside = map(format_bytes, (self.present, self.ordered, self.beside))
+            present, ordered, other = map(format_bytes, (self.present, self.ordered, self.other))
             last = f"{format_bytes(max(self.segment, self.sorting))} to " + (
                 "sort them" if self.sorting > self.segment else "write them to the store"
             )
             raise BudgetError(
                 f"store_budget is {format_bytes(allowed)}, but putting the store in the order of these passes may need "
                 f"{format_bytes(self.needed)}: {present} that it takes now, {ordered} of temporary files for rows in "
-                f"their new order, {last}, and {beside} of next uses, dense state and records: raise store_budget to "
+                f"their new order, {last}, and {other} of next uses, dense state and records: raise store_budget to "
                 f"{self.needed} bytes, keep fewer commits (retention), or extract passes with fewer keys"
             )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Rows:
+class _TableRows:
     """The rows of one table."""
 
     group: int
@@ -226,14 +225,16 @@ class _Rows:
     used: int
     """Different keys of the passes."""
     live: int
-    """Live rows of the store, stale ones among them."""
+    """Live rows of the store, with stale ones."""
     stale: int
     within: int
-    """Live rows of segments that a commit inside a pass wrote: they are not retained."""
+    """Live rows of segments that a commit inside a pass wrote; these are not retained."""
 
     @classmethod
-    def of(cls, groups: Sequence[Group], group: Group, table: Table, stored: History, used: Mapping[str, int]) -> _Rows:
-        newest, place = stored.newest, group.place(table.name)
+    def of(
+        cls, groups: Sequence[Group], group: Group, table: Table, history: History, used: Mapping[str, int]
+    ) -> _TableRows:
+        newest, place = history.newest, group.place(table.name)
         live = within = stale = 0
         if newest.commit is not None:
             stale = sum(one.stale_rows[group.index][place] for one in newest.commit.retained)
@@ -245,21 +246,21 @@ class _Rows:
         )
 
 
-def _most_idle(tables: Sequence[_Rows], stored: History) -> int:
-    """Return the most bytes of rows that move although nothing uses them (see ``CompactionPlan``).
+def _most_unused(tables: Sequence[_TableRows], history: History) -> int:
+    """Return the most bytes of rows that move although no pass uses them (see ``CompactionPlan``).
 
-    Fewer than are used or stale beside them, and no row of the store is both idle and used: so half at most.
+    They take fewer bytes than the used and stale rows of their segments, so at most half.
     """
     live = sum(one.live * one.row_bytes for one in tables)
     within = sum(one.within * one.row_bytes for one in tables)
-    if len(stored.newest.segments) > compaction_plan.MOST_RETAINED:
+    if len(history.newest.segments) > compaction_plan.MOST_RETAINED:
         return live
-    beside = sum((one.used + one.stale) * one.row_bytes for one in tables)
-    return min(live, beside + within, -(-(live + within) // 2))
+    others = sum((one.used + one.stale) * one.row_bytes for one in tables)
+    return min(live, others + within, -(-(live + within) // 2))
 
 
-def _dearest(tables: Sequence[_Rows], num_bytes: int, cost: Callable[[_Rows], float]) -> float:
-    """Return the most that live rows of so many bytes cost."""
+def _highest_cost(tables: Sequence[_TableRows], num_bytes: int, cost: Callable[[_TableRows], float]) -> float:
+    """Return the highest cost of live rows of so many bytes."""
     total = 0.0
     for one in sorted(tables, key=lambda one: cost(one) / one.row_bytes, reverse=True):
         rows = min(one.live, -(-num_bytes // one.row_bytes))
@@ -267,12 +268,12 @@ def _dearest(tables: Sequence[_Rows], num_bytes: int, cost: Callable[[_Rows], fl
     return total
 
 
-def _sorted_bytes(tables: Sequence[_Rows], idle: int) -> tuple[int, int]:
-    """Return the most bytes of files in which the keys of a group are sorted, and the rows of a table."""
+def _sorted_bytes(tables: Sequence[_TableRows], unused: int) -> tuple[int, int]:
+    """Return the most bytes of the files that sort the keys of a group, and the rows of a table."""
     keys = {one.group: 0 for one in tables}
     for one in tables:
         keys[one.group] += one.live
-    rows = [(min(one.live, one.used + -(-idle // one.row_bytes)), one.row_bytes + CHANGED_BYTES) for one in tables]
+    rows = [(min(one.live, one.used + -(-unused // one.row_bytes)), one.row_bytes + CHANGED_BYTES) for one in tables]
     return (
         max(
             external_sort.file_bytes(n, compaction_plan.NUMBER_BYTES, compaction_plan.COMPACTION_BYTES)
@@ -283,15 +284,15 @@ def _sorted_bytes(tables: Sequence[_Rows], idle: int) -> tuple[int, int]:
 
 
 def _block_row_bytes(group: Group, layout: Layout) -> tuple[float, int]:
-    """Return what a row of a group takes in a full block, with its key and last change, and what a block takes."""
+    """Return the bytes of a row in a full block, with its key and last change, and those of the block."""
     rows = layout(group, [Range(next_use=0, table_rows=(1,) * len(group.tables))]).block_rows
     block = block_bytes(group, rows) + paged(CHANGED_BYTES * rows)
     return block / rows, block
 
 
-def _bytes_before(groups: Sequence[Group], stored: History) -> int:
+def _block_bytes_of(groups: Sequence[Group], history: History) -> int:
     """Return the bytes of all blocks that a commit needs."""
-    needed = stored.needed
+    needed = history.needed
     return sum(
         (layout.num_blocks - needed.first_blocks[id_][group.index])
         * (block_bytes(group, min(layout.block_rows, layout.rows)) + paged(CHANGED_BYTES * layout.block_rows))

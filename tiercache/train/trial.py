@@ -40,7 +40,7 @@ class _Net(nn.Module):
 
 
 def samples_per_second(
-    data: PassDataset, folder: Path, *, device_bytes: int, host_bytes: int, device: str = "cpu", batch: int = _BATCH
+    data: PassDataset, folder: Path, *, device_budget: int, host_budget: int, device: str = "cpu", batch: int = _BATCH
 ) -> float:
     """Train one pass with Adam in a temporary store in ``folder``, and return the samples trained per second.
 
@@ -53,8 +53,8 @@ def samples_per_second(
         model = _Net(data).to(device)
         dense = torch.optim.Adam(model.parameters())
         with TierCache(
-            Path(temporary, "store"), data, model=model, optimizer=dense, device=device, device_budget=device_bytes,
-            host_budget=host_bytes, order=[source.index, *(p for p in range(len(data)) if p != source.index)],
+            Path(temporary, "store"), data, model=model, optimizer=dense, device=device, device_budget=device_budget,
+            host_budget=host_budget, order=[source.index, *(p for p in range(len(data)) if p != source.index)],
             progress=False,
         ) as cache:  # fmt: skip
             passes = cache.passes(epochs=1)  # held: a pass ends with its loop
