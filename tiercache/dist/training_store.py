@@ -15,6 +15,7 @@ from tiercache.dist.reorganize import import_rows, reorganize
 from tiercache.dist.resharding import place_of, reshard
 from tiercache.dist.shard_view import ShardView
 from tiercache.dist.shard_writer import ShardWriter
+from tiercache.errors import StateError
 from tiercache.planning.matching import check_tables
 from tiercache.planning.schedule import Schedule
 from tiercache.planning.sharding_planner import sharding_of
@@ -256,6 +257,16 @@ class TrainingStore:
         if self._shards is not None and self._shards.manifest.newest is not None:
             id_ = self._shards.manifest.newest.id  # shards count their own
         return {"store": "" if self._path is None else self._path.name, "commit": id_}
+
+    def check_named(self, state: Mapping[str, object]) -> None:
+        """Raise StateError unless ``state`` is what ``named_commit`` returns."""
+        now = self.named_commit()
+        if dict(state) != now:
+            raise StateError(
+                f"the checkpoint was made at commit {state.get('commit')} of {state.get('store')} and the cache stands "
+                f"at commit {now['commit']} of {now['store']}: roll the store back to it, or load the checkpoint of "
+                "these rows"
+            )
 
     @contextmanager
     def committed(self) -> Iterator[Store]:

@@ -205,13 +205,7 @@ class TierCache:
 
         Roll the store back before, to go back to an older checkpoint (``store.rollback`` or `tiercache rollback`).
         """
-        now = self._opened.named_commit()
-        if dict(state) != now:
-            raise StateError(
-                f"the checkpoint was made at commit {state.get('commit')} of {state.get('store')} and the cache stands "
-                f"at commit {now['commit']} of {now['store']}: roll the store back to it, or load the checkpoint of "
-                "these rows"
-            )
+        self._opened.check_named(state)
 
     def plan(self, *, passes: int | None = None) -> list[PassPlan]:
         """Return the plans of this rank's next passes without training them; default: one epoch and one pass.
