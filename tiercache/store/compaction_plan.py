@@ -11,7 +11,7 @@ import numpy as np
 from tiercache.store.bits import hash_keys
 from tiercache.store.external_sort import ExternalSorter, flush_largest
 from tiercache.store.files import ScratchFile
-from tiercache.store.live_keys import KEY_THREADS, all_keys, live_keys
+from tiercache.store.live_keys import KEY_THREADS, live_keys
 from tiercache.store.runs import SortedCursor, hashed, merged
 from tiercache.store.segment import RetainedSegment
 
@@ -187,7 +187,7 @@ class _GroupRows:
                 for table, total in zip(self.group.tables, self.live_ST.sum(axis=0).tolist(), strict=True)
             ]  # fmt: skip
             readers = stack.enter_context(ThreadPoolExecutor(KEY_THREADS))
-            every = dict.fromkeys(range(len(sorters)), all_keys)
+            every = dict.fromkeys(range(len(sorters)), None)
             for segment, place, keys, rows in live_keys(
                 reader, snapshot, snapshot.segments, self.group, every, readers, after=-1
             ):

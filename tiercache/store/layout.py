@@ -59,8 +59,8 @@ class SegmentLayout:
     """The layout of the rows of one group that one pass dumped. Immutable: do not change the arrays."""
 
     __slots__ = (
-        "block_bytes", "block_rows", "first_page_R", "first_row_R", "next_use_R", "num_pages", "page_rows", "row_bytes",
-        "rows", "table_rows_RT",
+        "_pages_per_block", "block_bytes", "block_rows", "first_page_R", "first_row_R", "key_pages", "next_use_R",
+        "num_blocks", "num_pages", "num_ranges", "page_rows", "row_bytes", "rows", "table_rows_RT",
     )  # fmt: skip
 
     def __init__(
@@ -102,11 +102,15 @@ class SegmentLayout:
                 f"a layout has {rows:.0f} rows of {row_bytes} bytes: "
                 f"all may have {MAX_LAYOUT_BYTES} at most, dump fewer"
             )
-        self.next_use_R, self.table_rows_RT = next_use_R, table_rows_RT
+        self.next_use_R, self.table_rows_RT, self.num_ranges = next_use_R, table_rows_RT, next_use_R.size
+        self.key_pages = -(-self.block_rows // KEY_PAGE_ROWS)
+        """Key pages of every block but the last."""
+        self._pages_per_block = -(-self.block_rows // page_rows)
         self.first_row_R = np.zeros(next_use_R.size + 1, dtype=np.int64)
         """(R + 1,): the first row of each range, and the number of rows."""
         np.cumsum(table_rows_RT.sum(axis=1, dtype=np.int64), out=self.first_row_R[1:])
         self.rows = int(self.first_row_R[-1])
+        self.num_blocks = -(-self.rows // self.block_rows)
         heads_R = self._head(self.first_row_R[:-1], self.first_row_R[1:])
         full_R, tails_R = np.divmod(np.diff(self.first_row_R) - heads_R, self.block_rows)
         self.first_page_R = np.zeros_like(self.first_row_R)
@@ -154,21 +158,6 @@ class SegmentLayout:
         return [Range(next_use, tuple(rows)) for next_use, rows in counts]
 
     @property
-    def num_ranges(self) -> int:
-        """Ranges, empty ones too."""
-        return self.next_use_R.size
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of all rows."""
-        return -(-self.rows // self.block_rows)
-
-    @property
-    def key_pages(self) -> int:
-        """Key pages of every block but the last."""
-        return -(-self.block_rows // KEY_PAGE_ROWS)
-
-    @property
     def num_key_pages(self) -> int:
         """Key pages of all blocks."""
         full, rest = divmod(self.rows, self.block_rows)
@@ -178,10 +167,6 @@ class SegmentLayout:
     def most_page_rows(self) -> int:
         """The most rows that a page has; about, where ranges are cut by blocks: never fewer."""
         return min(self.page_rows, self.block_rows, int(np.diff(self.first_row_R).max(initial=0)))
-
-    @property
-    def _pages_per_block(self) -> int:
-        return -(-self.block_rows // self.page_rows)
 
     def range_of_use(self, next_use: int) -> int | None:
         """Return the index of the range with this next use, or None."""

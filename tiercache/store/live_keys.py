@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group
 
     Hashes = NDArray[np.uint64]
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from concurrent.futures import ThreadPoolExecutor
 
     from tiercache.store.commit import Snapshot
@@ -31,10 +31,8 @@ if TYPE_CHECKING:
     from tiercache.store.reading import BlockReader
 
     Int64s = NDArray[np.int64]
-    LocalInput = NDArray[np.uint64] | None
-    """Hashes in order; None: all."""
-    ExchangedInput = Callable[[], LocalInput]
-    """What is wanted by now."""
+    Sought = Mapping[int, Hashes | None]
+    """By place of the table in its group: the hashes that are looked for, in order; None: all."""
 
 
 KEY_MEMORY_BYTES = 256 << 20
@@ -120,15 +118,14 @@ class Recall:
         return np.unique(found[found >= segment.layouts[group].first_row_R[first_range]])
 
     def is_learning(
-        self, segment: Segment, group: int, table: int, first_range: int, runs: int, wanted: Hashes
+        self, segment: Segment, group: int, table: int, first_range: int, runs: tuple[Int64s, Int64s], wanted: Hashes
     ) -> bool:
         """Return whether all keys are to be read: where nearly all are read anyway, and there is room for them.
 
-        runs: of the table's rows from ``first_range`` on.
+        runs: the first rows and last rows + 1 of the table's runs from ``first_range`` on.
         """
-        layout = segment.layouts[group]
-        rows = layout.rows_of_table(table, first_range)
-        if not rows or layout.rows > int(_ROW) or wanted.size * runs * KEY_PAGE_ROWS < rows:
+        rows = int((runs[1] - runs[0]).sum())
+        if not rows or segment.layouts[group].rows > int(_ROW) or wanted.size * runs[0].size * KEY_PAGE_ROWS < rows:
             return False
         if not self._memory.reserve(8 * rows):
             return False
@@ -175,30 +172,25 @@ def live_keys(
     snapshot: Snapshot,
     segments: Iterable[Segment],
     group: Group,
-    tables: Mapping[int, ExchangedInput],
+    sought: Sought,
     readers: ThreadPoolExecutor,
     *,
     after: int,
     recall: Recall | None = None,
 ) -> Iterator[tuple[Segment, int, Int64s, Int64s]]:
-    """Yield (segment, place of the table, keys, rows) of live rows of ``tables``, each key page read at most once.
+    """Yield (segment, place of the table, keys, rows) of live rows of ``sought`` tables; reads a key page once at most.
 
-    ``tables`` gives, by place in the group, the hashes that are looked for; a few segments later what it gives by then.
+    The caller may take hashes out of ``sought`` as they are found: a few segments later they are not looked for.
     Of each run of rows in hash order only the key pages are read that may have one: for a single hash one page at most.
     ``segments`` come in their order. Only rows with a next use after pass ``after``. ``recall`` knows where the keys of
     some segments are, and learns it of others, of which all keys are read then.
     """
-    readings = (_readings(snapshot, segment, group, tables, after, recall) for segment in segments)
-    sweep = ((some,) for of_segment in readings for some in _together(of_segment))
-    for (some,), found in read_ahead(readers, partial(_read, reader), sweep, most=2 * KEY_THREADS):
+    batches = ((batch,) for segment in segments for batch in _readings(snapshot, segment, group, sought, after, recall))
+    for (batch,), found in read_ahead(readers, partial(_read, reader), batches, most=2 * KEY_THREADS):
         for place, keys, rows in found:
             if recall is not None:
-                recall.learn(some[0].segment, group, place, keys, rows)
-            yield some[0].segment, place, keys, rows
-
-
-def all_keys() -> None:
-    """Want all keys of a table."""
+                recall.learn(batch[0].segment, group, place, keys, rows)
+            yield batch[0].segment, place, keys, rows
 
 
 class _Reading(NamedTuple):
@@ -215,18 +207,6 @@ class _Reading(NamedTuple):
     """By place of the table."""
 
 
-def _together(readings: Iterable[_Reading]) -> Iterator[list[_Reading]]:
-    """Yield readings of a segment, so many that a thread has something to do."""
-    some: list[_Reading] = []
-    for reading in readings:
-        some.append(reading)
-        if sum(one.last - one.first for one in some) >= _PAGES_AT_ONCE:
-            yield some
-            some = []
-    if some:
-        yield some
-
-
 def _read(reader: BlockReader, readings: Sequence[_Reading]) -> list[tuple[int, Int64s, Int64s]]:
     """Return the keys of all rows that count, and these rows, by place of the table."""
     found: dict[int, list[tuple[Int64s, Int64s]]] = {}
@@ -241,40 +221,41 @@ def _read(reader: BlockReader, readings: Sequence[_Reading]) -> list[tuple[int, 
 
 
 def _readings(
-    snapshot: Snapshot,
-    segment: Segment,
-    group: Group,
-    tables: Mapping[int, ExchangedInput],
-    after: int,
-    recall: Recall | None,
-) -> Iterator[_Reading]:
-    """Yield what is read of the keys of a segment, in the order of its rows."""
-    if all((wanted := asked()) is not None and not wanted.size for asked in tables.values()):
+    snapshot: Snapshot, segment: Segment, group: Group, sought: Sought, after: int, recall: Recall | None
+) -> Iterator[list[_Reading]]:
+    """Yield what is read of the keys of a segment in the order of its rows, so much that a thread has work to do."""
+    if all(hashes is not None and not hashes.size for hashes in sought.values()):
         return
     layout = segment.layouts[group.index]
     live = max(snapshot.first_range(segment, group.index), int(layout.next_use_R.searchsorted(after, side="right")))
-    runs = {place: layout.runs_of_table(place, live) for place in tables}
+    runs = {place: layout.runs_of_table(place, live) for place in sought}
     known: dict[int, Int64s] = {}
-    if recall is not None:
-        tables = dict(tables)
-        for place, asked in tables.items():
-            if (wanted := asked()) is None or not wanted.size:
-                continue
-            if (rows := recall.rows(segment, group.index, place, live, wanted)) is not None:
-                known[place] = rows
-            elif recall.is_learning(segment, group.index, place, live, runs[place][0].size, wanted):
-                tables[place] = all_keys
+    learned: set[int] = set()
+    for place, hashes in sought.items() if recall is not None else ():
+        if recall is None or hashes is None or not hashes.size:
+            continue
+        if (rows := recall.rows(segment, group.index, place, live, hashes)) is not None:
+            known[place] = rows
+        elif recall.is_learning(segment, group.index, place, live, runs[place], hashes):
+            learned.add(place)
+    batch: list[_Reading] = []
     step = max(1, _PAGES // layout.key_pages)
     for block in range(0, layout.num_blocks, step):
         low, high = layout.rows_of_block(block)[0], layout.rows_of_block(min(block + step, layout.num_blocks) - 1)[1]
-        spans = []
-        for place, asked in tables.items():
+        spans = {}
+        for place, hashes in sought.items():
             if place in known:
-                spans.append(_Spans.of_rows(layout, known[place], low, high))
+                spans[place] = _Spans.of_rows(layout, known[place], low, high)
                 continue
-            wanted, table_id = asked(), group.tables[place].table_id
-            spans.append(_Spans.of(layout, segment.first_keys[group.index], *runs[place], low, high, wanted, table_id))
-        yield from _joined(segment, group.index, layout, dict(zip(tables, spans, strict=True)))
+            asked, table_id = None if place in learned else hashes, group.tables[place].table_id
+            spans[place] = _Spans.of(layout, segment.first_keys[group.index], *runs[place], low, high, asked, table_id)
+        for reading in _joined(segment, group.index, layout, spans):
+            batch.append(reading)
+            if sum(one.last - one.first for one in batch) >= _PAGES_AT_ONCE:
+                yield batch
+                batch = []
+    if batch:
+        yield batch
 
 
 class _Spans(NamedTuple):
@@ -294,7 +275,7 @@ class _Spans(NamedTuple):
         ends: Int64s,
         low: int,
         high: int,
-        wanted: LocalInput,
+        wanted: Hashes | None,
         table_id: int,
     ) -> _Spans:
         """Return the rows of runs [starts, ends) in the whole blocks with rows [low, high) whose key may be wanted."""

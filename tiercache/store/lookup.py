@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tiercache.store.live_keys import KeyMemory
     from tiercache.store.reading import BlockReader
     from tiercache.store.segment import Segment
-    from tiercache.store.table import Group, Table
+    from tiercache.store.table import Table
 
     Found = tuple[NDArray[np.int64], NDArray[np.int64]]
     Fields = dict[str, NDArray[np.float32]]
@@ -61,44 +61,44 @@ def locate(
     retained = frozenset[int]() if snapshot.commit is None else snapshot.commit.retained_ids
     # The newest row of a key may be one that does not count: it hides the stale one of a retained segment all the same.
     least = -1 if retained else after
-    groups = {table.name: group for group in reader.groups for table in group.tables}
-    wanted = {name: _Wanted(groups[name], name, values) for name, values in keys.items()}
+    tables = {table.name: (group, table) for group in reader.groups for table in group.tables}
+    found = {name: _Search(tables[name][1].table_id, values) for name, values in keys.items()}
     with ThreadPoolExecutor(KEY_THREADS) as readers:
         for group in reader.groups:
-            tables = {group.place(name): w for name, w in wanted.items() if groups[name] is group and w.hashes.size}
-            asked = {place: one.left for place, one in tables.items()}
+            searches = {
+                place: found[table.name]
+                for place, table in enumerate(group.tables)
+                if table.name in found and found[table.name].hashes.size
+            }
+            sought = {place: search.remaining for place, search in searches.items()}
             newest_first = reversed(snapshot.segments)
             for segment, place, stored, rows in live_keys(
-                reader, snapshot, newest_first, group, asked, readers, after=least, recall=recall
+                reader, snapshot, newest_first, group, sought, readers, after=least, recall=recall
             ):
-                tables[place].match(segment.id, stored, rows)
+                searches[place].match(segment.id, stored, rows)
+                sought[place] = searches[place].remaining
                 if progress is not None:
                     progress(stored.size)
-    for name, one in wanted.items() if retained else ():
-        one.drop(snapshot.segments, retained, groups[name].index, after)
-    return {name: (w.segment_ids, w.rows) for name, w in wanted.items()}
+    for name, search in found.items() if retained else ():
+        search.drop(snapshot.segments, retained, tables[name][0].index, after)
+    return {name: (search.segment_ids, search.rows) for name, search in found.items()}
 
 
-class _Wanted:
-    """The keys that a lookup wants of one table, in hash order, and what was found of them."""
+class _Search:
+    """A search for keys of one table: their hashes in order, and where they were found."""
 
-    def __init__(self, group: Group, name: str, keys: NDArray[np.int64]) -> None:
-        hashes = hash_keys(np.asarray(keys, dtype=np.int64), group.tables[group.place(name)].table_id)
-        self.table_id = group.tables[group.place(name)].table_id
-        self.order = np.argsort(hashes)
-        self.hashes = hashes[self.order]
+    def __init__(self, table_id: int, keys: NDArray[np.int64]) -> None:
+        hashes = hash_keys(np.asarray(keys, dtype=np.int64), table_id)
+        self.table_id, self.order = table_id, np.argsort(hashes)
+        self.hashes = self.remaining = hashes[self.order]
+        """``remaining`` are those that were not found yet."""
         self._shift = np.uint64(64 - min(24, 4 + keys.size.bit_length()))
         self._prefixes = np.zeros(1 << 64 - int(self._shift), dtype=np.bool_)
         self._prefixes[self.hashes >> self._shift] = True
         self.segment_ids = np.full(hashes.size, -1, dtype=np.int64)
         self.rows = np.full(hashes.size, -1, dtype=np.int64)
-        self._left = np.ones(hashes.size, dtype=np.bool_)
-        """Which of ``hashes`` were not found yet."""
-        self._of_left = self.hashes
-
-    def left(self) -> NDArray[np.uint64]:
-        """Return the hashes that were not found yet, in order."""
-        return self._of_left
+        self._is_missing = np.ones(hashes.size, dtype=np.bool_)
+        """By ``hashes``."""
 
     def match(self, segment_id: int, stored: NDArray[np.int64], first_rows: NDArray[np.int64]) -> None:
         """Note where ``stored`` keys are wanted that were not found before; ``first_rows`` are their rows."""
@@ -107,14 +107,14 @@ class _Wanted:
         hashes = hashes[likely]
         at = np.searchsorted(self.hashes, hashes)
         at[at == self.hashes.size] = 0
-        found = (self.hashes[at] == hashes) & self._left[at]
+        found = (self.hashes[at] == hashes) & self._is_missing[at]
         if not np.any(found):
             return
         places, hit = self.order[at[found]], likely[found]
         self.segment_ids[places] = segment_id
         self.rows[places] = first_rows[hit]
-        self._left[at[found]] = False
-        self._of_left = self.hashes[self._left]
+        self._is_missing[at[found]] = False
+        self.remaining = self.hashes[self._is_missing]
 
     def drop(self, segments: Iterable[Segment], retained: Collection[int], group: int, after: int) -> None:
         """Forget rows whose next use is ``after`` or before; those of retained segments have none that counts."""
@@ -284,15 +284,19 @@ def lookup(
     recall = None
     if memory is not None and reader.folder is not None:
         recall = Recall(memory, reader.folder, {segment.id for segment in snapshot.segments})
-    count_keys = _counted("keys", snapshot.rows_in(snapshot.segments, group, table), progress)
+    count_keys = count_rows = None
+    if progress is not None:
+        count_keys = _counted("keys", snapshot.rows_in(snapshot.segments, group, table), progress)
     with closing(recall) if recall else nullcontext():
         found = locate(reader, snapshot, {table.name: keys}, after=-1, recall=recall, progress=count_keys)
     ids, rows = found[table.name]
-    count_keys(None)  # the others are in pages that cannot have the keys
+    if count_keys is not None:
+        count_keys(None)  # the others are in pages that cannot have the keys
     absent = np.nonzero(ids < 0)[0]
     if absent.size and missing == "error":
         raise missing_keys(table, np.sort(keys[absent]), keys.size, reader.label)
-    count_rows = _counted("rows", keys.size - absent.size, progress)
+    if progress is not None:
+        count_rows = _counted("rows", keys.size - absent.size, progress)
     fields = read_found(reader, snapshot, group.index, ids, rows, progress=count_rows)
     if missing == "initial":
         for values, first in zip(fields, initial_rows(table, keys[absent]), strict=True):
@@ -322,7 +326,7 @@ def missing_keys(table: Table, gone: NDArray[np.int64], asked: int, label: str) 
     )
 
 
-def _counted(what: str, total: int, progress: LookupProgress | None) -> Callable[[int | None], None]:
+def _counted(what: str, total: int, progress: LookupProgress) -> Callable[[int | None], None]:
     """Return what turns rows done since the last call, or None for all that are left, into rows done of all."""
     done = 0
 
@@ -330,7 +334,7 @@ def _counted(what: str, total: int, progress: LookupProgress | None) -> Callable
         nonlocal done
         left = total - done
         done += left if rows is None else rows
-        if progress is not None and (rows is not None or left or not total):
+        if rows is not None or left or not total:
             progress(what, done, total)
 
     return tell

@@ -106,11 +106,11 @@ class Field:
     """What an optimizer state starts from; vectors start from the table's initializer."""
     dtype: str = "float32"
     """Of the numbers as they are kept: a vector's is its table's, that of optimizer state float32."""
+    words: int = dataclasses.field(init=False, repr=False, compare=False)
+    """Words of 4 bytes in a row: what has 2 bytes a number is padded to whole ones."""
 
-    @property
-    def words(self) -> int:
-        """Words of 4 bytes in a row: what has 2 bytes a number is padded to whole ones."""
-        return vector_words(self.width, self.dtype)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "words", vector_words(self.width, self.dtype))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

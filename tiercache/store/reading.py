@@ -91,18 +91,13 @@ class _Span(NamedTuple):
     """Pages [low, high) of one block: what one read of the engine fills."""
 
     request: ReadRequest
-    bounds: NDArray[np.int64]
-    """(high - low + 1,): where each page begins in ``out``, and its end."""
+    part: Part
+    """The bytes to fill and to check, and where each page begins in them, and their end (high - low + 1,)."""
     segment: Segment
     group: int
     block: int
     low: int
     high: int
-
-    @property
-    def part(self) -> Part:
-        """The bytes to fill and to check."""
-        return self.request.out, self.bounds
 
 
 class BlockReader:
@@ -162,8 +157,6 @@ class BlockReader:
         """
         self.check_open()
         reads = self._checks if only_check and self._checks is not None else self._reads
-        for pages in wanted:
-            self._expect(pages)
         num_bytes = sum(pages.out.size for pages in wanted)
         together = reads is not None
         if at_once is None:
@@ -198,7 +191,7 @@ class BlockReader:
         try:
             for batch in batches:
                 spans = [span for pages in batch for span in self._spans(pages)]
-                if self._read_at_once(spans, reads):
+                if reads is not None and self._read_at_once(spans, reads):
                     continue
                 for span in spans:
                     self._read(span.request, span.segment)
@@ -214,34 +207,31 @@ class BlockReader:
                 pass  # the others need not read what is of no use now
             raise
 
-    def _expect(self, pages: Pages) -> None:
+    def _spans(self, pages: Pages) -> Iterator[_Span]:
+        """Cut pages where blocks end. Raises ValueError for pages that are not there, and another size than theirs."""
         segment, group, low, high, out = pages
         layout = segment.layouts[group]
         if not 0 <= low <= high <= layout.num_pages:
             raise ValueError(f"pages {low} to {high} of segment {segment.id} are not there: it has {layout.num_pages}")
-        size = layout.byte_of_page(high) - layout.byte_of_page(low)
-        if out.dtype != np.uint8 or out.size != size or not out.flags.c_contiguous:
-            raise ValueError(f"out is {out.size:,} of {out.dtype}: it must be {size:,} contiguous bytes")
+        rows = layout.rows_of_pages(np.arange(low, high + 1))
+        bounds = (rows - rows[0]) * layout.row_bytes
+        if out.dtype != np.uint8 or out.size != bounds[-1] or not out.flags.c_contiguous:
+            raise ValueError(f"out is {out.size:,} of {out.dtype}: it must be {bounds[-1]:,} contiguous bytes")
+        begin = 0
+        while begin < high - low:
+            row = int(rows[begin])
+            block = row // layout.block_rows
+            end = int(rows.searchsorted((block + 1) * layout.block_rows))
+            end = min(end, high - low)
+            data, offset = out[bounds[begin] : bounds[end]], (row - block * layout.block_rows) * layout.row_bytes
+            request = ReadRequest(segment.block(ROWS, self.groups[group], block), offset, data)
+            part = data, bounds[begin : end + 1] - bounds[begin]
+            yield _Span(request, part, segment, group, block, low + begin, low + end)
+            begin = end
 
-    def _spans(self, pages: Pages) -> Iterator[_Span]:
-        """Cut pages where blocks end."""
-        segment, group, low, high, out = pages
-        layout = segment.layouts[group]
-        at = 0
-        while low < high:
-            block = layout.block_of_page(low)
-            first, last = layout.pages_of_block(block)
-            last = min(high, last)
-            bounds = layout.page_bounds(low, last)
-            end = at + int(bounds[-1])
-            named = segment.block(ROWS, self.groups[group], block)
-            request = ReadRequest(named, layout.byte_of_page(low) - layout.byte_of_page(first), out[at:end])
-            yield _Span(request, bounds, segment, group, block, low, last)
-            low, at = last, end
-
-    def _read_at_once(self, spans: Sequence[_Span], reads: _ReadsAtOnce | None) -> bool:
+    def _read_at_once(self, spans: Sequence[_Span], reads: _ReadsAtOnce) -> bool:
         """Read and check all by one call; False where that cannot be: reading one by one says what is wrong."""
-        if reads is None or self._locating is None or not spans:
+        if self._locating is None or not spans:
             return False
         with self._uses.using(), self._locating.locate([span.request for span in spans]) as sources:
             located = [source for source in sources if source is not None]
@@ -251,7 +241,7 @@ class BlockReader:
         if done.tolist() != [span.request.out.size for span in spans]:
             return False
         self._count(spans)
-        self._compare(spans, sums)
+        self._check(spans, sums)
         return True
 
     def _count(self, spans: Sequence[_Span]) -> None:
@@ -261,12 +251,12 @@ class BlockReader:
         )
         self.counters.add(row_bytes_read=sum(num_bytes), rows_read=rows, reads=len(spans))
 
-    def _check(self, spans: Sequence[_Span]) -> None:
-        """Check spans that were read, all by one computation. Raises CorruptBlockError."""
-        if spans:
-            self._compare(spans, self.checksums([span.part for span in spans]))
-
-    def _compare(self, spans: Sequence[_Span], sums: NDArray[np.uint32]) -> None:
+    def _check(self, spans: Sequence[_Span], sums: NDArray[np.uint32] | None = None) -> None:
+        """Compare the checksums of spans that were read, computed at once, with theirs. Raises CorruptBlockError."""
+        if not spans:
+            return
+        if sums is None:
+            sums = self.checksums([span.part for span in spans])
         expected = np.concatenate([span.segment.checksums[span.group][span.low : span.high] for span in spans])
         if np.array_equal(sums, expected):
             return
@@ -291,7 +281,7 @@ class BlockReader:
         data = np.empty(int(bounds[-1] - bounds[0]), dtype=np.uint8)
         self._read(ReadRequest(segment.block(KEYS, self.groups[group], block), int(bounds[0]), data), segment)
         sums, keys = self.checksums([(data, bounds - bounds[0])]), data.view(np.int64)
-        page = layout.key_pages_of_block(block)[0] + first
+        page = block * layout.key_pages + first
         wrong = np.nonzero(sums != segment.key_checksums[group][page : page + sums.size])[0]
         if wrong.size:
             at = int(wrong[0])

@@ -126,7 +126,11 @@ class Segment:
 
     def block(self, kind: bytes, group: Group, index: int) -> Block:
         """Return a block as the engine knows it."""
-        return next(one for one in self.blocks(group, index, index + 1) if one.kind == kind)
+        layout, number = self.layouts[group.index], group.index
+        rows = min(layout.block_rows, layout.rows - index * layout.block_rows)
+        size = rows * (layout.row_bytes if kind == ROWS else 8 if kind == KEYS else CHANGED_BYTES)
+        place = self.places[number][kind].item(index)
+        return Block(kind, self.id, number, index, size, place, BlockLayout(group, layout))
 
     def blocks(self, group: Group, first: int, last: int) -> Iterator[Block]:
         """Yield rows, keys and, where they are stored, last changes of blocks [first, last) of a layout."""

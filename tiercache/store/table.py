@@ -168,35 +168,22 @@ class Group:
     tables: tuple[Table, ...]
     """In the order of unsigned table ids."""
 
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        """What a row of any of its tables has."""
-        return self.tables[0].fields
+    fields: tuple[Field, ...] = field(init=False, repr=False, compare=False)
+    """What a row of any of its tables has."""
+    optimizer: Optimizer = field(init=False, repr=False, compare=False)
+    """How rows of any of its tables step."""
+    dim: int = field(init=False, repr=False, compare=False)
+    """Numbers in a vector."""
+    dtype: str = field(init=False, repr=False, compare=False)
+    """Of vectors."""
+    compression: str | None = field(init=False, repr=False, compare=False)
+    """How a store on Zarr arrays keeps the bytes of their rows."""
+    row_bytes: int = field(init=False, repr=False, compare=False)
+    """Bytes of a row."""
 
-    @property
-    def optimizer(self) -> Optimizer:
-        """How rows of any of its tables step."""
-        return self.tables[0].optimizer
-
-    @property
-    def dim(self) -> int:
-        """Numbers in a vector."""
-        return self.tables[0].dim
-
-    @property
-    def dtype(self) -> str:
-        """Of vectors."""
-        return self.tables[0].dtype
-
-    @property
-    def compression(self) -> str | None:
-        """How a store on Zarr arrays keeps the bytes of their rows."""
-        return self.tables[0].compression
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row."""
-        return self.tables[0].row_bytes
+    def __post_init__(self) -> None:
+        for name in ("fields", "optimizer", "dim", "dtype", "compression", "row_bytes"):
+            object.__setattr__(self, name, getattr(self.tables[0], name))
 
     def place(self, table_name: str) -> int:
         """Return the index of a table within the group. Raises KeyError where it has none of that name."""
