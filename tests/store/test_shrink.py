@@ -107,7 +107,8 @@ def test_what_a_reader_sees_is_given_back_when_it_is_gone(tmp_path: Path) -> Non
 
 DYING = """
 import os, sys
-from tiercache.store import Store, block_file
+from tiercache.store import Store
+from tiercache.store.engines import block_file
 
 punch_hole = block_file.punch_hole
 

@@ -94,7 +94,9 @@ class Commit:
 
     def state_blocks(self) -> list[Block]:
         """Return the blocks of the dense state, in order."""
-        return state_blocks(self.id, self.state_bytes, self.state_chunk_bytes, self.state_places.tolist())
+        chunk, places = self.state_chunk_bytes, self.state_places.tolist()
+        sizes = [min(chunk, self.state_bytes - start) for start in range(0, self.state_bytes, chunk)]
+        return [Block(STATE, self.id, 0, i, size, places[i]) for i, size in enumerate(sizes)]
 
     def to_bytes(self) -> bytes:
         """Return its record. Raises ValueError where settings or environment are not plain JSON values."""
@@ -162,12 +164,6 @@ class Commit:
             raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
 
 
-def state_blocks(commit: int, state_bytes: int, chunk_bytes: int, places: Sequence[int]) -> list[Block]:
-    """Return the blocks of a dense state of so many bytes: each where ``places`` says, or to be written."""
-    sizes = [min(chunk_bytes, state_bytes - start) for start in range(0, state_bytes, chunk_bytes)]
-    return [Block(STATE, commit, 0, i, size, place) for i, (size, place) in enumerate(zip(sizes, places, strict=True))]
-
-
 def state_chunks(state: NDArray[np.uint8]) -> tuple[list[NDArray[np.uint8]], NDArray[np.uint32]]:
     """Cut the dense state into blocks and return them with their checksums."""
     chunks = [state[i : i + STATE_CHUNK_BYTES] for i in range(0, state.size, STATE_CHUNK_BYTES)]
@@ -233,11 +229,6 @@ class Liveness:
     """By segment id."""
 
     @classmethod
-    def of(cls, commit: Commit, segments: Iterable[Segment]) -> Liveness:
-        """Return the rule of a commit; ``segments`` has at least those that it names."""
-        return cls.at(commit.cursor, segments, commit.retained)
-
-    @classmethod
     def at(cls, cursor: Cursor, segments: Iterable[Segment], retained: Collection[RetainedSegment]) -> Liveness:
         """Return the rule at ``cursor``. Raises ValueError for a cursor inside a pass that wrote no segment."""
         by_id = {one.segment_id: one for one in retained}
@@ -289,7 +280,12 @@ class Snapshot:
         self.segments = tuple(segments)
         """Those of the commit and those appended since, by id."""
         self._committed = frozenset[int]() if commit is None else frozenset(commit.segment_ids)
-        self._liveness = None if commit is None else Liveness.of(commit, self.committed)
+        self.retained: Mapping[int, RetainedSegment] = {}
+        """The retained segments of the commit, by id."""
+        self._liveness: Liveness | None = None
+        if commit is not None:
+            self._liveness = Liveness.at(commit.cursor, self.committed, commit.retained)
+            self.retained = self._liveness.retained
 
     @cached_property
     def committed(self) -> tuple[Segment, ...]:
@@ -314,8 +310,7 @@ class Snapshot:
     def stale_rows(self, segments: Iterable[Segment], group: Group, table: Table) -> int:
         """Return how many rows of a table in ``segments`` are stale."""
         ids, place = {segment.id for segment in segments}, group.place(table.name)
-        retained = () if self.commit is None else self.commit.retained
-        return sum(one.stale_rows[group.index][place] for one in retained if one.segment_id in ids)
+        return sum(one.stale_rows[group.index][place] for id_, one in self.retained.items() if id_ in ids)
 
     @cached_property
     def first_blocks(self) -> dict[int, tuple[int, ...]]:

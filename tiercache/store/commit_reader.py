@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from tiercache.store.commit import Commit, Snapshot
+    from tiercache.store.commit import Snapshot
     from tiercache.store.engines.engine import Engine
     from tiercache.store.table import Group
 
@@ -69,11 +69,6 @@ class CommitReader:
         reader._holds = holds
         return reader
 
-    @property
-    def commit(self) -> Commit | None:
-        """It."""
-        return self.snapshot.commit
-
     @contextmanager
     def pinned(self) -> Iterator[Snapshot]:
         """Yield the snapshot; it is held anyway."""
@@ -84,7 +79,7 @@ class CommitReader:
         folder = None if self._engine.lease_folder is None else self._engine.lease_folder.parent
         if folder is not None and (folder / SHARD_MANIFEST).exists() and not (folder / MARKER).exists():
             return StoreError(f"{self._label} was sharded while it was read: open it again")
-        if self._is_there() or self.commit is None:
+        if self._is_there() or self.snapshot.commit is None:
             return error
         longer = (
             "have its writer keep what is free for longer (keep_for)"
@@ -92,8 +87,8 @@ class CommitReader:
             else "let readers write to its folder"
         )
         return CommitMissingError(
-            f"{self._label} was opened at commit {self.commit.id}, which its writer has given up since, as no lease "
-            f"could be taken: open the store again, or {longer}"
+            f"{self._label} was opened at commit {self.snapshot.commit.id}, which its writer has given up since, as no "
+            f"lease could be taken: open the store again, or {longer}"
         )
 
     def close(self) -> None:
@@ -105,19 +100,19 @@ class CommitReader:
 
         A commit that is not kept any more may lack blocks, though its record is there while others read it.
         """
-        if self.commit is None or self._engine.lease_folder is None:
+        if self.snapshot.commit is None or self._engine.lease_folder is None:
             return True
-        lease = Lease.take(self._engine.lease_folder, self.commit.id)
+        lease = Lease.take(self._engine.lease_folder, self.snapshot.commit.id)
         if lease is None:
             return True
         self._holds.callback(lease.release)
-        return self.commit.id in kept_ids(self._engine.records(), self._label)
+        return self.snapshot.commit.id in kept_ids(self._engine.records(), self._label)
 
     def _is_there(self) -> bool:
         """Whether the newest records still have the commit."""
-        if self.commit is None:
+        if self.snapshot.commit is None:
             return True
         try:
-            return f"{COMMIT}{self.commit.id}" in self._engine.records()
+            return f"{COMMIT}{self.snapshot.commit.id}" in self._engine.records()
         except StoreError:
             return True

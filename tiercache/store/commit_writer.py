@@ -21,7 +21,6 @@ from tiercache.store.commit import (
     Liveness,
     Needed,
     Snapshot,
-    state_blocks,
     state_chunks,
 )
 from tiercache.store.locks import leased_commits
@@ -79,23 +78,13 @@ class CommitWriter:
         """Commits that are not kept, and that were leased when that was looked at last."""
         self._allocated = Needed.of([*self.history.snapshots, *self._given_up])
         engine.retain(self._allocated.blocks(groups))
-        self._next_id = 0 if self.commit is None else self.commit.next_segment
-        self.retention = retention or (1 if self.commit is None else self.commit.retention)
+        self._next_id = 0 if self.snapshot.commit is None else self.snapshot.commit.next_segment
+        self.retention = retention or (1 if self.snapshot.commit is None else self.snapshot.commit.retention)
         """How many of the newest commits are kept."""
         self.first_id = 0
         """The id of the first commit of a store without one."""
         self.named: frozenset[int] | None = None
         """The commits that are kept in place of those, beside the newest; None: those."""
-
-    @property
-    def commit(self) -> Commit | None:
-        """The newest."""
-        return self.snapshot.commit
-
-    @property
-    def segments(self) -> tuple[Segment, ...]:
-        """Those of the newest commit and those appended since, by id."""
-        return self.snapshot.segments
 
     @property
     def digests(self) -> Mapping[str, str]:
@@ -150,7 +139,7 @@ class CommitWriter:
                 changed_bytes_written=segment.changed_bytes,
             )
             self._allocate(Needed.of([Snapshot(None, [segment])]))
-            self._set_snapshot(Snapshot(self.commit, (*self.segments, segment)))
+            self._set_snapshot(Snapshot(self.snapshot.commit, (*self.snapshot.segments, segment)))
         return segment
 
     def discard_uncommitted(self) -> None:
@@ -173,10 +162,10 @@ class CommitWriter:
         """Make a commit of the rows live at ``cursor``."""
         with self._lock:
             self._check_cursor(cursor)
-            before = self.commit
+            before = self.snapshot.commit
             retained = () if before is None else before.retained
-            liveness = Liveness.at(cursor, self.segments, retained)
-            ids = tuple(segment.id for segment in self.segments if liveness.keeps(segment))
+            liveness = Liveness.at(cursor, self.snapshot.segments, retained)
+            ids = tuple(segment.id for segment in self.snapshot.segments if liveness.keeps(segment))
             named = {} if before is None else before.named
             id_ = self.first_id if before is None else before.id + 1
             chunks, checksums = state_chunks(np.frombuffer(state, dtype=np.uint8))
@@ -197,7 +186,7 @@ class CommitWriter:
                 state_places=np.empty(0, np.int64),
                 retained=retained,
             )
-            return self._advance(self.history.snapshots, commit, self.segments, chunks)
+            return self._advance(self.history.snapshots, commit, self.snapshot.segments, chunks)
 
     def rollback(self, to: int, state: NDArray[np.uint8]) -> Commit:
         """Make a commit like ``to``, which is kept and has the dense ``state``; those between go, unless named."""
@@ -245,9 +234,9 @@ class CommitWriter:
                     cursor=start, schedule_digest=schedule_digest,
                     overlaid=before.overlaid or before.schedule_digest if interrupts else "",
                 )  # fmt: skip
-                commit = self._advance(self.history.snapshots, commit, self.segments, chunks)
+                commit = self._advance(self.history.snapshots, commit, self.snapshot.segments, chunks)
             except BaseException:
-                if self.commit is before:
+                if self.snapshot.commit is before:
                     self.discard_uncommitted()
                 raise
             with suppress(StoreError):  # the commit stands; what stayed may go another time
@@ -261,14 +250,14 @@ class CommitWriter:
         with self._lock:
             before = self.history.newest.commit
             assert before is not None, "an empty store has nothing to lay rows over"
-            new = [segment.id for segment in self.segments if segment.id not in before.named and segment.rows]
+            new = [segment.id for segment in self.snapshot.segments if segment.id not in before.named and segment.rows]
             chunks, checksums = state_chunks(state)
             commit = self._retaining(
                 before, retained, new, checksums,
                 settings={**settings, **before.settings},
                 schedule_digest="", overlaid=before.overlaid or before.schedule_digest,
             )  # fmt: skip
-            return self._advance(self.history.snapshots, commit, self.segments, chunks)
+            return self._advance(self.history.snapshots, commit, self.snapshot.segments, chunks)
 
     def keep(self, commits: Iterable[int]) -> None:
         """Have commits, rollbacks too, keep these and the newest, whatever the retention, until the store is closed.
@@ -322,19 +311,17 @@ class CommitWriter:
         state: Sequence[NDArray[np.uint8]],
     ) -> Commit:
         """Write a commit of some of ``segments``, and its state, after those ``before`` that are kept."""
-        blocks = state_blocks(commit.id, commit.state_bytes, STATE_CHUNK_BYTES, [-1] * len(state))
+        commit = replace(commit, state_places=np.full(len(state), -1))
         try:
-            places = self._engine.write(zip(blocks, state, strict=True))
-            written = [block._replace(place=place) for block, place in zip(blocks, places, strict=True)]
+            places = self._engine.write(zip(commit.state_blocks(), state, strict=True))
+            commit = replace(commit, state_places=np.array(places, np.int64))
             try:
-                older = self._kept(before)
-                commit = replace(commit, state_places=np.array(places, np.int64))
                 named = [segment for segment in segments if segment.id in commit.segment_ids]
-                self._commit(History((*older, Snapshot(commit, named))))
+                self._commit(History((*self._kept(before), Snapshot(commit, named))))
             except BaseException:
-                if self.commit is not commit:
+                if self.snapshot.commit is not commit:
                     with suppress(StoreError):
-                        self._engine.free(written)
+                        self._engine.free(commit.state_blocks())
                 raise
         except StoreFullError as error:
             needed = max(error.needed_bytes, commit.state_bytes)
@@ -439,16 +426,16 @@ class CommitWriter:
         return [snapshot for snapshot in before if _id(snapshot) in self.named]
 
     def _check_cursor(self, cursor: Cursor) -> None:
-        before = None if self.commit is None else self.commit.cursor
+        before = None if self.snapshot.commit is None else self.snapshot.commit.cursor
         if min(cursor) < 0 or (before is not None and cursor < before):
             raise ValueError(f"{self._label} stands at {before} and cannot go back to {cursor}")
-        newest = -1 if self.commit is None else max(self.commit.segment_ids, default=-1)
-        retained = frozenset[int]() if self.commit is None else self.commit.retained_ids
-        for segment in self.segments:
+        newest = -1 if self.snapshot.commit is None else max(self.snapshot.commit.segment_ids, default=-1)
+        retained = frozenset[int]() if self.snapshot.commit is None else self.snapshot.commit.retained_ids
+        for segment in self.snapshot.segments:
             if segment.id not in retained and segment.pass_index > cursor.pass_index - (not segment.within):
                 raise ValueError(f"a commit at {cursor} cannot name a dump of pass {segment.pass_index}")
         if cursor.sample and cursor != before and not any(
-            s.within_pass == cursor.pass_index and s.id > newest for s in self.segments
+            s.within_pass == cursor.pass_index and s.id > newest for s in self.snapshot.segments
         ):  # fmt: skip
             raise ValueError(f"a commit at {cursor} needs the rows of its pass: append them with within=True first")
 

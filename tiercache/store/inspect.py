@@ -53,7 +53,7 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
 def describe(store: Store, path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return what ``info`` does, of a store at ``path`` that is open, at the commit where it stands."""
     live = {table.name: 0 for table in store.tables}
-    retained = {} if store.commit is None else {one.segment_id: one for one in store.commit.retained}
+    retained = store.snapshot.retained
     segments, stale_bytes = [], 0
     for segment in store.segments:
         live_ranges, live_rows, ranges, stale_rows = 0, 0, 0, 0

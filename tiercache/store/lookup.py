@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -58,9 +57,8 @@ def locate(
     Rows of retained segments count whatever their next use, which is a pass of another schedule. ``recall`` is as for
     ``live_keys``. ``progress`` is called with how many stored keys were looked at since the last call.
     """
-    retained = frozenset[int]() if snapshot.commit is None else snapshot.commit.retained_ids
     # The newest row of a key may be one that does not count: it hides the stale one of a retained segment all the same.
-    least = -1 if retained else after
+    least = -1 if snapshot.retained else after
     tables = {table.name: (group, table) for group in reader.groups for table in group.tables}
     found = {name: _Search(tables[name][1].table_id, values) for name, values in keys.items()}
     with ThreadPoolExecutor(KEY_THREADS) as readers:
@@ -79,8 +77,8 @@ def locate(
                 sought[place] = searches[place].remaining
                 if progress is not None:
                     progress(stored.size)
-    for name, search in found.items() if retained else ():
-        search.drop(snapshot.segments, retained, tables[name][0].index, after)
+    for name, search in found.items() if snapshot.retained else ():
+        search.drop(snapshot.segments, snapshot.retained, tables[name][0].index, after)
     return {name: (search.segment_ids, search.rows) for name, search in found.items()}
 
 
@@ -176,7 +174,8 @@ def _read(
     rooms: deque[NDArray[np.uint8]] = deque()
     batches = (batch for segment, places in parts for batch in _batches(segment, group, places, rows, cached, rooms))
     with ThreadPoolExecutor(KEY_THREADS) as readers:
-        for (batch,), data in read_ahead(readers, partial(_Batch.read, reader=reader), batches, most=KEY_THREADS):
+        for (batch,), _ in read_ahead(readers, lambda one: reader.load(one.pages, 1), batches, most=KEY_THREADS):
+            data = batch.room.view(np.float32)
             start, page_rows = batch.starts[batch.which] // 4, batch.page_rows[batch.which]
             for field, values in zip(fields, out, strict=True):
                 values[batch.places] = sliding_window_view(data, field.words)[start + batch.local * field.words]
@@ -221,7 +220,7 @@ class _Batch:
         cached: Cached | None,
         rooms: deque[NDArray[np.uint8]],
     ) -> None:
-        self._segment, self._group, self.places = segment, group, places
+        self.places = places
         layout = segment.layouts[group]
         pages, self.which = np.unique(pages_of_rows, return_inverse=True)
         self.local = rows[places] - layout.rows_of_pages(pages_of_rows)
@@ -242,8 +241,8 @@ class _Batch:
         self.room = rooms.popleft() if rooms else _NO_ROOM
         if self.room.size < room.sum():
             self.room = huge_pages(int(room.sum()))
-        self._runs = [
-            (int(pages[a]), int(pages[b - 1]) + 1, self.room[low : low + size])
+        self.pages = [
+            Pages(segment, group, int(pages[a]), int(pages[b - 1]) + 1, self.room[low : low + size])
             for a, b, low, size in zip(
                 first.tolist(), last.tolist(), at.tolist(), (ends - begins).tolist(), strict=True
             )
@@ -252,11 +251,6 @@ class _Batch:
         for data, low in zip(held, self.starts.tolist(), strict=True):
             if data is not None:
                 self.room[low : low + data.nbytes] = data.view(np.uint8)
-
-    def read(self, reader: BlockReader) -> NDArray[np.float32]:
-        """Read and check what no one holds; returns all of the memory."""
-        reader.load([Pages(self._segment, self._group, *run) for run in self._runs], at_once=1)
-        return self.room.view(np.float32)
 
 
 def lookup(

@@ -196,7 +196,6 @@ class BlockReader:
                 for span in spans:
                     self._read(span.request, span.segment)
                     size += span.request.out.size
-                self._count(spans)
                 read += spans
                 if size >= _CHECK_BYTES:
                     self._check(read)
@@ -240,21 +239,19 @@ class BlockReader:
             done, sums = reads(located, [span.part for span in spans])
         if done.tolist() != [span.request.out.size for span in spans]:
             return False
-        self._count(spans)
         self._check(spans, sums)
         return True
 
-    def _count(self, spans: Sequence[_Span]) -> None:
-        num_bytes = [span.request.out.size for span in spans]
-        rows = sum(
-            size // span.segment.layouts[span.group].row_bytes for size, span in zip(num_bytes, spans, strict=True)
-        )
-        self.counters.add(row_bytes_read=sum(num_bytes), rows_read=rows, reads=len(spans))
-
     def _check(self, spans: Sequence[_Span], sums: NDArray[np.uint32] | None = None) -> None:
-        """Compare the checksums of spans that were read, computed at once, with theirs. Raises CorruptBlockError."""
+        """Count spans that were read, and compare their checksums with those that were written.
+
+        Raises CorruptBlockError.
+        """
         if not spans:
             return
+        rows = sum(span.request.out.size // span.segment.layouts[span.group].row_bytes for span in spans)
+        num_bytes = sum(span.request.out.size for span in spans)
+        self.counters.add(row_bytes_read=num_bytes, rows_read=rows, reads=len(spans))
         if sums is None:
             sums = self.checksums([span.part for span in spans])
         expected = np.concatenate([span.segment.checksums[span.group][span.low : span.high] for span in spans])

@@ -61,6 +61,8 @@ class Store:
         """
         self.path = path
         """Where it is; None for an engine without a place."""
+        self.label = label_of(path)
+        """The store in the words of a message."""
         self.tables = opened.tables
         """In the order of unsigned table ids."""
         self.groups = group_tables(opened.tables)
@@ -195,7 +197,7 @@ class Store:
     @property
     def commit(self) -> Commit | None:
         """The newest commit, or the one that the store was opened at."""
-        return self._commits.commit
+        return self._commits.snapshot.commit
 
     @property
     def commits(self) -> tuple[Commit, ...]:
@@ -243,11 +245,6 @@ class Store:
         if isinstance(self._commits, CommitWriter):
             return self._commits
         raise ValueError(f"{self.label} is open for reading: open it with mode='a' to write")
-
-    @property
-    def label(self) -> str:
-        """The store in the words of a message."""
-        return label_of(self.path)
 
     # -- writing -----------------------------------------------------------------------------------------
 

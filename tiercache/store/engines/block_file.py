@@ -166,6 +166,7 @@ class BlockFile:
         os.close(self._handle)
         if self._second is not None:
             os.close(self._second)
+        self._handle, self._direct, self._second = -1, None, None  # else another file's number, later
 
     @property
     def size(self) -> int:

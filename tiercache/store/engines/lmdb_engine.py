@@ -12,7 +12,7 @@ import errno
 import os
 import shutil
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import lmdb
@@ -82,7 +82,8 @@ class LmdbEngine:
         self._env: lmdb.Environment | None = None
         self._env_lock = threading.RLock()
         """Held while the environment is used: its map grows, and must not under a transaction."""
-        self._file: BlockFile | None = None
+        self._files = ExitStack()
+        """Closes the file of blocks."""
         self._reads, self._count = 0, threading.Lock()
         self._lock = lock
         if not readonly and lock is None:
@@ -198,7 +199,7 @@ class LmdbEngine:
     def write(self, blocks: Iterable[Data], *, stable: bool = False) -> list[int]:
         """Write all blocks where the file is free."""
         self._check_writable()
-        file, places = self._blocks(), list[Extent]()
+        file, places = self._file, list[Extent]()
         self._written = True
         try:
             for _, data in blocks:
@@ -218,13 +219,13 @@ class LmdbEngine:
         if offset + out.size > block.size:
             raise BlockReadError(f"ends at byte {block.size:,} of {offset + out.size:,}")
         with self._reading():
-            self._blocks().read(block.place + offset, out)
+            self._file.read(block.place + offset, out)
 
     @contextmanager
     def locate(self, requests: Sequence[ReadRequest]) -> Iterator[list[ReadSource | None]]:
         """Say where in the file they lie."""
         with self._reading():
-            file = self._blocks()
+            file = self._file
             yield [
                 file.source(Extent(block.place, block.size) if block.place >= 0 else None, offset, out)
                 for block, offset, out in requests
@@ -234,7 +235,7 @@ class LmdbEngine:
         """Compare with the length of the file."""
         if block.place < 0 or block.place % PAGE_BYTES:
             return f"is said to begin at byte {block.place:,} of {BLOCKS}, which no page does"
-        end, size = block.place + block.size, self._blocks().size
+        end, size = block.place + block.size, self._file.size
         return f"is cut short, as {BLOCKS} has {size:,} bytes of {end:,}" if block.size and end > size else ""
 
     def retain(self, blocks: Iterable[Block]) -> None:
@@ -258,23 +259,21 @@ class LmdbEngine:
             except OSError as error:
                 raise self._unwritable(self.path / DATA, error) from error
             self._name_manifest()
-        self._blocks().occupy(places)
+        self._file.occupy(places)
 
     def free(self, blocks: Iterable[Block]) -> None:
         """Let their room be used."""
         self._check_writable()
-        self._blocks().give(Extent(block.place, block.size) for block in blocks)
+        self._file.give(Extent(block.place, block.size) for block in blocks)
 
     def shrink(self) -> None:
         """Make the file shorter, and holes where it is free."""
         self._check_writable()
-        self._blocks().shrink()
+        self._file.shrink()
 
     def close(self) -> None:
         """Close environment and file, and give up the right to write."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._files.close()
         with self._env_lock:
             if self._env is not None:
                 self._env.close()
@@ -305,6 +304,7 @@ class LmdbEngine:
             self._file = BlockFile(
                 path, readonly=self._readonly, store_budget=store_budget, is_read=lambda: self._reads > 0
             )
+            self._files.callback(self._file.close)
         except OSError as error:
             if error.errno in FULL:
                 raise full_disk(self.path, error, ROOM_FOR_RECORDS) from error
@@ -315,7 +315,7 @@ class LmdbEngine:
         try:
             self._copy_records()
         except StoreFullError:
-            self._blocks().shrink()  # what is free among the blocks may be the room
+            self._file.shrink()  # what is free among the blocks may be the room
             self._copy_records()
         return self._environment(self.path)
 
@@ -394,12 +394,8 @@ class LmdbEngine:
             raise StoreError(f"{self.path / BLOCKS} could not be synced: mend that and open the store again")
         if self._written:
             self._unsynced = True
-            self._blocks().sync()
+            self._file.sync()
             self._unsynced = self._written = False
-
-    def _blocks(self) -> BlockFile:
-        assert self._file is not None, "it is closed"
-        return self._file
 
     def _check_writable(self) -> None:
         """Raise ValueError if it is open for reading, and StoreError if it was moved."""

@@ -225,11 +225,12 @@ _TRIES, _PAUSE_SECONDS = 50, 0.002
 """How often a writer may go on while its records are read."""
 
 
-class LmdbRecords:
+class LmdbRecords(NamedTuple):
     """What one reading found."""
 
-    def __init__(self, head: Head, manifest: RecordManifest, records: dict[str, bytes]) -> None:
-        self.head, self.manifest, self.records = head, manifest, records
+    head: Head
+    manifest: RecordManifest
+    records: dict[str, bytes]
 
     @classmethod
     def read(cls, folder: Path, label: str) -> LmdbRecords:

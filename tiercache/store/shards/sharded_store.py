@@ -65,7 +65,7 @@ class ShardedStore(Store):
         opened: the shard of each rank, with all its commits or only the last of ``commits``. ``of`` is the store whose
         shards these are and which closes them.
         """
-        self.path, self.mode = path, mode
+        self.path, self.mode, self.label = path, mode, label_of(path)
         self.tables = manifest.tables
         """Whole ones, in the order of unsigned table ids."""
         self.groups, self.counters = group_tables(manifest.tables), Counters()
@@ -130,11 +130,6 @@ class ShardedStore(Store):
 
     def __repr__(self) -> str:
         return f"<{self.label}: {len(self.tables)} tables in {len(self.shards)} shards, commit {self.commit.id}>"
-
-    @property
-    def label(self) -> str:
-        """The store in the words of a message."""
-        return label_of(self.path)
 
     @property
     def commit(self) -> Commit:
