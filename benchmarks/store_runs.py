@@ -242,7 +242,7 @@ class StoreRun:
         shutil.rmtree(path, ignore_errors=True)
         self.store = Store.open(path, tables=[case.table], engine=engine)
         if has_crc32c():
-            self.store.checksums = crc32c
+            self.store.reader.checksums = crc32c
         self.store.write_within(case.budget.transaction)
         if has_reads():
             self.store.read_with(read_checked, read_fields)

@@ -97,6 +97,8 @@ def test_key_pages_cut_blocks_of_keys(layout: SegmentLayout, rows: int) -> None:
     """Every so many rows of a block, whatever their ranges."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segment_layout_module, "KEY_PAGE_ROWS", rows)
+        sizes = {name: getattr(layout, name) for name in ("row_bytes", "page_rows", "block_bytes")}
+        layout = SegmentLayout.of(layout.ranges, **sizes)
         page = 0
         for block in range(layout.num_blocks):
             low, high = layout.rows_of_block(block)

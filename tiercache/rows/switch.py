@@ -105,7 +105,7 @@ class PassSwitcher:
         self._digest, self.environment = schedule_digest, environment
         self._packer = Packer(device, backend, self.host, positions, keys_of)
         if has_crc32c():
-            store.checksums = crc32c
+            store.reader.checksums = crc32c
         store.write_within(budget.transaction)
         if has_reads():
             store.read_with(read_checked, read_fields)

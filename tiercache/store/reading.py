@@ -121,6 +121,7 @@ class BlockReader:
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self.checksums: Checksums = page_checksums
+        """Computes the CRC32C of pages; a training sets a function that does so next to it, without the GIL."""
         self._reads: _ReadsAtOnce | None = None
         self._checks = FieldCheck() if self._locating is not None and self._locating.fields_apart else None
 

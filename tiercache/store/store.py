@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tiercache.store.commit import Commit, History, Snapshot
     from tiercache.store.compaction_plan import FirstUses
     from tiercache.store.engines.engine import Engine, FieldReads, Reads
-    from tiercache.store.layout import Checksums, SegmentLayout
+    from tiercache.store.layout import SegmentLayout
     from tiercache.store.lookup import Fields, Found
     from tiercache.store.row_codec import RowBlock
     from tiercache.store.scan import Chunk
@@ -177,15 +177,6 @@ class Store:
         at = "no commit" if self.commit is None else f"commit {self.commit.id}"
         return f"<{self.label}: {len(self.tables)} tables, {len(self.segments)} segments, {at}>"
 
-    @property
-    def checksums(self) -> Checksums:
-        """What computes the CRC32C of pages; a training sets what does so beside it without the GIL."""
-        return self.reader.checksums
-
-    @checksums.setter
-    def checksums(self, checksums: Checksums) -> None:
-        self.reader.checksums = checksums
-
     def write_within(self, memory_bytes: int) -> None:
         """Have copies of blocks that are being written take so many bytes at most, or one block that is larger."""
         self._opened.engine.memory_bytes = memory_bytes
@@ -264,7 +255,7 @@ class Store:
         """
         writer = self.commit_writer
         with self._opened.uses.using():
-            return writer.append(pass_index, layouts, blocks, self.checksums, within=within, stable=stable)
+            return writer.append(pass_index, layouts, blocks, self.reader.checksums, within=within, stable=stable)
 
     def publish(
         self, cursor: Cursor, *, state: bytes, schedule_digest: str, settings: Mapping[str, Any],
@@ -332,7 +323,7 @@ class Store:
             retain_segments=retain_segments,
         )  # fmt: skip
         with whole as rewrite, self._opened.uses.using():
-            return writer.rewrite(rewrite, self.checksums, state, schedule_digest, begin)
+            return writer.rewrite(rewrite, self.reader.checksums, state, schedule_digest, begin)
 
     def overlay(self, *, settings: Mapping[str, Any] | None = None) -> Commit:
         """Commit the appended rows over the stored ones: each hides the row that its key had.

@@ -125,9 +125,8 @@ class Engine(Protocol):
     memory_bytes: int
     """The most that copies of blocks being written may take, or one block that is larger; who plans memory sets it."""
 
-    @property
-    def lease_folder(self) -> Path | None:
-        """Where readers in other processes leave leases; None where they cannot."""
+    lease_folder: Path | None
+    """Where readers in other processes leave leases; None where they cannot."""
 
     def records(self) -> Mapping[str, bytes]:
         """Return the newest records by name, checked against the chain of manifests.

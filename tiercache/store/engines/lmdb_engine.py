@@ -79,6 +79,7 @@ class LmdbEngine:
         path = self.path = local_path(path, "a store of engine 'lmdb'")
         self.label = f"the store at {path}"
         self._readonly, self._unsynced, self._written = readonly, False, False
+        self.lease_folder: Path | None = path / "leases"
         self._env: lmdb.Environment | None = None
         self._env_lock = threading.RLock()
         """Held while the environment is used: its map grows, and must not under a transaction."""
@@ -101,11 +102,6 @@ class LmdbEngine:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def lease_folder(self) -> Path:
-        """A folder of the store."""
-        return self.path / "leases"
 
     # -- records -----------------------------------------------------------------------------------------
 

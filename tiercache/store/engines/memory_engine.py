@@ -13,6 +13,7 @@ from tiercache.store.store_errors import BlockReadError, StoreFullError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -27,7 +28,7 @@ class MemoryEngine:
     Do not use it for rows that must outlive the process.
     """
 
-    lease_folder = None
+    lease_folder: Path | None = None
     memory_bytes = WRITE_BYTES
 
     def __init__(self, *, capacity_bytes: int | None = None) -> None:

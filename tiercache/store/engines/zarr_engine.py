@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from tiercache.store.engines.engine import Block, BlockLayout, Data, FieldSource, ReadRequest
-    from tiercache.store.engines.zarr_layout import Array
     from tiercache.store.records import RecordManifest
 
 KEEP_SECONDS = 600.0
@@ -65,6 +64,7 @@ class ZarrEngine:
         self._objects, self._readonly, self._store_budget = Objects(store), readonly, store_budget
         root = self._objects.root
         self.label = f"the store at {root}" if root is not None else f"the store in {self._objects.store}"
+        self.lease_folder: Path | None = None if root is None else root / "leases"
         if root is not None and create:
             root.mkdir(parents=True, exist_ok=True)
         self._lock = lock
@@ -107,11 +107,6 @@ class ZarrEngine:
     def memory_bytes(self, memory_bytes: int) -> None:
         self._writer.memory_bytes = memory_bytes
 
-    @property
-    def lease_folder(self) -> Path | None:
-        """On a local disk, a folder of the store."""
-        return None if self._objects.root is None else self._objects.root / "leases"
-
     # -- records -----------------------------------------------------------------------------------------
 
     def records(self) -> dict[str, bytes]:
@@ -129,7 +124,7 @@ class ZarrEngine:
         return self._manifest.digests
 
     def drop_records(self) -> None:
-        """Nothing: they are read each time."""
+        """Do nothing: they are read each time."""
 
     def commit(self, records: Mapping[str, bytes | None]) -> None:
         """Write and sync the records' objects, then the manifest; then delete those that it replaces."""
@@ -180,7 +175,13 @@ class ZarrEngine:
                 self._objects.check()
                 block = unplaced._replace(place=self._epoch) if self._epoch else unplaced
                 more += block.size
-                self._check_bound(block.size, self._holdings.bytes + more)
+                if self._store_budget is not None and self._holdings.bytes + more > self._store_budget:
+                    used = self._holdings.bytes + more - block.size
+                    raise StoreFullError(
+                        needed_bytes=block.size,
+                        limit=f"the blocks of {self.label} take {used:,} and may hold {self._store_budget:,}",
+                        advice="raise store_budget",
+                    )
                 self._write_block(block, data.reshape(-1).view(np.uint8), made)
                 written.append(block)
             self._writer.finish()
@@ -286,7 +287,14 @@ class ZarrEngine:
     def _take_up(self) -> None:
         """Make the newest manifest durable, and choose numbers that no object has."""
         if self._objects.root is None:
-            self._check_creates()
+            with self._writer.translated(ROOM_FOR_RECORDS):
+                problem = self._objects.overwrites()
+            if problem:
+                raise StoreError(
+                    f"{self.label} cannot be written: {problem}, so one writer could destroy what another has "
+                    "committed: use zarr.storage.ObjectStore on a server with conditional puts, or write to a local "
+                    "disk and copy that"
+                )
         if self._manifest.number:
             self._sync([manifest_key(self._manifest)])
         else:
@@ -300,16 +308,6 @@ class ZarrEngine:
             self._manifest, self._epoch, self._unknown = fresh, fresh.number, False
             if before.number:
                 self._delete_now([manifest_key(before)])
-
-    def _check_creates(self) -> None:
-        """Raise StoreError for a store of objects that does not decide between writers."""
-        with self._writer.translated(ROOM_FOR_RECORDS):
-            problem = self._objects.overwrites()
-        if problem:
-            raise StoreError(
-                f"{self.label} cannot be written: {problem}, so one writer could destroy what another has committed: "
-                "use zarr.storage.ObjectStore on a server with conditional puts, or write to a local disk and copy that"
-            )
 
     def _create(self, manifest: RecordManifest) -> None:
         """Publish a manifest whose number no other writer has taken; a writer that was overtaken is at its end."""
@@ -385,18 +383,15 @@ class ZarrEngine:
             self._holdings.nodes.add(key)
         at, parts = 0, arrays.by_kind[block.kind]
         for array in parts:
-            self._put_field(array, block.index, made, _filler(arrays, len(parts), block.index, data, at))
+            place, fill = array.place(block.index), _filler(arrays, len(parts), block.index, data, at)
             at += array.row_bytes
-
-    def _put_field(self, array: Array, index: int, made: set[str], fill: Callable[[NDArray[np.uint8]], None]) -> None:
-        place = array.place(index)
-        if array.shards is None:
-            self._put(place, made, fill)
-            return
-        self._wait_for(place.key)
-        made.add(place.key)
-        self._dirty.add(place.key)
-        self._writer.put_encoded(place.key, place.size, fill, array.shards.encode)
+            if array.shards is None:
+                self._put(place, made, fill)
+                continue
+            self._wait_for(place.key)
+            made.add(place.key)
+            self._dirty.add(place.key)
+            self._writer.put_encoded(place.key, place.size, fill, array.shards.encode)
 
     def _put(self, place: Place, made: set[str], fill: Callable[[NDArray[np.uint8]], None]) -> None:
         self._wait_for(place.key)
@@ -410,14 +405,6 @@ class ZarrEngine:
         self._dirty.add(place.key)
         if new:
             made.add(place.key)
-
-    def _check_bound(self, size: int, total: int) -> None:
-        if self._store_budget is not None and total > self._store_budget:
-            raise StoreFullError(
-                needed_bytes=size,
-                limit=f"the blocks of {self.label} take {total - size:,} and may hold {self._store_budget:,}",
-                advice="raise store_budget",
-            )
 
     def _told(self) -> Garbage:
         """Return what the writers before knew of free objects."""
