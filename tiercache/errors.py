@@ -1,21 +1,21 @@
-"""What can go wrong outside the store, each a sentence that says what was seen, what is allowed and what to do.
+"""Errors outside the store. A message says what was found, what is allowed and what to change.
 
 TierCacheError
  ├─ SchemaError      the description of the data is wrong: unknown key, unknown table, a name used twice
  ├─ SourceError      the data is wrong: names file, row and column
- ├─ ExtractionError  an extraction cannot start or go on: other options, changed inputs, someone else at work
+ ├─ ExtractionError  an extraction cannot start or resume: other options, changed inputs, another process
  ├─ DatasetError     a dataset is missing, damaged, or of another schema
- ├─ BudgetError      something does not fit into the memory that it was given
+ ├─ BudgetError      something does not fit into its budget
  ├─ PlanError        a plan file is wrong, or of another dataset
- ├─ StateError       something to be tracked or restored cannot be stored, or does not match what is stored
- ├─ ImportExportError    an export or import cannot be done, or files to import are not what they should be
+ ├─ StateError       state cannot be stored, or does not match the stored state
+ ├─ ImportExportError    an export or import cannot be done, or files to import are wrong
  ├─ KeyNotInPassError  a raw key was looked up that the pass being trained does not have (.table, .key, .batch)
- └─ RankError        (a RuntimeError) ranks differ, one of them failed, or one ended or gave no answer
- CudaError            (a RuntimeError) a GPU cannot be used: says what was found and what to install
+ └─ RankError        (a RuntimeError) ranks differ, or one failed, ended or timed out
+ CudaError            (a RuntimeError) a GPU cannot be used: names the cause and what to install
  └─ NoGpuError       there is none: no driver, or one that shows no GPU
 
 All but TierCacheError itself and RankError are ValueErrors too, and KeyNotInPassError an IndexError in place of it.
-ImportExportWarning tells of files and state that an export or import leaves out. StoreError and its tree:
+ImportExportWarning: files or state that an export or import leaves out. StoreError and its tree:
 `tiercache.store.store_errors`.
 """
 
@@ -74,7 +74,7 @@ class SourceError(TierCacheError, ValueError):
 
 
 class ExtractionError(TierCacheError, ValueError):
-    """An extraction cannot start or go on as asked."""
+    """An extraction cannot start or resume."""
 
 
 class DatasetError(TierCacheError, ValueError):
@@ -87,7 +87,7 @@ class BudgetError(TierCacheError, ValueError):
     def __init__(self, message: str, *, least: int | None = None) -> None:
         super().__init__(message)
         self.least = least
-        """The bytes that would be enough, where that is known."""
+        """The bytes that would be enough, if known."""
 
 
 class PlanError(TierCacheError, ValueError):
@@ -111,7 +111,7 @@ class KeyNotInPassError(TierCacheError, IndexError):
 
 
 class RankError(TierCacheError, RuntimeError):
-    """Ranks cannot go on together: names the rank and what it was doing, where they are known."""
+    """Ranks cannot continue together: names the rank and its operation, if known."""
 
 
 class ImportExportWarning(UserWarning):

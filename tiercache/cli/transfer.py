@@ -88,8 +88,7 @@ def import_(
         bool, typer.Option("--reserved-keys", help="Import INT64_MIN and INT64_MIN + 1 as the shared rows of a table.")
     ] = False,
     steps: Annotated[
-        int | None,
-        typer.Option(help="Steps trained so far, for Adam and 16-bit dtypes; default: as in tables.json."),
+        int | None, typer.Option(help="Steps trained so far, for Adam and 16-bit dtypes; default: as in tables.json.")
     ] = None,
     as_json: Json = False,
     quiet: Quiet = False,

@@ -1,1 +1,1 @@
-"""What extraction leaves and training reads: datasets, their key sets and sub-datasets."""
+"""Extraction, and the datasets that training reads: sub-datasets and their key sets."""

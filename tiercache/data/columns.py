@@ -205,7 +205,7 @@ def plain_type(kind: Any, uses: AbstractSet[str]) -> Any:
 
 
 def plain_array(array: Any, uses: AbstractSet[str]) -> Any:
-    """Return an array in its plain type. Raises BadValueError for a decimal that is no integer of 64 bits."""
+    """Return an array in its plain type. Raises BadValueError for a decimal that is not a 64-bit integer."""
     kind, target = array.type, plain_type(array.type, uses)
     if target == kind:
         return array
@@ -278,4 +278,4 @@ def _uuid_texts(storage: Any) -> Any:
 
 _DIGITS = np.frombuffer(b"0123456789abcdef", np.uint8)
 _HIGH = np.array([0, 2, 4, 6, 9, 11, 14, 16, 19, 21, 24, 26, 28, 30, 32, 34])
-"""Where the two digits of each byte begin."""
+"""Offsets of the two digits of each byte."""

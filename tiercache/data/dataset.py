@@ -53,11 +53,7 @@ class SubDatasetView(Protocol):
         ...
 
     def read(
-        self,
-        indices: NDArray[np.int64],
-        into: SampleBuffers | None = None,
-        *,
-        features: Collection[str] | None = None,
+        self, indices: NDArray[np.int64], into: SampleBuffers | None = None, *, features: Collection[str] | None = None
     ) -> EncodedBatch:
         """Read the samples at ``indices``, in that order, with local ids of the whole sub-dataset."""
         ...

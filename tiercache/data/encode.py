@@ -36,7 +36,7 @@ class _Nulls:
     advice: str
     """The end of the error message for them, and for infinite numbers."""
     fill: float | None = None
-    """The number that null and NaN stand for; None: they are errors."""
+    """The number for null and NaN; None: they are errors."""
 
 
 _LABEL = _Nulls('a label must be a finite number: give it one, drop the row, or say null = "drop" in [label]')
@@ -82,12 +82,7 @@ def check_first_rows(schema: Schema, source: Source) -> None:
 
 
 def _reals(
-    batch: SourceBatch,
-    column: str,
-    rule: _Nulls,
-    *,
-    values: Any = None,
-    lengths: NDArray[np.int64] | None = None,
+    batch: SourceBatch, column: str, rule: _Nulls, *, values: Any = None, lengths: NDArray[np.int64] | None = None
 ) -> NDArray[np.float32]:
     """Return a column of numbers or bools as float32, all finite. Raises SourceError naming file, row and column.
 
@@ -226,7 +221,7 @@ def _bucketed(feature: Feature, values: Any) -> tuple[Any, NDArray[np.int64]]:
 
 
 def _integers_of_floats(feature: Feature, batch: SourceBatch, column: str, values: Any, lengths: Any) -> Any:
-    """Return floats as integers, NaN as null. Raises SourceError for one that is no whole number."""
+    """Return floats as integers, NaN as null. Raises SourceError for other than whole numbers."""
     numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)  # null becomes NaN
     is_null, limit = np.isnan(numbers), _EXACT_BELOW[values.type]
     numbers = np.where(is_null, 0.0, numbers)

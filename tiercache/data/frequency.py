@@ -172,11 +172,7 @@ def _merged(
         order = np.argsort(hashes, kind="stable")
         firsts = np.flatnonzero(np.diff(hashes[order], prepend=~hashes[order[:1]]))
         if firsts.size:
-            yield (
-                keys[order[firsts]],
-                np.add.reduceat(counts[order], firsts),
-                np.add.reduceat(totals[order], firsts),
-            )
+            yield (keys[order[firsts]], np.add.reduceat(counts[order], firsts), np.add.reduceat(totals[order], firsts))
 
 
 def _key_sets(dataset: PassDataset, schema: Schema) -> list[KeySet]:

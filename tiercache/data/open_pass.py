@@ -35,7 +35,7 @@ class ScratchArray(NamedTuple):
     """A part of one array of samples in the scratch file."""
 
     name: str
-    """Of the array. ``ids`` are (S, n) in the scratch file, feature by feature."""
+    """The name of the array. ``ids`` are (S, n) in the scratch file, feature by feature."""
     offset: int
     dtype: Any
     size: int

@@ -326,7 +326,7 @@ def _list(table: pa.Table, name: str) -> tuple[NDArray[np.int64], NDArray[Any]]:
 
 
 _AGAIN: dict[str, Any] = {"retries": 2, "pure": False}
-"""How stages are submitted: Dask repeats those that raise, and keeps no result for equal ones."""
+"""Submit options: Dask retries stages that raise, and caches no results."""
 
 
 def extract_on(

@@ -136,11 +136,7 @@ class SubDataset:
         return KeySet(self._file)
 
     def read(
-        self,
-        indices: NDArray[np.int64],
-        into: SampleBuffers | None = None,
-        *,
-        features: Collection[str] | None = None,
+        self, indices: NDArray[np.int64], into: SampleBuffers | None = None, *, features: Collection[str] | None = None
     ) -> EncodedBatch:
         """Read the samples at ``indices`` (n,), in that order; an index may repeat.
 

@@ -162,7 +162,7 @@ _WHOLE = 1 << 53
 
 
 class InvalidTextError(ValueError):
-    """A field that is no value of its column's type."""
+    """A field is not a value of its column's type."""
 
     def __init__(self, at: int, value: str, expected: str) -> None:
         super().__init__(f"invalid value {value!r}, expected {expected}")

@@ -88,7 +88,7 @@ class TextReader(FileReader):
             except pa.ArrowInvalid as error:
                 if not self._grows(error):
                     raise self.explain(error) or error from error
-        # Of columns that stand twice, the first: the check of columns refuses them with a better message.
+        # Of repeated columns, the first: the check of columns has a better message for them.
         known = pa.schema({field.name: field for field in reversed(list(guessed))}.values())
         self._check_names(guessed.names)
         chosen = csv_types({use.column for use in uses}, known, uses, dict(self._csv.types))

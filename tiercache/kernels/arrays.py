@@ -40,8 +40,8 @@ NONE_U8 = np.empty(0, np.uint64)
 def aligned_zeros(rows: int, width: int) -> NDArray[np.float32]:
     """Return zeros of (rows, width), float32, that begin at a cache line: rows are moved in half the time.
 
-    Large ones stand in huge pages where the system has them: random rows of small pages cost a walk of the page table
-    each. (What malloc returns may lie in its heap, which has small pages.)
+    Large ones are in huge pages if the system has them: each random row in small pages costs a walk of the page table.
+    (Memory of malloc may come from its heap, which has small pages.)
     """
     if 4 * rows * width >= 2 * _HUGE_PAGE:
         memory_map = mmap.mmap(-1, 4 * rows * width + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -61,7 +61,7 @@ def address_of(array: NDArray[Any]) -> int:
 
 
 class View(NamedTuple):
-    """Where an array lies, in host memory or on a device, and what it is."""
+    """Address, shape and dtype of an array in host memory or on a device."""
 
     address: int
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Pieces: where rows stand in memory, for one launch that moves them all.
+"""Pieces: locations of rows in memory, for one launch that moves them all.
 
 Legend: P pieces, A arrays. A piece is field-major: all its vectors, then all of each state.
 """
@@ -23,7 +23,7 @@ class Memory(NamedTuple):
 
 
 def host_memory(data: F4) -> Memory:
-    """Return where an array of float32 lies. Raises ValueError for any other."""
+    """Return the memory of a float32 array. Raises ValueError for any other."""
     expect("data", data, np.float32)
     return Memory(address_of(data), data.size, data, data.flags.writeable)
 
@@ -46,7 +46,7 @@ class Pieces:
         self.add_each(np.array([first]), rows, offset, [data], np.array([0, rows.size]))
 
     def add_each(self, first: I8, rows: I8, offset: I8, data: Sequence[Any], cuts: I8) -> None:
-        """Add pieces in several arrays: pieces `cuts[a]` to `cuts[a + 1]` (A + 1, from 0 to P) lie in `data[a]`.
+        """Add pieces in several arrays: pieces `cuts[a]` to `cuts[a + 1]` (A + 1, from 0 to P) are in `data[a]`.
 
         Piece p has `rows[p]` rows and begins at float `offset[p]` (P each) of its array. In the order of moving the
         rows of array a stand from place `first[a]` (A) on, piece after piece.
@@ -91,7 +91,7 @@ class Pieces:
         self.highest = max(self.highest, int((place + rows).max()))
 
     def check(self, widths: Sequence[int], num_places: int, *, packing: bool) -> None:
-        """Raise ValueError where rows of so many places do not fit, or packing would write to a read-only array.
+        """Raise ValueError if rows of so many places do not fit, or packing would write to a read-only array.
 
         widths: floats of each field of a row.
         """

@@ -1,7 +1,7 @@
-"""What one optimizer step of a group's rows is given, on every device.
+"""The inputs of one optimizer step of a group's rows, on every device.
 
 Legend: S slots, D dim, P numbers from one row to the next, E entries, N samples, F features, T width of the gradient's
-rows. Arrays lie where the rows do; `cols` are NumPy arrays.
+rows. Arrays are on the device of the rows; `cols` are NumPy arrays.
 """
 
 import math
@@ -39,19 +39,19 @@ class Vectors(NamedTuple):
         return cls(words if dtype == "float32" else words.view(np.uint16), dim, int(dtype == "float16"))
 
     def check(self) -> None:
-        """Raise ValueError where rows stand apart otherwise than their dim says."""
+        """Raise ValueError if the stride of rows does not fit their dim."""
         stride = self.dim + self.dim % 2 if self.is_narrow else self.dim
         if self.values.shape[1] != stride:
             raise ValueError(f"vectors of dim {self.dim} stand {self.values.shape[1]} numbers apart, not {stride}.")
 
     @property
     def is_narrow(self) -> bool:
-        """Whether they have 16 bits."""
+        """True for 16-bit numbers."""
         return bool(self.values.itemsize == 2)
 
 
 class Gradients(NamedTuple):
-    """Where each entry's gradient lies."""
+    """The location of each entry's gradient."""
 
     flat: Any
     """The gradient of the pooled output, (N, T) seen as one axis."""
@@ -97,7 +97,7 @@ def adam_rule(step: int, learning_rate: float, beta1: float, beta2: float, eps: 
 
 
 class Rounding(NamedTuple):
-    """What decides the random bits of a step: rows of 16-bit dtypes are rounded stochastically."""
+    """The source of random bits of a step: rows of 16-bit dtypes are rounded stochastically."""
 
     streams: Any
     """(S,) uint64: of the row in each slot."""
@@ -138,7 +138,7 @@ class Step(NamedTuple):
 
 
 def check_step(step: Step) -> None:
-    """Raise ValueError where the arrays of a step do not belong together."""
+    """Raise ValueError if the arrays of a step do not fit together."""
     vectors = step.vectors
     size = step.pairs.shape[0] if hasattr(step.pairs, "shape") else step.pairs.size
     num_slots, dim = vectors.values.shape[0], vectors.dim
@@ -158,9 +158,9 @@ def check_step(step: Step) -> None:
         raise ValueError(f"the rule needs {len(widths)} states, and {len(step.states)} were given.")
     for source in step.lookups:
         _check_gradients(source, dim)
-    given = sum(source.num_entries for source in step.lookups)
-    if given != size:
-        raise ValueError(f"gradients describe {given} entries, but {size} entries were sorted.")
+    described = sum(source.num_entries for source in step.lookups)
+    if described != size:
+        raise ValueError(f"gradients describe {described} entries, but {size} entries were sorted.")
 
 
 def _check_gradients(source: Gradients, dim: int) -> None:

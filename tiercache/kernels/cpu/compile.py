@@ -1,7 +1,7 @@
 """Compile every kernel before it is needed, with progress.
 
 The types are those of the kernels' annotations. Kernels that read or step rows are compiled for 16-bit dtypes, too,
-where a table has such a dtype. The compiled code is kept on disk, beside the package or in the user's cache, until a
+where a table has such a dtype. The compiled code is kept on disk, next to the package or in the user's cache, until a
 source file changes.
 """
 

@@ -195,7 +195,7 @@ def line_phase(out: Matrix[F4]) -> int:
 
 
 def check_columns(cols: I8, dim: int, width: int) -> None:
-    """Raise ValueError where rows of `dim` would leave an output of `width` columns."""
+    """Raise ValueError if rows of `dim` do not fit an output of `width` columns."""
     if cols.size and not 0 <= cols.min() <= cols.max() <= width - dim:
         raise ValueError(
             f"cols must lie in [0, {width - dim}]: rows have {dim} elements and the output {width} columns."
@@ -203,7 +203,7 @@ def check_columns(cols: I8, dim: int, width: int) -> None:
 
 
 def num_parts(num_samples: int) -> int:
-    """Return how many threads share so many samples."""
+    """Return the number of threads for so many samples."""
     return max(1, min(threads(), num_samples // BLOCK))
 
 
@@ -249,7 +249,7 @@ def pool_one(vectors: Vectors, slot_of_local: I4, ids: I4, bases: I8, cols: I8, 
 
 
 def can_spread(out: Matrix[F4], cols: I8, dim: int) -> bool:
-    """Return whether rows can be written to `out` (N, T) in any order: it is large, and every row has lines of its own.
+    """Return True if rows can be written to `out` (N, T) in any order: it is large, and rows share no cache lines.
 
     dim: that of the rows; cols (F,) as of `pool_one`.
     """
@@ -260,7 +260,7 @@ def spread_one(vectors: Vectors, pairs: U8, cols: I8, out: Matrix[F4]) -> None:
     """Write what `pool_one` writes to `out` (N, T), row by row: each is read once, and in the order of memory.
 
     vectors (S, D); pairs (F * N,) from `sort_slots`; cols (F,). Faster than `pool_one` where `can_spread` holds and
-    rows do not lie in the caches.
+    rows are not in the caches.
     """
     vectors.check()
     check_columns(cols, vectors.dim, out.shape[1])

@@ -1,9 +1,9 @@
-"""How every kernel is compiled: cached on disk, without the GIL, on threads of oneTBB.
+"""Compilation of kernels: cached on disk, without the GIL, on threads of oneTBB.
 
 `serial` kernels may run on any thread. `parallel` kernels run on the training thread, and on the one that exchanges
-rows of several ranks beside it: oneTBB takes both at once. Its threads sleep when they find no work, and whoever is
-there takes what a thread without a core has not begun; OpenMP's spin, and on cores that others use too, two of them
-are many times slower than one (docs/design/0024-threads.md).
+rows of several ranks: oneTBB supports both at once. Its threads sleep without work, and a running thread takes the
+work of one without a core. OpenMP's threads spin, and on shared cores two of them are many times slower than one
+(docs/design/0024-threads.md).
 """
 
 import ctypes
@@ -135,9 +135,9 @@ class Kernel:
     def __init__(self, function: Callable[..., Any], is_available: Callable[[], bool], **options: Any) -> None:
         self.name, self.parameters, self.is_available = function.__name__, parameters_of(function), is_available
         self.has_narrow = any(len(parameter.dtypes) > 1 for parameter in self.parameters)
-        """Whether it is compiled for rows of 16-bit dtypes, too."""
+        """True if it is also compiled for rows of 16-bit dtypes."""
         self.entry = _njit(**_COMMON, **options)(function)
-        """What is called. It compiles nothing by itself, for whatever types; and what is a number is converted."""
+        """The compiled function. It never compiles by itself; numbers are converted."""
         self.entry._can_compile = False
         try:
             self.compiler = _njit(cache=True, **_COMMON, **options)(function)
@@ -241,7 +241,7 @@ def intrinsic(function: Callable[..., Any]) -> Any:
 
 
 def worker(function: Callable[..., Any]) -> Any:
-    """Compile the body of a parallel kernel's loop: a function of its own that allocates nothing."""
+    """Compile the body of a parallel kernel's loop: a separate function that allocates nothing."""
     return _njit(**_UNCOUNTED)(function)
 
 
@@ -268,8 +268,8 @@ def set_threads(num_threads: int) -> None:
 def on_all_cores(kernel: Callable[..., None], parts: int, calls: Sequence[tuple[Any, ...]]) -> None:
     """Make independent calls of a serial kernel, each on every core of the process, `parts` at most.
 
-    The calls of one kernel with the same arguments share out the work among them; who finds nothing left goes on to the
-    next. On threads of their own, which take no part in parallel kernels.
+    The calls of one kernel with the same arguments divide its work; a thread without work goes on to the next kernel.
+    Runs on separate threads, which take no part in parallel kernels.
     """
     helpers = min(parts, len(os.sched_getaffinity(0)), _MOST_CORES) - 1
 

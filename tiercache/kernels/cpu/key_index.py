@@ -93,13 +93,7 @@ def _home(key, table_id, mask):  # type: ignore[no-untyped-def]
 
 @serial
 def _insert(
-    keys: I8,
-    table: int,
-    table_id: Word,
-    first_position: int,
-    places: Written[Matrix[I8]],
-    oov: Written[I8],
-    mask: int,
+    keys: I8, table: int, table_id: Word, first_position: int, places: Written[Matrix[I8]], oov: Written[I8], mask: int
 ) -> None:
     for i in range(keys.size):
         if i + _AHEAD < keys.size:

@@ -79,7 +79,7 @@ def _bound(keys: I8, table_id: Word, upper: Word) -> int:
 
 
 def hash_range_bound(keys: I8, table_id: int, upper: int) -> int:
-    """Return how many of `keys`, which stand in hash order, have a hash below `upper` (0 to 2^64)."""
+    """Return the number of `keys`, in hash order, with a hash below `upper` (0 to 2^64)."""
     return _bound(keys, table_id, upper) if upper < 1 << 64 else int(keys.size)
 
 
@@ -121,6 +121,6 @@ def _search(keys: I8, table_id: Word, queries: I8, out: Written[I8]) -> None:
 
 
 def search_keys(keys: I8, table_id: int, queries: I8, out: I8) -> None:
-    """Write to `out` the place of each query among `keys`, which stand in hash order; -1 where it is not there."""
+    """Write to `out` the position of each query among `keys`, in hash order; -1 if it is missing."""
     same_length(queries=queries, out=out)
     _search(keys, table_id, queries, out)

@@ -1,4 +1,4 @@
-"""Rows between slots and pieces: what a pass switch copies.
+"""Copies of rows between slots and pieces, for pass switches.
 
 Legend: S slots, R rows, P pieces, W width of a field.
 """
@@ -175,7 +175,7 @@ def _move_fields(fields: tuple[Matrix[F4], ...], slots: I4, order: I4, pieces: P
 
 
 def _in_order(so_far: I8, first: I8) -> bool:
-    """Whether pieces stand one behind the other, without a gap, from place 0 on."""
+    """Return True if pieces follow one another, without a gap, from place 0 on."""
     return np.array_equal(so_far[:-1], first)
 
 
@@ -184,7 +184,7 @@ def pack(fields: tuple[Matrix[F4], ...], slots: I4, order: I4, pieces: Pieces) -
 
     fields: (S, W) each, in the order of a row's fields. order (R,): the row at each place of the pieces, none at two;
     slots: the slot of each row, no two the same. One launch a field. Raises ValueError for pieces that do not fit, and,
-    where half of all slots or more are packed, for rows and slots that are not so.
+    if at least half of all slots are packed, for rows and slots that are not so.
     """
     _move_fields(fields, slots, order, pieces, packing=True)
 

@@ -134,10 +134,10 @@ def _shuffled(state: Word, count: Word, first: Word, out: Written[U8]) -> None:
 
 
 def shuffled(state: int, count: int, first: int, last: int) -> I8:
-    """Return what stands at the places [first, last) of a permutation of 0..count-1 that `state` (uint64) decides.
+    """Return the elements [first, last) of the permutation of 0..count-1 that `state` (uint64) decides.
 
-    Takes time and memory for these places alone, wherever they are. For shuffling, not for secrets. Raises ValueError
-    for places that are not within [0, count).
+    Takes time and memory for these elements alone. For shuffling, not for secrets. Raises ValueError unless they are
+    within [0, count).
     """
     if not 0 <= first <= last <= count:
         raise ValueError(f"places {first} to {last} were asked for: they must be within 0 to {count}.")

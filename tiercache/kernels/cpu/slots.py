@@ -1,4 +1,4 @@
-"""What a pass switch moves, as orders of positions and slots: serial kernels for the reader thread."""
+"""Orders of positions and slots for pass switches: serial kernels for the reader thread."""
 
 import numpy as np
 

@@ -109,9 +109,9 @@ class SortBuffers:
 
 
 def sort_slots(slots: I4, num_slots: int, buffers: SortBuffers) -> U8:
-    """Return (slot << 32 | entry) for every entry, ascending: a row's entries stand together in batch order.
+    """Return (slot << 32 | entry) for every entry, ascending: the entries of a row are adjacent, in batch order.
 
-    slots (E,), fewer than 2^31. The result lies in `buffers` and is valid until they are used again.
+    slots (E,), fewer than 2^31. The result is in `buffers` and valid until their next use.
     Raises ValueError if a slot is not in [0, num_slots).
     """
     if slots.size >= 1 << 31:

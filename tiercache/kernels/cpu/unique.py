@@ -1,4 +1,4 @@
-"""Each row of a batch once, in order, and where every entry finds it: what ranks ask one another for.
+"""Unique rows of a batch, in order, and the row of every entry: the requests between ranks.
 
 Legend: E entries, U unique slots, K stretches. A slot may be any number that `sort_slots` sorts: here it is the
 position of a key in a pass.
@@ -11,7 +11,7 @@ from tiercache.kernels.arrays import B1, I4, I8, U8, Written, same_length
 from tiercache.kernels.cpu.jit import inlined, parallel, serial, threads, worker
 
 BITS_PER_ENTRY = 64
-"""`unique_positions` is quicker than a sort while there are at most about so many positions for each entry."""
+"""`unique_positions` is faster than a sort up to about this many positions for each entry."""
 
 _PART_ENTRIES = 16384  # below this a second thread costs more than it saves
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -38,7 +38,7 @@ def _number(numbering, part, parts, pairs, counts, unique, inverse):  # type: ig
 @parallel
 def _unique(pairs: U8, counts: Written[I8], unique: Written[I4], inverse: Written[I4]) -> None:
     parts = counts.size
-    for step in range(2):  # not two loops one behind the other: the compiler may merge what it sees no bond between
+    for step in range(2):  # not two loops in a row: the compiler may merge loops that look independent
         if step == 1 or parts > 1:
             for part in prange(parts):
                 _number(step == 1, part, parts, pairs, counts, unique, inverse)

@@ -105,12 +105,12 @@ def _remove(
         else:
             slots[at + 1] -= _ONE
         if number >= before and (slots[at + 1] >> _HALF) == 0 and (number >= carried.size or carried[number] == 0):
-            behind = (at + 2) & ring
-            while slots[behind + 1] != 0:
-                if ((behind - _slot(slots[behind], mask)) & ring) >= ((behind - at) & ring):
-                    slots[at], slots[at + 1] = slots[behind], slots[behind + 1]
-                    at = behind
-                behind = (behind + 2) & ring
+            following = (at + 2) & ring
+            while slots[following + 1] != 0:
+                if ((following - _slot(slots[following], mask)) & ring) >= ((following - at) & ring):
+                    slots[at], slots[at + 1] = slots[following], slots[following + 1]
+                    at = following
+                following = (following + 2) & ring
             slots[at + 1] = 0
 
 
@@ -155,21 +155,21 @@ def _by_number(slots: U8, table_id: Word, part: int, part_bits: int, inverses: U
 
 @inlined
 def _bucket(hashed, part_bits, bits, width):  # type: ignore[no-untyped-def]
-    """Return `width` bits of a hash behind its first `part_bits` and `bits`."""
+    """Return `width` bits of a hash after its first `part_bits` and `bits`."""
     return np.uint64(hashed << np.uint64(part_bits + bits)) >> np.uint64(64 - width) if width else np.uint64(0)
 
 
 @worker
 def _place(slots, out, ends, part_bits, bits, width):  # type: ignore[no-untyped-def]
-    # without a branch, as every other slot is empty: those go to a place behind all others, again and again
+    # without a branch, as every other slot is empty: those go to one place after all others, again and again
     one, last = np.uint64(1), np.uint64(ends.size - 1)
     for i in range(0, slots.size, 2):
         ends[_bucket(slots[i], part_bits, bits, width)] += np.int64(slots[i + 1] != 0)
     begin = 0
     for b in range(ends.size):
-        here = ends[b]
+        size = ends[b]
         ends[b] = begin
-        begin += here
+        begin += size
     for i in range(0, slots.size, 2):
         is_full = np.uint64(slots[i + 1] != 0)
         bucket = _bucket(slots[i], part_bits, bits, width) * is_full + last * (one - is_full)
@@ -186,7 +186,7 @@ def _spread(
     part_bits: int,
     width: int,
 ) -> None:
-    """Put slots one behind another by the first bits of their hashes; `ends` says where those of each value end."""
+    """Put slots in order of the first bits of their hashes; `ends`: the end of those of each value."""
     _place(slots, out, ends, part_bits, 0, width)
 
 
@@ -233,7 +233,7 @@ def _finish(
 class UniqueKeys:
     """Numbers the keys of one table as they first appear, counts them, and returns them in hash order.
 
-    ``parts`` (a power of two) may each be filled by a thread of its own. Memory: 26 to 51 bytes for each key and as
+    Each of ``parts`` (a power of two) may be filled by a separate thread. Memory: 26 to 51 bytes for each key and as
     much for the old slots of a part while it grows; sorting takes 36 to 44 bytes a key.
     """
 

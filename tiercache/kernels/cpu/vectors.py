@@ -43,7 +43,7 @@ def _constant(width: int, number: float, kind: Any = _WORD) -> Any:
 
 
 def _has_halves() -> bool:
-    """Whether the CPU turns float16 into float32; others have no function for it that could be called."""
+    """Return True if the CPU converts float16 to float32; other CPUs lack the function that LLVM would call."""
     features = llvm.get_host_cpu_features()
     return bool(features.get("f16c", False)) or llvm.get_process_triple().startswith(("aarch64", "arm64"))
 

@@ -1,7 +1,7 @@
 """The CUDA device: kernels compiled by NVRTC and launched through CuPy. The only module that imports CuPy.
 
 CuPy is imported when a device is opened or a kernel compiled, never before. Its RawModule does not compile: it adds
--ftz=true behind the options that it is given, and float32 below 2^-126 would be zero on GPUs alone.
+-ftz=true after the options that it gets, and float32 below 2^-126 would be zero on GPUs alone.
 """
 
 import functools
@@ -64,7 +64,7 @@ def _write(path: Path, key: bytes, code: bytes) -> None:
 
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-"""What every kernel is compiled for in the tests; a GPU gets what its own architecture needs."""
+"""The architectures for which tests compile every kernel; a GPU gets code for its own."""
 
 # The CPU's bits: no fused multiply-add, small numbers are not flushed to zero, quotients and roots are the nearest.
 _OPTIONS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
@@ -164,7 +164,7 @@ def _compiler(nvrtc: Any) -> str:
 
 
 def _cached_source(name: str, architecture: str) -> bytes:
-    """Return what `compile_source` does, which is kept beside numba's code."""
+    """Return the code of `compile_source`, cached next to numba's."""
     from tiercache.kernels.cpu.jit import cache_folder
 
     inputs = "\0".join((source(name), *_OPTIONS, architecture, _compiler(_nvrtc())))
@@ -173,7 +173,7 @@ def _cached_source(name: str, architecture: str) -> bytes:
 
 
 class Host(Arrays, Protocol):
-    """What a device takes from the library that computes with its arrays: torch. CuPy allocates nothing."""
+    """The functions of the library that owns the arrays, torch, for a device. CuPy allocates nothing."""
 
     def stream(self) -> int:
         """Return the address of the stream to launch on; asked at every launch, so that kernels follow the model's."""
@@ -262,7 +262,7 @@ class CudaDevice:
             )
         self._architecture = architecture_of(capability)
         self._tables: OrderedDict[tuple[int, bytes], Any] = OrderedDict()
-        self._tables_lock = threading.Lock()  # an exchange beside a training has tables too
+        self._tables_lock = threading.Lock()  # an exchange during training has tables too
         self._modules: dict[str, Any] = {}
         self._functions: dict[str, Any] = {}
         self._streams: dict[int, Any] = {}
@@ -300,7 +300,7 @@ class CudaDevice:
                 self._module(name)
 
     def describe(self, array: Any) -> View | None:
-        """Return where a tensor of torch, or an array with `__cuda_array_interface__`, lies on a GPU."""
+        """Return the view of a torch tensor, or an array with `__cuda_array_interface__`, on a GPU."""
         return None if getattr(array, "is_cuda", True) is False else describe(array, "__cuda_array_interface__")
 
     def pin(self, address: int, num_bytes: int) -> None:
@@ -353,7 +353,7 @@ class CudaDevice:
         return found.address
 
     def table(self, array: NDArray[Any]) -> Any:
-        """Return a copy of a table on the device, which nobody may write to.
+        """Return a read-only copy of a table on the device.
 
         The tables of one step are those of the step before where arrays lie at the same places, so recent ones are
         kept. Large ones are those of a switch, and no two switches have the same.

@@ -1,8 +1,8 @@
 """Lookup without arithmetic on a CUDA device: `kernels.cpu.gathering`, with the same meaning of every argument.
 
-Large arrays lie on the device; those of a feature each (bases, limits, entry_starts) are NumPy arrays. Ids are int32 or
-int64. Slot -1 stands for no row and reads as zeros: an id that is not in its table gets it, so that no lookup reads
-memory of someone else.
+Large arrays are on the device; those of a feature each (bases, limits, entry_starts) are NumPy arrays. Ids are int32 or
+int64. Slot -1 means no row and reads as zeros: an id that is not in its table gets it, so that no lookup reads
+foreign memory.
 """
 
 from collections.abc import Sequence
@@ -38,9 +38,9 @@ class Mapped(NamedTuple):
 
 
 def limits_of(bases: I8, num_local: int) -> I8:
-    """Return below which number an id of each feature must be: there are no more local positions from its base on.
+    """Return the upper bound of the ids of each feature: the number of local positions from its base on.
 
-    Raises ValueError where a table would begin behind them.
+    Raises ValueError if a table begins after them.
     """
     expect("bases", bases, np.int64)
     if bases.size and not 0 <= int(bases.min()) <= int(bases.max()) <= num_local:

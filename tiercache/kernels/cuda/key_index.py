@@ -19,7 +19,7 @@ def bytes_for(num_keys: int, num_tables: int) -> int:
 
 
 class MissingKeys:
-    """What the searches of a batch did not find: kept on the device, read when somebody asks."""
+    """The keys that the searches of a batch did not find: on the device until they are read."""
 
     def __init__(self, device: Device) -> None:
         self._device, self._words = device, device.empty(2, np.uint64)
@@ -27,7 +27,7 @@ class MissingKeys:
         self.forget()
 
     def forget(self) -> None:
-        """Begin a new batch."""
+        """Start a new batch."""
         self._device.launch("key_index.forget_missing", 1, (self.address,))
 
     def read(self) -> Missing:

@@ -1,4 +1,4 @@
-"""What a launch of CUDA kernels needs: their sources, arrays on a device as addresses, the division of work.
+"""The inputs of a launch of CUDA kernels: their sources, addresses of arrays, and the division of work.
 
 Nothing here touches a GPU or imports CuPy: `device.CudaDevice` launches on a GPU, and the tests launch the same
 sources, with the same division of work, on the CPU.
@@ -24,9 +24,8 @@ _BLOCKS_PER_SM = 32  # four times what an SM holds at once, so that the last one
 _PART_BYTES = 4000  # of parts that are an argument of a launch: as in lanes.cuh
 
 Argument = int | float | NDArray[Any]
-"""Of a kernel: addresses and integers travel as int64, floats as float32, a table as the address of its copy.
-
-An array without axes travels itself.
+"""An argument of a kernel: addresses and integers are passed as int64, floats as float32, a table as the address of
+its copy. An array without axes is passed by value.
 """
 Part = tuple[Any, ...]
 
@@ -52,13 +51,13 @@ class Arrays(Protocol):
 
 
 class Device(Arrays, Protocol):
-    """Where kernels run."""
+    """A device that runs kernels."""
 
     num_sms: int
     """SMs: how many blocks there are depends on it, and no bit of a result does."""
 
     def describe(self, array: Any) -> View | None:
-        """Return where an array lies on this device; None for anything else."""
+        """Return the view of an array on this device; None for anything else."""
         ...
 
     def table(self, array: NDArray[Any]) -> Any:
@@ -103,7 +102,7 @@ def _is_c_order(shape: tuple[int, ...], strides: Sequence[int], dtype: "np.dtype
 
 
 def view(device: Device, name: str, array: Any, *dtypes: DTypeLike, ndim: int = 1, written: bool = False) -> View:
-    """Return where an array lies on the device. Its owner must live until the launch that uses it is done.
+    """Return the view of an array on the device. Its owner must live until the launch that uses it is done.
 
     Raises ValueError as `View.check`.
     """
@@ -145,7 +144,7 @@ _C_TYPES = {"int64": "i8", "uint64": "u8", "int": "i4", "uint32": "u4", "float":
 def struct(name: str, of: str) -> "np.dtype[Any]":
     """Return the dtype of a struct as `of`.cu defines it: a launch gives the kernel a table of them.
 
-    The fields of a struct within it stand in its place.
+    The fields of a nested struct replace it.
     """
     defined = re.search(rf"^struct {name} {{(.*?)^}};", source(of), re.MULTILINE | re.DOTALL)
     assert defined is not None, f"{of}.cu defines no struct {name}"
@@ -181,10 +180,10 @@ def launch_table(
     device: Device, kernel: str, dtype: "np.dtype[Any]", parts: Sequence[Part], tasks: Sequence[int], *more: Argument,
     blocks_per_sm: int = _BLOCKS_PER_SM,
 ) -> None:  # fmt: skip
-    """Launch a kernel over the tasks of any number of parts, which lie in a table on the device.
+    """Launch a kernel over the tasks of any number of parts, in a table on the device.
 
-    dtype: of a part's struct, which begins with its first task; parts come without, it is filled in here. Of blocks
-    there are at most so many for each SM of the device.
+    dtype: of a part's struct, which begins with its first task; parts come without, it is filled in here.
+    blocks_per_sm: the most blocks for each SM of the device.
     """
     *firsts, num_tasks = accumulate(tasks, initial=0)
     if num_tasks:
@@ -209,7 +208,7 @@ _CODES = {"i8": "q", "u8": "Q", "i4": "i", "u4": "I", "f4": "f"}
 
 @functools.cache
 def _packer(dtype: "np.dtype[Any]") -> Struct:
-    """Return what packs a part as its struct lies in memory, in a fifth of the time that NumPy takes."""
+    """Return the packer of a part into its struct, which takes a fifth of the time of NumPy."""
     code, at = "=", 0
     assert dtype.names is not None
     for name in dtype.names:

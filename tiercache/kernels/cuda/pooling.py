@@ -26,7 +26,7 @@ _MOST_GROUPS = most_parts(_BATCH)
 class Features(NamedTuple):
     """The features of a group that a module looks up. Arrays of an element a feature are NumPy arrays.
 
-    slot_of_local: (L,) int32. It lies on the device as vectors do.
+    slot_of_local: (L,) int32, on the device as vectors are.
     """
 
     vectors: Vectors

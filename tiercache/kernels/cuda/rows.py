@@ -16,7 +16,7 @@ _PIECE, _FIELD = struct("Piece", "rows"), struct("Field", "rows")
 _TASK = 32  # rows
 _LINK_BLOCKS = 2
 """For each SM, a quarter of what it holds: some MB on their way, where a link of 64 GB/s has 0.1 MB in the 2 us
-that an access takes. The rest is for rows that move the other way, and for whoever comes beside."""
+that an access takes. The rest is for rows that move the other way, and for other kernels."""
 
 
 def _move(

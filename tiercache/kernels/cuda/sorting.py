@@ -22,39 +22,39 @@ _MOST_ENTRIES = _MOST - 4096  # kernels count in int32, by tasks, beyond the las
 class Runs(NamedTuple):
     """The entries of a group in the order of their slots, those of one slot in batch order; a run has one slot.
 
-    At ``address``: (E + 1,) uint64, slot << 32 | the first place of each run, behind the last one E, then rubbish;
+    At ``address``: (E + 1,) uint64, slot << 32 | the first place of each run, after the last one E, then garbage;
     (E,) uint32, the entry at each place; (stretches + 1,) uint32, the run of each `STRETCH`-th place and, at the end,
     the number of runs.
     """
 
     memory: Any
-    """Which holds it, and what else was sorted with it."""
+    """The memory of these runs, and of others sorted with them."""
     address: int
     size: int
     """E."""
     slot_of: Any = None
-    """Where runs are of positions: the slot of each, (positions,) int32."""
+    """For runs of positions: the slot of each, (positions,) int32."""
 
     @property
     def entries(self) -> int:
-        """Return where the entries begin."""
+        """The address of the entries."""
         return self.address + 8 * (self.size + 1)
 
     @property
     def run_at(self) -> int:
-        """Return where the runs of places begin."""
+        """The address of the runs of places."""
         return self.entries + 4 * self.size
 
     @property
     def num_bytes(self) -> int:
-        """Return its bytes, a multiple of 8."""
+        """Bytes of the memory, a multiple of 8."""
         return -(-(self.run_at - self.address + 4 * (-(-self.size // STRETCH) + 1)) // 8) * 8
 
 
 class LookupPositions(NamedTuple):
     """The ids of some features: those of feature f are ``ids[starts[f]:starts[f + 1]]``, below ``limits[f]``.
 
-    Their positions begin at ``bases[f]``. ids (E,) int32 lie on the device.
+    Their positions begin at ``bases[f]``. ids (E,) int32 are on the device.
     """
 
     ids: Any
@@ -65,7 +65,7 @@ class LookupPositions(NamedTuple):
 
 class _Group(NamedTuple):
     keys: list[tuple[int, int, int, int]]
-    """Numbers of the group that lie together: their address and how many; their keys are base + number, and base +
+    """Contiguous numbers of the group: their address and count; their keys are base + number, and base +
     limit from that on."""
     base: int
     """The key of slot 0."""
@@ -75,8 +75,8 @@ def sort_groups(device: Device, groups: Sequence[tuple[Sequence[Any], int]]) -> 
     """Return the runs of each group: of its slots (E,), which may be several arrays one after another.
 
     With the arrays of each group goes the number of its slots; a group has fewer than 2^31 - 4096 entries. Nothing
-    waits for the device, so a slot that is not in [0, num_slots) is no error here: its entries come last, as of slot
-    `num_slots`, and updates leave them out. One sort serves all groups that have fewer than 2^31 slots together.
+    waits for the device, so a slot that is not in [0, num_slots) is not an error: its entries come last, as of slot
+    `num_slots`, and updates skip them. One sort serves all groups that have fewer than 2^31 slots together.
     """
     made = []
     for arrays, num_slots in groups:

@@ -27,7 +27,7 @@ _KERNELS = {
 
 
 class _Sources(NamedTuple):
-    """Where a group's gradients lie."""
+    """The gradients of a group."""
 
     rows: list[Part]
     """A `Source` each."""
@@ -36,7 +36,7 @@ class _Sources(NamedTuple):
     is_plain: bool
     has_max: bool
     is_aligned: bool
-    """Whether every gradient is known to begin at a multiple of 16 bytes."""
+    """True if every gradient is known to begin at a multiple of 16 bytes."""
 
 
 class _Group(NamedTuple):

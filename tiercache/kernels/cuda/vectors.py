@@ -1,4 +1,4 @@
-"""Vectors on a CUDA device, of float32 or of a 16-bit dtype: where they lie.
+"""Vectors on a CUDA device, of float32 or of a 16-bit dtype.
 
 Kernels have an instantiation for each width, whose names differ by a suffix; the parts of one launch have one width.
 """
@@ -13,14 +13,14 @@ from tiercache.kernels.step import Vectors
 
 
 class RowsAt(NamedTuple):
-    """Where vectors lie."""
+    """The address and layout of vectors."""
 
     address: int
     num_slots: int
     dim: int
     is_half: int
     suffix: str
-    """Of the kernels that take them."""
+    """The suffix of kernels for them."""
 
     def access(self, *addresses: int, columns: int = 0) -> tuple[int, int]:
         """Return `launch.access` for these rows, with others of float32 at some addresses."""
@@ -40,8 +40,8 @@ def rows_at(device: Device, vectors: Vectors, name: str = "vectors", *, written:
 
 
 def by_width(parts: Sequence[tuple[RowsAt, Part, int]]) -> Iterator[tuple[str, list[Part], list[int]]]:
-    """Give the suffix, the parts and their tasks of each launch that is needed, from (vectors, part, tasks)."""
+    """Yield the suffix, the parts and their tasks of each launch, from (vectors, part, tasks)."""
     for suffix in ("", "_narrow"):
-        some = [(part, tasks) for vectors, part, tasks in parts if vectors.suffix == suffix]
-        if some:
-            yield suffix, [part for part, _ in some], [tasks for _, tasks in some]
+        chosen = [(part, tasks) for vectors, part, tasks in parts if vectors.suffix == suffix]
+        if chosen:
+            yield suffix, [part for part, _ in chosen], [tasks for _, tasks in chosen]
