@@ -20,28 +20,28 @@ if TYPE_CHECKING:
 
 PAGE_BYTES = 4096
 ALIGNED_BYTES = 64 << 10
-"""Reads of at least so many bytes are staged as they lie in their pages of the file, and then need no copy."""
+"""The least bytes of a read that is staged at its offset within a page of the file, which saves a copy."""
 MAX_PAGE_BYTES = 64 << 10
 CHECKED_BYTES = 4 << 20
-"""Bytes of a file of next uses for each checksum in it."""
+"""Bytes of a file of next uses per checksum."""
 MAX_BLOCK_BYTES = 16 << 20
 MAX_TRANSACTION_BYTES = 64 << 20
 MAX_OVERHEAD_BYTES = 12 << 20
 MAX_SWEEP_BYTES = 512 << 20
 SWEPT_KEY_BYTES = 128
-"""The most bytes that finding the uses of a key takes while its hash range is gone through."""
+"""The most bytes per key of a hash range while its uses are found."""
 _RANGE_BYTES, _RANGE_TABLE_BYTES = 288, 48
-"""Of a range, and of each table in it: its counts, where it lies, and what the store keeps of it while it is live."""
+"""Bytes of a range, and of each table in it: its counts and offsets, and its record in the store while it is live."""
 _PAGE_RECORD_BYTES = 56
-"""Of a page: where it lies, and its checksum."""
+"""Bytes of a page: its offset and its checksum."""
 _PASS_BYTES = 8 << 10
-"""Of a pass and of each of its groups: its key set, its report, and the arrays of its segment."""
+"""Bytes of a pass and of each of its groups: its key set, its report, and the arrays of its segment."""
 _INDEX_BYTES = 48
-"""Of a row of the pass on the device: slots and orders of three passes, and its key while it is written."""
+"""Bytes of a row of the pass on the device: slots and orders of three passes, and its key while it is written."""
 
 
 def distance_bytes(num_positions: int) -> tuple[int, int]:
-    """Return the bytes of the distances of so many positions, of all passes, and of their checksums in a file."""
+    """Return the bytes of the distances of all positions of all passes, and of their checksums in a file."""
     distances = 8 * num_positions
     return distances, 4 * -(-distances // CHECKED_BYTES)
 
@@ -87,38 +87,38 @@ class Budgets:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostBudget:
-    """Shares of the host budget that do not change from pass to pass; all in bytes."""
+    """The division of the host budget, the same in all passes; all in bytes."""
 
     total: int
-    """What the user allows: anonymous and pinned memory on the host."""
+    """Anonymous and pinned memory on the host: ``Budgets.host_budget``."""
     evaluation: int
     """Reserved for rows of evaluation passes."""
     transaction: int
-    """What the engine is given at once, and what a commit inside a pass packs at a time."""
+    """One write to the engine, and one batch of rows that a commit inside a pass packs."""
     page: int
     """The most bytes of a page: the unit of checksums and of eviction."""
     block: int
     """The most bytes of a block: the unit of writing and freeing."""
     staged_page: int
-    """The most bytes of a page that is read: one of a store that was put in order otherwise may be larger."""
+    """The most bytes of a page that is read: pages of a store that was reorganized elsewhere may be larger."""
     evaluation_given: bool = False
-    """Whether the user said how much evaluation may have."""
+    """True if the user gave ``eval_budget``."""
     planning: int = 0
-    """What planner and store keep of ranges, pages and passes, and the slots and orders of rows."""
+    """Records of ranges, pages and passes in planner and store, and the slots and orders of rows."""
     seeded: bool = False
-    """Whether each epoch has its own order, so that uses are found while others are trained."""
+    """True if each epoch has its own order, so that uses are found while other passes train."""
 
     @classmethod
     def plan(
         cls, total: int, *, evaluation: int | None, largest_row: int, largest_pass: int, stored_page: int = 0
     ) -> HostBudget:
-        """Share out ``total``: blocks of a 32nd of the largest sub-dataset, transactions of a 16th of the budget.
+        """Divide ``total``: blocks of a 32nd of the largest sub-dataset, transactions of a 16th of the budget.
 
-        Blocks lie between one row (a page of memory) and 16 MiB, transactions between two blocks and 64 MiB. The
-        largest page in the store that a pass waits for has ``stored_page`` bytes.
+        A block has from one row (a page of memory) to 16 MiB, a transaction from two blocks to 64 MiB. The largest page
+        in the store that a pass will load has ``stored_page`` bytes.
 
-        Blocks are whole pages of memory, which they take anyway: so one with as many rows as it holds, each of such a
-        page at most, has those of a region, and a region that was staging becomes a block with none locked anew.
+        A block takes whole pages of memory. It then has the size of a region, so a staging region becomes a block
+        without locking more memory.
         """
         block = _clamp(paged(largest_pass // 32), max(largest_row, PAGE_BYTES), max(largest_row, MAX_BLOCK_BYTES))
         page = _clamp(block // 8, largest_row, max(largest_row, MAX_PAGE_BYTES))
@@ -142,10 +142,7 @@ class HostBudget:
         *,
         seeded: bool = False,
     ) -> HostBudget:
-        """Share out ``total`` for these passes, of which rows wait in the layouts ``stored``.
-
-        ``seeded``: whether each epoch has its own order.
-        """
+        """Divide ``total`` for these passes, which will load rows from the layouts ``stored``."""
         budget = cls.plan(
             total,
             evaluation=evaluation,
@@ -171,7 +168,7 @@ class HostBudget:
         )
 
     def smallest(self, rows: int) -> int:
-        """Return the smallest total that leaves ``rows`` bytes for rows: the shares grow with the total."""
+        """Return the smallest total that leaves ``rows`` bytes for rows; the other parts grow with the total."""
         total, before = rows, -1
         while total != before:
             one = replace(
@@ -185,23 +182,23 @@ class HostBudget:
 
     @property
     def overhead(self) -> int:
-        """Bytes for batches, and for what threads and the allocator keep: 12 MiB, of small budgets an eighth."""
+        """Bytes for batches, threads and the allocator: 12 MiB, or an eighth of a small budget."""
         return min(self.total // 8, MAX_OVERHEAD_BYTES)
 
     @property
     def sweep(self) -> int:
-        """Bytes for finding the uses of an epoch: where the order repeats that is done before rows are held."""
+        """Bytes for finding the uses of an epoch; 0 if the order repeats, as that is done before rows are cached."""
         return min(self.total // 16, MAX_SWEEP_BYTES) if self.seeded else 0
 
     @property
     def keys_per_sweep(self) -> int:
-        """Keys of all passes whose uses are found at once."""
+        """Keys of all passes whose uses are found at a time."""
         num_bytes = self.sweep if self.seeded else min(self.total // 4, MAX_SWEEP_BYTES)
         return max(4096, num_bytes // SWEPT_KEY_BYTES)
 
     @property
     def region(self) -> int:
-        """Bytes of a region of host memory, in whole pages of it: a block, or two pages read that are larger."""
+        """Bytes of a region of host memory, in whole pages of memory: a block, or two larger pages of the store."""
         pages = 2 * self.staged_page + PAGE_BYTES if self.staged_page > self.page else 0
         return paged(max(self.block, pages))
 
@@ -212,9 +209,9 @@ class HostBudget:
 
 
 def _planning_bytes(positions: RowOffsets, budget: HostBudget, *, seeded: bool) -> int:
-    """Return the most bytes that planning keeps of these passes.
+    """Return the most bytes of planning for these passes.
 
-    A seeded order has distances of up to two epochs, and what it dumped is needed as long.
+    A seeded order has distances of up to two epochs, and its dumps are needed as long.
     """
     epochs = 2 if seeded else 1
     total = 0

@@ -1,4 +1,4 @@
-"""Whether a store, the passes to train and the passes to evaluate belong together."""
+"""Checks that a store, the passes to train and the passes to evaluate match."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_tables(store: Store, passes: DatasetView) -> None:
 
 
 def check_features(trained: DatasetView, passes: DatasetView) -> None:
-    """Raise DatasetError unless the model finds its features in ``passes``; labels and dense columns are its own."""
+    """Raise DatasetError unless ``passes`` has the features of ``trained``; labels and dense columns may differ."""
     theirs = {feature.name: feature for feature in passes.schema.features}
     advice = "extract it with the features of the schema that was trained"
     for feature in trained.schema.features:
@@ -49,7 +49,7 @@ def check_features(trained: DatasetView, passes: DatasetView) -> None:
 
 
 def check_schedule(store: Store, passes: DatasetView, schedule: Schedule) -> None:
-    """Raise DatasetError where the store's rows do not stand in the order of ``schedule``."""
+    """Raise DatasetError if the store's rows are not in the order of ``schedule``."""
     commit = store.commit
     empty = commit is not None and not commit.segment_ids and not commit.schedule_digest and not any(commit.cursor)
     if commit is None or empty or commit.schedule_digest == schedule.digest:

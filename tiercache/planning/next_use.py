@@ -1,4 +1,4 @@
-"""When each key of each pass is used next, and was used last: exact, one hash range at a time."""
+"""The next use and the last use of each key of each pass: exact, one hash range at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NextUses:
-    """The distances of one epoch, by sub-dataset: passes to the next use of each position, and back to the last one.
+    """The distances of one epoch, by sub-dataset: passes to the next use of each row, and since its last use.
 
     ``next_distance[p]`` and ``prev_distance[p]`` are int32 (positions of sub-dataset p,). A distance is at
     least 1 and below twice the number of sub-datasets. A last use before pass 0 means that the key was never used.

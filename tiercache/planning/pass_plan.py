@@ -1,4 +1,4 @@
-"""The plan of passes: what every switch loads, keeps and dumps, in rows and bytes, before anything moves."""
+"""Plans of passes: the rows and bytes that every switch loads, keeps and dumps, before anything moves."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """Rows that come from one earlier layout: first those in host memory, the rest from the store."""
+    """Rows from one earlier layout: first those in host memory, then those in the store."""
 
     pass_index: int
-    """The pass that dumped the segment; below 0: the base with which the schedule was entered."""
+    """The pass that dumped the segment; below 0: the base that the schedule began with."""
     group: int
     rows: int
     host: PageRange
-    """Pages in host memory; they end where those of the store begin."""
+    """Pages in host memory, before those in the store."""
     store: PageRange
     store_rows: int
     store_bytes: int
@@ -52,14 +52,14 @@ class PassPlan:
     epoch: int
     sub_dataset: int
     first: bool
-    """Whether the plan begins here, with empty device and host."""
+    """True for the first pass of the plan: device and host are empty."""
     within: bool
-    """Whether the rows come from a commit inside this pass."""
+    """True if the rows come from a commit inside this pass."""
     max_distance: int
     """The most passes between a dump and its load: rows with a longer distance were not used since the schedule was
     entered."""
     commits: bool
-    """Whether the pass ends with a commit: then kept rows are written too."""
+    """True if the pass ends with a commit, which also writes kept rows."""
     rows_G: tuple[int, ...]
     kept_G: tuple[int, ...]
     generated_G: tuple[int, ...]
@@ -70,9 +70,9 @@ class PassPlan:
     retained: Mapping[tuple[int, int], PageRange]
     """Pages of earlier dumps that the host caches from the load of this pass on."""
     host_bytes: int
-    """Bytes of dump, staging and cached rows at the fullest moment of the pass."""
+    """The most bytes of dump, staging and cached rows during the pass."""
     capacity: int
-    """Bytes that cached rows may take: what decided ``retained``."""
+    """The most bytes of cached rows."""
     row_bytes_G: tuple[int, ...]
 
     @property
@@ -87,7 +87,7 @@ class PassPlan:
 
     @property
     def rows_from_host(self) -> int:
-        """Rows that come out of host memory."""
+        """Rows loaded from host memory."""
         return sum(load.rows - load.store_rows for load in self.loads)
 
     @property
@@ -109,7 +109,7 @@ class PassPlan:
 
 
 class Planner:
-    """Plans pass after pass from ``start``; deciding only, from sizes."""
+    """Plans pass after pass, from sizes alone."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Planner:
         """Begin at pass ``start``; ``stored`` holds the layouts of the store's segments by pass.
 
         Every ``commit_every``-th pass ends with a commit, and so does the one before ``end``. Planners can share
-        ``counts``. Raises BudgetError where a pass's reserve exceeds the host budget.
+        ``counts``. Raises BudgetError if the reserve of a pass exceeds the host budget.
         """
         self._end = end
         self._schedule, self._positions, self._budget = schedule, positions, budget
@@ -259,14 +259,14 @@ class Planner:
         return dict(self._cache.pages), num_bytes, capacity
 
     def _reserve(self, pass_index: int) -> int:
-        """Bytes that dump and staging may take while ``pass_index`` is trained (design, section 4)."""
+        """Return the most bytes of dump and staging while ``pass_index`` is trained (design, section 4)."""
         dumps = [
             self._dump_bytes(self._schedule.sub_dataset_of(v)) for v in (pass_index - 1, pass_index) if v >= self._start
         ]
         return max(dumps) + self._staging_bytes(pass_index + 1, first=False)
 
     def _dump_bytes(self, sub_dataset: int) -> int:
-        """All rows of a pass, in the pages of its blocks, which do not depend on the ranges."""
+        """Return the bytes of all rows of a pass in whole blocks, which do not depend on the ranges."""
         total = 0
         for g, group in enumerate(self._positions.groups):
             block_rows = self._budget.cut(group)[1] // group.row_bytes
@@ -275,13 +275,13 @@ class Planner:
         return total
 
     def _staging_bytes(self, pass_index: int, *, first: bool) -> int:
-        """All rows of the pass that are not kept; with ``first`` those too."""
+        """Return the bytes of staging all rows of the pass, without kept ones unless it is ``first``."""
         prev_G = self._counts.of(pass_index).prev_G
         runs_G = [rows_N1[0 if first else int(distance_N.searchsorted(2)) :, 0] for distance_N, rows_N1 in prev_G]
         return self._loaded_bytes(runs_G, [runs.size for runs in runs_G])
 
     def _most_staging_bytes(self, sub_dataset: int) -> int:
-        """The most bytes that staging a sub-dataset takes in any order: no row kept, as many distances as possible.
+        """Return the most bytes of staging a sub-dataset in any order: no row kept, as many distances as possible.
 
         A row was used last in the newest pass of some sub-dataset, or never: one distance for each, and one more.
         """
@@ -291,7 +291,7 @@ class Planner:
         )
 
     def _loaded_bytes(self, runs_G: Sequence[NDArray[np.integer]], num_runs_G: Sequence[int]) -> int:
-        """Bytes of memory for runs of rows, each of one distance, that come from the store or from an earlier dump."""
+        """Return the bytes of memory for runs of rows of one distance each, from the store or from an earlier dump."""
         total = blocks = 0
         for runs, group in zip(runs_G, self._positions.groups, strict=True):
             sizes = runs.astype(np.int64) * group.row_bytes
@@ -310,7 +310,7 @@ class Planner:
         )
 
     def _check_budget(self) -> None:
-        """Raise BudgetError where the reserve of some pass exceeds the host budget.
+        """Raise BudgetError if the reserve of a pass exceeds the host budget.
 
         The check does not depend on where the run begins, so a run that begins can also resume. In a seeded order any
         two sub-datasets may follow each other, so it counts the largest dump and the largest load.
@@ -335,7 +335,7 @@ class Planner:
 
 
 class Plans:
-    """Makes the planners of one cache."""
+    """Makes planners that start at the newest commit of a store."""
 
     def __init__(
         self,
@@ -351,21 +351,21 @@ class Plans:
 
     @property
     def cursor(self) -> tuple[int, int]:
-        """The pass and the sample at which the store stands."""
+        """The pass and the sample of the newest commit."""
         commit = self._store.commit
         return (0, 0) if commit is None else (commit.cursor.pass_index, commit.cursor.sample)
 
     def passes(self, count: int | None) -> list[PassPlan]:
-        """Plan the next passes, one epoch and one pass more where not said; beside a training too."""
+        """Plan the next passes; default: one epoch and one pass. Safe while a training runs."""
         planner = self.planner()
         return [planner.plan_next() for _ in range(self.schedule.num_passes + 1 if count is None else count)]
 
     def store_plan(self, state_bytes: int) -> StorePlan:
-        """Return what the store takes at its fullest, with so many bytes of dense state in a commit."""
+        """Return the plan of the store, with ``state_bytes`` of dense state in each commit."""
         return self.planner().store_plan(self._store.history, commits=self._store.retention, state_bytes=state_bytes)
 
     def check_store(self, state_bytes: Callable[[], int]) -> None:
-        """Raise BudgetError where the store may come to take more than its budget, if it has one."""
+        """Raise BudgetError if the store may outgrow its budget."""
         if self._budgets.store_budget is not None:
             self.store_plan(state_bytes()).check(self._budgets.store_budget)
 

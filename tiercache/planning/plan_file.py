@@ -1,4 +1,4 @@
-"""A plan for training: budgets, order and what each pass is predicted to take; a TOML file that can be edited."""
+"""The plan of a training: budgets, order and predictions for each pass; a TOML file that users can edit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SIGNIFICANT_DIGITS = 6
 
 
 class Seconds(NamedTuple):
-    """What one pass takes: the first three run at the same time, the copies at its switch do not."""
+    """The seconds of one pass: the first three run at the same time, the copies at its switch do not."""
 
     compute: float
     read: float
@@ -40,7 +40,7 @@ class Seconds(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """What takes the most of it."""
+        """The longest part."""
         return max(self._fields, key=lambda name: float(getattr(self, name)))
 
 
@@ -49,7 +49,7 @@ class _Part(BaseModel):
 
 
 class Rates(_Part):
-    """How fast a machine is; bytes per second but for the last two."""
+    """The speed of a machine, in bytes per second except for the last two."""
 
     device: str = "cpu"
     read: float = Field(gt=0)
@@ -64,7 +64,7 @@ class Rates(_Part):
     """Samples trained per second; None: not measured, and compute is predicted to take no time."""
 
     def seconds(self, samples: int, plan: PassPlan, before: PassPlan | None, after: PassPlan | None) -> Seconds:
-        """Predict a pass, during which the rows of the next one are read and those of the one before are written."""
+        """Predict a pass; during it, rows of ``after`` are read and rows of ``before`` are written."""
         written = before.bytes_written + _KEY_BYTES * before.rows_written if before else 0
         return Seconds(
             compute=0.0 if self.samples is None else samples / self.samples,
@@ -105,7 +105,7 @@ class _Budgets(_Part):
 
 
 class TrainingPlan(_Part):
-    """What `tiercache plan` writes and ``TierCache(plan=)`` reads."""
+    """The file that `tiercache plan` writes and ``TierCache(plan=)`` reads."""
 
     version: Literal[1] = 1
     dataset: str
@@ -116,7 +116,7 @@ class TrainingPlan(_Part):
     budgets: _Budgets
     machine: Rates
     passes: tuple[PassPrediction, ...]
-    """Of the first epoch of a new store and of the one after, in which later epochs are alike."""
+    """The passes of the first epoch of a new store and of the second, which later epochs repeat."""
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], data: PassDataset) -> Self:
@@ -145,7 +145,7 @@ class TrainingPlan(_Part):
         """Return the text of the file: tables of numbers, and a line for each pass."""
         record = self.model_dump(mode="json", by_alias=True, exclude_none=True)
         passes, tables = record.pop("passes"), [(k, record.pop(k)) for k in ("budgets", "machine")]
-        # TOML forbids bare values behind a table, so the passes stand before all tables
+        # TOML forbids bare values after a table, so the passes come first
         lines = ["# Written by `tiercache plan`. The budgets can be edited; training checks them."]
         lines += [f"{key} = {_value(value)}" for key, value in record.items()]
         lines += ["passes = [", *(f"    {{{_pairs(one, ', ')}}}," for one in passes), "]"]
@@ -154,7 +154,7 @@ class TrainingPlan(_Part):
         return "\n".join(lines) + "\n"
 
     def check(self, dataset_digest: str, num_passes: int, name: str) -> None:
-        """Raise PlanError where it is a plan of another dataset, or its order or passes are not of this one."""
+        """Raise PlanError for the plan of another dataset, or an order that is not a permutation of its passes."""
         if self.dataset != dataset_digest:
             raise PlanError(
                 f"the plan {name} is of the dataset {self.dataset[:12]}, and training was given {dataset_digest[:12]}: "

@@ -31,7 +31,7 @@ class DistanceRows(NamedTuple):
     distance_N: Int32s
     """Ascending."""
     rows_NT: Int32s
-    """Of each table, or (N, 1) of all tables together."""
+    """Rows of each table, or (N, 1) of all tables together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class PassCounts:
 
 
 class ReuseCounts:
-    """Counts of any pass: where the order repeats, those of a sub-dataset are kept; else those of two epochs.
+    """Counts of any pass: those of each sub-dataset if the order repeats, else those of two epochs, are kept.
 
     Thread-safe: at worst, two threads that ask for a pass at the same time both count it.
     """
@@ -69,7 +69,7 @@ class ReuseCounts:
 
     @classmethod
     def counted(cls, schedule: Schedule, positions: RowOffsets, counts: Sequence[PassCounts]) -> ReuseCounts:
-        """Return what others counted, of each sub-dataset; for an order that repeats."""
+        """Wrap the counts of each sub-dataset, for an order that repeats."""
         assert schedule.repeats, "a seeded order has counts of every epoch"
         made = cls(schedule, positions, _missing)
         made._counts.update(enumerate(counts))
@@ -100,7 +100,7 @@ class ReuseCounts:
 
 
 def _present(rows_TN: NDArray[np.int64]) -> DistanceRows:
-    """Leave out the distances that no row has."""
+    """Drop the distances that no row has."""
     distance_N = np.flatnonzero(rows_TN.any(axis=0))
     return DistanceRows(distance_N.astype(np.int32), np.ascontiguousarray(rows_TN[:, distance_N].T, dtype=np.int32))
 
@@ -120,7 +120,7 @@ class TableReuse:
     keys: int
     """Unique keys."""
     occurrences: int
-    """Of all keys in all samples; 0 where counts were not read."""
+    """Occurrences of all keys in all samples; 0 if counts were not read."""
     top_share: float
     """The share of the occurrences that the most frequent ``TOP_SHARE`` of the keys have."""
     keys_in_N: Int64s
@@ -131,12 +131,12 @@ class TableReuse:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """What one sweep of all keys finds."""
+    """The results of one sweep of all keys."""
 
     schedule: Schedule
     positions: RowOffsets
     counts: ReuseCounts
-    """Of every pass: all that planning needs of the keys."""
+    """Counts of every pass, for planning."""
     tables: tuple[TableReuse, ...]
     kept_PT: Int64s
     """Rows of each sub-dataset and table that the pass before has too."""

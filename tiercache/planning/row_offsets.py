@@ -44,13 +44,13 @@ class RowOffsets:
         return tuple(table for group in self.groups for table in group.tables)
 
     def keys_of(self, dataset: DatasetView) -> Callable[[int, int], NDArray[np.int64]]:
-        """Return what gives the keys of a sub-dataset and of a table, by its place among all tables."""
+        """Return a function that returns the keys of a sub-dataset and of a table, by its index among all tables."""
         names = [table.name for table in self.tables]
         return lambda sub_dataset, table: dataset.passes[sub_dataset].keys(names[table])
 
     @property
     def num_passes(self) -> int:
-        """How many sub-datasets there are."""
+        """Number of sub-datasets."""
         return int(self.starts_PT.shape[0])
 
     @property
@@ -84,7 +84,7 @@ class RowOffsets:
         return slice(int(self.starts_PT[sub_dataset, first]), int(self.starts_PT[sub_dataset, last]))
 
     def table_starts(self, sub_dataset: int, group: int) -> NDArray[np.int64]:
-        """Return where each table of ``group`` starts among the group's own positions; one more at the end."""
+        """Return the start of each table of ``group`` within the positions of the group, and their end."""
         first = self.first_table(group)
         last = first + len(self.groups[group].tables)
         starts = self.starts_PT[sub_dataset, first : last + 1]

@@ -1,4 +1,4 @@
-"""The schedule: which sub-dataset is trained at which pass, forever."""
+"""The schedule: the sub-dataset of every pass."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from this seed. A tuple: the order of every epoch."""
 class Schedule:
     """The endless cycle of passes over the sub-datasets of one dataset.
 
-    Pass ``e * num_passes + i`` trains the sub-dataset at place ``i`` of epoch ``e``'s order. How many epochs are
-    trained is no part of it: training further finds its segments in the right order.
+    Pass ``e * num_passes + i`` trains the sub-dataset at place ``i`` of epoch ``e``'s order. The number of epochs is
+    not part of it, so a later training of more epochs finds its segments in the right order.
     """
 
     num_passes: int
     """Sub-datasets of the dataset, and so passes of an epoch; at least 1."""
     dataset_digest: str
-    """What the sub-datasets hold (``PassDataset.digest``)."""
+    """The digest of the sub-datasets (``PassDataset.digest``)."""
     order: OrderRule = None
     """The order of epochs; a tuple has each sub-dataset once."""
 
@@ -70,7 +70,7 @@ class Schedule:
 
     @property
     def repeats(self) -> bool:
-        """Whether every epoch has the same order, so that uses found for one hold for all."""
+        """True if every epoch has the same order, so that the uses of one epoch are those of all."""
         return not isinstance(self.order, int)
 
     @property
@@ -114,7 +114,7 @@ def _order(num_passes: int, rule: OrderRule, epoch: int) -> NDArray[np.int64]:
 
 
 SAMPLED_KEYS = 4 << 20
-"""Keys of all sub-datasets whose overlaps are counted; of more keys, those in the lowest hashes stand for all."""
+"""The most keys of all sub-datasets whose overlaps are counted; of more, those with the lowest hashes are a sample."""
 _KEYS_PER_RANGE = 1 << 18
 _MATRIX_BYTES = 64 << 20
 
@@ -123,7 +123,7 @@ def order_rule(data: DatasetView, order: Sequence[int] | str | int | None, order
     """Return the order rule that ``order`` and ``order_seed`` ask for.
 
     order: a permutation of the sub-datasets, "overlap", or None for their own order. order_seed: the seed of an order
-    for each epoch. Raises ValueError where both are given, and for anything else.
+    for each epoch. Raises ValueError if both are given, and for anything else.
     """
     if order is not None and order_seed is not None:
         raise ValueError("order and order_seed were both given: an order is fixed, or seeded for each epoch")
@@ -139,8 +139,8 @@ def order_rule(data: DatasetView, order: Sequence[int] | str | int | None, order
 def overlap_order(positions: RowOffsets, data: DatasetView) -> tuple[int, ...]:
     """Return a cyclic order, from sub-dataset 0 on, whose neighbors share many bytes of rows. Deterministic.
 
-    From each sub-dataset in turn it goes to the one left that shares the most with the last; the best of these rounds
-    is taken, and the sub-datasets' own order where no round is better.
+    A cycle from each sub-dataset goes to the remaining one that shares the most with the last. Returns the best cycle,
+    or the sub-datasets' own order if none is better.
     """
     shared_PP = shared_bytes(positions, positions.keys_of(data))
     own = tuple(range(positions.num_passes))
@@ -154,7 +154,7 @@ def overlap_order(positions: RowOffsets, data: DatasetView) -> tuple[int, ...]:
 def shared_bytes(
     positions: RowOffsets, keys_of: Callable[[int, int], NDArray[np.int64]], *, sampled_keys: int = SAMPLED_KEYS
 ) -> NDArray[np.float64]:
-    """Return (P, P) the bytes of rows that each two sub-datasets share; where keys are sampled, of the sample."""
+    """Return (P, P) the bytes of rows that each two sub-datasets share, of the sample if keys are sampled."""
     num_passes = positions.num_passes
     below = min(1 << 64, (sampled_keys << 64) // max(1, positions.total_rows))
     shared_PP = np.zeros((num_passes, num_passes))

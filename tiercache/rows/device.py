@@ -54,7 +54,7 @@ class DeviceMemoryPlan:
 
     groups: tuple[Group, ...]
     rows_G: tuple[int, ...]
-    """Of the pass that has the most, by group."""
+    """Rows of the largest pass, by group."""
     layouts: tuple[Layout, ...]
     """The arrays of each group."""
     num_bytes: int
@@ -72,13 +72,13 @@ class DeviceMemoryPlan:
         num_bytes = max(needs, backend.bytes_of(layouts))  # the latter counts padding
         return cls(groups=groups, rows_G=rows_G, layouts=layouts, num_bytes=num_bytes)
 
-    def check(self, budget: int, *, num_ranks: int = 1, replicas: int = 0, advice: str = "") -> None:
-        """Raise BudgetError if the passes, with so many bytes of ``replicas``, exceed ``budget`` or have too many rows.
+    def check(self, device_budget: int, *, num_ranks: int = 1, replicas: int = 0, advice: str = "") -> None:
+        """Raise BudgetError if the passes, with ``replicas`` bytes, exceed ``device_budget``, or have too many rows.
 
         num_ranks: the number of devices that share them. advice: what else to do.
         """
-        if self.num_bytes + replicas > budget:
-            need, allowed = distinct_sizes(self.num_bytes + replicas, budget)
+        if self.num_bytes + replicas > device_budget:
+            need, allowed = distinct_sizes(self.num_bytes + replicas, device_budget)
             parts = [
                 f"{n:,} rows of dim {group.fields[0].width}" for n, group in zip(self.rows_G, self.groups, strict=True)
             ]
@@ -88,8 +88,9 @@ class DeviceMemoryPlan:
                 each, devices = f" on each of {num_ranks} ranks", f" --devices {num_ranks}"
             raise BudgetError(
                 f"the passes need {need} on the device ({', '.join(parts)}) but device_budget is {allowed}{each}: "
-                f"raise it, extract again with --device-budget {option_bytes(budget)}{devices}, or cut the passes with "
-                f"tiercache.repartition for this budget{f' and devices={num_ranks}' if devices else ''}{advice}"
+                f"raise it, extract again with --device-budget {option_bytes(device_budget)}{devices}, or cut the "
+                f"passes with tiercache.repartition for this budget"
+                f"{f' and devices={num_ranks}' if devices else ''}{advice}"
             )
         for rows in self.rows_G:
             if rows >= 2**31:
@@ -136,14 +137,14 @@ class DeviceTier:
     ``place`` runs on the reader thread ahead of time, everything else on the training thread.
     """
 
-    def __init__(self, positions: RowOffsets, budget: int, backend: Backend) -> None:
+    def __init__(self, positions: RowOffsets, device_budget: int, backend: Backend) -> None:
         """Allocate the arrays: each group's largest pass.
 
-        Raises BudgetError where they exceed ``budget``, or what the device has.
+        Raises BudgetError if they exceed ``device_budget`` or the memory of the device.
         """
         self._positions, self._backend = positions, backend
         plan = DeviceMemoryPlan.of(positions, backend)
-        plan.check(budget)
+        plan.check(device_budget)
         self.capacity_G, self.num_bytes = plan.rows_G, plan.num_bytes
         self.arrays_G = backend.reserve(plan.layouts, "device_budget holds passes that")
         """The memory of each group's rows."""

@@ -110,7 +110,7 @@ class TierCache:
             store_budget: the most bytes that the store may ever need, checked here and, with the dense state, before
                 training. It does not stop writes; that of ``Store.open`` does. All budgets count for each rank.
             plan: the file that `tiercache plan` wrote. Budgets, order and commit_every that are not given here are
-                those of the plan, and the reports have its predicted seconds beside the measured ones.
+                those of the plan, and the reports have its predicted seconds next to the measured ones.
             sharding: how tables are divided over ranks: a strategy ("auto", "basic", "memory_balanced",
                 "memory_optimized", "cost"), a kind for each table ("row_wise", "table_wise", "column_wise",
                 "data_parallel"; other tables are sharded by cost), ShardingRules, or a ShardingPlan. "auto" keeps the
@@ -123,7 +123,7 @@ class TierCache:
                 puts those next to each other that share rows, so that fewer rows move. Default: their own order.
             order_seed: a number shuffles the sub-datasets in each epoch.
             progress: whether to show a progress bar; None: on a terminal.
-            options: what few trainings change.
+            options: settings that few trainings change.
 
         Raises:
             BudgetError: the passes exceed a budget or the device's memory. Nothing was written.
@@ -158,7 +158,7 @@ class TierCache:
         Keys are then searched on the CPU. The index is built when a pass first looks keys up.
         """
         self.reports: list[PassReport] = parts.loop.reports
-        """What this rank moved, a report for each pass trained by this object; the last one while it runs."""
+        """Rows and bytes that this rank moved: a report for each pass trained by this object, also while it runs."""
         self._scalars_written = 0
         with parts.closed_on_error():
             self.register(**parts.objects)
@@ -194,14 +194,14 @@ class TierCache:
             module.bind(weakref.WeakMethod(self._plain.batch), named)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the names of the store and of its newest commit: what a checkpoint keeps of the rows.
+        """Return the names of the store and of its newest commit, for a checkpoint.
 
-        So the cache is a Stateful of `torch.distributed.checkpoint`, beside the model and the optimizer.
+        So the cache is a Stateful of `torch.distributed.checkpoint`, along with the model and the optimizer.
         """
         return self._opened.named_commit()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that the store stands at the commit that a state names. Changes nothing; raises StateError.
+        """Check that the newest commit of the store is the one that a state names. Raises StateError if not.
 
         Roll the store back before, to go back to an older checkpoint (``store.rollback`` or `tiercache rollback`).
         """
@@ -420,7 +420,7 @@ class TierCache:
 
     @property
     def sharding(self) -> ShardingPlan | None:
-        """How the tables are sharded; None for a plain store."""
+        """The sharding of the tables; None for a plain store."""
         return self._opened.sharding
 
     @property
@@ -435,12 +435,12 @@ class TierCache:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes on the device beside ``device_bytes`` that stay from batch to batch, prefetched batches included."""
+        """Bytes on the device besides ``device_bytes`` that stay from batch to batch, with prefetched batches."""
         return self._backend.scratch_bytes + self._pipeline.device_bytes
 
     @property
     def pinned_batch_bytes(self) -> int:
-        """Bytes of pinned memory of prefetched batches, beside ``host_budget``; 0 on a CPU."""
+        """Bytes of pinned memory of prefetched batches, not in ``host_budget``; 0 on a CPU."""
         return self._pipeline.host_bytes
 
     @property

@@ -134,7 +134,7 @@ class CacheParts:
             row_optimizer.anchors.is_closed_to_others = store is not None
             row_optimizer.anchors.flags_overflow = ranks.size > 1
             self.modules: list[nn.Module] = []
-            """The registered modules: what looks rows up."""
+            """The registered modules."""
             self.exchange = self._open_exchange(live_rows, comm_dtype)
             index = IndexPlan.of(data, self.backend, free_bytes)
             self.index_bytes = index.num_bytes
@@ -153,7 +153,7 @@ class CacheParts:
         """Open the store and allocate memory for its rows. Returns them and the bytes left of the device budget."""
         ranks, objects = self.ranks, self.objects.values()
         weights = weights_of(objects)
-        with ranks.raise_on_all("planning the budgets"):  # before the store is made, or written anew for them
+        with ranks.raise_on_all("planning the budgets"):  # before the store is made or rewritten
             budgets = check_device(budgets, source, self.backend)
         if ranks.rank == 0:
             warn_of_keys_beyond(weights, self.dataset)

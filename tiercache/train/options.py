@@ -34,10 +34,7 @@ class TierCacheOptions:
     engine: str | None = None
     """As in ``Store.open``, if the cache opens the store."""
     reorganize: bool = True
-    """Whether a store of another dataset, or another order, is reorganized first, as by `tiercache.reorganize`.
-
-    If not, it is refused.
-    """
+    """Reorganize a store of another dataset or order first, as `tiercache.reorganize` does; if False, refuse it."""
     on_nonfinite: str = "stop"
     """The reaction to rows, optimizer states or trainable dense parameters that become NaN or infinite.
 

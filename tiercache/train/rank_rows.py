@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from tiercache.values.lookups import GroupRows, Unseen
 
 _TRAINED_BY: weakref.WeakKeyDictionary[Store, weakref.ref[RankRows]] = weakref.WeakKeyDictionary()
-"""What is in a loop over its passes, by the store that it commits to."""
+"""The rows that are in a loop over passes, by the store that they commit to."""
 _CHUNK_BYTES = 1 << 20  # rows on their way, with all their fields
 
 
@@ -78,7 +78,7 @@ class RankRows:
         )  # fmt: skip
 
     def _check_plans(self) -> None:
-        """Plan an epoch. Raises BudgetError where a budget does not hold it, and leaves no file of it then."""
+        """Plan an epoch. Raises BudgetError if a budget does not hold it, and then leaves no file."""
         commit = self.store.commit
         try:
             self.plans.passes(None)
@@ -88,7 +88,7 @@ class RankRows:
             raise
 
     def restore(self, ranks: AnyCommunicator) -> tuple[int, int]:
-        """Go back to the last commit, with tracked state, and return where it stands; without one, make one.
+        """Restore the last commit, with tracked state, or make a first one; returns its pass and sample.
 
         Collective.
         """
@@ -108,7 +108,7 @@ class RankRows:
         return self.plans.cursor
 
     def begin(self, end: int) -> None:
-        """Begin with the next pass, on to ``end``; nobody else trains the store until ``stop``."""
+        """Begin with the next pass, up to ``end``; no other cache trains the store until ``stop``."""
         if self.store.mode != "a":
             raise StateError(
                 f"{self.store.label} is open for reading: to train, give a path, or a Store opened with mode='a'"
@@ -175,7 +175,7 @@ class RankRows:
             self.transfer.await_staging()
 
     def stop(self) -> None:
-        """End a loop over the passes, wherever it is."""
+        """End a loop over the passes."""
         self.transfer.stop()
         if self._trained_by() is self:
             del _TRAINED_BY[self.store]
@@ -209,7 +209,7 @@ class RankRows:
         )  # fmt: skip
 
     def close(self) -> None:
-        """End both threads and let go of all memory; the store stays open."""
+        """End both threads and free all memory; the store stays open."""
         if self._trained_by() is self:
             del _TRAINED_BY[self.store]
         self.transfer.close()
@@ -218,7 +218,7 @@ class RankRows:
         return _TRAINED_BY.get(self.store, lambda: None)()
 
     def check_alone(self) -> None:
-        """Raise StateError where another cache is in a loop over its passes of the same store."""
+        """Raise StateError if another cache trains the store."""
         if self._trained_by() not in {None, self}:
             raise StateError(
                 f"{self.store.label} is being trained by another TierCache: end its loop over passes(), or close it, "
