@@ -38,7 +38,7 @@ from tiercache.planning.capacity import Capacity
 from tiercache.planning.plan_file import TrainingPlan
 from tiercache.rows.backends.open_backend import open_backend
 from tiercache.rows.device import DeviceMemoryPlan
-from tiercache.rows.machine_rates import measure
+from tiercache.rows.transfer_rates import measure
 from tiercache.sizes import format_bytes
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from tests.no_files import NO_FILES, at_once
 from tests.train.cases import Case, Spec, table, tiered
 from tiercache.data.key_sets import write_dataset
 from tiercache.errors import DatasetError, ExtractionError, TierCacheError
-from tiercache.rows import machine_rates
+from tiercache.rows import transfer_rates
 
 CASE = Case(
     tables=(table("a", 4),), specs=(Spec(name="f", table="a"),), num_samples=60, pass_rows=30, num_keys=20, epochs=1
@@ -48,9 +48,9 @@ def test_rates_that_are_no_file_are_none(tmp_path: Path, monkeypatch: pytest.Mon
     """They are measured again."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "tiercache").mkdir()
-    NO_FILES[what](machine_rates.cache_file())
+    NO_FILES[what](transfer_rates.cache_file())
     with at_once():
-        assert machine_rates._read(machine_rates.cache_file()) == {}
+        assert transfer_rates._read(transfer_rates.cache_file()) == {}
 
 
 @pytest.mark.parametrize("what", [*NO_FILES])

@@ -15,7 +15,7 @@ from tests.cli.command import error_of, run, told
 from tests.planning.test_capacity import CASE
 from tiercache.cli import app
 from tiercache.planning.plan_file import Rates, TrainingPlan
-from tiercache.rows import machine_rates
+from tiercache.rows import transfer_rates
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,19 +69,19 @@ def test_rates_are_measured_once_for_a_disk_and_a_device(tmp_path: Path, monkeyp
         measured.append(device)
         return rates.model_copy(update={"read": float(len(measured))})
 
-    monkeypatch.setattr(machine_rates, "measure", measure)
-    ask = machine_rates.measured_rates
+    monkeypatch.setattr(transfer_rates, "measure", measure)
+    ask = transfer_rates.measured_rates
     assert ask(tmp_path).read == ask(tmp_path / "not" / "yet").read == 1
     assert ask(tmp_path, again=True).read == ask(tmp_path).read == 2
     assert ask(tmp_path, device="cuda").read == 3
     assert ask(tmp_path).read == 2
-    machine_rates.cache_file().write_text('{"x": 1}')
+    transfer_rates.cache_file().write_text('{"x": 1}')
     assert ask(tmp_path).read == 4
 
 
 def test_a_disk_is_measured_with_a_file_that_goes(tmp_path: Path) -> None:
     """Every rate is a positive number."""
-    found = machine_rates.measure(tmp_path, "cpu")
+    found = transfer_rates.measure(tmp_path, "cpu")
     assert min(found.read, found.write, found.copy_, found.link, found.commit_seconds) > 0
     assert not list(tmp_path.iterdir())
 

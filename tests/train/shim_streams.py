@@ -38,10 +38,10 @@ class LentMemory(GuardedMemory):
             flat = super().empty((int(np.prod(shape, dtype=np.int64)),), dtype)
             block = self._blocks[-1]
         if flat.size:
-            weakref.finalize(flat.base, self._come_back, block)  # what all its views refer to
+            weakref.finalize(flat.base, self._reclaim, block)  # what all its views refer to
         return flat.reshape(shape)
 
-    def _come_back(self, block: tuple[int, int, int, int]) -> None:
+    def _reclaim(self, block: tuple[int, int, int, int]) -> None:
         with self._lock:
             if block in self._blocks:
                 self._blocks.remove(block)

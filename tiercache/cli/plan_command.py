@@ -51,7 +51,7 @@ def plan(
     from tiercache.data.dataset import PassDataset
     from tiercache.planning.capacity import Capacity
     from tiercache.planning.schedule import order_rule
-    from tiercache.rows.machine_rates import existing_folder, measured_rates
+    from tiercache.rows.transfer_rates import existing_folder, measured_rates
     from tiercache.sizes import format_bytes, parse_bytes
     from tiercache.store.files import local_path
 

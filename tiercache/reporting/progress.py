@@ -1,4 +1,4 @@
-"""What a person sees while training runs: the last passes, one bar over all, and the first compilation of kernels."""
+"""Progress bars, on terminals only: training and its last passes, rewrites, and the compilation of kernels."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table as Shown
 from rich.text import Text
+
+from tiercache.sizes import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -25,24 +27,12 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress_bars(*, shown: bool = True, unit: str = "rows") -> Iterator[Callable[[str, int, int | None], None]]:
-    """Yield ``tell(stage, done, total)``: a bar appears with the first call of a stage, on a terminal only.
+    """Yield ``tell(stage, done, total)``: a bar appears with the first call of a stage, and disappears at the end.
 
-    ``done`` and ``total`` (None: not known) are counted in ``unit``; "bytes" are shown as KiB, MiB and so on. The bars
-    disappear at the end. Nothing is shown where ``shown`` is false.
+    ``done`` and ``total`` (None: not known) are counted in ``unit``; "bytes" are shown as KiB, MiB and so on.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    from tiercache.sizes import format_bytes
-
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-    )
+    console, rate = Console(stderr=True), TextColumn("{task.fields[rate]}")
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), rate, TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
         tasks: dict[str, tuple[TaskID, float]] = {}
 
@@ -109,26 +99,18 @@ class TrainingProgress:
     """The last passes, and a bar with samples per second, time left and seconds waited; nothing if not ``shown``."""
 
     def __init__(self, total_samples: int, *, shown: bool, console: Console | None = None) -> None:
-        self._progress = _PassView(
-            TextColumn("training"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f} %  pass {task.fields[pass_index]}  {task.fields[rate]} samples/s"),
-            TimeRemainingColumn(),
-            TextColumn("waited {task.fields[waited]:.2f} s"),
-            console=console or Console(stderr=True),
-            disable=not shown,
-            transient=True,
-        )
+        state = "{task.percentage:>3.0f} %  pass {task.fields[pass_index]}  {task.fields[rate]} samples/s"
+        columns = TextColumn("training"), BarColumn(), TextColumn(state), TimeRemainingColumn()
+        waited = TextColumn("waited {task.fields[waited]:.2f} s")
+        options = {"console": console or Console(stderr=True), "disable": not shown, "transient": True}
+        self._progress = _PassView(*columns, waited, **options)
         self._shown = shown
         self._task = self._progress.add_task("training", total=total_samples, pass_index="-", rate="-", waited=0.0)
-        self._before = 0
-        self._waited = 0.0
-        self._begun = time.perf_counter()
-        self._next = 0.0
+        self._before, self._waited, self._begun, self._next = 0, 0.0, time.perf_counter(), 0.0
         self._progress.start()
 
     def batch(self, pass_index: int, samples_in_pass: int) -> None:
-        """Show how far a pass has come; cheap enough for every batch."""
+        """Show the progress of a pass; cheap enough for every batch."""
         now = time.perf_counter()
         if self._shown and now >= self._next:
             self._next = now + REFRESH_SECONDS
@@ -139,7 +121,7 @@ class TrainingProgress:
             )
 
     def pass_done(self, samples: int, report: PassReport) -> None:
-        """Take in a pass that ended."""
+        """Show a pass that ended."""
         self._before += samples
         self._waited += report.waited
         self._progress.passes.append(report)
@@ -147,7 +129,7 @@ class TrainingProgress:
         self._next = 0.0
 
     def stop(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._progress.stop()
 
 
@@ -155,7 +137,7 @@ class TrainingProgress:
 def rewrite_bars(rows: int, *, shown: bool) -> Iterator[Callable[[str, int], None]]:
     """Yield ``advance(what, rows)`` for ``Store.rewrite`` and ``Store.compact``, shown as bars.
 
-    ``rows`` are those of the store: as many keys are sorted, at most as many rows are read, and those are written.
+    ``rows``: the rows of the store, the number of keys to sort and the most rows to read and to write.
     """
     done = dict.fromkeys(_STAGES, 0)
     with progress_bars(shown=shown) as tell:
@@ -168,9 +150,9 @@ def rewrite_bars(rows: int, *, shown: bool) -> Iterator[Callable[[str, int], Non
 
 
 def prepare_kernels(tables: Iterable[Table] = (), *, narrow: bool = False) -> None:
-    """Compile the CPU kernels where this machine has not compiled them yet, and say so: it takes a minute, once.
+    """Compile the CPU kernels with a message, unless this machine has compiled them before: it takes a minute.
 
-    Those for 16-bit dtypes are compiled where one of ``tables`` has such a dtype, or ``narrow`` says so.
+    Those for 16-bit dtypes are compiled if one of ``tables`` has such a dtype, or if ``narrow``.
     """
     from tiercache.kernels.cpu.compile import is_cached, prepare
 

@@ -1,4 +1,4 @@
-"""Where the uses of an epoch are kept: a mapped file beside the store, found once and read many times."""
+"""Next uses by epoch, computed once and kept in mapped files next to the store."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ FOLDER = "schedule"
 
 
 class NextUseFiles:
-    """Uses by epoch: 8 bytes for each key of each pass, in files that can be deleted at any time.
+    """Next uses by epoch: 8 bytes for each key of each pass, in files that can be deleted at any time.
 
-    A file that an earlier run left is checked before it is used, and found anew where it is not what was written. Where
-    the order repeats, one file serves every epoch, and a later run finds it again. An order
-    that differs keeps the files of three epochs. Without a folder (the memory engine, a store open for reading) they
-    are plain arrays. Thread-safe.
+    A file of an earlier run is checked before it is used, and computed again if it is damaged. If the order repeats,
+    one file serves all epochs and later runs; else the files of three epochs are kept. Without a folder (the memory
+    engine, a store open for reading) they are plain arrays. Thread-safe.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class NextUseFiles:
         *,
         keys_per_range: int = KEYS_PER_RANGE,
     ) -> None:
-        """``keys_per_range``: keys of all passes that are gone through at once where uses are found."""
+        """``keys_per_range``: keys of all passes that are processed at once."""
         self._keys_per_range = keys_per_range
         self._written: list[Path] = []
         self._schedule, self._positions, self._keys_of = schedule, positions, keys_of
@@ -55,7 +54,7 @@ class NextUseFiles:
         self._found: dict[int, NextUses] = {}
 
     def of(self, epoch: int) -> NextUses:
-        """Return the uses of ``epoch``, finding them where no earlier call or run did."""
+        """Return the next uses of ``epoch``."""
         name = 0 if self._schedule.repeats else epoch
         with self._lock:
             if name not in self._found:
@@ -67,7 +66,7 @@ class NextUseFiles:
             return self._found[name]
 
     def discard(self) -> None:
-        """Remove the files that were written here, and their folder where it is empty then: the plan was refused."""
+        """Remove the files that this object wrote, and their folder if it is empty then: the plan was refused."""
         with self._lock:
             for path in self._written:
                 path.unlink(missing_ok=True)
@@ -84,11 +83,10 @@ class NextUseFiles:
     def _open(self, epoch: int) -> NextUses:
         total = self._positions.total_rows
         if self._folder is None or total == 0:
-            out = np.empty((2, total), dtype=np.int32)
-            return self._find(epoch, out)
+            return self._find(epoch, np.empty((2, total), dtype=np.int32))
         path = self._path(epoch)
         try:
-            if not path.exists() or not _is_whole(path, total):
+            if not path.exists() or not _is_intact(path, total):
                 self._write(path, epoch, total)
             mapped = np.memmap(path, dtype=np.int32, mode="r", shape=(2, total))
         except OSError as error:
@@ -127,13 +125,13 @@ class NextUseFiles:
         self._written.append(path)
 
 
-def _is_whole(path: Path, total: int) -> bool:
-    """Tell whether a file has distances of so many positions, and those that were written."""
+def _is_intact(path: Path, total: int) -> bool:
+    """Return True if a file has distances of so many positions, with their checksums."""
     distances, sums = distance_bytes(total)
     if path.stat().st_size != distances + sums:
         return False
-    seen = np.memmap(path, dtype=np.uint8, mode="r", shape=(distances + sums,))
-    return np.array_equal(_checksums(seen[:distances]), seen[distances:].view("<u4"))
+    mapped = np.memmap(path, dtype=np.uint8, mode="r", shape=(distances + sums,))
+    return np.array_equal(_checksums(mapped[:distances]), mapped[distances:].view("<u4"))
 
 
 def _checksums(distances: NDArray[np.uint8]) -> NDArray[np.uint32]:

@@ -1,4 +1,4 @@
-"""One number of threads for torch and for the kernels."""
+"""The reader and writer threads, and one number of threads for torch and the kernels."""
 
 from __future__ import annotations
 
@@ -21,24 +21,21 @@ if TYPE_CHECKING:
 
 
 _NICER = 10
-"""Added to the niceness of such a thread."""
-_PATIENCE = 0.5
-"""Seconds after which is asked whether a thread is alive."""
+"""Added to the niceness of a thread."""
+_POLL_SECONDS = 0.5
+"""Seconds between checks that a thread is alive."""
 
 
 def nicer_thread(name: str, backend: Backend) -> ThreadPoolExecutor:
-    """Return one thread that does what is submitted, in order; what is idle it takes all the same."""
+    """Return a thread of low priority that runs submitted calls in order."""
     return ThreadPoolExecutor(1, thread_name_prefix=f"tiercache-{name}", initializer=partial(_begin, backend.streams))
 
 
 def wait_for(thread: ThreadPoolExecutor) -> None:
-    """Return when a thread has done all that was submitted.
-
-    Also where it was shut down, or has ended because it was collected with a loop that asks for this.
-    """
+    """Wait until a thread has run all submitted calls, was shut down, or ended by garbage collection."""
     with suppress(RuntimeError):  # it was shut down
         last = thread.submit(int)
-        while not wait([last], _PATIENCE).done:
+        while not wait([last], _POLL_SECONDS).done:
             if not any(one.is_alive() for one in thread._threads):
                 return
 
@@ -65,9 +62,9 @@ def _begin(streams: Streams) -> None:
 
 
 def share_threads() -> None:
-    """Let the kernels use as many threads as torch does, on the calling thread.
+    """Have the kernels use as many threads as torch, on the calling thread.
 
-    Both run on one OpenMP, and the kernels' first use of it sets torch's number to that of the cores: it is put back.
+    Both run on one OpenMP. The kernels' first use of it sets torch's number to that of the cores, so it is restored.
     """
     num_threads = torch.get_num_threads()
     set_threads(min(num_threads, most_threads(), len(os.sched_getaffinity(0))))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from tiercache.rows.backends.host_arrays import Run
+    from tiercache.rows.backends.host_arrays import JoinedArrays
     from tiercache.schema import Feature
     from tiercache.train.anchors import Arrival
     from tiercache.train.row_view import Pooled, RowView
@@ -78,7 +78,7 @@ class Uploader(Protocol):
         """Return a host array on the device."""
         ...
 
-    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[Run], Array]:
+    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[JoinedArrays], Array]:
         """Return arrays one behind the other."""
         ...
 
@@ -152,7 +152,9 @@ def collate_part(
     return Collated(found, ids, starts, bad, offsets, data_weights, order)
 
 
-def _first_bad(runs: Sequence[Run], starts: NDArray[np.int64], limits: NDArray[np.int64]) -> tuple[int, int] | None:
+def _first_bad(
+    runs: Sequence[JoinedArrays], starts: NDArray[np.int64], limits: NDArray[np.int64]
+) -> tuple[int, int] | None:
     for run in runs:
         begins = starts[run.first : run.last + 1] - starts[run.first]
         bad = check_ids(run.values, begins, limits[run.first : run.last])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tiercache.data.sub_dataset import SampleBuffers
     from tiercache.kernels.cpu.key_index import KeySet
     from tiercache.kernels.cuda.sorting import LookupPositions
-    from tiercache.rows.backends.host_arrays import Run
+    from tiercache.rows.backends.host_arrays import JoinedArrays
     from tiercache.rows.backends.optimizer_step import OptimizerStep
     from tiercache.store.table import Table
     from tiercache.values.ids import Array, Found
@@ -145,7 +145,7 @@ class BatchUpload(Protocol):
     def to_device(self, array: NDArray[Any]) -> Array:
         """Like `Backend.to_device`."""
 
-    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[Run], Array]:
+    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[JoinedArrays], Array]:
         """Like `Backend.join`."""
 
     def weights(self, size: int, parts: Sequence[tuple[int, int, Array]]) -> Array:
@@ -245,7 +245,7 @@ class Backend(Protocol):
     def to_device(self, array: NDArray[np.generic]) -> Array:
         """Return a host array on the device: itself on a CPU, else a copy that nobody waits for."""
 
-    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[Run], Array]:
+    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[JoinedArrays], Array]:
         """Concatenate host arrays on the device; also return them in host memory, in one or several runs."""
 
     def concat(self, arrays: Sequence[Array]) -> Array:

@@ -20,7 +20,7 @@ from tiercache.kernels.cpu.update import UpdateBuffers, step_rows
 from tiercache.kernels.pieces import Pieces
 from tiercache.kernels.step import SUM, Rule, Step, Vectors
 from tiercache.rows.backends.base import RowArrays, Streams
-from tiercache.rows.backends.host_arrays import POOL, Run, runs_of
+from tiercache.rows.backends.host_arrays import POOL, JoinedArrays, runs_of
 from tiercache.rows.backends.optimizer_step import kernel_gradients
 from tiercache.rows.backends.saved_gradients import merged
 from tiercache.values.lookups import LookedUp, SortedSlots
@@ -59,7 +59,7 @@ class HostUpload:
         """Return it as it is."""
         return array
 
-    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[Run], Array]:
+    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[JoinedArrays], Array]:
         """Copy arrays that are not neighbors in memory."""
         runs, joined = self._backend.join(arrays)
         self._copied_bytes += joined.nbytes if joined.base is None else 0
@@ -174,12 +174,12 @@ class CpuBackend:
         """Return it as it is."""
         return array
 
-    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[Run], Array]:
+    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[JoinedArrays], Array]:
         """Concatenate arrays unless they are neighbors in memory; few ids are copied faster than that is checked."""
         size = sum(array.size for array in arrays)
         runs = runs_of(arrays) if len(arrays) == 1 or size > _MANY_IDS else []
         joined = runs[0].values if len(runs) == 1 else np.concatenate(arrays)
-        return [Run(0, len(arrays), joined)], joined
+        return [JoinedArrays(0, len(arrays), joined)], joined
 
     def concat(self, arrays: Sequence[Array]) -> Array:
         """Concatenate them."""

@@ -24,7 +24,7 @@ from tiercache.kernels.pieces import Memory, Pieces
 from tiercache.kernels.step import SGD, Rule, Step, Vectors
 from tiercache.rows.backends.base import RowArrays
 from tiercache.rows.backends.cuda_runtime import TORCH_DTYPES, CudaKeyIndex, PinnedUpload, index_bytes
-from tiercache.rows.backends.host_arrays import Run
+from tiercache.rows.backends.host_arrays import JoinedArrays
 from tiercache.rows.backends.optimizer_step import kernel_gradients, vectors_of
 from tiercache.sizes import format_bytes
 from tiercache.store.table import Constant, Uniform, Zeros, initializer_code
@@ -100,12 +100,12 @@ class CudaBackend:
         pinned.numpy()[...] = array
         return self._runtime.upload(pinned)
 
-    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[Run], Array]:
+    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[JoinedArrays], Array]:
         """Join them in pinned memory, and copy from there."""
         pinned = self._runtime.pinned((sum(array.size for array in arrays),), torch.int32)
         host: NDArray[np.int32] = pinned.numpy()
         np.concatenate(arrays, out=host)
-        return [Run(0, len(arrays), host)], self._runtime.upload(pinned)
+        return [JoinedArrays(0, len(arrays), host)], self._runtime.upload(pinned)
 
     def concat(self, arrays: Sequence[Array]) -> Array:
         """Join them on the device."""

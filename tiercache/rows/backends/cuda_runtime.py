@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tiercache.kernels.cuda.cupy_device import CudaDevice
     from tiercache.kernels.cuda.sorting import LookupPositions, Runs
     from tiercache.rows.backends.base import Event
-    from tiercache.rows.backends.host_arrays import Run
+    from tiercache.rows.backends.host_arrays import JoinedArrays
     from tiercache.values.ids import Array
 
 
@@ -255,7 +255,7 @@ class PinnedUpload:
         """Copy it from the buffers, or from a pinned copy."""
         return self._upload(self._pinned.tensor_of(array), array.shape)
 
-    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[Run], Array]:
+    def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[JoinedArrays], Array]:
         """Join them on the GPU: a copy for each run."""
         runs = runs_of(arrays)
         with self._runtime.uploading():

@@ -19,20 +19,20 @@ MAX_KEPT = 8  # buffers of one size class kept for later: more than one step has
 
 
 class BufferPool:
-    """Hands out uninitialized arrays and takes their memory back when nobody refers to them any more.
+    """Allocates uninitialized arrays, and reuses their memory once they are garbage. For any thread.
 
     A fresh array of many megabytes costs as much in page faults as filling it. Sizes are rounded up to a power
-    of two times 1, 1.25, 1.5 or 1.75, so that batches of nearly equal size share buffers. For any thread.
+    of two times 1, 1.25, 1.5 or 1.75, so that batches of nearly equal size share buffers.
     """
 
     def __init__(self) -> None:
         self._free: dict[int, list[NDArray[np.uint8]]] = {}
-        self._lock = threading.RLock()  # a lease may end, on the same thread, while another is given
+        self._lock = threading.RLock()  # a lease may end, on the same thread, while another begins
         self.num_bytes = 0
-        """Bytes of all buffers, in use and kept: what batches cost beside the budgets."""
+        """Bytes of all buffers, in use and kept: the memory of batches, which no budget counts."""
 
     def take(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Return an array with undefined content; torch tensors made from it keep it alive."""
+        """Return an uninitialized array; torch tensors made from it keep it alive."""
         dtype = np.dtype(dtype)
         count = int(np.prod(shape, dtype=np.int64))
         size = _size_class(max(1, count * dtype.itemsize))
@@ -41,15 +41,15 @@ class BufferPool:
             block = kept.pop() if kept else None
             self.num_bytes += 0 if block is not None else size
         if block is None:
-            room = np.empty(size + LINE_BYTES, dtype=np.uint8)
-            skip = -room.ctypes.data % LINE_BYTES  # kernels stream whole cache lines
-            block = room[skip : skip + size]
-        # frombuffer makes an array object of our own: the finalizer fires when it and all its views are gone
+            memory = np.empty(size + LINE_BYTES, dtype=np.uint8)
+            skip = -memory.ctypes.data % LINE_BYTES  # kernels stream whole cache lines
+            block = memory[skip : skip + size]
+        # frombuffer makes an array object of our own: the finalizer runs when it and all its views are gone
         lease = np.frombuffer(memoryview(block.data), dtype=dtype, count=count)
-        weakref.finalize(lease, self._come_back, block)
+        weakref.finalize(lease, self._reclaim, block)
         return lease.reshape(shape)
 
-    def _come_back(self, block: NDArray[np.uint8]) -> None:
+    def _reclaim(self, block: NDArray[np.uint8]) -> None:
         with self._lock:
             kept = self._free.setdefault(block.size, [])
             if len(kept) < MAX_KEPT:
@@ -67,7 +67,7 @@ POOL = BufferPool()
 """Outputs and slots of all modules, and the rows of exchanged batches, on the CPU."""
 
 
-class Run(NamedTuple):
+class JoinedArrays(NamedTuple):
     """Arrays [first, last) of a sequence as one."""
 
     first: int
@@ -75,8 +75,8 @@ class Run(NamedTuple):
     values: NDArray[Any]
 
 
-def runs_of(arrays: Sequence[NDArray[Any]]) -> list[Run]:
-    """Return arrays (n,) of one dtype as the fewest views: neighbors in memory, parts of one flat array, are one."""
+def runs_of(arrays: Sequence[NDArray[Any]]) -> list[JoinedArrays]:
+    """Return arrays (n,) of one dtype as the fewest views: neighbors in one flat array are joined."""
     ends: list[int] = []
     at = -1
     for i, array in enumerate(arrays):
@@ -85,7 +85,7 @@ def runs_of(arrays: Sequence[NDArray[Any]]) -> list[Run]:
             ends.append(i)
         at = address + array.nbytes
     return [
-        Run(first, last, arrays[first] if last == first + 1 else _view(arrays[first], arrays[last - 1]))
+        JoinedArrays(first, last, arrays[first] if last == first + 1 else _view(arrays[first], arrays[last - 1]))
         for first, last in zip([0, *ends], [*ends, len(arrays)], strict=True)
         if first < last
     ]

@@ -1,4 +1,4 @@
-"""How fast this machine is: disk, host memory and the link to the device, measured once and kept in a file."""
+"""Transfer rates of disk, host memory and the link to the device, measured once per machine and cached in a file."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ _LEAST_SECONDS = 1e-6
 def measured_rates(path: Path, *, device: str = "cpu", again: bool = False) -> Rates:
     """Return the rates of this machine, of the disk of ``path`` and of a device.
 
-    Measured in a second or two where no earlier call did, with a temporary file of 128 MiB beside ``path``; with
-    ``again`` in any case. Raises OSError where the disk cannot be written to.
+    The first call measures for a second or two, with a temporary file of 128 MiB next to ``path``, and so does
+    ``again``. Raises OSError if the disk cannot be written to.
     """
     file, folder = cache_file(), existing_folder(path)
     key = f"{platform.node()} {os.cpu_count()} {folder.stat().st_dev} {device}"
-    known = _read(file)
-    if again or key not in known:
-        known[key] = measure(folder, device)
+    cached = _read(file)
+    if again or key not in cached:
+        cached[key] = measure(folder, device)
         file.parent.mkdir(parents=True, exist_ok=True)
-        record = {name: rates.model_dump(by_alias=True) for name, rates in known.items()}
+        record = {name: rates.model_dump(by_alias=True) for name, rates in cached.items()}
         replace_file(file, json.dumps(record, indent=1).encode())
-    return known[key]
+    return cached[key]
 
 
 def _read(file: Path) -> dict[str, Rates]:
-    """Return what was measured; nothing where a file is not there, or not what was written."""
+    """Return the cached rates; none if the file is missing or damaged."""
     try:
         return TypeAdapter(dict[str, Rates]).validate_json(read_whole(str(file)))
     except (OSError, ValidationError):
@@ -63,17 +63,17 @@ def cache_file() -> Path:
 
 
 def existing_folder(path: Path) -> Path:
-    """Return the nearest folder on the way to ``path`` that exists: a new store will be on its disk."""
+    """Return the nearest folder above ``path`` that exists: a new store will be on its disk."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
 
 
 def measure(folder: Path, device: str) -> Rates:
-    """Measure with a temporary file in ``folder``: sequential reads and writes past the page cache, as a store's."""
+    """Measure with a temporary file in ``folder``: sequential reads and writes past the page cache, as of a store."""
     data = huge_pages(_REQUEST_BYTES)
     data[:] = np.random.default_rng(0).integers(0, 256, data.size, dtype=np.uint8)
     handle, name = tempfile.mkstemp(dir=folder, prefix=".probe-")
     try:
-        _go_direct(handle)
+        _bypass_cache(handle)
         write, read = _disk(handle, data)
         commit = _commit_seconds(folder)
     finally:
@@ -85,8 +85,8 @@ def measure(folder: Path, device: str) -> Rates:
     return Rates(device=device, read=read, write=write, copy=copy, link=link, commit_seconds=commit)
 
 
-def _go_direct(handle: int) -> None:
-    """Go past the page cache where the file system can."""
+def _bypass_cache(handle: int) -> None:
+    """Bypass the page cache if the file system can."""
     try:
         fcntl.fcntl(handle, fcntl.F_SETFL, getattr(os, "O_DIRECT", 0))
         os.pwrite(handle, mmap.mmap(-1, mmap.PAGESIZE), 0)
