@@ -260,7 +260,7 @@ def test_pages_that_were_locked_move_with_what_they_have() -> None:
     for _ in range(4):
         assert np.array_equal(on_the_device(backend, source), rows)
         source.hold(0, 0)
-        assert target.bring(0, LOCKED, source, 0)
+        assert target.move_in(0, LOCKED, source, 0)
         target.hold(0, LOCKED)
         target.hand_out(LOCKED * PAGE_BYTES)
         assert np.array_equal(target.data.view(np.float32), rows.reshape(-1))

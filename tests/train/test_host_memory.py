@@ -224,7 +224,7 @@ def test_a_long_run_of_passes_does_not_break_memory_into_crumbs(monkeypatch: pyt
     assert len(moves) > 100
     assert min(moves) >= 4
     assert crossed == 0
-    assert all(spare.pages() >= 4 for spare in owner.memory._spares)
+    assert all(spare.pages() >= 4 for spare in owner.memory._free_runs)
     assert len(maps()) - len(before) <= 4 * BUDGET // 4
 
 

@@ -1,4 +1,4 @@
-"""One figure of a run: when each thread worked and waited, where the rows came from, and the loss."""
+"""Figures of a run, and a page with them: threads at work, tiers that rows came from, bytes, and the loss."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _TIERS: tuple[tuple[str, str, Callable[[PassReport], int]], ...] = (
 def draw_passes(
     reports: Sequence[PassReport], path: str | Path | IO[str], *, title: str = "", kind: str | None = None
 ) -> Path | None:
-    """Draw finished passes into the file ``path`` and return it; its ending says which kind (png, svg, pdf).
+    """Draw finished passes to the file ``path`` and return it; its suffix is the kind (png, svg, pdf).
 
-    Three parts over the same seconds: what the training, reader and writer threads did; the rows of each pass by
-    the tier they came from, and how many were written; the loss of every batch that was noted. Passes that were
-    never trained are left out.
+    Three parts over the same seconds: the work of the training, reader and writer threads; the rows of each pass by
+    the tier they came from, and the number written; the loss of every batch that was logged. Passes that were never
+    trained are left out.
 
-    Raises ModuleNotFoundError without matplotlib, ValueError where no pass was trained.
+    Raises ModuleNotFoundError without matplotlib, ValueError if no pass was trained.
     """
     if isinstance(path, str | Path):
         path = local_path(path, "a picture")
@@ -88,7 +88,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def trained_passes(reports: Sequence[PassReport]) -> list[PassReport]:
-    """Return the reports of passes that were trained. Raises ValueError where there is none."""
+    """Return the reports of passes that were trained. Raises ValueError if there is none."""
     trained = [r for r in reports if r.spans.get("train", (0.0, 0.0))[1] > r.spans.get("train", (0.0, 0.0))[0]]
     if not trained:
         raise ValueError("no pass was trained: there is nothing to draw")
@@ -96,7 +96,7 @@ def trained_passes(reports: Sequence[PassReport]) -> list[PassReport]:
 
 
 def _draw_lanes(axes: Any, reports: list[PassReport], zero: float) -> None:
-    """Draw a lane for each activity; pack and waits stand after their pass's training, load before it."""
+    """Draw a lane for each activity; pack and waits are after their pass's training, load before it."""
     spans: dict[str, list[tuple[float, float]]] = {name: [] for name in _BARS}
     for r in reports:
         begun, ended = r.spans["train"]
@@ -118,12 +118,9 @@ def _draw_lanes(axes: Any, reports: list[PassReport], zero: float) -> None:
     waited = sum(r.waited for r in reports)
     axes.set_yticks(range(len(_LANES)), _LANES)
     axes.invert_yaxis()
-    axes.set_title(
-        f"{len(reports)} passes in {seconds:.1f} s; the training thread waited {waited:.2f} s and packed and "
-        f"unpacked rows for {sum(r.switched for r in reports):.2f} s",
-        fontsize=10,
-        pad=16,
-    )
+    title = f"{len(reports)} passes in {seconds:.1f} s; the training thread waited {waited:.2f} s and packed and "
+    title += f"unpacked rows for {sum(r.switched for r in reports):.2f} s"
+    axes.set_title(title, fontsize=10, pad=16)
     _legend(axes)
 
 
@@ -131,20 +128,10 @@ def _draw_rows(axes: Any, reports: list[PassReport], zero: float) -> None:
     """Stack the rows of each pass by where they came from."""
     begun = np.array([r.spans["train"][0] - zero for r in reports])
     width = np.array([r.spans["train"][1] - r.spans["train"][0] for r in reports])
-    below = np.zeros(len(reports))
+    below, style = np.zeros(len(reports)), {"align": "edge", "edgecolor": "white", "linewidth": 0.3}
     for name, color, count in _TIERS:
         height = np.array([count(r) for r in reports], dtype=np.float64)
-        axes.bar(
-            begun,
-            height,
-            width,
-            bottom=below,
-            align="edge",
-            color=color,
-            edgecolor="white",
-            linewidth=0.3,
-            label=name,
-        )
+        axes.bar(begun, height, width, bottom=below, color=color, label=name, **style)
         below += height
     written = [r.rows_written for r in reports]
     axes.plot(begun + width / 2, written, linestyle="none", marker="_", color="black", label="written to the store")
@@ -155,18 +142,19 @@ def _draw_rows(axes: Any, reports: list[PassReport], zero: float) -> None:
 
 
 def _draw_loss(axes: Any, reports: list[PassReport], zero: float) -> None:
-    """Draw the noted losses, evenly over each pass's training, and their mean over each pass."""
-    seconds: list[float] = []
-    losses: list[float] = []
+    """Draw the logged losses, evenly over each pass's training, and their mean over each pass."""
+    seconds, losses = list[float](), list[float]()
     for r in reports:
         begun, ended = r.spans["train"]
         count = len(r.losses)
         seconds += [begun - zero + (ended - begun) * (i + 0.5) / count for i in range(count)]
         losses += r.losses
-    noted = [r for r in reports if r.losses]
-    middle = [sum(r.spans["train"]) / 2 - zero for r in noted]
+    logged = [r for r in reports if r.losses]
+    middle = [sum(r.spans["train"]) / 2 - zero for r in logged]
     axes.plot(seconds, losses, color="#9db8dc", linewidth=0.8, label="each batch")
-    axes.plot(middle, [float(np.mean(r.losses)) for r in noted], color="#1f3f73", linewidth=1.6, label="mean of a pass")
+    axes.plot(
+        middle, [float(np.mean(r.losses)) for r in logged], color="#1f3f73", linewidth=1.6, label="mean of a pass"
+    )
     axes.set_ylabel("loss")
     axes.grid(alpha=0.3)
     _legend(axes)
@@ -191,7 +179,7 @@ _PLANNED, _MEASURED = "#c9d3e0", "#3b6fb6"
 
 
 def read_reports(path: Path) -> list[PassReport]:
-    """Read the reports that ``TierCache.write_report`` wrote. Raises ValueError for a file that has others."""
+    """Read the reports that ``TierCache.write_report`` wrote. Raises ValueError for any other file."""
     found = []
     for number, line in enumerate(local_path(path, "a report").read_text().splitlines(), 1):
         try:
@@ -204,16 +192,12 @@ def read_reports(path: Path) -> list[PassReport]:
 
 
 def write_html(reports: Sequence[PassReport], out: Path, *, title: str) -> None:
-    """Write the page: one file, with pictures and styles in it.
-
-    Raises ModuleNotFoundError without matplotlib, ValueError where no pass was trained.
-    """
+    """Write the page: one file, including pictures and styles. Raises as `draw_passes`."""
     out, passes = local_path(out, "a page"), trained_passes(reports)
     picture = io.StringIO()
     draw_passes(reports, picture, kind="svg")
     exact = sum(r.planned_equals_measured for r in passes)
-    seconds = sum(r.seconds for r in passes)
-    waited = sum(r.waited for r in passes)
+    seconds, waited = sum(r.seconds for r in passes), sum(r.waited for r in passes)
     read, written = sum(r.bytes_read for r in passes), sum(max(0, r.bytes_written) for r in passes)
     rows, kept = sum(r.rows for r in passes), sum(r.rows_kept + r.rows_from_host for r in passes)
     facts = {
@@ -225,18 +209,12 @@ def write_html(reports: Sequence[PassReport], out: Path, *, title: str) -> None:
         "written to it": format_bytes(written),
         "planned = measured": f"{exact} of {len(passes)} passes",
     }
-    losses = [loss for r in passes for loss in r.losses]
-    if losses:
-        facts["loss, first and last pass"] = " to ".join(
-            f"{sum(r.losses) / len(r.losses):.4f}" for r in (passes[0], passes[-1]) if r.losses
-        )
+    if any(r.losses for r in passes):
+        facts["loss, first and last pass"] = " to ".join(_mean_loss(r) for r in (passes[0], passes[-1]) if r.losses)
+    items = (f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>" for name, value in facts.items())
     body = [
         f"<h1>{html.escape(title)}</h1>",
-        "<dl>"
-        + "".join(
-            f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>" for name, value in facts.items()
-        )
-        + "</dl>",
+        f"<dl>{''.join(items)}</dl>",
         "<h2>What happened when</h2>",
         '<p class="note">Above: the training thread, and the threads that read the next pass and write the last one. '
         "Middle: the rows of each pass by where they came from. Below: the loss.</p>",
@@ -251,12 +229,16 @@ def write_html(reports: Sequence[PassReport], out: Path, *, title: str) -> None:
 
 
 def _svg(text: str) -> str:
-    """Return a picture without what stands before it in a file of its own."""
+    """Return a picture without the header of a file."""
     return text[text.index("<svg") :]
 
 
+def _mean_loss(report: PassReport) -> str:
+    return f"{sum(report.losses) / len(report.losses):.4f}" if report.losses else ""
+
+
 def write_pngs(reports: Sequence[PassReport], out: Path) -> list[Path]:
-    """Write the page's pictures beside it, as NAME-timeline.png and NAME-bytes.png. Raises what ``write_html`` does."""
+    """Write the page's pictures next to it, as NAME-timeline.png and NAME-bytes.png. Raises as `draw_passes`."""
     timeline, amounts = (out.with_name(f"{out.stem}-{what}.png") for what in ("timeline", "bytes"))
     draw_passes(reports, timeline)
     _bytes_drawn(trained_passes(reports), amounts)
@@ -264,7 +246,7 @@ def write_pngs(reports: Sequence[PassReport], out: Path) -> list[Path]:
 
 
 def _bytes_drawn(passes: Sequence[PassReport], path: Path | None = None) -> io.StringIO:
-    """Draw the bytes that were read and written, beside what was planned: into a file, or the SVG that is returned."""
+    """Draw the bytes that were read and written, next to the planned ones: to a file, or the SVG that is returned."""
     figure = new_figure(13, 3.4)
     of_reads, of_writes = figure.subplots(1, 2, sharex=True)
     places = [r.pass_index for r in passes]
@@ -295,12 +277,11 @@ def _table(passes: Sequence[PassReport]) -> str:
     lines = ["<tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>"]
     for r in passes:
         begun, ended = r.spans["train"]
-        loss = f"{sum(r.losses) / len(r.losses):.4f}" if r.losses else ""
         cells: list[Any] = [
             r.pass_index, r.epoch + 1, r.sub_dataset, f"{r.rows:,}", f"{r.rows_kept:,}", f"{r.rows_from_host:,}",
             f"{r.rows_read:,}", f"{r.rows_generated:,}", f"{r.bytes_read / 2**20:,.1f}",
             f"{max(0, r.bytes_written) / 2**20:,.1f}", f"{ended - begun:.2f}", f"{r.switched * 1e3:.0f}",
-            f"{r.waited * 1e3:.0f}", loss,
+            f"{r.waited * 1e3:.0f}", _mean_loss(r),
         ]  # fmt: skip
         plan = "<td>exact</td>" if r.planned_equals_measured else '<td class="off">off</td>'
         lines.append("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + plan + "</tr>")

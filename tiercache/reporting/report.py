@@ -1,4 +1,4 @@
-"""What a run reports: rows, bytes and waits of each pass, planned and measured."""
+"""Reports: rows, bytes and waits of each pass, planned and measured."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _MIB = 1 << 20
 
 @dataclass(slots=True, kw_only=True)
 class PassReport:
-    """One pass.
+    """The report of one pass.
 
-    Seconds of ``wait_seconds`` and ``work_seconds`` are the training thread's, but those in which it waits for steps
-    that a GPU has still to do: these are seconds of training.
+    ``wait_seconds`` and ``work_seconds`` are seconds of the training thread, except waits for pending steps of a GPU,
+    which count as training.
     """
 
     pass_index: int
@@ -51,17 +51,17 @@ class PassReport:
     bytes_written_planned: int = 0
     host_bytes_planned: int = 0
     wait_seconds: dict[str, float] = field(default_factory=dict)
-    """By cause: ``store`` (the load is not here yet), ``durable`` (the last dump is not), ``room`` (it has none)."""
+    """By cause: ``store`` (rows are not staged yet), ``durable`` (the last dump), ``room`` (memory of the next)."""
     work_seconds: dict[str, float] = field(default_factory=dict)
     """By work: ``pack``, ``unpack``, ``commit`` (cloning the dense state)."""
     spans: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """By activity (``train``, ``read``, ``write``): begin and end on one clock, in seconds."""
+    """By activity (``train``, ``read``, ``write``): begin and end in seconds, on one clock."""
     losses: list[float] = field(default_factory=list)
-    """What the training loop chose to add with ``Pass.log_loss``."""
+    """Losses of ``Pass.log_loss``."""
     seconds_predicted: float | None = None
-    """What the plan that training was given predicts for ``seconds``, once the next pass is known; else None."""
+    """The plan's prediction of ``seconds``, once the next pass is known; None without a plan."""
     bound_predicted: str | None = None
-    """What takes the most of these seconds: ``compute``, ``read``, ``write`` or ``copy``."""
+    """The activity that takes most of these seconds: ``compute``, ``read``, ``write`` or ``copy``."""
     durable: threading.Event = field(default_factory=threading.Event)
 
     @classmethod
@@ -78,12 +78,12 @@ class PassReport:
         )  # fmt: skip
 
     def begin_training(self) -> None:
-        """Mark the moment the first batch may be asked for."""
+        """Note the time before the first batch."""
         now = time.perf_counter()
         self.spans["train"] = now, now
 
     def end_training(self) -> None:
-        """Mark the moment the loop asked for the next pass."""
+        """Note the time at which the loop requests the next pass."""
         self.spans["train"] = self.spans["train"][0], time.perf_counter()
 
     def add_wait(self, cause: str, seconds: float) -> None:
@@ -100,20 +100,16 @@ class PassReport:
             self.work_seconds[work] = self.work_seconds.get(work, 0.0) + time.perf_counter() - begun
 
     def wrote(self, begun: float, ended: float, *, rows: int, num_bytes: int) -> None:
-        """Take in, from the writer thread, that the pass is durable."""
+        """Note, on the writer thread, that the pass is durable."""
         self.spans["write"] = begun, ended
         self.rows_written, self.bytes_written = rows, num_bytes
         self.durable.set()
 
     @property
     def planned_equals_measured(self) -> bool:
-        """Whether rows and bytes read and written are the planned ones, exactly."""
-        return (
-            self.rows_read == self.rows_read_planned
-            and self.bytes_read == self.bytes_read_planned
-            and self.rows_written == self.rows_written_planned
-            and self.bytes_written == self.bytes_written_planned
-        )
+        """True if rows and bytes read and written are exactly the planned ones."""
+        names = ("rows_read", "bytes_read", "rows_written", "bytes_written")
+        return all(getattr(self, name) == getattr(self, f"{name}_planned") for name in names)
 
     @property
     def waited(self) -> float:
@@ -132,7 +128,7 @@ class PassReport:
         return ended - begun + self.waited + self.switched
 
     def rate(self, activity: str) -> float:
-        """Bytes per second of ``load``, ``read`` or ``write``; 0 where nothing moved."""
+        """Return the bytes per second of ``load``, ``read`` or ``write``; 0 if nothing moved."""
         if activity == "load":
             seconds = self.work_seconds.get("unpack", 0.0)
             return self.bytes_loaded / seconds if seconds else 0.0
@@ -151,9 +147,8 @@ class PassReport:
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> PassReport:
         """Return the report of a ``record``. Raises TypeError and AttributeError for anything else."""
-        known = {
-            name: value for name, value in record.items() if name in cls.__dataclass_fields__ and name != "durable"
-        }
+        fields = cls.__dataclass_fields__.keys() - {"durable"}
+        known = {name: value for name, value in record.items() if name in fields}
         for name, value in known.items():
             kind = str(cls.__dataclass_fields__[name].type)
             if not _is_of(kind, value):
@@ -167,18 +162,16 @@ def _is_of(kind: str, value: Any) -> bool:
     if value is None:
         return kind.endswith("| None")
     if kind.startswith("dict"):
-        of_pairs = "tuple" in kind
-        return isinstance(value, dict) and all(
-            isinstance(one, list | tuple) and len(one) == 2 and all(map(_is_number, one))
-            if of_pairs
-            else _is_number(one)
-            for one in value.values()
-        )
+        return isinstance(value, dict) and all(map(_is_pair if "tuple" in kind else _is_number, value.values()))
     if kind.startswith("list"):
         return isinstance(value, list) and all(map(_is_number, value))
     if kind.startswith("str"):
         return isinstance(value, str)
     return _is_number(value) and (kind != "int" or (isinstance(value, int) and abs(value) < 1 << 63))
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_number, value))
 
 
 def _is_number(value: Any) -> bool:
@@ -191,21 +184,21 @@ def write_json_lines(reports: Sequence[PassReport], path: Path) -> None:
 
 
 def write_scalars(reports: Sequence[PassReport], writer: Any) -> None:
-    """Give a `SummaryWriter` of TensorBoard the numbers of each pass, at the step of its index."""
+    """Write the numbers of each pass to a `SummaryWriter` of TensorBoard, at the step of its index."""
     for report in reports:
         for name, value in report.record().items():
             if isinstance(value, list):
                 value = {"": sum(value) / len(value)} if value else {}  # noqa: PLW2901 - the mean of losses
             parts = value if isinstance(value, dict) else {"": value}
             for part, number in parts.items():
-                if isinstance(number, int | float):  # spans are moments, and a bound is a word
+                if isinstance(number, int | float):  # spans are times, and a bound is a word
                     writer.add_scalar(f"tiercache/{name}{part and '/'}{part}", number, report.pass_index)
 
 
 def pass_table(reports: Sequence[PassReport]) -> Table:
-    """Return the table for people: one line a pass, 126 columns wide, and 20 more with seconds that were predicted.
+    """Return a table for a terminal: one line a pass, 126 columns wide, and 20 more with predicted seconds.
 
-    ``load`` is what comes to the device from host and store, ``read`` and ``written`` are the store's.
+    ``load`` is from host and store to the device; ``read`` and ``written`` are the store's.
     """
     table = Table(
         title="passes: rows and bytes per tier, planned = measured", title_justify="left",

@@ -1,4 +1,4 @@
-"""A region of host memory: whole pages at fixed addresses, which can be given back or moved to another region."""
+"""Pinned host memory: regions of whole pages at fixed addresses, and an arena that moves pages among them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 _NORMAL = 0
 _DONTNEED = 4
 _POPULATE_WRITE = 23
-"""Linux 5.14: all pages at once, for less than half of what they cost one fault after another."""
+"""Linux 5.14: all pages at once, in less than half the time of one fault each."""
 _MOVE = 1 | 2 | 4
-"""MREMAP_MAYMOVE, FIXED and, since Linux 5.7, DONTUNMAP: what the pages leave stays mapped, without pages."""
+"""MREMAP_MAYMOVE, FIXED and, since Linux 5.7, DONTUNMAP: the source stays mapped, without pages."""
 _system = ctypes.CDLL(None, use_errno=True)
 _madvise = _system.madvise  # of mmap, madvise holds the GIL while the system works
 _madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
@@ -41,7 +41,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 @functools.cache
 def moves_pages() -> bool:
-    """Try whether the system moves pages from one map to another and leaves both."""
+    """Return True if the system moves pages from one map to another and leaves both."""
     if _mremap is None:
         return False
     maps = [mmap.mmap(-1, PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(2)]
@@ -52,10 +52,10 @@ def moves_pages() -> bool:
 
 
 class PinnedRegion:
-    """Anonymous memory of whole pages, of which some stretch is held.
+    """Anonymous memory of whole pages, of which one range is in use.
 
-    ``data`` is the uint8 array handed out: the first bytes of the map. What is not held has undefined content. Pages
-    that are held are pinned for the device, and those only: none is while the stretch that is held changes.
+    ``data`` is the uint8 array for users: the first bytes of the map. Bytes outside of the range are undefined. Exactly
+    the pages of the range are pinned for the device, and none while the range changes.
     """
 
     __slots__ = ("_address", "_backend", "_bytes", "_cuts", "_pid", "_pinned", "data", "first_page", "last_page")
@@ -66,33 +66,33 @@ class PinnedRegion:
         self._bytes: NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
         self._address = self._bytes.ctypes.data
         self._cuts: list[int] = []
-        """Pages where the system may see another map begin, rising: it moves the pages of one at a time."""
+        """Pages at which another map of the system may begin, sorted: pages of one map can be moved at once."""
         self.data = self._bytes[:0]
         self.first_page = self.last_page = 0
 
     def __del__(self) -> None:
-        """Unpin what nobody closed: the device would take other pages at this address for these.
+        """Unpin pages that were not closed: the device would mistake later pages at this address for them.
 
-        A process that was forked off has a copy of what is not its own.
+        Does nothing in a fork of the process, whose copy is not pinned.
         """
         if not sys.is_finalizing() and self._pid == os.getpid():
             self.unpin()
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes that are held."""
+        """Bytes of the pages in use."""
         return (self.last_page - self.first_page) * PAGE_BYTES
 
     def is_open_to(self, num_bytes: int) -> bool:
-        """Whether exactly the pages of the first ``num_bytes`` bytes are held."""
+        """Return True if exactly the pages of the first ``num_bytes`` bytes are in use."""
         return (self.first_page, self.last_page) == (0, paged(num_bytes) // PAGE_BYTES)
 
     def holds(self, low: int, high: int) -> bool:
-        """Whether all of bytes [low, high) are held."""
+        """Return True if all of bytes [low, high) are in use."""
         return self.first_page * PAGE_BYTES <= low and high <= self.last_page * PAGE_BYTES
 
     def hold(self, first: int, last: int) -> None:
-        """Hold pages [first, last), which are here, and no others: what becomes of these is for the caller."""
+        """Use pages [first, last), which are present, and no others, which the caller takes care of."""
         if (self.first_page, self.last_page) != (first, last):
             self.unpin()
             self.first_page, self.last_page = first, last
@@ -106,12 +106,12 @@ class PinnedRegion:
         self.data = self._bytes[:num_bytes]
 
     def unpin(self) -> None:
-        """Take the pages from the device."""
+        """Unpin the pages in use."""
         if self._pinned >= 0:
             self._backend.unpin(self._pinned)
             self._pinned = -1
 
-    # -- pages nobody holds, none of them pinned ---------------------------------------------------------------
+    # -- pages out of use, none of them pinned -----------------------------------------------------------------
 
     def runs(self, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Yield [first, last) in parts that the system can move."""
@@ -122,19 +122,19 @@ class PinnedRegion:
             yield first, last
 
     def release(self, first: int, last: int) -> None:
-        """Give pages back to the system."""
+        """Return pages to the system."""
         if first < last and self._advise(_DONTNEED, first, last):
             raise OSError(ctypes.get_errno(), "pages of host memory cannot be given back")
 
     def populate(self, first: int, last: int) -> None:
-        """Take pages from the system at once; where that is refused they come one by one as they are used."""
+        """Allocate pages at once; if the system refuses, it allocates each on first use."""
         if first < last:
             self._advise(_POPULATE_WRITE, first, last)
 
-    def bring(self, first: int, last: int, source: PinnedRegion, source_first: int) -> bool:
-        """Move pages, a run of ``source``, to [first, last) with all they have; False where the system cannot.
+    def move_in(self, first: int, last: int, source: PinnedRegion, source_first: int) -> bool:
+        """Move pages, a run of ``source``, to [first, last) with their content; return False if the system cannot.
 
-        For a hundredth of what it costs to give them back and to have others zeroed.
+        This takes a hundredth of the time of returning them and having others zeroed.
         """
         if _mremap is None or not moves_pages():
             return False
@@ -154,33 +154,31 @@ class PinnedRegion:
 
 
 _MOVED_PAGES = 32
-"""The fewest that are moved: to give back fewer and have them zeroed elsewhere takes no longer."""
+"""The fewest that are moved: returning fewer and having others zeroed takes no longer."""
 _MOST_RUNS = 2048
-"""Runs of pages that a budget may be divided into, as each may be four maps of the 65,530 that Linux allows a process.
+"""The most runs of pages in a budget, as each may be four maps of the 65,530 that Linux allows a process.
 
-Of a budget above 32 GiB no region has as long a run, and none is moved: such a budget holds so many regions that few
-of them are held in part.
+In a budget above 32 GiB no region has so long a run, and none is moved: few of its many regions are partly in use.
 """
 
 
-class _Spare(NamedTuple):
-    """Pages [first, last) of a region that nobody holds, in one map of the system."""
+class _FreeRun(NamedTuple):
+    """Pages [first, last) of a region, out of use, in one map of the system."""
 
     region: PinnedRegion
     first: int
     last: int
 
     def pages(self) -> int:
-        """Return how many they are."""
+        """Return the number of pages."""
         return self.last - self.first
 
 
 class PinnedArena:
-    """Hands out regions of at most ``region_bytes``; the bytes resident never exceed ``budget``. Thread-safe.
+    """Allocates regions of at most ``region_bytes``; resident bytes never exceed ``budget``. Thread-safe.
 
-    Regions that come back are kept with their pages and handed out again, and longer runs of pages that a region gives
-    back are moved to where pages are wanted: fresh ones cost as much as filling them. Where the budget is short, the
-    pages of kept regions go first.
+    Freed regions are kept with their pages and reused. Long runs of freed pages are moved to regions that need pages,
+    as fresh ones cost as much as filling them. If the budget is short, pages of kept regions are released first.
     """
 
     def __init__(self, budget: int, region_bytes: int, backend: Backend) -> None:
@@ -189,9 +187,9 @@ class PinnedArena:
         self.peak_bytes = 0
         self._free: list[PinnedRegion] = []
         self._empty: list[PinnedRegion] = []
-        self._spares: list[_Spare] = []
-        """The shortest first: taken is the shortest that is long enough, so that few are cut."""
-        self._fewest = max(_MOVED_PAGES, budget // PAGE_BYTES // _MOST_RUNS)
+        self._free_runs: list[_FreeRun] = []
+        """Sorted by length: the shortest that is long enough is used, so that few are cut."""
+        self._least_pages = max(_MOVED_PAGES, budget // PAGE_BYTES // _MOST_RUNS)
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> PinnedRegion:
@@ -205,7 +203,7 @@ class PinnedArena:
         return region
 
     def _pop(self, num_bytes: int) -> PinnedRegion:
-        """Return a free region, one whose pages stay as they are where there is one: others are pinned anew."""
+        """Return a free region, if possible one with exactly the pages needed: others are pinned again."""
         for i in range(len(self._free) - 1, -1, -1):
             if self._free[i].is_open_to(num_bytes):
                 return self._free.pop(i)
@@ -214,42 +212,42 @@ class PinnedArena:
         return self._empty.pop() if self._empty else PinnedRegion(self.region_bytes, self._backend)
 
     def _open(self, region: PinnedRegion, pages: int) -> None:
-        """Have a region hold its first pages: its own, those of others, and fresh ones, in this order."""
-        mine = [(region.first_page, region.last_page)]
-        mine += [(spare.first, spare.last) for spare in self._spares if spare.region is region]
-        self._spares = [spare for spare in self._spares if spare.region is not region]
+        """Have a region use its first pages: its own, those of others, and fresh ones, in this order."""
+        own = [(region.first_page, region.last_page)]
+        own += [(run.first, run.last) for run in self._free_runs if run.region is region]
+        self._free_runs = [run for run in self._free_runs if run.region is not region]
         region.hold(0, 0)
-        for first, last in mine:
-            self._keep_spare(region, max(first, pages), last)
+        for first, last in own:
+            self._add_free(region, max(first, pages), last)
         end = 0
-        for first, last in sorted(mine):
+        for first, last in sorted(own):
             self._fill(region, end, min(first, pages))
             end = max(end, min(last, pages))
         self._fill(region, end, pages)
         region.hold(0, pages)
 
     def _fill(self, region: PinnedRegion, first: int, last: int) -> None:
-        """Bring pages to places that have none."""
+        """Fill a range that has no pages."""
         while first < last:
             missing = last - first
-            if self._spares and missing >= self._fewest:
-                enough = bisect_left(self._spares, missing, key=_Spare.pages)
-                source, low, high = self._spares.pop(min(enough, len(self._spares) - 1))
+            if self._free_runs and missing >= self._least_pages:
+                enough = bisect_left(self._free_runs, missing, key=_FreeRun.pages)
+                source, low, high = self._free_runs.pop(min(enough, len(self._free_runs) - 1))
                 count = min(high - low, missing)
-                if region.bring(first, first + count, source, low):
-                    self._keep_spare(source, low + count, high)
+                if region.move_in(first, first + count, source, low):
+                    self._add_free(source, low + count, high)
                     first += count
                 else:
                     self._release(source, low, high)
                 continue
             if self.resident_bytes + missing * PAGE_BYTES > self.budget:
-                if self._spares:
-                    self._release(*self._spares.pop(0))
+                if self._free_runs:
+                    self._release(*self._free_runs.pop(0))
                     continue
                 if self._free:
-                    spare = self._free.pop()
-                    self._spare(spare, 0, 0)
-                    self._empty.append(spare)
+                    free = self._free.pop()
+                    self._release_others(free, 0, 0)
+                    self._empty.append(free)
                     continue
             self.resident_bytes += missing * PAGE_BYTES
             assert self.resident_bytes <= self.budget, (
@@ -259,49 +257,48 @@ class PinnedArena:
             region.populate(first, last)
             first = last
 
-    def _spare(self, region: PinnedRegion, first: int, last: int) -> None:
-        """Let a region hold pages [first, last) of what it holds, and no others."""
+    def _release_others(self, region: PinnedRegion, first: int, last: int) -> None:
+        """Have a region use only pages [first, last) of those in use."""
         low, high = region.first_page, region.last_page
         try:
             region.hold(first, last)
         finally:
             if first == last:
-                self._keep_spare(region, low, high)
+                self._add_free(region, low, high)
             else:
-                self._keep_spare(region, low, first)
-                self._keep_spare(region, last, high)
+                self._add_free(region, low, first)
+                self._add_free(region, last, high)
 
-    def _keep_spare(self, region: PinnedRegion, first: int, last: int) -> None:
-        """Keep pages that nobody holds to be moved; few at one place go back to the system."""
+    def _add_free(self, region: PinnedRegion, first: int, last: int) -> None:
+        """Keep pages for other regions; short runs are returned to the system."""
         for low, high in region.runs(first, last):
-            if high - low < self._fewest:
+            if high - low < self._least_pages:
                 self._release(region, low, high)
             else:
-                insort(self._spares, _Spare(region, low, high), key=_Spare.pages)
+                insort(self._free_runs, _FreeRun(region, low, high), key=_FreeRun.pages)
 
     def _release(self, region: PinnedRegion, first: int, last: int) -> None:
         region.release(first, last)
         self.resident_bytes -= (last - first) * PAGE_BYTES
 
     def give_back(self, region: PinnedRegion) -> None:
-        """Take a region back; nobody may use its data any more."""
+        """Free a region; its data may not be used any more."""
         with self._lock:
             region.data = region.data[:0]
             self._free.append(region)
 
     def shrink(self, region: PinnedRegion, low: int, high: int) -> None:
-        """Give back what lies outside bytes [low, high) of a region."""
+        """Free the pages of a region outside bytes [low, high)."""
         with self._lock:
             first = min(max(region.first_page, low // PAGE_BYTES), region.last_page)
-            self._spare(region, first, max(first, min(region.last_page, -(-high // PAGE_BYTES))))
+            self._release_others(region, first, max(first, min(region.last_page, -(-high // PAGE_BYTES))))
 
     def close(self) -> None:
-        """Let all regions that came back go; nobody may take a region any more."""
+        """Release all freed regions; no region may be taken any more."""
         with self._lock:
             for region in (*self._free, *self._empty):
                 region.unpin()
                 self.resident_bytes -= region.resident_bytes
-            self.resident_bytes -= sum((spare.last - spare.first) * PAGE_BYTES for spare in self._spares)
-            self._spares.clear()
-            self._free.clear()
-            self._empty.clear()
+            self.resident_bytes -= sum(run.pages() * PAGE_BYTES for run in self._free_runs)
+            for freed in (self._free_runs, self._free, self._empty):
+                freed.clear()

@@ -1,4 +1,4 @@
-"""A batch as loops and modules see it, one feature of a batch, and a request for a batch."""
+"""A batch, one feature of a batch, and a request for a batch."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ class Batch:
     """Samples of one pass, and the ids that modules look up.
 
     ``label`` (N,) and ``dense`` (N, dense features) are float32 on the training device. Ids stay in host memory until
-    a module looks them up; ids of raw keys that were found on a GPU are copied to the host when you read them.
+    a module looks them up. Ids of raw keys that were found on a GPU are copied to the host when you read them.
     """
 
     label: torch.Tensor
     dense: torch.Tensor
     ids: Mapping[str, FeatureIds | FoundIds]
-    """Local ids by feature. They mean rows only together with ``rows``, and only inside their pass."""
+    """Local ids by feature. They are valid only together with ``rows``, during their pass."""
     rows: Any
     """A `RowView`."""
     num_samples: int
     weight: float = 1.0
     """The weight of this batch's mean loss: 1 with one rank; W * n / N for n of the N samples of W ranks."""
     pooled: Mapping[str, Any] = field(default_factory=dict)
-    """By name, features that another rank pooled; ``ids`` has all others that some module looks up."""
+    """By name, features that another rank pooled; ``ids`` has all others that a module looks up."""
     end: int = 0
     """Samples of the pass up to the end of the batch, of all ranks."""
     collations: Any = field(default=None, repr=False)
-    """Ids that are on the device already, if the batch was made ahead. To change ``ids`` use ``dataclasses.replace``:
-    writes into their arrays may come too late."""
+    """Ids on the device, if the batch was made ahead. To change ``ids`` use ``dataclasses.replace``: writes to their
+    arrays may be too late."""
 
     number: torch.Tensor | None = None
     """(N,) int64, all equal: the number by which compiled models find the batch."""
@@ -56,7 +56,7 @@ class Batch:
 
     @property
     def features(self) -> Mapping[str, JaggedIds]:
-        """The features by name: what an `EmbeddingBag` or `Embedding` of one feature takes."""
+        """The features by name: the input of an `EmbeddingBag` or `Embedding` of one feature."""
         return _Features(self)
 
     def __repr__(self) -> str:
@@ -76,11 +76,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class JaggedIds(NoTensor):
-    """The ids of one feature of a batch: local ids, which have a meaning only together with their batch.
+    """The local ids of one feature of a batch, in place of a plain model's tensor of keys.
 
-    It stands where a plain model has a tensor of keys. ``ids == key`` and ``ids != key`` are what they are for that
-    tensor: bool (N,), (N, length) for lists of fixed length, (ids,) for ragged ones, where rows are trained. Any other
-    operation of a tensor raises TypeError.
+    ``ids == key`` and ``ids != key`` are as for that tensor, on the training device: bool (N,), (N, length) for lists
+    of fixed length, (ids,) for ragged ones. Any other operation of a tensor raises TypeError.
     """
 
     batch: Batch
@@ -153,13 +152,13 @@ class _Features(Mapping[str, JaggedIds]):
 
 
 class BatchRequest(NamedTuple):
-    """A batch that is to be made."""
+    """A batch to be made."""
 
     source: Any
     """The sub-dataset, a `SubDatasetView`."""
     places: NDArray[np.int64]
     """The places of its samples in the pass, for all ranks."""
     step_samples: int
-    """Samples of the step that it is part of: more than its own where it is a micro-batch."""
+    """Samples of its step: more than its own if it is a micro-batch."""
     done: int = 0
     """Samples of the pass up to the end of the batch."""

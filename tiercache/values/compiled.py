@@ -1,4 +1,4 @@
-"""Numbers by which operators in compiled models find batches and modules, and functions that stay as they are there."""
+"""Compiled models: numbers by which operators find batches and modules, and functions that are not compiled."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ _modules: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have compiled models call a function as it is.
+    """Have compiled models call a function without compiling it.
 
-    As `torch.compiler.disable`, which imports torch's compiler where it is called: half of what importing us would
-    take, and no use to a model that is not compiled.
+    Unlike `torch.compiler.disable`, this imports torch's compiler only for a compiled model: half of our import time.
     """
     disabled: list[Callable[..., Any]] = []
 
@@ -39,15 +38,15 @@ def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def number_batch(batch: Any, number: torch.Tensor | None) -> torch.Tensor:
-    """Have operators find a batch, or a copy of the one with ``number``: (samples,) int64, all the same."""
-    if number is None or _number_of(number) in _batches:  # each batch that lives has another one
+    """Register a batch, or a copy of the one with ``number``, and return its number: (samples,) int64, all equal."""
+    if number is None or _number_of(number) in _batches:  # live batches have different numbers
         number = torch.full((1,), next(_numbers), device="cpu").expand(batch.num_samples)
     _batches[_number_of(number)] = batch
     return number
 
 
 def number_module(module: Any) -> int:
-    """Have operators find a module by the number that is returned."""
+    """Register a module and return its number."""
     number = next(_numbers)
     _modules[number] = module
     return number
@@ -64,4 +63,4 @@ def module_of(number: int) -> Any:
 
 
 def _number_of(number: torch.Tensor) -> int:
-    return int(number.as_strided((1,), (1,)))  # of no samples too
+    return int(number.as_strided((1,), (1,)))  # even without samples

@@ -1,4 +1,4 @@
-"""What a device of a training does with arrays: `CpuBackend` and `CudaBackend` implement `Backend`.
+"""Backends train rows on one kind of device: `CpuBackend` and `CudaBackend` implement `Backend`.
 
 Arrays on the device are NumPy arrays on a CPU and torch tensors on a GPU. Only a backend computes with them. Lookups
 and steps run in the order of the calls, on torch's current stream, and wait for nothing.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Layout(NamedTuple):
-    """What a group needs on the device."""
+    """The memory that a group needs on the device."""
 
     rows: int
     widths: tuple[int, ...]
@@ -36,7 +36,7 @@ class Layout(NamedTuple):
     positions: int
     """The most local ids that are mapped to slots at once."""
     rounded: bool
-    """Whether steps round its vectors, which have 16 bits then."""
+    """True if steps round its vectors, which have 16 bits then."""
 
 
 class RowArrays(NamedTuple):
@@ -45,15 +45,15 @@ class RowArrays(NamedTuple):
     fields: tuple[Array, ...]
     """(rows, words) float32 each."""
     slots: Array
-    """(positions,) int32 for the slots of a pass; empty where they are used from host memory."""
+    """(positions,) int32 for the slots of a pass; empty if the device uses them in host memory."""
     load_slots: Array
     """(positions,) int32 for the slots of loaded rows; empty likewise."""
     keys: Array
-    """(positions,) int64 for keys on their way to the device; empty likewise."""
+    """(positions,) int64 for keys that are copied to the device; empty likewise."""
     dump_order: Array
     """(positions,) int32 for the order of dumped rows, in the memory of ``keys``; empty likewise."""
     streams: Array
-    """(rows,) uint64 of the row in each slot, where vectors are rounded; else empty."""
+    """(rows,) uint64 of the row in each slot; empty unless vectors are rounded."""
 
 
 class Event(Protocol):
@@ -128,7 +128,7 @@ class Streams:
 
 
 class BatchUpload(Protocol):
-    """Brings what one batch needs. One thread makes it and uploads all, then the training thread receives it."""
+    """Uploads one batch. One thread makes it and uploads all arrays, then the training thread receives it."""
 
     @property
     def buffers(self) -> SampleBuffers:
@@ -152,13 +152,13 @@ class BatchUpload(Protocol):
         """Like `Backend.weights`, with weights of the data."""
 
     def sort(self, lookups: Sequence[LookupPositions]) -> Sequence[Any]:
-        """Return the order of the ids of each lookup by position, if it is better found here than in the step."""
+        """Return the order of the ids of each lookup by position, if it is faster to sort them now than in the step."""
 
     def send(self) -> None:
         """Declare the upload complete. On the thread that made it."""
 
     def receive(self) -> None:
-        """Let later work on torch's current stream use what was uploaded. On the training thread; does not wait."""
+        """Let later work on torch's current stream use the arrays. On the training thread; does not wait."""
 
 
 class Pieces(Protocol):
@@ -183,14 +183,14 @@ class KeyIndex(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the device: what `Backend.index_bytes` says for so many keys and tables."""
+        """Bytes on the device, see `Backend.index_bytes`."""
 
     @property
     def capacity(self) -> int:
-        """Places: an index of another pass fits if `kernels.cpu.key_index.capacity_for` its keys is no more."""
+        """Places: another pass fits if `kernels.cpu.key_index.capacity_for` its keys is no larger."""
 
     def build(self, key_sets: Sequence[KeySet]) -> None:
-        """Forget all keys and insert those of a pass, from host memory, where they may be mapped files."""
+        """Replace all keys by those of a pass, in host memory or mapped files."""
 
     def find(self, keys: Sequence[NDArray[np.int64]], starts: NDArray[np.int64], tables: NDArray[np.int64]) -> Found:
         """Search for the keys of some features, in host memory; does not wait for steps of a GPU.
@@ -203,13 +203,13 @@ class Backend(Protocol):
     """Stores, moves, looks up and steps rows on one device."""
 
     name: str
-    """What a commit notes of the device; empty for a CPU."""
+    """The device's name in commits; empty for a CPU."""
     device: torch.device
-    """Where torch's tensors are."""
+    """The device of torch's tensors."""
     ahead: int
-    """How many batches are made ahead by default."""
+    """The default number of batches made ahead."""
     queues: bool
-    """Whether calls return before their work is done. Then one thread makes them all, in one order on all ranks."""
+    """True if calls return before their work is done. Then one thread makes them all, in one order on all ranks."""
 
     @property
     def streams(self) -> Streams:
@@ -217,16 +217,16 @@ class Backend(Protocol):
 
     @property
     def scratch_bytes(self) -> int:
-        """What it keeps on the device from batch to batch, beside the budget."""
+        """Bytes that it keeps on the device from batch to batch, which no budget counts."""
 
     def prepare(self, tables: Sequence[Table]) -> None:
         """Compile what training these tables needs."""
 
     def drop_scratch(self) -> None:
-        """Free what is kept on the device from step to step; the next step makes it anew."""
+        """Free the memory that is kept from step to step; the next step allocates it again."""
 
     def random_state(self) -> torch.Tensor | None:
-        """Return the state of the device's random generator; None for a CPU, whose generators a commit has anyway."""
+        """Return the state of the device's random generator; None for a CPU, whose generators are in every commit."""
 
     def set_random_state(self, state: torch.Tensor) -> None:
         """Restore the device's random generator."""
@@ -240,10 +240,10 @@ class Backend(Protocol):
         """Return an array as a tensor."""
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-        """Return an array of undefined content."""
+        """Return an uninitialized array."""
 
     def to_device(self, array: NDArray[np.generic]) -> Array:
-        """Return a host array on the device: itself on a CPU, else a copy that nobody waits for."""
+        """Return a host array on the device: itself on a CPU, else a copy, without waiting."""
 
     def join(self, arrays: Sequence[NDArray[np.int32]]) -> tuple[list[JoinedArrays], Array]:
         """Concatenate host arrays on the device; also return them in host memory, in one or several runs."""
@@ -255,18 +255,18 @@ class Backend(Protocol):
         """Return (size,) float32: 1, but in [first, last) the values of each part, which may be a host array."""
 
     def upload(self) -> BatchUpload:
-        """Return what brings one batch to the device, on any thread, beside the training."""
+        """Return the upload of one batch, for any thread."""
 
     # -- lookups and steps ---------------------------------------------------------------------------------
 
     def pool(self, parts: Sequence[tuple[GroupRows, LookupIds]], out: Array) -> list[LookedUp]:
-        """Pool the ids of several groups into their columns of ``out`` (N, T); returns what backward needs of each."""
+        """Pool the ids of several groups into their columns of ``out`` (N, T)."""
 
     def gather(self, parts: Sequence[tuple[GroupRows, LookupIds]]) -> tuple[list[Array], list[LookedUp]]:
-        """Return the vectors of each feature of several groups, (ids, dim), and what backward needs of each group."""
+        """Return the vectors of each feature of several groups, (ids, dim), and the result of each group."""
 
     def find(self, requests: Sequence[RowRequest]) -> None:
-        """Write slots and vectors of rows by their positions. On one thread at a time, not always the same one."""
+        """Write slots and vectors of rows by their positions. On one thread at a time, not always the same."""
 
     def slot_mask(self, slots: Sequence[Array], num_slots: int) -> NDArray[np.bool_] | None:
         """Return a mask (num_slots,) of the slots that are among ``slots``, in host memory; None if all are."""
@@ -284,20 +284,20 @@ class Backend(Protocol):
         """Update each row of each step once; no row is in two of them."""
 
     def take_overflow(self) -> bool | None:
-        """Return whether a row was not finite after a step since the last call; None: only reading rows tells."""
+        """Return True if a step since the last call left a row that is not finite; None: unknown without reading."""
 
     def index_bytes(self, num_keys: int, num_tables: int) -> int:
-        """Return what an index of so many raw keys takes on the device."""
+        """Return the bytes of an index of so many raw keys on the device."""
 
     def key_index(self, num_keys: int, table_ids: NDArray[np.uint64]) -> KeyIndex | None:
-        """Return an index with room for so many raw keys; None where the device has too little memory for it."""
+        """Return an index with capacity for so many raw keys; None if the device has too little memory."""
 
     # -- moving rows ---------------------------------------------------------------------------------------
 
     def reserve(self, layouts: Sequence[Layout], what: str) -> list[RowArrays]:
-        """Allocate the memory of all groups, of undefined content on a GPU and zero on a CPU.
+        """Allocate the memory of all groups, uninitialized on a GPU and zero on a CPU.
 
-        Raises BudgetError, naming ``what`` needs it, where the device has too little.
+        Raises BudgetError, naming ``what`` needs it, if the device has too little.
         """
 
     def bytes_of(self, layouts: Sequence[Layout]) -> int:
@@ -310,15 +310,15 @@ class Backend(Protocol):
         """Undo a ``pin``; the pages may be freed then. Any thread."""
 
     def scratch(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Return host memory that pieces may lie in."""
+        """Return host memory for pieces."""
 
     def indices(self, count: int) -> NDArray[np.int32]:
-        """Return host memory for indices, from which `place` is quick. Any thread."""
+        """Return host memory for indices, from which `place` is fast. Any thread."""
 
     def place(self, indices: NDArray[np.int32], into: Array) -> Array:
         """Return indices on the device, in the first elements of ``into`` if the device has memory of its own.
 
-        They must not change until an event behind this call has passed.
+        They must not change until an event after this call has passed.
         """
 
     def pieces(self, row_floats: int) -> Pieces:
@@ -331,27 +331,24 @@ class Backend(Protocol):
         """Write the rows of pieces to their slots."""
 
     def generates(self, table: Table) -> bool:
-        """Whether new rows of a table are made on the device, from 8 bytes of key each, with the defined bits."""
+        """Return True if the device generates new rows of a table, from their keys and with the defined bits."""
 
     def generate(self, table: Table, keys: NDArray[np.int64], vectors: Array, slots: Array | None,
                  key_buffer: Array | None) -> None:  # fmt: skip
-        """Write the initial vectors of keys (n,) to their slots (n,), or to rows (n, words) where these are None.
+        """Write the initial vectors of keys (n,) to their slots (n,); None: to rows (n, words).
 
-        ``key_buffer``: room for the keys on the device; None: beside the budget.
+        ``key_buffer``: device memory for the keys; None: outside of the budget.
         """
 
     def write_streams(self, table: Table, keys: NDArray[np.int64], streams: Array, slots: Array | None,
                   key_buffer: Array | None) -> None:  # fmt: skip
-        """Write the streams of the rows of keys (n,) to their slots (n,), or to places (n,) where these are None.
-
-        ``key_buffer`` as of `generate`.
-        """
+        """Write the streams of the rows of keys (n,) to their slots (n,), see `generate`."""
 
     def set_rows(self, field: Array, slots: Array | None, value: float) -> None:
-        """Write ``value`` to all numbers of rows (of all rows: ``slots`` None)."""
+        """Write ``value`` to all numbers of rows; ``slots`` None: of all rows."""
 
     def write(self, rows: Array, fill: Callable[[NDArray[np.float32], slice], None]) -> None:
-        """Call ``fill(words, part)`` to make the words of ``rows``, in one or several parts, in order."""
+        """Call ``fill(words, part)`` to write the words of ``rows``, in one or several parts, in order."""
 
     def read(self, field: Array, slots: NDArray[np.int32] | slice) -> NDArray[np.float32]:
-        """Return rows of a field in host memory; a view of it on a CPU where a slice is asked for."""
+        """Return rows of a field in host memory; on a CPU a slice is a view."""

@@ -49,14 +49,14 @@ class OptimizerStep:
     """At least one, in the order of the backward calls."""
     learning_rate: float
     number: int
-    """How many steps the tables of ``saved`` have taken, this one included: Adam's rule and rounding go by it."""
+    """The steps of the tables of ``saved``, including this one: for Adam's rule and for rounding."""
 
     def kernel_step(self, gradients: Gradients | Sequence[Gradients], pairs: Array) -> Step:
         """Return the step as kernels take it: with the gradients of ``saved`` and their sorted slots."""
         rows, rule, rounding = self.rows, self._rule(), NO_ROUNDING
         if rows.streams.shape[0]:
             rounding = make_rounding(rows.streams, self.number)
-        states = () if rule.kind == SGD else rows.states  # others may have stepped by them already
+        states = () if rule.kind == SGD else rows.states  # other kernels may have used them already
         return Step(rows.vectors, states, pairs, gradients, rule, rounding)
 
     def _rule(self) -> Rule:
@@ -73,7 +73,7 @@ class OptimizerStep:
 
 
 def vectors_of(words: Array, dim: int, dtype: str) -> Vectors:
-    """See words of 4 bytes (slots, words), on whatever device, as vectors."""
+    """View words of 4 bytes (slots, words), on any device, as vectors."""
     if isinstance(words, torch.Tensor) and dtype != "float32":
         return Vectors(words.view(torch.uint16), dim, int(dtype == "float16"))
     return Vectors.of(words, dim, dtype)

@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 
 def of_tables(backend: Backend, saved: SavedGradient, names: Collection[str]) -> list[SavedGradient]:
-    """Return the gradients of some tables of the group: of each stretch of entries of theirs, in order."""
-    assert saved.spans is not None, "the gradient of a group of several tables does not say of which it is"
-    stretches: list[list[int]] = []
+    """Return the gradients of some tables of the group, one for each range of adjacent entries, in order."""
+    assert saved.spans is not None, "the gradient of a group of several tables has no spans"
+    ranges: list[list[int]] = []
     for table, first, last in saved.spans():
         if table not in names or first == last:
             continue
-        if stretches and stretches[-1][1] == first:
-            stretches[-1][1] = last
+        if ranges and ranges[-1][1] == first:
+            ranges[-1][1] = last
         else:
-            stretches.append([first, last])
-    return [_part(backend, saved, first, last) for first, last in stretches]
+            ranges.append([first, last])
+    return [_part(backend, saved, first, last) for first, last in ranges]
 
 
 def _part(backend: Backend, saved: SavedGradient, first: int, last: int) -> SavedGradient:
-    """Return the gradient of the entries from ``first`` up to ``last``: of whole features without ``places``."""
+    """Return the gradient of entries [first, last), which are whole features without ``places``."""
     if (first, last) == (0, saved.slots.shape[0]):
         return saved
     argmax = saved.argmax
@@ -49,7 +49,7 @@ def _part(backend: Backend, saved: SavedGradient, first: int, last: int) -> Save
 
 
 def places_of(backend: Backend, saved: SavedGradient) -> Array:
-    """Return where each entry's gradient begins, (E,) int64, written out where ``saved`` has columns only."""
+    """Return where each entry's gradient begins, (E,) int64, computed if ``saved`` has columns only."""
     if saved.places is not None:
         return saved.places
     samples = torch.arange(saved.num_samples, device=backend.device) * saved.width
@@ -63,15 +63,15 @@ def merged(backend: Backend, saved: Sequence[SavedGradient]) -> SavedGradient:
         return saved[0]
     tensor, array, device = backend.tensor, backend.array, backend.device
     has_scales, has_argmax = any(one.scales.shape[0] for one in saved), any(one.argmax.shape[0] for one in saved)
-    known: dict[tuple[int, int], int] = {}  # lookups of one module share their gradient
+    starts: dict[tuple[int, int], int] = {}  # lookups of one module share their gradient
     flats, places, scales, argmaxes, size, first = [], [], [], [], 0, 0
     for one in saved:
         gradient, count, is_max = tensor(one.gradient), one.slots.shape[0], bool(one.argmax.shape[0])
         key = gradient.data_ptr(), gradient.numel()
-        start = known.get(key)
+        start = starts.get(key)
         if start is None or is_max:  # an element of a gradient has one maximum
             start = size
-            known.setdefault(key, start)
+            starts.setdefault(key, start)
             size += gradient.numel()
             flats.append(one.gradient)
             if is_max:
