@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from tiercache.store.table import Group, Table
 
 KEYS_PER_RANGE = 1 << 20
+KeysOf: TypeAlias = "Callable[[int, int], NDArray[np.int64]]"
+"""Returns the keys of a sub-dataset and of a table, by its index among all tables, in hash order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,8 @@ class RowOffsets:
         """All tables, in the order of their positions."""
         return tuple(table for group in self.groups for table in group.tables)
 
-    def keys_of(self, dataset: DatasetView) -> Callable[[int, int], NDArray[np.int64]]:
-        """Return a function that returns the keys of a sub-dataset and of a table, by its index among all tables."""
+    def keys_of(self, dataset: DatasetView) -> KeysOf:
+        """Return the function that returns keys of ``dataset``."""
         names = [table.name for table in self.tables]
         return lambda sub_dataset, table: dataset.passes[sub_dataset].keys(names[table])
 

@@ -17,13 +17,11 @@ from tiercache.sizes import distinct_sizes, format_bytes, option_bytes
 from tiercache.values.lookups import GroupRows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
     from tiercache.planning.next_use import NextUses
     from tiercache.planning.pass_plan import PassPlan
-    from tiercache.planning.row_offsets import RowOffsets
+    from tiercache.planning.row_offsets import KeysOf, RowOffsets
     from tiercache.rows.backends.base import Backend
     from tiercache.store.table import Group
     from tiercache.values.ids import Array
@@ -213,9 +211,7 @@ class DeviceTier:
             raise StateError("rows of a cache that is closed were asked for: ask for them before close()")
         return self._backend.read(self.arrays_G[group].fields[field], slots)
 
-    def write_streams(
-        self, sub_dataset: int, assignments: list[SlotAssignment], keys_of: Callable[[int, int], NDArray[np.int64]]
-    ) -> None:
+    def write_streams(self, sub_dataset: int, assignments: list[SlotAssignment], keys_of: KeysOf) -> None:
         """Write the random streams of the rows shown, from their keys, for groups whose vectors are rounded.
 
         Kept rows have theirs. The keys of loaded rows are copied to the device with their slots; if most rows of a

@@ -17,12 +17,11 @@ from tiercache.sizes import format_bytes
 from tiercache.store.layout import page_checksums
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from tiercache.planning.row_offsets import RowOffsets
+    from tiercache.planning.row_offsets import KeysOf, RowOffsets
     from tiercache.planning.schedule import Schedule
 
 FOLDER = "schedule"
@@ -40,7 +39,7 @@ class NextUseFiles:
         self,
         schedule: Schedule,
         positions: RowOffsets,
-        keys_of: Callable[[int, int], NDArray[np.int64]],
+        keys_of: KeysOf,
         folder: Path | None,
         *,
         keys_per_range: int = KEYS_PER_RANGE,

@@ -13,12 +13,12 @@ from tiercache.planning.host_plan import PageRange
 from tiercache.rows.device import initial_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from tiercache.planning.pass_plan import PassPlan
-    from tiercache.planning.row_offsets import RowOffsets
+    from tiercache.planning.row_offsets import KeysOf, RowOffsets
     from tiercache.rows.backends.base import Backend, Event, Pieces
     from tiercache.rows.device import DeviceTier, SlotAssignment
     from tiercache.rows.host import HostTier
@@ -92,12 +92,7 @@ class Packer:
     """Moves rows between the slots of the device and host memory, and finds the keys of dumped rows."""
 
     def __init__(
-        self,
-        device: DeviceTier,
-        backend: Backend,
-        host: HostTier,
-        positions: RowOffsets,
-        keys_of: Callable[[int, int], NDArray[np.int64]],
+        self, device: DeviceTier, backend: Backend, host: HostTier, positions: RowOffsets, keys_of: KeysOf
     ) -> None:
         self._device, self._backend, self._host = device, backend, host
         self._positions, self._keys_of = positions, keys_of

@@ -17,13 +17,13 @@ from tiercache.store.row_codec import to_words
 from tiercache.store.table import initializer_code
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from numpy.typing import NDArray
 
     from tiercache.planning.host_plan import PageRange
     from tiercache.planning.pass_plan import PassPlan
-    from tiercache.planning.row_offsets import RowOffsets
+    from tiercache.planning.row_offsets import KeysOf, RowOffsets
     from tiercache.rows.backends.base import Backend
     from tiercache.rows.device import SlotAssignment
     from tiercache.rows.pinned import PinnedArena, PinnedRegion
@@ -132,7 +132,7 @@ class RowPrefetcher:
         backend: Backend,
         memory: PinnedArena,
         positions: RowOffsets,
-        keys_of: Callable[[int, int], NDArray[np.int64]],
+        keys_of: KeysOf,
         segments: Mapping[int, Segment],
     ) -> None:
         self._store, self._backend, self._memory, self._segments = store, backend, memory, segments

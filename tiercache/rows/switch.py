@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tiercache.planning.budgets import HostBudget
     from tiercache.planning.next_use import NextUses
     from tiercache.planning.pass_plan import PassPlan, Planner
-    from tiercache.planning.row_offsets import RowOffsets
+    from tiercache.planning.row_offsets import KeysOf, RowOffsets
     from tiercache.rows.backends.base import Backend, Event
     from tiercache.rows.device import DeviceTier, SlotAssignment
     from tiercache.rows.packing import DumpedRows, GroupDump, StagedLayout, Transfer
@@ -93,7 +93,7 @@ class PassSwitcher:
         memory: PinnedArena,
         budget: HostBudget,
         positions: RowOffsets,
-        keys_of: Callable[[int, int], NDArray[np.int64]],
+        keys_of: KeysOf,
         next_uses_of: Callable[[int], NextUses],
         *,
         schedule_digest: str,
@@ -101,7 +101,7 @@ class PassSwitcher:
     ) -> None:
         self.device, self.host, self.memory = device, HostTier(memory), memory
         self._store, self._backend, self._budget, self._positions = store, backend, budget, positions
-        self._keys_of, self._uses_of = keys_of, next_uses_of
+        self._uses_of = next_uses_of
         self._digest, self.environment = schedule_digest, environment
         self._packer = Packer(device, backend, self.host, positions, keys_of)
         if has_crc32c():
