@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from tests.train.cases import table
 from tiercache.dist.pooled import (
     PoolableFeature,
-    PooledBatch,
     PooledBlock,
     PoolingChoice,
-    ServedPart,
     encode_block,
     split_by_rank,
 )
+from tiercache.dist.pooled_output import PooledBatch, ServedPart
 from tiercache.dist.requests import RequestBuilder
 from tiercache.dist.shard_layout import Destination, Owners, ShardLayout, out_of_bounds
 from tiercache.kernels.step import Vectors

@@ -13,12 +13,11 @@ from tiercache.store.table import SGD, Group, RowWiseAdagrad
 from tiercache.values.lookups import RowRequest, SavedGradient
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.dist.exchange import ReceivedGradients
     from tiercache.dist.shard_layout import Owners
     from tiercache.rows.backends.base import Backend
     from tiercache.rows.backends.optimizer_step import OptimizerStep
@@ -63,11 +62,11 @@ class SliceSteps:
                     self._own_slices.append(_OwnSlice(d.group, tuple(other.rank for other in found), table.dim))
         self._positions: dict[int, list[NDArray[np.int32]]] = {one.group: [] for one in self._own_slices}
 
-    def note(self, received: ReceivedGradients, into: GroupGradients) -> None:
-        """Note which rows the gradients are of that were added last."""
+    def note(self, positions: Mapping[int, Sequence[NDArray[np.int32]]], into: GroupGradients) -> None:
+        """Note by group the positions of the rows whose gradients were added last."""
         for group, noted in self._positions.items():
-            if group in received.positions:
-                noted.append(np.concatenate(received.positions[group]))
+            if group in positions:
+                noted.append(np.concatenate(positions[group]))
             assert len(noted) == len(into[group])
 
     def note_rows(self, group: int, positions: NDArray[np.int32], into: GroupGradients) -> None:

@@ -1,7 +1,7 @@
 """The exchange of rows: of each batch, unique rows come from their owners, and their gradients go back.
 
-Legend as in `layout`. On the wire travel, for each batch that was asked for: two numbers that say which one it is,
-and each unique row; at the step counts and each row's gradient. What a rank owns itself does not travel.
+Legend as in `shard_layout`. On the wire travel, for each batch, two numbers that say which one it is, and each unique
+row; at the step counts and each row's gradient. What a rank owns itself does not travel.
 """
 
 from __future__ import annotations
@@ -285,8 +285,8 @@ class RowExchange:
             self._pack(s, request, marks_G, sums, buffer)
         self._send(buffer[:begin], send, receive, buffer[end:], what)
         received.add(p, batch.positions, slots, buffer[begin:], self._rows, into)
-        self.slices.note(received, into)
-        self._replicas.note(received)
+        self.slices.note(received.positions, into)
+        self._replicas.note(received.replicated)
         any_flags = np.bitwise_or.reduce(counts[:, S + 1 :], axis=0).view(np.uint8)
         return np.unpackbits(any_flags, count=len(flags)).astype(np.bool_).tolist()
 

@@ -12,12 +12,11 @@ from tiercache.kernels.arrays import NONE_I4
 from tiercache.values.lookups import RowRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from tiercache.dist.communicator import AnyCommunicator
-    from tiercache.dist.exchange import ReceivedGradients
     from tiercache.dist.shard_layout import Owners
     from tiercache.rows.backends.base import Backend
     from tiercache.values.lookups import GroupRows
@@ -79,9 +78,9 @@ class Replicas:
         p = self._backend
         torch.index_select(self._replicas[table], 0, p.tensor(p.to_device(local)), out=out)
 
-    def note(self, received: ReceivedGradients) -> None:
-        """Note the rows whose gradients came: the next step changes them."""
-        for group, positions in received.replicated.items():
+    def note(self, changed: Mapping[int, Sequence[NDArray[np.int32]]]) -> None:
+        """Note by group the positions of rows that the next step changes."""
+        for group, positions in changed.items():
             self._changed.setdefault(group, []).extend(positions)
 
     def forget(self) -> None:

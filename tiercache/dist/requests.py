@@ -1,6 +1,6 @@
 """Requests: the rows of one batch, each once, in the order in which their owners are asked for them. On the host.
 
-Legend as in `layout`.
+Legend as in `shard_layout`.
 """
 
 from __future__ import annotations

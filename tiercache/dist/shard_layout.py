@@ -1,4 +1,17 @@
-"""Bounds: whether other ranks ask for what this one has. On the host, before a kernel reads it."""
+"""The owners of the rows of a pass, and the order in which rows travel and are stored, as one rank sees it.
+
+Legend: W ranks, T tables in the order of table ids, K shards, R runs, S splits, G groups of whole tables, H the most
+groups that a rank's part has, U unique rows of a batch.
+
+A *shard* of a table is what one rank owns of it in the pass: neighboring local ids, of all columns or some. The *wire
+order* is that of their ranks (the others ascending, this rank last); in each rank, rows that travel, then those that
+are looked up in a replica; then by group of the owner's part, group of whole tables, table and column.
+
+A *split* is what one owner has in one of its groups: traveling rows of group h are split h of its 2 H, replicated ones
+split H + h. A *run* is shards of one split whose rows are neighbors on the wire and in memory.
+
+Rows of a group are in memory in wire order, then those that come in columns, then replicated ones.
+"""
 
 from __future__ import annotations
 
@@ -166,7 +179,7 @@ class Runs:
     """Columns."""
     replicated_R: NDArray[np.bool_]
     first_R: NDArray[np.int64]
-    """The first stretch of each."""
+    """The first shard of each."""
 
     def columns(self, run: int) -> slice:
         """Return the columns of a run."""
@@ -175,7 +188,7 @@ class Runs:
 
 
 class ShardLayout:
-    """The stretches of one pass in wire order, seen from one rank."""
+    """The shards of one pass in wire order, seen from one rank."""
 
     def __init__(
         self, owners: Owners, groups: Sequence[Group], rank: int, num_groups: int, *, replicated: bool = True
@@ -215,10 +228,10 @@ class ShardLayout:
         self.split_K = part_group + np.where(place == _REPLICATED, num_groups, 0)
         self.width_K, self.place_K = last - column, place
         self.table_order_K = np.argsort(self.table_K, kind="stable")
-        """Stretches by table."""
+        """Shards by table."""
         self.by_table_K = self.table_K[self.table_order_K]
         self.replicated_k = np.nonzero(place == _REPLICATED)[0]
-        """Which stretches are replicated."""
+        """Which shards are replicated."""
         self.width_WS = np.zeros((self.num_ranks, 2 * num_groups), dtype=np.int64)
         """Columns of the rows of each section of each rank."""
         self.width_WS[self.rank_K, self.split_K] = self.width_K
@@ -231,12 +244,12 @@ class ShardLayout:
         is_first = (place != _SLICED) | (column == 0)
         by_slot = np.lexsort((np.arange(place.size), np.where(place == _SLICED, self.table_K, 0), place, self.group_K))
         self.slot_order = by_slot[is_first[by_slot]]
-        """The stretches that rows are counted by, group by group in the order of slots."""
+        """The shards that rows are counted by, group by group in the order of slots."""
         self.is_first_K = is_first
         first_of = {(int(self.table_K[k])): k for k in np.nonzero(is_first & (place == _SLICED))[0]}
         self.counted_K = np.array([first_of.get(int(t), k) if place[k] == _SLICED else k
                                    for k, t in enumerate(self.table_K)], dtype=np.int64)  # fmt: skip
-        """The stretch that has the first columns of the same rows."""
+        """The shard with the first columns of the same rows."""
         self.runs = self._cut_runs(column)
         self.is_plain = len(groups) == 1 and not (place != _WHOLE).any()
         """Whether what travels is what is looked up: whole rows of one group."""

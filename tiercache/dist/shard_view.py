@@ -1,4 +1,4 @@
-"""Shares: what one rank owns of a dataset, as the sub-datasets that its own shard of the store is trained with."""
+"""Shard views: what one rank owns of a dataset, as the sub-datasets that its shard of the store is trained with."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class ShardView:
     """What one rank owns of a dataset: sub-datasets with its own keys, for the tables of its shard.
 
     Its samples have local ids of the whole sub-dataset. Key sets are in hash order, so a rank's keys of a table
-    sharded row-wise are one stretch of them: nothing is copied.
+    sharded row-wise are one slice of them: nothing is copied.
     """
 
     def __init__(self, passes: PassDataset, sharding: ShardingPlan, rank: int) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tiercache.data.raw_batch import FeatureKeys
     from tiercache.data.sub_dataset import EncodedBatch
-    from tiercache.dist.pooled import PooledBatch
+    from tiercache.dist.pooled_output import PooledBatch
     from tiercache.dist.requests import ExchangedInput
     from tiercache.train.anchors import Anchors, Arrival
     from tiercache.values.ids import FoundIds

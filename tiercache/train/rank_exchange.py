@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.dist.exchange import RowExchange
-from tiercache.dist.pooled import PooledOutputDist, pooled_by_owner, split_by_rank
+from tiercache.dist.pooled import pooled_by_owner, split_by_rank
+from tiercache.dist.pooled_output import PooledOutputDist
 from tiercache.dist.requests import InputDist, LocalInput
 from tiercache.dist.row_loader import LocalRows, RowLoader
 from tiercache.dist.shard_view import ShardView
