@@ -1,6 +1,6 @@
-"""Exchange: how a batch comes to the rows that it looks up, and its gradients to the rows that are stepped.
+"""Exchange: brings batches to the rows that they look up, and gradients to the rows that a step updates.
 
-`LocalExchange` is that of one rank, whose rows are all here; `tiercache.train.rank_exchange` has that of several.
+`LocalExchange` is for one rank, which has all rows; `tiercache.train.rank_exchange` is for several.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tiercache.train.table_lookup import Collations, FeaturePart, Key, collate_p
 from tiercache.values.batch import Batch, BatchRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
 
     import numpy as np
@@ -35,69 +35,68 @@ if TYPE_CHECKING:
 Exchange: TypeAlias = "LocalExchange | RankExchange"
 
 
-class _Brought(NamedTuple):
-    """A batch, and what brought it where it was made ahead."""
+class _MadeBatch(NamedTuple):
+    """A batch, and its upload if it was made ahead."""
 
     batch: Batch
     upload: BatchUpload | None
 
 
 class LocalExchange:
-    """The exchange of one rank: batches look up rows where they are, whose gradients wait there for the step."""
+    """The exchange of one rank: batches look rows up in place, and gradients wait there for the step."""
 
     bytes_sent = device_bytes = least_ahead = 0
 
     def __init__(
         self, ranks: AnyCommunicator, backend: Backend, optimizer: RowOptimizer, live_rows: Callable[[], RowReader]
     ) -> None:
-        """live_rows: a method of the cache that has this, which it does not keep alive: a reader of rows as of now."""
+        """live_rows: a method of the cache, which is not kept alive; it returns a reader of current rows."""
         self.ranks = ranks
         self._backend, self._optimizer, self._live_rows = backend, optimizer, weakref.WeakMethod(live_rows)
         self._seen: weakref.WeakValueDictionary[Key, FeaturePart] = weakref.WeakValueDictionary()  # as modules live
 
     @property
     def pending(self) -> bool:
-        """Whether a backward was not stepped yet."""
+        """True if gradients of a backward wait for their step."""
         return self._optimizer.pending
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether rows were looked up to be trained, and neither a backward nor a step came since."""
+        """True if rows were looked up to be trained, and neither a backward nor a step came since."""
         return self._optimizer.gradients.awaits_backward
 
     @property
     def ended_unstepped(self) -> str:
-        """What is said where a pass ends in between."""
+        """The error message if a pass ends between backward and step."""
         return ended_unstepped(len(self._optimizer.gradients.unstepped))
 
-    def prepare(self, sub_dataset: int, rows: RowView) -> None:
-        """Do nothing."""
+    def rest(self, *_: object) -> None:
+        """Do nothing: no other rank exchanges anything."""
 
-    def open(self, rows: RowView) -> None:
-        """Do nothing."""
+    prepare = open = wait = follow = close = rest
 
     def read(self, request: BatchRequest, rows: RowView, *, ahead: bool, by_owner: bool = False) -> Callable[[], Any]:
-        """Return what makes a batch; ahead, what modules look up is joined and brought on that thread too."""
+        """Return a function that makes a batch; ``ahead``: it also collates and uploads the ids of modules."""
         if ahead:
             return partial(self._make_ahead, request, rows, list(self._seen.values()) if rows.groups else [])
         return partial(self._make, request, rows)
 
     @staticmethod
-    def _make(request: BatchRequest, rows: RowView) -> _Brought:
+    def _make(request: BatchRequest, rows: RowView) -> _MadeBatch:
         samples = request.source.read(request.places)
         weight = samples.num_samples / request.step_samples
-        return _Brought(make_batch(samples, rows, weight=weight, end=request.done), None)
+        return _MadeBatch(make_batch(samples, rows, weight=weight, end=request.done), None)
 
-    def _make_ahead(self, request: BatchRequest, rows: RowView, parts: Sequence[FeaturePart]) -> _Brought:
+    def _make_ahead(self, request: BatchRequest, rows: RowView, parts: Sequence[FeaturePart]) -> _MadeBatch:
         upload = self._backend.upload()
         samples = request.source.read(request.places, upload.buffers)
         collated = {}
         for part in parts:
             found = [samples.ids[name] for name in part.features]
             collated[part.key] = collate_part(part, found, rows, samples.num_samples, upload, weights=True)
-        known = {key: one.positions for key, one in collated.items() if one.positions is not None}
-        if known and rows.gradients is not None:
-            for key, runs in zip(known, upload.sort([*known.values()]), strict=True):
+        positions = {key: one.positions for key, one in collated.items() if one.positions is not None}
+        if positions and rows.gradients is not None:
+            for key, runs in zip(positions, upload.sort([*positions.values()]), strict=True):
                 collated[key] = replace(collated[key], runs=runs)
         weight = samples.num_samples / request.step_samples
         batch = make_batch(
@@ -105,35 +104,32 @@ class LocalExchange:
             to_device=upload.to_device,
         )  # fmt: skip
         upload.send()
-        return _Brought(batch, upload)
+        return _MadeBatch(batch, upload)
 
     def begin(
         self, read: Callable[[], Any] | Future[Any], rows: RowView, *, previous: object = None
     ) -> Callable[[], Any] | Future[Any]:
-        """Return ``read``: nothing is exchanged."""
+        """Return ``read``."""
         return read
-
-    def wait(self, begun: Iterable[Any]) -> None:
-        """Do nothing: nobody else waits for what was begun."""
 
     def finish(self, read: Callable[[], Any], rows: RowView, before: Callable[[], None] | None) -> Batch:
         """Return the batch, for torch's current stream. ``before`` is called first."""
         if before is not None:
             before()
-        brought: _Brought = read()
-        if brought.upload is not None:
-            brought.upload.receive()
-        return brought.batch
+        made: _MadeBatch = read()
+        if made.upload is not None:
+            made.upload.receive()
+        return made.batch
 
     def overlapped(self, begun: Iterator[Any], rows: RowView, before: Callable[[], None] | None) -> Iterator[Batch]:
-        """Yield them as ``finish`` returns them: nothing is exchanged."""
+        """Yield batches as ``finish`` returns them."""
         return (self.finish(read, rows, before) for read in begun)
 
-    def tell(self, mine: Sequence[int], what: str, error: Exception | None) -> list[list[int]]:
-        """Return the numbers."""
+    def tell(self, numbers: Sequence[int], what: str, error: Exception | None) -> list[list[int]]:
+        """Return the numbers of every rank."""
         if error is not None:
             raise error
-        return [list(mine)]
+        return [list(numbers)]
 
     def raw(
         self,
@@ -143,16 +139,16 @@ class LocalExchange:
         weight: float,
         modes: Mapping[str, str | None] | None = None,
     ) -> tuple[Batch, dict[str, NDArray[np.int32]] | None]:
-        """Return samples as they are: their ids stay on the device."""
+        """Return the batch of samples, whose ids stay on the device, and local ids if the pass lacks some keys."""
         made = Batch(samples.label, samples.dense, samples.ids, rows, samples.num_samples, weight)
         return made, samples.places() if samples.lacking else None
 
     def used(self, samples: RawSamples) -> RawSamples:
-        """Return them all."""
+        """Return all samples."""
         return samples
 
     def named(self, batch: Batch) -> Batch:
-        """Return it: it lacks no feature."""
+        """Return the batch, which has all features."""
         return batch
 
     def live_rows(self) -> Any:
@@ -171,7 +167,7 @@ class LocalExchange:
         return reader
 
     def evaluating(self, passes: DatasetView) -> LocalExchange:
-        """Return this one."""
+        """Return this exchange."""
         return self
 
     def step(self, rows: Sequence[GroupRows], optimizer: torch.optim.Optimizer | None) -> None:
@@ -186,19 +182,10 @@ class LocalExchange:
         squares = self._optimizer.squared_norm(self._optimizer.gradients.preview(ready, self._backend.array))
         return self._optimizer.clip(max_norm, optimizer, ready, squares, error_if_nonfinite=error_if_nonfinite)
 
-    def follow(self, scaler: torch.amp.GradScaler) -> None:
-        """Do nothing."""
-
     def expire(self, where: str) -> None:
-        """Give up the gradients that the step of another optimizer left, as ``where`` ends."""
+        """Drop the gradients that the step of another optimizer left, when ``where`` ends."""
         self._optimizer.gradients.expire(where)
 
     def discard(self) -> None:
         """Drop the gradients."""
         self._optimizer.discard()
-
-    def rest(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""

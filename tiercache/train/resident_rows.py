@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from tiercache.planning.schedule import OrderRule
     from tiercache.rows.backends.base import Backend
     from tiercache.store.table import Group, Table
-    from tiercache.train.dense_state import RandomStates
     from tiercache.values.lookups import GroupRows, Unseen
 
 
@@ -46,7 +45,7 @@ class ResidentRows:
     """The error message for calls after ``close``."""
 
     def __init__(self, source: DatasetView, backend: Backend, order: OrderRule) -> None:
-        """Take the memory, and make the initial rows. Raises BudgetError if the device has too little."""
+        """Allocate memory, and make the initial rows. Raises BudgetError if the device has too little."""
         self.source, self.backend = source, backend
         self.groups = group_tables(source.tables)
         self.positions = RowOffsets.of(source, self.groups)
@@ -55,11 +54,11 @@ class ResidentRows:
         self.trained = 0
         """Passes trained so far."""
         self._begun = 0
-        """Passes that were begun: the rows of one that was left have moved too."""
+        """Passes begun so far: rows of a pass that was not finished have been trained too."""
         self.keys: dict[str, NDArray[np.int64]] = {}
-        """By table, all keys, in the order of rows."""
+        """All keys by table, in the order of rows."""
         self._first: dict[str, int] = {}
-        self._held: dict[str, ResidentKeys] = {}
+        self._finders: dict[str, ResidentKeys] = {}
         self._slots_PG: list[list[NDArray[np.int32]]] = [
             [np.empty(self.positions.num_rows(p, g), dtype=np.int32) for g in range(len(self.groups))]
             for p in range(len(source.passes))
@@ -103,29 +102,27 @@ class ResidentRows:
             backend.set_rows(values, None, field.initial)
         for table in group.tables:
             keys, first = self.keys[table.name], self._first[table.name]
-            mine = slice(first, first + keys.size)
-            vectors = arrays.fields[0][mine]
+            slots = slice(first, first + keys.size)
+            vectors = arrays.fields[0][slots]
             if backend.generates(table):
                 backend.generate(table, keys, vectors, None, None)
             else:
                 backend.write(vectors, _first_vectors(table, keys))
             if group.dtype != "float32":
-                backend.write_streams(table, keys, arrays.streams[mine], None, None)
-
-    batch_order = plan = None
-    """Commits inside a pass and row moves have these; here they do not exist."""
+                backend.write_streams(table, keys, arrays.streams[slots], None, None)
 
     # -- for the loop -------------------------------------------------------------------------------------
 
-    def check_parameters(self) -> None:
-        """Do nothing, because nothing is committed."""
+    batch_order = plan = None
+
+    def check(self, *_: object, **__: object) -> None:
+        """Do nothing, because nothing is committed and no thread moves rows."""
+
+    check_parameters = check_process = check_restored = begin = capture = commit_within = drain = stop = check
 
     def restore(self, ranks: AnyCommunicator) -> tuple[int, int]:
-        """Return where the training stands: before the first pass that was not trained to its end."""
+        """Return the first pass that was not trained to its end, and its first sample."""
         return self.trained, 0
-
-    def begin(self, end: int) -> None:
-        """Do nothing, because no threads are needed."""
 
     def brought(self, index: int) -> tuple[PassReport, Sequence[GroupRows]]:
         """Return the report of a pass, which moves nothing, and its rows."""
@@ -148,27 +145,9 @@ class ResidentRows:
             for g, group in enumerate(self.groups)
         ]
 
-    def capture(self, random: RandomStates | None = None) -> None:
-        """Return nothing."""
-
     def leave(self, state: object, *, last: bool) -> None:
         """Count a pass as trained."""
         self.trained += 1
-
-    def commit_within(self, sample: int, order: Mapping[str, object] | None, random: RandomStates | None) -> None:
-        """Do nothing."""
-
-    def check(self) -> None:
-        """Do nothing: no thread fails."""
-
-    def check_process(self) -> None:
-        """Do nothing: no thread is missing in a fork."""
-
-    def drain(self, *, staged: bool = False) -> None:
-        """Do nothing."""
-
-    def stop(self) -> None:
-        """Do nothing."""
 
     # -- for the cache ------------------------------------------------------------------------------------
 
@@ -177,9 +156,6 @@ class ResidentRows:
         """Bytes of rows and slot maps."""
         arrays = [array for one in self._arrays_G for array in (*one.fields, one.slots, one.streams)]
         return sum(array.nbytes for array in arrays)
-
-    def check_restored(self) -> None:
-        """Do nothing, because nothing is committed."""
 
     def check_evaluated(self, passes: DatasetView) -> None:
         """Raise DatasetError for a dataset of other tables."""
@@ -197,15 +173,15 @@ class ResidentRows:
         trained = {self.schedule.sub_dataset_of(index) for index in range(last)}
         return InMemoryRows(self, sorted(trained))
 
-    def held_keys(self, table_name: str) -> ResidentKeys:
-        """Return where the keys of a table are found, made when somebody asks for the first time."""
+    def key_finder(self, table_name: str) -> ResidentKeys:
+        """Return the keys of a table, sorted at the first call."""
         self._check_open()
-        if table_name not in self._held:
+        if table_name not in self._finders:
             g, i = self._place(table_name)
             cuts_P = [self.positions.table_starts(p, g)[i : i + 2] for p in range(len(self._slots_PG))]
             slots_P = [slots_G[g][slice(*cuts)] for slots_G, cuts in zip(self._slots_PG, cuts_P, strict=True)]
-            self._held[table_name] = ResidentKeys(self.keys[table_name], self._first[table_name], slots_P)
-        return self._held[table_name]
+            self._finders[table_name] = ResidentKeys(self.keys[table_name], self._first[table_name], slots_P)
+        return self._finders[table_name]
 
     def read(
         self, table_name: str, at: NDArray[np.int64] | None = None, num_fields: int | None = None
@@ -223,14 +199,14 @@ class ResidentRows:
     def close(self) -> None:
         """Free all memory."""
         self._arrays_G, self._slots_PG = [], []
-        self._held.clear()
+        self._finders.clear()
 
     def _check_open(self) -> None:
         if not self._arrays_G:
             raise StateError(self.closed)
 
     def _place(self, table_name: str) -> tuple[int, int]:
-        """Return the group of a table, and which of its tables it is."""
+        """Return the group of a table, and its index in the group."""
         return next(
             (g, i) for g, group in enumerate(self.groups) for i, t in enumerate(group.tables) if t.name == table_name
         )
@@ -278,21 +254,21 @@ class InMemoryRows:
         self._tables = {table.name: table for group in rows.groups for table in group.tables}
         self._rows, self._trained_sub_datasets = rows, trained
         self.unseen: Unseen = "initial"
-        """As of LiveRows."""
+        """As of `CurrentRows`."""
 
     def fields(self, table_name: str, keys: NDArray[np.int64]) -> tuple[NDArray[np.float32], ...]:
-        """Return the vector and every optimizer state of ``keys``, as LiveRows does."""
+        """Return the vector and every optimizer state of ``keys``, as `CurrentRows` does."""
         out = tuple(np.empty((keys.size, field.width), np.float32) for field in self._tables[table_name].fields)
         self.fill(table_name, keys, out)
         return out
 
     def fill(self, table_name: str, keys: NDArray[np.int64], out: tuple[NDArray[np.float32], ...]) -> None:
-        """Write the first fields of ``keys`` to the arrays of ``out``, (n, width) each; no other row is read."""
+        """Write the first fields of ``keys`` to the arrays of ``out``, (n, width) each."""
         table = self._tables[table_name]
-        at, found = self._rows.held_keys(table_name).find(keys, self._trained_sub_datasets)
+        at, found = self._rows.key_finder(table_name).find(keys, self._trained_sub_datasets)
         if found.any():
-            for to, have in zip(out, self._rows.read(table_name, at[found], len(out)), strict=True):
-                to[found] = have
+            for to, values in zip(out, self._rows.read(table_name, at[found], len(out)), strict=True):
+                to[found] = values
         if not found.all():
             rest = np.nonzero(~found)[0]
             out[0][rest] = unseen_vectors(table, keys[rest], self.unseen)
@@ -301,7 +277,7 @@ class InMemoryRows:
 
 
 def _first_vectors(table: Table, keys: NDArray[np.int64]) -> Callable[[NDArray[np.float32], slice], None]:
-    """Return what makes the initial vectors of some of ``keys``."""
+    """Return a function that writes the initial vectors of a slice of ``keys``."""
     return lambda words, part: first_vectors(table, keys[part], words)
 
 
