@@ -138,7 +138,7 @@ class _BatchQueue:
 
     def fill(self, requests: Iterator[BatchRequest]) -> bool:
         """Read ahead; return True if there is a batch to pop, or an error in its place."""
-        self._rows.check_made()
+        self._rows.check_open()
         while len(self.pending) <= self._depth:
             try:
                 if (request := next(requests, None)) is None:

@@ -371,7 +371,7 @@ class TierCache:
         """
         self._check_open()
         current = self._loop.current
-        return self._rows.now(None if current is None else current.index, unknown)  # type: ignore[return-value] # or InMemoryRows, likewise
+        return self._rows.current_rows(None if current is None else current.index, unknown)  # type: ignore[return-value] # or InMemoryRows, likewise
 
     # -- ending -------------------------------------------------------------------------------------------
 

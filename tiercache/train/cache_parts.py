@@ -142,7 +142,7 @@ class CacheParts:
             self.raw = RawKeys(data.schema, groups, self.exchange, row_optimizer, self.backend, index)
             self.pipeline = BatchPipeline(self.backend)
             self.loop = PassLoop(
-                self.training_store, self.rows, self.exchange, self.raw, self.pipeline, seed=seed,
+                self.training_store, self.rows, self.raw, self.pipeline, seed=seed,
                 shown=ranks.rank == 0 and (sys.stderr.isatty() if progress is None else progress),
                 on_nonfinite=options.on_nonfinite, rates=None if planned is None else planned.machine,
             )  # fmt: skip

@@ -1,8 +1,8 @@
-"""PassLoop: which pass is trained, and where one ends.
+"""PassLoop: trains one pass after the other, and ends each.
 
-Rows move at the switch from one pass to the next. That is when the loop asks for the next one and all batches that it
-took of the last were trained; where it fetches ahead of its training they were not, and the switch waits for the first
-lookup that trains a batch of the next pass.
+Rows move at the switch from one pass to the next: when the loop asks for the next pass, if all batches taken of the
+current pass were trained. If the loop fetches batches ahead of its training, the switch waits for the first lookup that
+trains a batch of the next pass.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from tiercache.reporting.report import PassReport
     from tiercache.train.batches import BatchPipeline
     from tiercache.train.dense_state import RandomStates
-    from tiercache.train.local_exchange import Exchange
     from tiercache.train.rank_rows import RankRows
     from tiercache.train.raw_keys import RawKeys
     from tiercache.train.resident_rows import ResidentRows
@@ -41,9 +40,8 @@ class PassLoop:
 
     def __init__(
         self,
-        opened: TrainingStore,
+        training_store: TrainingStore,
         rows: RankRows | ResidentRows,
-        exchange: Exchange,
         raw: RawKeys,
         pipeline: BatchPipeline,
         *,
@@ -52,18 +50,19 @@ class PassLoop:
         on_nonfinite: str,
         rates: Rates | None = None,
     ) -> None:
-        self._opened, self._rows, self._exchange, self._ranks = opened, rows, exchange, exchange.ranks
-        self._raw, self._pipeline, self._seed, self._shown = raw, pipeline, seed, shown
+        self._training_store, self._rows, self._raw = training_store, rows, raw
+        self._exchange, self._ranks = raw.exchange, raw.exchange.ranks
+        self._pipeline, self._seed, self._shown = pipeline, seed, shown
         self.current: Pass | None = None
-        """The one whose rows are on the device."""
-        self._ahead: Pass | None = None
-        """The next one, where the loop asked for it before that was trained to its end."""
+        """The pass whose rows are on the device."""
+        self._next: Pass | None = None
+        """The next pass, if the loop asked for it before the current pass was trained to its end."""
         self._is_over = False
-        """Whether the loop has ended before the last one was trained to its end."""
+        """True if the loop has ended before the last pass was trained to its end."""
         self._random: RandomStates | None = None
-        """Of the end of the pass, where the loop has gone on before."""
-        self._sample = -1
-        """Where the last commit inside the current pass stands."""
+        """The random states at the end of the current pass, if the loop asked for the next pass before."""
+        self._committed_sample = -1
+        """The sample of the last commit inside the current pass."""
         self._run: object = None
         self._closed = False
         self._progress = TrainingProgress(0, shown=False)
@@ -72,10 +71,10 @@ class PassLoop:
         self.reports: list[PassReport] = []
         self._rates = rates
         self._plans: tuple[PassPlan | None, PassPlan | None] = None, None
-        """Of the pass before and of the current one."""
+        """The plans of the previous pass and of the current one."""
 
     def passes(self, epochs: int) -> Iterator[Pass]:
-        """Yield the passes up to the end of epoch ``epochs``: ``TierCache.passes`` promises it."""
+        """Yield the passes up to the end of epoch ``epochs``; see ``TierCache.passes``."""
         ranks, rows = self._ranks, self._rows
         with ranks.raise_on_all("looking at what was registered"):
             check_epochs(epochs)
@@ -110,72 +109,72 @@ class PassLoop:
                     return
                 with ranks.raise_on_all(f"ending pass {index}"):
                     self._check_made(current)
-                if self._ahead is current:  # no batch of it was looked up
-                    self._bring()
+                if self._next is current:  # no batch of it was looked up
+                    self._switch()
                 is_last = index + 1 == end
                 if ranks.all_reduce_min([current.is_trained])[0]:
-                    self._leave(last=is_last)
+                    self._end_pass(last=is_last)
                     if not is_last:
                         with ranks.raise_on_all(_SWITCHING):
                             current = self._enter(self._make(index + 1))
                 else:
-                    current.rows.leave()
+                    current.rows.close()
                     self._is_over = is_last
                     if not is_last:
-                        current = self._ahead = self._make(index + 1)
+                        current = self._next = self._make(index + 1)
         finally:
             progress.stop()
-            # A dropped loop may be collected on the reader, which must not wait for itself: what comes next ends it.
+            # A dropped loop may be collected on the reader, which must not wait for itself: the next call ends it.
             if self._run is run and not self._is_over and threading.get_ident() == thread:
-                self._end_pass(is_dropped=True)
-                with suppress(StoreError):  # nobody hears an iterator that is dropped: the next call says it again
+                self._drop_passes(is_dropped=True)
+                with suppress(StoreError):  # nobody sees the errors of a dropped iterator: the next call raises again
                     rows.stop()
 
     def restore(self) -> tuple[int, int]:
-        """End a loop and go back to the last commit; returns the pass and the sample where it stands."""
+        """End a loop and restore the last commit; returns its pass and sample."""
         self.finish()
         self.end()
         self._rows.stop()
         share_threads()
-        self._opened.meet()
+        self._training_store.meet()
         first, first_sample = self._rows.restore(self._ranks)
-        self._opened.publish()
+        self._training_store.publish()
         self._rows.state.warn_of_schedulers()
         return first, first_sample
 
     def commit(self) -> None:
-        """Commit inside the pass, or the pass itself where the loop has ended: ``TierCache.commit`` promises it."""
+        """Commit inside the pass, or the whole pass if the loop has ended; see ``TierCache.commit``."""
         current = self.current
         if current is None:
             raise StateError("commit() was called outside a pass: each pass commits by itself when it ends")
         if self._is_over and current.is_trained:
             self.finish()
             return
-        self._settle(
+        self._prepare_commit(
             "commit() was called between backward and step: step the optimizer first, or drop the gradients with "
             "zero_grad()",
-            left=f"pass {current.index} before its commit",
+            scope=f"pass {current.index} before its commit",
         )
-        self._sample = current.samples_trained
+        self._committed_sample = current.samples_trained
         with self._ranks.raise_on_all("committing inside a pass"):
             if not (sample := current.samples_trained):
                 raise StateError("nothing to commit: no batch of this pass has been trained")
             self._rows.commit_within(sample, current.order, self._random)
-        self._opened.publish()
+        self._training_store.publish()
 
     def finish(self) -> None:
-        """Commit the last pass of a loop that has ended before it was trained to its end; else do nothing.
+        """Commit the last pass if the loop has ended before that was trained to its end; else do nothing.
 
-        Where it was not, commits inside it behind the batches that were trained, and raises StateError if the loop did
-        not do so itself. A batch that was yielded and not trained is not counted.
+        If it still is not trained to its end, commit inside it after the trained batches, and raise StateError if the
+        loop did not do so itself. A batch that was yielded and not trained does not count.
         """
         current = self.current
         if not self._is_over or current is None:
             return
         try:
             if current.is_trained:
-                self._leave(last=True)
-            elif current.samples_trained != self._sample and not current.ledger.is_stopped:
+                self._end_pass(last=True)
+            elif current.samples_trained != self._committed_sample and not current.ledger.is_stopped:
                 if current.samples_trained > current.start_sample:
                     self.commit()
                 with self._ranks.raise_on_all(_SWITCHING):
@@ -185,32 +184,32 @@ class PassLoop:
             self._rows.stop()
 
     def end(self) -> None:
-        """End it, wherever it is; nothing is committed."""
-        self._run = None  # an iterator that was left open finds nothing to end when it is collected
-        self._end_pass()
+        """End the loop at any point, without a commit."""
+        self._run = None  # so that an open iterator ends nothing when it is collected
+        self._drop_passes()
 
     def close(self) -> None:
-        """End it for good."""
+        """End the loop for good."""
         self._closed = True
         self.end()
 
     @property
     def newest(self) -> Pass | None:
-        """The pass that the loop was given last, while it runs."""
-        return self._ahead or self.current
+        """The pass that was yielded last, while the loop runs."""
+        return self._next or self.current
 
     def note_step(self) -> None:
-        """Take note of the generators where the step was the last one of the pass, and the loop is further.
+        """Keep the random states if this was the last step of a pass, and the loop has asked for the next one.
 
-        Raises StateError if rows are not finite any more; of several ranks, all raise it at the next batch.
+        Raises StateError if rows are not finite; with several ranks, all raise it at the next batch.
         """
         current = self.current
         assert current is not None
         self._finite.step(current.rows.groups, current.ledger)
         if self._ranks.size == 1:
             self._finite.raise_found()
-        late = self._ahead is not None or self._is_over
-        if late and self._random is None and current.is_trained:
+        is_late = self._next is not None or self._is_over
+        if is_late and self._random is None and current.is_trained:
             self._random = self._rows.state.dense.random_states()
 
     # -- inside -------------------------------------------------------------------------------------------
@@ -220,75 +219,71 @@ class PassLoop:
         rows, schedule = self._rows, self._rows.schedule
         gradients = rows.state.optimizer.gradients
         sub_dataset = schedule.sub_dataset_of(index)
-        view = RowView((), gradients, f"pass {index}", rows.backend, self._bring)
+        view = RowView((), gradients, f"pass {index}", rows.backend, self._switch)
         self._exchange.prepare(sub_dataset, view)
         return Pass(
-            index=index, epoch=schedule.epoch_of(index), source=rows.source.passes[sub_dataset],
-            rows=view, seed=self._seed, raw=self._raw,
-            exchange=self._exchange, pipeline=self._pipeline, first_sample=first_sample,
-            order=rows.batch_order if first_sample else None,
-            before_batch=self._before_batch,
+            index=index, epoch=schedule.epoch_of(index), source=rows.source.passes[sub_dataset], rows=view,
+            seed=self._seed, raw=self._raw, pipeline=self._pipeline, first_sample=first_sample,
+            order=rows.batch_order if first_sample else None, before_batch=self._before_batch,
         )  # fmt: skip
 
     def _enter(self, current: Pass) -> Pass:
-        """Begin a pass whose rows were brought to the device, and return it."""
-        report, groups = self._rows.brought(current.index)
-        current.rows.show(groups)
+        """Begin a pass whose rows are on the device, and return it."""
+        report, groups = self._rows.rows_of_pass(current.index)
+        current.rows.set_groups(groups)
         self._exchange.open(current.rows)
         self.current, report.losses = current, current.losses
-        self._rows.state.optimizer.anchors.ledger, self._sample = current.ledger, -1
+        self._rows.state.optimizer.anchors.ledger, self._committed_sample = current.ledger, -1
         self._predict(self._rows.plan)
         self.reports.append(report)
         report.begin_training()
         return current
 
     def _predict(self, upcoming: PassPlan | None) -> None:
-        """Complete the report of the pass that ends, as the one behind it is known: None where training ends."""
-        before, plan = self._plans
+        """Predict the seconds of the pass that ends, for its report. upcoming: the next plan; None at the last pass."""
+        previous, plan = self._plans
         if self._rates is not None and plan is not None:
             samples = self._rows.source.passes[plan.sub_dataset].samples
-            seconds, report = self._rates.seconds(samples, plan, before, upcoming), self.reports[-1]
+            seconds, report = self._rates.seconds(samples, plan, previous, upcoming), self.reports[-1]
             report.seconds_predicted, report.bound_predicted = seconds.total, seconds.bound
         self._plans = plan, upcoming
 
-    def _bring(self) -> None:
-        """End the pass that was trained, and begin the one that the loop has fetched ahead of it."""
-        ahead = self._ahead
-        assert ahead is not None, "rows were asked for of no pass that was fetched ahead"
-        before = self.current
-        if before is not None:
+    def _switch(self) -> None:
+        """End the current pass, and begin the next one, from which the loop has fetched batches."""
+        current, following = self.current, self._next
+        assert following is not None, "no pass was fetched ahead, so there are no rows to load"
+        if current is not None:
             with self._ranks.raise_on_all(_SWITCHING):
-                before.check_ends(ahead)
-        self._leave(last=False)
-        self._ahead = None
-        self._enter(ahead)
+                current.check_ends(following)
+        self._end_pass(last=False)
+        self._next = None
+        self._enter(following)
 
-    def _leave(self, *, last: bool) -> None:
-        """End the pass that was trained and bring the rows of the next one, or write those of the last."""
+    def _end_pass(self, *, last: bool) -> None:
+        """End the current pass, which was trained, and load the rows of the next one, or write those of the last."""
         current = self.current
         assert current is not None
-        self._settle(
-            f"pass {current.index} {self._exchange.ended_unstepped}",
-            left=f"pass {current.index}",
-        )
+        name = f"pass {current.index}"
+        self._prepare_commit(f"{name} {self._exchange.ended_unstepped}", scope=name)
         with self._ranks.raise_on_all(_SWITCHING):
             current.ledger.check_trained()
             self._rate_watch.check()
             report = self.reports[-1]
             with report.timing("commit"):
                 state = self._rows.capture(self._random)
-            self._end_trained()
+            self._drop_current()
             self._progress.pass_done(current.num_samples, report)
             if last:
                 self._predict(None)
-            self._rows.leave(state, last=last)
+            self._rows.end_pass(state, last=last)
         if last:
-            self._opened.publish()
+            self._training_store.publish()
 
-    def _settle(self, unstepped: str, *, left: str) -> None:
-        """Come to where a commit may be captured: of a sharded store the commit before is published first.
+    def _prepare_commit(self, unstepped: str, *, scope: str) -> None:
+        """Check that a commit may be captured; publish the previous commit of a sharded store first.
 
-        Raises StateError, ``unstepped``, between a backward and its step.
+        Gradients that another optimizer's step left expire with ``scope``. Raises StateError, ``unstepped``, between a
+        backward and its step.
         """
         self._exchange.rest()
         with self._ranks.raise_on_all("writing the rows of the pass before"):
@@ -296,11 +291,11 @@ class PassLoop:
                 raise StateError(unstepped)
             if self.current is not None:
                 self._finite.check(self.current.rows.groups, self.current.ledger)
-            self._exchange.expire(left)
+            self._exchange.expire(scope)
             self._rows.check()
-            if self._opened.is_sharded:
+            if self._training_store.is_sharded:
                 self._rows.drain()
-        self._opened.publish()
+        self._training_store.publish()
 
     def _check_made(self, current: Pass) -> None:
         """Raise StateError if the loop did not take all batches of a pass."""
@@ -312,9 +307,10 @@ class PassLoop:
             raise
 
     def _is_stopped(self, current: Pass) -> bool:
-        """Whether the loop said so, of the pass or of the one before; the one before is committed if it is trained."""
-        mine = current.ledger.is_stopped or (self.current is not None and self.current.ledger.is_stopped)
-        on_none, on_all = self._ranks.all_reduce_min([not mine, mine])
+        """Return True if ``current`` or the pass before was stopped; the pass before is committed if it is trained."""
+        previous = self.current
+        is_stopped = current.ledger.is_stopped or (previous is not None and previous.ledger.is_stopped)
+        on_none, on_all = self._ranks.all_reduce_min([not is_stopped, is_stopped])
         if not on_none and not on_all:
             raise StateError(
                 f"p.stop() was called on some ranks and not on others in pass {current.index}: call it on all ranks, "
@@ -322,33 +318,32 @@ class PassLoop:
             )
         if on_none:
             return False
-        before = self.current
-        is_behind = self._ahead is current and before is not None and not before.ledger.is_stopped
-        if is_behind and self._ranks.all_reduce_min([before is not None and before.is_trained])[0]:
-            self._leave(last=True)
+        has_previous = self._next is current and previous is not None and not previous.ledger.is_stopped
+        if has_previous and self._ranks.all_reduce_min([previous is not None and previous.is_trained])[0]:
+            self._end_pass(last=True)
         with self._ranks.raise_on_all(_SWITCHING):
-            if self._opened.is_sharded:  # the commit of the pass before waits for all ranks
+            if self._training_store.is_sharded:  # the commit of the pass before waits for all ranks
                 self._rows.drain()
-        self._opened.publish()
+        self._training_store.publish()
         return True
 
     def _before_batch(self, current: Pass) -> None:
-        """Raise what went wrong on a thread, and show how far the pass is."""
+        """Raise errors of threads, and show progress."""
         self._rows.check()
         self._finite.raise_found()
         if current is self.current:
             self._progress.batch(current.index, current.samples_done)
 
-    def _end_trained(self, *, is_dropped: bool = False) -> None:
+    def _drop_current(self, *, is_dropped: bool = False) -> None:
         if self.current is not None:
             self.current.end(is_dropped=is_dropped)
             self.current = self._random = None
             self.reports[-1].end_training()
         self._exchange.discard()
 
-    def _end_pass(self, *, is_dropped: bool = False) -> None:
-        self._end_trained(is_dropped=is_dropped)
-        if self._ahead is not None:
-            self._ahead.end(is_dropped=is_dropped)
-            self._ahead = None
+    def _drop_passes(self, *, is_dropped: bool = False) -> None:
+        self._drop_current(is_dropped=is_dropped)
+        if self._next is not None:
+            self._next.end(is_dropped=is_dropped)
+            self._next = None
         self._is_over = False

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from tiercache.data.dataset import SubDatasetView
     from tiercache.train.batches import BatchPipeline
-    from tiercache.train.local_exchange import Exchange
     from tiercache.train.raw_keys import RawKeys
     from tiercache.train.raw_samples import Missing
     from tiercache.train.row_view import RowView
@@ -53,7 +52,6 @@ class Pass:
         rows: RowView,
         seed: int,
         raw: RawKeys,
-        exchange: Exchange,
         pipeline: BatchPipeline,
         first_sample: int = 0,
         order: Mapping[str, object] | None = None,
@@ -83,7 +81,7 @@ class Pass:
         """Seed and shuffling of the batches yielded so far, or how many were of raw keys; None before the first."""
         self.source = source
         """The sub-dataset, with its samples and the keys that this rank trains."""
-        self._seed, self._raw, self._exchange, self._pipeline = seed, raw, exchange, pipeline
+        self._seed, self._raw, self._exchange, self._pipeline = seed, raw, raw.exchange, pipeline
         self._before_batch = before_batch or _nothing
         self._plain_samples = 0
         """Samples of the lookups of plain keys since the last step."""
@@ -143,7 +141,7 @@ class Pass:
         made = self._pipeline.batches(
             self._exchange, requests, self.rows, prefetch=prefetch, before=self._before, by_owner=by_owner
         )
-        yield from itertools.takewhile(lambda _: not self.is_left, map(counted, made))
+        yield from itertools.takewhile(lambda _: not self.is_closed, map(counted, made))
         self.ledger.exhaust()
 
     def steps(
@@ -170,7 +168,7 @@ class Pass:
         if micro_batches < 1:
             raise ValueError(f"{micro_batches} micro-batches were asked for: a batch has at least 1")
         cuts = self._cuts(size, shuffle)
-        while not self.is_left:
+        while not self.is_closed:
             try:
                 if (cut := next(cuts, None)) is None:
                     self.ledger.exhaust()
@@ -238,7 +236,7 @@ class Pass:
             )
 
     @property
-    def is_left(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether ``skip`` or ``stop`` was called."""
         return self.ledger.is_skipped or self.ledger.is_stopped
 
@@ -363,7 +361,7 @@ class Pass:
         if not hasattr(loader, "state_dict"):
             items = itertools.islice(items, self.start_batch, None)
         self.ledger.open_loader()
-        while not self.is_left:
+        while not self.is_closed:
             item = next(items, _ENDED)
             given = {"keys": None} if item is _ENDED else _parts_of(item) if make is None else make(item)
             batch = self.batch(**given, missing=missing)
@@ -374,10 +372,10 @@ class Pass:
 
     def _begin_raw(self) -> None:
         """Check that a batch of raw keys can be made now, and bring the rows of the pass."""
-        self.rows.check_made()
-        if self.is_left:
+        self.rows.check_open()
+        if self.is_closed:
             raise StateError(f"pass {self.index} makes no more batches after p.skip() or p.stop()")
-        self.rows.bring()
+        self.rows.load()
         if self.order is not None and "raw_batches" not in self.order:
             raise StateError(
                 f"pass {self.index} takes its samples from batches(), so batch() would count them twice: use one of "
@@ -387,8 +385,8 @@ class Pass:
 
     def begin_plain(self) -> None:
         """Check that plain keys can be looked up now, and bring the rows of the pass."""
-        self.rows.check_made()
-        self.rows.bring()
+        self.rows.check_open()
+        self.rows.load()
         self._before_batch(self)
 
     def count_plain(self, num_samples: int) -> int:

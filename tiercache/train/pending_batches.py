@@ -76,11 +76,11 @@ class BatchRows(RowView):
         exchanged: ExchangedBatch,
         anchors: Anchors,
         num_groups: int,
-        bring: Callable[[BatchRows], None],
+        load: Callable[[BatchRows], None],
     ) -> None:
         gradients = None if of_pass.gradients is None else RowGradients(num_groups, anchors)
         super().__init__((), gradients, exchanged.input.where, of_pass.backend)
-        self.of_pass, self.exchanged, self._exchange_batch = of_pass, exchanged, bring
+        self.of_pass, self.exchanged, self._exchange_batch = of_pass, exchanged, load
         self.schema = of_pass.schema
         self.pooled = {
             name: Pooled(mode) for name, mode in (exchanged.input.bags.modes if exchanged.input.bags else {}).items()
@@ -107,11 +107,11 @@ class BatchRows(RowView):
     def look_up(self, end: int, *, trains: bool = True) -> None:
         """Exchange the rows if they are not there, after those of the pass before."""
         self.of_pass.look_up(end, trains=trains)
-        self.bring()
+        self.load()
         if self.gradients is not None and torch.is_grad_enabled():
             self.gradients.awaits_backward = True
 
-    def bring(self) -> None:
+    def load(self) -> None:
         """Exchange the rows if they are not there."""
         if not self.groups:
             self._exchange_batch(self)

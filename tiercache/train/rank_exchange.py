@@ -231,7 +231,7 @@ class RankExchange:
         """
         batch, view = self._make(exchanged(), rows, before)
         if rows.gradients is None:
-            view.bring()
+            view.load()
         return batch
 
     def overlapped(
@@ -248,7 +248,7 @@ class RankExchange:
             return batch, view, self._exchange_rows(view, before)
 
         for one in begun:
-            if not rows.is_brought:
+            if not rows.is_loaded:
                 yield self.finish(one, rows, before)
                 continue
             following = exchange(one) if self._backend.queues else self._threads.row_thread.submit(exchange, one)
@@ -277,11 +277,11 @@ class RankExchange:
         return batch, view
 
     def _view(self, exchanged: ExchangedBatch, rows: RowView, before: Callable[[], None] | None) -> BatchRows:
-        def bring(view: BatchRows) -> None:
+        def load(view: BatchRows) -> None:
             self.rest()
             self._receive(view, self._exchange_rows(view, before))
 
-        return BatchRows(rows, exchanged, self._optimizer.anchors, self.num_groups, bring)
+        return BatchRows(rows, exchanged, self._optimizer.anchors, self.num_groups, load)
 
     def _exchange_rows(self, view: BatchRows, before: Callable[[], None] | None) -> Any:
         """Exchange rows and pooled vectors; return the event that ends it, if the backend queues its work."""
@@ -345,7 +345,7 @@ class RankExchange:
         exchanged = self._threads.input_thread.submit(self.input_dist.exchange, layout, local, name).result()
         view = self._view(ExchangedBatch(None, weight, 0, exchanged), rows, None)
         view.raw = samples.features
-        view.bring()
+        view.load()
         named = self._named(exchanged.ids, view.pooled)
         batch = Batch(samples.label, samples.dense, named, view, samples.num_samples, weight, view.pooled)
         if not lacking & batch.ids.keys():

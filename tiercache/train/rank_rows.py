@@ -116,8 +116,8 @@ class RankRows:
         _TRAINED_BY[self.store] = weakref.ref(self)
         self.transfer.begin(self.plans.planner(end), end=end)
 
-    def brought(self, index: int) -> tuple[PassReport, Sequence[GroupRows]]:
-        """Return the report and the rows of the pass that was brought."""
+    def rows_of_pass(self, index: int) -> tuple[PassReport, Sequence[GroupRows]]:
+        """Return the report and the rows of the pass that was loaded."""
         plan, report = self.transfer.plan, self.transfer.report
         assert plan is not None
         assert report is not None
@@ -128,7 +128,7 @@ class RankRows:
         """Return a copy of the dense state that a commit stores."""
         return self.state.capture(random)
 
-    def leave(self, state: StateBytes | None, *, last: bool) -> None:
+    def end_pass(self, state: StateBytes | None, *, last: bool) -> None:
         """End the trained pass: load the rows of the next one, or write the rows of the last."""
         assert state is not None
         (self.transfer.finish if last else self.transfer.switch)(state)
@@ -145,7 +145,7 @@ class RankRows:
 
     @property
     def plan(self) -> PassPlan | None:
-        """The plan of the pass whose rows were brought."""
+        """The plan of the pass whose rows are on the device."""
         return self.transfer.plan
 
     def check_parameters(self) -> None:
@@ -195,10 +195,12 @@ class RankRows:
         """The most bytes of rows that the host has held so far."""
         return self.memory.peak_bytes
 
-    def now(self, index: int | None, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None) -> CurrentRows:
-        """Return a reader of any rows as of now, inside pass ``index`` or outside; waits until every dump is durable.
+    def current_rows(
+        self, index: int | None, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None
+    ) -> CurrentRows:
+        """Return a reader of current rows, inside pass ``index`` or outside. Waits until every dump is durable.
 
-        ``unknown``: fields of out-of-vocabulary rows that stand elsewhere.
+        ``unknown``: the fields of out-of-vocabulary rows that are kept elsewhere.
         """
         self.transfer.drain()
         return CurrentRows(

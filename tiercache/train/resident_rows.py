@@ -124,7 +124,7 @@ class ResidentRows:
         """Return the first pass that was not trained to its end, and its first sample."""
         return self.trained, 0
 
-    def brought(self, index: int) -> tuple[PassReport, Sequence[GroupRows]]:
+    def rows_of_pass(self, index: int) -> tuple[PassReport, Sequence[GroupRows]]:
         """Return the report of a pass, which moves nothing, and its rows."""
         self._begun = max(self._begun, index + 1)
         p = self.schedule.sub_dataset_of(index)
@@ -145,7 +145,7 @@ class ResidentRows:
             for g, group in enumerate(self.groups)
         ]
 
-    def leave(self, state: object, *, last: bool) -> None:
+    def end_pass(self, state: object, *, last: bool) -> None:
         """Count a pass as trained."""
         self.trained += 1
 
@@ -165,7 +165,7 @@ class ResidentRows:
                 f"{', '.join(sorted(different))}): extract it with the schema of {self.source.path}"
             )
 
-    def now(
+    def current_rows(
         self, index: int | None, unknown: Mapping[str, Sequence[NDArray[np.float32]]] | None = None
     ) -> InMemoryRows:
         """Return a reader of any rows as of now, inside pass ``index`` or outside."""

@@ -38,14 +38,14 @@ class RowView:
         gradients: RowGradients | None,
         name: str,
         backend: Backend,
-        bring: Callable[[], None] | None = None,
+        load: Callable[[], None] | None = None,
     ) -> None:
         """bring: ends the pass before and shows the rows of this one, where that has to be waited for."""
         self.groups: Sequence[GroupRows] = tuple(groups)
         self.backend = backend
         self.gradients = gradients
         self.name = name
-        self.ended = self.is_left = self.is_dropped = False
+        self.ended = self.is_closed = self.is_dropped = False
         self.schema: Schema | None = None
         """The schema of the dataset that batches are of, with which modules are compared."""
         self.ledger: PassLedger | None = None
@@ -53,7 +53,7 @@ class RowView:
         self.keys_of: Callable[[str], NDArray[np.int64]] | None = None
         """The keys of a table that local ids mean, in their order, where there are such."""
         self._places: dict[tuple[str, int], int] = {}
-        self._bring = bring
+        self._load = load
         self._users: list[Callable[[], None]] = []
 
     def is_key(self, feature: str, ids: FeatureIds | FoundIds, key: int) -> NDArray[np.bool_]:
@@ -79,9 +79,9 @@ class RowView:
         if self.ended:
             raise RuntimeError(self._has_ended)
 
-    def check_made(self) -> None:
+    def check_open(self) -> None:
         """Raise RuntimeError where no more batches are made of it."""
-        if self.is_left:
+        if self.is_closed:
             raise RuntimeError(self._has_ended)
 
     @property
@@ -94,19 +94,19 @@ class RowView:
             )
         return f"this batch belongs to {self.name}, which has ended: use batches inside their own loop"
 
-    def show(self, groups: Sequence[GroupRows]) -> None:
+    def set_groups(self, groups: Sequence[GroupRows]) -> None:
         """Have lookups find these rows."""
-        self.groups, self._bring = tuple(groups), None
+        self.groups, self._load = tuple(groups), None
 
     @property
-    def is_brought(self) -> bool:
+    def is_loaded(self) -> bool:
         """Whether the rows are there; if not, the pass before has not ended."""
-        return self._bring is None
+        return self._load is None
 
-    def bring(self) -> None:
+    def load(self) -> None:
         """Have the rows brought, where they were not yet: the pass before ends then."""
-        if self._bring is not None:
-            self._bring()
+        if self._load is not None:
+            self._load()
 
     def look_up(self, end: int, *, trains: bool = True) -> None:
         """Check that a module finds the rows of a batch, which ends behind so many samples; brings them to train it.
@@ -118,16 +118,16 @@ class RowView:
         if self.gradients is None:
             return
         gradients = torch.is_grad_enabled()
-        self.bring()
+        self.load()
         if self.ledger is not None:
             self.ledger.look_up(end, gradients=gradients, trains=gradients and trains)
         if gradients:
             self.gradients.awaits_backward = True
             self.gradients.unstepped.add(end)
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Make no more batches of it; those there are may be looked up on."""
-        self.is_left = True
+        self.is_closed = True
         for close in list(self._users):
             close()
 
@@ -137,8 +137,8 @@ class RowView:
         Batches of it may stay with whoever has them; the memory of the rows does not stay with these.
         """
         self.ended = True
-        self.leave()
-        self.groups, self._bring = (), None
+        self.close()
+        self.groups, self._load = (), None
 
     @contextmanager
     def in_use(self, close: Callable[[], None]) -> Iterator[None]:
