@@ -16,7 +16,7 @@ import numpy as np
 from psutil import virtual_memory
 
 import tiercache as tc
-from tiercache.data.key_sets import write_sub_dataset
+from tiercache.data.dataset_writer import write_sub_dataset
 from tiercache.data.manifest import Manifest
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from torch import nn
 
 import tiercache as tc
 from examples.scores import score
-from tiercache.data.key_sets import write_dataset
+from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import RawBatch
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from torch import nn
 
 import tiercache as tc
 from examples.continual import BATCH, Model, clicks, schema
-from tiercache.data.key_sets import write_dataset
+from tiercache.data.dataset_writer import write_dataset
 
 console = Console(highlight=False)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tiercache.data.key_sets import write_dataset
+from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import RawBatch
 from tiercache.kernels.cpu.jit import cache_folder
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import tiercache as tc
-from tiercache.data.key_sets import write_dataset
+from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import RawBatch
 from tiercache.store import NEVER, Cursor, Range, SegmentLayout, Store, Table, hash_keys
 

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from tiercache import init as init
     from tiercache import optim as optim
     from tiercache.data.dataset import PassDataset as PassDataset
+    from tiercache.data.dataset_writer import write_key_sets as write_key_sets
     from tiercache.data.encode import key_of as key_of
     from tiercache.data.extract import extract as extract
-    from tiercache.data.key_sets import write_key_sets as write_key_sets
     from tiercache.data.repartition import repartition as repartition
     from tiercache.dist.reorganize import reorganize as reorganize
     from tiercache.errors import TierCacheError as TierCacheError
@@ -72,7 +72,7 @@ _HOME = {
     "reorganize": "dist.reorganize",
     "repartition": "data.repartition",
     "to_torch": "train.convert",
-    "write_key_sets": "data.key_sets",
+    "write_key_sets": "data.dataset_writer",
 }
 
 __all__ = [

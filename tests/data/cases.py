@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import torch
 
 import tiercache as tc
+from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.extract import extract
-from tiercache.data.key_sets import write_dataset
 from tiercache.data.raw_batch import RawBatch
 from tiercache.schema import Schema
 

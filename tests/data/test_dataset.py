@@ -15,7 +15,7 @@ from tests.data.cases import key_batch, plain_schema, reference, rich_columns, r
 from tests.files import flip
 from tiercache.data.array_file import ArrayFile, ArrayFileWriter
 from tiercache.data.dataset import PassDataset
-from tiercache.data.key_sets import write_dataset
+from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.manifest import checksum_of
 from tiercache.data.raw_batch import RawBatch
 from tiercache.data.sample_layout import SampleLayout

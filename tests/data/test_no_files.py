@@ -8,7 +8,7 @@ import pytest
 import tiercache as tc
 from tests.no_files import NO_FILES, at_once
 from tests.train.cases import Case, Spec, table, tiered
-from tiercache.data.key_sets import write_dataset
+from tiercache.data.dataset_writer import write_dataset
 from tiercache.errors import DatasetError, ExtractionError, TierCacheError
 from tiercache.rows import transfer_rates
 

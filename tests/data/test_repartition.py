@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import tiercache as tc
 from tests.data.cases import ROW_BYTES, key_batch, plain_schema, rich_columns, rich_schema
 from tests.train.cases import Case, Spec, assert_same_bits, resident_result, result_of, table, tiered, train
-from tiercache.data.key_sets import write_dataset, write_key_sets
+from tiercache.data.dataset_writer import write_dataset, write_key_sets
 from tiercache.data.pass_builder import RowBudget, device_bytes, max_device_rows
 from tiercache.data.raw_batch import RawBatch
 from tiercache.data.repartition import split_cursor

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import tiercache as tc
 from tests.data.cases import rich_schema, table
-from tiercache.data import array_file, key_sets
-from tiercache.data.key_sets import write_sub_dataset
+from tiercache.data import array_file, dataset_writer
+from tiercache.data.dataset_writer import write_sub_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.data.sample_layout import SampleLayout
 from tiercache.data.sub_dataset import SampleBuffers, SubDataset
@@ -228,7 +228,7 @@ def test_key_sets_are_the_unique_keys_in_hash_order_with_counts(
 ) -> None:
     """Whatever their order and form and however they come in stretches; the digest follows from nothing else."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(key_sets, "_CHUNK_KEYS", chunk)
+        patch.setattr(dataset_writer, "_CHUNK_KEYS", chunk)
         given = ({"user": forms(user)[form], "item": forms(item)[form]} for user, item in passes)
         written = tc.write_key_sets(Path(folder) / "a", USERS, given)
         backwards = [{"item": item[::-1], "user": user[::-1]} for user, item in passes]

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tiercache as tc
 from tests.cache_options import gathered
 from tests.train.cases import Case, Spec
-from tiercache.data.key_sets import write_dataset
+from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import OOV_KEY, FeatureKeys, RawBatch
 from tiercache.dist.communicator import AnyCommunicator
 from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, sliced

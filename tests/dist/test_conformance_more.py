@@ -16,7 +16,7 @@ from tests.dist.pool import RanksPool
 from tests.dist.test_conformance import BODY, assert_as_alone, train_alone
 from tests.dist.trainings import OPTIONS, stored
 from tests.train.cases import table
-from tiercache.data.key_sets import write_dataset
+from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.dist.communicator import AnyCommunicator
 from tiercache.store.shards.sharding import ShardingPlan, Slice, TableSharding, sliced

@@ -16,7 +16,7 @@ from tests.dist.trainings import assert_as_alone, assert_same_rows, stored
 from tests.train.cases import Net, Result, open_store, result_of, table, tiered
 from tests.train.oracle import initial_row
 from tests.train.raw import key_sets
-from tiercache.data.key_sets import write_dataset
+from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import OOV_KEY, RawBatch
 
 BODIES = "tests.dist.raw_trainings:"

@@ -14,7 +14,7 @@ import tiercache as tc
 from tests.dist.pool import RanksPool
 from tests.dist.trainings import ONE, open_sharded
 from tests.train.cases import table
-from tiercache.data.key_sets import write_dataset
+from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import RawBatch
 from tiercache.dist.communicator import AnyCommunicator
 from tiercache.planning.sharding_planner import sharding_of

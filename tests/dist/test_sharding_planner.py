@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import tiercache as tc
 from tests.train.cases import Case, Spec, table
-from tiercache.data.key_sets import write_dataset
+from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import RawBatch
 from tiercache.planning.sharding_planner import TableStats, plan_sharding, sharding_of, stats_of
 from tiercache.planning.sharding_rules import STRATEGIES, CostModel

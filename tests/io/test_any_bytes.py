@@ -16,7 +16,7 @@ import tiercache as tc
 from tests.files import files_of
 from tests.io.cases import all_tables, filled, random_rows, table
 from tests.store.damage import LIES, assert_sentence, places
-from tiercache.data.key_sets import write_dataset
+from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import RawBatch
 from tiercache.errors import ImportExportError
 from tiercache.io.exporting import MANIFEST, ExportManifest

@@ -22,7 +22,7 @@ from tests.train.cases import (
     tiered,
     train,
 )
-from tiercache.data.key_sets import write_dataset
+from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.errors import DatasetError
 from tiercache.planning.reuse import Reuse

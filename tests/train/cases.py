@@ -16,7 +16,7 @@ from torch import nn
 import tiercache as tc
 from tests.cache_options import gathered
 from tests.train.devices import device_of_tests
-from tiercache.data.key_sets import write_dataset
+from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.data.sub_dataset import SubDataset
 from tiercache.errors import DatasetError

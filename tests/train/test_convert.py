@@ -37,7 +37,7 @@ from tests.train.test_adoption import (
     torch_optimizer,
     train_in_memory,
 )
-from tiercache.data.key_sets import write_dataset
+from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import RawBatch
 from tiercache.errors import StateError
 

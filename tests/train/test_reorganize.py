@@ -27,7 +27,7 @@ from tests.train.cases import (
     tiered,
     train,
 )
-from tiercache.data.key_sets import write_dataset
+from tiercache.data.dataset_writer import write_dataset
 from tiercache.data.raw_batch import FeatureKeys, RawBatch
 from tiercache.data.repartition import split_cursor
 from tiercache.planning.pass_plan import segments_by_pass

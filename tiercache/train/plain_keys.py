@@ -14,7 +14,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from tiercache.data.key_sets import as_keys
+from tiercache.data.dataset_writer import as_keys
 from tiercache.data.raw_batch import NULL_KEY, FeatureKeys
 from tiercache.errors import KeyNotInPassError, RankError, StateError
 from tiercache.train.raw_samples import RawSamples

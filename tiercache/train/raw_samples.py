@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from tiercache.data.key_sets import as_keys
+from tiercache.data.dataset_writer import as_keys
 from tiercache.data.raw_batch import NULL_KEY, FeatureKeys, lacks_last, num_samples
 from tiercache.schema_parts import nearest
 

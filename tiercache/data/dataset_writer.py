@@ -1,4 +1,4 @@
-"""Datasets of key sets alone, for a loader of your own with lookups by raw key; and datasets from arrays."""
+"""Datasets from arrays: of samples, and of key sets alone for lookups by raw key with a loader of your own."""
 
 from __future__ import annotations
 
