@@ -103,7 +103,7 @@ class TrainingStore:
 
         number_bytes: of a number on the wire. Raises ValueError for a sharding or a store that make no sense.
         """
-        asked = self._options.sharding
+        requested = self._options.sharding
         if self._store_given is None and self._path is None:  # there is no store
             return self._passes
         with self._ranks.raise_on_all("looking for the store"):
@@ -118,13 +118,13 @@ class TrainingStore:
             self.sharding = self._store_given.sharding
         elif is_sharded:
             self.sharding = choose_sharding(
-                self._place, self._passes, self._ranks, asked, number_bytes=number_bytes
+                self._place, self._passes, self._ranks, requested, number_bytes=number_bytes
             )  # fmt: skip
         else:
             if self._store_given is not None:
                 check_tables(self._store_given, self._passes)
-            if asked != "auto":  # one rank has everything, but a mistake is one
-                sharding_of(self._passes, 1, asked, number_bytes=number_bytes)
+            if requested != "auto":  # one rank has everything, but a mistake is one
+                sharding_of(self._passes, 1, requested, number_bytes=number_bytes)
         return self.view(self._passes)
 
     def _check_given_store(self) -> None:
@@ -309,7 +309,7 @@ def choose_sharding(
     path: str | os.PathLike[str],
     passes: PassDataset,
     ranks: AnyCommunicator,
-    asked: ShardingPlan | ShardingRules | str | Mapping[str, str],
+    requested: ShardingPlan | ShardingRules | str | Mapping[str, str],
     *,
     number_bytes: int,
 ) -> ShardingPlan:
@@ -320,11 +320,11 @@ def choose_sharding(
     chosen: dict[str, Any] | None = None
     with ranks.raise_on_all("sharding the tables"):
         if ranks.rank == 0:  # it reads counts of keys, and computes with them what need not be the same on all CPUs
-            found = ShardManifest.read(store_path(path)) if asked == "auto" else None
+            found = ShardManifest.read(store_path(path)) if requested == "auto" else None
             if found is not None and found.num_ranks == ranks.size and not found.is_plain:
                 chosen = found.sharding.to_record()
             else:
-                chosen = sharding_of(passes, ranks.size, asked, number_bytes=number_bytes).to_record()
+                chosen = sharding_of(passes, ranks.size, requested, number_bytes=number_bytes).to_record()
     return ShardingPlan.from_record(ranks.all_gather_object(chosen)[0])
 
 

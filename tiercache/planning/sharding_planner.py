@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiercache.planning.sharding_rules import CostModel, ShardingRules, check_strategy, listed
-from tiercache.store.shards.sharding import KINDS, ShardingPlan, TableSharding, slice_widths, sliced, unknown_kind
+from tiercache.planning.sharding_rules import CostModel, ShardingRules, check_strategy
+from tiercache.store.shards.sharding import (
+    KINDS,
+    ShardingPlan,
+    TableSharding,
+    listed,
+    slice_widths,
+    sliced,
+    unknown_kind,
+)
 from tiercache.store.table import RowWiseAdagrad
 
 if TYPE_CHECKING:
@@ -125,30 +133,30 @@ def plan_sharding(
     "basic": whole tables and slices go to one rank after the other, in the order given. "memory_balanced": the largest
     goes first, each to the rank with the fewest bytes so far. "memory_optimized": the same, and tables that are larger
     than a rank's fair share of all bytes are sharded row-wise where no threshold was given. "cost", which "auto" stands
-    for: the kind and ranks for which the busiest rank spends the least seconds on a batch (``_Busy``).
+    for: the kind and ranks for which the busiest rank spends the least seconds on a batch (``_TableCost``).
 
     Raises ValueError for an unknown strategy, kind or name.
     """
     check_strategy(strategy)
-    asked = _asked(tables, kinds or {})
+    requested = _checked_kinds(tables, kinds or {})
     if num_ranks == 1:
         return ShardingPlan(1, {table.name: TableSharding("row_wise") for table in tables})
     num_bytes = {table.name: table_stats[table.name].rows * table.row_bytes for table in tables}
     if strategy == "memory_optimized" and row_threshold is None and column_threshold is None:
         row_threshold = sum(num_bytes.values()) // num_ranks
-    wanted: dict[str, tuple[Kind | None, int]] = {}
+    choices: dict[str, tuple[Kind | None, int]] = {}
     for table in tables:
-        kind, size, slices = asked.get(table.name), num_bytes[table.name], min(num_ranks, table.dim)
+        kind, size, slices = requested.get(table.name), num_bytes[table.name], min(num_ranks, table.dim)
         if kind is None and replicate_threshold is not None and size <= replicate_threshold:
             kind = "data_parallel"
         elif kind is None and row_threshold is not None and size > row_threshold:
             kind = "row_wise"
         elif kind is None and column_threshold is not None and size > column_threshold:
             kind, slices = "column_wise", min(slices, 1 << (-(-size // max(1, column_threshold)) - 1).bit_length())
-        wanted[table.name] = kind, slices
+        choices[table.name] = kind, slices
     if strategy in {"auto", "cost"}:
-        return _by_cost(tables, table_stats, num_ranks, wanted, costs or CostModel())
-    return _by_bytes(tables, num_bytes, num_ranks, wanted, in_turn=strategy == "basic")
+        return _by_cost(tables, table_stats, num_ranks, choices, costs or CostModel())
+    return _by_bytes(tables, num_bytes, num_ranks, choices, in_turn=strategy == "basic")
 
 
 def sharding_of(
@@ -180,18 +188,18 @@ def sharding_of(
     )  # fmt: skip
 
 
-def _asked(tables: Sequence[Table], kinds: Mapping[str, str]) -> dict[str, Kind]:
+def _checked_kinds(tables: Sequence[Table], kinds: Mapping[str, str]) -> dict[str, Kind]:
     """Check the kinds that a user gives."""
     names = [table.name for table in tables]
     found: dict[str, Kind] = {}
-    for name, asked in kinds.items():
+    for name, requested in kinds.items():
         if name not in names:
             raise ValueError(f"a sharding is asked for the unknown table {name!r}: the tables are {listed(names)}")
         for kind in KINDS:
-            if kind == asked:
+            if kind == requested:
                 found[name] = kind
         if name not in found:
-            raise ValueError(f"table {name!r} is to be sharded by {unknown_kind(asked)}")
+            raise ValueError(f"table {name!r} is to be sharded by {unknown_kind(requested)}")
     return found
 
 
@@ -199,19 +207,19 @@ def _by_bytes(
     tables: Sequence[Table],
     num_bytes: Mapping[str, int],
     num_ranks: int,
-    wanted: Mapping[str, tuple[Kind | None, int]],
+    choices: Mapping[str, tuple[Kind | None, int]],
     *,
     in_turn: bool,
 ) -> ShardingPlan:
     """Give whole tables and slices to ranks in turn, or the largest first to the rank with the fewest bytes."""
     shardings: dict[str, TableSharding] = {}
-    held = [0.0] * num_ranks
+    bytes_W = [0.0] * num_ranks
     pieces: list[tuple[float, Table]] = []
     for table in tables:
-        kind, slices = wanted[table.name]
+        kind, slices = choices[table.name]
         if kind in {"row_wise", "data_parallel"}:
             shardings[table.name] = TableSharding(kind)
-            held = [some + num_bytes[table.name] / num_ranks for some in held]
+            bytes_W = [some + num_bytes[table.name] / num_ranks for some in bytes_W]
         else:
             widths = slice_widths(table.dim, slices if kind == "column_wise" else 1)
             pieces += [(num_bytes[table.name] * width / table.dim, table) for width in widths]
@@ -219,8 +227,8 @@ def _by_bytes(
         pieces.sort(key=lambda piece: -piece[0])
     ranks: dict[str, list[int]] = {}
     for turn, (size, table) in enumerate(pieces):
-        rank = turn % num_ranks if in_turn else held.index(min(held))
-        held[rank] += size
+        rank = turn % num_ranks if in_turn else bytes_W.index(min(bytes_W))
+        bytes_W[rank] += size
         ranks.setdefault(table.name, []).append(rank)
     dims = {table.name: table.dim for table in tables}
     return ShardingPlan(num_ranks, shardings | {name: sliced(dims[name], some) for name, some in ranks.items()})
@@ -230,14 +238,14 @@ def _by_cost(
     tables: Sequence[Table],
     table_stats: Mapping[str, TableStats],
     num_ranks: int,
-    wanted: Mapping[str, tuple[Kind | None, int]],
+    choices: Mapping[str, tuple[Kind | None, int]],
     costs: CostModel,
 ) -> ShardingPlan:
     """Shard the table that keeps ranks busiest first, each as it keeps the busiest rank least busy."""
-    models = [_Busy(table, table_stats[table.name], num_ranks, costs) for table in tables]
+    models = [_TableCost(table, table_stats[table.name], num_ranks, costs) for table in tables]
     busy, chance, shardings = np.zeros(num_ranks), 0.0, {}
     for model in sorted(models, key=lambda model: -model.of(TableSharding("row_wise"))[0][0]):
-        kind, slices = wanted[model.table.name]
+        kind, slices = choices[model.table.name]
         best: tuple[tuple[float, float], TableSharding, NDArray[np.float64], float] | None = None
         for choice in _choices(model.table, kind, slices, busy, all_ranks=len(tables) < num_ranks):
             seconds, variance = model.of(choice)
@@ -273,7 +281,7 @@ def _choices(
         yield TableSharding("data_parallel")
 
 
-class _Busy:
+class _TableCost:
     """The seconds that one table costs each of W ranks in one batch.
 
     With u the different ids of one rank's samples of a batch, U those of all ranks between two steps, D numbers in a
@@ -299,9 +307,9 @@ class _Busy:
         self.table, self._stats, self._ranks, self._costs = table, stats, num_ranks, costs
         self._number_bytes = costs.number_bytes or 4
         self._batches = max(1.0, stats.samples / costs.samples)
-        self._asked = stats.unique(costs.samples / num_ranks)
+        self._unique_rows = stats.unique(costs.samples / num_ranks)
         self._stepped = stats.unique(costs.samples * costs.batches_per_step) / costs.batches_per_step
-        moved = num_ranks * self._asked * 4 * table.dim + 2 * self._stepped * table.row_bytes
+        moved = num_ranks * self._unique_rows * 4 * table.dim + 2 * self._stepped * table.row_bytes
         stored = 2 * stats.rows * table.row_bytes / self._batches
         self._owner_seconds = moved / costs.memory_bytes_per_second + stored / costs.store_bytes_per_second
 
@@ -316,8 +324,8 @@ class _Busy:
             vector = self._number_bytes * dim
             updates = 2 * self._stepped * vector * (ranks - 1) / ranks
             seconds += (updates + self._stats.rows * 4 * dim / self._batches) / link
-        per_share = self._asked * self._row_bytes(dim, ways) * (ranks - 2) / link
-        return np.full(ranks, seconds), per_share**2 * (1 - 1 / ranks) / (ranks * max(1, self._asked))
+        per_shard = self._unique_rows * self._row_bytes(dim, ways) * (ranks - 2) / link
+        return np.full(ranks, seconds), per_shard**2 * (1 - 1 / ranks) / (ranks * max(1, self._unique_rows))
 
     def _of_slices(self, table_sharding: TableSharding) -> NDArray[np.float64]:
         total = np.zeros(self._ranks)
@@ -338,6 +346,6 @@ class _Busy:
     def _traffic(self, width: int, share: float, ways: int = 2) -> float:
         """Return the seconds for which ``width`` columns keep a rank busy that owns a share of the rows."""
         others = self._ranks - 1
-        num_bytes = self._asked * self._row_bytes(width, ways) * (share * others + 1 - share)
+        num_bytes = self._unique_rows * self._row_bytes(width, ways) * (share * others + 1 - share)
         pieces = (others if share > 0 else 0) + (0 if share == 1 else 1 if share == 0 else others)
         return num_bytes / self._costs.link_bytes_per_second + pieces * self._costs.piece_seconds

@@ -1,4 +1,4 @@
-"""Sharding rules: what a user says of how tables are divided, short of saying it of each."""
+"""Sharding rules: how a user has tables divided without naming each."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from tiercache.errors import BudgetError
 from tiercache.sizes import format_bytes, parse_bytes
-from tiercache.store.shards.sharding import ShardingPlan
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from tiercache.store.shards.sharding import ShardingPlan, listed
 
 Strategy = Literal["auto", "basic", "memory_balanced", "memory_optimized", "cost"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
@@ -72,8 +69,8 @@ class ShardingRules:
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy)
-        given = [(name, size) for name, size in self.thresholds.items() if size is not None]
-        for (name, size), (other, more) in pairwise(given):
+        thresholds = [(name, size) for name, size in self.thresholds.items() if size is not None]
+        for (name, size), (other, more) in pairwise(thresholds):
             if size > more:
                 raise ValueError(
                     f"{name} is {format_bytes(size)} and {other} {format_bytes(more)}: they must not fall from "
@@ -93,30 +90,25 @@ def check_strategy(strategy: str) -> None:
         raise ValueError(f"the strategy of sharding is {strategy!r}: it must be one of {listed(STRATEGIES)}")
 
 
-def sharding_facts(asked: ShardingPlan | ShardingRules | str | Mapping[str, str]) -> Any:
-    """Return what a user asks for as JSON can say it, so that ranks can compare it. Raises ValueError for no such."""
-    if isinstance(asked, ShardingPlan):
-        return asked.to_record()
-    if isinstance(asked, ShardingRules):
+def sharding_facts(sharding: ShardingPlan | ShardingRules | str | Mapping[str, str]) -> Any:
+    """Return a sharding as JSON values, which ranks compare. Raises ValueError for any other object."""
+    if isinstance(sharding, ShardingPlan):
+        return sharding.to_record()
+    if isinstance(sharding, ShardingRules):
         return {
-            "strategy": asked.strategy,
-            "kinds": _words(asked.kinds),
-            "costs": asdict(asked.costs),
-        } | asked.thresholds
-    if not isinstance(asked, str | Mapping):
+            "strategy": sharding.strategy,
+            "kinds": _words(sharding.kinds),
+            "costs": asdict(sharding.costs),
+        } | sharding.thresholds
+    if not isinstance(sharding, str | Mapping):
         raise ValueError(  # noqa: TRY004 - as for a word that there is not
-            f"sharding is {asked!r:.60}: it must be a strategy, kinds by table, ShardingRules or a ShardingPlan"
+            f"sharding is {sharding!r:.60}: it must be a strategy, kinds by table, ShardingRules or a ShardingPlan"
         )
-    return asked if isinstance(asked, str) else _words(asked)
+    return sharding if isinstance(sharding, str) else _words(sharding)
 
 
 def _words(kinds: Mapping[str, str]) -> dict[str, str]:
     return {str(name): str(kind) for name, kind in kinds.items()}
-
-
-def listed(words: Sequence[str]) -> str:
-    """Return words as an error lists them."""
-    return ", ".join(map(repr, words))
 
 
 def _size(name: str, given: int | str | None) -> int | None:

@@ -153,7 +153,7 @@ class ShardingPlan:
                 raise ValueError(f"{what} has the slices {_shown(slices)}: each is [rank, first column, column behind]")
             word = table_sharding["kind"]
             if not isinstance(word, str) or word not in _KIND_OF:
-                raise ValueError(f"{what} is {_shown(word)}: it must be one of {_listed(_KIND_OF)}")
+                raise ValueError(f"{what} is {_shown(word)}: it must be one of {listed(_KIND_OF)}")
             tables[name] = TableSharding(_KIND_OF[word], tuple(Slice(*part) for part in slices))
         return cls(fields["num_ranks"], tables)
 
@@ -193,7 +193,7 @@ def unknown_kind(kind: Any) -> str:
     """Return the end of an error message about a kind that does not exist."""
     if isinstance(kind, str) and kind in _KIND_OF:
         return f"{kind!r}, an old word for {_KIND_OF[kind]!r}: use that"
-    return f"{_shown(kind)}: it must be one of {_listed(KINDS)}"
+    return f"{_shown(kind)}: it must be one of {listed(KINDS)}"
 
 
 def _check_table(name: str, table_sharding: TableSharding, num_ranks: int) -> None:
@@ -234,7 +234,8 @@ def _fields(record: Any, what: str, needed: set[str], allowed: set[str]) -> dict
     return fields
 
 
-def _listed(words: Iterable[str]) -> str:
+def listed(words: Iterable[str]) -> str:
+    """Return words as an error lists them."""
     return ", ".join(map(repr, words))
 
 
