@@ -116,7 +116,7 @@ def test_a_closed_cache_leaves_nothing_on_the_device_whoever_still_refers_to_it(
     cache.close()
     del batch, keys, others
     added = sum(
-        one._held[0].nbytes + one._view.vectors.values.nbytes + one.slots_R.nbytes + one._view.slot_of_local.nbytes
+        one._request[0].nbytes + one._view.vectors.values.nbytes + one.slots_R.nbytes + one._view.slot_of_local.nbytes
         for one in rows.groups._added.values()
     )
     assert gpu.held == added, "beside what the batch brought itself"

@@ -33,7 +33,7 @@ def state_without(optimizer: torch.optim.Optimizer, anchors: Collection[int]) ->
 
 
 def with_anchors(optimizer: torch.optim.Optimizer, anchors: Collection[int], state: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``optimizer`` loads of a ``state`` that `state_without` returned; anchors keep what they have.
+    """Return the state that ``optimizer`` loads: ``state``, by `state_without`, and its own state of anchors.
 
     Some optimizers, such as Adagrad before torch 2.13, create all state when they are constructed, and none later.
     """
@@ -120,7 +120,7 @@ class JointOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, rows: RowOptimizer, dense: torch.optim.Optimizer | None = None) -> None:
-        """dense: the one that this steps, with its rows; None: all."""
+        """dense: the only one to step, with its rows; None: all."""
         self.rows = rows
         """The optimizer of rows."""
         self._dense, self._parts, self._hooks = dense, dict[int, JointOptimizer](), list[Any]()
@@ -169,7 +169,7 @@ class JointOptimizer(torch.optim.Optimizer):
         return self.rows.dense if self._dense is None else [self._dense]
 
     def part(self, optimizer: torch.optim.Optimizer) -> JointOptimizer:
-        """Return what steps one of the dense optimizers, with the rows of the modules whose parameters it has.
+        """Return a view of one dense optimizer with the rows of the modules whose parameters it has.
 
         Raises StateError for an optimizer that the cache was not given.
         """
@@ -190,7 +190,7 @@ class JointOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all, as they are now."""
+        """The current groups of dense parameters and tables."""
         return [group for one in self.dense for group in one.param_groups] + self.rows.groups_of(self._dense)
 
     @param_groups.setter
@@ -208,7 +208,7 @@ class JointOptimizer(torch.optim.Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The settings that every group has. Schedules of momentum look here whether all groups have one."""
+        """The settings that all groups have, for schedulers of momentum."""
         first, *others = self.param_groups or [{}]
         return {name: value for name, value in first.items() if all(name in group for group in others)}
 
@@ -290,7 +290,7 @@ class JointOptimizer(torch.optim.Optimizer):
         return f"JointOptimizer({', '.join(type(one).__name__ for one in self.dense)}; rows of {tables})"
 
 
-class RateWatch:
+class ScheduleCheck:
     """Compares the learning rates of a cache's dense optimizers and of its rows. Warns once."""
 
     def __init__(self, joint: JointOptimizer) -> None:

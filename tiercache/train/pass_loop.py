@@ -15,7 +15,7 @@ from tiercache.errors import StateError, StoreError
 from tiercache.reporting.progress import TrainingProgress
 from tiercache.rows.threads import share_threads
 from tiercache.train.commit_state import FiniteCheck
-from tiercache.train.joint_optimizer import RateWatch
+from tiercache.train.joint_optimizer import ScheduleCheck
 from tiercache.train.passes import Pass, check_epochs
 from tiercache.train.row_view import RowView
 
@@ -66,7 +66,7 @@ class PassLoop:
         self._run: object = None
         self._closed = False
         self._progress = TrainingProgress(0, shown=False)
-        self._rate_watch = RateWatch(rows.state.joint)
+        self._schedule_check = ScheduleCheck(rows.state.joint)
         self._finite = FiniteCheck(on_nonfinite, rows.backend, rows.state.dense)
         self.reports: list[PassReport] = []
         self._rates = rates
@@ -86,7 +86,7 @@ class PassLoop:
         if first >= end:
             return
         self._plans = None, None
-        self._rate_watch.begin()
+        self._schedule_check.begin()
         self._finite.begin()
         with ranks.raise_on_all(_SWITCHING):
             rows.begin(end)
@@ -267,7 +267,7 @@ class PassLoop:
         self._prepare_commit(f"{name} {self._exchange.ended_unstepped}", scope=name)
         with self._ranks.raise_on_all(_SWITCHING):
             current.ledger.check_trained()
-            self._rate_watch.check()
+            self._schedule_check.check()
             report = self.reports[-1]
             with report.timing("commit"):
                 state = self._rows.capture(self._random)

@@ -36,29 +36,25 @@ _NONE = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 class KeyInput(NamedTuple):
-    """Keys of one feature, as a module was given them."""
+    """A plain tensor of keys, the input of a module of one feature."""
 
     keys: NDArray[np.int64]
     """Flat, in host memory."""
     offsets: NDArray[np.int64] | None
-    """(N + 1,) of bags; None: each key is by itself."""
+    """(N + 1,) of bags; None: one vector for each key."""
     num_samples: int
-    """The first dimension of what was plain."""
+    """The first dimension of the tensor."""
 
     def without(self, key: int) -> tuple[KeyInput, NDArray[np.bool_]]:
-        """Return the same without a key, and which of the keys are others."""
+        """Return the same without a key, and a mask of the others."""
         kept = self.keys != key
         ends = None if self.offsets is None else np.concatenate([[0], np.cumsum(kept)])[self.offsets]
         return KeyInput(np.ascontiguousarray(self.keys[kept]), ends, self.num_samples), kept
 
 
 def row_input(feature: str, keys: torch.Tensor) -> KeyInput:
-    """Return keys of any shape, or of a nested tensor, one by one. Raises TypeError, ValueError."""
-    if keys.is_nested:
-        parts = [_flat(feature, one) for one in keys.unbind()]
-        return KeyInput(np.concatenate([np.empty(0, np.int64), *parts]), None, len(parts))
-    flat = _flat(feature, keys)
-    return KeyInput(flat, None, int(keys.shape[0]) if keys.ndim else 1)
+    """Return keys of any shape, or of a nested tensor, one by one. Raises TypeError or ValueError."""
+    return KeyInput(_flat(feature, keys), None, int(keys.size(0)) if keys.ndim else 1)
 
 
 def shaped_as(keys: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
@@ -75,16 +71,15 @@ def shaped_as(keys: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
 
 
 def bag_input(feature: str, keys: torch.Tensor, offsets: torch.Tensor | None, *, has_last: bool = False) -> KeyInput:
-    """Return bags of keys: (N, L), a nested tensor, or (E,) with offsets (N,), or (N + 1,) where ``has_last``.
+    """Return bags of keys: (N, L), a nested tensor, or (E,) with offsets (N,), or (N + 1,) if ``has_last``.
 
     Raises TypeError, ValueError as torch's module does.
     """
     if keys.is_nested:
         if offsets is not None:
             raise ValueError(f"offsets were given with a nested tensor of feature {feature!r}: it has its own")
-        parts = [_flat(feature, one) for one in keys.unbind()]
-        ends = np.cumsum([0, *(one.size for one in parts)]).astype(np.int64)
-        return KeyInput(np.concatenate([np.empty(0, np.int64), *parts]), ends, len(parts))
+        lengths = [one.numel() for one in keys.unbind()]
+        return KeyInput(_flat(feature, keys), np.cumsum([0, *lengths]).astype(np.int64), len(lengths))
     flat = _flat(feature, keys)
     if keys.ndim == 2:
         if offsets is not None:
@@ -105,6 +100,8 @@ def bag_input(feature: str, keys: torch.Tensor, offsets: torch.Tensor | None, *,
 
 
 def _flat(feature: str, keys: torch.Tensor) -> NDArray[np.int64]:
+    if keys.is_nested:
+        return np.concatenate([np.empty(0, np.int64), *(_flat(feature, one) for one in keys.unbind())])
     if keys.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"the keys of feature {feature!r} are {keys.dtype}: give torch.int64 or torch.int32")
     found = np.ascontiguousarray(as_keys(f"the keys of feature {feature!r}", keys).reshape(-1))
