@@ -180,8 +180,8 @@ def walk_store(folder: Path) -> dict[str, Walk]:
 
     def blocks() -> Any:
         for block in range(layout.num_blocks):
-            first, last = layout.rows_of_block(block)
-            yield 0, block, np.zeros((last - first) * table.row_bytes, np.uint8), keys[first:last]
+            part = keys[block * layout.block_rows :][: layout.block_rows]
+            yield 0, block, np.zeros(part.size * table.row_bytes, np.uint8), part
 
     def publish() -> None:
         stores[0].publish(Cursor(1, 0), state=b"x" * 100, schedule_digest="", settings={}, environment={})

@@ -27,7 +27,7 @@ from tiercache.store.locks import leased_commits
 from tiercache.store.records import encode
 from tiercache.store.recovery import kept_commits
 from tiercache.store.segment import base_pass
-from tiercache.store.segment_writer import SegmentWriter, check_layouts, new_segment
+from tiercache.store.segment_writer import SegmentWriter, check_layouts
 from tiercache.store.store_errors import CommitMissingError, StoreError, StoreFullError
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ class CommitWriter:
         finally:
             with self._snapshot_lock:
                 self._pins[snapshot] -= 1
+                self._pins = +self._pins  # of those that somebody holds
 
     # -- segments ----------------------------------------------------------------------------------------
 
@@ -119,33 +120,32 @@ class CommitWriter:
         stable: bool,
         moved: Sequence[bool] = (),
     ) -> Segment:
-        """Write a segment that no commit names yet; see ``new_segment`` for ``moved``."""
+        """Write a segment that no commit names yet; see `SegmentWriter` for ``moved``."""
         check_layouts(layouts, self._groups)
         with self._lock:
             self._free()
-            segment = new_segment(self._next_id, pass_index, layouts, within=within, moved=moved)
-            writer = SegmentWriter(segment, self._groups, blocks, checksums, stable=stable)
+            writer = SegmentWriter(
+                self._next_id, pass_index, layouts, self._groups, blocks, checksums,
+                within=within, stable=stable, moved=moved,
+            )  # fmt: skip
+            segment = writer.segment
             self._next_id += 1
             try:
                 writer.write(self._engine)
             except StoreFullError as error:
                 what = f"the dump of pass {pass_index} to" if pass_index >= 0 else "a new segment with the rows of"
                 raise self._full_error(error, f"{what} {self._label}", writer.num_bytes) from error
-            self._counters.add(
-                transactions=1,
-                rows_written=segment.rows,
-                row_bytes_written=segment.row_bytes,
-                key_bytes_written=8 * segment.rows,
-                changed_bytes_written=segment.changed_bytes,
-            )
-            self._allocate(Needed.of([Snapshot(None, [segment])]))
-            self._set_snapshot(Snapshot(self.snapshot.commit, (*self.snapshot.segments, segment)))
+            self._counters.add(transactions=1, **writer.written)
+            self._allocate(Needed({segment.id: segment}, {segment.id: (0,) * len(layouts)}, {}))
+            with self._snapshot_lock:
+                self.snapshot = Snapshot(self.snapshot.commit, (*self.snapshot.segments, segment))
         return segment
 
     def discard_uncommitted(self) -> None:
         """Drop the segments appended since the newest commit."""
         with self._lock:
-            self._set_snapshot(self.history.newest)
+            with self._snapshot_lock:
+                self.snapshot = self.history.newest
             self._free()
 
     # -- commits -----------------------------------------------------------------------------------------
@@ -350,7 +350,8 @@ class CommitWriter:
                 newest = after.newest
                 if newest.commit is not None:
                     self._allocate(Needed({}, {}, {newest.commit.id: newest.commit}))
-                self._set_snapshot(newest)
+                with self._snapshot_lock:
+                    self.snapshot = newest
                 self._counters.add(transactions=1)
         self._keep_leased()
         self._free()
@@ -377,10 +378,6 @@ class CommitWriter:
             return False  # what is there cannot be known: opening the store again finds it out
         return all(there.get(name) == data for name, data in records.items()) and there.keys().isdisjoint(gone)
 
-    def _set_snapshot(self, snapshot: Snapshot) -> None:
-        with self._snapshot_lock:
-            self.snapshot = snapshot
-
     def _allocate(self, more: Needed) -> None:
         """Note what the engine keeps from now on."""
         before = self._allocated
@@ -395,16 +392,13 @@ class CommitWriter:
         folder = self._engine.lease_folder
         return set() if folder is None else leased_commits(folder)
 
-    def _pinned(self) -> list[Snapshot]:
-        with self._snapshot_lock:
-            self._pins = +self._pins
-            return [*self._pins]
-
     def _free(self) -> None:
         """Free what nothing needs any more. A reader may have leased a commit until it was given up, durably."""
         leased = self._leased() if self._given_up else set()
         self._given_up = [snapshot for snapshot in self._given_up if _id(snapshot) in leased]
-        needed = Needed.of([*self.history.snapshots, *self._given_up, *self._pinned(), self.snapshot])
+        with self._snapshot_lock:
+            pinned = [*self._pins]
+        needed = Needed.of([*self.history.snapshots, *self._given_up, *pinned, self.snapshot])
         blocks = list(self._allocated.blocks(self._groups, but=needed))
         if blocks:
             self._allocated = needed
@@ -414,7 +408,9 @@ class CommitWriter:
     def _full_error(self, error: StoreFullError, what: str, needed_bytes: int) -> StoreFullError:
         """Return the error of a whole step, which says what readers hold."""
         mine = Needed.of([*self.history.snapshots, self.snapshot])
-        read = Needed.of([*self._given_up, *self._pinned()]).num_bytes(self._groups, but=mine)
+        with self._snapshot_lock:
+            pinned = [*self._pins]
+        read = Needed.of([*self._given_up, *pinned]).num_bytes(self._groups, but=mine)
         if read:
             error.advice += f"; readers of older commits hold {read:,} bytes: close them"
         return error.during(what, needed_bytes)

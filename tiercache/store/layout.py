@@ -59,8 +59,9 @@ class SegmentLayout:
     """The layout of the rows of one group that one pass dumped. Immutable: do not change the arrays."""
 
     __slots__ = (
-        "_pages_per_block", "block_bytes", "block_rows", "first_page_R", "first_row_R", "key_pages", "next_use_R",
-        "num_blocks", "num_pages", "num_ranges", "page_rows", "row_bytes", "rows", "table_rows_RT",
+        "block_bytes", "block_rows", "first_page_R", "first_row_R", "key_pages", "next_use_R", "num_blocks",
+        "num_key_pages", "num_pages", "num_ranges", "page_rows", "pages_per_block", "row_bytes", "rows",
+        "table_rows_RT",
     )  # fmt: skip
 
     def __init__(
@@ -102,20 +103,25 @@ class SegmentLayout:
                 f"a layout has {rows:.0f} rows of {row_bytes} bytes: "
                 f"all may have {MAX_LAYOUT_BYTES} at most, dump fewer"
             )
-        self.next_use_R, self.table_rows_RT, self.num_ranges = next_use_R, table_rows_RT, next_use_R.size
+        self.next_use_R, self.table_rows_RT = next_use_R, table_rows_RT
+        self.num_ranges = next_use_R.size
+        """Ranges, empty ones too."""
+        self.pages_per_block = -(-self.block_rows // page_rows)
+        """Pages of a block that one range fills."""
         self.key_pages = -(-self.block_rows // KEY_PAGE_ROWS)
         """Key pages of every block but the last."""
-        self._pages_per_block = -(-self.block_rows // page_rows)
         self.first_row_R = np.zeros(next_use_R.size + 1, dtype=np.int64)
         """(R + 1,): the first row of each range, and the number of rows."""
         np.cumsum(table_rows_RT.sum(axis=1, dtype=np.int64), out=self.first_row_R[1:])
         self.rows = int(self.first_row_R[-1])
         self.num_blocks = -(-self.rows // self.block_rows)
-        heads_R = self._head(self.first_row_R[:-1], self.first_row_R[1:])
+        full, rest = divmod(self.rows, self.block_rows)
+        self.num_key_pages = full * self.key_pages - (-rest // KEY_PAGE_ROWS)
+        heads_R = np.minimum(-self.first_row_R[:-1] % self.block_rows, np.diff(self.first_row_R))
         full_R, tails_R = np.divmod(np.diff(self.first_row_R) - heads_R, self.block_rows)
         self.first_page_R = np.zeros_like(self.first_row_R)
         """(R + 1,): the first page of each range, and the number of pages."""
-        pages_R = -(-heads_R // page_rows) + full_R * self._pages_per_block - (-tails_R // page_rows)
+        pages_R = -(-heads_R // page_rows) + full_R * self.pages_per_block - (-tails_R // page_rows)
         np.cumsum(pages_R, out=self.first_page_R[1:])
         self.num_pages = int(self.first_page_R[-1])
 
@@ -158,12 +164,6 @@ class SegmentLayout:
         return [Range(next_use, tuple(rows)) for next_use, rows in counts]
 
     @property
-    def num_key_pages(self) -> int:
-        """Key pages of all blocks."""
-        full, rest = divmod(self.rows, self.block_rows)
-        return full * self.key_pages - (-rest // KEY_PAGE_ROWS)
-
-    @property
     def most_page_rows(self) -> int:
         """The most rows that a page has; about, where ranges are cut by blocks: never fewer."""
         return min(self.page_rows, self.block_rows, int(np.diff(self.first_row_R).max(initial=0)))
@@ -204,23 +204,21 @@ class SegmentLayout:
 
     def pages_of_block(self, block: int) -> tuple[int, int]:
         """Return (low, high): the pages of a block are low, low + 1, ... high - 1."""
-        low, high = self.rows_of_block(block)
-        return self.page_of_row(low), self.page_of_row(high)
+        low = block * self.block_rows
+        return self.page_of_row(low), self.page_of_row(min(low + self.block_rows, self.rows))
 
     def key_pages_of_block(self, block: int) -> tuple[int, int]:
         """Return (low, high): the key pages of a block are low, low + 1, ... high - 1."""
-        low, high = self.rows_of_block(block)
         first = block * self.key_pages
-        return first, first - (-(high - low) // KEY_PAGE_ROWS)
+        return first, min(first + self.key_pages, self.num_key_pages)
 
     def bytes_of_block(self, block: int) -> int:
         """Return the bytes of the rows of a block."""
-        low, high = self.rows_of_block(block)
-        return (high - low) * self.row_bytes
+        return min(self.block_rows, self.rows - block * self.block_rows) * self.row_bytes
 
     def byte_of_block(self, block: int) -> int:
         """Return the byte of all rows at which a block begins."""
-        return self.rows_of_block(block)[0] * self.row_bytes
+        return block * self.block_rows * self.row_bytes
 
     def block_of_page(self, page: int) -> int:
         """Return the block of a page."""
@@ -232,7 +230,7 @@ class SegmentLayout:
 
     def row_of_page(self, page: int) -> int:
         """Return the first row of a page, or the number of rows for the number of pages."""
-        index = self.range_of_page(page)
+        index = int(self.first_page_R.searchsorted(page, side="right")) - 1
         row, inside = self.first_row_R.item(index), page - self.first_page_R.item(index)
         if not inside:
             return row
@@ -240,7 +238,7 @@ class SegmentLayout:
         in_head = -(-head // self.page_rows)
         if inside < in_head:
             return row + inside * self.page_rows
-        full, rest = divmod(inside - in_head, self._pages_per_block)
+        full, rest = divmod(inside - in_head, self.pages_per_block)
         return row + head + full * self.block_rows + rest * self.page_rows
 
     def page_of_row(self, row: int) -> int:
@@ -253,15 +251,16 @@ class SegmentLayout:
         if row - first < head:
             return page + (row - first) // self.page_rows
         full, rest = divmod(row - first - head, self.block_rows)
-        return page - (-head // self.page_rows) + full * self._pages_per_block + rest // self.page_rows
+        return page - (-head // self.page_rows) + full * self.pages_per_block + rest // self.page_rows
 
     def rows_of_pages(self, pages: Int64s) -> Int64s:
         """Return ``row_of_page`` of each page (n,)."""
         index = np.searchsorted(self.first_page_R, pages, side="right") - 1
         row, inside = self.first_row_R[index], pages - self.first_page_R[index]
-        head = self._head(row, self.first_row_R[np.minimum(index + 1, self.next_use_R.size)])
+        after = self.first_row_R[np.minimum(index + 1, self.num_ranges)]
+        head = np.minimum(-row % self.block_rows, after - row)
         in_head = -(-head // self.page_rows)
-        full, rest = np.divmod(inside - in_head, self._pages_per_block)
+        full, rest = np.divmod(inside - in_head, self.pages_per_block)
         behind = head + full * self.block_rows + rest * self.page_rows
         found: Int64s = row + np.where(inside < in_head, inside * self.page_rows, behind)
         return found
@@ -270,9 +269,10 @@ class SegmentLayout:
         """Return ``page_of_row`` of each row (n,)."""
         index = np.searchsorted(self.first_row_R, rows, side="right") - 1
         first = self.first_row_R[index]
-        head = self._head(first, self.first_row_R[np.minimum(index + 1, self.next_use_R.size)])
+        after = self.first_row_R[np.minimum(index + 1, self.num_ranges)]
+        head = np.minimum(-first % self.block_rows, after - first)
         full, rest = np.divmod(rows - first - head, self.block_rows)
-        behind = -(-head // self.page_rows) + full * self._pages_per_block + rest // self.page_rows
+        behind = -(-head // self.page_rows) + full * self.pages_per_block + rest // self.page_rows
         found: Int64s = self.first_page_R[index] + np.where(
             rows - first < head, (rows - first) // self.page_rows, behind
         )
@@ -332,11 +332,6 @@ class SegmentLayout:
             row_bytes=row_bytes, page_rows=page_rows, block_bytes=block_bytes,
             next_use_R=next_use_R, table_rows_RT=counts.reshape(next_use_R.size, tables),
         )  # fmt: skip
-
-    def _head(self, low: Int64s, high: Int64s) -> Int64s:
-        """Return how many rows of ranges [low, high) lie in the block that was begun before them."""
-        found: Int64s = np.minimum(-low % self.block_rows, high - low)
-        return found
 
 
 def key_page_bounds(num_keys: int) -> Int64s:

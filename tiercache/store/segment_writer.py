@@ -35,22 +35,55 @@ class SegmentWriter:
 
     def __init__(
         self,
-        segment: Segment,
+        id_: int,
+        pass_index: int,
+        layouts: Sequence[SegmentLayout],
         groups: Sequence[Group],
         blocks: Iterable[RowBlock] | Iterable[MovedBlock],
         checksums: Checksums,
         *,
+        within: bool,
         stable: bool,
+        moved: Sequence[bool] = (),
     ) -> None:
-        self.segment, self._groups = segment, groups
-        self._stored = [bool(segment.changed) and segment.changed[g].stored for g in range(len(segment.layouts))]
-        """By group: whether last changes are written."""
-        row_bytes = [s.row_bytes + 8 + CHANGED_BYTES * n for s, n in zip(segment.layouts, self._stored, strict=True)]
-        self.num_bytes = sum(s.rows * n for s, n in zip(segment.layouts, row_bytes, strict=True))
+        """``moved``: by group, if last changes are stored; empty: no row has one."""
+        self._groups = groups
+        self._stored = list(moved) or [False] * len(layouts)
+        """By group: True if last changes are written."""
+        self.segment = Segment(
+            id=id_,
+            pass_index=pass_index,
+            within=within,
+            layouts=tuple(layouts),
+            checksums=tuple(np.zeros(layout.num_pages, np.uint32) for layout in layouts),
+            key_checksums=tuple(np.zeros(layout.num_key_pages, np.uint32) for layout in layouts),
+            first_keys=tuple(np.zeros(layout.num_key_pages, np.int64) for layout in layouts),
+            places=tuple(
+                {
+                    kind: np.full(layout.num_blocks, -1, np.int64)
+                    for kind in ((ROWS, KEYS, CHANGED) if stored else (ROWS, KEYS))
+                }
+                for layout, stored in zip(layouts, self._stored, strict=True)
+            ),
+            changed=tuple(
+                Changed.to_come(layout, stored=stored) for layout, stored in zip(layouts, moved, strict=bool(moved))
+            ),
+        )
+        """Its checksums and places are there when it is written."""
+        self.written = {
+            "rows_written": sum(layout.rows for layout in layouts),
+            "row_bytes_written": sum(layout.rows * layout.row_bytes for layout in layouts),
+            "key_bytes_written": sum(8 * layout.rows for layout in layouts),
+            "changed_bytes_written": sum(
+                CHANGED_BYTES * layout.rows for layout, stored in zip(layouts, self._stored, strict=True) if stored
+            ),
+        }
+        """By name of a counter: what the blocks hold."""
+        self.num_bytes = sum(self.written.values()) - self.written["rows_written"]
         """Of all blocks."""
         self._source: Iterator[RowBlock | MovedBlock] = iter(blocks)
         self._checksums, self._stable = checksums, stable
-        self._missing = {(g, b) for g, layout in enumerate(segment.layouts) for b in range(layout.num_blocks)}
+        self._missing = {(g, b) for g, layout in enumerate(layouts) for b in range(layout.num_blocks)}
         self._unsealed: list[Taken] = []
         self._unsealed_bytes = 0
         self._sealer: ThreadPoolExecutor
@@ -77,52 +110,46 @@ class SegmentWriter:
     def _blocks(self, order: list[tuple[int, bytes, int]]) -> Iterator[Data]:
         """Yield all blocks, and add to ``order`` which they are."""
         while self._missing:
-            taken = group, block, data, keys, changed = self._next()
-            self._check(taken)
-            self._unsealed.append(taken)
+            try:
+                given = next(self._source)
+            except StopIteration:
+                raise ValueError(f"append was given {len(self._missing)} blocks too few") from None
+            group, block, data, keys = given[:4]
+            if (group, block) not in self._missing:
+                raise ValueError(f"append was given block {block} of group {group}, which is none or came before")
+            self._missing.remove((group, block))
+            keys, changed = np.ascontiguousarray(keys), np.ascontiguousarray(given[4]) if len(given) == 5 else None
+            layout = self.segment.layouts[group]
+            size = layout.bytes_of_block(block)
+            if data.dtype != np.uint8 or data.size != size or not data.flags.c_contiguous:
+                raise ValueError(
+                    f"block {block} of group {group} has {data.size:,} of {data.dtype}: "
+                    f"it must be {size:,} contiguous bytes"
+                )
+            if keys.dtype != np.int64 or keys.size != size // layout.row_bytes:
+                raise ValueError(
+                    f"block {block} of group {group} came with {keys.size:,} keys of {keys.dtype}: "
+                    f"it has {size // layout.row_bytes:,} rows, each with an int64 key"
+                )
+            if self.segment.changed and (changed is None or changed.dtype != np.uint32 or changed.size != keys.size):
+                raise ValueError(
+                    f"block {block} of group {group} came without the uint32 last change of each of its rows"
+                )
+            self._unsealed.append((group, block, data, keys, changed))
             self._unsealed_bytes += data.size + keys.nbytes
             if not self._stable:
                 self._seal(self._unsealed)
                 self._unsealed = []
             elif self._unsealed_bytes >= _SEAL_BYTES:
                 self._seal_meanwhile()
-            parts = [(ROWS, data), (KEYS, keys.view(np.uint8))]
+            parts = {ROWS: data, KEYS: keys.view(np.uint8)}
             if changed is not None and self._stored[group]:
-                parts.append((CHANGED, changed.view(np.uint8)))
-            for kind, part in parts:
-                order.append((group, kind, block))
-                yield self.segment.block(kind, self._groups[group], block), part
+                parts[CHANGED] = changed.view(np.uint8)
+            for one in self.segment.blocks(self._groups[group], block, block + 1):
+                order.append((group, one.kind, block))
+                yield one, parts[one.kind]
         if self._stable:
             self._seal_meanwhile()  # while the engine writes what it has
-
-    def _next(self) -> Taken:
-        try:
-            given = next(self._source)
-        except StopIteration:
-            raise ValueError(f"append was given {len(self._missing)} blocks too few") from None
-        group, block, data, keys = given[:4]
-        if (group, block) not in self._missing:
-            raise ValueError(f"append was given block {block} of group {group}, which is none or came before")
-        self._missing.remove((group, block))
-        changed = np.ascontiguousarray(given[4]) if len(given) == 5 else None
-        return group, block, data, np.ascontiguousarray(keys), changed
-
-    def _check(self, taken: Taken) -> None:
-        group, block, data, keys, changed = taken
-        layout = self.segment.layouts[group]
-        size = layout.bytes_of_block(block)
-        if data.dtype != np.uint8 or data.size != size or not data.flags.c_contiguous:
-            raise ValueError(
-                f"block {block} of group {group} has {data.size:,} of {data.dtype}: "
-                f"it must be {size:,} contiguous bytes"
-            )
-        if keys.dtype != np.int64 or keys.size != size // layout.row_bytes:
-            raise ValueError(
-                f"block {block} of group {group} came with {keys.size:,} keys of {keys.dtype}: "
-                f"it has {size // layout.row_bytes:,} rows, each with an int64 key"
-            )
-        if self.segment.changed and (changed is None or changed.dtype != np.uint32 or changed.size != keys.size):
-            raise ValueError(f"block {block} of group {group} came without the uint32 last change of each of its rows")
 
     def _seal_meanwhile(self) -> None:
         """Have the checksums of what came since the last time computed."""
@@ -136,10 +163,12 @@ class SegmentWriter:
         for group, block, data, keys, changed in unsealed:
             layout = self.segment.layouts[group]
             low, high = layout.pages_of_block(block)
-            parts.append((data, layout.page_bounds(low, high)))
+            rows = layout.rows_of_pages(np.arange(low, high + 1))
+            parts.append((data, (rows - rows[0]) * layout.row_bytes))
             targets.append(self.segment.checksums[group][low:high])
-            first, last = layout.key_pages_of_block(block)
             bounds = key_page_bounds(keys.size)
+            first = block * layout.key_pages
+            last = first + bounds.size - 1
             parts.append((keys.view(np.uint8), bounds))
             targets.append(self.segment.key_checksums[group][first:last])
             self.segment.first_keys[group][first:last] = keys[bounds[:-1] // 8]
@@ -153,29 +182,6 @@ class SegmentWriter:
         for target in targets:
             target[:] = sums[begin : begin + target.size]
             begin += target.size
-
-
-def new_segment(
-    id_: int, pass_index: int, layouts: Sequence[SegmentLayout], *, within: bool, moved: Sequence[bool] = ()
-) -> Segment:
-    """Return a segment whose checksums and places are to come; ``moved``: of which layouts last changes are stored."""
-    kinds = [(ROWS, KEYS, CHANGED) if stored else (ROWS, KEYS) for stored in moved or [False] * len(layouts)]
-    return Segment(
-        id=id_,
-        pass_index=pass_index,
-        within=within,
-        layouts=tuple(layouts),
-        checksums=tuple(np.zeros(layout.num_pages, np.uint32) for layout in layouts),
-        key_checksums=tuple(np.zeros(layout.num_key_pages, np.uint32) for layout in layouts),
-        first_keys=tuple(np.zeros(layout.num_key_pages, np.int64) for layout in layouts),
-        places=tuple(
-            {kind: np.full(layout.num_blocks, -1, np.int64) for kind in of_group}
-            for layout, of_group in zip(layouts, kinds, strict=True)
-        ),
-        changed=tuple(
-            Changed.to_come(layout, stored=stored) for layout, stored in zip(layouts, moved, strict=bool(moved))
-        ),
-    )
 
 
 def check_layouts(layouts: Sequence[SegmentLayout], groups: Sequence[Group]) -> None:

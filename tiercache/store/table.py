@@ -167,7 +167,6 @@ class Group:
     """Its place among the groups of a store."""
     tables: tuple[Table, ...]
     """In the order of unsigned table ids."""
-
     fields: tuple[Field, ...] = field(init=False, repr=False, compare=False)
     """What a row of any of its tables has."""
     optimizer: Optimizer = field(init=False, repr=False, compare=False)

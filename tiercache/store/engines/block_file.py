@@ -68,8 +68,12 @@ class ExtentAllocator:
 
     def grow(self, num_bytes: int) -> None:
         """Move the end; what is new is free."""
+        if self._high and self._high[-1] == self.end:
+            self._high[-1] += num_bytes
+        else:
+            self._low.append(self.end)
+            self._high.append(self.end + num_bytes)
         self.end += num_bytes
-        self.give(self.end - num_bytes, num_bytes)
 
     def cut_tail(self) -> None:
         """Move the end to where the run that touches it begins."""
@@ -158,6 +162,8 @@ class BlockFile:
         """Whether what is free may have holes, which take room again when they are written."""
         self._direct = self._second = self._open_direct(readonly=readonly)
         self._queue = WriteQueue(self._write, is_read)
+        self.flush = self._queue.flush
+        """Return when all that was put is written. Raises StoreFullError and StoreError."""
         self._ends = threading.local()
 
     def close(self) -> None:
@@ -218,10 +224,17 @@ class BlockFile:
         Takes what it needs of ``data`` before it returns; of ``stable`` data, which does not change, before ``flush``.
         Raises StoreFullError and StoreError.
         """
-        place = self._take(data.nbytes)
-        source, direct = data.reshape(-1).view(np.uint8), 0
+        source, direct, pages = data.reshape(-1).view(np.uint8), 0, paged(data.nbytes)
+        offset = self.space.take(pages) if pages else 0
+        if offset is None:
+            self._grow(pages)
+            offset = self.space.take(pages)
+            assert offset is not None, "the file grew by too little"
+        elif self._sparse and pages:
+            self._fill_hole(offset, pages)
+        place = Extent(offset, data.nbytes)
         try:
-            if source.size >= _DIRECT_BYTES and _address(source) % PAGE_BYTES == 0:
+            if source.size >= _DIRECT_BYTES and source.__array_interface__["data"][0] % PAGE_BYTES == 0:
                 direct = source.size // PAGE_BYTES * PAGE_BYTES
                 self._queue.put(source[:direct].data, place.offset)
                 if not stable:
@@ -231,10 +244,6 @@ class BlockFile:
             self.give([place])
             raise
         return place
-
-    def flush(self) -> None:
-        """Return when all that was put is written. Raises StoreFullError and StoreError."""
-        self._queue.flush()
 
     def sync(self) -> None:
         """Return when all that was put and flushed is durable. Raises StoreError."""
@@ -312,17 +321,6 @@ class BlockFile:
         if tail and count > head + inner:
             out[head + inner :] = np.frombuffer(ends, np.uint8)[PAGE_BYTES : PAGE_BYTES + tail]
         return max(0, min(count, out.size))
-
-    def _take(self, num_bytes: int) -> Extent:
-        pages = Extent(0, num_bytes).pages
-        offset = self.space.take(pages) if pages else 0
-        if offset is None:
-            self._grow(pages)
-            offset = self.space.take(pages)
-            assert offset is not None, "the file grew by too little"
-        elif self._sparse and pages:
-            self._fill_hole(offset, pages)
-        return Extent(offset, num_bytes)
 
     def _fill_hole(self, offset: int, num_bytes: int) -> None:
         """Have room for bytes that may be a hole, or free them again: a full disk must show before records follow."""

@@ -44,7 +44,7 @@ class WriteQueue:
         """What is to be written next."""
         self._end = self._bytes = 0
         """In the file, of the last run; of all."""
-        self._rooms: list[memoryview] = []
+        self._buffers: list[memoryview] = []
         """Of the next request first, then those that requests under way may write from."""
         self._copied = 0
         self._under_way: deque[Future[None]] = deque()
@@ -53,19 +53,13 @@ class WriteQueue:
 
     def put(self, view: memoryview, offset: int) -> None:
         """Let whole pages be written at a page, together with those before them in the file; they stay as they are."""
-        self._begin(len(view), offset)
         self._add(view, offset)
 
     def copy(self, data: memoryview, offset: int) -> None:
         """Let copies of bytes be written at a page, zeros up to the end of their last page after them."""
         while len(data):
             count = min(len(data), _GATHER_BYTES)
-            size = paged(count)
-            self._begin(size, offset, copied=size)
-            view = self._rooms[0][self._copied : self._copied + size]
-            view[:count], view[count:] = data[:count], bytes(size - count)
-            self._add(view, offset)
-            self._copied += size
+            self._add(data[:count], offset, copied=paged(count))
             data, offset = data[count:], offset + count
 
     def flush(self) -> None:
@@ -90,26 +84,29 @@ class WriteQueue:
         """End the threads, once what is under way has ended, and give memory back."""
         if self._threads is not None:
             self._threads.shutdown()
-        self._rooms = []
+        self._buffers = []
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _begin(self, size: int, offset: int, *, copied: int = 0) -> None:
-        """Have room for so many bytes more, ``copied`` of them in memory of its own; send what cannot go with them."""
+    def _add(self, view: memoryview, offset: int, *, copied: int = 0) -> None:
+        """Add bytes to the next request, or a copy of so many with zeros at the end; send before what is full."""
+        size = copied or len(view)
         full = self._bytes + size > REQUEST_BYTES or (offset != self._end and self._bytes >= _RUNS_BYTES)
         if full or self._copied + copied > _GATHER_BYTES:
             self._send(alone=self._bytes < SHORT_BYTES)
-        if copied and not self._rooms:
-            room = huge_pages((_UNDER_WAY + 1) * _GATHER_BYTES).data
-            self._rooms = [room[i * _GATHER_BYTES :][:_GATHER_BYTES] for i in range(_UNDER_WAY + 1)]
-
-    def _add(self, view: memoryview, offset: int) -> None:
-        if not len(view):
+        if copied:
+            if not self._buffers:
+                memory = huge_pages((_UNDER_WAY + 1) * _GATHER_BYTES).data
+                self._buffers = [memory[i * _GATHER_BYTES :][:_GATHER_BYTES] for i in range(_UNDER_WAY + 1)]
+            data, view = view, self._buffers[0][self._copied : self._copied + copied]
+            view[: len(data)], view[len(data) :] = data, bytes(copied - len(data))
+            self._copied += copied
+        if not size:
             return
         if not self._runs or offset != self._end or len(self._runs[-1][1]) == _RUN_VIEWS:
             self._runs.append((offset, []))
         self._runs[-1][1].append(view)
-        self._end, self._bytes = offset + len(view), self._bytes + len(view)
+        self._end, self._bytes = offset + size, self._bytes + size
 
     def _send(self, *, alone: bool) -> None:
         """Write what is queued: here and now where ``alone``, else by a thread."""
@@ -122,7 +119,7 @@ class WriteQueue:
         self._await(0 if self._is_read() else _UNDER_WAY - 1)
         request = Future[None]()
         self._under_way.append(request)  # before a thread has it: an interrupt loses none
-        self._rooms = [*self._rooms[1:], *self._rooms[:1]]
+        self._buffers = [*self._buffers[1:], *self._buffers[:1]]
         try:
             self._threads.submit(self._make, request, runs)
         except RuntimeError:  # the interpreter ends, or the system has no thread left, and perhaps one has it after all
