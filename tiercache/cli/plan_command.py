@@ -63,7 +63,7 @@ def plan(
     data = PassDataset.open(dataset)
     reuse = reuse_of(data, order_rule(data, order))
     budget = None if device_budget is None else parse_bytes(device_budget)
-    need = _device_bytes(data, device, budget, plain_keys=plain_keys)
+    need = _device_budget(data, device, budget, plain_keys=plain_keys)
     rates = measured_rates(store or dataset, device=device, again=measure)
     eval_bytes = None if eval_budget is None else parse_bytes(eval_budget)
     samples_P = [p.samples for p in data]
@@ -106,7 +106,7 @@ def plan(
     Output(as_json, quiet).result(record, show)
 
 
-def _device_bytes(data: PassDataset, device: str, budget: int | None, *, plain_keys: bool) -> int:
+def _device_budget(data: PassDataset, device: str, budget: int | None, *, plain_keys: bool) -> int:
     """Return the budget, or the need of the largest pass, with its index if keys are plain.
 
     Raises BudgetError if the need exceeds the budget.

@@ -12,8 +12,6 @@ from tiercache.dist.budget_checks import plans_of
 from tiercache.errors import BudgetError, StateError
 from tiercache.kernels.cpu.key_sweeps import search_keys
 from tiercache.planning.matching import check_schedule, check_tables
-from tiercache.planning.row_offsets import RowOffsets
-from tiercache.planning.schedule import Schedule
 from tiercache.rows.device import DeviceTier
 from tiercache.rows.pinned import PinnedArena
 from tiercache.rows.switch import PassSwitcher
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.planning.budgets import Budgets
     from tiercache.planning.pass_plan import PassPlan
+    from tiercache.planning.row_offsets import RowOffsets
     from tiercache.planning.schedule import OrderRule
     from tiercache.reporting.report import PassReport
     from tiercache.rows.backends.base import Backend
@@ -62,12 +61,11 @@ class RankRows:
         self.store, self.source, self.backend = store, source, backend
         self.check_alone()
         check_tables(store, source)
-        self.schedule = Schedule.of(source, order)
-        check_schedule(store, source, self.schedule)
-        self.positions = positions = RowOffsets.of(source, store.groups)
-        self.device = DeviceTier(positions, budgets.device_budget, backend)
         self.plans, self._uses = plans_of(budgets, source, store, order=order)
-        self.budget = self.plans.host
+        self.schedule, self.budget = self.plans.schedule, self.plans.host
+        self.positions = positions = self.plans.positions
+        check_schedule(store, source, self.schedule)
+        self.device = DeviceTier(positions, budgets.device_budget, backend)
         self._keys_of = positions.keys_of(source)  # nothing that the cache has refers to it: it goes when dropped
         self._check_plans()  # a budget that cannot hold says so here, not in the middle of a run
         self.memory = PinnedArena(self.budget.rows, self.budget.region, backend)
