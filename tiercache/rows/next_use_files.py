@@ -97,11 +97,11 @@ class NextUseFiles:
 
     def _path(self, epoch: int) -> Path:
         assert self._folder is not None
-        return self._folder / f"{self._schedule.digest[:24]}-{epoch}.distances"
+        return self._folder / f"{self._schedule.digest[:24]}-{epoch}.gaps"
 
     def _write(self, path: Path, epoch: int, total: int) -> None:
         path.parent.mkdir(exist_ok=True)
-        for old in path.parent.glob("*.distances"):
+        for old in path.parent.glob("*.gaps"):
             if not old.name.startswith(self._schedule.digest[:24]):
                 old.unlink()
         temporary = path.with_suffix(".part")

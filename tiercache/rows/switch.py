@@ -51,7 +51,7 @@ class PassPlanner:
     """Prepares the passes of one run, one after the other; called on the reader thread."""
 
     def __init__(self, planner: Planner, device: DeviceTier, next_uses_of: Callable[[int], NextUses]) -> None:
-        self.planner, self._device, self._uses_of = planner, device, next_uses_of
+        self._planner, self._device, self._uses_of = planner, device, next_uses_of
         self._previous: PreparedPass | None = None
         self._failed = False
 
@@ -63,7 +63,7 @@ class PassPlanner:
         if self._failed:
             raise StateError("the pass before could not be prepared, so this one is not: begin the run of passes anew")
         self._failed = True
-        plan = self.planner.plan_next()
+        plan = self._planner.plan_next()
         before, before_uses, before_sub_dataset = None, None, None
         if self._previous is not None:
             before, before_uses = self._previous.assignments, self._uses_of(self._previous.plan.epoch)
@@ -248,17 +248,13 @@ class PassSwitcher:
         Blocks are written one by one through the same memory, so that it needs no more than a transaction.
         """
         self.check_process()
-        plan, pass_planner = self._current()[0], self._pass_planner
-        assert pass_planner is not None, "no run of passes was begun"
+        plan, _ = self._current()
         self._await_writer()
-        ranges_G: list[list[Range]] = [[] for _ in self._positions.groups]
-        for g, ranges in enumerate(ranges_G):
-            if plan.rows_G[g]:
-                table_rows = np.diff(self._positions.table_starts(plan.sub_dataset, g)).tolist()
-                ranges.append(Range(next_use=plan.pass_index, table_rows=tuple(table_rows)))
-        layouts = tuple(
-            self._budget.layout(group, ranges) for group, ranges in zip(self._positions.groups, ranges_G, strict=True)
-        )
+        layouts = []
+        for g, group in enumerate(self._positions.groups):
+            table_rows = np.diff(self._positions.table_starts(plan.sub_dataset, g)).tolist()
+            ranges = [Range(next_use=plan.pass_index, table_rows=tuple(table_rows))] if plan.rows_G[g] else []
+            layouts.append(self._budget.layout(group, ranges))
 
         def blocks() -> Iterator[tuple[int, int, NDArray[np.uint8], NDArray[np.int64]]]:
             scratch = self._backend.scratch(paged(self._budget.block))
@@ -269,12 +265,9 @@ class PassSwitcher:
                     self._backend.streams.dumped().wait()
                     yield g, b, data, keys
 
-        def write() -> None:
-            self._store.append(plan.pass_index, layouts, blocks(), within=True)
+        try:  # on this thread, as packing is for the training thread
+            self._store.append(plan.pass_index, tuple(layouts), blocks(), within=True)
             self._publish(Cursor(pass_index=plan.pass_index, sample=sample), state)
-
-        try:
-            write()  # on this thread, as packing is for the training thread
         except BaseException as error:
             self._failure = error  # its frames keep the scratch, which the device may still write to, until we stop
             raise

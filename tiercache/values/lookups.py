@@ -184,4 +184,3 @@ class RowReader(Protocol):
 
     def fill(self, table_name: str, keys: NDArray[np.int64], out: tuple[NDArray[np.float32], ...]) -> None:
         """Write the vectors of ``keys``, each given once, to the first array of ``out``."""
-        ...
