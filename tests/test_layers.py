@@ -1,4 +1,4 @@
-"""Values are the ground floor: frozen, and without imports from the rest of the package."""
+"""Borders of the package: no circle of imports between packages nor inside store and rows, one name for one module."""
 
 from __future__ import annotations
 
@@ -6,25 +6,122 @@ import ast
 import dataclasses
 import importlib
 import inspect
+from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import tiercache
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
 FOLDER = Path(tiercache.__file__).parent
-FLOORS = ("backends", "tiers", "dist", "planning", "data")
-"""Packages that know nothing of a training."""
+TWINS = {"tiercache.kernels.cpu", "tiercache.kernels.cuda"}
+"""Two packages with the same kernels for two kinds of device, under the same names."""
 
 
-def imports_of(path: Path) -> set[str]:
-    """Return the packages of ours that a module imports, for types too."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        found |= {name.split(".")[1] for name in names if name.startswith("tiercache.")}
+def name_of(path: Path, folder: Path) -> str:
+    """Return the import name of a file; that of a package is its folder's."""
+    parts = (folder.name, *path.relative_to(folder).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path, modules: Mapping[str, Path]) -> Iterator[str]:
+    """Yield the modules that a file imports anywhere: at the top, for types, and inside functions."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        elif isinstance(node, ast.ImportFrom) and node.module in modules:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in modules else str(node.module)
+
+
+def graph_of(folder: Path) -> dict[str, set[str]]:
+    """Return what each module of a package imports of it."""
+    modules = {name_of(path, folder): path for path in sorted(folder.rglob("*.py"))}
+    return {name: set(imports_of(path, modules)) - {name} for name, path in modules.items()}
+
+
+def circles_of(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Return the groups of nodes that reach each other (Tarjan, "Depth-first search and linear graph algorithms")."""
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    circles: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        number[node] = lowest[node] = len(number)
+        stack.append(node)
+        for target in sorted(graph.get(node, ())):
+            if target not in number:
+                visit(target)
+                lowest[node] = min(lowest[node], lowest[target])
+            elif target in stack:
+                lowest[node] = min(lowest[node], number[target])
+        if lowest[node] == number[node]:
+            place = stack.index(node)
+            circles.append(sorted(stack[place:]))
+            del stack[place:]
+
+    for node in sorted(graph):
+        if node not in number:
+            visit(node)
+    return [circle for circle in circles if len(circle) > 1]
+
+
+def between_packages(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """Return what the packages, and the modules beside them, import of each other; the front door is left out."""
+    found: dict[str, set[str]] = {}
+    for name, targets in graph.items():
+        if "." in name:
+            package = name.split(".")[1]
+            found.setdefault(package, set()).update({one.split(".")[1] for one in targets if "." in one} - {package})
     return found
+
+
+GRAPH = graph_of(FOLDER)
+
+
+def test_packages_import_each_other_one_way() -> None:
+    """Imports for types and inside functions count. Nothing imports the front door."""
+    assert not circles_of(between_packages(GRAPH))
+    assert not [name for name, targets in GRAPH.items() if "tiercache" in targets]
+
+
+@pytest.mark.parametrize("package", ["store", "rows"])
+def test_modules_of_a_package_import_each_other_one_way(package: str) -> None:
+    """Imports for types and inside functions count; a package's own front door is left out."""
+    inside = {name for name in GRAPH if name.startswith(f"tiercache.{package}.")}
+    assert inside
+    assert not circles_of({name: GRAPH[name] & inside for name in inside})
+
+
+def test_a_circle_is_found(tmp_path: Path) -> None:
+    """One of imports for types and inside a function, too."""
+    package = tmp_path / "made"
+    (package / "low").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "low" / "__init__.py").touch()
+    (package / "low" / "one.py").write_text("def run():\n    from made.low import two\n")
+    (package / "low" / "two.py").write_text("if TYPE_CHECKING:\n    from made.high import Name\n")
+    (package / "high.py").write_text("from made.low.one import run\n")
+    graph = graph_of(package)
+    assert circles_of(graph) == [["made.high", "made.low.one", "made.low.two"]]
+    assert circles_of(between_packages(graph)) == [["high", "low"]]
+
+
+def test_two_modules_never_share_a_name() -> None:
+    """But for kernels of the CPU and of a GPU, which are twins; packages are named by their folders."""
+    last = Counter(path.stem for path in FOLDER.rglob("*.py") if not path.stem.startswith("__"))
+    twins = {name.rsplit(".", 1)[1] for name in GRAPH if name.rsplit(".", 1)[0] in TWINS}
+    shared = {stem for stem, count in last.items() if count > 1}
+    assert shared <= twins
+    for stem in shared:
+        found = {name.rsplit(".", 1)[0] for name in GRAPH if name.endswith(f".{stem}") and name.count(".") > 1}
+        assert found == TWINS, stem
 
 
 VALUES = sorted(path for path in (FOLDER / "values").glob("*.py") if path.stem != "__init__")
@@ -33,15 +130,27 @@ VALUES = sorted(path for path in (FOLDER / "values").glob("*.py") if path.stem !
 @pytest.mark.parametrize("path", VALUES, ids=lambda path: path.stem)
 def test_values_import_nothing_else_of_ours_and_are_frozen(path: Path) -> None:
     """Type-checking imports count too."""
-    assert imports_of(path) <= {"values"}
-    module = importlib.import_module(f"tiercache.values.{path.stem}")
+    name = name_of(path, FOLDER)
+    assert all(target.startswith("tiercache.values.") for target in GRAPH[name])
+    module = importlib.import_module(name)
     for _, kind in inspect.getmembers(module, inspect.isclass):
         if kind.__module__ == module.__name__ and dataclasses.is_dataclass(kind):
             assert kind.__dataclass_params__.frozen, kind  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("package", FLOORS)
-def test_what_is_below_a_training_knows_nothing_of_it(package: str) -> None:
-    """Type-checking imports count too."""
-    for path in (FOLDER / package).glob("*.py"):
-        assert not imports_of(path) & {"training", "ranks"}, path
+def test_the_links_at_the_top_level_are_not_packages_of_their_own() -> None:
+    """``import store`` from the checkout would be a second copy of ``tiercache.store``."""
+    root = FOLDER.parent
+    if not (root / "store").is_symlink():
+        pytest.skip("installed without the checkout's links")
+    for link in ("store", "kernels"):
+        assert (root / link).resolve() == FOLDER / link
+        with pytest.raises(ImportError, match=rf"import tiercache\.{link}"):
+            importlib.import_module(link)
+
+
+def test_no_file_is_longer_than_500_lines() -> None:
+    """A ceiling, not an aim."""
+    sources = [path for kind in ("*.py", "*.cu", "*.cuh") for path in FOLDER.rglob(kind)]
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources}
+    assert not {path.name: length for path, length in lengths.items() if length > 500}

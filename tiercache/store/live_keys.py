@@ -241,7 +241,7 @@ def _readings(
     batch: list[_Reading] = []
     step = max(1, _PAGES // layout.key_pages)
     for block in range(0, layout.num_blocks, step):
-        low, high = layout.rows_of_block(block)[0], layout.rows_of_block(min(block + step, layout.num_blocks) - 1)[1]
+        low, high = block * layout.block_rows, min((block + step) * layout.block_rows, layout.rows)
         spans = {}
         for place, hashes in sought.items():
             if place in known:
