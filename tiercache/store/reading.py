@@ -273,13 +273,12 @@ class BlockReader:
     ) -> NDArray[np.int64]:
         """Return the keys of the rows of one block, or of its key pages [first, last). Raises CorruptBlockError."""
         self.check_open()
-        layout = segment.layouts[group]
-        low, high = layout.rows_of_block(block)
-        bounds = key_page_bounds(high - low)[first : None if last is None else last + 1]
+        stored = segment.block(KEYS, self.groups[group], block)
+        bounds = key_page_bounds(stored.size // 8)[first : None if last is None else last + 1]
         data = np.empty(int(bounds[-1] - bounds[0]), dtype=np.uint8)
-        self._read(ReadRequest(segment.block(KEYS, self.groups[group], block), int(bounds[0]), data), segment)
+        self._read(ReadRequest(stored, int(bounds[0]), data), segment)
         sums, keys = self.checksums([(data, bounds - bounds[0])]), data.view(np.int64)
-        page = block * layout.key_pages + first
+        page = block * segment.layouts[group].key_pages + first
         wrong = np.nonzero(sums != segment.key_checksums[group][page : page + sums.size])[0]
         if wrong.size:
             at = int(wrong[0])
