@@ -1,4 +1,4 @@
-"""What a commit keeps beside rows: dense state, the row optimizers' settings, and where it was trained."""
+"""Commit state: dense state, the row optimizers' settings and the environment, committed with the rows."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 NONFINITE_MODES = ("stop", "warn", "ignore")
 _PIECE = 1 << 20
-"""Numbers that are read at a time."""
+"""Numbers that are checked at a time."""
 
 
 class FiniteCheck:
-    """Looks for NaN and infinities in what a training is about to commit.
+    """Looks for NaN and infinities in rows and parameters before they are committed.
 
-    On a CPU the kernels of a step say whether a row is not finite, so the batch is known. On a GPU that would wait for
-    each step: there the rows of a pass are read once, when it ends.
+    On a CPU the kernels of a step report rows that are not finite, so errors name the batch. On a GPU that would wait
+    for each step: there the rows of a pass are checked once, when it ends.
     """
 
     def __init__(self, mode: str, backend: Backend, dense: DenseState) -> None:
@@ -50,7 +50,7 @@ class FiniteCheck:
         self._warned: PassLedger | None = None
 
     def begin(self) -> None:
-        """Begin with what was restored."""
+        """Begin with the restored state."""
         self._found = self._warned = None
         self._known = set()
         if self._mode != "ignore":
@@ -58,30 +58,30 @@ class FiniteCheck:
             self._backend.take_overflow()
 
     def step(self, groups: Sequence[GroupRows], ledger: PassLedger) -> None:
-        """Look at the rows that were stepped, where the kernels say that some are not finite."""
-        is_told = self._warned is ledger or self._found is not None
-        if self._mode == "ignore" or not self._backend.take_overflow() or is_told:
+        """Check the rows if the kernels of the step report some that are not finite."""
+        is_reported = self._warned is ledger or self._found is not None
+        if self._mode == "ignore" or not self._backend.take_overflow() or is_reported:
             return
         if tables := nonfinite_tables(self._backend, groups):
-            self._tell(ledger, f"rows of {tables} are not finite after the step of {ledger.newest}")
+            self._report(ledger, f"rows of {tables} are not finite after the step of {ledger.newest}")
 
     def check(self, groups: Sequence[GroupRows], ledger: PassLedger) -> None:
-        """Raise StateError if something is not finite that the end of a pass, or a commit inside, would commit."""
+        """Raise StateError if a commit now would store something that is not finite."""
         if self._mode == "ignore":
             return
         self.raise_found()
         if self._backend.take_overflow() is None and (tables := nonfinite_tables(self._backend, groups)):
-            self._tell(ledger, f"rows of {tables} are not finite after {ledger.newest}")
+            self._report(ledger, f"rows of {tables} are not finite after {ledger.newest}")
         if bad := [name for name, one in self._bad_parameters() if id(one) not in self._known]:
-            self._tell(ledger, f"{len(bad)} parameters ({bad[0]}) are not finite after {ledger.newest}")
+            self._report(ledger, f"{len(bad)} parameters ({bad[0]}) are not finite after {ledger.newest}")
         self.raise_found()
 
     def raise_found(self) -> None:
-        """Raise StateError for what was found, until training begins anew."""
+        """Raise StateError if something was not finite since training began."""
         if self._found is not None:
             raise StateError(self._found)
 
-    def _tell(self, ledger: PassLedger, what: str) -> None:
+    def _report(self, ledger: PassLedger, what: str) -> None:
         if self._mode == "stop":
             self._found = self._found or (
                 f"{what}, so they are not committed: look for the cause, such as a learning rate or a loss, and train "
@@ -104,14 +104,14 @@ class FiniteCheck:
         for name, parameter in named:
             by_device.setdefault(parameter.device, []).append((name, parameter))
         found = []
-        for some in by_device.values():
-            flags = torch.stack([_is_finite(one) for _, one in some]).tolist()
-            found += [one for one, good in zip(some, flags, strict=True) if not good]
+        for pairs in by_device.values():
+            flags = torch.stack([_is_finite(one) for _, one in pairs]).tolist()
+            found += [pair for pair, good in zip(pairs, flags, strict=True) if not good]
         return found
 
 
 def nonfinite_tables(backend: Backend, groups: Sequence[GroupRows]) -> str:
-    """Return the names of the tables some of whose rows are not finite, as messages have them; "" if all are."""
+    """Return the quoted names of tables with rows that are not finite; "" if there are none."""
     names, flags = [], []
     for rows in groups:
         vectors = backend.tensor(rows.vectors.values)
@@ -131,7 +131,7 @@ def nonfinite_tables(backend: Backend, groups: Sequence[GroupRows]) -> str:
 
 
 def _is_finite(parameter: torch.Tensor) -> torch.Tensor:
-    """Return whether a parameter, of a DTensor this rank's part, is finite, without memory of its size."""
+    """Return True (0-dim) if a parameter is finite, without a copy; of a DTensor, this rank's part."""
     local = parameter.detach()
     local = local.to_local() if hasattr(local, "to_local") else local
     largest: torch.Tensor = torch.linalg.vector_norm(local, ord=math.inf) if local.numel() else local.sum()
@@ -149,12 +149,12 @@ class CommitState:
             "threads": torch.get_num_threads(),
             "cpu": platform.processor() or platform.machine(),
         }
-        """What the last bits of dense layers may depend on."""
+        """The last bits of dense layers may depend on these."""
         if backend.name:
             self.environment["device"] = backend.name
 
     def capture(self, random: RandomStates | None = None) -> StateBytes:
-        """Clone it as it is now; the states of random generators where they are given."""
+        """Clone the current state, with ``random`` in place of the current random states."""
         return self.dense.capture(random), self.optimizer.settings()
 
     def warn_of_schedulers(self) -> None:
@@ -194,18 +194,18 @@ class CommitState:
                     "instead"
                 )
         known = stepped | anchors
-        left = [
+        unstepped = [
             f"{name}.{path}"
             for name, value in modules.items()
             if not isinstance(value, AveragedModel)
             for path, one in value.named_parameters()
             if one.requires_grad and id(one) not in known
         ]
-        if left:
-            more = f" and {len(left) - 1} more parameters" if left[1:] else ""
+        if unstepped:
+            more = f" and {len(unstepped) - 1} more parameters" if unstepped[1:] else ""
             warnings.warn(
-                f"{left[0]}{more} belong to no optimizer that the cache was given, so cache.optimizer does not train "
-                "them: give the cache their optimizer (optimizer=..., or register()), or freeze them",
+                f"{unstepped[0]}{more} belong to no optimizer that the cache was given, so cache.optimizer does not "
+                "train them: give the cache their optimizer (optimizer=..., or register()), or freeze them",
                 stacklevel=5,
             )
 
@@ -223,16 +223,16 @@ class CommitState:
             if not isinstance(value, torch.optim.Optimizer):
                 continue
             parameters = [one for group in value.param_groups for one in group["params"] if id(one) not in kept]
-            lost = [one for one in parameters if one.untyped_storage().data_ptr() not in places or not one.numel()]
-            if lost:
+            unsaved = [one for one in parameters if one.untyped_storage().data_ptr() not in places or not one.numel()]
+            if unsaved:
                 raise StateError(
-                    f"{name} steps {len(lost)} parameters that no registered module has (the first has shape "
-                    f"{tuple(lost[0].shape)}), so no commit would keep them: give the cache the model that has them "
+                    f"{name} steps {len(unsaved)} parameters that no registered module has (the first has shape "
+                    f"{tuple(unsaved[0].shape)}), so no commit would keep them: give the cache the model that has them "
                     "(model=..., or register()), and make an optimizer after tc.convert, which replaces parameters"
                 )
 
     def restore(self, store: Store, ranks: AnyCommunicator) -> None:
-        """Put back what the last commit of ``store`` keeps; warns where that was trained elsewhere. Collective."""
+        """Restore the last commit of ``store``; warns if it was trained in another environment. Collective."""
         commit = store.commit
         assert commit is not None, "a store without a commit keeps no state"
         with ranks.raise_on_all("reading the state of the last commit"):

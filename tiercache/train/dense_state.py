@@ -1,4 +1,4 @@
-"""Dense state: what commits with the rows beside them, as tensors and plain values only."""
+"""Dense state: modules, optimizers and random states, committed with the rows as tensors and plain values."""
 
 from __future__ import annotations
 
@@ -19,19 +19,15 @@ from tiercache.train.joint_optimizer import state_without, with_anchors
 from tiercache.train.table_module import TableModule, anchor_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator
 
     from tiercache.dist.communicator import AnyCommunicator
     from tiercache.rows.backends.base import Backend
 
 _PLAIN = {int, float, complex, str, bytes, bool, type(None)}
 """Exactly these: a number of numpy is a float by inheritance, and cannot be read back safely."""
-
-
 _TENSOR_BYTES = 2048
 """More than torch adds to the numbers of two tensors in a file."""
-
-
 _DATA_PARALLEL = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 _RESTORING = "restoring the last commit"
 
@@ -47,27 +43,28 @@ class Stateful(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> object:
-        """Take them back."""
+        """Load such a state."""
         ...
 
 
 class DenseState:
     """Tracked objects and the random generators of torch (the CPU's and the device's), numpy and random.
 
-    Of several ranks rank 0 keeps for all what is the same on all (``keep_once``). Stored with ``torch.save`` and
-    read with ``weights_only=True``: nothing pickled is executed on load.
+    With several ranks, rank 0 stores the objects that are the same on all (``keep_once``). Stored with ``torch.save``
+    and read with ``weights_only=True``: nothing pickled is executed on load.
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._objects: dict[str, Stateful] = {}
+        self.objects: dict[str, Stateful] = {}
+        """The registered objects by name."""
         self._shared: frozenset[str] = frozenset()
-        """What rank 0 keeps for this rank."""
+        """The names of objects that rank 0 stores for this rank."""
         self._restored: set[str] = set()
 
     def register(self, objects: dict[str, Any]) -> None:
         """Add objects by name. Raises StateError at once for what cannot be stored, naming the value."""
-        anchors = anchor_ids([*self._objects.values(), *objects.values()])
+        anchors = anchor_ids([*self.objects.values(), *objects.values()])
         for name, value in objects.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise StateError(
@@ -83,22 +80,17 @@ class DenseState:
                     f"the state of register({name}=...) cannot be stored and read back safely ({_line(error)}): keep "
                     "only tensors, numbers, strings, lists, tuples and dictionaries in its state_dict"
                 ) from error
-        self._restored -= {name for name, value in objects.items() if self._objects.get(name) is not value}
-        self._objects.update(objects)
-
-    @property
-    def objects(self) -> Mapping[str, Stateful]:
-        """What was registered, by name."""
-        return self._objects
+        self._restored -= {name for name, value in objects.items() if self.objects.get(name) is not value}
+        self.objects.update(objects)
 
     def note_restored(self) -> None:
         """Note that all objects are as the rows' commit has them, or as the first commit took them."""
-        self._restored |= self._objects.keys()
+        self._restored |= self.objects.keys()
 
     @property
     def unrestored(self) -> list[str]:
         """The names of modules that were not restored since they were registered."""
-        modules = [name for name, value in self._objects.items() if isinstance(value, torch.nn.Module)]
+        modules = [name for name, value in self.objects.items() if isinstance(value, torch.nn.Module)]
         return [name for name in modules if name not in self._restored]
 
     def random_states(self) -> RandomStates:
@@ -110,69 +102,69 @@ class DenseState:
             "python": (version, torch.from_numpy(np.array(numbers)), gauss),  # a tuple is pickled number by number
             "numpy": (kind, torch.from_numpy(np.asarray(words, dtype=np.int64)), place, has_gauss, cached),
         }
-        there = self._backend.random_state()
-        return found if there is None else found | {"device": there}
+        on_device = self._backend.random_state()
+        return found if on_device is None else found | {"device": on_device}
 
     def capture(self, random_states: RandomStates | None = None) -> Callable[[], bytes]:
-        """Clone the state as it is now; the returned function serializes the clone, on any thread.
+        """Clone the current state; the returned function serializes the clone, on any thread.
 
-        random_states: of an earlier moment, in place of those as they are now. Raises StateError for what cannot be
-        stored: what an object keeps may have changed since ``register``.
+        random_states: in place of the current ones. Raises StateError for state that cannot be stored: it may have
+        changed since ``register``.
         """
-        anchors = anchor_ids(self._objects.values())
-        objects = {name: _state_of(one, anchors) for name, one in self._objects.items() if name not in self._shared}
+        anchors = anchor_ids(self.objects.values())
+        objects = {name: _state_of(one, anchors) for name, one in self.objects.items() if name not in self._shared}
         for name, value in objects.items():
             _refuse_unstorable(value, name)
         state = {
-            "objects": _clone(objects),
+            "objects": _map_tensors(objects, lambda tensor: tensor.detach().clone()),
             "shared": sorted(self._shared),
             **(random_states or self.random_states()),
         }
-        cloned = _moments(state["objects"])
+        events = _record_events(state["objects"])
 
         def save() -> bytes:
             with ExitStack() as streams:
-                for device, moment in cloned.items():
-                    streams.enter_context(_behind(device, moment))
+                for device, event in events.items():
+                    streams.enter_context(_stream_after(device, event))
                 return _save(state)
 
         return save
 
     def most_bytes(self) -> int:
-        """Return about the most bytes that a commit stores: two tensors a parameter where an optimizer has not stepped.
+        """Return about the most bytes that a commit stores: two tensors a parameter if an optimizer has not stepped.
 
-        What an object of the user's own comes to keep cannot be known.
+        Objects of the user's own may come to need more.
         """
         total = len(self.capture()())
-        for name, value in self._objects.items():
+        for name, value in self.objects.items():
             if isinstance(value, torch.optim.Optimizer) and not value.state and name not in self._shared:
                 parameters = (p for group in value.param_groups for p in group["params"])
                 total += sum(2 * p.numel() * p.element_size() + _TENSOR_BYTES for p in parameters)
         return total
 
     def keep_once(self, ranks: AnyCommunicator) -> None:
-        """Have rank 0 keep for all ranks each module, optimizer, scheduler and scaler that is the same on all now.
+        """Have rank 0 store each module, optimizer, scheduler and scaler that is now the same on all ranks.
 
-        They stay so in a data-parallel training, or differ as buffers do that DistributedDataParallel takes from rank
-        0. Other objects, and random generators, are kept by each rank. Collective.
+        They stay the same in a data-parallel training, except for buffers that DistributedDataParallel takes from rank
+        0. Each rank stores other objects, and its random generators. Collective.
         """
         if ranks.size == 1:
             return
         with ranks.raise_on_all("comparing what was registered"):
-            anchors = anchor_ids(self._objects.values())
-            mine = {
+            anchors = anchor_ids(self.objects.values())
+            digests = {
                 name: _digest(_state_of(value, anchors))
-                for name, value in self._objects.items()
+                for name, value in self.objects.items()
                 if isinstance(value, _DATA_PARALLEL)
             }
-        first, *others = ranks.all_gather_object(mine)
+        first, *others = ranks.all_gather_object(digests)
         same = {name for name, digest in first.items() if all(one.get(name) == digest for one in others)}
         self._shared = frozenset(same if ranks.rank else ())
 
     def restore(self, data: bytes, ranks: AnyCommunicator) -> None:
-        """Put every tracked object and generator back; ``data``: what this rank kept, b"" where no rank kept any.
+        """Restore every object and generator from ``data``: what this rank stored, or b"" if no rank stored any.
 
-        Raises StateError where the names differ. Collective.
+        Raises StateError if the names differ. Collective.
         """
         with ranks.raise_on_all(_RESTORING):
             state = _read(data) if data else {"objects": {}, "shared": []}
@@ -181,17 +173,17 @@ class DenseState:
             state["objects"] |= {name: first[name] for name in state["shared"] if name in first}
         with ranks.raise_on_all(_RESTORING):
             if data:
-                self._put_back(state)
+                self._load_state(state)
 
-    def _put_back(self, state: dict[str, Any]) -> None:
-        stored, tracked = set(state["objects"]), set(self._objects)
+    def _load_state(self, state: dict[str, Any]) -> None:
+        stored, tracked = set(state["objects"]), set(self.objects)
         if stored != tracked:
             raise StateError(
                 f"the last commit holds the state of {_names(stored)}, but register() was given {_names(tracked)}: "
                 "register the same objects under the same names"
             )
-        anchors = anchor_ids(self._objects.values())
-        for name, value in self._objects.items():
+        anchors = anchor_ids(self.objects.values())
+        for name, value in self.objects.items():
             kept = state["objects"][name]
             TableModule.is_restoring = True
             try:
@@ -218,25 +210,16 @@ class DenseState:
 def _state_of(value: Stateful, anchors: Collection[int]) -> dict[str, Any]:
     """Return the state of an object, without that of anchors; of a DTensor, as FSDP has them, this rank's part."""
     found = state_without(value, anchors) if isinstance(value, torch.optim.Optimizer) else value.state_dict()
-    is_sharded = any(hasattr(tensor, "to_local") for tensor in tensors_of(found))
-    return _local(found) if is_sharded else found
-
-
-def _local(value: Any) -> Any:
-    """Return a state with this rank's part of each DTensor in its place."""
-    if isinstance(value, torch.Tensor):
-        return value.to_local() if hasattr(value, "to_local") else value
-    if isinstance(value, dict):
-        return {key: _local(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_local(item) for item in value)
-    return value
+    if not any(hasattr(tensor, "to_local") for tensor in tensors_of(found)):
+        return found
+    local: dict[str, Any] = _map_tensors(found, lambda one: one.to_local() if hasattr(one, "to_local") else one)
+    return local
 
 
 def _sharded(kept: dict[str, Any], module: nn.Module) -> dict[str, Any]:
     """Return a state with DTensors where a module has them."""
-    now = module.state_dict()
-    return {name: _part_of(now.get(name), value) for name, value in kept.items()}
+    current = module.state_dict()
+    return {name: _part_of(current.get(name), value) for name, value in kept.items()}
 
 
 def _sharded_like(optimizer: torch.optim.Optimizer, anchors: Collection[int], kept: dict[str, Any]) -> dict[str, Any]:
@@ -266,8 +249,8 @@ def _part_of(whole: Any, part: Any) -> Any:
 def _of_rank_0(data: bytes, ranks: AnyCommunicator) -> bytes:
     """Return the bytes that rank 0 has."""
     size = ranks.all_gather_object(len(data))[0]
-    mine = torch.from_numpy(np.frombuffer(b"" if ranks.rank else data, np.uint8).copy()).to(ranks.device)
-    return ranks.all_gather(mine, [size] + [0] * (ranks.size - 1)).cpu().numpy().tobytes()
+    sent = torch.from_numpy(np.frombuffer(b"" if ranks.rank else data, np.uint8).copy()).to(ranks.device)
+    return ranks.all_gather(sent, [size] + [0] * (ranks.size - 1)).cpu().numpy().tobytes()
 
 
 def _digest(value: Any) -> str:
@@ -338,20 +321,20 @@ def _read(data: bytes) -> Any:
         ) from error
 
 
-def _moments(cloned: object) -> dict[int, torch.cuda.Event]:
-    """Return the present moment of the current stream of each GPU that has some of what was cloned.
+def _record_events(state: object) -> dict[int, torch.cuda.Event]:
+    """Record an event on the current stream of each GPU that has tensors of a state, and of no other GPU.
 
-    Of no other: to record one there would make a context, which takes hundreds of megabytes of that GPU.
+    There it would create a context, which takes hundreds of megabytes.
     """
-    devices = sorted({tensor.device.index for tensor in tensors_of(cloned) if tensor.device.type == "cuda"})
+    devices = sorted({tensor.device.index for tensor in tensors_of(state) if tensor.device.type == "cuda"})
     return {device: torch.cuda.current_stream(device).record_event() for device in devices}
 
 
 @contextmanager
-def _behind(device: int, moment: torch.cuda.Event) -> Iterator[None]:
-    """Work on a stream of one's own behind a moment: in that of the training, every copy would wait for its steps."""
+def _stream_after(device: int, event: torch.cuda.Event) -> Iterator[None]:
+    """Use a new stream that waits for an event: on the training's stream, every copy would wait for its steps."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_event(moment)
+    stream.wait_event(event)
     with torch.cuda.stream(stream):
         yield
 
@@ -368,13 +351,14 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_of(item)
 
 
-def _clone(value: Any) -> Any:
+def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a state in which each tensor is replaced by ``change(tensor)``."""
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        return change(value)
     if isinstance(value, dict):
-        return {key: _clone(item) for key, item in value.items()}
+        return {key: _map_tensors(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple, set)):
-        return type(value)(_clone(item) for item in value)
+        return type(value)(_map_tensors(item, change) for item in value)
     return value
 
 

@@ -46,9 +46,8 @@ def by_feature(
     columns: labels and dense features of the same samples, or None, which say how many there are.
     """
     names = [feature.name for feature in schema.features]
-    if _is_keyed_jagged(keys):
-        keys, more = _of_keyed_jagged(keys)
-        weights = {**more, **(weights or {})}
+    if _has(keys, "keys", "values", "to_dict"):  # a KeyedJaggedTensor
+        keys = keys.to_dict()
     elif isinstance(keys, torch.Tensor | np.ndarray) and not getattr(keys, "is_nested", False):
         if keys.ndim != 2 or keys.shape[1] != len(names):
             raise ValueError(
@@ -58,12 +57,12 @@ def by_feature(
         keys = {name: keys[:, column] for column, name in enumerate(names)}
     elif not isinstance(keys, Mapping):
         raise ValueError(f"the keys are a {type(keys).__name__}: {_FORMS}")
-    found, given = {}, dict(weights or {})
+    found, all_weights = {}, dict(weights or {})
     for name, value in keys.items():
-        found[name], weight = _form_of(value)
-        if weight is not None:
-            given.setdefault(name, weight)
-    return _whole_offsets(found, {len(one) for one in columns if np.ndim(one)}), given
+        found[name], own_weights = _form_of(value)
+        if own_weights is not None:
+            all_weights.setdefault(name, own_weights)
+    return _whole_offsets(found, {len(one) for one in columns if np.ndim(one)}), all_weights
 
 
 def _form_of(value: Any) -> tuple[Any, Any]:
@@ -103,19 +102,6 @@ def _whole_offsets(keys: dict[str, Any], counts: set[int]) -> dict[str, Any]:
     return found
 
 
-def _is_keyed_jagged(value: Any) -> bool:
-    return not isinstance(value, Mapping | torch.Tensor | np.ndarray) and _has(value, "keys", "values", "to_dict")
-
-
-def _of_keyed_jagged(value: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    keys, weights = {}, {}
-    for name, one in value.to_dict().items():
-        keys[name], weight = _form_of(one)
-        if weight is not None:
-            weights[name] = weight
-    return keys, weights
-
-
 def _has(value: Any, *names: str) -> bool:
     return not isinstance(value, torch.Tensor | np.ndarray | Mapping) and all(hasattr(value, name) for name in names)
 
@@ -134,8 +120,8 @@ def feature_keys(
     """
     keys, weights = by_feature(schema, keys, weights, columns)
     known = {feature.name for feature in schema.features}
-    for what, given in (("keys", keys), ("weights", weights)):
-        if unknown := sorted(set(given) - known):
+    for what, by_name in (("keys", keys), ("weights", weights)):
+        if unknown := sorted(set(by_name) - known):
             raise ValueError(
                 f"{what} were given for {unknown[0]!r}{nearest(unknown[0], known)}, and the features are "
                 f"{', '.join(f.name for f in schema.features)}"
@@ -144,7 +130,7 @@ def feature_keys(
     for feature in schema.features:
         if feature.name not in keys:
             raise ValueError(f"feature {feature.name!r} was given no keys: give the keys of every feature")
-        found[feature.name] = _one(feature, keys[feature.name], weights.get(feature.name))
+        found[feature.name] = _check_feature(feature, keys[feature.name], weights.get(feature.name))
     counts = {name: feature.keys.size if feature.offsets is None else feature.offsets.size - 1
               for name, feature in found.items()}  # fmt: skip
     if len(set(counts.values())) != 1:
@@ -153,9 +139,10 @@ def feature_keys(
     return next(iter(counts.values())), found
 
 
-def _one(feature: Feature, given: Any, weights: Any) -> FeatureKeys:
-    where = f"feature {feature.name!r}"
-    values, ends = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+def _check_feature(feature: Feature, values: Any, weights: Any) -> FeatureKeys:
+    where, ends = f"feature {feature.name!r}", None
+    if isinstance(values, tuple) and len(values) == 2:
+        values, ends = values
     keys = as_keys(f"the keys of {where}", values)
     offsets = None if ends is None else _offsets(where, as_keys(f"the offsets of {where}", ends), keys)
     length = {"one_hot": 1, "multi_hot": feature.length}.get(feature.hotness)
@@ -198,12 +185,12 @@ def _offsets(where: str, offsets: NDArray[np.int64], keys: NDArray[np.int64]) ->
     return offsets.copy()  # loaders use their arrays again
 
 
-def _weights(where: str, given: Any, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    if isinstance(given, torch.Tensor):
-        if given.requires_grad:
+def _weights(where: str, values: Any, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    if isinstance(values, torch.Tensor):
+        if values.requires_grad:
             raise ValueError(f"the weights of {where} require a gradient: give them to the embedding module instead")
-        given = given.numpy(force=True)
-    weights = np.asarray(given)
+        values = values.numpy(force=True)
+    weights = np.asarray(values)
     if weights.shape != shape or weights.dtype.kind not in "fiu":
         raise ValueError(
             f"the weights of {where} are {weights.dtype} of shape {weights.shape}: give a number for each of its keys, "
@@ -233,14 +220,12 @@ class RawSamples:
         return {name: np.full(feature.keys.size, -1, np.int32) for name, feature in self.features.items()}
 
 
-def dense_numbers(what: str, given: Any, shape: tuple[int, int] | tuple[int]) -> torch.Tensor:
+def dense_numbers(what: str, values: Any, shape: tuple[int, int] | tuple[int]) -> torch.Tensor:
     """Return labels or dense features as float32. Raises ValueError for other shapes than ``shape``, -1: any."""
     try:
-        if not isinstance(given, torch.Tensor):
-            given = np.ascontiguousarray(
-                given, np.float32
-            )  # torch takes neither negative strides nor other byte orders
-        found = (given if isinstance(given, torch.Tensor) else torch.from_numpy(given)).detach().to(torch.float32)
+        if not isinstance(values, torch.Tensor):  # torch takes neither negative strides nor other byte orders
+            values = torch.from_numpy(np.ascontiguousarray(values, np.float32))
+        found: torch.Tensor = values.detach().to(torch.float32)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{what} is no array of numbers ({error}): give one, or a tensor") from error
     if found.is_sparse or found.is_meta:
