@@ -1,10 +1,10 @@
-"""PassLedger: what a loop did with the batches of a pass, and the one rule that decides whether it was trained."""
+"""PassLedger: the record of a pass's batches, and the rule that decides if the pass was trained."""
 
 from __future__ import annotations
 
 from tiercache.errors import StateError
 
-_SAY = "call p.skip() to count the pass as trained as it is, or p.stop() to end the training without counting it"
+_ADVICE = "call p.skip() to count the pass as trained as it is, or p.stop() to end the training without counting it"
 
 
 class PassLedger:
@@ -30,13 +30,13 @@ class PassLedger:
         """The batch that was looked up with gradients last."""
         self._open_loaders = 0
         self.is_exhausted = False
-        """Whether an iterator over its batches has come to its end."""
+        """True if an iterator over its batches was exhausted."""
         self._is_raw = False
         self._has_trainable = self._has_gradients = self._is_stepped = self._is_dropped = False
-        self._are_waiting = False
-        """Whether gradients arrived since the last step, and no known optimizer dropped them."""
+        self._has_pending = False
+        """True if gradients arrived since the last step, and no known optimizer dropped them."""
 
-    # -- noted by the loop ---------------------------------------------------------------------------------
+    # -- during the pass -----------------------------------------------------------------------------------
 
     def make(self, end: int, *, raw: bool = False) -> None:
         """Note a batch that was handed out."""
@@ -66,19 +66,19 @@ class PassLedger:
 
     def arrive(self) -> None:
         """Note gradients of rows."""
-        self._has_gradients = self._are_waiting = True
+        self._has_gradients = self._has_pending = True
 
     def step(self, *, applied: bool) -> None:
-        """Note a step of a known optimizer; one that finds no gradients, as another optimizer dropped them, is none."""
-        if applied or not self._are_waiting:
-            self._is_stepped, self._are_waiting = True, False
+        """Note a step of a known optimizer. It does not count if another optimizer dropped the gradients before."""
+        if applied or not self._has_pending:
+            self._is_stepped, self._has_pending = True, False
 
     def drop(self) -> None:
         """Note that a known optimizer dropped its gradients."""
         self._is_dropped |= self._has_gradients
-        self._are_waiting = False
+        self._has_pending = False
 
-    # -- asked when the pass ends --------------------------------------------------------------------------
+    # -- at the end of the pass ----------------------------------------------------------------------------
 
     @property
     def num_made(self) -> int:
@@ -95,7 +95,7 @@ class PassLedger:
 
     @property
     def is_looked_up(self) -> bool:
-        """Whether no batch that was handed out is still to be trained."""
+        """True if every batch that was handed out has been looked up."""
         return self.is_skipped or self._made <= self._looked_up
 
     @property
@@ -117,16 +117,16 @@ class PassLedger:
             if self._open_loaders:
                 raise StateError(
                     f"{self.name} ended before its loader did, after {_batches(self.num_made)}: train all batches of "
-                    f"the loader, or {_SAY}"
+                    f"the loader, or {_ADVICE}"
                 )
             return
         if samples_done < self.num_samples:
             raise StateError(
                 f"{self.name} ended after {_batches(self.num_made)} with {samples_done:,} of its "
-                f"{self.num_samples:,} samples: train all its batches, or {_SAY}"
+                f"{self.num_samples:,} samples: train all its batches, or {_ADVICE}"
             )
         if not self.num_samples and not self.is_exhausted and not is_resumed:
-            raise StateError(f"{self.name} ended after 0 batches: train the batches of your loader, or {_SAY}")
+            raise StateError(f"{self.name} ended after 0 batches: train the batches of your loader, or {_ADVICE}")
 
     def check_trained(self) -> None:
         """Raise StateError if the batches were taken and not trained."""
@@ -136,7 +136,7 @@ class PassLedger:
             count = len(self._made & self._looked_up)
             raise StateError(
                 f"{self.name} ended with {count:,} of its {_batches(self.num_made)} looked up with gradients enabled: "
-                f"train them before the loop goes on (evaluate with cache.evaluate()), or {_SAY}"
+                f"train them before the loop goes on (evaluate with cache.evaluate()), or {_ADVICE}"
             )
         if not self._has_trainable or self._is_stepped or self._is_dropped:
             return
@@ -144,12 +144,12 @@ class PassLedger:
             raise StateError(
                 f"{self.name} ended with {_batches(self.num_made)} whose rows got gradients, but no optimizer of this "
                 "cache has stepped: give the cache the optimizer that your loop steps (optimizer=..., or register()), "
-                f"or step cache.optimizer, or {_SAY}"
+                f"or step cache.optimizer, or {_ADVICE}"
             )
         raise StateError(
             f"{self.name} ended with {_batches(self.num_made)} looked up with gradients enabled, but no gradient "
             "reached their rows and no optimizer of this cache has stepped: call backward() and step(), evaluate with "
-            f"cache.evaluate(), or {_SAY}"
+            f"cache.evaluate(), or {_ADVICE}"
         )
 
 

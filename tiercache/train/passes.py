@@ -33,7 +33,7 @@ _ENDED = object()
 
 
 def check_epochs(epochs: int) -> None:
-    """Raise ValueError for what is no number of epochs."""
+    """Raise ValueError if ``epochs`` is not a number of epochs."""
     if not hasattr(epochs, "__index__") or epochs < 0:
         raise ValueError(
             f"epochs is {epochs!r}: give how many epochs are trained when the loop ends, those of earlier runs included"
@@ -66,14 +66,14 @@ class Pass:
         self.num_samples = source.samples
         """Samples of the sub-dataset, those of all ranks."""
         self.samples_done = first_sample
-        """Samples of all ranks whose batches were yielded, those before the last commit inside the pass included."""
+        """Samples of all ranks whose batches were yielded, including ``start_sample``."""
         self.start_sample = first_sample
-        """Samples of all ranks that a commit inside this pass has behind it: 0 but where training goes on from one.
-        Loaders of one's own begin after so many; ``batches`` does by itself."""
+        """Samples of all ranks that a commit inside this pass has: 0 unless training resumed from such a commit.
+        Start your own loader after these samples; ``batches`` does so by itself."""
         self.start_batch = int(str((order or {}).get("raw_batches", 0)))
-        """Batches of raw keys that such a commit has behind it: the same number on every rank."""
+        """Batches of raw keys that such a commit has, the same number on every rank."""
         self.batches_done = self.start_batch
-        """Batches that ``batch`` made, those included."""
+        """Batches that ``batch`` made, including ``start_batch``."""
         self.rows = rows
         self.ledger = rows.ledger = PassLedger(f"pass {index}", source.samples, first_sample)
         rows.schema, rows.keys_of = source.whole.schema, source.whole.keys
@@ -86,7 +86,7 @@ class Pass:
         self._plain_samples = 0
         """Samples of the lookups of plain keys since the last step."""
         self.losses: list[float] = []
-        """What ``log_loss`` was given; the pass's report has it too."""
+        """The losses given to ``log_loss``; the pass's report has them too."""
 
     def batches(
         self,
@@ -191,23 +191,23 @@ class Pass:
             )  # fmt: skip
 
     def _cuts(self, size: int, shuffle: bool) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """Yield the samples behind each batch and its places, from where the pass stands at the first."""
+        """Yield the end of each batch and the places of its samples, after ``samples_done``."""
         self.source.check_samples()
         if self.ledger.is_exhausted and self.samples_done >= self.num_samples:
             raise StateError(
                 f"pass {self.index} was iterated again after all its {self.num_samples:,} samples were taken: a pass "
                 "trains its samples once, so ask for more epochs (cache.passes(epochs=...)) to train them again"
             )
-        mine: dict[str, object] = {"seed": self._seed, "shuffle": shuffle}
+        requested: dict[str, object] = {"seed": self._seed, "shuffle": shuffle}
         if shuffle:
-            mine["by"] = SHUFFLED_BY
-        if self.samples_done and self.order is not None and self.order != mine:
+            requested["by"] = SHUFFLED_BY
+        if self.samples_done and self.order is not None and self.order != requested:
             raise StateError(
                 f"pass {self.index} stands after {self.samples_done:,} samples in the order {dict(self.order)}, and "
-                f"batches were asked for in {mine}: some samples would be trained twice and some never, so ask for "
-                "the same order"
+                f"batches were asked for in {requested}: some samples would be trained twice and some never, so ask "
+                "for the same order"
             )
-        self.order = mine
+        self.order = requested
         order = sample_order(
             self.num_samples, seed=self._seed, epoch=self.epoch, sub_dataset=self.sub_dataset, shuffle=shuffle
         )
@@ -223,7 +223,7 @@ class Pass:
 
     @property
     def is_trained(self) -> bool:
-        """Whether every batch that was yielded or made has been looked up, and its backward has run."""
+        """True if every batch that was yielded or made has been looked up, and its backward has run."""
         return self.ledger.is_looked_up and not self._exchange.awaits_backward
 
     def check_ends(self, following: Pass) -> None:
@@ -237,7 +237,7 @@ class Pass:
 
     @property
     def is_closed(self) -> bool:
-        """Whether ``skip`` or ``stop`` was called."""
+        """True if ``skip`` or ``stop`` was called: no more batches are made."""
         return self.ledger.is_skipped or self.ledger.is_stopped
 
     def skip(self) -> None:
@@ -363,15 +363,15 @@ class Pass:
         self.ledger.open_loader()
         while not self.is_closed:
             item = next(items, _ENDED)
-            given = {"keys": None} if item is _ENDED else _parts_of(item) if make is None else make(item)
-            batch = self.batch(**given, missing=missing)
+            samples = {"keys": None} if item is _ENDED else _parts_of(item) if make is None else make(item)
+            batch = self.batch(**samples, missing=missing)
             if batch is None:
                 self.ledger.close_loader()
                 return
             yield batch
 
     def _begin_raw(self) -> None:
-        """Check that a batch of raw keys can be made now, and bring the rows of the pass."""
+        """Check that a batch of raw keys can be made now, and load the rows of the pass."""
         self.rows.check_open()
         if self.is_closed:
             raise StateError(f"pass {self.index} makes no more batches after p.skip() or p.stop()")
@@ -384,21 +384,21 @@ class Pass:
         self._before_batch(self)
 
     def begin_plain(self) -> None:
-        """Check that plain keys can be looked up now, and bring the rows of the pass."""
+        """Check that plain keys can be looked up now, and load the rows of the pass."""
         self.rows.check_open()
         self.rows.load()
         self._before_batch(self)
 
     def count_plain(self, num_samples: int) -> int:
-        """Note a lookup of plain keys; returns which batch it is of, by the number that lookups of a step share."""
+        """Note a lookup of plain keys; return the end of its batch, which all lookups of a step share."""
         if self.order is not None and "raw_batches" not in self.order:
-            return self.samples_done  # beside a batch of batches()
+            return self.samples_done  # together with a batch of batches()
         self._plain_samples = max(self._plain_samples, num_samples, 1)
         self.ledger.make(self.samples_done + 1, raw=True)
         return self.samples_done + 1
 
     def note_step(self) -> None:
-        """Count a batch of plain keys: its lookups are stepped."""
+        """Count the batch of the plain keys that were looked up since the last step."""
         if self._plain_samples:
             self.batches_done += 1
             self.samples_done += self._plain_samples
@@ -413,7 +413,7 @@ class Pass:
 
 
 def _parts_of(item: Any) -> Mapping[str, Any]:
-    """Return what ``Pass.batch`` is given of an item of a loader."""
+    """Return the arguments of ``Pass.batch`` for an item of a loader."""
     if isinstance(item, Mapping) and "keys" in item and item.keys() <= {"keys", "weights", "label", "dense"}:
         return item
     if isinstance(item, tuple | list) and len(item) in (2, 3):
@@ -428,10 +428,10 @@ def _parts_of(item: Any) -> Mapping[str, Any]:
 
 
 def _nothing(_: Pass) -> None:
-    """Of a cache that wants to know nothing."""
+    """Do nothing before a batch."""
 
 
-def _read_by_owner(given: str) -> bool:
-    if given not in ("rank", "owner"):
-        raise ValueError(f"read_by {given!r} is unknown: it must be 'rank' or 'owner'")
-    return given == "owner"
+def _read_by_owner(read_by: str) -> bool:
+    if read_by not in ("rank", "owner"):
+        raise ValueError(f"read_by {read_by!r} is unknown: it must be 'rank' or 'owner'")
+    return read_by == "owner"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class RowView:
-    """The rows that batches of one pass look up, and where their gradients go (nowhere in an evaluation)."""
+    """The rows that batches of one pass look up, and the gradients that they get; None in an evaluation."""
 
     def __init__(
         self,
@@ -40,47 +40,47 @@ class RowView:
         backend: Backend,
         load: Callable[[], None] | None = None,
     ) -> None:
-        """bring: ends the pass before and shows the rows of this one, where that has to be waited for."""
+        """load: ends the pass before and sets the rows of this one, if they are not on the device yet."""
         self.groups: Sequence[GroupRows] = tuple(groups)
         self.backend = backend
         self.gradients = gradients
         self.name = name
         self.ended = self.is_closed = self.is_dropped = False
         self.schema: Schema | None = None
-        """The schema of the dataset that batches are of, with which modules are compared."""
+        """The schema of the dataset, with which modules are compared."""
         self.ledger: PassLedger | None = None
-        """What becomes of the batches of the pass."""
+        """The record of the pass's batches."""
         self.keys_of: Callable[[str], NDArray[np.int64]] | None = None
-        """The keys of a table that local ids mean, in their order, where there are such."""
-        self._places: dict[tuple[str, int], int] = {}
+        """Returns the keys of a table in the order of local ids, if there are local ids."""
+        self._local_ids: dict[tuple[str, int], int] = {}
         self._load = load
         self._users: list[Callable[[], None]] = []
 
     def is_key(self, feature: str, ids: FeatureIds | FoundIds, key: int) -> NDArray[np.bool_]:
-        """Return which of the ids (E,) of a feature in one batch stand for a key."""
+        """Return where the ids (E,) of a feature in one batch are those of a key."""
         found: NDArray[np.bool_] = ids.ids == self.local_id(feature, key)
         return found
 
     def local_id(self, feature: str, key: int) -> int:
-        """Return the local id of a key of a feature; -1 if it is not among them."""
+        """Return the local id of a key of a feature; -1 if the pass lacks it."""
         assert self.schema is not None, f"nothing says which tables {self.name} has"
         if self.keys_of is None:
             return -1
         table = self.schema.feature(feature).table
-        if (table, key) not in self._places:
+        if (table, key) not in self._local_ids:
             table_id = next(one.table_id for one in self.schema.tables if one.name == table)
             keys, hashed = self.keys_of(table), int(hash_keys(np.array([key]), table_id)[0])
             at = hash_range_bound(keys, table_id, hashed)
-            self._places[table, key] = at if at < keys.size and int(keys[at]) == key else -1
-        return self._places[table, key]
+            self._local_ids[table, key] = at if at < keys.size and int(keys[at]) == key else -1
+        return self._local_ids[table, key]
 
     def check(self) -> None:
-        """Raise RuntimeError where the pass has ended: its local ids mean other rows now."""
+        """Raise RuntimeError if the pass has ended: its local ids mean other rows now."""
         if self.ended:
             raise RuntimeError(self._has_ended)
 
     def check_open(self) -> None:
-        """Raise RuntimeError where no more batches are made of it."""
+        """Raise RuntimeError if the pass makes no more batches."""
         if self.is_closed:
             raise RuntimeError(self._has_ended)
 
@@ -95,24 +95,24 @@ class RowView:
         return f"this batch belongs to {self.name}, which has ended: use batches inside their own loop"
 
     def set_groups(self, groups: Sequence[GroupRows]) -> None:
-        """Have lookups find these rows."""
+        """Set the rows that lookups find."""
         self.groups, self._load = tuple(groups), None
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the rows are there; if not, the pass before has not ended."""
+        """True if the rows are on the device; if not, the pass before has not ended."""
         return self._load is None
 
     def load(self) -> None:
-        """Have the rows brought, where they were not yet: the pass before ends then."""
+        """Load the rows, if they are not on the device yet: this ends the pass before."""
         if self._load is not None:
             self._load()
 
     def look_up(self, end: int, *, trains: bool = True) -> None:
-        """Check that a module finds the rows of a batch, which ends behind so many samples; brings them to train it.
+        """Check that a module finds the rows of a batch, which ends at sample ``end``, and load them.
 
-        trains: whether gradients, if enabled, move rows: those of a frozen module do not. Raises RuntimeError where the
-        pass has ended, StateError where the pass before has to end first and is not trained.
+        trains: whether gradients, if enabled, train rows; those of a frozen module do not. Raises RuntimeError if the
+        pass has ended, StateError if the pass before was not trained to its end.
         """
         self.check()
         if self.gradients is None:
@@ -126,15 +126,15 @@ class RowView:
             self.gradients.unstepped.add(end)
 
     def close(self) -> None:
-        """Make no more batches of it; those there are may be looked up on."""
+        """Make no more batches; batches that were made can still be looked up."""
         self.is_closed = True
         for close in list(self._users):
             close()
 
     def end(self) -> None:
-        """End it: local ids mean other rows from now on. What makes batches of them ahead ends first.
+        """End the pass: its local ids mean other rows from now on. Iterators that prefetch batches end first.
 
-        Batches of it may stay with whoever has them; the memory of the rows does not stay with these.
+        References to batches do not keep the memory of the rows.
         """
         self.ended = True
         self.close()
@@ -142,7 +142,7 @@ class RowView:
 
     @contextmanager
     def in_use(self, close: Callable[[], None]) -> Iterator[None]:
-        """Call ``close`` where they end inside, and behind it."""
+        """Call ``close`` when the pass closes, or else at the end of the body."""
         self._users.append(close)
         try:
             yield
@@ -153,24 +153,24 @@ class RowView:
 
 @dataclass(slots=True)
 class Pooled:
-    """A feature of one batch that is pooled where its table's rows are: its module finds vectors, and no ids."""
+    """A feature of one batch that the owner of its table pools: its module finds vectors, and no ids."""
 
     mode: str
     """"sum" or "mean"."""
     vectors: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.float32, device="cpu"))
     """(N, dim) float32, once the batch is looked up; zeros for an empty bag."""
     pending: list[tuple[Arrival, slice]] = field(default_factory=list)
-    """What backward left: the gradient of each lookup, and which of its columns are this feature's."""
+    """The gradient of each lookup's backward, and the columns of this feature in it."""
     gradients: list[torch.Tensor] = field(default_factory=list)
-    """What the step applies, to be added up."""
+    """The gradients that the step adds up and applies."""
 
     def collect(self) -> None:
-        """Move to ``gradients`` what the step applies, as `RowGradients.collect` does."""
+        """Move the gradients that the step applies to ``gradients``, as `RowGradients.collect` does."""
         self.take([arrival for arrival, _ in self.pending if arrival.state is State.STEPPING])
         self.pending[:] = [(arrival, columns) for arrival, columns in self.pending if arrival.is_pending]
 
     def take(self, arrivals: Collection[Arrival]) -> None:
-        """Put those of ``arrivals`` into ``gradients``, and leave them pending."""
+        """Copy the gradients of ``arrivals`` to ``gradients``; they stay pending."""
         found = [(one.gradient, columns) for one, columns in self.pending if one in arrivals]
         self.gradients[:] = [gradient[:, columns] for gradient, columns in found if gradient is not None]
 
