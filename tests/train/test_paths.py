@@ -15,7 +15,7 @@ from tiercache.errors import BudgetError
 from tiercache.io.key_set_file import export_key_sets
 from tiercache.reporting.figures import draw_passes, read_reports, write_html
 from tiercache.store import verify
-from tiercache.train import cache
+from tiercache.train import cache_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,7 +95,9 @@ def test_a_new_store_that_budgets_refuse_is_deleted_only_where_it_was_made(
         path.mkdir()
         (path / "notes.txt").write_text("mine")
 
-    monkeypatch.setattr(cache, "drop_weights", replace)  # the store is open by then, and budgets are not yet checked
+    monkeypatch.setattr(
+        cache_parts, "drop_weights", replace
+    )  # the store is open by then, and budgets are not yet checked
     with pytest.raises(BudgetError):
         tiered(path, passes, host_budget=1)
     assert [entry.name for entry in path.iterdir()] == ["notes.txt"]
