@@ -235,29 +235,32 @@ def write_at(handle: int, direct: int | None, buffer: NDArray[np.uint8], at: int
             if error.errno != errno.EINVAL:
                 raise
             high, could = done, False
-    for done, stop in ((lead, low), (high, lead + size)):
-        at = done
-        while at < stop:
-            at += os.pwrite(handle, buffer[at : min(stop, at + _STEP_BYTES)].data, base + at)
+    write_cached(handle, buffer[lead:low].data, base + lead)
+    write_cached(handle, buffer[high : lead + size].data, base + high)
     return could
+
+
+def write_cached(handle: int, data: memoryview, offset: int) -> None:
+    """Write bytes from byte ``offset`` of a file on, through the page cache. Raises OSError."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(handle, data[done : done + _STEP_BYTES], offset + done)
 
 
 def write_whole(path: str, data: bytes | memoryview) -> None:
     """Make a file of bytes, through the page cache. It is not synced. Raises OSError."""
-    view, done = memoryview(data), 0
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     try:
-        while done < len(view):
-            done += os.write(handle, view[done : done + _STEP_BYTES])
+        write_cached(handle, memoryview(data), 0)
     finally:
         os.close(handle)
 
 
 def read_whole(path: str, last: int | None = None) -> bytes:
     """Return the bytes of a file, or its ``last`` ones. Raises OSError, also where something else is in its place."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    handle = open_file(path)
     try:
-        size = _file_bytes(handle)
+        size = os.fstat(handle).st_size
         return read_at(handle, size if last is None else last, 0 if last is None else max(0, size - last))
     finally:
         os.close(handle)
@@ -273,6 +276,29 @@ def read_at(handle: int, size: int, offset: int) -> bytes:
         parts.append(part)
         size, offset = size - len(part), offset + len(part)
     return b"".join(parts)
+
+
+def read_direct(handle: int, pages: Sequence[memoryview], offset: int) -> int:
+    """Read whole pages past the page cache; returns how many bytes are there, 0 where the file system has none.
+
+    Raises OSError.
+    """
+    try:
+        return os.preadv(handle, pages, offset)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return 0
+
+
+def read_cached(handle: int, out: memoryview, offset: int, done: int = 0) -> int:
+    """Fill ``out``, but the first ``done`` bytes, with bytes of a file from ``offset`` on, through the page cache.
+
+    Returns how many are there before the file ends. Raises OSError.
+    """
+    while done < len(out) and (count := os.preadv(handle, [out[done:]], offset + done)):
+        done += count
+    return done
 
 
 def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
@@ -333,9 +359,13 @@ class RangeReader:
             try:
                 if (seen := _file_bytes(handle)) != size and size >= 0:
                     raise BlockReadError(f"is not whole, as {path} has {seen:,} bytes of {size:,}")
-                done = _fill(handle, part, low) if direct else start - low
+                done = read_direct(handle, [part.data], low) if direct else start - low
                 if done < stop - low:
-                    _fill_cached(handle, path, part[: stop - low], low, done)
+                    fcntl.fcntl(handle, fcntl.F_SETFL, 0)
+                    if hasattr(os, "posix_fadvise"):  # nothing beside the range is read
+                        os.posix_fadvise(handle, low + done, stop - low - done, os.POSIX_FADV_RANDOM)
+                    if (done := read_cached(handle, part[: stop - low].data, low, done)) < stop - low:
+                        raise BlockReadError(f"is cut short, as {path} ends at byte {low + done:,}")
             finally:
                 os.close(handle)
         except FileNotFoundError:
@@ -358,28 +388,6 @@ class RangeReader:
         if held is None or held.size < num_bytes:
             held = self._mine.held = huge_pages(max(num_bytes, HUGE_BYTES))
         return held
-
-
-def _fill(handle: int, pages: NDArray[np.uint8], low: int) -> int:
-    """Read whole pages past the page cache; returns how many bytes are there."""
-    try:
-        return os.preadv(handle, [pages.data], low)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return 0
-
-
-def _fill_cached(handle: int, path: str, out: NDArray[np.uint8], low: int, done: int) -> None:
-    """Read the rest of a range through the page cache, and nothing beside it."""
-    fcntl.fcntl(handle, fcntl.F_SETFL, 0)
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(handle, low + done, out.size - done, os.POSIX_FADV_RANDOM)
-    while done < out.size:
-        count = os.preadv(handle, [out[done:].data], low + done)
-        if count == 0:
-            raise BlockReadError(f"is cut short, as {path} ends at byte {low + done:,}")
-        done += count
 
 
 class ScratchFile:
@@ -421,18 +429,13 @@ class ScratchFile:
         """Write an array. Raises StoreFullError."""
         view = np.ascontiguousarray(data).view(np.uint8).reshape(-1).data
         with room_for(len(view), self._folder, self._what, at_least=True):
-            while len(view):
-                count = os.pwrite(self._file.fileno(), view, offset)
-                view, offset = view[count:], offset + count
+            write_cached(self._file.fileno(), view, offset)
 
     def read(self, out: NDArray[Any], offset: int) -> None:
         """Fill a contiguous array with what was written. Raises StoreError where the file ends before."""
         view = out.view(np.uint8).reshape(-1).data
-        while len(view):
-            count = os.preadv(self._file.fileno(), [view], offset)
-            if not count:
-                raise StoreError(f"a temporary file in {self._folder} ends at byte {offset:,}: try again")
-            view, offset = view[count:], offset + count
+        if (done := read_cached(self._file.fileno(), view, offset)) < len(view):
+            raise StoreError(f"a temporary file in {self._folder} ends at byte {offset + done:,}: try again")
 
     def free(self, offset: int, num_bytes: int) -> None:
         """Give the room of bytes that are not needed any more back, where the file system can."""

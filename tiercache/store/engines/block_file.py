@@ -26,6 +26,8 @@ from tiercache.store.files import (
     open_file,
     paged,
     punch_hole,
+    read_cached,
+    read_direct,
 )
 from tiercache.store.store_errors import BlockReadError, StoreError, StoreFullError
 
@@ -209,14 +211,12 @@ class BlockFile:
         """
         direct = self._direct_for(offset, out)
         done = 0 if direct is None else self._read_direct(direct, offset, out)
-        while done < out.size:
-            try:
-                count = os.preadv(self._handle, [out[done:].data], offset + done)
-            except OSError as error:
-                raise BlockReadError(f"cannot be read ({error})") from error
-            if count == 0:
-                raise BlockReadError(f"is cut short, as {self.path.name} ends at byte {self.size:,}")
-            done += count
+        try:
+            done = read_cached(self._handle, out.data, offset, done)
+        except OSError as error:
+            raise BlockReadError(f"cannot be read ({error})") from error
+        if done < out.size:
+            raise BlockReadError(f"is cut short, as {self.path.name} ends at byte {self.size:,}")
 
     def put(self, data: NDArray[Any], *, stable: bool) -> Extent:
         """Write a block where there is room and return its place; it is in the file after ``flush``.
@@ -310,11 +310,9 @@ class BlockFile:
         if tail:
             views.append(ends[PAGE_BYTES:])
         try:
-            count = os.preadv(handle, views, offset + head - (PAGE_BYTES if head else 0))
+            count = read_direct(handle, views, offset + head - (PAGE_BYTES if head else 0))
         except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise BlockReadError(f"cannot be read ({error})") from error
-            return 0
+            raise BlockReadError(f"cannot be read ({error})") from error
         count -= PAGE_BYTES - head if head else 0
         if head and count > 0:
             out[:head] = np.frombuffer(ends, np.uint8)[PAGE_BYTES - head : PAGE_BYTES]
