@@ -261,8 +261,8 @@ def test_a_list_of_what_is_free_comes_back(monkeypatch: pytest.MonkeyPatch) -> N
         100, 100, 120, 7
     ]  # fmt: skip
     now[0] = 160.0
-    assert sorted(other.take_due()) == ["segments/2-3/", "state/1.0-3"]
-    assert other.take_due() == []
+    assert sorted(other.take_expired()) == ["segments/2-3/", "state/1.0-3"]
+    assert other.take_expired() == []
     now[0] = 170.0
-    assert sorted(other.take_due()) == ["records/4-a", "segments/2-3/0/"]
+    assert sorted(other.take_expired()) == ["records/4-a", "segments/2-3/0/"]
     assert not other

@@ -12,7 +12,7 @@ from tiercache.store.bits import hash_keys
 from tiercache.store.external_sort import ExternalSorter
 from tiercache.store.lookup import read_rows
 from tiercache.store.runs import SortedCursor, VersionReader, hashed, merged, runs_of
-from tiercache.store.scan import SCAN_BYTES, given_bytes, scan_segments
+from tiercache.store.scan import SCAN_BYTES, output_row_bytes, scan_segments
 from tiercache.store.store_errors import CommitMissingError
 from tiercache.store.table import find_table
 
@@ -47,7 +47,7 @@ def changes(
     changed, choice = _changed(reader, snapshot, group, since)
     if in_order or snapshot.stale_rows(changed, group, table):
         # A moved row keeps its last change, a newer one has a greater: where an older copy is chosen, so is that.
-        rows = max(1, _CHUNK_BYTES // given_bytes(table))
+        rows = max(1, _CHUNK_BYTES // output_row_bytes(table))
         chunks = scan_segments(
             reader, snapshot, changed, table_name,
             choice=choice, alone=False, chunk_rows=rows, memory_bytes=memory_bytes,
@@ -70,7 +70,7 @@ def changed_rows(reader: BlockReader, snapshot: Snapshot, table_name: str, since
     if choice is None:
         return snapshot.rows_in(changed, group, table) - stale
     runs = runs_of(reader, snapshot, changed, group, table, choice)
-    return _count_keys(reader, runs, group, table, choice) if stale else sum(run.left for run in runs)
+    return _count_keys(reader, runs, group, table, choice) if stale else sum(run.remaining for run in runs)
 
 
 def _count_keys(reader: BlockReader, runs: Iterable[SortedRun], group: Group, table: Table, choice: RowFilter) -> int:
@@ -129,7 +129,7 @@ def _live_rows(
 ) -> Iterator[Chunk]:
     """Yield the live rows of a table in one segment, about ``_CHUNK_BYTES`` at a time, never beyond a block."""
     layout, place = segment.layouts[group.index], group.place(table.name)
-    step = max(1, _CHUNK_BYTES // given_bytes(table))
+    step = max(1, _CHUNK_BYTES // output_row_bytes(table))
     lows, highs = layout.runs_of_table(place, snapshot.first_range(segment, group.index))
     for row, high in zip(lows.tolist(), highs.tolist(), strict=True):
         low = row
@@ -202,13 +202,13 @@ def differences(
         one, other = (_cursor(store, table) for store in (first, second))
         only_first = only_second = different = same = 0
         examples: list[int] = []
-        for (hashes, keys, rows), (others, other_keys, other_rows) in merged(one, other):
-            _, mine, theirs = np.intersect1d(hashes, others, assume_unique=True, return_indices=True)
-            unequal = mine[np.any(rows[mine].view(np.uint32) != other_rows[theirs].view(np.uint32), axis=1)]
-            left, right = np.delete(keys, mine), np.delete(other_keys, theirs)
+        for (hashes, keys, rows), (second_hashes, second_keys, second_rows) in merged(one, other):
+            _, first_at, second_at = np.intersect1d(hashes, second_hashes, assume_unique=True, return_indices=True)
+            unequal = first_at[np.any(rows[first_at].view(np.uint32) != second_rows[second_at].view(np.uint32), axis=1)]
+            left, right = np.delete(keys, first_at), np.delete(second_keys, second_at)
             only_first, only_second = only_first + left.size, only_second + right.size
-            different, same = different + unequal.size, same + mine.size - unequal.size
-            done += 2 * mine.size + left.size + right.size
+            different, same = different + unequal.size, same + first_at.size - unequal.size
+            done += 2 * first_at.size + left.size + right.size
             if progress is not None:
                 progress(done, total)
             examples += np.concatenate([keys[unequal], left, right]).tolist()[: _EXAMPLES - len(examples)]

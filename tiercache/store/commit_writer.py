@@ -196,13 +196,13 @@ class CommitWriter:
             assert snapshot.commit is not None, "it is kept"
             assert newest is not None, "it is kept"
             chunks, checksums = state_chunks(state)
-            gone = [(to + 1, newest.id)] if to < newest.id else []
+            removed = [(to + 1, newest.id)] if to < newest.id else []
             commit = replace(
                 snapshot.commit,
                 id=newest.id + 1,
                 next_segment=self._next_id,
                 retention=self.retention,
-                abandoned=(*snapshot.commit.abandoned, *gone),
+                abandoned=(*snapshot.commit.abandoned, *removed),
                 state_chunk_bytes=STATE_CHUNK_BYTES,
                 state_checksums=checksums,
             )
@@ -334,18 +334,18 @@ class CommitWriter:
         kept = {_id(snapshot) for snapshot in after.snapshots}
         given_up = [*self._given_up, *(s for s in self.history.snapshots if _id(s) not in kept)]
         leased = self._leased() if given_up else set()
-        wanted = _records_of([*after.snapshots, *(s for s in given_up if _id(s) in leased)])
-        records = {name: one.to_bytes() for name, one in wanted.items() if name not in self._names}
+        needed_records = _records_of([*after.snapshots, *(s for s in given_up if _id(s) in leased)])
+        records = {name: one.to_bytes() for name, one in needed_records.items() if name not in self._names}
         records[KEPT] = encode("kept", {"commits": sorted(kept)}, {})
-        gone = self._names - wanted.keys() - {TABLES, KEPT}
+        removed = self._names - needed_records.keys() - {TABLES, KEPT}
         done = False
         try:
-            self._engine.commit({**records, **dict.fromkeys(gone)})
+            self._engine.commit({**records, **dict.fromkeys(removed)})
             done = True
         finally:
             # An error or an interrupt may come when all of it is durable, or when nothing is.
-            if done or self._is_durable(records, gone):
-                self._names = {TABLES, KEPT, *wanted}
+            if done or self._is_durable(records, removed):
+                self._names = {TABLES, KEPT, *needed_records}
                 self.history, self._given_up = after, given_up
                 newest = after.newest
                 if newest.commit is not None:
@@ -362,21 +362,21 @@ class CommitWriter:
         Nobody leases them from now on. Where there is no room, they last as long as this writer.
         """
         leased = self._leased() if self._given_up else set()
-        wanted = _records_of([snapshot for snapshot in self._given_up if _id(snapshot) in leased])
-        records = {name: one.to_bytes() for name, one in wanted.items() if name not in self._names}
+        needed_records = _records_of([snapshot for snapshot in self._given_up if _id(snapshot) in leased])
+        records = {name: one.to_bytes() for name, one in needed_records.items() if name not in self._names}
         if records:
             with suppress(StoreError):
                 self._engine.commit(records)
             if self._is_durable(records, ()):
                 self._names |= records.keys()
 
-    def _is_durable(self, records: Mapping[str, bytes], gone: Collection[str]) -> bool:
-        """Whether the engine has set ``records`` and removed those that are ``gone``, although it raised."""
+    def _is_durable(self, records: Mapping[str, bytes], removed: Collection[str]) -> bool:
+        """Whether the engine has set ``records`` and removed those that are ``removed``, although it raised."""
         try:
-            there = self._engine.records()
+            stored = self._engine.records()
         except StoreError:
             return False  # what is there cannot be known: opening the store again finds it out
-        return all(there.get(name) == data for name, data in records.items()) and there.keys().isdisjoint(gone)
+        return all(stored.get(name) == data for name, data in records.items()) and stored.keys().isdisjoint(removed)
 
     def _allocate(self, more: Needed) -> None:
         """Note what the engine keeps from now on."""
@@ -446,12 +446,12 @@ def find(history: History, commit: int, label: str) -> Snapshot:
 
 def _records_of(snapshots: Iterable[Snapshot]) -> dict[str, Commit | Segment]:
     """Return what has the records of commits, by their names."""
-    wanted: dict[str, Commit | Segment] = {}
+    needed_records: dict[str, Commit | Segment] = {}
     for snapshot in snapshots:
         if snapshot.commit is not None:
-            wanted[f"{COMMIT}{_id(snapshot)}"] = snapshot.commit
-        wanted |= {f"{SEGMENT}{segment.id}": segment for segment in snapshot.committed}
-    return wanted
+            needed_records[f"{COMMIT}{_id(snapshot)}"] = snapshot.commit
+        needed_records |= {f"{SEGMENT}{segment.id}": segment for segment in snapshot.committed}
+    return needed_records
 
 
 def _id(snapshot: Snapshot) -> int:

@@ -201,12 +201,12 @@ class _GroupRows:
 
     def _mark(self, place: int, table: Table, stored: SortedCursor, uses: FirstUses) -> None:
         """Mark the rows of one table: ``stored`` has their numbers by hash, those of a key in the order of age."""
-        wanted = SortedCursor(hashed(table, uses.slices(table.name)), np.int64, np.int64)
-        for (hashes, numbers), (wanted_hashes, _, _) in merged(stored, wanted):
+        schedule = SortedCursor(hashed(table, uses.slices(table.name)), np.int64, np.int64)
+        for (hashes, numbers), (used_hashes, _, _) in merged(stored, schedule):
             if not hashes.size:
                 continue
             newest = np.append(hashes[1:] != hashes[:-1], True)
-            used = np.isin(hashes, wanted_hashes)
+            used = np.isin(hashes, used_hashes)
             self._marks[numbers[~newest]] = _STALE
             self._marks[numbers[newest & used]] = _USED
             idle = np.searchsorted(self._starts_S, numbers[newest & ~used], side="right") - 1

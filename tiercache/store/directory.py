@@ -45,7 +45,7 @@ class StoreDirectory:
 
         Raises NotAStoreError and FormatVersionError.
         """
-        if not self.is_there():
+        if not self.path_exists():
             return False
         if not self.path.is_dir():
             raise NotAStoreError(f"{self.path} is a file, not a store: give the path of a store, or one that is free")
@@ -62,7 +62,7 @@ class StoreDirectory:
             )
         return False
 
-    def is_there(self) -> bool:
+    def path_exists(self) -> bool:
         """Return whether there is anything at the path. Raises NotAStoreError for what can be no path."""
         try:
             if "\0" in str(self.path):
@@ -93,20 +93,20 @@ class StoreDirectory:
             with suppress(PermissionError):  # one above the store that may be passed and not read
                 sync(path.parent)
 
-    def engine(self, known: tuple[str, ...], wanted: str | None) -> str:
+    def engine(self, engines: tuple[str, ...], requested: str | None) -> str:
         """Return the engine that the store here was made with.
 
-        Raises FormatVersionError where it is none of ``known``, and ValueError where another one is ``wanted``.
+        Raises FormatVersionError where it is none of ``engines``, and ValueError where another one is ``requested``.
         """
         engine = json.loads(self._marker()).get("engine")
-        if engine not in known:
+        if engine not in engines:
             raise FormatVersionError(
                 f"the store at {self.path} was made with engine {engine!r} and this tiercache has "
-                f"{' and '.join(known)}: use a newer tiercache"
+                f"{' and '.join(engines)}: use a newer tiercache"
             )
-        if wanted not in {None, engine}:
+        if requested not in {None, engine}:
             raise ValueError(
-                f"the store at {self.path} was made with engine {engine!r}, not {wanted!r}: leave engine out, "
+                f"the store at {self.path} was made with engine {engine!r}, not {requested!r}: leave engine out, "
                 "or give the path of a new store"
             )
         return str(engine)

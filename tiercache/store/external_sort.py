@@ -64,7 +64,7 @@ class ExternalSorter:
         self._most = part_rows(self._record.itemsize - HASH_BYTES, memory_bytes)
         self._buffer = np.empty(0, self._record)
         """Rows that wait in memory, in front. It grows as it must."""
-        self._held_rows = 0
+        self._buffered_rows = 0
         self._batches: list[NDArray[np.int64]] = []
         """Of each batch cut by the first digit, where the rows of a digit begin in the file, and where the last end."""
 
@@ -85,7 +85,7 @@ class ExternalSorter:
         self.close()
 
     @property
-    def share(self) -> float:
+    def usage(self) -> float:
         """The memory that it has for rows that wait, as a share of what it may have."""
         return self._buffer.size / self._most
 
@@ -94,17 +94,17 @@ class ExternalSorter:
         columns = [np.broadcast_to(values, hashes.shape) if isinstance(values, int) else values for values in payload]
         taken = 0
         while taken < hashes.size:
-            if self._held_rows == self._most:
+            if self._buffered_rows == self._most:
                 self._write()
-            begin, self._held_rows = self._held_rows, min(self._most, self._held_rows + hashes.size - taken)
-            if self._held_rows > self._buffer.size:
+            begin, self._buffered_rows = self._buffered_rows, min(self._most, self._buffered_rows + hashes.size - taken)
+            if self._buffered_rows > self._buffer.size:
                 least = _BUFFER_BYTES // self._record.itemsize
-                larger = np.empty(min(self._most, max(least, 2 * self._held_rows)), self._record)
+                larger = np.empty(min(self._most, max(least, 2 * self._buffered_rows)), self._record)
                 larger[:begin] = self._buffer[:begin]
                 self._buffer = larger
-            count = self._held_rows - begin
+            count = self._buffered_rows - begin
             for name, values in zip(self._names, (hashes, *columns), strict=True):
-                self._buffer[name][begin : self._held_rows] = values[taken : taken + count]
+                self._buffer[name][begin : self._buffered_rows] = values[taken : taken + count]
             taken += count
         self.rows += hashes.size
 
@@ -129,15 +129,15 @@ class ExternalSorter:
 
     def _take(self) -> NDArray[np.void]:
         """Return the rows that wait in memory, and hold none."""
-        records = self._buffer[: self._held_rows]
-        self._buffer, self._held_rows = self._buffer[:0].copy(), 0
+        records = self._buffer[: self._buffered_rows]
+        self._buffer, self._buffered_rows = self._buffer[:0].copy(), 0
         return records
 
     def _write(self) -> None:
         """Move the rows that wait in memory to the file."""
-        if self._held_rows:
-            self._batches.append(self._cut(self._buffer[: self._held_rows], 0))
-        self._held_rows = 0
+        if self._buffered_rows:
+            self._batches.append(self._cut(self._buffer[: self._buffered_rows], 0))
+        self._buffered_rows = 0
 
     def _parts(self, batches: list[NDArray[np.int64]], digits: int) -> Iterator[NDArray[np.void]]:
         """Yield the records of batches that were cut by so many digits, of each digit by itself, cut until they fit."""
@@ -172,8 +172,8 @@ class ExternalSorter:
     def _read(self, runs: list[tuple[int, int]], most: int, skipped: int) -> Iterator[NDArray[np.void]]:
         """Yield the records of runs in the file, ``most`` at a time without the first ``skipped``, and free them."""
         assert self._file is not None
-        size, left = self._record.itemsize, sum(high - low for low, high in runs) - skipped
-        records, filled = np.empty(min(most, left), dtype=self._record), 0
+        size, remaining = self._record.itemsize, sum(high - low for low, high in runs) - skipped
+        records, filled = np.empty(min(most, remaining), dtype=self._record), 0
         for low, high in runs:
             passed = min(skipped, high - low)
             skipped, at = skipped - passed, low + passed
@@ -184,8 +184,8 @@ class ExternalSorter:
                 if filled == records.size:
                     self._counters.add(spill_bytes_read=records.nbytes)
                     yield records
-                    left -= filled
-                    records, filled = np.empty(min(most, left), dtype=self._record), 0
+                    remaining -= filled
+                    records, filled = np.empty(min(most, remaining), dtype=self._record), 0
             self._file.free(low * size, (high - low) * size)
 
     def _sort(self, records: NDArray[np.void], chunk_rows: int | None) -> Iterator[tuple[NDArray[Any], ...]]:
@@ -202,8 +202,8 @@ class ExternalSorter:
 
 def flush_largest(sorters: Collection[ExternalSorter]) -> None:
     """Have the sorter with most memory give it up, where all together have more than one may have."""
-    if sum(sorter.share for sorter in sorters) > 1:
-        max(sorters, key=lambda sorter: sorter.share).flush()
+    if sum(sorter.usage for sorter in sorters) > 1:
+        max(sorters, key=lambda sorter: sorter.usage).flush()
 
 
 def part_rows(payload_bytes: int, memory_bytes: int) -> int:
@@ -215,7 +215,7 @@ def part_rows(payload_bytes: int, memory_bytes: int) -> int:
 def file_bytes(rows: int, payload_bytes: int, memory_bytes: int) -> int:
     """Return the most bytes of the file of so many rows: each is written once for every factor of 256."""
     most, times = part_rows(payload_bytes, memory_bytes), 0
-    left = rows
-    while left > most:
-        times, left = times + 1, left >> _DIGIT_BITS
+    remaining = rows
+    while remaining > most:
+        times, remaining = times + 1, remaining >> _DIGIT_BITS
     return times * rows * (payload_bytes + HASH_BYTES)

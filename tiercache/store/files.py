@@ -127,8 +127,8 @@ def room_for(needed_bytes: int, path: Path, what: str, *, at_least: bool = False
     except OSError as error:
         if error.errno not in FULL:
             raise
-        there = path if path.exists() else path.parent
-        raise full_disk(there, error, needed_bytes, at_least=at_least).during(what, needed_bytes) from error
+        existing = path if path.exists() else path.parent
+        raise full_disk(existing, error, needed_bytes, at_least=at_least).during(what, needed_bytes) from error
 
 
 _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
@@ -324,7 +324,7 @@ class RangeReader:
     """Reads a few ranges at a time into memory of its own; from any thread."""
 
     def __init__(self) -> None:
-        self._mine = threading.local()
+        self._local = threading.local()
         self._direct = getattr(os, "O_DIRECT", 0)
 
     def read(self, ranges: Sequence[tuple[str, int, int, int]]) -> list[NDArray[np.uint8]]:
@@ -334,11 +334,11 @@ class RangeReader:
         a file that is not there or has another size.
         """
         direct = self.reads_direct(stop - start for _, start, stop, _ in ranges)
-        room = self._room(sum(paged(stop - start) + PAGE_BYTES for _, start, stop, _ in ranges))
+        pages = self._buffer(sum(paged(stop - start) + PAGE_BYTES for _, start, stop, _ in ranges))
         found = []
         for path, start, stop, size in ranges:
             low = start - start % PAGE_BYTES
-            part, room = room[: paged(stop - low)], room[paged(stop - low) :]
+            part, pages = pages[: paged(stop - low)], pages[paged(stop - low) :]
             self._read(path, low, start, stop, size, part, direct=direct)
             found.append(part[start - low : stop - low])
         return found
@@ -383,11 +383,11 @@ class RangeReader:
             self._direct = 0  # the file system has none
             return os.open(path, flags)
 
-    def _room(self, num_bytes: int) -> NDArray[np.uint8]:
-        held: NDArray[np.uint8] | None = getattr(self._mine, "held", None)
-        if held is None or held.size < num_bytes:
-            held = self._mine.held = huge_pages(max(num_bytes, HUGE_BYTES))
-        return held
+    def _buffer(self, num_bytes: int) -> NDArray[np.uint8]:
+        reused: NDArray[np.uint8] | None = getattr(self._local, "buffer", None)
+        if reused is None or reused.size < num_bytes:
+            reused = self._local.buffer = huge_pages(max(num_bytes, HUGE_BYTES))
+        return reused
 
 
 class ScratchFile:

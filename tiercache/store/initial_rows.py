@@ -41,16 +41,16 @@ def initial_rows(table: Table, keys: NDArray[np.int64]) -> tuple[Floats, ...]:
 
 
 def _vectors(table: Table, keys: NDArray[np.int64]) -> Floats:
-    dim, mine = table.dim, slice(table.first_column, table.first_column + table.dim)
+    dim, columns = table.dim, slice(table.first_column, table.first_column + table.dim)
     match table.initializer:
         case Zeros():
             return np.zeros((keys.size, dim), dtype=np.float32)
         case Constant(value=value):
             return np.full((keys.size, dim), value, dtype=np.float32)
         case Uniform(low=low, high=high):
-            return _F(low) + _unit(_words(table, keys)[:, mine]) * _F(_F(high) - _F(low))
+            return _F(low) + _unit(_words(table, keys)[:, columns]) * _F(_F(high) - _F(low))
         case Normal(mean=mean, std=std):
-            return _normal(_words(table, keys), _F(mean), _F(std))[:, mine]
+            return _normal(_words(table, keys), _F(mean), _F(std))[:, columns]
 
 
 def _words(table: Table, keys: NDArray[np.int64]) -> Words:

@@ -333,9 +333,9 @@ def _strays(store: ShardedStore) -> Iterator[str]:
 
 def _within(shard: Store, table: Table, low: int, high: int) -> bool:
     """Return whether all rows of a table have hashes in [low, high); reads the first and the last key of each run."""
-    group, mine = find_table(shard.groups, table.name, shard.label)
+    group, own_table = find_table(shard.groups, table.name, shard.label)
     snapshot = shard.snapshot
-    for run in runs_of(shard.reader, snapshot, snapshot.committed, group, mine):
+    for run in runs_of(shard.reader, snapshot, snapshot.committed, group, own_table):
         layout = run.segment.layouts[group.index]
         for row in (run.low, run.high - 1):
             block = row // layout.block_rows

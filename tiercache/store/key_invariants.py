@@ -81,8 +81,8 @@ class KeyCounts:
         """
         for c, live_N in enumerate(self._live_CN):
             live = None if ranges is None or len(self._commits) == 1 else live_N[ranges]
-            mine = hashes if live is None else hashes[live]
-            again = np.nonzero(mine[1:] == mine[:-1])[0]
+            selected = hashes if live is None else hashes[live]
+            again = np.nonzero(selected[1:] == selected[:-1])[0]
             if self._stated_CTS[c, table].any() and ranges is not None and changed is not None:
                 self._add_stale(
                     c, table, again, *((ranges, changed) if live is None else (ranges[live], changed[live]))
@@ -94,7 +94,7 @@ class KeyCounts:
                 # Whose rows of the same ranges are live lost none.
                 gone_N = self._live_CN[before] & ~live_N
                 if gone_N.any():
-                    self._lost_CT[c, table] += _missing(hashes[gone_N[ranges]], mine)
+                    self._lost_CT[c, table] += _missing(hashes[gone_N[ranges]], selected)
 
     def problems(self, unread: Collection[int]) -> Iterator[tuple[str, int]]:
         """Yield what is wrong, and the commit that it is in.
@@ -276,9 +276,9 @@ class KeyInvariantChecker:
                 until = min(end, int(bounds[run + 1]))
                 if start < until:
                     table = self._group.tables[run % num_tables]
-                    mine = slice(start - base, until - base)
-                    last_changes = changed if isinstance(changed, int) else changed[mine]
-                    yield run, hash_keys(keys[mine], table.table_id), last_changes
+                    selected = slice(start - base, until - base)
+                    last_changes = changed if isinstance(changed, int) else changed[selected]
+                    yield run, hash_keys(keys[selected], table.table_id), last_changes
                 start, run = until, run + 1
 
     def _commits_of(self, segment: Segment, index: int) -> list[int]:

@@ -61,8 +61,8 @@ class KeyMemory:
 
     def find(self, path: Path, segment: Segment, group: int, table: int) -> _Keys | None:
         """Return what is known of a table's keys in a segment."""
-        mine = self._known.get((path, segment.id))
-        return None if mine is None else mine.get((group, table, _content(segment, group)))
+        part = self._known.get((path, segment.id))
+        return None if part is None else part.get((group, table, _content(segment, group)))
 
     def reserve(self, num_bytes: int) -> bool:
         """Count memory before it is allocated; return False, and count nothing, if it does not fit."""
@@ -80,10 +80,10 @@ class KeyMemory:
     def add(self, path: Path, segment: Segment, group: int, table: int, made: _Keys) -> None:
         """Remember keys whose memory is reserved. The narrower of these and those that are known is forgotten."""
         with self._lock:
-            mine, place = self._known.setdefault((path, segment.id), {}), (group, table, _content(segment, group))
-            dropped = mine.get(place)
+            part, place = self._known.setdefault((path, segment.id), {}), (group, table, _content(segment, group))
+            dropped = part.get(place)
             if dropped is None or made.first_range < dropped.first_range:
-                mine[place] = made
+                part[place] = made
             else:
                 dropped = made
             self.num_bytes -= 0 if dropped is None else dropped.entries.nbytes
@@ -107,25 +107,28 @@ class Recall:
         self._learned: dict[tuple[int, int, int], tuple[_Keys, int]] = {}
         """By segment, group and table, where all keys are read: room for all, and how many have come."""
 
-    def rows(self, segment: Segment, group: int, table: int, first_range: int, wanted: Hashes) -> Int64s | None:
+    def rows(self, segment: Segment, group: int, table: int, first_range: int, queries: Hashes) -> Int64s | None:
         """Return, in order, the rows from ``first_range`` on that may have one of the hashes; None where any may."""
         known = self._memory.find(self._path, segment, group, table)
         if known is None or known.first_range > first_range:
             return None
-        low, high = known.entries.searchsorted(wanted & ~_ROW), known.entries.searchsorted(wanted | _ROW, side="right")
+        low, high = (
+            known.entries.searchsorted(queries & ~_ROW),
+            known.entries.searchsorted(queries | _ROW, side="right"),
+        )
         places = [np.arange(a, b) for a, b in zip(low.tolist(), high.tolist(), strict=True) if a < b]
         found = (known.entries[np.concatenate([np.empty(0, np.int64), *places])] & _ROW).astype(np.int64)
         return np.unique(found[found >= segment.layouts[group].first_row_R[first_range]])
 
     def is_learning(
-        self, segment: Segment, group: int, table: int, first_range: int, runs: tuple[Int64s, Int64s], wanted: Hashes
+        self, segment: Segment, group: int, table: int, first_range: int, runs: tuple[Int64s, Int64s], queries: Hashes
     ) -> bool:
         """Return whether all keys are to be read: where nearly all are read anyway, and there is room for them.
 
         runs: the first rows and last rows + 1 of the table's runs from ``first_range`` on.
         """
         rows = int((runs[1] - runs[0]).sum())
-        if not rows or segment.layouts[group].rows > int(_ROW) or wanted.size * runs[0].size * KEY_PAGE_ROWS < rows:
+        if not rows or segment.layouts[group].rows > int(_ROW) or queries.size * runs[0].size * KEY_PAGE_ROWS < rows:
             return False
         if not self._memory.reserve(8 * rows):
             return False
@@ -247,9 +250,11 @@ def _readings(
             if place in known:
                 spans[place] = _Spans.of_rows(layout, known[place], low, high)
                 continue
-            asked, table_id = None if place in learned else hashes, group.tables[place].table_id
-            spans[place] = _Spans.of(layout, segment.first_keys[group.index], *runs[place], low, high, asked, table_id)
-        for reading in _joined(segment, group.index, layout, spans):
+            hashes_of_table, table_id = None if place in learned else hashes, group.tables[place].table_id
+            spans[place] = _Spans.of(
+                layout, segment.first_keys[group.index], *runs[place], low, high, hashes_of_table, table_id
+            )
+        for reading in _neighboring(segment, group.index, layout, spans):
             batch.append(reading)
             if sum(one.last - one.first for one in batch) >= _PAGES_AT_ONCE:
                 yield batch
@@ -275,23 +280,23 @@ class _Spans(NamedTuple):
         ends: Int64s,
         low: int,
         high: int,
-        wanted: Hashes | None,
+        queries: Hashes | None,
         table_id: int,
     ) -> _Spans:
         """Return the rows of runs [starts, ends) in the whole blocks with rows [low, high) whose key may be wanted."""
-        mine = slice(int(ends.searchsorted(low, side="right")), int(starts.searchsorted(high)))
-        starts, ends = starts[mine], ends[mine]
+        part = slice(int(ends.searchsorted(low, side="right")), int(starts.searchsorted(high)))
+        starts, ends = starts[part], ends[part]
         first = layout.key_pages_of_rows(np.maximum(starts, low))
         counts = layout.key_pages_of_rows(np.minimum(ends, high) - 1) + 1 - first
         run = np.repeat(np.arange(starts.size), counts)
         pages = np.arange(run.size) - np.repeat(np.cumsum(counts) - counts, counts) + first[run]
         page_low, page_high = layout.rows_of_key_pages(pages)
-        if wanted is not None and pages.size:
+        if queries is not None and pages.size:
             base = int(pages[0])
             known = first_keys[base : int(pages.max()) + 2]
-            before = np.append(np.searchsorted(wanted, hash_keys(known, table_id)), wanted.size)
+            before = np.append(np.searchsorted(queries, hash_keys(known, table_id)), queries.size)
             least = np.where(page_low >= starts[run], before[pages - base], 0)
-            most = np.where(page_high < ends[run], before[pages - base + 1], wanted.size)
+            most = np.where(page_high < ends[run], before[pages - base + 1], queries.size)
             hit = np.nonzero(least < most)[0]
             # A hash that is the first of its page is in that page, not in the one before.
             run, pages, page_low, page_high = run[hit], pages[hit], page_low[hit], page_high[hit]
@@ -304,32 +309,36 @@ class _Spans(NamedTuple):
     @classmethod
     def of_rows(cls, layout: SegmentLayout, rows: Int64s, low: int, high: int) -> _Spans:
         """Return those of ``rows``, in order, that are in [low, high)."""
-        mine = rows[int(rows.searchsorted(low)) : int(rows.searchsorted(high))]
-        pages = layout.key_pages_of_rows(mine)
-        return cls(mine, mine + 1, pages, pages + 1)
+        part = rows[int(rows.searchsorted(low)) : int(rows.searchsorted(high))]
+        pages = layout.key_pages_of_rows(part)
+        return cls(part, part + 1, pages, pages + 1)
 
 
-def _joined(segment: Segment, group: int, layout: SegmentLayout, spans: Mapping[int, _Spans]) -> Iterator[_Reading]:
+def _neighboring(
+    segment: Segment, group: int, layout: SegmentLayout, spans: Mapping[int, _Spans]
+) -> Iterator[_Reading]:
     """Yield neighboring key pages of a block as one reading, whatever tables they are of."""
     found = sorted(
         (first, last, place, low, high)
         for place, of_table in spans.items()
         for low, high, first, last in zip(*(column.tolist() for column in of_table), strict=True)
     )
-    some: list[tuple[int, int, int, int, int]] = []
+    neighbors: list[tuple[int, int, int, int, int]] = []
     end = -1
     for span in [*found, None]:
-        if some and (span is None or span[0] > end or span[0] // layout.key_pages != some[0][0] // layout.key_pages):
-            block, first = divmod(some[0][0], layout.key_pages)
-            first_row = int(layout.rows_of_key_pages(np.array(some[0][0]))[0])
+        if neighbors and (
+            span is None or span[0] > end or span[0] // layout.key_pages != neighbors[0][0] // layout.key_pages
+        ):
+            block, first = divmod(neighbors[0][0], layout.key_pages)
+            first_row = int(layout.rows_of_key_pages(np.array(neighbors[0][0]))[0])
             rows: dict[int, list[Int64s]] = {}
-            for _, _, place, low, high in some:
+            for _, _, place, low, high in neighbors:
                 rows.setdefault(place, []).append(np.arange(low, high))
             yield _Reading(
                 segment, group, block, first, end - block * layout.key_pages, first_row,
                 {place: np.concatenate(parts) for place, parts in rows.items()},
             )  # fmt: skip
-            some, end = [], -1
+            neighbors, end = [], -1
         if span is not None:
-            some.append(span)
+            neighbors.append(span)
             end = max(end, span[1])

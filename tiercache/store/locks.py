@@ -38,7 +38,7 @@ class WriterLock:
         self._directory = directory
         self._handles: dict[str, int] = {}
         """Open files by name; the last one says whose the directory is, and "" is the directory itself."""
-        _held.add(self)
+        _open_locks.add(self)
         try:
             try:
                 self._handles[""] = os.open(directory, os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY))
@@ -116,9 +116,9 @@ class WriterLock:
         holder = os.pread(next(self._handles[name] for name in self._handles if name), 32, 0)
         pid = int(holder) if holder.strip().isdigit() else None
         who = f"process {pid}" if pid else "another process"
-        mine = " (this process)" if pid == os.getpid() else ""
+        own = " (this process)" if pid == os.getpid() else ""
         return StoreInUseError(
-            f"the store at {self._directory} is being written by {who}{mine} and may have one writer: close it there, "
+            f"the store at {self._directory} is being written by {who}{own} and may have one writer: close it there, "
             "or open it here with mode='r'",
             pid=pid,
         )
@@ -188,7 +188,7 @@ class Lease:
         """Only ``take`` calls this."""
         self._path = path
         self._handle: int | None = handle
-        _held.add(self)
+        _open_locks.add(self)
 
     @classmethod
     def take(cls, folder: Path, commit: int) -> Lease | None:
@@ -255,12 +255,12 @@ def leased_commits(folder: Path) -> set[int]:
     return found
 
 
-_held: weakref.WeakSet[WriterLock | Lease] = weakref.WeakSet()
+_open_locks: weakref.WeakSet[WriterLock | Lease] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
     """Close a forked child's copies, which would hold locks and leases for as long as the child lives."""
-    for lock in list(_held):
+    for lock in list(_open_locks):
         if isinstance(lock, Lease):
             lock.drop()
         else:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 MISSING = ("error", "initial", "zeros")
 BATCH_BYTES = 4 << 20
 """Of the pages of a batch, about. While its rows are copied, each of ``KEY_THREADS`` reads or holds another."""
-_NO_ROOM: NDArray[np.uint8] = np.empty(0, np.uint8)
+_NO_BUFFER: NDArray[np.uint8] = np.empty(0, np.uint8)
 
 
 def locate(
@@ -117,11 +117,11 @@ class _Search:
     def drop(self, segments: Iterable[Segment], retained: Collection[int], group: int, after: int) -> None:
         """Forget rows whose next use is ``after`` or before; those of retained segments have none that counts."""
         for segment in segments:
-            mine = np.nonzero(self.segment_ids == segment.id)[0]
-            if mine.size and segment.id not in retained:
+            selected = np.nonzero(self.segment_ids == segment.id)[0]
+            if selected.size and segment.id not in retained:
                 layout = segment.layouts[group]
-                ranges = np.searchsorted(layout.first_row_R, self.rows[mine], side="right") - 1
-                gone = mine[layout.next_use_R[ranges] <= after]
+                ranges = np.searchsorted(layout.first_row_R, self.rows[selected], side="right") - 1
+                gone = selected[layout.next_use_R[ranges] <= after]
                 self.segment_ids[gone] = self.rows[gone] = -1
 
 
@@ -171,16 +171,16 @@ def _read(
     """Return (n, width) of each field; ``parts`` are segments and the places of ``rows`` (n,) that are theirs."""
     fields = reader.groups[group].fields
     out = tuple(np.zeros((rows.size, field.words), dtype=np.float32) for field in fields)
-    rooms: deque[NDArray[np.uint8]] = deque()
-    batches = (batch for segment, places in parts for batch in _batches(segment, group, places, rows, cached, rooms))
+    buffers: deque[NDArray[np.uint8]] = deque()
+    batches = (batch for segment, places in parts for batch in _batches(segment, group, places, rows, cached, buffers))
     with ThreadPoolExecutor(KEY_THREADS) as readers:
         for (batch,), _ in read_ahead(readers, lambda one: reader.load(one.pages, 1), batches, most=KEY_THREADS):
-            data = batch.room.view(np.float32)
+            data = batch.buffer.view(np.float32)
             start, page_rows = batch.starts[batch.which] // 4, batch.page_rows[batch.which]
             for field, values in zip(fields, out, strict=True):
                 values[batch.places] = sliding_window_view(data, field.words)[start + batch.local * field.words]
                 start = start + page_rows * field.words
-            rooms.append(batch.room)
+            buffers.append(batch.buffer)
             if progress is not None:
                 progress(batch.places.size)
     return from_words(fields, out)
@@ -192,7 +192,7 @@ def _batches(
     places: NDArray[np.int64],
     rows: NDArray[np.int64],
     cached: Cached | None,
-    rooms: deque[NDArray[np.uint8]],
+    buffers: deque[NDArray[np.uint8]],
 ) -> Iterator[tuple[_Batch]]:
     """Cut rows in their order into batches whose pages take about ``BATCH_BYTES``; a page is never cut."""
     layout = segment.layouts[group]
@@ -201,7 +201,7 @@ def _batches(
     most = max(1, BATCH_BYTES // (layout.page_rows * layout.row_bytes))
     fresh = np.nonzero(np.diff(pages, prepend=-1))[0]
     for first, last in pairwise([*fresh[::most].tolist(), pages.size]):
-        yield (_Batch(segment, group, places[first:last], rows, pages[first:last], cached, rooms),)
+        yield (_Batch(segment, group, places[first:last], rows, pages[first:last], cached, buffers),)
 
 
 class _Batch:
@@ -218,7 +218,7 @@ class _Batch:
         rows: NDArray[np.int64],
         pages_of_rows: NDArray[np.int64],
         cached: Cached | None,
-        rooms: deque[NDArray[np.uint8]],
+        buffers: deque[NDArray[np.uint8]],
     ) -> None:
         self.places = places
         layout = segment.layouts[group]
@@ -226,31 +226,31 @@ class _Batch:
         self.local = rows[places] - layout.rows_of_pages(pages_of_rows)
         begin_rows, end_rows = layout.rows_of_pages(pages), layout.rows_of_pages(pages + 1)
         self.page_rows, blocks = end_rows - begin_rows, begin_rows // layout.block_rows
-        held = [None if cached is None else cached(segment.id, group, page) for page in pages.tolist()]
-        fresh = np.array([data is None for data in held], dtype=bool)
+        cached_pages = [None if cached is None else cached(segment.id, group, page) for page in pages.tolist()]
+        fresh = np.array([data is None for data in cached_pages], dtype=bool)
         # A run is read at once: neighbors of one block that no one holds; each held page is a run of its own.
         cuts = (np.diff(pages) > 1) | (np.diff(blocks) > 0) | ~(fresh[1:] & fresh[:-1])
         first = np.append(0, np.nonzero(cuts)[0] + 1)
         last = np.append(first[1:], pages.size)
         begins, ends = begin_rows[first] * layout.row_bytes, end_rows[last - 1] * layout.row_bytes
         inside = (begins - blocks[first] * layout.block_rows * layout.row_bytes) % PAGE_BYTES
-        room = -(-(inside + ends - begins) // PAGE_BYTES) * PAGE_BYTES
-        at = np.cumsum(room) - room + inside
+        sizes = -(-(inside + ends - begins) // PAGE_BYTES) * PAGE_BYTES
+        at = np.cumsum(sizes) - sizes + inside
         self.starts = np.repeat(at - begins, last - first) + begin_rows * layout.row_bytes
-        """(pages,): the byte of ``room`` at which each page begins."""
-        self.room = rooms.popleft() if rooms else _NO_ROOM
-        if self.room.size < room.sum():
-            self.room = huge_pages(int(room.sum()))
+        """(pages,): the byte of ``buffer`` at which each page begins."""
+        self.buffer = buffers.popleft() if buffers else _NO_BUFFER
+        if self.buffer.size < sizes.sum():
+            self.buffer = huge_pages(int(sizes.sum()))
         self.pages = [
-            Pages(segment, group, int(pages[a]), int(pages[b - 1]) + 1, self.room[low : low + size])
+            Pages(segment, group, int(pages[a]), int(pages[b - 1]) + 1, self.buffer[low : low + size])
             for a, b, low, size in zip(
                 first.tolist(), last.tolist(), at.tolist(), (ends - begins).tolist(), strict=True
             )
             if fresh[a]
         ]
-        for data, low in zip(held, self.starts.tolist(), strict=True):
+        for data, low in zip(cached_pages, self.starts.tolist(), strict=True):
             if data is not None:
-                self.room[low : low + data.nbytes] = data.view(np.uint8)
+                self.buffer[low : low + data.nbytes] = data.view(np.uint8)
 
 
 def lookup(
@@ -326,9 +326,9 @@ def _counted(what: str, total: int, progress: LookupProgress) -> Callable[[int |
 
     def tell(rows: int | None) -> None:
         nonlocal done
-        left = total - done
-        done += left if rows is None else rows
-        if rows is not None or left or not total:
+        remaining_rows = total - done
+        done += remaining_rows if rows is None else rows
+        if rows is not None or remaining_rows or not total:
             progress(what, done, total)
 
     return tell

@@ -97,17 +97,17 @@ def open_engine(
 
     Raises what ``Store.open`` raises.
     """
-    wanted = None if tables is None else tuple(sorted(tables, key=lambda table: table.table_id))
-    if wanted is not None:
-        group_tables(wanted)
+    requested = None if tables is None else tuple(sorted(tables, key=lambda table: table.table_id))
+    if requested is not None:
+        group_tables(requested)
     if engine is not None and not isinstance(engine, str):
-        return _open_instance(engine, wanted, mode, label_of(path))
+        return _open_instance(engine, requested, mode, label_of(path))
     if path is None:
         raise ValueError(f"engine {engine or 'lmdb'!r} needs a path")
-    StoreDirectory(path).is_there()  # what can be no path is refused first
+    StoreDirectory(path).path_exists()  # what can be no path is refused first
     if mode == "a" and not of_shards:
         refuse_shard(path)
-    return _open_path(path, wanted, engine, mode, store_budget, of_shards=of_shards)
+    return _open_path(path, requested, engine, mode, store_budget, of_shards=of_shards)
 
 
 def _open_path(
@@ -204,13 +204,13 @@ def _open_instance(engine: Engine, tables: tuple[Table, ...] | None, mode: str, 
 
 
 def _tables_of(
-    engine: Engine, records: Mapping[str, bytes], wanted: tuple[Table, ...] | None, store: str, *, fresh: bool
+    engine: Engine, records: Mapping[str, bytes], requested: tuple[Table, ...] | None, store: str, *, fresh: bool
 ) -> tuple[Table, ...]:
     """Return the tables of the store, and write those of a fresh one."""
     if fresh:
-        assert wanted is not None
-        engine.commit({TABLES: encode("tables", {"tables": [t.to_record() for t in wanted]}, {})})
-        return wanted
+        assert requested is not None
+        engine.commit({TABLES: encode("tables", {"tables": [t.to_record() for t in requested]}, {})})
+        return requested
     name = f"the table record of {store}"
     if TABLES not in records:
         raise CorruptStoreError(f"{name} is missing: restore the store from a copy")
@@ -220,21 +220,21 @@ def _tables_of(
         group_tables(stored)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptStoreError(f"{name} cannot be read ({error}): restore the store from a copy") from error
-    if wanted is not None:
-        compare_tables(stored, wanted, store)
+    if requested is not None:
+        compare_tables(stored, requested, store)
     return stored
 
 
-def compare_tables(stored: Sequence[Table], wanted: Sequence[Table], store: str) -> None:
+def compare_tables(stored: Sequence[Table], requested: Sequence[Table], store: str) -> None:
     """Raise TableMismatchError that names the first difference between the tables of ``store`` and those given."""
     advice = "give the tables it was made with, or the path of a new store"
-    have, want = ({table.name: table for table in tables} for tables in (stored, wanted))
-    for name in sorted(have.keys() | want.keys()):
-        if name not in want:
+    stored_by_name, requested_by_name = ({table.name: table for table in tables} for tables in (stored, requested))
+    for name in sorted(stored_by_name.keys() | requested_by_name.keys()):
+        if name not in requested_by_name:
             raise TableMismatchError(f"{store} has a table {name!r} that was not given: {advice}")
-        if name not in have:
+        if name not in stored_by_name:
             raise TableMismatchError(f"{store} has no table {name!r}: {advice}")
-        one, other = have[name].to_record(), want[name].to_record()
+        one, other = stored_by_name[name].to_record(), requested_by_name[name].to_record()
         # compression that was not asked for is no part of the record: the store's own stays
         part = next((key for key in other if one.get(key) != other[key]), None)
         if part is not None:

@@ -47,18 +47,18 @@ def read_ahead(
     Items are taken on the caller's thread, which makes the call itself where there is only one: no thread is begun for
     it. An error of a call is raised where its result would come.
     """
-    coming = iter(items)
-    begin = list(islice(coming, 2))
+    remaining = iter(items)
+    begin = list(islice(remaining, 2))
     if len(begin) == 1:
         yield begin[0], call(*begin[0])
         return
-    waiting: deque[tuple[Item, Future[Result]]] = deque()
-    for item in chain(begin, coming):
-        waiting.append((item, pool.submit(call, *item)))
-        if len(waiting) > most:
-            first, result = waiting.popleft()
+    pending: deque[tuple[Item, Future[Result]]] = deque()
+    for item in chain(begin, remaining):
+        pending.append((item, pool.submit(call, *item)))
+        if len(pending) > most:
+            first, result = pending.popleft()
             yield first, result.result()
-    for first, result in waiting:
+    for first, result in pending:
         yield first, result.result()
 
 
@@ -70,7 +70,7 @@ Where a thread reads many by one call, without the interpreter, more threads cos
 _LONG_BYTES = 512 << 10
 _CHECK_BYTES = 4 << 20
 """Bytes that are checked by one computation, while others are read."""
-_BATCH_BYTES, _SHARES = 16 << 20, 4
+_BATCH_BYTES, _CALLS_EACH = 16 << 20, 4
 """The most that is read by one call, which cannot be interrupted; calls of each of several threads where less is."""
 
 
@@ -151,40 +151,40 @@ class BlockReader:
         if threads is not None:
             threads.shutdown()
 
-    def load(self, wanted: Sequence[Pages], at_once: int | None = None, *, only_check: bool = False) -> None:
-        """Read and check all of ``wanted`` as ``Store.load`` does.
+    def load(self, requests: Sequence[Pages], at_once: int | None = None, *, only_check: bool = False) -> None:
+        """Read and check all of ``requests`` as ``Store.load`` does.
 
         ``only_check``: the contents of the memory to fill are undefined afterward.
         """
         self.check_open()
         reads = self._checks if only_check and self._checks is not None else self._reads
-        num_bytes = sum(pages.out.size for pages in wanted)
+        num_bytes = sum(pages.out.size for pages in requests)
         together = reads is not None
         if at_once is None:
-            one_by_one = _LONG_READS if num_bytes >= _LONG_BYTES * len(wanted) else _SHORT_READS
+            one_by_one = _LONG_READS if num_bytes >= _LONG_BYTES * len(requests) else _SHORT_READS
             at_once = _CALLS if together else one_by_one
-        batches = [[pages] for pages in wanted]
+        batches = [[pages] for pages in requests]
         if together:
-            share = num_bytes // (_SHARES * at_once) if at_once > 1 else _BATCH_BYTES
-            batches = _batches(wanted, min(share, _BATCH_BYTES))
+            call_bytes = num_bytes // (_CALLS_EACH * at_once) if at_once > 1 else _BATCH_BYTES
+            batches = _batches(requests, min(call_bytes, _BATCH_BYTES))
         if min(at_once, len(batches)) < 2:
             self._work(iter(batches), reads)
             return
-        left = _Shared(batches)
+        queue = _BatchQueue(batches)
         try:
             with self._lock:
                 if self._threads is None:
                     self._threads = ThreadPoolExecutor(_CALLS, thread_name_prefix="tiercache-reads")
-                jobs = [self._threads.submit(self._share, left, reads) for _ in range(min(at_once, len(batches)))]
+                jobs = [self._threads.submit(self._work_from, queue, reads) for _ in range(min(at_once, len(batches)))]
             wait(jobs)
         finally:
-            left.stop()  # whoever gave the memory may give it to others when this raises, interrupted or not
+            queue.stop()  # whoever gave the memory may give it to others when this raises, interrupted or not
         for job in jobs:
             job.result()
 
-    def _share(self, left: _Shared, reads: _ReadsAtOnce | None) -> None:
-        with left:
-            self._work(left, reads)
+    def _work_from(self, queue: _BatchQueue, reads: _ReadsAtOnce | None) -> None:
+        with queue:
+            self._work(queue, reads)
 
     def _work(self, batches: Iterator[Sequence[Pages]], reads: _ReadsAtOnce | None) -> None:
         """Read what comes next until nothing does, and check it."""
@@ -259,12 +259,12 @@ class BlockReader:
         if np.array_equal(sums, expected):
             return
         at = int(np.argmax(sums != expected))
-        words, wanted = f"has checksum {sums[at]:08x}", int(expected[at])
+        words, requests = f"has checksum {sums[at]:08x}", int(expected[at])
         for span in spans:
             if at < span.high - span.low:
                 words += f" in page {span.low + at}"
                 raise self._explain(
-                    corrupt_block(self.label, span.segment, self.groups[span.group], span.block, words, wanted)
+                    corrupt_block(self.label, span.segment, self.groups[span.group], span.block, words, requests)
                 )
             at -= span.high - span.low
 
@@ -338,20 +338,20 @@ class BlockReader:
             ) from error
 
 
-class _Shared:
+class _BatchQueue:
     """What several threads take from, one after another; each is at work within it."""
 
     def __init__(self, batches: Sequence[Sequence[Pages]]) -> None:
-        self._left = iter(batches)
+        self._batches_left = iter(batches)
         self._at_work = 0
         self._changed = threading.Condition()
 
-    def __iter__(self) -> _Shared:
+    def __iter__(self) -> _BatchQueue:
         return self
 
     def __next__(self) -> Sequence[Pages]:
         with self._changed:
-            return next(self._left)
+            return next(self._batches_left)
 
     def __enter__(self) -> None:
         with self._changed:
@@ -368,7 +368,7 @@ class _Shared:
         while True:
             try:
                 with self._changed:
-                    self._left = iter(())
+                    self._batches_left = iter(())
                     self._changed.wait_for(lambda: not self._at_work)
                 break
             except KeyboardInterrupt as error:
@@ -377,10 +377,10 @@ class _Shared:
             raise interruption
 
 
-def _batches(wanted: Sequence[Pages], most_bytes: int) -> list[list[Pages]]:
+def _batches(requests: Sequence[Pages], most_bytes: int) -> list[list[Pages]]:
     """Cut into batches of more than ``most_bytes`` each, but for the last."""
     batches, size = [list[Pages]()], 0
-    for pages in wanted:
+    for pages in requests:
         if size > most_bytes:
             batches.append([])
             size = 0

@@ -164,8 +164,8 @@ def record_problems(commits: Iterable[Commit], segments: Iterable[Segment], labe
             known = firsts.setdefault(id_, first)
             if not known == first <= commit.id:
                 said = f"commit {commit.id} of {label} says that commit {first} was the first with segment {id_}"
-                known_words = f"commit {known} was" if known != first else "that is newer"
-                yield f"{said}, and {known_words}: {_ADVICE}", commit.id
+                other = f"commit {known} was" if known != first else "that is newer"
+                yield f"{said}, and {other}: {_ADVICE}", commit.id
             if (use := _over_at_once(by_id[id_])) is not None:
                 said = (
                     f"segment {id_} of {label} was dumped by pass {by_id[id_].pass_index} and has rows that wait for "
@@ -180,5 +180,5 @@ def _over_at_once(segment: Segment) -> int | None:
     if segment.pass_index < 0:
         return None
     uses = (layout.next_use_R[np.diff(layout.first_row_R) > 0] for layout in segment.layouts)
-    first = [int(mine[0]) for mine in uses if mine.size]
+    first = [int(counts[0]) for counts in uses if counts.size]
     return next((use for use in first if use < soonest), None)

@@ -118,10 +118,10 @@ class Rewrite:
 
     def _check_room(self, compaction: CompactionPlan | None) -> None:
         """Raise StoreFullError where there is less room than temporary files will take, as far as that is known."""
-        exact = compaction is not None or (self._stored is None and not any(group.wanted for group in self._groups))
+        exact = compaction is not None or (self._stored is None and not any(group.used for group in self._groups))
         num_bytes = 0
         for ordered in self._groups:
-            rows = ordered.wanted
+            rows = ordered.used
             if compaction is not None:
                 rows += compaction.idle_rows(ordered.group.index)
             elif self._stored is None:  # of the rows that are used some are stored, nobody knows which
@@ -144,21 +144,21 @@ class Rewrite:
         Rows are words, and last their last change.
         """
         id_ = 0 if self._snapshot.commit is None else self._snapshot.commit.id + 1
-        mine = self._moved(table, moves) if self._stored is None else self._stored(table)
-        stored = SortedCursor(hashed(table, mine), np.int64, (np.float32, (table.row_bytes // 4 + 1,)))
-        wanted = SortedCursor(hashed(table, self._uses.slices(table.name)), np.int64, np.int64)
-        for (hashes, *kept), (wanted_hashes, wanted_keys, wanted_uses) in merged(stored, wanted):
+        rows_of_store = self._moved(table, moves) if self._stored is None else self._stored(table)
+        stored = SortedCursor(hashed(table, rows_of_store), np.int64, (np.float32, (table.row_bytes // 4 + 1,)))
+        used = SortedCursor(hashed(table, self._uses.slices(table.name)), np.int64, np.int64)
+        for (hashes, *kept), (used_hashes, used_keys, first_uses) in merged(stored, used):
             keys, rows = kept
-            uses, absent = np.full(keys.size, NEVER, dtype=np.int64), np.ones(wanted_keys.size, dtype=bool)
-            if keys.size and wanted_keys.size:
-                at = np.minimum(np.searchsorted(wanted_hashes, hashes), wanted_hashes.size - 1)
-                hit = wanted_hashes[at] == hashes
-                uses[hit], absent[at[hit]] = wanted_uses[at[hit]], False
+            uses, absent = np.full(keys.size, NEVER, dtype=np.int64), np.ones(used_keys.size, dtype=bool)
+            if keys.size and used_keys.size:
+                at = np.minimum(np.searchsorted(used_hashes, hashes), used_hashes.size - 1)
+                hit = used_hashes[at] == hashes
+                uses[hit], absent[at[hit]] = first_uses[at[hit]], False
             if np.any(absent):
-                new = row_words(table.fields, self._first_rows(table, wanted_keys[absent]), changed=id_)
-                order = np.argsort(np.concatenate([hashes, wanted_hashes[absent]]))
-                keys = np.concatenate([keys, wanted_keys[absent]])[order]
-                rows, uses = np.concatenate([rows, new])[order], np.concatenate([uses, wanted_uses[absent]])[order]
+                new = row_words(table.fields, self._first_rows(table, used_keys[absent]), changed=id_)
+                order = np.argsort(np.concatenate([hashes, used_hashes[absent]]))
+                keys = np.concatenate([keys, used_keys[absent]])[order]
+                rows, uses = np.concatenate([rows, new])[order], np.concatenate([uses, first_uses[absent]])[order]
             if keys.size:
                 yield keys, rows, uses
 
@@ -175,7 +175,7 @@ class _Sorted:
         for place, count in self._counts.items():
             self._next[place] = row
             row += count
-        self.wanted = row
+        self.used = row
         """How many rows are used first at some pass."""
         self._never = [0] * len(counts)
         self._row_bytes = group.row_bytes + CHANGED_BYTES
@@ -201,15 +201,15 @@ class _Sorted:
         ends = np.append(np.nonzero(np.diff(uses[order]))[0] + 1, order.size).tolist()
         begin = 0
         for end in ends:
-            mine, use = order[begin:end], int(uses[order[begin]])
+            rows_of_store, use = order[begin:end], int(uses[order[begin]])
             if use == NEVER:
-                row = self.wanted + sum(self._never)
+                row = self.used + sum(self._never)
                 self._never[place] += end - begin
             else:
                 row = self._next[use, place]
                 self._next[use, place] += end - begin
-            self._keys.write(keys[mine], 8 * row)
-            self._rows.write(rows[mine], self._row_bytes * row)
+            self._keys.write(keys[rows_of_store], 8 * row)
+            self._rows.write(rows[rows_of_store], self._row_bytes * row)
             begin = end
 
     def layout(self) -> SegmentLayout:
@@ -231,7 +231,7 @@ class _Sorted:
 
     def chunks(self, chunk_rows: int) -> Iterator[tuple[Int64s, Floats]]:
         """Yield all rows in order, so many at a time."""
-        total = self.wanted + sum(self._never)
+        total = self.used + sum(self._never)
         for row in range(0, total, chunk_rows):
             count = min(chunk_rows, total - row)
             keys = np.empty(count, dtype=np.int64)

@@ -117,13 +117,13 @@ def _blocks_of(
     rows = np.empty((min(layout.block_rows, layout.rows), words), dtype=np.float32)
     keys, packed = np.empty(rows.shape[0], np.int64), np.empty(rows.shape[0] * layout.row_bytes, np.uint8)
     block = filled = 0
-    for some_keys, some_rows in chunks:
-        taken = 0
-        while taken < some_keys.size:
-            count = min(some_keys.size - taken, keys.size - filled)
-            keys[filled : filled + count] = some_keys[taken : taken + count]
-            rows[filled : filled + count] = some_rows[taken : taken + count]
-            filled, taken = filled + count, taken + count
+    for chunk_keys, chunk_rows in chunks:
+        done = 0
+        while done < chunk_keys.size:
+            count = min(chunk_keys.size - done, keys.size - filled)
+            keys[filled : filled + count] = chunk_keys[done : done + count]
+            rows[filled : filled + count] = chunk_rows[done : done + count]
+            filled, done = filled + count, done + count
             first, last = layout.rows_of_block(block)
             if filled == last - first:
                 page, last_page = layout.pages_of_block(block)

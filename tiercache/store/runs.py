@@ -92,16 +92,16 @@ def rising(hashes: NDArray[np.uint64], after: int | None = None) -> bool:
 
 def whole_keys(parts: Iterable[Columns]) -> Iterator[Columns]:
     """Yield the same rows, cut so that those with equal values in the first column, side by side, come together."""
-    held: Columns | None = None
+    pending: Columns | None = None
     for part in parts:
-        rows = part if held is None else tuple(np.concatenate(pair) for pair in zip(held, part, strict=True))
+        rows = part if pending is None else tuple(np.concatenate(pair) for pair in zip(pending, part, strict=True))
         differs = rows[0] != rows[0][-1]
         last = rows[0].size - int(np.argmax(differs[::-1])) if np.any(differs) else 0
-        held = tuple(column[last:].copy() for column in rows)
+        pending = tuple(column[last:].copy() for column in rows)
         if last:
             yield tuple(column[:last] for column in rows)
-    if held is not None:
-        yield held
+    if pending is not None:
+        yield pending
 
 
 _CHOICE_ROWS = 1 << 20
@@ -130,7 +130,7 @@ class SortedRun:
         self._reader, self._group, self._layout = reader, group, segment.layouts[group.index]
         self._keys: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self._choice, self.changed = choice, changed
-        self.left = high - low if choice is None else self._count_chosen(choice)
+        self.remaining = high - low if choice is None else self._count_chosen(choice)
         """Rows that were not read yet."""
 
     @property
@@ -156,12 +156,12 @@ class SortedRun:
 
     def join(self, after: SortedRun) -> None:
         """Take up the rows of the run that lies right behind this one."""
-        self.high, self.left = after.high, self.left + after.left
+        self.high, self.remaining = after.high, self.remaining + after.remaining
 
     def read(self, rows: int) -> Rows:
         """Read the next ``rows`` rows, rounded up to whole pages."""
         keys, values = self._read(rows) if self._choice is None else self._read_chosen(self._choice, rows)
-        self.left -= keys.size
+        self.remaining -= keys.size
         return keys, values
 
     def _read(self, rows: int) -> Rows:
@@ -185,7 +185,7 @@ class SortedRun:
         layout = self._layout
         parts: list[Rows] = []
         taken = 0
-        while taken < min(rows, self.left):
+        while taken < min(rows, self.remaining):
             begin, end = self.low, min(self.high, self.low + min(rows - taken, _CHOICE_ROWS))
             end = min(self.high, layout.row_of_page(layout.page_of_row(end - 1) + 1))
             chosen = choice(self.segment, self._group.index, begin, end)
@@ -195,8 +195,8 @@ class SortedRun:
                 high = min(end, layout.row_of_page(int(near[-1]) + 1))
                 self._pass_over(low)
                 keys, values = self._read(high - low)
-                mine = chosen[low - begin : high - begin]
-                parts.append((keys[mine], values[mine]))
+                selected = chosen[low - begin : high - begin]
+                parts.append((keys[selected], values[selected]))
                 taken += parts[-1][0].size
             self._pass_over(end)
         return np.concatenate([keys for keys, _ in parts]), np.concatenate([values for _, values in parts])
@@ -236,9 +236,9 @@ class LastKeys:
 
     def __call__(self, segment: Segment, group: int, block: int) -> NDArray[np.int64]:
         """Return what ``BlockReader.keys`` does."""
-        wanted = segment.id, group, block
-        if self._last is None or self._last[0] != wanted:
-            self._last = wanted, self._reader.keys(segment, group, block)
+        block_key = segment.id, group, block
+        if self._last is None or self._last[0] != block_key:
+            self._last = block_key, self._reader.keys(segment, group, block)
         return self._last[1]
 
 
@@ -261,10 +261,10 @@ def runs_of(
         for low, high in zip(*(bounds.tolist() for bounds in layout.runs_of_table(place, live)), strict=True):
             last = None if changed is None else changed()
             runs.append(SortedRun(reader, segment, group, low, high, choice, last))
-    return [run for run in runs if run.left]
+    return [run for run in runs if run.remaining]
 
 
-def joined(runs: Sequence[SortedRun], keys_of: Callable[[Segment, int, int], NDArray[np.int64]]) -> list[SortedRun]:
+def join_runs(runs: Sequence[SortedRun], keys_of: Callable[[Segment, int, int], NDArray[np.int64]]) -> list[SortedRun]:
     """Join runs that lie side by side: all of a segment stay before those of a newer one. They are read in order."""
     found: list[SortedRun] = []
     for run in runs:
@@ -319,9 +319,9 @@ class VersionReader:
         return int(changed.oldest_B[block]), int(changed.newest_B[block])
 
     def _block(self, segment: Segment, group: int, block: int) -> Uint32s:
-        wanted = segment.id, group, block
-        if self._last is None or self._last[0] != wanted:
-            self._last = wanted, self._reader.changed(segment, group, block)
+        block_key = segment.id, group, block
+        if self._last is None or self._last[0] != block_key:
+            self._last = block_key, self._reader.changed(segment, group, block)
         return self._last[1]
 
 

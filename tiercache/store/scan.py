@@ -16,7 +16,7 @@ import numpy as np
 from tiercache.store.bits import hash_keys, keys_of
 from tiercache.store.external_sort import ExternalSorter, part_rows
 from tiercache.store.row_codec import from_words
-from tiercache.store.runs import LastKeys, SortedCursor, VersionReader, joined, merged, rising, runs_of, whole_keys
+from tiercache.store.runs import LastKeys, SortedCursor, VersionReader, join_runs, merged, rising, runs_of, whole_keys
 from tiercache.store.segment import CHANGED_BYTES
 from tiercache.store.store_errors import CorruptStoreError
 from tiercache.store.table import find_table
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 SCAN_BYTES = 256 << 20
 SCAN_CHUNK_BYTES = 4 << 20
-_KEY_SHARE = 4
+_KEY_FRACTION = 4
 
 
 def scan_segments(
@@ -96,10 +96,10 @@ def check_scan(reader: BlockReader, snapshot: Snapshot, name: str, chunk_rows: i
 
 def chunk_rows_of(table: Table) -> int:
     """Return the rows of ``table`` that take about ``SCAN_CHUNK_BYTES``."""
-    return max(1, SCAN_CHUNK_BYTES // given_bytes(table))
+    return max(1, SCAN_CHUNK_BYTES // output_row_bytes(table))
 
 
-def given_bytes(table: Table) -> int:
+def output_row_bytes(table: Table) -> int:
     """Return the bytes of a row as callers get it: its key, and its numbers in float32 whatever their dtype is."""
     return 8 + 4 * sum(field.width for field in table.fields)
 
@@ -109,16 +109,16 @@ def _newest(chunks: Iterator[Rows], stale: int, label: str, *, all_rows: bool) -
 
     Raises CorruptStoreError where more than ``stale`` others came, or fewer where these are ``all_rows``.
     """
-    left = stale
+    remaining = stale
     for keys, rows in whole_keys(chunks):
         last = np.append(keys[1:] != keys[:-1], True)
-        left -= last.size - int(np.count_nonzero(last))
-        if left < 0:
+        remaining -= last.size - int(np.count_nonzero(last))
+        if remaining < 0:
             raise CorruptStoreError(f"a key of {label} has two live rows: restore the store from a copy")
         yield keys[last], rows[last]
-    if left and all_rows:
+    if remaining and all_rows:
         raise CorruptStoreError(
-            f"{label} has {left} stale rows of {stale} less than its commit says: restore the store from a copy"
+            f"{label} has {remaining} stale rows of {stale} less than its commit says: restore the store from a copy"
         )
 
 
@@ -147,18 +147,18 @@ def _chunks(
     """Merge or sort the runs, whichever reads less."""
     row_bytes = 4 * runs[0].words if runs else table.row_bytes
     most = part_rows(row_bytes, memory_bytes)
-    if sum(run.left for run in runs) > most and _can_merge(runs, table, memory_bytes):
+    if sum(run.remaining for run in runs) > most and _can_merge(runs, table, memory_bytes):
         yield from _merge(runs, table, chunk_rows, most)
         return
     copies = len({run.segment.id for run in runs})
     folder = scratch or reader.scratch
     with ExternalSorter(
         [("<f4", (row_bytes // 4,))], folder, f"sorting the rows of table {table.name!r} in {folder}", memory_bytes,
-        reader.counters, copies=copies, total_rows=sum(run.left for run in runs),
+        reader.counters, copies=copies, total_rows=sum(run.remaining for run in runs),
     ) as sorter:  # fmt: skip
         step = max(1, most // 4)
-        for run in joined(runs, LastKeys(reader)):
-            while run.left:
+        for run in join_runs(runs, LastKeys(reader)):
+            while run.remaining:
                 keys, rows = run.read(step)
                 sorter.add(hash_keys(keys, table.table_id), rows)
         yield from ((keys_of(hashes, table.table_id), rows) for hashes, rows in sorter.sorted(chunk_rows))
@@ -166,17 +166,22 @@ def _chunks(
 
 def _can_merge(runs: Sequence[SortedRun], table: Table, memory_bytes: int) -> bool:
     """Whether every run can have pages and keys in memory, and blocks of keys are read about once."""
-    beside = [8 if run.changed is None else 8 + CHANGED_BYTES for run in runs]
-    held = sum(run.page_bytes + size * min(run.left, run.block_rows) for run, size in zip(runs, beside, strict=True))
+    key_row_bytes = [8 if run.changed is None else 8 + CHANGED_BYTES for run in runs]
+    buffered_bytes = sum(
+        run.page_bytes + size * min(run.remaining, run.block_rows)
+        for run, size in zip(runs, key_row_bytes, strict=True)
+    )
     key_bytes = sum(run.key_bytes for run in runs)
-    useful = sum(run.left for run in runs) * (table.row_bytes + 8)
-    return held <= memory_bytes // 4 and key_bytes <= useful // _KEY_SHARE + 8 * sum(run.left for run in runs)
+    useful = sum(run.remaining for run in runs) * (table.row_bytes + 8)
+    return buffered_bytes <= memory_bytes // 4 and key_bytes <= useful // _KEY_FRACTION + 8 * sum(
+        run.remaining for run in runs
+    )
 
 
 def _merge(runs: Sequence[SortedRun], table: Table, chunk_rows: int, most: int) -> Iterator[Rows]:
     """Merge runs: each holds a share of ``most`` rows, by its own, and is read on where half of it is free."""
-    total = sum(run.left for run in runs)
-    halves = [max(1, most * run.left // total) // 2 for run in runs]
+    total = sum(run.remaining for run in runs)
+    halves = [max(1, most * run.remaining // total) // 2 for run in runs]
     cursors = [
         SortedCursor(_parts(run, table, max(1, half)), np.int64, (np.float32, (run.words,)), least=half)
         for run, half in zip(runs, halves, strict=True)
@@ -193,7 +198,7 @@ def _merge(runs: Sequence[SortedRun], table: Table, chunk_rows: int, most: int) 
 def _parts(run: SortedRun, table: Table, part_rows: int) -> Iterator[tuple[NDArray[Any], ...]]:
     """Yield hashes, keys and rows of a run, about ``part_rows`` at a time. Raises CorruptStoreError for no order."""
     last: int | None = None
-    while run.left:
+    while run.remaining:
         keys, rows = run.read(part_rows)
         hashes = hash_keys(keys, table.table_id)
         if not rising(hashes, last):

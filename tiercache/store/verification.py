@@ -51,7 +51,7 @@ class Verification:
                 with suppress(CommitMissingError):  # a writer gave it up meanwhile
                     self._stores.append(store.at(commit.id))
         self._commits = [one.commit.id for one in self._stores if one.commit is not None]
-        self._room = threading.local()
+        self._local = threading.local()
         self._blocks: dict[tuple[int, int, int], tuple[Segment, list[int]]] = {}
         """By segment, group and block: the segment and the commits that need the block."""
         for one in self._stores:
@@ -65,9 +65,9 @@ class Verification:
         begun = time.perf_counter()
         self.counts["segments"] = len({segment.id for one in self._stores for segment in one.segments})
         snapshots = [one.snapshot for one in self._stores]
-        with ThreadPoolExecutor(1) as beside, ThreadPoolExecutor(key_invariants.KEY_CHECK_THREADS) as readers:
+        with ThreadPoolExecutor(1) as key_thread, ThreadPoolExecutor(key_invariants.KEY_CHECK_THREADS) as readers:
             keys = [
-                beside.submit(key_invariants.KeyInvariantChecker(self.store.reader, snapshots, group, readers).run)
+                key_thread.submit(key_invariants.KeyInvariantChecker(self.store.reader, snapshots, group, readers).run)
                 for group in self.store.groups
             ]
             self._check_rows()
@@ -113,10 +113,10 @@ class Verification:
         """Read a block into the page-aligned memory of this thread, which goes past the page cache."""
         layout = segment.layouts[group]
         size = layout.bytes_of_block(block)
-        if getattr(self._room, "size", 0) < size:
-            self._room.size, self._room.data = size, huge_pages(size)
+        if getattr(self._local, "size", 0) < size:
+            self._local.size, self._local.data = size, huge_pages(size)
         low, high = layout.pages_of_block(block)
-        pages = Pages(segment, group, low, high, self._room.data[:size])
+        pages = Pages(segment, group, low, high, self._local.data[:size])
         return _problem(partial(self.store.reader.load, [pages], 1, only_check=True))
 
     def _count(self, layout: SegmentLayout, block: int) -> None:

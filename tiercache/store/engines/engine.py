@@ -67,9 +67,9 @@ class Counters:
     def add(self, **amounts: int) -> None:
         """Add to counters by name; from any thread."""
         with self._lock:
-            mine = self.__dict__
+            counters = self.__dict__
             for name, amount in amounts.items():
-                mine[name] += amount
+                counters[name] += amount
 
 
 WRITE_BYTES = 64 << 20

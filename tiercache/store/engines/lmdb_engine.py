@@ -402,11 +402,11 @@ class LmdbEngine:
     def _check_head(self) -> None:
         """Raise StoreError if the store was moved, or HEAD is not what this writer wrote or read."""
         self._check_writable()
-        there = read_head(self.path) if self._head.number or (self.path / HEAD).exists() else self._head
+        seen = read_head(self.path) if self._head.number or (self.path / HEAD).exists() else self._head
         # An interrupt may come after HEAD is written and before that is noted.
-        if there not in {self._head, Head.of(self._manifest)}:
+        if seen not in {self._head, Head.of(self._manifest)}:
             raise StoreError(
-                f"{self.path / HEAD} names manifest {there.number}, and this process wrote {self._head.number}: "
+                f"{self.path / HEAD} names manifest {seen.number}, and this process wrote {self._head.number}: "
                 "another one has written to the store, or an older copy was put in its place. Nothing more is written: "
                 "close it, and open it again"
             )

@@ -107,12 +107,12 @@ class LmdbFile:
         if number in seen:
             raise self._corrupt(f"has a tree that comes to page {number} twice")
         seen.add(number)
-        held_whole = number < self.size // meta.page_bytes
-        page = read_at(self.handle, meta.page_bytes, number * meta.page_bytes) if held_whole else b""
+        is_whole = number < self.size // meta.page_bytes
+        page = read_at(self.handle, meta.page_bytes, number * meta.page_bytes) if is_whole else b""
         if len(page) < meta.page_bytes:
             raise self._corrupt(f"ends at byte {self.size:,}, before page {number} that its root needs")
-        held, _, flags, lower, _ = _PAGE.unpack_from(page)
-        if held != number or not _PAGE.size <= lower <= meta.page_bytes or levels == 0:
+        page_number, _, flags, lower, _ = _PAGE.unpack_from(page)
+        if page_number != number or not _PAGE.size <= lower <= meta.page_bytes or levels == 0:
             raise self._corrupt(f"has something else where page {number} of its tree should be")
         for at in struct.unpack_from(f"<{(lower - _PAGE.size) // 2}H", page, _PAGE.size):
             low, high, node_flags, key_bytes = self._node(page, number, at)

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 class ChunkReader:
     """Reads blocks, from any thread. Raises BlockReadError."""
 
-    def __init__(self, objects: Objects, held: Callable[[str], Bytes | None]) -> None:
-        """``held`` returns a chunk that is not an object yet."""
-        self._objects, self._held = objects, held
+    def __init__(self, objects: Objects, unwritten: Callable[[str], Bytes | None]) -> None:
+        """``unwritten`` returns a chunk that is not an object yet."""
+        self._objects, self._unwritten = objects, unwritten
 
     def read_bytes(self, span: Span, out: Bytes) -> None:
         """Read bytes of one object."""
@@ -77,12 +77,12 @@ class ChunkReader:
     def missing(self, listed: Mapping[str, int | None], key: str, size: int, least: int | None = None) -> str:
         """Say what is wrong with an object of ``size`` bytes, or, compressed, of ``least``; "" where nothing is."""
         if key not in listed:
-            return "" if self._held(key) is not None else f"is missing, as there is no {key}"
+            return "" if self._unwritten(key) is not None else f"is missing, as there is no {key}"
         seen = listed[key]
         if seen is None or (seen == size if least is None else seen >= least):
             return ""
-        wanted = f"{size:,}" if least is None else f"{least:,} at least"
-        return f"is not whole, as {key} has {seen:,} bytes of {wanted}"
+        expected = f"{size:,}" if least is None else f"{least:,} at least"
+        return f"is not whole, as {key} has {seen:,} bytes of {expected}"
 
     # -- inside ------------------------------------------------------------------------------------------
 
@@ -118,12 +118,12 @@ class ChunkReader:
         return [shards.decode(inner, data, first, last) for (shards, inner), data in zip(places, found, strict=True)]
 
     def _ranges(self, spans: Sequence[Span]) -> list[Bytes]:
-        held = [self._held(span.key) for span in spans]
-        if all(chunk is None for chunk in held):
+        unwritten = [self._unwritten(span.key) for span in spans]
+        if all(chunk is None for chunk in unwritten):
             return self._objects.ranges(spans)
         return [
             self._objects.ranges([span])[0] if chunk is None else chunk[span.start : span.stop]
-            for span, chunk in zip(spans, held, strict=True)
+            for span, chunk in zip(spans, unwritten, strict=True)
         ]
 
 
@@ -204,7 +204,7 @@ class ChunkWriter:
     def drop(self, keys: Iterable[str]) -> None:
         """Forget what is to be deleted. By any thread."""
 
-    def held(self, key: str) -> Bytes | None:
+    def unwritten(self, key: str) -> Bytes | None:
         """Return a chunk that is not written yet. By any thread."""
 
     def put_encoded(self, key: str, size: int, fill: Fill, encode: Callable[[Bytes], bytes]) -> None:
@@ -405,10 +405,10 @@ class RemoteWriter(ChunkWriter):
         chunk, left = self._chunks.get(place.key, (None, place.blocks))
         if chunk is None:
             with self.translated(place.used_bytes):
-                there = self._objects.get(place.key) if place.blocks > 1 else None
-            made, chunk = there is None, np.zeros(place.chunk_bytes, np.uint8)
-            if there is not None:
-                chunk[: len(there)] = np.frombuffer(there, np.uint8)[: chunk.size]
+                stored = self._objects.get(place.key) if place.blocks > 1 else None
+            made, chunk = stored is None, np.zeros(place.chunk_bytes, np.uint8)
+            if stored is not None:
+                chunk[: len(stored)] = np.frombuffer(stored, np.uint8)[: chunk.size]
         fill(chunk[place.begin : place.begin + place.size])
         with self._lock:
             self._chunks.pop(place.key, None)
@@ -431,7 +431,7 @@ class RemoteWriter(ChunkWriter):
             for key in keys:
                 self._chunks.pop(key, None)
 
-    def held(self, key: str) -> Bytes | None:
+    def unwritten(self, key: str) -> Bytes | None:
         """Return a chunk that is not written yet."""
         with self._lock:
             return self._chunks[key][0] if key in self._chunks else None

@@ -74,7 +74,7 @@ class ZarrEngine:
             self._objects.check = self._lock.check
         self._writer: ChunkWriter = (RemoteWriter if root is None else DiskWriter)(self._objects, self.label)
         self._records = Records(self._objects, self.label)
-        self._reader = ChunkReader(self._objects, self._writer.held)
+        self._reader = ChunkReader(self._objects, self._writer.unwritten)
         self._holdings = Holdings()
         self._known: dict[tuple[int, int], Arrays] = {}
         self._listed: Mapping[str, int | None] | None = None
@@ -88,7 +88,7 @@ class ZarrEngine:
         """Whether another writer took over; whether a manifest was put and the store did not say that it is there."""
         self._garbage = Garbage(keep_for)
         """Elsewhere than on a local disk, what is to be deleted later."""
-        self._going: tuple[Future[None], set[str]] | None = None
+        self._deleting: tuple[Future[None], set[str]] | None = None
         """What is being deleted, and the names of objects and folders."""
         try:
             self._manifest = self._records.newest(create=create)
@@ -235,7 +235,7 @@ class ZarrEngine:
     def retain(self, blocks: Iterable[Block]) -> None:
         """Delete all objects that have nothing of these blocks, and punch the rest out of those that have."""
         self._check_writable()
-        self._settle()
+        self._wait_for_deletes()
         self._holdings, self._listed = Holdings(), None
         for block in blocks:
             arrays = self._arrays(block) if block.layout is not None else None
@@ -252,15 +252,16 @@ class ZarrEngine:
         self._holdings.nodes &= listed.keys()
         spare = [key for key in listed if key not in needed and key not in self._holdings.nodes]
         # A writer that took over since has objects that this one's manifest does not name.
-        self._later([key for key in spare if not self._epoch or epoch_of(key) <= self._epoch], holes, [], self._told())
-        self._settle()
-        self._tell()
+        spare = [key for key in spare if not self._epoch or epoch_of(key) <= self._epoch]
+        self._later(spare, holes, [], self._read_garbage())
+        self._wait_for_deletes()
+        self._write_garbage()
         self._objects.tidy("segments")
 
     def free(self, blocks: Iterable[Block]) -> None:
         """Delete chunks and folders of which nothing is held; on a local disk, punch what is free out of others."""
         self._check_writable()
-        self._settle()
+        self._wait_for_deletes()
         self._listed = None
         keys, holes, folders = self._holdings.free(blocks)
         self._dirty -= {key for key in self._dirty if key in keys or key.startswith(tuple(f + "/" for f in folders))}
@@ -269,15 +270,15 @@ class ZarrEngine:
 
     def shrink(self) -> None:
         """Wait for what is being deleted: nothing else is free."""
-        self._settle()
+        self._wait_for_deletes()
 
     def close(self) -> None:
         """Give up threads and lock."""
         if self._epoch and not self._fenced:
             self._later([], {}, [])
-        self._settle()
+        self._wait_for_deletes()
         if self._epoch and not self._fenced:
-            self._tell()
+            self._write_garbage()
         self._writer.close()
         if self._lock is not None:
             self._lock.release()
@@ -362,8 +363,8 @@ class ZarrEngine:
 
     def _fits(self, arrays: Arrays, block: Block) -> bool:
         """Whether a block is what its layout says, which is that of all blocks of the layout."""
-        held = self._holdings.arrays((block.owner, block.group))
-        return (held is None or held.layout == arrays.layout) and (
+        used_arrays = self._holdings.arrays((block.owner, block.group))
+        return (used_arrays is None or used_arrays.layout == arrays.layout) and (
             arrays.block_bytes(block.kind, block.index) == block.size
         )
 
@@ -398,15 +399,15 @@ class ZarrEngine:
         try:
             new = self._writer.put(place, fill)
         except StoreFullError:
-            if self._going is None:
+            if self._deleting is None:
                 raise
-            self._settle()  # what is being deleted may make the room
+            self._wait_for_deletes()  # what is being deleted may make the room
             new = self._writer.put(place, fill)
         self._dirty.add(place.key)
         if new:
             made.add(place.key)
 
-    def _told(self) -> Garbage:
+    def _read_garbage(self) -> Garbage:
         """Return what the writers before knew of free objects."""
         found = Garbage()
         with contextlib.suppress(OSError):
@@ -416,7 +417,7 @@ class ZarrEngine:
         self._garbage.changed = bool(found)
         return found
 
-    def _tell(self) -> None:
+    def _write_garbage(self) -> None:
         """Write for the writers after this one what is free, and delete what those before it wrote."""
         if not self._epoch or not self._garbage.changed:
             return
@@ -436,8 +437,8 @@ class ZarrEngine:
         if self._objects.root is None:
             holes = {}
             self._garbage.add([*keys, *(f"{folder}/" for folder in folders)], before)
-            due = self._garbage.take_due()
-            keys, folders = ([one for one in due if one[-1] != "/"], [one[:-1] for one in due if one[-1] == "/"])
+            names = self._garbage.take_expired()
+            keys, folders = [n for n in names if n[-1] != "/"], [n[:-1] for n in names if n[-1] == "/"]
         if not (keys or holes or folders):
             return
 
@@ -449,20 +450,20 @@ class ZarrEngine:
                 for folder in folders:
                     self._objects.delete_folder(folder)
 
-        self._going = self._writer.later(run), {*keys, *holes, *(f"{folder}/" for folder in folders)}
+        self._deleting = self._writer.later(run), {*keys, *holes, *(f"{folder}/" for folder in folders)}
 
     def _wait_for(self, key: str) -> None:
         """Return when neither this object nor its folder is being deleted."""
-        if self._going is not None:
-            going = self._going[1]
+        if self._deleting is not None:
+            deleting = self._deleting[1]
             parts = key.split("/")
-            if key in going or any("/".join(parts[:n]) + "/" in going for n in range(1, len(parts))):
-                self._settle()
+            if key in deleting or any("/".join(parts[:n]) + "/" in deleting for n in range(1, len(parts))):
+                self._wait_for_deletes()
 
-    def _settle(self) -> None:
+    def _wait_for_deletes(self) -> None:
         """Return when nothing is being deleted."""
-        if self._going is not None:
-            (job, _), self._going = self._going, None
+        if self._deleting is not None:
+            (job, _), self._deleting = self._deleting, None
             job.exception()
 
     def _delete_now(self, keys: Iterable[str]) -> None:
@@ -483,10 +484,10 @@ class ZarrEngine:
         """Raise StoreError if the newest manifest on a local disk is not the one that this writer wrote or read."""
         if self._objects.root is None:
             return
-        mine, number = self._manifest, self._records.newest_number()
-        if number != mine.number or (number and self._records.newest(create=False).digest != mine.digest):
+        own, number = self._manifest, self._records.newest_number()
+        if number != own.number or (number and self._records.newest(create=False).digest != own.digest):
             raise StoreError(
-                f"the newest manifest of {self.label} is {number}, and this process wrote {mine.number}: "
+                f"the newest manifest of {self.label} is {number}, and this process wrote {own.number}: "
                 "another one has written to the store, or an older copy was put in its place. Nothing more is written: "
                 "close it, and open it again"
             )

@@ -57,14 +57,14 @@ class Garbage:
         folders = ("/".join(parts[:n]) + "/" for n in range(1, len(parts)))
         return min((self._since[one] for one in (name, *folders) if one in self._since), default=default)
 
-    def take_due(self) -> list[str]:
+    def take_expired(self) -> list[str]:
         """Remove what is due, and return it."""
         now = time.time()
-        due = [name for name, since in self._since.items() if since + self._keep_for <= now]
-        for name in due:
+        expired = [name for name, since in self._since.items() if since + self._keep_for <= now]
+        for name in expired:
             del self._since[name]
-        self.changed = self.changed or bool(due)
-        return due
+        self.changed = self.changed or bool(expired)
+        return expired
 
     def join(self, other: Garbage) -> None:
         """Note what another writer knew, too."""
@@ -97,7 +97,7 @@ def free_key(epoch: int) -> str:
     return f"{FREE}/{epoch}"
 
 
-_ABSENT, _HELD, _FREED = 0, 1, 2
+_ABSENT, _USED, _FREED = 0, 1, 2
 """What a block is to the writer."""
 
 
@@ -109,7 +109,7 @@ class _HeldBlocks:
         self.marks: dict[bytes, Marks] = {
             kind: np.zeros(arrays.layout.segment_layout.num_blocks, np.uint8) for kind in arrays.by_kind
         }
-        self.held = 0
+        self.used = 0
 
 
 class Holdings:
@@ -126,8 +126,8 @@ class Holdings:
 
     def arrays(self, name: tuple[int, int]) -> Arrays | None:
         """Return the arrays of a group, by segment and group; None where nothing of it is held."""
-        held = self._by_group.get(name)
-        return None if held is None else held.arrays
+        used = self._by_group.get(name)
+        return None if used is None else used.arrays
 
     def undescribed(self, arrays: Arrays, kind: bytes) -> dict[str, bytes]:
         """Return the objects that must describe the arrays of a kind and are not there."""
@@ -142,31 +142,31 @@ class Holdings:
             self.bytes += 0 if key in self._state else block.size
             self._state.add(key)
             return
-        held = self._by_group.get((block.owner, block.group))
-        if held is None:
-            held = self._by_group[block.owner, block.group] = _HeldBlocks(arrays)
+        used = self._by_group.get((block.owner, block.group))
+        if used is None:
+            used = self._by_group[block.owner, block.group] = _HeldBlocks(arrays)
             self._segments[block.owner] += 1
-        marks = held.marks[block.kind]
-        if marks[block.index] != _HELD:
-            marks[block.index] = _HELD
-            held.held += 1
+        marks = used.marks[block.kind]
+        if marks[block.index] != _USED:
+            marks[block.index] = _USED
+            used.used += 1
             self.bytes += block.size
 
     def everything(self) -> tuple[set[str], Holes]:
         """Return all objects that have something of what is held, and what else is in them: all the rest is free."""
         needed = set(self._state)
         holes: Holes = {}
-        for held in self._by_group.values():
-            self.nodes |= _nodes(held.arrays)
-            for kind, marks in held.marks.items():
-                marks[marks != _HELD] = _FREED
-                for array in held.arrays.by_kind[kind]:
+        for used in self._by_group.values():
+            self.nodes |= _nodes(used.arrays)
+            for kind, marks in used.marks.items():
+                marks[marks != _USED] = _FREED
+                for array in used.arrays.by_kind[kind]:
                     for chunk in range(-(-marks.size // array.chunk_blocks)):
                         low = chunk * array.chunk_blocks
-                        mine = marks[low : low + array.chunk_blocks]
-                        if np.any(mine == _HELD):
+                        marks_of_chunk = marks[low : low + array.chunk_blocks]
+                        if np.any(marks_of_chunk == _USED):
                             needed.add(array.key(chunk))
-                            if runs := list(_runs(array, low, mine, mine == _FREED)):
+                            if runs := list(_runs(array, low, marks_of_chunk, marks_of_chunk == _FREED)):
                                 holes[array.key(chunk)] = runs
         return needed, holes
 
@@ -182,20 +182,20 @@ class Holdings:
                     keys.add(key)
                 continue
             name = block.owner, block.group
-            held = self._by_group.get(name)
-            if held is not None and held.marks[block.kind][block.index] == _HELD:
-                held.marks[block.kind][block.index] = _FREED
-                held.held -= 1
+            used = self._by_group.get(name)
+            if used is not None and used.marks[block.kind][block.index] == _USED:
+                used.marks[block.kind][block.index] = _FREED
+                used.used -= 1
                 self.bytes -= block.size
                 freed[name][block.kind].append(block.index)
         holes: Holes = {}
         folders: list[str] = []
         for name, by_kind in freed.items():
-            held = self._by_group[name]
+            used = self._by_group[name]
             for kind, indices in by_kind.items():
-                for array in held.arrays.by_kind[kind]:
-                    _free_in(array, held.marks[kind], indices, keys, holes)
-            if not held.held:
+                for array in used.arrays.by_kind[kind]:
+                    _free_in(array, used.marks[kind], indices, keys, holes)
+            if not used.used:
                 folders.append(self._forget(name))
         return keys, holes, folders
 
@@ -217,10 +217,10 @@ def _free_in(array: Array, marks: Marks, indices: list[int], keys: set[str], hol
     new[indices] = True
     for chunk in sorted({index // array.chunk_blocks for index in indices}):
         low = chunk * array.chunk_blocks
-        mine = marks[low : low + array.chunk_blocks]
-        if not np.any(mine == _HELD):
+        marks_of_chunk = marks[low : low + array.chunk_blocks]
+        if not np.any(marks_of_chunk == _USED):
             keys.add(array.key(chunk))
-        elif runs := list(_runs(array, low, mine, new[low : low + array.chunk_blocks])):
+        elif runs := list(_runs(array, low, marks_of_chunk, new[low : low + array.chunk_blocks])):
             holes[array.key(chunk)] = runs
 
 

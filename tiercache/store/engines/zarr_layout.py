@@ -146,9 +146,9 @@ class Arrays:
             )
             return found
         for field, array in zip(layout.group.fields, arrays, strict=True):
-            dtype, nothing, told = _DTYPES[field.dtype]
+            dtype, nothing, extra = _DTYPES[field.dtype]
             width = array.row_bytes // ITEM_BYTES[field.dtype]
-            found[f"{array.folder}/{NODE}"] = _array_node(dtype, array, [width], nothing, told)
+            found[f"{array.folder}/{NODE}"] = _array_node(dtype, array, [width], nothing, extra)
         return found
 
     def _array(self, name: str, row_bytes: int, kind: bytes, item_bytes: int) -> Array:
@@ -173,8 +173,8 @@ def split(layout: SegmentLayout, block: int, data: NDArray[np.uint8], field_at: 
     """
     first = block * layout.block_rows
     for begin, count, length in _alike(layout, first, data):
-        here, there = _places(begin, count, length, layout.row_bytes, data, field_at, out)
-        there[:] = here
+        in_pages, in_field = _places(begin, count, length, layout.row_bytes, data, field_at, out)
+        in_field[:] = in_pages
 
 
 def merge(layout: SegmentLayout, first: int, data: NDArray[np.uint8], fields: Sequence[NDArray[np.uint8]]) -> None:
@@ -185,8 +185,8 @@ def merge(layout: SegmentLayout, first: int, data: NDArray[np.uint8], fields: Se
     for begin, count, length in _alike(layout, first, data):
         at = 0
         for field in fields:
-            here, there = _places(begin, count, length, layout.row_bytes, data, at, field)
-            here[:] = there
+            in_pages, in_field = _places(begin, count, length, layout.row_bytes, data, at, field)
+            in_pages[:] = in_field
             at += field.size * layout.row_bytes // data.size
 
 
@@ -206,8 +206,8 @@ def _places(
     """Return where a field of ``count`` pages of ``length`` rows, from row ``begin`` on, is in ``data`` and alone."""
     field_bytes, end = field.size * row_bytes // data.size, begin + count * length
     pages = data[begin * row_bytes : end * row_bytes].reshape(count, length * row_bytes)
-    mine = field[begin * field_bytes : end * field_bytes].reshape(count, length * field_bytes)
-    return pages[:, length * at : length * (at + field_bytes)], mine
+    in_field = field[begin * field_bytes : end * field_bytes].reshape(count, length * field_bytes)
+    return pages[:, length * at : length * (at + field_bytes)], in_field
 
 
 def state_key(block: Block) -> str:

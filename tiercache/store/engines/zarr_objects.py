@@ -171,9 +171,9 @@ class Objects:
         return self._reader.read([(self.path(key), start, stop, size) for key, start, stop, size in spans])
 
     async def _ranges(self, spans: Sequence[Span]) -> list[NDArray[np.uint8]]:
-        asked = [(span.key, RangeByteRequest(span.start, span.stop)) for span in spans]
+        requests = [(span.key, RangeByteRequest(span.start, span.stop)) for span in spans]
         try:
-            found = await self.store.get_partial_values(self._prototype, asked)
+            found = await self.store.get_partial_values(self._prototype, requests)
         except FileNotFoundError as error:  # from obstore, of the first that is not there
             key = next((span.key for span in spans if span.key in str(error)), spans[0].key)
             raise BlockReadError(f"is missing, as there is no {key}") from None
@@ -243,9 +243,9 @@ class Objects:
         """Delete folders below ``folder`` that hold nothing."""
         if self.root is not None:
             self.check()
-            for here, _, _ in os.walk(self.root / folder, topdown=False):
+            for folder_path, _, _ in os.walk(self.root / folder, topdown=False):
                 with contextlib.suppress(OSError):  # most are not empty
-                    Path(here).rmdir()
+                    Path(folder_path).rmdir()
 
     def durable_paths(self, keys: Iterable[str]) -> tuple[list[str], list[str]]:
         """Return the files, and then the folders, that are to be synced so that objects last.
@@ -271,17 +271,17 @@ class Objects:
 
 def _walk(root: str, folder: str) -> dict[str, int | None]:
     found: dict[str, int | None] = {}
-    waiting = [folder]
-    while waiting:
-        here = waiting.pop()
+    pending = [folder]
+    while pending:
+        folder_path = pending.pop()
         # A writer may delete what no reader needs meanwhile; a file in the place of a folder has no objects.
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(f"{root}/{here}") as entries:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(f"{root}/{folder_path}") as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
-                    waiting.append(f"{here}/{entry.name}")
+                    pending.append(f"{folder_path}/{entry.name}")
                     continue
                 with contextlib.suppress(FileNotFoundError):
-                    found[f"{here}/{entry.name}"] = entry.stat(follow_symlinks=False).st_size
+                    found[f"{folder_path}/{entry.name}"] = entry.stat(follow_symlinks=False).st_size
     return found
 
 
@@ -289,10 +289,10 @@ async def _collect(keys: Any) -> list[str]:
     return [key async for key in keys]
 
 
-def _remote(asked: Coroutine[Any, Any, T]) -> T:
+def _remote(requests: Coroutine[Any, Any, T]) -> T:
     """Return what a store of Zarr answers; whatever it raises is an OSError."""
     try:
-        return zarr_sync(asked)
+        return zarr_sync(requests)
     except (OSError, BlockReadError):
         raise
     except Exception as error:

@@ -122,13 +122,13 @@ def open_shard(
 
 def plain_manifest(path: Path) -> ShardManifest | None:
     """Return what the manifest of the plain store at ``path`` would be; None where there is none. Raises StoreError."""
-    directory, left = StoreDirectory(path), ShardManifest.read(path)
+    directory, leftover = StoreDirectory(path), ShardManifest.read(path)
     if not directory.find():
         return None
     with Store.open(path, mode="r") as store:
         return ShardManifest(
-            id=uuid.uuid4().hex if left is None else left.id,
-            generation=0 if left is None else left.generation,
+            id=uuid.uuid4().hex if leftover is None else leftover.id,
+            generation=0 if leftover is None else leftover.generation,
             engine=directory.engine(tuple(ENGINES), None),
             retention=store.retention,
             tables=store.tables,
@@ -138,11 +138,11 @@ def plain_manifest(path: Path) -> ShardManifest | None:
                 GlobalCommit.of(one.id, one.cursor, [ShardCommit(one.id, commit_digest(one, store.digests))])
                 for one in store.commits
             ),
-            obsolete=() if left is None else left.obsolete,
+            obsolete=() if leftover is None else leftover.obsolete,
         )
 
 
-def settle(path: Path) -> None:
+def delete_leftovers(path: Path) -> None:
     """Delete what an interrupted change to or from shards left beside a plain store, for whoever may write to that."""
     manifest = ShardManifest.read(path)
     if manifest is not None and manifest.is_plain:
@@ -166,7 +166,7 @@ def _open_to_write(path: Path, retention: int | None, store_budget: int | None, 
             if not found.is_plain:  # the manifest goes last: a kill leaves shards without a commit
                 replace(found, obsolete=(*found.obsolete, *found.shards)).delete_obsolete(path)
                 replace(found, shards=(HERE,), obsolete=()).write(path)
-            settle(path)
+            delete_leftovers(path)
             return None
         found.delete_obsolete(path)
         manifest = replace(found, obsolete=(), retention=retention or found.retention)

@@ -223,7 +223,7 @@ class ShardedStore(Store):
         what a row has once goes to each slice. Else, and what is raised, as ``scan``.
         """
         sharding, whole = self._sharding_of(table.name), self._table(table.name)
-        wanted = Slice(0, table.first_column, table.first_column + table.dim)
+        requested = Slice(0, table.first_column, table.first_column + table.dim)
         scan = partial(_scan, table=table, chunk_rows=chunk_rows, scratch=scratch)
         with self._reading():
             if sharding.by_hash:
@@ -233,14 +233,14 @@ class ShardedStore(Store):
                     if low < high:
                         inside = None if (low, high) == bounds[rank : rank + 2] else (low, high)
                         for keys, fields in scan(shard, hashes=inside, memory_bytes=memory_bytes):
-                            yield keys, _columns(whole, [(Slice(rank, 0, whole.dim), fields)], wanted)
+                            yield keys, _columns(whole, [(Slice(rank, 0, whole.dim), fields)], requested)
                 return
-            slices = [one for one in sharding.slices if one.first < wanted.last and wanted.first < one.last]
+            slices = [one for one in sharding.slices if one.first < requested.last and requested.first < one.last]
             inside = None if hashes == (0, HASHES) else hashes
             share = memory_bytes // len(slices)
             scans = [scan(self.shards[one.rank], hashes=inside, memory_bytes=share) for one in slices]
             for keys, found in self._side_by_side(table.name, scans):
-                yield keys, _columns(whole, list(zip(slices, found, strict=True)), wanted)
+                yield keys, _columns(whole, list(zip(slices, found, strict=True)), requested)
 
     def lookup(
         self,
@@ -262,16 +262,16 @@ class ShardedStore(Store):
         out = {field.name: np.zeros((keys.size, field.width), dtype=np.float32) for field in table.fields}
         gone: list[NDArray[np.int64]] = []
         for one in reversed(slices):  # what a row has once is that of the first
-            mine = slice(None) if sharding.slices else np.nonzero(owners == one.rank)[0]
+            selected = slice(None) if sharding.slices else np.nonzero(owners == one.rank)[0]
             try:
                 with self._reading():
-                    found = self.shards[one.rank].lookup(table_name, keys[mine], missing=missing, progress=progress)
+                    found = self.shards[one.rank].lookup(table_name, keys[selected], missing=missing, progress=progress)
             except KeyMissingError as error:
                 gone.append(error.keys)
                 continue
             for field in table.fields:
                 columns = slice(one.first, one.last) if field.width == table.dim else slice(None)
-                out[field.name][mine, columns] = found[field.name]
+                out[field.name][selected, columns] = found[field.name]
         if gone:
             raise missing_keys(table, np.unique(np.concatenate(gone)), np.unique(keys).size, self.label)
         return out
@@ -364,18 +364,18 @@ class ShardedStore(Store):
         """Yield keys, and the fields that each of the scans, of slices with the same keys, has of them."""
         held = [next(scan, None) for scan in scans]
         while any(one is not None for one in held):
-            there = [one for one in held if one is not None]
-            rows = min(keys.size for keys, _ in there)
-            first = there[0][0][:rows]
-            if len(there) < len(held) or any(not np.array_equal(keys[:rows], first) for keys, _ in there):
+            chunks = [one for one in held if one is not None]
+            rows = min(keys.size for keys, _ in chunks)
+            first = chunks[0][0][:rows]
+            if len(chunks) < len(held) or any(not np.array_equal(keys[:rows], first) for keys, _ in chunks):
                 raise CorruptStoreError(
                     f"the slices of table {table_name!r} of {self.label} have different keys: restore all shards from "
                     "copies of one moment"
                 )
-            yield first, [tuple(values[:rows] for values in fields) for _, fields in there]
+            yield first, [tuple(values[:rows] for values in fields) for _, fields in chunks]
             held = [
                 (keys[rows:], tuple(values[rows:] for values in fields)) if keys.size > rows else next(scan, None)
-                for (keys, fields), scan in zip(there, scans, strict=True)
+                for (keys, fields), scan in zip(chunks, scans, strict=True)
             ]
 
     def _sharding_of(self, table_name: str) -> TableSharding:
@@ -433,12 +433,14 @@ class _InRange:
 
 
 def _columns(
-    table: Table, slices: Sequence[tuple[Slice, tuple[NDArray[np.float32], ...]]], wanted: Slice
+    table: Table, slices: Sequence[tuple[Slice, tuple[NDArray[np.float32], ...]]], requested: Slice
 ) -> tuple[NDArray[np.float32], ...]:
     """Return the wanted columns of every field of a whole table, from slices that have them all."""
     out = []
     for i, field in enumerate(table.fields):
-        found = [fields[i][:, max(0, wanted.first - one.first) : wanted.last - one.first] for one, fields in slices]
+        found = [
+            fields[i][:, max(0, requested.first - one.first) : requested.last - one.first] for one, fields in slices
+        ]
         once = field.width != table.dim
         out.append(slices[0][1][i] if once else found[0] if len(found) == 1 else np.concatenate(found, axis=1))
     return tuple(np.ascontiguousarray(values) for values in out)
