@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -384,7 +385,9 @@ class ZarrEngine:
             self._holdings.nodes.add(key)
         at, parts = 0, arrays.by_kind[block.kind]
         for array in parts:
-            place, fill = array.place(block.index), _filler(arrays, len(parts), block.index, data, at)
+            place, fill = array.place(block.index), partial(np.copyto, src=data)
+            if len(parts) > 1:
+                fill = partial(split, arrays.layout.segment_layout, block.index, data, at)
             at += array.row_bytes
             if array.shards is None:
                 self._put(place, made, fill)
@@ -491,12 +494,3 @@ class ZarrEngine:
                 "another one has written to the store, or an older copy was put in its place. Nothing more is written: "
                 "close it, and open it again"
             )
-
-
-def _filler(
-    arrays: Arrays, fields: int, index: int, data: NDArray[np.uint8], at: int
-) -> Callable[[NDArray[np.uint8]], None]:
-    """Return what fills memory with one field of a block."""
-    if fields == 1:
-        return lambda out: np.copyto(out, data)
-    return lambda out: split(arrays.layout.segment_layout, index, data, at, out)
