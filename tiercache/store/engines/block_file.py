@@ -200,7 +200,7 @@ class BlockFile:
         """Say where the bytes lie that ``read`` would fill ``out`` with; None where the block has no such bytes."""
         if place is None or offset + out.size > place.size:
             return None
-        direct = self._direct_for(place.offset + offset, out)
+        direct = self._direct_for(place.offset + offset, out) if out.size >= _DIRECT_BYTES else None
         handle = self._handle if direct is None else direct
         return ReadSource(handle, in_pages=direct is not None, offset=place.offset + offset)
 
@@ -209,7 +209,7 @@ class BlockFile:
 
         A large range goes past the page cache where ``out`` lies in its page as ``offset`` lies in its own.
         """
-        direct = self._direct_for(offset, out)
+        direct = self._direct_for(offset, out) if out.size >= _DIRECT_BYTES else None
         done = 0 if direct is None else self._read_direct(direct, offset, out)
         try:
             done = read_cached(self._handle, out.data, offset, done)
@@ -295,7 +295,7 @@ class BlockFile:
 
     def _direct_for(self, offset: int, out: NDArray[np.uint8]) -> int | None:
         """Return what to read from past the page cache, or None."""
-        return self._direct if out.size >= _DIRECT_BYTES and (_address(out) - offset) % PAGE_BYTES == 0 else None
+        return self._direct if (_address(out) - offset) % PAGE_BYTES == 0 else None
 
     def _read_direct(self, handle: int, offset: int, out: NDArray[np.uint8]) -> int:
         """Read whole pages, those at both ends beside ``out``; returns how many bytes of ``out`` are there."""
